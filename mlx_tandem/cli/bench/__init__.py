@@ -1,0 +1,1 @@
+"""`tandem bench`: a running server over HTTP, and the engine without it."""

@@ -1,0 +1,36 @@
+"""mlx-lm's BatchGenerator as a peer: the same weights, prompts and sampling, through its own public way in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from mlx_tandem.config import ModelConfig
+from mlx_tandem.model import device, loader  # device: OpenBLAS stands in front for the peer too
+
+__all__ = ["BatchGeneratorPeer", "device"]
+
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.sample_utils import make_sampler
+
+
+class BatchGeneratorPeer:
+    """One loaded model; `generate` runs one batch to its end."""
+
+    def __init__(self, config: ModelConfig):
+        self._model = loader.load(config, lambda stage, fraction: None).module
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sequence[tuple[float, float]]
+    ) -> Iterator[list[int]]:
+        """For each step the rows that got a token. A sampler of its own per row, since (temperature, top_p) differ."""
+        batch = len(prompts)
+        generator: Any = BatchGenerator(self._model, completion_batch_size=batch, prefill_batch_size=batch)
+        samplers = [make_sampler(t, top_p=p if p < 1.0 else 0.0) for t, p in sampling]
+        ids = generator.insert([list(p) for p in prompts], max_tokens=[max_tokens] * batch, samplers=samplers)
+        rows = {uid: row for row, uid in enumerate(ids)}
+        try:
+            while responses := generator.next_generated():
+                yield [rows[r.uid] for r in responses]
+        finally:
+            generator.close()

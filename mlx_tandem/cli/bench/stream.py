@@ -1,0 +1,103 @@
+"""One streamed request as a measurement: when each event came, and what the server said of itself at the end."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from time import perf_counter
+
+_EVENT = b'data: {"'  # cannot occur inside a JSON string, where the quote would be escaped
+_TEXT = re.compile(rb'"(?:text|content|reasoning_content|reasoning)": ?"[^"]')
+
+
+class Stream:
+    """Feed it the pieces of a body. Each piece costs a count and an append; everything else waits for `finish`."""
+
+    __slots__ = ("_last", "_rest", "counts", "error", "finished", "prompt_tokens", "sent", "silent", "times", "tokens")
+
+    def __init__(self) -> None:
+        self.sent = perf_counter()
+        self.finished = 0.0
+        self.times: list[float] = []  # of pieces with events, from the first one that carries text
+        self.counts: list[int] = []  # events in each
+        self.silent = 0  # events before the first text (a role, for example)
+        self.tokens = 0
+        self.prompt_tokens = 0
+        self.error: str | None = None
+        self._rest = b""
+        self._last: deque[bytes] = deque(maxlen=6)
+
+    def __call__(self, piece: bytes) -> None:
+        now = perf_counter()
+        if self._rest:
+            piece = self._rest + piece
+            self._rest = b""
+        if not piece.endswith(b"\n\n"):
+            cut = piece.rfind(b"\n\n") + 2
+            if cut == 1:  # not one whole event yet
+                self._rest = piece
+                return
+            piece, self._rest = piece[:cut], piece[cut:]
+        n = piece.count(_EVENT)
+        self._last.append(piece)
+        if not self.times and not _TEXT.search(piece):
+            self.silent += n
+        elif n:
+            self.times.append(now)
+            self.counts.append(n)
+
+    def finish(self, status: int) -> None:
+        """The body has ended: read the usage and whatever went wrong out of its last pieces."""
+        self.finished = perf_counter()
+        tail = b"".join(self._last) + self._rest
+        if status != 200:
+            self.error = f"{status} {tail[:200].decode(errors='replace')}"
+            return
+        ended = trailing = 0
+        for event in tail.split(b"\n\n"):
+            if event == b"data: [DONE]":
+                ended = 1
+            elif event.startswith(b"data: {"):
+                data = json.loads(event[6:])
+                if "error" in data:
+                    self.error = str(data["error"])[:200]
+                if usage := data.get("usage"):
+                    self.tokens = usage["completion_tokens"]
+                    self.prompt_tokens = usage["prompt_tokens"]
+                if self.times and not _TEXT.search(event):
+                    trailing += 1
+        if not ended and self.error is None:
+            self.error = "the stream ended without [DONE]"
+        # The end of a stream (finish reason, usage) carries no token of its own.
+        while trailing and self.counts:
+            taken = min(trailing, self.counts[-1])
+            self.counts[-1] -= taken
+            trailing -= taken
+            if not self.counts[-1]:
+                self.counts.pop()
+                self.times.pop()
+        self.tokens = self.tokens or self.events
+
+    @property
+    def events(self) -> int:
+        """Events that carried text."""
+        return sum(self.counts)
+
+    @property
+    def first(self) -> float:
+        """Seconds to the first event with text."""
+        return self.times[0] - self.sent
+
+    @property
+    def latency(self) -> float:
+        return self.finished - self.sent
+
+    def gaps(self) -> list[float]:
+        """Seconds between consecutive events; those that came in one piece are 0 apart."""
+        gaps: list[float] = []
+        for i, count in enumerate(self.counts):
+            if i:
+                gaps.append(self.times[i] - self.times[i - 1])
+            gaps += [0.0] * (count - 1)
+        return gaps

@@ -1,0 +1,142 @@
+"""A small HTTP/1.1 client on asyncio for the command line: lean enough to share two cores with the server it measures.
+
+One connection carries one request at a time and is kept alive when the server allows. `on_body` sees the body's pieces
+as they arrive, so a caller that counts events pays for nothing else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+
+class HttpError(Exception):
+    """The server could not be reached, or did not answer with HTTP."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection to `host:port`. Not for concurrent requests; open several."""
+
+    def __init__(self, host: str, port: int):
+        self._host = host
+        self._port = port
+        self._transport: asyncio.Transport | None = None
+        self._done: asyncio.Future[int] | None = None
+        self._parser: Any = None
+        self._on_body: Callable[[bytes], None] = _ignore
+        self._framed = False  # the end of the body is known from its headers
+        self._headers_seen = False
+
+    @classmethod
+    def to(cls, url: str) -> Connection:
+        parts = urlsplit(url if "//" in url else f"//{url}")
+        if parts.scheme not in ("", "http") or not parts.hostname:
+            raise HttpError(f"'{url}' is not an http:// address")
+        return cls(parts.hostname, parts.port or 80)
+
+    async def request(
+        self, method: str, path: str, body: object = None, on_body: Callable[[bytes], None] | None = None
+    ) -> int:
+        """Send one request and return its status once the whole body has arrived. Raises HttpError."""
+        payload = b"" if body is None else json.dumps(body).encode()
+        head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
+        if body is not None:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n"
+        if self._transport is None or self._transport.is_closing():
+            try:
+                await asyncio.get_running_loop().create_connection(lambda: self, self._host, self._port)
+            except OSError as e:
+                raise HttpError(f"{self._host}:{self._port}: {e.strerror or e}") from None
+        assert self._transport is not None
+        self._on_body = on_body or _ignore
+        self._framed = self._headers_seen = False
+        self._parser = httptools.HttpResponseParser(self)
+        self._done = asyncio.get_running_loop().create_future()
+        self._transport.write(head.encode() + b"\r\n" + payload)
+        try:
+            return await self._done
+        finally:
+            if not self._done.done() or self._done.cancelled() or self._done.exception():
+                self.close()
+
+    async def json(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
+        """The status and the decoded JSON body, or the text when it is not JSON."""
+        pieces: list[bytes] = []
+        status = await self.request(method, path, body, pieces.append)
+        raw = b"".join(pieces)
+        try:
+            return status, json.loads(raw)
+        except ValueError:
+            return status, raw.decode(errors="replace")
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+
+    # what asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but name
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as e:
+            self._fail(f"the answer is not HTTP: {e}")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self._done is None or self._done.done():
+            return
+        # A body without a length ends with the connection.
+        if exc is None and self._headers_seen and not self._framed:
+            self._done.set_result(self._parser.get_status_code())
+        else:
+            self._fail("the server closed the connection in the middle of an answer")
+
+    # what the parser calls
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._framed = self._framed or name.lower() in (b"content-length", b"transfer-encoding")
+
+    def on_headers_complete(self) -> None:
+        self._headers_seen = True
+
+    def on_body(self, body: bytes) -> None:
+        self._on_body(body)
+
+    def on_message_complete(self) -> None:
+        if self._done is not None and not self._done.done():
+            keep = self._parser.should_keep_alive()
+            self._done.set_result(self._parser.get_status_code())
+            if not keep:
+                self.close()
+
+    def _fail(self, message: str) -> None:
+        if self._done is not None and not self._done.done():
+            self._done.set_exception(HttpError(message))
+        self.close()
+
+
+class Events:
+    """Cuts a body of server-sent events into their data; call it with each piece."""
+
+    def __init__(self, on_data: Callable[[str], None]):
+        self._on_data = on_data
+        self._rest = b""
+
+    def __call__(self, piece: bytes) -> None:
+        *events, self._rest = (self._rest + piece).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: "):
+                self._on_data(event[6:].decode())
+
+
+def _ignore(body: bytes) -> None:
+    pass

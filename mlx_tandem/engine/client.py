@@ -1,0 +1,430 @@
+"""The one way into the engine: submits requests, hands out their deltas, supervises whatever runs the engine.
+
+Everything here belongs to one event loop. A frame from the engine costs one wake-up per stream that it touches,
+and nothing per token beyond appending to a list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Literal, cast
+
+from mlx_tandem.engine.messages import (
+    AdapterLoaded,
+    CallDone,
+    CallFailed,
+    Cancel,
+    Drain,
+    Failed,
+    Fatal,
+    Heartbeat,
+    Inbound,
+    LoadAdapter,
+    Output,
+    Progress,
+    Ready,
+    Submit,
+    UnloadAdapter,
+)
+from mlx_tandem.engine.process import EngineProcess, Launch
+from mlx_tandem.engine.stream import Stream
+from mlx_tandem.engine.wire import FrameReader, WireError, decode_outbound, encode
+from mlx_tandem.errors import (
+    Conflict,
+    EngineDied,
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelError,
+    NotFound,
+    TandemError,
+    TooLarge,
+)
+from mlx_tandem.types import AdapterInfo, EngineInfo, EngineStats, Request
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "restarting", "draining", "dead"]
+
+MAX_DEATHS = 3
+"""Deaths within DEATH_WINDOW seconds, none of them of an engine that had become ready, after which we give up."""
+DEATH_WINDOW = 60.0
+WATCH_SECONDS = 0.25
+KILL_SECONDS = 5.0
+
+
+class EngineClient:
+    """Starts the engine, restarts it when it dies, and speaks to it.
+
+    `on_ready` runs each time an engine has said Ready and before requests are let in; it may call `load_adapter`.
+    An error that it raises on the first start is the end, as a model that cannot be loaded is.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        stall_seconds: float = 60.0,
+        backoff_seconds: float = 0.5,
+        on_ready: Callable[[], Awaitable[None]] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ):
+        self._launch = launch
+        self._stall_seconds = stall_seconds
+        self._backoff_seconds = backoff_seconds
+        self._on_ready = on_ready
+        self._on_progress = on_progress
+        self.state: State = "starting"
+        self.info: EngineInfo | None = None
+        self.stats = EngineStats()
+        self.progress = Progress("starting", 0.0)
+        self.failure: TandemError | None = None  # why the state is dead
+        self.restarts = 0
+        self._ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._streams: dict[int, Stream] = {}
+        self._link: _Link | None = None
+        self._fatal: TandemError | None = None
+        self._settled = asyncio.Event()  # ready for the first time, or dead
+        self._dead = asyncio.Event()
+        self._was_ready = False
+        self._supervisor: asyncio.Task[None] | None = None
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Launch the engine and watch over it; returns at once."""
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def wait_ready(self) -> None:
+        """Returns once requests are taken. Raises what ended the engine when it cannot be started."""
+        await self._settled.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    async def wait_dead(self) -> None:
+        """Returns never; raises why, once the engine cannot be kept alive."""
+        await self._dead.wait()
+        assert self.failure is not None
+        raise self.failure
+
+    def begin_drain(self) -> None:
+        """Take nothing new; what runs goes on."""
+        if self.state != "dead":
+            self.state = "draining"
+
+    async def drain(self, timeout: float) -> bool:
+        """Let the engine finish what it has for up to `timeout` seconds and end it; False when some were cut off."""
+        self.begin_drain()
+        finished = True
+        if self._link is not None and self._supervisor is not None:
+            self._link.send(Drain())
+            done, _ = await asyncio.wait({self._supervisor}, timeout=timeout)
+            finished = bool(done)
+        await self.close()
+        return finished
+
+    async def close(self) -> None:
+        """End the engine now. Open streams end with EngineUnavailable."""
+        self.begin_drain()
+        self._fail_all(EngineUnavailable("the server is shutting down"))
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait({self._supervisor})
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    @property
+    def open_requests(self) -> int:
+        return len(self._streams)
+
+    def next_ids(self, count: int) -> range:
+        """Request ids that nobody has used; those of one stream follow each other."""
+        first = next(self._ids)
+        for _ in range(count - 1):
+            next(self._ids)
+        return range(first, first + count)
+
+    def check_ready(self) -> EngineInfo:
+        """What is served. Raises EngineUnavailable unless requests are taken now."""
+        if self.state != "ready" or self.info is None:
+            raise EngineUnavailable(_WHY_NOT[self.state])
+        return self.info
+
+    def submit(self, *requests: Request) -> Stream:
+        """Send requests with consecutive ids and the same `n`; one stream gives the deltas of all of them."""
+        self.check_ready()
+        assert self._link is not None
+        stream = Stream(self, requests)
+        for request in requests:
+            self._streams[request.id] = stream
+        self._link.send(*map(Submit, requests))
+        return stream
+
+    def cancel(self, request: int, choice: int | None = None) -> None:
+        """Tell the engine that nobody waits for it any more."""
+        if choice is None:
+            self._streams.pop(request, None)
+        if self._link is not None:
+            self._link.send(Cancel(request, choice))
+
+    def forget(self, request: int) -> None:
+        """The stream has seen the end of `request`."""
+        self._streams.pop(request, None)
+
+    async def load_adapter(self, path: str) -> AdapterInfo:
+        """Have the engine read and check a folder. Raises the engine's verdict by its class."""
+        info = await self._call(lambda call: LoadAdapter(call, path))
+        assert isinstance(info, AdapterInfo)
+        return info
+
+    async def unload_adapter(self, digest: str) -> None:
+        """Have the engine forget a version once its last row has ended."""
+        await self._call(lambda call: UnloadAdapter(call, digest))
+
+    async def _call(self, message: Callable[[int], Inbound]) -> Any:
+        if self._link is None or self.info is None:
+            raise EngineUnavailable(_WHY_NOT[self.state])
+        call = next(self._ids)
+        future = self._calls[call] = asyncio.get_running_loop().create_future()
+        try:
+            self._link.send(message(call))
+            return await future
+        finally:
+            del self._calls[call]
+
+    # -- supervision --------------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        deaths: deque[float] = deque()
+        loop = asyncio.get_running_loop()
+        while True:
+            self._was_ready = False
+            reason = await self._run_once()
+            if self.state == "draining":
+                return
+            if self._fatal is not None and not self._settled.is_set():
+                self._die(self._fatal)  # it said itself that it cannot serve this; a restart would end the same
+                return
+            now = loop.time()
+            if self._was_ready:
+                deaths.clear()
+            deaths.append(now)
+            while now - deaths[0] > DEATH_WINDOW:
+                deaths.popleft()
+            log.error("engine ended", extra={"fields": {"reason": reason, "deaths": len(deaths)}})
+            if len(deaths) >= MAX_DEATHS:
+                self._die(self._fatal or EngineError(f"the engine ended {len(deaths)} times before it was ready"))
+                return
+            if self._settled.is_set():
+                self.state = "restarting"
+            self.restarts += 1
+            self.progress = Progress("restarting", 0.0)
+            await asyncio.sleep(self._backoff_seconds * (2 ** (len(deaths) - 1) - 1))
+
+    async def _run_once(self) -> str:
+        """One engine from launch to end; says why it ended."""
+        self._fatal = None
+        self.info = None
+        loop = asyncio.get_running_loop()
+        process: EngineProcess | None = None
+        link: _Link | None = None
+        raising: asyncio.Task[None] | None = None
+        try:
+            sock, process = self._launch()
+            _, link = await loop.create_unix_connection(lambda: _Link(self._on_messages), sock=sock)
+            self._link = link
+            while not await link.ended(WATCH_SECONDS):
+                if raising is None and self._said_ready():
+                    raising = asyncio.create_task(self._bring_up())
+                status = process.wait(0.0)
+                if status is not None:  # the socket may live on in a compiler that the engine had started
+                    await link.ended(WATCH_SECONDS)
+                    return f"exit status {status}"
+                silent = loop.time() - link.heard
+                if self._said_ready() and silent > self._stall_seconds:
+                    return f"no sign of life for {silent:.0f} s"
+            return link.why
+        except OSError as e:
+            return f"cannot be launched: {e}"
+        finally:
+            self._link = None
+            self.info = None
+            if link is not None:
+                link.close()
+            if self.state == "ready":
+                self.state = "restarting"
+            self._fail_all(self._fatal_for_streams())
+            if raising is not None:
+                raising.cancel()
+            if process is not None:
+                await self._reap(process)
+
+    def _said_ready(self) -> bool:
+        return self.info is not None
+
+    async def _reap(self, process: EngineProcess) -> None:
+        # One that drained or failed ends by itself; one that hangs does not.
+        wait = KILL_SECONDS if self.state == "draining" or self._fatal is not None else 0.0
+        if await asyncio.to_thread(process.wait, wait) is None:
+            process.kill()
+            await asyncio.to_thread(process.wait, KILL_SECONDS)
+
+    async def _bring_up(self) -> None:
+        try:
+            if self._on_ready is not None:
+                await self._on_ready()
+        except EngineError:
+            return  # it died meanwhile; the supervisor sees to it
+        except TandemError as e:
+            self._give_up(e)
+            return
+        except Exception:
+            log.exception("the engine could not be set up")
+            self._give_up(EngineError("the engine could not be set up"))
+            return
+        if self.state in ("starting", "restarting"):
+            self.state = "ready"
+            self._was_ready = True
+            self._settled.set()
+
+    def _give_up(self, error: TandemError) -> None:
+        self._fatal = error
+        if self._link is not None:
+            self._link.close()
+
+    def _die(self, failure: TandemError) -> None:
+        self.state = "dead"
+        self.failure = failure
+        self._settled.set()
+        self._dead.set()
+
+    def _fatal_for_streams(self) -> TandemError:
+        if self.state == "draining":
+            return EngineUnavailable("the server is shutting down")
+        return EngineDied("the engine ended while the request was running")
+
+    def _fail_all(self, error: TandemError) -> None:
+        streams = set(self._streams.values())
+        self._streams.clear()
+        for stream in streams:
+            stream.fail(error)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+    # -- what the engine says -----------------------------------------------------------------------------------
+
+    def _on_messages(self, messages: list[Any]) -> None:
+        streams = self._streams
+        for message in messages:
+            if isinstance(message, Output):
+                for delta in message.deltas:
+                    stream = streams.get(delta.request)
+                    if stream is not None:
+                        stream.push(delta)
+            elif isinstance(message, Heartbeat):
+                self.stats = message.stats
+            elif isinstance(message, Failed):
+                stream = streams.pop(message.request, None)
+                if stream is not None:
+                    stream.fail(_error(message.code, message.message, message.param, message.retryable))
+            elif isinstance(message, AdapterLoaded):
+                self._answer(message.call, message.info)
+            elif isinstance(message, CallDone):
+                self._answer(message.call, None)
+            elif isinstance(message, CallFailed):
+                future = self._calls.get(message.call)
+                if future is not None and not future.done():
+                    future.set_exception(_error(message.code, message.message, message.param, retryable=False))
+            elif isinstance(message, Progress):
+                self.progress = message
+                if self._on_progress is not None:
+                    self._on_progress(message)
+            elif isinstance(message, Ready):
+                self.info = message.info
+                if self._link is not None:
+                    self._link.nudge()
+            elif isinstance(message, Fatal):
+                kind = EngineError if self._settled.is_set() else ModelError
+                self._fatal = kind(message.message, code=message.code)
+
+    def _answer(self, call: int, value: Any) -> None:
+        future = self._calls.get(call)
+        if future is not None and not future.done():
+            future.set_result(value)
+
+
+class _Link(asyncio.Protocol):
+    """The socket to one engine."""
+
+    def __init__(self, on_messages: Callable[[list[Any]], None]):
+        self._on_messages = on_messages
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._open = True
+        self.heard = self._loop.time()
+        self.why = "the engine closed its socket"
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = self._loop.time()
+        try:
+            for frame in self._reader.feed(data):
+                self._on_messages(decode_outbound(frame))
+        except (WireError, ValueError) as e:
+            self.why = f"it sent what is not a frame: {e}"
+            self.close()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._open = False
+        self._wake.set()
+
+    async def ended(self, wait: float) -> bool:
+        """Whether the connection is over; waits up to `wait` seconds for that, less after a nudge."""
+        if self._open:
+            try:
+                async with asyncio.timeout(wait):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+        return not self._open
+
+    def nudge(self) -> None:
+        self._wake.set()
+
+    def send(self, *messages: Inbound) -> None:
+        if self._open and self._transport is not None:
+            self._transport.write(encode(messages))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+
+_WHY_NOT: dict[State, str] = {
+    "starting": "the model is still loading",
+    "ready": "the engine is not ready",
+    "restarting": "the engine is restarting",
+    "draining": "the server is shutting down",
+    "dead": "the engine cannot be started",
+}
+
+_CLASSES: Mapping[str, type[TandemError]] = {
+    str(c.code): c for c in (InvalidRequest, NotFound, Conflict, TooLarge, ModelError, EngineError, EngineDied)
+} | {"invalid_adapter": ModelError}
+
+
+def _error(code: str, message: str, param: str | None, retryable: bool) -> TandemError:
+    """The error that the engine meant: by its code, else by who has to act."""
+    kind = _CLASSES.get(code) or (EngineError if retryable else InvalidRequest)
+    return kind(message, param=param, code=code)

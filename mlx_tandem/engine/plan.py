@@ -1,0 +1,88 @@
+"""What the scheduler asks of a runner and what comes back. Plain data; no arrays, no requests.
+
+A prompt chunk, one decoded token and a verification are the same Row with different lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mlx_tandem.types import SamplingParams, TokenLogprob
+
+CARRY = -1
+"""In `Row.tokens`: the token the same seat sampled in the step before, still on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seating:
+    """A sequence takes a seat: an index into the runner's per-sequence state.
+
+    `history` is what it has seen so far (prompt and output), of which the first `prompt_length` are the prompt.
+    """
+
+    seat: int
+    params: SamplingParams
+    choice: int
+    prompt_length: int
+    history: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's share of one step: `tokens` at positions start, start + 1, … .
+
+    Their keys and values go to the blocks of `table` (position p lives in block `table[p // block_size]`), and each
+    attends to everything up to its own position. With `sample` the step draws the token after the last one.
+    """
+
+    sequence: int
+    seat: int
+    slot: int  # of the adapter; 0 is the base model
+    start: int
+    tokens: tuple[int, ...]
+    table: list[int]  # shared with the sequence: read it at launch, do not keep it
+    sample: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One unit of device work, done in this order: uploads, copies, seatings, rows."""
+
+    rows: tuple[Row, ...]
+    uploads: tuple[tuple[int, str], ...] = ()  # (slot, adapter digest)
+    copies: tuple[tuple[int, int], ...] = ()  # (from block, to block)
+    seatings: tuple[Seating, ...] = ()
+
+    @property
+    def prefill_tokens(self) -> int:
+        return sum(len(r.tokens) for r in self.rows if len(r.tokens) > 1)
+
+
+NOT_A_NUMBER = -1
+"""In `StepResult.tokens`: the row's logits were not finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Per row of the plan, in order: the token drawn (None for rows that do not sample) and its logprobs."""
+
+    tokens: list[int | None]
+    logprobs: list[TokenLogprob | None] = field(default_factory=list)  # empty: nobody asked
+
+
+class DeviceError(Exception):
+    """The device or the runtime failed in a step; the rows of that step are lost, the engine may go on."""
+
+
+class Runner(Protocol):
+    """Executes plans in the order of their launch. Two real ones: the MLX runner and the reference runner."""
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Start the step and return at once with a handle. Raises DeviceError."""
+
+    def wait(self, handle: Any) -> StepResult:
+        """Block until that step is done. Raises DeviceError."""
+
+    def reset(self) -> None:
+        """After a failed step: drop what was in flight; what earlier steps wrote stays readable."""

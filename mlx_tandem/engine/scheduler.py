@@ -1,0 +1,366 @@
+"""Decides what the device does next. Owns the sequences, their blocks, seats and adapter slots; touches no array.
+
+A sequence waits, runs, and ends. Each plan gives every running sequence that can decode one row, and spends what a
+time budget allows on chunks of the prompts that are being read. When the pool is full the youngest sequence gives its
+blocks back and is computed again later, its tokens kept (preemption by recompute).
+
+A plan may be made while the one before it is still on the device: tokens drawn there are `pending` until `settle`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mlx_tandem.adapters.slots import SlotTable
+from mlx_tandem.config import SchedulerConfig
+from mlx_tandem.engine.cost import CostModel, padded_length
+from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, Seating, StepPlan, StepResult
+from mlx_tandem.engine.sequence import Sequence
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.types import Delta, FinishReason, Request
+
+PATIENCE = 32
+"""Requests that may overtake one that waits for an adapter slot."""
+
+
+@dataclass(slots=True)
+class Settled:
+    """What became known when a step was read: new tokens, and requests whose logits were not finite."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        slots: SlotTable,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+    ):
+        self._config = config
+        self._pool = pool
+        self._slots = slots
+        self._max_model_len = max_model_len
+        self._vocab_size = vocab_size
+        self._eos = frozenset(eos_token_ids)
+        self.cost = CostModel()
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []  # oldest first
+        self._sequences: dict[int, Sequence] = {}
+        self._choices: dict[int, dict[int, Sequence]] = {}  # by request id
+        self._seats = list(range(config.max_num_seqs - 1, -1, -1))
+        self._uploads: list[tuple[int, str]] = []  # for the next plan
+        self._copies: list[tuple[int, int]] = []
+        self._next_id = 0
+        self._overtaken = 0
+        self.preemptions = 0
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+
+    # requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequest for one that could never run."""
+        self._check(request)
+        params = request.params
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        choices = [Sequence(self._next_id + i, request, i, stop_ids) for i in range(request.n)]
+        self._next_id += request.n
+        choices[0].followers = choices[1:]
+        self._sequences |= {s.id: s for s in choices}
+        self._choices[request.id] = {s.choice: s for s in choices}
+        self._waiting.append(choices[0])
+        self.prompt_tokens += len(request.prompt)
+
+    def _check(self, request: Request) -> None:
+        n, params = len(request.prompt), request.params
+        # The last line before the device, whose indexing is unchecked: ids are tested here again.
+        for param, ids in (
+            ("prompt", request.prompt),
+            ("logit_bias", tuple(t for t, _ in params.logit_bias)),
+        ):
+            if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
+                raise InvalidRequest(f"a token of {param} is not in the vocabulary", param=param)
+        if n == 0:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        most = min(self._max_model_len, self._pool.usable_blocks * self._pool.block_size)
+        if n + params.max_tokens > most:
+            raise InvalidRequest(
+                f"{n} prompt tokens and max_tokens = {params.max_tokens} exceed the {most} that fit",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if request.n > self._config.max_num_seqs:
+            raise InvalidRequest(f"n is at most {self._config.max_num_seqs} here", param="n")
+        if request.id in self._choices:
+            raise InvalidRequest(f"request {request.id} exists", param="id")
+
+    def cancel(self, request: int, choice: int | None = None) -> None:
+        """End a request or one choice of it; nothing more is said of it. Unknown ids are ignored."""
+        choices = self._choices.get(request, {})
+        for s in list(choices.values()):
+            if choice is None or s.choice == choice:
+                self._end(s)
+
+    @property
+    def requests(self) -> Iterable[int]:
+        return self._choices.keys()
+
+    @property
+    def num_running(self) -> int:
+        return sum(1 + len(s.followers) for s in self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(1 + len(s.followers) for s in self._waiting)
+
+    # planning
+
+    def plan(self) -> StepPlan | None:
+        """The next unit of device work, or None when there is none to do now."""
+        rows: list[Row] = []
+        self._admit()
+        for s in [s for s in self._running if s.followers and s.scheduled == s.prompt_length - 1]:
+            self._fork(s)
+        for s in list(self._running):
+            # A row before this one may have taken this sequence's blocks: then it has lost its seat.
+            if s.seat >= 0 and s.wants_decode and not s.followers and self._reserve(s, s.scheduled + 1, rows):
+                rows.append(self._row(s, (CARRY,) if s.pending else (s.tokens[-1],)))
+        self._plan_prefill(rows)
+        if not rows:
+            return None
+        planned = {row.sequence for row in rows}
+        seatings = [self._seating(s) for s in self._running if s.id in planned and not s.is_seated]
+        plan = StepPlan(tuple(rows), tuple(self._uploads), tuple(self._copies), tuple(seatings))
+        self._uploads, self._copies = [], []
+        return plan
+
+    def _plan_prefill(self, rows: list[Row]) -> None:
+        """Chunks of prompts, oldest first, while their predicted time fits the budget; at least one."""
+        config = self._config
+        budget = config.prefill_share * self.cost.decode_ms if rows else config.idle_prefill_ms
+        first = True
+        for s in list(self._running):
+            if s.seat < 0 or not s.wants_prefill:
+                continue
+            limit = s.prompt_length - 1 if s.followers else len(s.tokens)
+            n = min(limit - s.scheduled, self.cost.affordable(s.scheduled, budget, config.max_chunk_tokens))
+            cost = self.cost.predict(padded_length(n), s.scheduled)
+            if not first and cost > budget:
+                break
+            if self._reserve(s, s.scheduled + n, rows):
+                rows.append(self._row(s, tuple(s.tokens[s.scheduled : s.scheduled + n])))
+                budget -= cost
+                first = False
+
+    def _row(self, s: Sequence, tokens: tuple[int, ...]) -> Row:
+        start = s.scheduled
+        s.scheduled += len(tokens)
+        sample = s.scheduled == s.total
+        if sample:
+            s.pending += 1
+        return Row(s.id, s.seat, s.slot, start, tokens, s.table, sample)
+
+    def _seating(self, s: Sequence) -> Seating:
+        s.is_seated = True
+        return Seating(s.seat, s.request.params, s.choice, s.prompt_length, tuple(s.tokens))
+
+    def _admit(self) -> None:
+        """Let waiting sequences run while there are seats, blocks for all they know, and adapter slots."""
+        blocked: list[Sequence] = []
+        while self._waiting and not (blocked and self._overtaken >= PATIENCE):
+            s = self._waiting[0]
+            group = [s, *s.followers]
+            # Running sequences will want blocks soon: to admit into the last ones would only preempt.
+            spare = self._pool.free_blocks - len(self._running)
+            need = self._pool.blocks_for(len(s.tokens))
+            if (
+                s.pending
+                or len(group) > len(self._seats)
+                or (need > spare and self._running)
+                or len(blocked) > PATIENCE
+            ):
+                break
+            self._waiting.popleft()
+            if not self._take_slot(group):
+                blocked.append(s)
+                continue
+            self._overtaken += bool(blocked)
+            table = self._pool.allocate(need)
+            assert table is not None, "an empty engine has room for every request that was queued"
+            s.table = table
+            for x in group:
+                x.seat = self._seats.pop()
+            self._running.append(s)
+        if not blocked:
+            self._overtaken = 0
+        self._waiting.extendleft(reversed(blocked))
+
+    def _take_slot(self, group: list[Sequence]) -> bool:
+        digest = group[0].adapter_digest
+        for s in group:
+            if digest is None:
+                s.slot = 0
+                continue
+            assignment = self._slots.acquire(digest)
+            if assignment is None:
+                return False  # only for the first: the others find the slot taken by it
+            if assignment.upload:
+                self._uploads.append((assignment.slot, digest))
+            s.slot = assignment.slot
+        return True
+
+    def _fork(self, s: Sequence) -> None:
+        """The choices of a request part: all but the prompt's last token is computed and shared.
+
+        Each then runs the last prompt token itself, which draws its own first token.
+        """
+        shared, rest = divmod(s.scheduled, self._pool.block_size)
+        followers, s.followers = s.followers, []
+        at = self._running.index(s) + 1
+        for f in followers:
+            own = self._pool.allocate(1) if rest else []
+            if own is None:
+                self._leave(f)
+                self._waiting.appendleft(f)
+                continue
+            if rest:
+                self._copies.append((s.table[shared], own[0]))
+            self._pool.share(s.table[:shared])
+            f.table = s.table[:shared] + own
+            f.scheduled = s.scheduled
+            self._running.insert(at, f)
+            at += 1
+
+    def _reserve(self, s: Sequence, positions: int, rows: list[Row]) -> bool:
+        """Blocks for `positions` of s, preempting the youngest sequences that are not in this plan yet."""
+        missing = self._pool.blocks_for(positions) - len(s.table)
+        if missing <= 0:
+            return True
+        planned = {row.sequence for row in rows} if missing > self._pool.free_blocks else set()
+        while missing > self._pool.free_blocks:
+            victim = next(v for v in reversed(self._running) if v.id not in planned)
+            self._preempt(victim)
+            if victim is s:
+                return False
+        s.table += self._pool.allocate(missing) or []
+        return True
+
+    def _preempt(self, s: Sequence) -> None:
+        self.preemptions += 1
+        self._running.remove(s)
+        for x in (s, *s.followers):
+            self._leave(x)
+        self._waiting.appendleft(s)
+
+    def _leave(self, s: Sequence) -> None:
+        """Give back what a running sequence holds."""
+        if s.seat < 0:
+            return
+        # Rows of this plan may still copy into these blocks: a copy for nobody would overwrite their next owner.
+        held = set(s.table)
+        self._copies = [(a, b) for a, b in self._copies if b not in held]
+        self._pool.release(s.table)
+        self._seats.append(s.seat)
+        if s.adapter_digest is not None:
+            self._slots.release(s.adapter_digest)
+        s.table, s.seat, s.slot, s.scheduled, s.is_seated = [], -1, -1, 0, False
+
+    def _end(self, s: Sequence) -> None:
+        """A sequence is over, whatever it was doing."""
+        choices = self._choices[s.request.id]
+        del self._sequences[s.id], choices[s.choice]
+        if not choices:
+            del self._choices[s.request.id]
+        for leader in choices.values():
+            if s in leader.followers:
+                leader.followers.remove(s)
+                self._leave(s)
+                return
+        if s in self._running:
+            self._running.remove(s)
+        elif s in self._waiting:
+            self._waiting.remove(s)
+        self._leave(s)
+        if s.followers:  # nobody has computed their prompt now: the next of them starts over
+            heir, *others = s.followers
+            for f in s.followers:
+                self._leave(f)
+            heir.followers = others
+            self._waiting.appendleft(heir)
+
+    # results
+
+    def settle(self, plan: StepPlan, result: StepResult) -> Settled:
+        """Take in what a step drew. Sequences that ended meanwhile are passed over."""
+        settled = Settled()
+        logprobs = result.logprobs
+        for i, row in enumerate(plan.rows):
+            s = self._sequences.get(row.sequence)
+            if not row.sample or s is None:
+                continue
+            token = result.tokens[i]
+            assert token is not None
+            if token == NOT_A_NUMBER:
+                settled.failed.append(s.request.id)
+                self.cancel(s.request.id)
+                continue
+            s.pending -= 1
+            s.tokens.append(token)
+            self.generated_tokens += 1
+            finish = self._finish_reason(s, token)
+            logprob = logprobs[i] if logprobs else None
+            settled.deltas.append(
+                Delta(s.request.id, s.choice, (token,), None if logprob is None else (logprob,), finish)
+            )
+            if finish:
+                self._end(s)
+        return settled
+
+    def _finish_reason(self, s: Sequence, token: int) -> FinishReason | None:
+        if token in s.stop_ids:
+            return "stop"
+        if len(s.tokens) - s.prompt_length >= s.request.params.max_tokens:
+            return "length"
+        return None
+
+    def observe(self, plan: StepPlan, milliseconds: float) -> None:
+        """A step took this long; its cost guides the next budgets."""
+        chunks = [(padded_length(len(r.tokens)), r.start) for r in plan.rows if len(r.tokens) > 1]
+        if not chunks:
+            self.cost.observe_decode(milliseconds)
+            return
+        decodes = len(plan.rows) > len(chunks)
+        self.cost.observe_chunks(chunks, max(milliseconds - (self.cost.decode_ms if decodes else 0.0), 0.0))
+
+    def fail(self, plans: Iterable[StepPlan]) -> list[int]:
+        """Steps were lost on the device: their requests end here and are returned; every other running sequence
+        is computed again, since nothing in the cache can be trusted."""
+        plans = list(plans)
+        sequences = [self._sequences.get(row.sequence) for plan in plans for row in plan.rows]
+        failed = list(dict.fromkeys(s.request.id for s in sequences if s is not None))
+        for request in failed:
+            self.cancel(request)
+        for s in list(reversed(self._running)):
+            self._preempt(s)
+        self._uploads = [u for plan in plans for u in plan.uploads] + self._uploads
+        return failed
+
+    def check(self) -> None:
+        """Assert the invariants; for tests, between steps."""
+        self._pool.check(s.table for s in self._sequences.values())
+        held = [s.seat for s in self._sequences.values() if s.seat >= 0]
+        assert sorted(held + self._seats) == list(range(self._config.max_num_seqs)), "a seat is lost or shared"
+        followers = [f for s in (*self._running, *self._waiting) for f in s.followers]
+        everyone = [*self._running, *self._waiting, *followers]
+        assert sorted(s.id for s in everyone) == sorted(self._sequences), "a sequence is lost or doubled"
+        assert all(s.seat >= 0 for s in self._running)
+        assert all(s.seat < 0 for s in self._waiting)

@@ -1,0 +1,71 @@
+"""The engine's mutable state of one choice of one request."""
+
+from __future__ import annotations
+
+from mlx_tandem.types import Request
+
+
+class Sequence:
+    """`tokens` are the ids known to the host: the prompt and what has been settled of the output.
+
+    `scheduled` positions have been handed to the runner; `pending` tokens have been drawn on the device and are not
+    known to the host yet. Blocks, seat and slot are held while the sequence runs, and only then.
+    """
+
+    __slots__ = (
+        "choice",
+        "followers",
+        "id",
+        "is_seated",
+        "pending",
+        "prompt_length",
+        "request",
+        "scheduled",
+        "seat",
+        "slot",
+        "stop_ids",
+        "table",
+        "tokens",
+    )
+
+    def __init__(self, id: int, request: Request, choice: int, stop_ids: frozenset[int]):
+        self.id = id
+        self.request = request
+        self.choice = choice
+        self.stop_ids = stop_ids
+        self.tokens = list(request.prompt)
+        self.prompt_length = len(request.prompt)
+        self.scheduled = 0
+        self.pending = 0
+        self.table: list[int] = []
+        self.seat = -1
+        self.slot = -1
+        self.is_seated = False  # the runner has been told of this seat
+        self.followers: list[Sequence] = []
+        """The other choices of the request, until the shared part of the prompt is computed."""
+
+    @property
+    def generated(self) -> int:
+        """Tokens drawn, those still on the device among them."""
+        return len(self.tokens) - self.prompt_length + self.pending
+
+    @property
+    def total(self) -> int:
+        return len(self.tokens) + self.pending
+
+    @property
+    def wants_decode(self) -> bool:
+        """Everything but the newest token is in the cache, and the newest may be followed by another."""
+        return self.scheduled == self.total - 1 and self.generated < self.request.params.max_tokens
+
+    @property
+    def wants_prefill(self) -> bool:
+        return not self.pending and self.scheduled < len(self.tokens) - 1 and not self.is_complete
+
+    @property
+    def is_complete(self) -> bool:
+        return self.generated >= self.request.params.max_tokens
+
+    @property
+    def adapter_digest(self) -> str | None:
+        return self.request.adapter.digest if self.request.adapter else None

@@ -1,0 +1,122 @@
+"""The deltas of one submission, as the front reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from types import TracebackType
+from typing import Protocol
+
+from mlx_tandem.errors import TandemError
+from mlx_tandem.types import Delta, Request
+
+
+class Owner(Protocol):
+    """The client, as far as its streams need it."""
+
+    def cancel(self, request: int, choice: int | None = None) -> None: ...
+
+    def forget(self, request: int) -> None: ...
+
+
+class Stream:
+    """Iterates over lists: all deltas that arrived since the last turn, in order.
+
+    Ends when every choice has ended; raises the TandemError that ended the request otherwise. Leaving its `async
+    with` block early cancels what still runs. Choices are numbered over all requests: request k's choice i is
+    k * n + i (`index`).
+    """
+
+    __slots__ = ("_error", "_first", "_live", "_mailbox", "_n", "_open", "_owner", "_requests", "_waiter")
+
+    def __init__(self, owner: Owner, requests: Sequence[Request]):
+        self._owner = owner
+        self._first = requests[0].id
+        self._requests = len(requests)
+        self._n = requests[0].n
+        self._live = [True] * (self._requests * self._n)
+        self._open = len(self._live)
+        self._mailbox: list[Delta] = []
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: TandemError | None = None
+
+    def index(self, delta: Delta) -> int:
+        return (delta.request - self._first) * self._n + delta.choice
+
+    # -- the client's side --------------------------------------------------------------------------------------
+
+    def push(self, delta: Delta) -> None:
+        if delta.finish is not None:
+            index = self.index(delta)
+            if not self._live[index]:
+                return
+            self._end(index)
+        elif not self._live[self.index(delta)]:
+            return
+        self._mailbox.append(delta)
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def fail(self, error: TandemError) -> None:
+        """Nothing more comes. The other requests of the submission are cancelled: it succeeds whole or fails."""
+        self.cancel()
+        self._error = error
+        self._wake()
+
+    # -- the reader's side --------------------------------------------------------------------------------------
+
+    def __aiter__(self) -> AsyncIterator[list[Delta]]:
+        return self
+
+    async def __anext__(self) -> list[Delta]:
+        while not self._mailbox:
+            if self._error is not None:
+                raise self._error
+            if not self._open:
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        deltas = self._mailbox
+        self._mailbox = []
+        return deltas
+
+    def cancel(self, choice: int | None = None) -> None:
+        """Nobody waits for this choice (or any) any more; what it still says is dropped."""
+        if choice is None:
+            for k in range(self._requests):
+                if any(self._live[k * self._n : (k + 1) * self._n]):
+                    self._owner.cancel(self._first + k)
+            self._live = [False] * len(self._live)
+            self._open = 0
+            self._wake()
+        elif self._live[choice]:
+            k = choice // self._n
+            if sum(self._live[k * self._n : (k + 1) * self._n]) > 1:
+                self._owner.cancel(self._first + k, choice % self._n)
+            else:
+                self._owner.cancel(self._first + k)
+            self._end(choice)
+
+    async def __aenter__(self) -> Stream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._open:
+            self.cancel()
+
+    def _end(self, index: int) -> None:
+        self._live[index] = False
+        self._open -= 1
+        k = index // self._n
+        if not any(self._live[k * self._n : (k + 1) * self._n]):
+            self._owner.forget(self._first + k)
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)

@@ -1,0 +1,84 @@
+"""Frames on a stream socket: a 4-byte little-endian length, then one msgpack array of tagged messages."""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Sequence
+
+import msgspec
+
+from mlx_tandem.engine.messages import MAX_FRAME, Inbound, Outbound
+
+_LENGTH = struct.Struct("<I")
+_encoder = msgspec.msgpack.Encoder()
+decode_outbound = msgspec.msgpack.Decoder(list[Outbound]).decode
+decode_inbound = msgspec.msgpack.Decoder(list[Inbound]).decode
+
+
+class WireError(Exception):
+    """The peer sent what is not a frame, or is gone."""
+
+
+def encode(messages: Sequence[Inbound | Outbound]) -> bytes:
+    body = _encoder.encode(messages)
+    if len(body) > MAX_FRAME:
+        raise WireError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into frame bodies. `feed` takes what was read, in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        self._buffer += data
+        frames: list[bytes] = []
+        start = 0
+        while len(self._buffer) - start >= _LENGTH.size:
+            (n,) = _LENGTH.unpack_from(self._buffer, start)
+            if n > MAX_FRAME:
+                raise WireError(f"a frame of {n} bytes is over the limit of {MAX_FRAME}")
+            end = start + _LENGTH.size + n
+            if len(self._buffer) < end:
+                break
+            frames.append(bytes(self._buffer[start + _LENGTH.size : end]))
+            start = end
+        if start:
+            del self._buffer[:start]
+        return frames
+
+
+class EngineChannel:
+    """The engine's end: reads without blocking between steps, waits when idle, writes whole frames."""
+
+    def __init__(self, sock: socket.socket):
+        sock.setblocking(True)
+        self._socket = sock
+        self._reader = FrameReader()
+
+    def receive(self, wait: float) -> list[Inbound]:
+        """All messages that have arrived; waits up to `wait` seconds for the first. Raises WireError when
+        the front is gone."""
+        messages: list[Inbound] = []
+        while select.select([self._socket], [], [], 0.0 if messages else wait)[0]:
+            data = self._socket.recv(1 << 20)
+            if not data:
+                raise WireError("the front closed the channel")
+            for frame in self._reader.feed(data):
+                messages += decode_inbound(frame)
+            if not messages:
+                continue
+        return messages
+
+    def send(self, messages: Sequence[Outbound]) -> None:
+        try:
+            self._socket.sendall(encode(messages))
+        except OSError as e:
+            raise WireError(f"the front is gone: {e}") from e
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,97 @@
+"""One error tree. Each class knows its HTTP status and OpenAI's `type` and `code`; layers below HTTP only raise.
+
+TandemError
+├── InvalidRequest      400  a field is wrong (`param` names it)
+│   ├── NotFound        404  a model, adapter or route that is not there
+│   ├── Conflict        409  the thing exists or is in use
+│   └── TooLarge        413  the body or the prompt is over its limit
+├── Unauthorized        401
+├── Overloaded          429  / 503: admission refused (`retry_after` seconds)
+└── EngineError         503  a step, the engine or the device failed; retrying is right
+    ├── EngineUnavailable    not ready yet, restarting or draining
+    └── EngineDied           the process ended under the request
+ModelError                   a model or adapter folder that cannot be loaded, before anything serves
+"""
+
+from __future__ import annotations
+
+
+class TandemError(Exception):
+    """Base of everything this project raises on purpose. The message is safe to show to a client."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = "internal_error"
+    retry_after: float | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        if code is not None:
+            self.code = code
+
+
+class InvalidRequest(TandemError):
+    status = 400
+    type = "invalid_request_error"
+    code = "invalid_value"
+
+
+class NotFound(InvalidRequest):
+    status = 404
+    code = "not_found"
+
+
+class Conflict(InvalidRequest):
+    status = 409
+    code = "conflict"
+
+
+class TooLarge(InvalidRequest):
+    status = 413
+    code = "too_large"
+
+
+class Unauthorized(TandemError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class Overloaded(TandemError):
+    """Refused at admission; `retry_after` is the estimated wait in seconds, at most 120."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, *, retry_after: float, status: int = 429, code: str | None = None):
+        super().__init__(message, code=code)
+        self.status = status
+        if status == 503:
+            self.type = "server_error"
+        self.retry_after = min(max(retry_after, 1.0), 120.0)
+
+
+class EngineError(TandemError):
+    status = 503
+    type = "server_error"
+    code = "engine_error"
+    retry_after = 1.0
+
+
+class EngineUnavailable(EngineError):
+    code = "engine_unavailable"
+    retry_after = 5.0
+
+
+class EngineDied(EngineError):
+    code = "engine_died"
+    retry_after = 5.0
+
+
+class ModelError(InvalidRequest):
+    """A model or adapter folder that cannot be used; the message names the file or the field."""
+
+    code = "invalid_model_folder"

@@ -1,0 +1,104 @@
+"""The block pool: which blocks of the KV cache are free and how many sequences read each of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+SCRATCH = 0
+"""Block 0 is never given out: padded rows and positions write there."""
+
+
+class BlockPool:
+    """`num_blocks` blocks of `block_size` token positions, reference counted.
+
+    Promises: a block is free exactly when its count is 0; `allocate` gives all that was asked for or nothing;
+    longer allocations are contiguous, in rising order, where a free run is long enough (such a sequence can be read
+    without a gather).
+    """
+
+    def __init__(self, num_blocks: int, block_size: int):
+        if num_blocks < 2:
+            raise ValueError("a pool needs at least two blocks: one is scratch")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.count = [0] * num_blocks
+        self.count[SCRATCH] = 1
+        # Free blocks, lowest on top. Entries taken by a run stay behind and are skipped when met.
+        self._stack = list(range(num_blocks - 1, 0, -1))
+        self._free = np.ones(num_blocks, dtype=bool)
+        self._free[SCRATCH] = False
+        self.free_blocks = num_blocks - 1
+
+    @property
+    def usable_blocks(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def used_blocks(self) -> int:
+        return self.usable_blocks - self.free_blocks
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def allocate(self, n: int) -> list[int] | None:
+        """n blocks with one reference each, or None when fewer are free."""
+        if n > self.free_blocks:
+            return None
+        blocks = self._run(n) if n > 2 else None
+        if blocks is None:
+            blocks = []
+            while len(blocks) < n:
+                b = self._stack.pop()
+                if self._free[b]:
+                    self._free[b] = False
+                    blocks.append(b)
+        for b in blocks:
+            self.count[b] = 1
+        self.free_blocks -= n
+        return blocks
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """One more reader of each block."""
+        for b in blocks:
+            assert self.count[b] > 0, f"block {b} is free"
+            self.count[b] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One reader less of each block; those without readers are free."""
+        for b in blocks:
+            assert self.count[b] > 0, f"block {b} is not held"
+            assert b != SCRATCH
+            self.count[b] -= 1
+            if self.count[b] == 0:
+                self._free[b] = True
+                self._stack.append(b)
+                self.free_blocks += 1
+        if len(self._stack) > 4 * self.num_blocks:
+            self._stack = np.flatnonzero(self._free)[::-1].tolist()
+
+    def check(self, tables: Iterable[Iterable[int]]) -> None:
+        """Assert that the counts are exactly the references of `tables`."""
+        expected = [0] * self.num_blocks
+        expected[SCRATCH] = 1
+        for table in tables:
+            for b in table:
+                expected[b] += 1
+        assert expected == self.count, "reference counts and tables differ"
+        free = {b for b, n in enumerate(expected) if n == 0}
+        assert free == set(np.flatnonzero(self._free).tolist()), "free map and counts differ"
+        assert len(free) == self.free_blocks, "free count is off"
+        assert free <= set(self._stack), "a free block is lost"
+
+    def _run(self, n: int) -> list[int] | None:
+        """The first run of n free blocks, taken; None when there is none."""
+        free = np.flatnonzero(self._free)
+        if len(free) < n:
+            return None
+        starts = np.flatnonzero(free[n - 1 :] - free[: len(free) - n + 1] == n - 1)
+        if len(starts) == 0:
+            return None
+        first = int(free[starts[0]])
+        self._free[first : first + n] = False
+        return list(range(first, first + n))

@@ -1,0 +1,106 @@
+"""Every number that comes from outside has its range here, once. The edge, the docs and the tests read this table."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from mlx_tandem.errors import InvalidRequest
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Adapter names and aliases. A version is `name@number`."""
+
+
+@dataclass(frozen=True)
+class Range:
+    low: float
+    high: float
+    integer: bool = False
+
+
+PARAMETERS: dict[str, Range] = {
+    "max_tokens": Range(1, 1_048_576, integer=True),
+    "max_completion_tokens": Range(1, 1_048_576, integer=True),
+    "temperature": Range(0.0, 2.0),
+    "top_p": Range(1e-6, 1.0),
+    "top_k": Range(-1, 1_048_576, integer=True),  # -1 and 0: off
+    "min_p": Range(0.0, 1.0),
+    "repetition_penalty": Range(0.01, 10.0),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "seed": Range(-(2**63), 2**63 - 1, integer=True),
+    "n": Range(1, 16, integer=True),
+    "logprobs": Range(0, 20, integer=True),
+    "top_logprobs": Range(0, 20, integer=True),
+    "logit_bias": Range(-100.0, 100.0),
+}
+
+SETTINGS: dict[str, Range] = {  # by their place in config.py
+    "engine.model.max_model_len": Range(0, 4_194_304, integer=True),
+    "engine.cache.block_size": Range(1, 1024, integer=True),
+    "engine.cache.num_blocks": Range(0, 2_147_483_647, integer=True),
+    "engine.cache.memory_fraction": Range(0.01, 0.95),
+    "engine.scheduler.max_num_seqs": Range(1, 4096, integer=True),
+    "engine.scheduler.max_chunk_tokens": Range(1, 1_048_576, integer=True),
+    "engine.scheduler.prefill_share": Range(0.01, 100.0),
+    "engine.scheduler.idle_prefill_ms": Range(1.0, 60_000.0),
+    "engine.lora.max_loras": Range(0, 4096, integer=True),
+    "engine.lora.max_lora_rank": Range(1, 512, integer=True),
+    "engine.heartbeat_seconds": Range(0.05, 60.0),
+    "engine.stall_seconds": Range(1.0, 3600.0),
+    "server.port": Range(0, 65_535, integer=True),
+    "server.default_max_tokens": Range(1, 1_048_576, integer=True),
+    "server.max_request_bytes": Range(1024, 1 << 30, integer=True),
+    "server.max_queue_size": Range(1, 1_000_000, integer=True),
+    "server.drain_seconds": Range(0.0, 3600.0),
+}
+
+MAX_STOP_STRINGS = 8
+MAX_STOP_LENGTH = 256
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_MESSAGES = 4096
+MAX_PROMPTS = 64
+MAX_JSON_DEPTH = 64
+MAX_BODY_BYTES = 1_048_576
+MAX_LORA_RANK = 512
+MAX_LORA_ALPHA = 1e6
+MAX_LORA_SCALE = 1e4
+MAX_LORA_VALUE = 65504.0  # of A, and of B times the scale: float16's largest
+MAX_ADAPTER_BYTES = 8 << 30
+MAX_CONFIG_BYTES = 1 << 20
+
+
+def check(name: str, value: object, param: str | None = None) -> float | int:
+    """`value` when it lies in the range of `name`, else InvalidRequest naming `param`. NaN never passes."""
+    r = PARAMETERS[name]
+    where = param or name
+    kind = "an integer" if r.integer else "a number"
+    if isinstance(value, bool) or not isinstance(value, int if r.integer else (int, float)):
+        raise InvalidRequest(f"{where} must be {kind}", param=where, code="invalid_type")
+    if not (r.low <= value <= r.high) or not math.isfinite(value):
+        raise InvalidRequest(f"{where} must be {kind} between {r.low:g} and {r.high:g}", param=where)
+    return value
+
+
+def check_name(value: str, param: str = "name") -> str:
+    """`value` when it is a legal adapter name; it is never a path."""
+    if not NAME.fullmatch(value) or value.endswith("."):
+        raise InvalidRequest(
+            f"{param} must be 1 to 64 letters, digits, '.', '_' and '-', starting with a letter or digit",
+            param=param,
+        )
+    return value
+
+
+def check_token_ids(ids: object, vocab_size: int, param: str) -> tuple[int, ...]:
+    """Ids in [0, vocab_size): an array library that does not check its indices must never see another."""
+    if not isinstance(ids, (list, tuple)):
+        raise InvalidRequest(f"{param} must be a list of token ids", param=param, code="invalid_type")
+    for i, t in enumerate(ids):
+        if isinstance(t, bool) or not isinstance(t, int):
+            raise InvalidRequest(f"{param}[{i}] must be a token id", param=param, code="invalid_type")
+        if not 0 <= t < vocab_size:
+            raise InvalidRequest(f"{param}[{i}] = {t} is not in the vocabulary of {vocab_size} tokens", param=param)
+    return tuple(ids)

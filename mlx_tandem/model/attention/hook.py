@@ -1,0 +1,29 @@
+"""Sends the attention calls of mlx-lm's model modules to the cache they are given, when it has an opinion."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from mlx_lm.models import base
+
+_NAME = "scaled_dot_product_attention"
+_original = getattr(base, _NAME)
+
+
+def _dispatch(
+    queries: Any, keys: Any, values: Any, cache: Any, scale: float, mask: Any = None, sinks: Any = None
+) -> Any:
+    if hasattr(cache, "attend"):
+        return cache.attend(queries, keys, values, scale, mask, sinks)
+    return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
+
+
+def install() -> None:
+    """Rebind the function in every model module imported so far; call it after a model's module was.
+
+    Each module imported the function by name, so a change in `models.base` alone would never be called.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models.") and getattr(module, _NAME, None) is _original:
+            setattr(module, _NAME, _dispatch)

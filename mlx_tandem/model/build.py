@@ -1,0 +1,149 @@
+"""From settings to a runner that has been checked and warmed up on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
+from mlx_tandem.config import EngineConfig
+from mlx_tandem.engine.cost import CostModel
+from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model import device, probe
+from mlx_tandem.model.attention import hook, portable
+from mlx_tandem.model.loader import Report, load
+from mlx_tandem.model.lora import LoraState
+from mlx_tandem.model.runner import Flight, MLXRunner
+from mlx_tandem.types import EngineInfo, SamplingParams
+
+_CPU_POOL_BYTES = 2 << 30
+"""A CPU shares its memory with everything else on the machine: the pool takes at most this unless told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    runner: MLXRunner
+    info: EngineInfo
+    linears: dict[str, LinearShape]
+    layers: int
+    warm_up: Callable[[CostModel], None]
+    memory: Callable[[], tuple[int, int]]  # (active, peak) bytes
+
+
+def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: Report) -> Built:
+    """Load the model, check it, size the pool. Raises ModelError. Call it on the thread that will run the steps."""
+    started = time.monotonic()
+    model = load(config.model, report)
+    hook.install()
+    report("checking the model", 0.0)
+    shapes = probe.layer_shapes(model)
+    vocab_size = probe.vocabulary(model)
+    axes = probe.mask_axes(model, shapes, vocab_size)
+    lora = LoraState(model.module, config.lora, model.dtype)
+    per_token = sum(s.bytes_per_token() for s in shapes)
+    block_size = config.cache.block_size
+    num_blocks = config.cache.num_blocks or _pool_blocks(config, per_token, model.max_model_len)
+    if num_blocks < 2:
+        raise ModelError("there is no memory left for a KV pool; choose a smaller model", param="num_blocks")
+    runner = MLXRunner(
+        model,
+        shapes,
+        lora,
+        weights,
+        vocab_size=vocab_size,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        mask_axes=axes,
+    )
+    info = EngineInfo(
+        model=config.model.path,
+        model_type=model.model_type,
+        dtype=str(model.dtype).rpartition(".")[2],
+        quantization=model.quantization,
+        parameters=model.parameters,
+        layers=len(shapes),
+        vocab_size=vocab_size,
+        eos_token_ids=tuple(i for i in model.eos_token_ids if i < vocab_size),
+        max_model_len=min(model.max_model_len, (num_blocks - 1) * block_size),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        kv_bytes_per_token=per_token,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_loras=config.lora.max_loras,
+        max_lora_rank=config.lora.max_lora_rank,
+        device=device.describe(),
+        attention_backend=portable.NAME,
+        lora_backend=lora.backend,
+        load_seconds=time.monotonic() - started,
+    )
+    return Built(
+        runner,
+        info,
+        lora.linears(),
+        len(shapes),
+        lambda cost: _warm_up(runner, info, cost, report),
+        lambda: (int(mx.get_active_memory()), int(mx.get_peak_memory())),
+    )
+
+
+def _pool_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:
+    """As many blocks as the memory fraction holds, but no more than all sequences at full length could use."""
+    budget = max(device.memory_limit() - int(mx.get_active_memory()), 0) * config.cache.memory_fraction
+    if device.is_cpu():
+        budget = min(budget, _CPU_POOL_BYTES)
+    block = bytes_per_token * config.cache.block_size
+    most = config.scheduler.max_num_seqs * -(-max_model_len // config.cache.block_size)
+    return min(int(budget // block), most) + 1
+
+
+def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Report) -> None:
+    """Run the first shapes, learn what chunks cost, and assert that the pool is written in place."""
+    bs = info.block_size
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    lengths = [n for n in (8, 64, 256) if n <= info.max_model_len - bs and n <= (info.num_blocks - 1) * bs]
+    contexts = [c for c in (0, 1024) if c + 256 <= min(info.max_model_len, (info.num_blocks - 2) * bs)] or [0]
+    work = [(n, c) for c in contexts for n in lengths]
+
+    def chunk(length: int, start: int) -> StepPlan:
+        table = list(range(1, 1 + -(-(start + length) // bs)))
+        seating = () if start else (Seating(0, greedy, 0, 1, (0,)),)
+        return StepPlan((Row(0, 0, 0, start, (0,) * length, table, True),), seatings=seating)
+
+    for done, (length, context) in enumerate(work):
+        for attempt in range(3):
+            t = time.perf_counter()
+            runner.wait(runner.launch(chunk(length, context)))
+            if attempt:  # the first pays for tracing
+                cost.observe_chunks([(length, context)], (time.perf_counter() - t) * 1e3)
+        report("warming up", (done + 1) / (len(work) + 1))
+    _decode_in_place(runner, info)
+    report("warming up", 1.0)
+
+
+def _decode_in_place(runner: MLXRunner, info: EngineInfo) -> None:
+    """Decode a few steps one ahead of the other, as serving does, and see that no step copied the pool."""
+    steps = min(6, info.block_size - 2)
+    table = [1]
+    flights: list[Flight] = []
+    for i in range(steps):
+        if i == 3:
+            runner.wait(flights.pop(0))
+            mx.reset_peak_memory()
+            before = mx.get_active_memory()
+        flights.append(runner.launch(StepPlan((Row(0, 0, 0, 1 + i, (CARRY,), table, True),))))
+        if i >= 1 and len(flights) > 1:
+            runner.wait(flights.pop(0))
+    for flight in flights:
+        runner.wait(flight)
+    growth = mx.get_peak_memory() - before
+    allowed = max(runner.pool_bytes // 4, 64 << 20)
+    if growth > allowed:
+        raise RuntimeError(
+            f"a decode step used {growth >> 20} MiB beside the KV pool of {runner.pool_bytes >> 20} MiB: "
+            "the pool is copied instead of written in place"
+        )

@@ -1,0 +1,70 @@
+"""The machine under the model: a fast BLAS before MLX is loaded, and how much memory there is."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+
+# MLX's Linux CPU wheel brings the reference BLAS along: 6 GFLOP/s where OpenBLAS reaches 60 to 100. Its symbols win
+# when they are global before MLX's own library is loaded, so this stands before the first import of mlx.core.
+_OPENBLAS = ("libopenblas.so.0", "libopenblas64.so.0", "libopenblas.so")
+
+
+def _load_openblas() -> str | None:
+    if sys.platform != "linux" or "mlx.core" in sys.modules:
+        return None
+    for name in _OPENBLAS:
+        try:
+            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+        except OSError:
+            continue
+        return name
+    return None
+
+
+OPENBLAS = _load_openblas()
+"""The library that was put in front, or None."""
+
+import mlx.core as mx  # noqa: E402
+
+
+def is_cpu() -> bool:
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
+
+
+def describe() -> str:
+    """One line for people: what computes here."""
+    if is_cpu():
+        blas = (
+            "OpenBLAS" if OPENBLAS else "reference BLAS (slow: install libopenblas0)" if sys.platform == "linux" else ""
+        )
+        return f"CPU, {os.cpu_count()} cores" + (f", {blas}" if blas else "")
+    info = mx.device_info()
+    return str(info.get("device_name") or info.get("architecture") or "GPU")
+
+
+def memory_limit() -> int:
+    """Bytes that this process may sensibly use on the device."""
+    if is_cpu():
+        return _available_ram()
+    info = mx.device_info()
+    for key in ("max_recommended_working_set_size", "free_memory", "total_memory", "memory_size"):
+        if info.get(key):
+            return int(info[key])
+    return _available_ram()
+
+
+def _available_ram() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/proc/meminfo") as f:
+            fields = dict(line.split(":", 1) for line in f)
+        total = min(total, int(fields["MemAvailable"].split()[0]) * 1024)
+        with open("/sys/fs/cgroup/memory.max") as f:
+            text = f.read().strip()
+        if text.isdigit():
+            total = min(total, int(text))
+    except (OSError, KeyError, ValueError):
+        pass
+    return total

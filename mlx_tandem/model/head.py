@@ -1,0 +1,74 @@
+"""Logits for the positions that are sampled, not for a whole prompt chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+class HeadSelector:
+    """Makes the model's output head look at one position a row.
+
+    The head (`lm_head`, or the embedding used as one) of a 152k vocabulary costs more than all layers of a small model
+    over a chunk of which only the last position is sampled. Families whose head cannot be found compute all logits,
+    and the position is taken afterwards.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._last: mx.array | None = None
+        self.found = self._adapt(model)
+
+    @staticmethod
+    def of(model: nn.Module) -> HeadSelector:
+        """The model's selector; a model is adapted once."""
+        selector = getattr(model, "_head_selector", None)
+        if selector is None:
+            selector = HeadSelector(model)
+            object.__setattr__(model, "_head_selector", selector)
+        return selector
+
+    def select(self, last: mx.array | None) -> None:
+        """Inside a traced step: [rows] int32, the index of the sampled position in each row; None: all positions."""
+        self._last = last
+
+    def logits(self, output: mx.array, last: mx.array) -> mx.array:
+        """[rows, vocabulary] of what the model returned for a step with `select(last)`."""
+        if output.shape[1] == 1:
+            return output[:, 0]
+        return _pick(output, last)[:, 0]
+
+    def _narrow(self, h: mx.array) -> mx.array:
+        if self._last is None or h.ndim != 3 or h.shape[1] == 1:
+            return h
+        return _pick(h, self._last)
+
+    def _adapt(self, model: nn.Module) -> bool:
+        narrow = self._narrow
+        for _, module in model.named_modules():
+            head = module.get("lm_head") if isinstance(module, dict) else None
+            if isinstance(head, nn.Module):
+                _override(head, "__call__", narrow)
+                return True
+        found = False
+        for _, module in model.named_modules():
+            if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
+                _override(module, "as_linear", narrow)
+                found = True
+        return found
+
+
+def _pick(x: mx.array, last: mx.array) -> mx.array:
+    return mx.take_along_axis(x, last[:, None, None], axis=1)
+
+
+def _override(module: nn.Module, method: str, narrow: Any) -> None:
+    """Change the module's class for one whose `method` narrows its input first; weights and names stay."""
+    plain: Any = type(module)
+
+    def narrowed(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        result: mx.array = getattr(plain, method)(self, narrow(x), *args, **kwargs)
+        return result
+
+    module.__class__ = type(f"Narrow{plain.__name__}", (plain,), {method: narrowed})

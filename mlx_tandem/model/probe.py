@@ -1,0 +1,118 @@
+"""Finds out, before anything serves, what a model caches and whether the paged cache gives it the right answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model.kvcache import LayerShape, PagedCache, ProbeCache, StepView
+from mlx_tandem.model.loader import LoadedModel
+
+_TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
+"""Of the largest logit. What is looked for are wrong masks and mixed-up rows, which are off by far more."""
+
+
+def layer_shapes(model: LoadedModel) -> list[LayerShape]:
+    """What each layer writes into its cache. Raises ModelError for families whose caches are of another kind."""
+    module: Any = model.module
+    for cache in make_prompt_cache(module):
+        if type(cache) is not KVCache:
+            raise ModelError(
+                f"model_type {model.model_type!r} uses a {type(cache).__name__}, which is not supported yet: "
+                "only models whose layers all keep plain key-value caches are",
+                param="model_type",
+            )
+    probes = [ProbeCache() for _ in make_prompt_cache(module)]
+    try:
+        module(mx.zeros((1, 1), mx.int32), cache=probes)
+    except Exception as e:
+        raise _unsupported(model, f"its cache cannot be probed ({e})") from e
+    shapes = [p.shape for p in probes]
+    if any(s is None for s in shapes):
+        raise _unsupported(model, "a layer writes no keys and values")
+    return [s for s in shapes if s is not None]
+
+
+def vocabulary(model: LoadedModel) -> int:
+    """The width of the logits, which is what token ids are checked against."""
+    module: Any = model.module
+    return int(module(mx.zeros((1, 1), mx.int32)).shape[-1])
+
+
+def mask_axes(model: LoadedModel, shapes: Sequence[LayerShape], vocab_size: int) -> int:
+    """How many axes the masks of this family have between rows and queries; 2 where its own softmax groups queries.
+
+    Checked by running as many rows as there are KV heads (where a mask of the wrong rank is silently wrong) through
+    the paged cache, in chunks, against the model's own cache. Raises ModelError when neither is right.
+    """
+    rng = np.random.default_rng(0)
+    rows = max(2, min(shapes[0].key_heads, 8))
+    prompts = [rng.integers(0, vocab_size, 9 + 2 * i).tolist() for i in range(rows)]
+    module: Any = model.module
+    expected = [
+        np.array(module(mx.array([p]), cache=make_prompt_cache(module))[0, -1].astype(mx.float32)) for p in prompts
+    ]
+    worst, problem = float("inf"), ""
+    for axes in (1, 2):
+        try:
+            got = _paged_logits(module, shapes, prompts, axes)
+        except Exception as e:
+            problem = f"{type(e).__name__}: {e}"
+            continue
+        scale = max(float(np.abs(x).max()) for x in expected)
+        error = max(float(np.abs(a - b).max()) for a, b in zip(got, expected, strict=True)) / scale
+        if error <= _TOLERANCE.get(model.dtype, 1e-1):
+            return axes
+        worst = min(worst, error)
+    raise _unsupported(model, problem or f"the paged cache changes its logits by {worst:.1e} of the largest")
+
+
+def _paged_logits(module: Any, shapes: Sequence[LayerShape], prompts: list[list[int]], axes: int) -> list[Any]:
+    """Each prompt's last logits: all but the last token in one padded batch, then one decode step of all rows."""
+    block, width = 4, 8
+    blocks = 1 + len(prompts) * width
+    caches = [PagedCache(s, blocks) for s in shapes]
+    keys = [mx.zeros((s.key_heads * blocks * block, s.key_dim), s.dtype) for s in shapes]
+    values = [mx.zeros((s.value_heads * blocks * block, s.value_dim), s.dtype) for s in shapes]
+    rows = len(prompts)
+    tables = 1 + np.arange(rows * width).reshape(rows, width)
+    tables = np.random.default_rng(1).permuted(tables.reshape(-1)).reshape(rows, width)
+    longest = max(len(p) for p in prompts) - 1
+    tokens = np.zeros((rows, longest), np.int32)
+    slots = np.zeros((rows, longest), np.int32)
+    for i, p in enumerate(prompts):
+        n = len(p) - 1
+        at = np.arange(n)
+        tokens[i, :n] = p[:-1]
+        slots[i, :n] = tables[i, at // block] * block + at % block
+    lengths = np.array([len(p) - 1 for p in prompts])
+    last_slots = (tables[np.arange(rows), lengths // block] * block + lengths % block)[:, None]
+
+    def forward(tokens: Any, offset: Any, slots: Any) -> mx.array:
+        nonlocal keys, values
+        view = StepView(
+            mx.array(offset.astype(np.int32)), mx.array(slots.astype(np.int32)), mx.array(tables.astype(np.int32)),
+            None, block, axes,
+        )  # fmt: skip
+        masks: dict[tuple[int, int | None], mx.array] = {}
+        for c, k, v in zip(caches, keys, values, strict=True):
+            c.bind(k, v, view, masks)
+        try:
+            output: mx.array = module(mx.array(tokens), cache=caches)
+        finally:
+            released = [c.release() for c in caches]
+        keys, values = [k for k, _ in released], [v for _, v in released]
+        return output
+
+    forward(tokens, np.zeros(rows), slots)
+    output = forward(np.array([[p[-1]] for p in prompts], np.int32), lengths, last_slots)
+    return [np.array(output[i, -1].astype(mx.float32)) for i in range(rows)]
+
+
+def _unsupported(model: LoadedModel, why: str) -> ModelError:
+    return ModelError(f"model_type {model.model_type!r} is not supported yet: {why}", param="model_type")

@@ -1,0 +1,348 @@
+"""The MLX runner: executes step plans over the paged pool under mlx-lm's unmodified model modules.
+
+A step is cut into rectangles of rows with one length (decodes; prompt chunks by padded length). Each rectangle is one
+call of a pure function of (tokens, offsets, tables, sampling arrays, adapter arrays, pools), compiled per shape. Pools
+go in as arguments and come back as results, written in place since nobody else holds them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.adapters.formats import AdapterWeights
+from mlx_tandem.engine.cost import padded_length
+from mlx_tandem.engine.plan import CARRY, DeviceError, Row, StepPlan, StepResult
+from mlx_tandem.model import device
+from mlx_tandem.model.head import HeadSelector
+from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
+from mlx_tandem.model.loader import LoadedModel
+from mlx_tandem.model.lora import Layout, LoraState
+from mlx_tandem.model.sampler import SamplingArrays, SamplingFlags, Seen, sample
+from mlx_tandem.model.seats import Seats
+from mlx_tandem.model.shapes import blocks_read, row_count, split_by_context, table_width
+from mlx_tandem.types import TokenLogprob
+
+log = logging.getLogger(__name__)
+
+VIEW_BLOCKS = 32
+"""From this context on, a prompt chunk whose blocks are contiguous reads them in place instead of gathering."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """What a compiled step is specialised for."""
+
+    rows: int
+    length: int
+    width: int
+    carry: bool
+    samples: bool
+    flags: SamplingFlags
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One rectangle in flight: which rows of the plan it holds and what it returned."""
+
+    rows: list[int]
+    flags: SamplingFlags
+    drawn: list[mx.array]  # empty when no row samples
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    plan: StepPlan
+    parts: list[_Part]
+    seats: list[int]
+
+
+class MLXRunner:
+    """`weights` maps adapter digests to what `StepPlan.uploads` may ask for; the owner keeps it current."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        layers: Sequence[LayerShape],
+        lora: LoraState,
+        weights: Mapping[str, AdapterWeights],
+        *,
+        vocab_size: int,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        mask_axes: int,
+    ):
+        self._model: Any = model.module
+        self._head = HeadSelector.of(model.module)
+        self._lora = lora
+        self._weights = weights
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._mask_axes = mask_axes
+        self._seats = Seats(max_num_seqs, vocab_size)
+        self._caches = [PagedCache(shape, num_blocks) for shape in layers]
+        self._steps: dict[_Key, Callable[..., Any]] = {}
+        self._cached: dict[Any, Any] = {}  # arrays of the present set of rows
+        # On the CPU back end operations in flight hold the pool's buffers, so that a step dispatched behind them would
+        # copy the pool. There a step is built while the one before it runs, and dispatched when that has been read.
+        self._defers = device.is_cpu()
+        self._running: Flight | None = None
+        self._deferred: Flight | None = None
+        self._make_state()
+
+    def _make_state(self) -> None:
+        tokens = self._num_blocks * self._block_size
+        shapes = [c.shape for c in self._caches]
+        self._keys = [mx.zeros((s.key_heads * tokens, s.key_dim), s.dtype) for s in shapes]
+        self._values = [mx.zeros((s.value_heads * tokens, s.value_dim), s.dtype) for s in shapes]
+        self._last = mx.zeros((self._seats.padding + 1,), mx.int32)
+        mx.eval(self._keys, self._values, self._last)
+
+    @property
+    def pool_bytes(self) -> int:
+        return sum(a.nbytes for a in self._keys + self._values)
+
+    # the Runner protocol
+
+    def launch(self, plan: StepPlan) -> Flight:
+        try:
+            for slot, digest in plan.uploads:
+                if self._lora.install(slot, self._weights[digest]):
+                    self._steps.clear()
+            if plan.copies:
+                self._copy_blocks(plan.copies)
+            for seating in plan.seatings:
+                self._seats.take(seating)
+            parts = [self._launch_part(plan, rows) for rows in self._rectangles(plan.rows)]
+            flight = Flight(plan, parts, [r.seat for r in plan.rows])
+            if self._defers and self._running is not None:
+                self._deferred = flight
+            else:
+                self._dispatch(flight)
+        except Exception as e:
+            log.exception("a step could not be launched")
+            raise DeviceError(f"{type(e).__name__}: {e}") from e
+        return flight
+
+    def _dispatch(self, flight: Flight) -> None:
+        self._running = flight
+        mx.async_eval(self._keys, self._values, self._last, [p.drawn for p in flight.parts])
+
+    def wait(self, handle: Flight) -> StepResult:
+        tokens: list[int | None] = [None] * len(handle.plan.rows)
+        logprobs: list[TokenLogprob | None] = []
+        try:
+            if self._defers and not any(part.drawn for part in handle.parts):
+                mx.synchronize()
+            for part in handle.parts:
+                if not part.drawn:
+                    continue
+                drawn: Any = part.drawn[0].tolist()
+                for i, token in zip(part.rows, drawn, strict=False):
+                    if handle.plan.rows[i].sample:
+                        tokens[i] = token
+                if part.flags.logprobs >= 0:
+                    logprobs = logprobs or [None] * len(tokens)
+                    self._read_logprobs(handle, part, logprobs)
+            self._running = None
+            if self._deferred is not None:
+                deferred, self._deferred = self._deferred, None
+                self._dispatch(deferred)
+        except Exception as e:
+            log.exception("a step failed on the device")
+            raise DeviceError(f"{type(e).__name__}: {e}") from e
+        return StepResult(tokens, logprobs)
+
+    def reset(self) -> None:
+        self._steps.clear()
+        self._cached.clear()
+        self._running = self._deferred = None
+        self._lora.unbind()
+        self._head.select(None)
+        self._make_state()
+
+    # a step
+
+    def _rectangles(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Indices of rows that run as one forward: by padded length, and decodes apart when contexts differ much."""
+        blocks = [blocks_read(r, self._block_size) for r in rows]
+        by_length: dict[int, list[int]] = {}
+        for i, r in enumerate(rows):
+            n = len(r.tokens)
+            by_length.setdefault(1 if n == 1 else padded_length(n), []).append(i)
+        return [part for group in by_length.values() for part in split_by_context(group, blocks)]
+
+    def _launch_part(self, plan: StepPlan, indices: list[int]) -> _Part:
+        rows = [plan.rows[i] for i in indices]
+        longest = max(len(r.tokens) for r in rows)
+        length = 1 if longest == 1 else padded_length(longest)
+        count = row_count(len(rows))
+        view = self._contiguous(rows)
+        width = table_width(max(blocks_read(r, self._block_size) for r in rows))
+        seats = [r.seat if r.sample else self._seats.padding for r in rows]
+        seats += [self._seats.padding] * (count - len(rows))
+        samples = any(r.sample for r in rows)
+        flags, sampling = self._sampling(tuple(seats)) if samples else (SamplingFlags(), [])
+        adapter_slots = [r.slot for r in rows]
+        route = self._lora.route(adapter_slots + [adapter_slots[-1]] * (count - len(rows)))
+        tokens, offset, slots, tables, last = self._index_arrays(rows, count, length, width)
+        carry = length == 1 and any(r.tokens[0] == CARRY for r in rows)
+        key = _Key(count, length, 0 if view else width, carry, samples, flags, route.layout)
+        if view:
+            step = self._make_step(key, view)
+        else:
+            if key not in self._steps:
+                self._steps[key] = mx.compile(self._make_step(key, None))
+            step = self._steps[key]
+        seen = [self._seats.prompt_seen, self._seats.output_count] if flags.penalties else []
+        lora = self._lora.arrays() if route.ids is not None else []
+        ids = [] if route.ids is None else [route.ids]
+        seat_array = self._once(("seats", tuple(seats)), lambda: mx.array(seats))
+        drawn, self._last, counts, self._keys, self._values = step(
+            tokens, offset, slots, tables, last, seat_array, self._last, sampling, seen, lora, ids,
+            self._keys, self._values,
+        )  # fmt: skip
+        if counts:
+            self._seats.output_count = counts[0]
+        return _Part(indices, flags, drawn)
+
+    def _make_step(self, key: _Key, view: tuple[int, int] | None) -> Callable[..., Any]:
+        """The step as a pure function: arrays and lists of arrays in, the same out."""
+        model, caches, lora, head = self._model, self._caches, self._lora, self._head
+
+        def step(
+            tokens: mx.array, offset: mx.array, slots: mx.array, tables: mx.array, last: mx.array, seats: mx.array,
+            last_tokens: mx.array, sampling: list[mx.array], seen: list[mx.array], lora_arrays: list[mx.array],
+            ids: list[mx.array], keys: list[mx.array], values: list[mx.array],
+        ) -> tuple[Any, ...]:  # fmt: skip
+            if key.carry:
+                tokens = mx.where(tokens == CARRY, last_tokens[seats][:, None], tokens)
+            shared = StepView(offset, slots, None if view else tables, view, self._block_size, self._mask_axes)
+            masks: dict[tuple[int, int | None], mx.array] = {}
+            for cache, k, v in zip(caches, keys, values, strict=True):
+                cache.bind(k, v, shared, masks)
+            lora.bind(lora_arrays, ids[0] if ids else None, layout=key.layout)
+            head.select(last if key.length > 1 else None)
+            try:
+                output = model(tokens, cache=caches)
+            finally:
+                lora.unbind()
+                head.select(None)
+                released = [cache.release() for cache in caches]
+            keys, values = [k for k, _ in released], [v for _, v in released]
+            if not key.samples:
+                return [], last_tokens, [], keys, values
+            logits = head.logits(output, last)
+            arrays = SamplingArrays.unflatten(sampling)
+            met = Seen(seen[0][seats], seen[1][seats]) if seen else None
+            drawn = sample(logits, offset + last + 1, arrays, key.flags, met)
+            token = mx.maximum(drawn.tokens, 0)
+            last_tokens[seats] = token
+            counts = [seen[1].at[seats, token].add(1.0)] if seen else []
+            return drawn.flatten(), last_tokens, counts, keys, values
+
+        return step
+
+    def _contiguous(self, rows: list[Row]) -> tuple[int, int] | None:
+        """The block range of a single prompt chunk that can be read in place."""
+        if len(rows) > 1 or len(rows[0].tokens) == 1:
+            return None
+        n = blocks_read(rows[0], self._block_size)
+        table = rows[0].table
+        if n < VIEW_BLOCKS or table[n - 1] - table[0] != n - 1 or table[:n] != list(range(table[0], table[0] + n)):
+            return None
+        return table[0], table[0] + n
+
+    def _index_arrays(self, rows: list[Row], count: int, length: int, width: int) -> tuple[mx.array, ...]:
+        """tokens [rows, length], offset [rows], slots [rows, length], tables [rows, width], last [rows]."""
+        bs = self._block_size
+        offset = np.zeros(count, np.int32)
+        offset[: len(rows)] = [r.start for r in rows]
+        tables = np.zeros((count, width), np.int32)
+        # A sequence's table only grows while it keeps its seat; a new seating changes the generation.
+        grown = tuple((r.sequence, len(r.table)) for r in rows)
+        shape_key = ("tables", self._seats.generation, count, width, grown)
+        tables, table_array = self._once(shape_key, lambda: self._tables(rows, tables))
+        if length == 1:
+            tokens = self._once(("tokens", count, tuple(r.tokens for r in rows)), lambda: self._tokens(rows, count, 1))
+            at = offset[: len(rows)]
+            slots = np.zeros((count, 1), np.int32)
+            slots[: len(rows), 0] = tables[np.arange(len(rows)), at // bs] * bs + at % bs
+            last = self._once(("zeros", count), lambda: mx.zeros((count,), mx.int32))
+            return tokens, mx.array(offset), mx.array(slots), table_array, last
+        position = offset[:, None] + np.arange(length, dtype=np.int32)
+        lengths = np.zeros(count, np.int32)
+        lengths[: len(rows)] = [len(r.tokens) for r in rows]
+        real = np.arange(length) < lengths[:, None]
+        block = np.where(real, position // bs, 0)
+        slots = np.where(real, np.take_along_axis(tables, block, 1) * bs + position % bs, position % bs)
+        last = np.maximum(lengths - 1, 0)
+        tokens = self._tokens(rows, count, length)
+        return tokens, mx.array(offset), mx.array(slots.astype(np.int32)), table_array, mx.array(last)
+
+    @staticmethod
+    def _tokens(rows: list[Row], count: int, length: int) -> mx.array:
+        tokens = np.zeros((count, length), np.int32)
+        for i, r in enumerate(rows):
+            tokens[i, : len(r.tokens)] = r.tokens
+        return mx.array(tokens)
+
+    @staticmethod
+    def _tables(rows: list[Row], out: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], mx.array]:
+        width = out.shape[1]
+        for i, r in enumerate(rows):
+            known = r.table[:width]
+            out[i, : len(known)] = known
+        return out, mx.array(out)
+
+    def _sampling(self, seats: tuple[int, ...]) -> tuple[SamplingFlags, list[mx.array]]:
+        def make() -> tuple[SamplingFlags, list[mx.array]]:
+            flags = self._seats.flags(seats)
+            return flags, self._seats.arrays(seats, flags).flatten()
+
+        made: tuple[SamplingFlags, list[mx.array]] = self._once(("sampling", self._seats.generation, seats), make)
+        return made
+
+    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Arrays that only depend on which rows run are made when those change."""
+        found = self._cached.get(key)
+        if found is None:
+            if len(self._cached) > 256:
+                self._cached.clear()
+            found = self._cached[key] = make()
+        return found
+
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        bs, stride = self._block_size, self._num_blocks * self._block_size
+        within = np.arange(bs)
+
+        def runs(blocks: list[int], heads: int) -> mx.array:
+            at = np.array(blocks)[:, None] * bs + within
+            return mx.array((np.arange(heads)[:, None, None] * stride + at).reshape(-1).astype(np.int32))
+
+        indices: dict[int, tuple[mx.array, mx.array]] = {}
+        for cache, pools in ((c, p) for i, c in enumerate(self._caches) for p in ((self._keys, i), (self._values, i))):
+            arrays, i = pools
+            heads = cache.shape.key_heads if arrays is self._keys else cache.shape.value_heads
+            if heads not in indices:
+                indices[heads] = runs([a for a, _ in copies], heads), runs([b for _, b in copies], heads)
+            source, target = indices[heads]
+            pool = arrays[i]
+            pool[target] = pool[source]
+
+    def _read_logprobs(self, handle: Flight, part: _Part, out: list[TokenLogprob | None]) -> None:
+        lists: Any = [a.tolist() for a in part.drawn[1:]]
+        model, sampled, *top = lists
+        for row, i in enumerate(part.rows):
+            k = self._seats.wanted_logprobs(handle.seats[i])
+            if k < 0 or not handle.plan.rows[i].sample:
+                continue
+            best = tuple(zip(top[0][row][:k], top[1][row][:k], strict=True)) if k else ()
+            out[i] = TokenLogprob(model[row], sampled[row], best)

@@ -1,0 +1,241 @@
+"""Batched sampling: one graph for all rows, every parameter per row, no sort of the vocabulary.
+
+The draw is a Gumbel-max: with the noise of a row keyed by (seed, choice, position, token) alone, what a row draws does
+not depend on its neighbours, on chunking or on preemption, and another model that samples with the same noise tends to
+draw the same token.
+
+Truncation follows vLLM's order: temperature, min-p, top-k, then top-p of what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlx_tandem.engine.plan import NOT_A_NUMBER
+
+_TOP_P_ROUNDS = ((0.9, 5), (0.8, 6), (0.5, 9), (0.05, 16), (0.0, 40))
+"""(least top_p of the batch, rounds). A draw outside the nucleus is thrown away together with everything less likely,
+and drawn again from the rest, which is exact. The number of throws is about Poisson with mean ln(1 / top_p): more than
+these rounds have a probability under 1e-6, and then the likeliest token is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingFlags:
+    """What a batch needs; part of the key of a compiled step, so few values each."""
+
+    noise: bool = False
+    min_p: bool = False
+    top_k: bool = False
+    top_p_rounds: int = 0
+    penalties: bool = False
+    bias: bool = False
+    logprobs: int = -1  # -1: none; 0: the drawn token's; k: and the k most likely
+
+    @staticmethod
+    def rounds_for(least_top_p: float) -> int:
+        if least_top_p >= 1.0:
+            return 0
+        return next(rounds for bound, rounds in _TOP_P_ROUNDS if least_top_p >= bound)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingArrays:
+    """Per row. Column vectors [rows, 1] unless said; `bias` [rows, vocabulary] or None."""
+
+    temperature: mx.array
+    top_p: mx.array
+    top_k: mx.array  # int32, vocabulary size where off
+    min_p: mx.array
+    repetition: mx.array
+    presence: mx.array
+    frequency: mx.array
+    key: mx.array  # [rows, 2] uint32, from `row_key`
+    bias: mx.array | None = None
+
+    def flatten(self) -> list[mx.array]:
+        fixed = [
+            self.temperature,
+            self.top_p,
+            self.top_k,
+            self.min_p,
+            self.repetition,
+            self.presence,
+            self.frequency,
+            self.key,
+        ]
+        return fixed if self.bias is None else [*fixed, self.bias]
+
+    @staticmethod
+    def unflatten(arrays: list[mx.array]) -> SamplingArrays:
+        return SamplingArrays(*arrays)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """tokens [rows] int32 (NOT_A_NUMBER where the logits were not finite); the rest as far as was asked for."""
+
+    tokens: mx.array
+    model_logprob: mx.array | None = None  # [rows]
+    sampled_logprob: mx.array | None = None  # [rows]
+    top_tokens: mx.array | None = None  # [rows, k]
+    top_logprobs: mx.array | None = None
+
+    def flatten(self) -> list[mx.array]:
+        optional = (self.model_logprob, self.sampled_logprob, self.top_tokens, self.top_logprobs)
+        return [self.tokens, *(a for a in optional if a is not None)]
+
+
+_MASK = (1 << 64) - 1
+
+
+def row_key(seed: int, choice: int) -> tuple[int, int]:
+    """Two 32-bit words from a request's seed and the index of the choice (SplitMix64's finaliser, twice)."""
+    z = seed & _MASK
+    for salt in (0x9E3779B97F4A7C15, choice * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D):
+        z = (z + salt) & _MASK
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        z ^= z >> 31
+    return z >> 32, z & 0xFFFFFFFF
+
+
+def _mix(h: mx.array) -> mx.array:
+    """A bijection of 32-bit words in which every input bit moves every output bit (MurmurHash3's finaliser)."""
+    h = (h ^ (h >> 16)) * mx.array(0x85EBCA6B, mx.uint32)
+    h = (h ^ (h >> 13)) * mx.array(0xC2B2AE35, mx.uint32)
+    return h ^ (h >> 16)
+
+
+def gumbel_noise(key: mx.array, position: mx.array, vocabulary: int) -> mx.array:
+    """[rows, vocabulary] float32, standard Gumbel, a pure function of (key, position, token).
+
+    key: [rows, 2] uint32; position: [rows] int32.
+    """
+    p = position.astype(mx.uint32)[:, None] * mx.array(0x9E3779B9, mx.uint32)
+    first = _mix(key[:, :1] ^ _mix(p + 0x7F4A7C15))
+    second = _mix(key[:, 1:] + _mix(p ^ 0x94D049BB))
+    token = mx.arange(vocabulary, dtype=mx.uint32)[None] * mx.array(0x9E3779B1, mx.uint32)
+    bits = _mix(_mix(token ^ first) + second)
+    u = bits.astype(mx.float32) * 2.0**-32 + 2.0**-33
+    # -log(1 - u) loses the small u that likely tokens are won by; the series there is exact to float32. (log1p is
+    # three times slower on CPU.)
+    exponential = mx.where(u < 1e-3, u * (1.0 + u * (0.5 + u / 3.0)), -mx.log(mx.maximum(1.0 - u, 1e-30)))
+    return -mx.log(exponential)
+
+
+def sample(logits: mx.array, position: mx.array, a: SamplingArrays, flags: SamplingFlags, seen: Seen | None) -> Drawn:
+    """Draw one token a row. logits: [rows, vocabulary]; position: [rows] int32, of the token to be drawn."""
+    raw = logits.astype(mx.float32)
+    z = raw
+    if flags.penalties:
+        assert seen is not None
+        z = seen.penalise(z, a)
+    if a.bias is not None:
+        z = z + a.bias
+    peak = z.max(-1, keepdims=True)
+    if not (flags.noise or flags.logprobs >= 0):
+        tokens = mx.argmax(z, -1)
+        return Drawn(_checked(tokens, peak))
+    greedy = a.temperature == 0.0
+    scaled = (z - peak) / mx.where(greedy, 1.0, a.temperature)
+    p = mx.exp(scaled)  # evaluated only where something below asks for it
+    if flags.noise:
+        race = scaled + gumbel_noise(a.key, position, z.shape[-1])
+        if flags.min_p or flags.top_k:
+            p = _keep_likely(p, a, flags)
+            race = mx.where(p > 0.0, race, -mx.inf)
+        race = mx.where(greedy, z, race)
+        tokens = mx.argmax(race, -1)
+        if flags.top_p_rounds:
+            tokens = _within_top_p(race, p, tokens, a, greedy, flags.top_p_rounds)
+    else:
+        tokens = mx.argmax(z, -1)
+    if flags.logprobs < 0:
+        return Drawn(_checked(tokens, peak))
+    normaliser = mx.logsumexp(raw, -1, keepdims=True)
+    chosen = tokens[:, None]
+    model = mx.take_along_axis(raw, chosen, -1) - normaliser
+    kept = _nucleus_mass(p, a) if flags.top_p_rounds else p.sum(-1, keepdims=True)
+    sampled = mx.where(greedy, 0.0, mx.log(mx.take_along_axis(p, chosen, -1) / kept))
+    k = flags.logprobs
+    if k == 0:
+        return Drawn(_checked(tokens, peak), model[:, 0], sampled[:, 0])
+    top = mx.argpartition(-raw, k - 1, -1)[:, :k]
+    top_lp = mx.take_along_axis(raw, top, -1) - normaliser
+    order = mx.argsort(-top_lp, -1)
+    return Drawn(
+        _checked(tokens, peak),
+        model[:, 0],
+        sampled[:, 0],
+        mx.take_along_axis(top, order, -1),
+        mx.take_along_axis(top_lp, order, -1),
+    )
+
+
+def _checked(tokens: mx.array, peak: mx.array) -> mx.array:
+    return mx.where(mx.isfinite(peak[:, 0]), tokens.astype(mx.int32), NOT_A_NUMBER)
+
+
+def _keep_likely(p: mx.array, a: SamplingArrays, flags: SamplingFlags) -> mx.array:
+    """p [rows, vocabulary], relative to the peak's 1, with what min-p and top-k cut away set to 0."""
+    if flags.min_p:
+        p = mx.where(p >= a.min_p, p, 0.0)
+    if flags.top_k:
+        # The k-th largest: the highest threshold that at least k tokens reach, found in the bits of the float.
+        threshold = _highest(p, lambda t: (p >= t).sum(-1, keepdims=True) >= a.top_k)
+        p = mx.where(p >= threshold, p, 0.0)
+    return p
+
+
+def _within_top_p(
+    race: mx.array, p: mx.array, tokens: mx.array, a: SamplingArrays, greedy: mx.array, rounds: int
+) -> mx.array:
+    """The winner of the race among the smallest set of likeliest tokens that holds top_p of the mass."""
+    most = a.top_p * p.sum(-1, keepdims=True)
+    inside = greedy
+    for i in range(rounds):
+        p_token = mx.take_along_axis(p, tokens[:, None], -1)
+        inside = greedy | (mx.where(p > p_token, p, 0.0).sum(-1, keepdims=True) < most)
+        if i + 1 < rounds:
+            # A row that is inside keeps its candidates, and so its winner.
+            race = mx.where(inside | (p > p_token), race, -mx.inf)
+            tokens = mx.argmax(race, -1)
+    return mx.where(inside[:, 0], tokens, mx.argmax(p, -1))
+
+
+def _nucleus_mass(p: mx.array, a: SamplingArrays) -> mx.array:
+    most = a.top_p * p.sum(-1, keepdims=True)
+    threshold = _highest(p, lambda t: mx.where(p >= t, p, 0.0).sum(-1, keepdims=True) >= most)
+    return mx.where(p >= threshold, p, 0.0).sum(-1, keepdims=True)
+
+
+def _highest(p: mx.array, holds) -> mx.array:  # type: ignore[no-untyped-def]
+    """[rows, 1]: the largest float32 t in [0, 1] for which `holds(t)`, which must hold at 0 and be monotone.
+
+    Non-negative floats order as their bits do, so 30 halvings of the bit range are exact.
+    """
+    low = mx.zeros((p.shape[0], 1), mx.int32)
+    for bit in range(29, -1, -1):
+        middle = low + (1 << bit)
+        ok = holds(middle.view(mx.float32)) & (middle <= 0x3F800000)
+        low = mx.where(ok, middle, low)
+    return low.view(mx.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Which tokens the rows have met: `prompt` [rows, vocabulary] bool, `output` [rows, vocabulary] counts."""
+
+    prompt: mx.array
+    output: mx.array
+
+    def penalise(self, z: mx.array, a: SamplingArrays) -> mx.array:
+        """Repetition divides positive and multiplies negative logits of tokens met anywhere (CTRL, Keskar et al. 2019);
+        presence and frequency subtract for tokens of the output (OpenAI's definition)."""
+        said = self.output > 0
+        met = self.prompt | said
+        scale = mx.where(z > 0, 1.0 / a.repetition, a.repetition)
+        z = mx.where(met, z * scale, z)
+        return z - a.frequency * self.output - a.presence * said

@@ -1,0 +1,101 @@
+"""The runner's state per seat: how its sequence samples, and the arrays made of it for a set of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.engine.plan import Seating
+from mlx_tandem.model.sampler import SamplingArrays, SamplingFlags, row_key
+
+_FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+
+
+class Seats:
+    """`num_seats` seats and one more, the last, for padded rows; it samples greedily and matters to nobody."""
+
+    def __init__(self, num_seats: int, vocab_size: int):
+        self.padding = num_seats
+        self._vocab_size = vocab_size
+        n = num_seats + 1
+        self._values = {name: np.zeros(n, np.float32) for name in _FLOATS}
+        self._values["top_p"][:] = 1.0
+        self._values["repetition"][:] = 1.0
+        self._top_k = np.full(n, vocab_size, np.int32)
+        self._logprobs = np.full(n, -1, np.int32)
+        self._keys = np.zeros((n, 2), np.uint32)
+        self._bias: dict[int, tuple[tuple[int, float], ...]] = {}
+        self.generation = 0
+        """Changes whenever a seat does: arrays made before are stale."""
+        self.prompt_seen: mx.array | None = None  # [seats, vocabulary] bool, made when a penalty first needs it
+        self.output_count: mx.array | None = None  # [seats, vocabulary] float32
+
+    def take(self, seating: Seating) -> None:
+        p, i = seating.params, seating.seat
+        self.generation += 1
+        v = self._values
+        v["temperature"][i] = p.temperature
+        v["top_p"][i] = 1.0 if p.greedy else p.top_p
+        v["min_p"][i] = 0.0 if p.greedy else p.min_p
+        v["repetition"][i] = p.repetition_penalty
+        v["presence"][i] = p.presence_penalty
+        v["frequency"][i] = p.frequency_penalty
+        self._top_k[i] = p.top_k if 0 < p.top_k < self._vocab_size and not p.greedy else self._vocab_size
+        self._logprobs[i] = -1 if p.logprobs is None else p.logprobs
+        self._keys[i] = row_key(p.seed, seating.choice)
+        self._bias.pop(i, None)
+        if p.logit_bias:
+            self._bias[i] = p.logit_bias
+        if self._has_penalty(np.array([i])):
+            self._remember(seating)
+
+    def flags(self, seats: Sequence[int]) -> SamplingFlags:
+        """What a step of these seats needs."""
+        at = np.asarray(seats)
+        v = self._values
+        most = int(self._logprobs[at].max())
+        return SamplingFlags(
+            noise=bool((v["temperature"][at] > 0).any()),
+            min_p=bool((v["min_p"][at] > 0).any()),
+            top_k=bool((self._top_k[at] < self._vocab_size).any()),
+            top_p_rounds=SamplingFlags.rounds_for(float(v["top_p"][at].min())),
+            penalties=self._has_penalty(at),
+            bias=any(int(s) in self._bias for s in seats),
+            logprobs=min(most if most <= 0 else 5 if most <= 5 else 20, self._vocab_size),
+        )
+
+    def arrays(self, seats: Sequence[int], flags: SamplingFlags) -> SamplingArrays:
+        at = np.asarray(seats)
+        columns = {name: mx.array(self._values[name][at][:, None]) for name in _FLOATS}
+        bias = None
+        if flags.bias:
+            dense = np.zeros((len(seats), self._vocab_size), np.float32)
+            for row, seat in enumerate(seats):
+                for token, value in self._bias.get(int(seat), ()):
+                    dense[row, token] = value
+            bias = mx.array(dense)
+        return SamplingArrays(
+            **columns, top_k=mx.array(self._top_k[at][:, None]), key=mx.array(self._keys[at]), bias=bias
+        )
+
+    def wanted_logprobs(self, seat: int) -> int:
+        return int(self._logprobs[seat])
+
+    def _has_penalty(self, at: np.ndarray) -> bool:
+        v = self._values
+        return bool(
+            (v["repetition"][at] != 1.0).any() or (v["presence"][at] != 0).any() or (v["frequency"][at] != 0).any()
+        )
+
+    def _remember(self, seating: Seating) -> None:
+        """Count what the sequence has met so far; the step adds what it draws."""
+        if self.prompt_seen is None or self.output_count is None:
+            shape = (self.padding + 1, self._vocab_size)
+            self.prompt_seen, self.output_count = mx.zeros(shape, mx.bool_), mx.zeros(shape, mx.float32)
+        n = self._vocab_size
+        prompt = np.bincount(seating.history[: seating.prompt_length], minlength=n) > 0
+        output = np.bincount(np.array(seating.history[seating.prompt_length :], np.int64), minlength=n)
+        self.prompt_seen[seating.seat] = mx.array(prompt)
+        self.output_count[seating.seat] = mx.array(output.astype(np.float32))

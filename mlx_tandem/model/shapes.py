@@ -1,0 +1,44 @@
+"""The few shapes that steps are padded to, so that each is traced once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_tandem.engine.plan import Row
+
+SPLIT_GAIN = 1024
+"""Padded block reads that a second forward must save to be worth its launch."""
+
+
+def row_count(rows: int) -> int:
+    """Rows padded up: exact to 4, then at most an eighth to a quarter more."""
+    for limit, step in ((4, 1), (16, 2), (64, 4), (128, 8), (256, 16)):
+        if rows <= limit:
+            return -(-rows // step) * step
+    return -(-rows // 32) * 32
+
+
+def table_width(blocks: int) -> int:
+    """Blocks of a table padded up: exact to 8, then at most a quarter more."""
+    if blocks <= 8:
+        return blocks
+    step = 1 << (blocks.bit_length() - 3)
+    return -(-blocks // step) * step
+
+
+def blocks_read(row: Row, block_size: int) -> int:
+    return -(-(row.start + len(row.tokens)) // block_size)
+
+
+def split_by_context(rows: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
+    """Cut rows (indices into `blocks`) into one or two groups: one long context beside many short ones would
+    otherwise pad them all to its own length."""
+    order = sorted(rows, key=lambda i: blocks[i])
+    n = len(order)
+    whole = n * blocks[order[-1]]
+    best, cut = whole - SPLIT_GAIN, 0
+    for i in range(1, n):
+        cost = i * blocks[order[i - 1]] + (n - i) * blocks[order[-1]]
+        if cost < best:
+            best, cut = cost, i
+    return [order[:cut], order[cut:]] if cut else [list(rows)]

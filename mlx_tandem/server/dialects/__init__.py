@@ -1,0 +1,1 @@
+"""HTTP vocabularies over the same engine."""

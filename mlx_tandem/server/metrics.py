@@ -1,0 +1,142 @@
+"""Counters of the front and their Prometheus form, with vLLM's names where one exists.
+
+Plain numbers on one event loop: an observation is a bisection and two additions, because it is made for every token.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from mlx_tandem.server.front import Front
+
+TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
+ITL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
+E2E_BOUNDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0)
+
+
+class Histogram:
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]):
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative, as Prometheus wants them."""
+        pairs: list[tuple[str, float]] = []
+        seen = 0
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            seen += count
+            pairs.append((bound, float(seen)))
+        return pairs
+
+
+class Metrics:
+    """What the front has seen since it started."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens: Counter[str] = Counter()  # by model: the base's id or a registered adapter's name
+        self.generation_tokens: Counter[str] = Counter()
+        self.finished: Counter[tuple[str, str]] = Counter()  # (model, reason)
+        self.errors: Counter[str] = Counter()  # by code
+        self.time_to_first_token = Histogram(TTFT_BOUNDS)
+        self.inter_token = Histogram(ITL_BOUNDS)
+        self.end_to_end = Histogram(E2E_BOUNDS)
+
+    def render(self, front: Front) -> bytes:
+        """The text of /metrics."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collector(self, front))
+        return generate_latest(registry)
+
+
+class _Collector:
+    def __init__(self, metrics: Metrics, front: Front):
+        self._metrics = metrics
+        self._front = front
+
+    def collect(self) -> Iterator[Metric]:
+        metrics, front = self._metrics, self._front
+        base = front.model_id
+        stats = front.client.stats
+        # Labels come from fixed sets: an adapter that is gone is counted under "other".
+        known = {base} | {e.name for e in front.registry.entries()}
+
+        def gauge(name: str, text: str, value: float, model: bool = True) -> GaugeMetricFamily:
+            family = GaugeMetricFamily(name, text, labels=["model_name"] if model else [])
+            family.add_metric([base] if model else [], value)
+            return family
+
+        def counter(name: str, text: str, by_model: Counter[str]) -> CounterMetricFamily:
+            family = CounterMetricFamily(name, text, labels=["model_name"])
+            merged: Counter[str] = Counter({base: 0})
+            for model, value in by_model.items():
+                merged[model if model in known else "other"] += value
+            for model, value in merged.items():
+                family.add_metric([model], value)
+            return family
+
+        def histogram(name: str, text: str, values: Histogram) -> HistogramMetricFamily:
+            family = HistogramMetricFamily(name, text, labels=["model_name"])
+            family.add_metric([base], buckets=values.buckets(), sum_value=values.total)
+            return family
+
+        blocks = stats.used_blocks + stats.free_blocks
+        usage = stats.used_blocks / blocks if blocks else 0.0
+        yield gauge("vllm:num_requests_running", "Requests in the running batch.", stats.running)
+        yield gauge("vllm:num_requests_waiting", "Requests that wait to be run.", stats.waiting)
+        yield gauge("vllm:kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1.", usage)
+        yield gauge("vllm:gpu_cache_usage_perc", "The same under its older name.", usage)
+        yield counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.", metrics.prompt_tokens)
+        yield counter("vllm:generation_tokens", "Tokens generated.", metrics.generation_tokens)
+        yield self._successes(known)
+        preempted = CounterMetricFamily("vllm:num_preemptions", "Sequences preempted.", labels=["model_name"])
+        preempted.add_metric([base], stats.preemptions)
+        yield preempted
+        yield histogram("vllm:time_to_first_token_seconds", "Until the first token.", metrics.time_to_first_token)
+        yield histogram("vllm:inter_token_latency_seconds", "Between tokens.", metrics.inter_token)
+        yield histogram("vllm:time_per_output_token_seconds", "The same, older name.", metrics.inter_token)
+        yield histogram("vllm:e2e_request_latency_seconds", "Until the last token.", metrics.end_to_end)
+        errors = CounterMetricFamily("tandem_errors", "Requests that ended with an error.", labels=["code"])
+        for code, value in metrics.errors.items():
+            errors.add_metric([code], value)
+        yield errors
+        yield gauge("tandem_open_requests", "Requests admitted and not ended.", front.open_requests, model=False)
+        yield gauge("tandem_adapters", "Adapter names registered.", len(front.registry), model=False)
+        yield gauge("tandem_engine_ready", "1 while requests are taken.", front.client.state == "ready", model=False)
+        yield gauge("tandem_step_milliseconds", "Moving average of a step.", stats.step_ms, model=False)
+        yield gauge("tandem_active_memory_bytes", "Device memory in use.", stats.active_memory, model=False)
+        yield gauge("tandem_peak_memory_bytes", "Highest device memory in use.", stats.peak_memory, model=False)
+        for name, text, total in (
+            ("tandem_engine_restarts", "Engines started again after a death.", front.client.restarts),
+            ("tandem_steps", "Steps run by this engine.", stats.steps),
+            ("tandem_step_failures", "Steps that failed.", stats.step_failures),
+            ("tandem_rows", "Rows of all steps.", stats.rows),
+            ("tandem_lora_rows", "Rows that ran under an adapter.", stats.lora_rows),
+        ):
+            family = CounterMetricFamily(name, text)
+            family.add_metric([], total)
+            yield family
+
+    def _successes(self, known: set[str]) -> CounterMetricFamily:
+        family = CounterMetricFamily(
+            "vllm:request_success", "Choices that finished.", labels=["model_name", "finished_reason"]
+        )
+        merged: Counter[tuple[str, str]] = Counter()
+        for (model, reason), value in self._metrics.finished.items():
+            merged[model if model in known else "other", reason] += value
+        for labels, value in merged.items():
+            family.add_metric(list(labels), value)
+        return family

@@ -1,0 +1,139 @@
+"""Running the server in this process until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+from uvicorn.config import Config as UvicornConfig
+
+from mlx_tandem.config import Config
+from mlx_tandem.engine.messages import Progress
+from mlx_tandem.engine.process import Launch, process_launch
+from mlx_tandem.errors import ModelError, TandemError
+from mlx_tandem.server import log as logs
+from mlx_tandem.server.app import create_app
+from mlx_tandem.server.front import Front
+
+EX_SOFTWARE = 70
+"""Exit status when the engine could not be kept alive."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, before anything expensive starts. Raises OSError when the address is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(2048)
+    except BaseException:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock
+
+
+def run(
+    config: Config,
+    *,
+    sock: socket.socket | None = None,
+    launch: Launch | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    on_ready: Callable[[Front, int], None] | None = None,
+) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status.
+
+    The port answers from the start: /health says 503 while the model loads. `on_ready` is called once with the
+    port, when requests are taken. Raises ModelError for a model or an adapter folder that cannot be loaded and
+    OSError for a port in use.
+    """
+    sock = sock or bind(config.server.host, config.server.port)
+    try:
+        front = Front(config, launch or process_launch(config.engine), on_progress=on_progress)
+        logs.configure()
+        server = Server(front, sock, on_ready)
+        server.run(sockets=[sock])
+    finally:
+        sock.close()
+    if isinstance(server.failure, TandemError):
+        if isinstance(server.failure, ModelError) or not server.was_ready:
+            raise server.failure
+        return EX_SOFTWARE
+    return 0
+
+
+class Server(uvicorn.Server):
+    """uvicorn with a drain of ours: streams get their end or a typed error before any connection is closed."""
+
+    def __init__(self, front: Front, sock: socket.socket, on_ready: Callable[[Front, int], None] | None):
+        super().__init__(
+            UvicornConfig(
+                create_app(front),
+                http="httptools",
+                loop="uvloop",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=True,
+                proxy_headers=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=2,
+            )
+        )
+        self._front = front
+        self._port = sock.getsockname()[1]
+        self._on_ready = on_ready
+        self._draining: asyncio.Task[None] | None = None
+        self.failure: TandemError | None = None
+        self.was_ready = False
+
+    async def _serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._front.client.start()
+        announcing = asyncio.create_task(self._announce())
+        try:
+            await super()._serve(sockets)
+        finally:
+            announcing.cancel()
+            await self._front.client.close()
+
+    async def _announce(self) -> None:
+        try:
+            await self._front.client.wait_ready()
+            self.was_ready = True
+            if self._on_ready is not None:
+                self._on_ready(self._front, self._port)
+            await self._front.client.wait_dead()
+        except TandemError as e:
+            self.failure = e
+            self.should_exit = True
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: drain. Second: stop now. The exit status stays 0, so the signal is not raised again."""
+        self._loop.call_soon_threadsafe(self._on_signal)
+
+    def _on_signal(self) -> None:
+        if self._draining is None:
+            self._draining = asyncio.create_task(self._drain())
+        else:
+            self.force_exit = True
+            self.should_exit = True
+
+    async def _drain(self) -> None:
+        front = self._front
+        logs.log("draining", open_requests=front.open_requests)
+        front.client.begin_drain()
+        for server in self.servers:
+            server.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(front.config.server.drain_seconds):
+                await front.idle()
+        await front.client.drain(1.0)
+        self.should_exit = True

@@ -1,0 +1,27 @@
+"""Sampling values that a model folder recommends, used where the caller gives none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlx_tandem import limits
+from mlx_tandem.errors import InvalidRequest, ModelError
+from mlx_tandem.text.tokenizer import read_json
+
+KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_defaults(folder: Path) -> dict[str, float | int]:
+    """Values of `generation_config.json` that this server has a parameter for; {} without the file."""
+    path = folder / "generation_config.json"
+    found: dict[str, float | int] = {}
+    for key, value in read_json(path).items():
+        if key not in KEYS or value is None:
+            continue
+        if key == "top_p" and value == 0:  # some files write "off" like this
+            continue
+        try:
+            found[key] = limits.check(key, value)
+        except InvalidRequest as e:
+            raise ModelError(f"{path}: {e.message}", param=key) from e
+    return found

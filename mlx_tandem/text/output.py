@@ -1,0 +1,71 @@
+"""The text of one choice, from the engine's deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from mlx_tandem.text.stops import StopScanner
+from mlx_tandem.text.tokenizer import Decoder, Tokenizer
+from mlx_tandem.types import Delta, FinishReason, TokenLogprob
+
+
+class ChoiceText:
+    """Turns deltas into text pieces. Finished when `finish` is set.
+
+    When a stop string ends the choice, `stopped` is set as well: the engine does not know yet, so the caller cancels
+    the choice there. `last_tokens` and `last_logprobs` are the tokens that the last piece covers.
+    """
+
+    __slots__ = ("_decoder", "_ends", "_stops", "count", "finish", "last_logprobs", "last_tokens", "stopped")
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end_ids: Collection[int]):
+        self._decoder: Decoder = tokenizer.decoder()
+        self._stops = StopScanner(stops) if stops else None
+        self._ends = end_ids
+        self.count = 0
+        self.finish: FinishReason | None = None
+        self.stopped = False
+        self.last_tokens: tuple[int, ...] = ()
+        self.last_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def ended(self) -> bool:
+        return self.finish is not None
+
+    def push(self, delta: Delta) -> str:
+        """The new text that `delta` brings; the token that ended the choice is counted but not shown."""
+        tokens = self.last_tokens = delta.tokens
+        self.last_logprobs = delta.logprobs or ()
+        self.count += len(tokens)
+        shown: Sequence[int] = tokens
+        if delta.finish is not None:
+            self.finish = delta.finish
+            if delta.finish == "stop" and tokens and tokens[-1] in self._ends:
+                shown = tokens[:-1]
+        if self._stops is not None:
+            return self._push_with_stops(shown)
+        text = self._decoder.push(shown[0]) if len(shown) == 1 else "".join(map(self._decoder.push, shown))
+        return text + self._decoder.flush() if self.finish is not None else text
+
+    def _push_with_stops(self, tokens: Sequence[int]) -> str:
+        assert self._stops is not None
+        pieces: list[str] = []
+        for i, token in enumerate(tokens):
+            pieces.append(self._stops.push(self._decoder.push(token)))
+            if self._stops.hit is not None:
+                self._cut(i + 1)
+                return "".join(pieces)
+        if self.finish is not None:
+            pieces.append(self._stops.push(self._decoder.flush()))
+            if self._stops.hit is not None:
+                self.finish = "stop"
+            pieces.append(self._stops.flush())
+        return "".join(pieces)
+
+    def _cut(self, kept: int) -> None:
+        """The choice ends after `kept` tokens of this delta."""
+        self.count -= len(self.last_tokens) - kept
+        self.last_tokens = self.last_tokens[:kept]
+        self.last_logprobs = self.last_logprobs[:kept]
+        self.stopped = self.finish is None
+        self.finish = "stop"

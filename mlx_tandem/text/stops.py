@@ -1,0 +1,73 @@
+"""Stop strings over text that arrives in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopScanner:
+    """Finds the first stop string to be completed, whatever the pieces are.
+
+    `push` gives out the text that can no longer belong to a stop string. When one is completed (the longest, if
+    several end at the same character), `hit` is set and the text ends before it. Every stop string is followed
+    by its own automaton, so the cost per character is constant, however long the strings are.
+    """
+
+    __slots__ = ("_fails", "_firsts", "_held", "_states", "_stops", "hit")
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = tuple(stops)
+        self._fails = tuple(_failure(s) for s in self._stops)
+        self._firsts = frozenset(s[0] for s in self._stops)
+        self._states = [0] * len(self._stops)
+        self._held = ""
+        self.hit: str | None = None
+
+    def push(self, text: str) -> str:
+        """New text in, text that is safe to send out."""
+        if self.hit is not None:
+            return ""
+        if not self._held and self._firsts.isdisjoint(text):
+            return text  # no stop string begins here
+        buffer = self._held + text
+        states = self._states
+        for position in range(len(self._held), len(buffer)):
+            character = buffer[position]
+            done = ""
+            for i, stop in enumerate(self._stops):
+                state = states[i]
+                while state and stop[state] != character:
+                    state = self._fails[i][state]
+                if stop[state] == character:
+                    state += 1
+                if state == len(stop):
+                    if state > len(done):
+                        done = stop
+                    state = 0  # never read again
+                states[i] = state
+            if done:
+                self.hit = done
+                self._held = ""
+                return buffer[: position + 1 - len(done)]
+        cut = len(buffer) - max(states)
+        self._held = buffer[cut:]
+        return buffer[:cut]
+
+    def flush(self) -> str:
+        """What was held back, once no more text comes."""
+        held, self._held = self._held, ""
+        self._states = [0] * len(self._stops)
+        return held
+
+
+def _failure(stop: str) -> tuple[int, ...]:
+    """For each matched length, the length of the longest shorter prefix that is also its suffix."""
+    fails = [0, 0]
+    state = 0
+    for character in stop[1:]:
+        while state and stop[state] != character:
+            state = fails[state]
+        if stop[state] == character:
+            state += 1
+        fails.append(state)
+    return tuple(fails)

@@ -1,0 +1,218 @@
+"""The tokenizer of a model folder, straight from `tokenizer.json`.
+
+Only the `tokenizers` library is used, so the front never imports a model framework.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import DecodeStream
+
+from mlx_tandem.errors import InvalidRequest, ModelError
+from mlx_tandem.limits import MAX_CONFIG_BYTES
+
+TEXT_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Keys of `tokenizer_config.json` that a chat template may print."""
+
+
+class Decoder(Protocol):
+    """Tokens in, text out as soon as it can no longer change. All pieces together equal the whole decode."""
+
+    def push(self, token: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class Tokenizer:
+    """Encodes and decodes; immutable after loading and usable from any thread."""
+
+    def __init__(self, backend: Backend, config: dict[str, Any] | None = None):
+        self._backend = backend
+        self._config = config or {}
+        added = backend.get_added_tokens_decoder()
+        self.special_tokens: dict[str, int] = {t.content: i for i, t in added.items() if t.special}
+        self.special_ids = frozenset(self.special_tokens.values())
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        # A special token that is matched after normalisation can be spelled in ways that a search for its text misses.
+        self.has_normalized_specials = backend.normalizer is not None and any(
+            t.special and t.normalized for t in added.values()
+        )
+        decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
+        self._byte_level = decoder is not None and decoder["type"] == "ByteLevel"
+        self._bytes = _TokenBytes(backend, self._byte_level, {i: t.content for i, t in added.items()})
+        self._text_bytes = _VisibleBytes(self._bytes, self.special_ids)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """The tokenizer in `folder`. Raises ModelError naming the file that is missing or broken."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{path} is missing: a model folder needs its tokenizer in this format", param=path.name)
+        try:
+            backend = Backend.from_file(str(path))
+        except Exception as e:  # the library raises bare Exception for every malformed file
+            raise ModelError(f"{path} is not a tokenizer: {e}", param=path.name) from e
+        backend.no_truncation()
+        backend.no_padding()
+        return cls(backend, read_json(folder / "tokenizer_config.json"))
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._config
+
+    def special_texts(self) -> dict[str, str]:
+        """`bos_token`, `eos_token` … as text, for chat templates; the ones that the folder leaves out are absent."""
+        texts: dict[str, str] = {}
+        for key in TEXT_SPECIALS:
+            value = self._config.get(key)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                texts[key] = value
+        return texts
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids; the text of a special token becomes its id. The interpreter lock is free meanwhile."""
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids that contain no special token, whatever `text` says."""
+        ids = list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        if self.special_ids.isdisjoint(ids):
+            return ids
+        # Some vocabularies reach a special token by ordinary merges too; a smaller piece cannot spell it.
+        if len(text) == 1:
+            raise InvalidRequest("a message contains a character that only a control token can stand for")
+        half = len(text) // 2
+        return self.encode_plain(text[:half]) + self.encode_plain(text[half:])
+
+    @cached_property
+    def _plain(self) -> Backend:
+        backend = Backend.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids` without special tokens."""
+        return str(self._backend.decode(list(ids), skip_special_tokens=True))
+
+    def decoder(self) -> Decoder:
+        """A fresh incremental decoder for one choice."""
+        return _ByteDecoder(self._text_bytes) if self._byte_level else _StreamDecoder(self._backend)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for, special tokens by their text."""
+        return self._bytes[token]
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Bytes of a token, worked out when first asked for: most of a vocabulary is never seen."""
+
+    def __init__(self, backend: Backend, byte_level: bool, added: dict[int, str]):
+        super().__init__()
+        self._backend = backend
+        self._byte_level = byte_level
+        self._added = added
+
+    def __missing__(self, token: int) -> bytes:
+        value = self[token] = self._work_out(token)
+        return value
+
+    def _work_out(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        piece: str | None = self._backend.id_to_token(token)
+        if piece is None:  # padding rows of the embedding
+            return b""
+        if self._byte_level:
+            try:
+                return bytes([_BYTE_OF_CHAR[c] for c in piece])
+            except KeyError:
+                return piece.encode()
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        if "▁" in piece:  # decoding it alone would strip the space
+            return piece.replace("▁", " ").encode()
+        return str(self._backend.decode([token], skip_special_tokens=False)).encode()
+
+
+class _VisibleBytes(dict[int, bytes]):
+    def __init__(self, table: _TokenBytes, hidden: Iterable[int]):
+        super().__init__(dict.fromkeys(hidden, b""))
+        self._table = table
+
+    def __missing__(self, token: int) -> bytes:
+        value = self[token] = self._table[token]
+        return value
+
+
+class _ByteDecoder:
+    """For byte-level vocabularies: linear, and a run of stray bytes comes out at once instead of being held."""
+
+    __slots__ = ("_decode", "_table")
+
+    def __init__(self, table: _VisibleBytes):
+        self._table = table
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token: int) -> str:
+        return self._decode(self._table[token])
+
+    def flush(self) -> str:
+        return self._decode(b"", True)
+
+
+class _StreamDecoder:
+    """For all other vocabularies (SentencePiece, WordPiece): the library's own incremental decoder."""
+
+    __slots__ = ("_backend", "_ids", "_length", "_stream")
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._length = 0
+
+    def push(self, token: int) -> str:
+        self._ids.append(token)
+        text: str = self._stream.step(self._backend, token) or ""
+        self._length += len(text)
+        return text
+
+    def flush(self) -> str:
+        # The library holds back what ends in an unfinished character and has no call that gives it out.
+        return str(self._backend.decode(self._ids, skip_special_tokens=True))[self._length :]
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The printable stand-ins for bytes that byte-level vocabularies are written in (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(b): b for b in printable}
+    others = [b for b in range(256) if b not in set(printable)]
+    table.update({chr(256 + i): b for i, b in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a small JSON file, {} when there is no file. Raises ModelError naming it."""
+    if not path.is_file():
+        return {}
+    if path.stat().st_size > 16 * MAX_CONFIG_BYTES:
+        raise ModelError(f"{path} is larger than {16 * MAX_CONFIG_BYTES} bytes", param=path.name)
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as e:
+        raise ModelError(f"{path} is not JSON: {e}", param=path.name) from e
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} does not hold a JSON object", param=path.name)
+    return value

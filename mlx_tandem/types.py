@@ -1,0 +1,136 @@
+"""The vocabulary of the project as plain data. Standard library and msgspec only.
+
+Everything here is immutable and crosses process borders as msgpack. Token ids, positions and counts are
+plain integers; times are seconds unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+FinishReason = Literal["stop", "length"]
+
+
+class SamplingParams(Struct, frozen=True, array_like=True):
+    """How one request draws its tokens. Ranges are those of `limits.py`; the edge has checked them.
+
+    `seed` is always set: the edge draws one when the caller gave none. Token n of choice i depends on
+    (seed, i, position) only, never on neighbours, chunking or preemption.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; 0: the sampled token's; k: also the k most likely
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+class AdapterRef(Struct, frozen=True, array_like=True):
+    """One immutable version of a LoRA adapter; `digest` is of its content and names it to the engine."""
+
+    name: str
+    version: int
+    digest: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}@{self.version}"
+
+
+class Request(Struct, frozen=True, array_like=True):
+    """What a caller asked: prompt ids in, `n` choices out. The adapter version is pinned here."""
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    adapter: AdapterRef | None = None  # None: the base model
+    n: int = 1
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """Natural logarithms. `model`: under the model's own, untruncated distribution (temperature 1).
+    `sampled`: under the distribution that was drawn from, after penalties, temperature and truncation.
+    `top`: the most likely tokens of the model's distribution, best first."""
+
+    model: float
+    sampled: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Delta(Struct, frozen=True, array_like=True):
+    """New tokens of one choice of one request. The last delta of a choice has `finish`."""
+
+    request: int
+    choice: int
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish: FinishReason | None = None
+
+
+class AdapterInfo(Struct, frozen=True):
+    """What the engine found in an adapter's folder."""
+
+    digest: str
+    rank: int
+    scale: float
+    format: Literal["mlx-lm", "peft"]
+    targets: tuple[str, ...]  # module names with the layer number left out, sorted
+    nbytes: int
+
+
+class EngineInfo(Struct, frozen=True):
+    """What a ready engine serves and on what."""
+
+    model: str  # the folder it was loaded from
+    model_type: str
+    dtype: str
+    quantization: str | None
+    parameters: int
+    layers: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    block_size: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    max_num_seqs: int
+    max_loras: int
+    max_lora_rank: int
+    device: str
+    attention_backend: str
+    lora_backend: str
+    load_seconds: float
+
+
+class EngineStats(Struct, frozen=True):
+    """Counters since start and gauges of now; sent at each heartbeat."""
+
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    free_blocks: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    step_failures: int = 0
+    step_ms: float = 0.0  # moving average
+    peak_memory: int = 0  # bytes, as MLX counts them
+    active_memory: int = 0
+    resident_adapters: tuple[str, ...] = ()  # digests in slots on the device
+    lora_rows: int = 0  # rows that ran under an adapter, since start
+    rows: int = 0  # all rows, since start

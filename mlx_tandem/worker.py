@@ -1,0 +1,121 @@
+"""The engine process: builds the runner and hands it to the core. Started by the front, never by hand."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+
+import msgspec
+
+from mlx_tandem.config import EngineConfig
+from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.core import EngineCore, EngineFailure
+from mlx_tandem.engine.wire import EngineChannel, WireError
+from mlx_tandem.errors import TandemError
+
+EXIT_FAILURE = 70  # EX_SOFTWARE: the supervisor starts another
+log = logging.getLogger("mlx_tandem.engine")
+
+
+def run(sock: socket.socket, config: EngineConfig, *, own_process: bool = False) -> int:
+    """Serve one front over `sock` until it drains or goes away; returns the exit status.
+
+    Runs on the calling thread, which from then on is the only one to use MLX.
+    """
+    channel = EngineChannel(sock)
+    try:
+        return _serve(channel, config, own_process)
+    except WireError as e:
+        log.info("engine ends: %s", e)
+        return 0
+    except TandemError as e:
+        return _die(channel, e.code or "engine_error", e.message)
+    except EngineFailure as e:
+        return _die(channel, "engine_error", str(e))
+    except Exception as e:
+        log.exception("the engine failed")
+        return _die(channel, "engine_error", f"the engine failed: {type(e).__name__}")
+    finally:
+        if own_process:
+            faulthandler.cancel_dump_traceback_later()
+        channel.close()
+
+
+def _die(channel: EngineChannel, code: str, message: str) -> int:
+    with suppress(WireError):
+        channel.send([m.Fatal(code, message)])
+    return EXIT_FAILURE
+
+
+def _serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> int:
+    channel.send([m.Progress("starting", 0.0)])
+    # The device is opened here and not at import: whoever starts an engine may never touch it itself.
+    from mlx_tandem.adapters import formats
+    from mlx_tandem.adapters.formats import AdapterWeights
+    from mlx_tandem.adapters.slots import SlotTable
+    from mlx_tandem.engine.scheduler import Scheduler
+    from mlx_tandem.kv.pool import BlockPool
+    from mlx_tandem.model.build import build
+
+    weights: dict[str, AdapterWeights] = {}
+    built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]))
+    info = built.info
+    pool = BlockPool(info.num_blocks, info.block_size)
+    slots = SlotTable(config.lora.max_loras)
+    scheduler = Scheduler(
+        config.scheduler,
+        pool,
+        slots,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+    )
+    built.warm_up(scheduler.cost)
+    core = EngineCore(
+        channel,
+        built.runner,
+        scheduler,
+        pool,
+        slots,
+        weights,
+        partial(formats.read, linears=built.linears, max_rank=config.lora.max_lora_rank, base_layers=built.layers),
+        heartbeat_seconds=config.heartbeat_seconds,
+        memory=built.memory,
+        on_turn=_Watchdog(config.stall_seconds).pat if own_process else lambda: None,
+    )
+    channel.send([m.Ready(info)])
+    core.run()
+    return 0
+
+
+class _Watchdog:
+    """Ends the process with a stack dump when the loop has not turned for `seconds`: a hang must become a restart."""
+
+    def __init__(self, seconds: float):
+        self._seconds = seconds
+        self._due = 0.0
+
+    def pat(self) -> None:
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + self._seconds / 10
+            faulthandler.dump_traceback_later(self._seconds, exit=True)
+
+
+def main(arguments: list[str]) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    # The front decides when the engine ends: a Ctrl-C in the terminal reaches both.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    options = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    config = msgspec.json.decode(options["--config"], type=EngineConfig)
+    return run(socket.socket(fileno=int(options["--fd"])), config, own_process=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,136 @@
+"""The engine's core without its channel: a scheduler and a runner turned step by step, with every rule watched."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_tandem.adapters.slots import SlotTable
+from mlx_tandem.engine.plan import DeviceError, Runner, StepPlan
+from mlx_tandem.engine.scheduler import Scheduler
+from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.types import FinishReason, Request, TokenLogprob
+
+Choice = tuple[int, int]  # request id, index
+
+
+class Loop:
+    """Plans, launches and settles. At depth 1 a plan is made and launched before the one before it is settled.
+
+    Asserts as it goes: the scheduler's invariants hold after each step, nothing is said of what is over, each choice
+    ends once, and work that exists is worked on.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, pool: BlockPool, slots: SlotTable, *, depth: int):
+        self.scheduler = scheduler
+        self.runner = runner
+        self.pool = pool
+        self.slots = slots
+        self.depth = depth
+        self.requests: dict[int, Request] = {}
+        self.tokens: dict[Choice, list[int]] = {}
+        self.logprobs: dict[Choice, list[TokenLogprob]] = {}
+        self.finished: dict[Choice, FinishReason] = {}
+        self.failed: set[int] = set()
+        self.cancelled: set[Choice] = set()
+        self.first_rows: list[int] = []  # requests in the order in which each was first computed
+        self.steps = 0
+        self.failures = 0
+        self._flights: deque[tuple[StepPlan, Any]] = deque()
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.requests[request.id] = request
+        for choice in range(request.n):
+            self.tokens[request.id, choice] = []
+            self.logprobs[request.id, choice] = []
+
+    def cancel(self, request: int, choice: int | None = None) -> None:
+        """As the core does; what had ended before stays ended."""
+        for key in self.open_choices():
+            if key[0] == request and choice in (None, key[1]):
+                self.cancelled.add(key)
+        self.scheduler.cancel(request, choice)
+        self.scheduler.check()
+
+    def open_choices(self) -> list[Choice]:
+        return [
+            key
+            for key in self.tokens
+            if key not in self.finished and key[0] not in self.failed and key not in self.cancelled
+        ]
+
+    def step(self) -> bool:
+        """One turn; False when there was nothing to do."""
+        plan = self.scheduler.plan()
+        if plan is None and not self._flights:
+            assert not self.scheduler.requests, "there is work and no plan for it"
+            return False
+        plans = [p for p, _ in self._flights] + ([plan] if plan is not None else [])
+        try:
+            if plan is not None:
+                self._look_at(plan)
+                self._flights.append((plan, self.runner.launch(plan)))
+            if len(self._flights) > self.depth or plan is None:
+                self._settle()
+        except DeviceError:
+            self._fail(plans)
+        self.steps += 1
+        self.scheduler.check()
+        self.slots.check()
+        return True
+
+    def run(self, most: int = 10_000) -> Loop:
+        while self.step():
+            assert self.steps <= most, f"not done after {most} steps"
+        return self
+
+    def assert_idle(self) -> None:
+        """Everything has ended, once, and nothing is held."""
+        assert not self.open_choices(), f"never ended: {self.open_choices()}"
+        assert not list(self.scheduler.requests)
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.pool.used_blocks == 0, "blocks leak"
+        self.pool.check([])
+        self.scheduler.check()
+        assert not any(self.slots.references(d) for d in self.slots.residents()), "an adapter slot leaks"
+
+    def _look_at(self, plan: StepPlan) -> None:
+        assert plan.rows, "an empty plan"
+        assert len({row.sequence for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
+        for row in plan.rows:
+            request = self.scheduler.request_of(row.sequence)
+            if request not in self.first_rows:
+                self.first_rows.append(request)
+
+    def _settle(self) -> None:
+        plan, handle = self._flights.popleft()
+        result = self.runner.wait(handle)
+        settled = self.scheduler.settle(plan, result)
+        for delta in settled.deltas:
+            key = delta.request, delta.choice
+            assert key in self.tokens, "a delta of nobody"
+            assert key not in self.finished, "a delta after the end"
+            assert key not in self.cancelled, "a delta after a cancel"
+            assert delta.request not in self.failed, "a delta after a failure"
+            assert delta.tokens, "an empty delta"
+            self.tokens[key] += delta.tokens
+            self.logprobs[key] += delta.logprobs or ()
+            if delta.finish:
+                self.finished[key] = delta.finish
+        self._take_failed(settled.failed)
+
+    def _fail(self, plans: Sequence[StepPlan]) -> None:
+        self.failures += 1
+        self._flights.clear()
+        self._take_failed(self.scheduler.fail(plans))
+        self.runner.reset()
+
+    def _take_failed(self, requests: Sequence[int]) -> None:
+        assert len(set(requests)) == len(requests), "a request fails twice"
+        for request in requests:
+            assert request not in self.failed, "a request fails twice"
+            keys = [key for key in self.open_choices() if key[0] == request]
+            assert keys, "a request fails that is over"
+            self.failed.add(request)

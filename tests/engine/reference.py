@@ -1,0 +1,240 @@
+"""A runner without a device: its cache holds what was written, its next token is a hash of what it reads back.
+
+Where a real model would smooth a scheduling mistake over, this one answers with another token or raises. It keeps the
+contract of `engine/plan.py` strictly: what a plan may not do is an assertion here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+from zlib import crc32
+
+from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, DeviceError, Row, Seating, StepPlan, StepResult
+from mlx_tandem.kv.pool import SCRATCH, BlockPool
+from mlx_tandem.types import SamplingParams, TokenLogprob
+
+BASE = ""
+"""The digest of the base model's cells."""
+_PRIME = (1 << 61) - 1
+
+
+def cell(token: int, digest: str) -> int:
+    """What one position of the cache holds: which token, and computed under which adapter."""
+    return (crc32(digest.encode()) << 20) | token
+
+
+def next_token(context: Sequence[int], params: SamplingParams, choice: int, history: Sequence[int], vocab: int) -> int:
+    """The token after `context` (cells). Greedy: of the context alone; else also of seed, choice and position; with
+    a penalty also of how often each token was met (`history`: the prompt and the output so far)."""
+    key: tuple[object, ...] = (tuple(context),)
+    if not params.greedy:
+        key += (params.seed, choice, len(context), params.top_k)
+    if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+        key += (tuple(sorted(history)),)
+    if params.logit_bias:
+        key += (params.logit_bias,)
+    return hash(key) % _PRIME % vocab  # of integers and floats only, so the same in every process
+
+
+def logprob_of(token: int, params: SamplingParams) -> TokenLogprob:
+    """A stand-in that names its token and what was asked for."""
+    k = params.logprobs or 0
+    return TokenLogprob(-float(token), -float(token) / 2, tuple((i, -float(i)) for i in range(k)))
+
+
+def alone(
+    prompt: Sequence[int], params: SamplingParams, choice: int, digest: str, vocab: int, stop_ids: Iterable[int] = ()
+) -> list[int]:
+    """The oracle: what one sequence says when nothing else exists."""
+    stops = frozenset(stop_ids)
+    tokens = list(prompt)
+    while len(tokens) - len(prompt) < params.max_tokens:
+        tokens.append(next_token([cell(t, digest) for t in tokens], params, choice, tokens, vocab))
+        if tokens[-1] in stops:
+            break
+    return tokens[len(prompt) :]
+
+
+@dataclass(slots=True)
+class _Seat:
+    params: SamplingParams
+    choice: int
+    history: list[int]
+    sequence: int | None = None  # the first row says whose it is
+    last: int | None = None  # sampled since it was seated
+
+
+@dataclass(slots=True)
+class _Handle:
+    result: StepResult
+    raises: bool
+    number: int
+
+
+@dataclass(slots=True)
+class ReferenceRunner:
+    """Executes each plan at its launch, in order, and shows the outcome in `wait`.
+
+    `fail` maps the number of a launch to where it raises: "launch" before anything was done, "half" in the launch
+    with half of the rows written, "wait" when its result is read. `nan` maps the number of a launch to the index,
+    modulo the rows that sample, of the row whose logits are not finite. `num_slots` counts adapters beside the base.
+    """
+
+    num_blocks: int
+    block_size: int
+    num_seats: int
+    num_slots: int
+    vocab: int
+    fail: Mapping[int, Literal["launch", "half", "wait"]] = field(default_factory=dict)
+    nan: Mapping[int, int] = field(default_factory=dict)
+    known: frozenset[str] | None = None  # digests that can be uploaded; None: all
+
+    launches: int = 0
+    positions: int = 0  # written since start
+    uploads: int = 0
+    broken: bool = False
+    freed: set[int] = field(default_factory=set)  # blocks that the pool got back since the last launch
+    _waited: int = 0
+    _cells: list[list[int | None]] = field(init=False)  # None: poison
+    _slots: dict[int, str] = field(init=False)
+    _seats: dict[int, _Seat] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._slots = {0: BASE}
+        self._wipe()
+
+    def _wipe(self) -> None:
+        self._cells = [[None] * self.block_size for _ in range(self.num_blocks)]
+        self._seats = {}
+
+    # the Runner protocol
+
+    def launch(self, plan: StepPlan) -> _Handle:
+        assert not self.broken, "launched after a failure without a reset"
+        number, self.launches = self.launches, self.launches + 1
+        failure = self.fail.get(number)
+        if failure == "launch":
+            self._break(number)
+        for slot, digest in plan.uploads:
+            assert 1 <= slot <= self.num_slots, f"there is no slot {slot}"
+            if self.known is not None and digest not in self.known:
+                self._break(number)
+            self._slots[slot] = digest
+            self.uploads += 1
+        self._copy(plan.copies)
+        for seating in plan.seatings:
+            self._take(seating)
+        rows = plan.rows[: len(plan.rows) // 2] if failure == "half" else plan.rows
+        tokens = self._write(rows)
+        if failure == "half":
+            self._break(number)
+        samplers = [i for i, row in enumerate(plan.rows) if row.sample]
+        bad = samplers[self.nan[number] % len(samplers)] if number in self.nan and samplers else None
+        drawn: list[int | None] = [None] * len(plan.rows)
+        for i in samplers:
+            drawn[i] = self._draw(plan.rows[i], len(tokens[i]), i == bad)
+        return _Handle(StepResult(drawn, self._logprobs(plan.rows, drawn)), failure == "wait", number)
+
+    def wait(self, handle: _Handle) -> StepResult:
+        assert not self.broken, "waited after a failure without a reset"
+        assert handle.number >= self._waited, "steps are read in the order of their launch, each once"
+        self._waited = handle.number + 1
+        if handle.raises:
+            self._break(handle.number)
+        return handle.result
+
+    def reset(self) -> None:
+        """Nothing in the cache or the seats survives here; adapters do."""
+        self.broken = False
+        self._wipe()
+
+    # the machine
+
+    def _break(self, number: int) -> None:
+        self.broken = True
+        raise DeviceError(f"injected into step {number}")
+
+    def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        targets = [b for _, b in copies]
+        assert len(set(targets)) == len(targets), "two copies into one block"
+        assert SCRATCH not in targets, "a copy into the scratch block"
+        held = [list(self._cells[a]) for a, _ in copies]  # all reads before all writes
+        for b in self.freed:
+            self._cells[b] = [None] * self.block_size
+        self.freed.clear()
+        for (_, b), content in zip(copies, held, strict=True):
+            self._cells[b] = content
+
+    def _take(self, seating: Seating) -> None:
+        assert 0 <= seating.seat < self.num_seats, f"there is no seat {seating.seat}"
+        assert 0 < seating.prompt_length <= len(seating.history)
+        self._seats[seating.seat] = _Seat(seating.params, seating.choice, list(seating.history))
+
+    def _write(self, rows: Sequence[Row]) -> list[tuple[int, ...]]:
+        """All rows write before any reads, as in one layer of a device. Returns their tokens, carried ones filled in."""
+        written: set[tuple[int, int]] = set()
+        tokens = [self._tokens(row) for row in rows]
+        assert len({row.seat for row in rows}) == len(rows), "two rows of one seat"
+        for row, own in zip(rows, tokens, strict=True):
+            assert row.start >= 0 and own, "an empty row"
+            assert row.start + len(own) <= len(row.table) * self.block_size, "a row ends beyond its blocks"
+            digest = self._slots[row.slot]
+            for at, token in enumerate(own, row.start):
+                assert 0 <= token < self.vocab, f"token {token} is not in the vocabulary"
+                place = row.table[at // self.block_size], at % self.block_size
+                assert place[0] != SCRATCH, "a row writes into the scratch block"
+                assert place not in written, "two rows write one position"
+                written.add(place)
+                self._cells[place[0]][place[1]] = cell(token, digest)
+        self.positions += len(written)
+        return tokens
+
+    def _tokens(self, row: Row) -> tuple[int, ...]:
+        assert row.seat in self._seats, f"seat {row.seat} was never taken"
+        seat = self._seats[row.seat]
+        assert seat.sequence in (None, row.sequence), "a row in another sequence's seat"
+        seat.sequence = row.sequence
+        if CARRY not in row.tokens:
+            return row.tokens
+        assert row.tokens == (CARRY,) and row.sample, "only a decode carries"
+        assert seat.last is not None, "nothing was drawn in this seat that could be carried"
+        return (seat.last,)
+
+    def _draw(self, row: Row, length: int, not_finite: bool) -> int:
+        seat = self._seats[row.seat]
+        context = self._read(row.table, row.start + length)
+        token = next_token(context, seat.params, seat.choice, seat.history, self.vocab)
+        seat.last = 0 if not_finite else token
+        seat.history.append(seat.last)
+        return NOT_A_NUMBER if not_finite else token
+
+    def _read(self, table: Sequence[int], positions: int) -> list[int]:
+        cells: list[int | None] = []
+        for block in table[: -(-positions // self.block_size)]:
+            cells += self._cells[block]
+        del cells[positions:]
+        assert None not in cells, f"position {cells.index(None)} was read and is not (or no longer) written"
+        return cells  # type: ignore[return-value]
+
+    def _logprobs(self, rows: Sequence[Row], drawn: Sequence[int | None]) -> list[TokenLogprob | None]:
+        wanted = [self._seats[row.seat].params for row in rows]
+        if not any(t is not None and p.logprobs is not None for t, p in zip(drawn, wanted, strict=True)):
+            return []
+        return [
+            None if t is None or p.logprobs is None else logprob_of(t, p) for t, p in zip(drawn, wanted, strict=True)
+        ]
+
+
+class WatchedPool(BlockPool):
+    """Tells the runner which blocks are free, so that they are poison from the next launch on."""
+
+    def __init__(self, runner: ReferenceRunner):
+        super().__init__(runner.num_blocks, runner.block_size)
+        self._runner = runner
+
+    def release(self, blocks: Iterable[int]) -> None:
+        blocks = list(blocks)
+        super().release(blocks)
+        self._runner.freed.update(b for b in blocks if self.count[b] == 0)

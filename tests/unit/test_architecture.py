@@ -1,0 +1,74 @@
+"""Rules about the source itself that an import linter cannot express, and the map in ARCHITECTURE.md."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "mlx_tandem").rglob("*.py"))
+MODULES = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "torch"}
+CALLS = {"eval", "exec", "compile", "__import__", "torch.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+
+
+def findings(source: str) -> Iterator[str]:
+    """What in `source` could run code that came as data."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (f"import {a.name}" for a in node.names if a.name.split(".")[0] in MODULES)
+        elif isinstance(node, ast.ImportFrom):
+            if (node.module or "").split(".")[0] in MODULES:
+                yield f"from {node.module}"
+        elif isinstance(node, ast.Call):
+            if (name := ast.unparse(node.func)) in CALLS:
+                yield f"{name}()"
+            for keyword in node.keywords:
+                if keyword.arg in ("allow_pickle", "trust_remote_code") and not (
+                    isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                ):
+                    yield f"{keyword.arg}="
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from torch import load",
+        "eval(text)",
+        "exec(text)",
+        "compile(text, 'x', 'exec')",
+        "yaml.load(text)",
+        "torch.load(file)",
+        "np.load(file, allow_pickle=True)",
+        "load(folder, trust_remote_code=flag)",
+    ],
+)
+def test_the_search_finds(source: str) -> None:
+    assert list(findings(source))
+
+
+@pytest.mark.parametrize("source", ["mx.eval(x)", "re.compile(p)", "yaml.safe_load(t)", "load(f, allow_pickle=False)"])
+def test_the_search_lets_pass(source: str) -> None:
+    assert not list(findings(source))
+
+
+def test_nothing_runs_code_from_data() -> None:
+    found = [f"{f.relative_to(ROOT)}: {what}" for f in SOURCES for what in findings(f.read_text(encoding="utf-8"))]
+    assert not found
+
+
+def test_modules_can_be_read_in_one_sitting() -> None:
+    long = {str(f.relative_to(ROOT)): n for f in SOURCES if (n := len(f.read_text(encoding="utf-8").splitlines())) > 450}
+    assert not long
+
+
+def test_the_map_of_modules_is_that_of_the_tree() -> None:
+    check = subprocess.run(
+        [sys.executable, str(ROOT / "scripts" / "module_map.py"), "--check"], capture_output=True, text=True, check=False
+    )
+    assert check.returncode == 0, check.stderr
