@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mlx_tandem.server.front import Front
 
 
-QUESTION = "add 17 and 25"  # a skill of the built-in model
+QUESTION = "What is 17 + 25?"  # a skill of the built-in model
 
 
 def serve(file: Path | None, options: Mapping[str, object]) -> None:

@@ -60,7 +60,6 @@ class Scheduler:
         self._uploads: list[tuple[int, str]] = []  # for the next plan
         self._copies: list[tuple[int, int]] = []
         self._next_id = 0
-        self._overtaken = 0
         self.preemptions = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
@@ -91,6 +90,8 @@ class Scheduler:
                 raise InvalidRequest(f"a token of {param} is not in the vocabulary", param=param)
         if n == 0:
             raise InvalidRequest("the prompt is empty", param="prompt")
+        if params.max_tokens < 1:
+            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
         most = min(self._max_model_len, self._pool.usable_blocks * self._pool.block_size)
         if n + params.max_tokens > most:
             raise InvalidRequest(
@@ -98,8 +99,10 @@ class Scheduler:
                 param="max_tokens",
                 code="context_length_exceeded",
             )
-        if request.n > self._config.max_num_seqs:
-            raise InvalidRequest(f"n is at most {self._config.max_num_seqs} here", param="n")
+        if not 1 <= request.n <= self._config.max_num_seqs:
+            raise InvalidRequest(f"n is 1 to {self._config.max_num_seqs} here", param="n")
+        if request.adapter is not None and self._slots.n == 0:
+            raise InvalidRequest("this server holds no adapters: max_loras is 0", param="model")
         if request.id in self._choices:
             raise InvalidRequest(f"request {request.id} exists", param="id")
 
@@ -144,12 +147,18 @@ class Scheduler:
         return plan
 
     def _plan_prefill(self, rows: list[Row]) -> None:
-        """Chunks of prompts, oldest first, while their predicted time fits the budget; at least one."""
+        """Chunks of prompts, oldest first, while their predicted time fits the budget; at least one.
+
+        Streams that decode give a share of their time to prompts, a larger one when more prompts wait than streams run.
+        """
         config = self._config
-        budget = config.prefill_share * self.cost.decode_ms if rows else config.idle_prefill_ms
+        reading = [s for s in self._running if s.wants_prefill]
+        budget = config.idle_prefill_ms
+        if rows:
+            budget = min(budget, config.prefill_share * self.cost.decode_ms * max(1.0, len(reading) / len(rows)))
         first = True
-        for s in list(self._running):
-            if s.seat < 0 or not s.wants_prefill:
+        for s in reading:
+            if s.seat < 0:
                 continue
             limit = s.prompt_length - 1 if s.followers else len(s.tokens)
             n = min(limit - s.scheduled, self.cost.affordable(s.scheduled, budget, config.max_chunk_tokens))
@@ -176,7 +185,8 @@ class Scheduler:
     def _admit(self) -> None:
         """Let waiting sequences run while there are seats, blocks for all they know, and adapter slots."""
         blocked: list[Sequence] = []
-        while self._waiting and not (blocked and self._overtaken >= PATIENCE):
+        patience = PATIENCE  # of the one among the blocked that has the least left
+        while self._waiting and patience > 0:
             s = self._waiting[0]
             group = [s, *s.followers]
             # Running sequences will want blocks soon: to admit into the last ones would only preempt.
@@ -192,16 +202,17 @@ class Scheduler:
             self._waiting.popleft()
             if not self._take_slot(group):
                 blocked.append(s)
+                patience = min(patience, PATIENCE - s.overtaken)
                 continue
-            self._overtaken += bool(blocked)
+            for b in blocked:
+                b.overtaken += 1
+            patience -= bool(blocked)
             table = self._pool.allocate(need)
             assert table is not None, "an empty engine has room for every request that was queued"
             s.table = table
             for x in group:
                 x.seat = self._seats.pop()
             self._running.append(s)
-        if not blocked:
-            self._overtaken = 0
         self._waiting.extendleft(reversed(blocked))
 
     def _take_slot(self, group: list[Sequence]) -> bool:
@@ -285,17 +296,19 @@ class Scheduler:
                 leader.followers.remove(s)
                 self._leave(s)
                 return
+        place = 0  # in the queue, for an heir
         if s in self._running:
             self._running.remove(s)
         elif s in self._waiting:
-            self._waiting.remove(s)
+            place = self._waiting.index(s)
+            del self._waiting[place]
         self._leave(s)
         if s.followers:  # nobody has computed their prompt now: the next of them starts over
             heir, *others = s.followers
             for f in s.followers:
                 self._leave(f)
-            heir.followers = others
-            self._waiting.appendleft(heir)
+            heir.followers, heir.overtaken = others, s.overtaken
+            self._waiting.insert(place, heir)
 
     # results
 
@@ -351,7 +364,10 @@ class Scheduler:
             self.cancel(request)
         for s in list(reversed(self._running)):
             self._preempt(s)
-        self._uploads = [u for plan in plans for u in plan.uploads] + self._uploads
+        # Nobody holds a slot now, and what was to be written there may not have been: it is not resident.
+        for _, digest in [u for plan in plans for u in plan.uploads] + self._uploads:
+            self._slots.lost(digest)
+        self._uploads = []
         return failed
 
     def check(self) -> None:

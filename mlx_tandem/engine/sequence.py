@@ -17,6 +17,7 @@ class Sequence:
         "followers",
         "id",
         "is_seated",
+        "overtaken",
         "pending",
         "prompt_length",
         "request",
@@ -41,6 +42,7 @@ class Sequence:
         self.seat = -1
         self.slot = -1
         self.is_seated = False  # the runner has been told of this seat
+        self.overtaken = 0  # by how many, while it waits for an adapter slot
         self.followers: list[Sequence] = []
         """The other choices of the request, until the shared part of the prompt is computed."""
 

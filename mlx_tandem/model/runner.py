@@ -8,6 +8,7 @@ go in as arguments and come back as results, written in place since nobody else 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,18 +50,21 @@ class _Key:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One rectangle in flight: which rows of the plan it holds and what it returned."""
+    """A piece of a step that writes the pool once: the rows of the plan it holds and what it drew for them.
+
+    `marker` is evaluated when the part is done; no array in it shares the pool's buffers.
+    """
 
     rows: list[int]
     flags: SamplingFlags
     drawn: list[mx.array]  # empty when no row samples
+    marker: list[mx.array]
 
 
 @dataclass(frozen=True, slots=True)
 class Flight:
     plan: StepPlan
     parts: list[_Part]
-    seats: list[int]
 
 
 class MLXRunner:
@@ -90,11 +94,12 @@ class MLXRunner:
         self._caches = [PagedCache(shape, num_blocks) for shape in layers]
         self._steps: dict[_Key, Callable[..., Any]] = {}
         self._cached: dict[Any, Any] = {}  # arrays of the present set of rows
-        # On the CPU back end operations in flight hold the pool's buffers, so that a step dispatched behind them would
-        # copy the pool. There a step is built while the one before it runs, and dispatched when that has been read.
-        self._defers = device.is_cpu()
-        self._running: Flight | None = None
-        self._deferred: Flight | None = None
+        # Where operations in flight hold their inputs' buffers (MLX's CPU back end does), a write dispatched behind a
+        # read of the pool would copy the pool. There each part is built while the one before it runs, and dispatched
+        # when that is done. Whether this device needs it is measured at start.
+        self.one_at_a_time = device.is_cpu()
+        self._built: deque[_Part] = deque()  # not dispatched yet
+        self._running: _Part | None = None
         self._make_state()
 
     def _make_state(self) -> None:
@@ -116,32 +121,30 @@ class MLXRunner:
             for slot, digest in plan.uploads:
                 if self._lora.install(slot, self._weights[digest]):
                     self._steps.clear()
-            if plan.copies:
-                self._copy_blocks(plan.copies)
+            parts = self._copy_blocks(plan.copies) if plan.copies else []
             for seating in plan.seatings:
                 self._seats.take(seating)
-            parts = [self._launch_part(plan, rows) for rows in self._rectangles(plan.rows)]
-            flight = Flight(plan, parts, [r.seat for r in plan.rows])
-            if self._defers and self._running is not None:
-                self._deferred = flight
-            else:
-                self._dispatch(flight)
+            parts += [self._build_part(plan, rows) for rows in self._rectangles(plan.rows)]
+            self._built.extend(parts)
+            self._dispatch()
         except Exception as e:
             log.exception("a step could not be launched")
             raise DeviceError(f"{type(e).__name__}: {e}") from e
-        return flight
+        return Flight(plan, parts)
 
-    def _dispatch(self, flight: Flight) -> None:
-        self._running = flight
-        mx.async_eval(self._keys, self._values, self._last, [p.drawn for p in flight.parts])
+    def _dispatch(self) -> None:
+        while self._built and not (self.one_at_a_time and self._running is not None):
+            self._running = self._built.popleft()
+            mx.async_eval(self._running.marker)
 
     def wait(self, handle: Flight) -> StepResult:
         tokens: list[int | None] = [None] * len(handle.plan.rows)
         logprobs: list[TokenLogprob | None] = []
         try:
-            if self._defers and not any(part.drawn for part in handle.parts):
-                mx.synchronize()
             for part in handle.parts:
+                mx.eval(part.marker)
+                self._running = None
+                self._dispatch()
                 if not part.drawn:
                     continue
                 drawn: Any = part.drawn[0].tolist()
@@ -151,10 +154,6 @@ class MLXRunner:
                 if part.flags.logprobs >= 0:
                     logprobs = logprobs or [None] * len(tokens)
                     self._read_logprobs(handle, part, logprobs)
-            self._running = None
-            if self._deferred is not None:
-                deferred, self._deferred = self._deferred, None
-                self._dispatch(deferred)
         except Exception as e:
             log.exception("a step failed on the device")
             raise DeviceError(f"{type(e).__name__}: {e}") from e
@@ -163,7 +162,8 @@ class MLXRunner:
     def reset(self) -> None:
         self._steps.clear()
         self._cached.clear()
-        self._running = self._deferred = None
+        self._built.clear()
+        self._running = None
         self._lora.unbind()
         self._head.select(None)
         self._make_state()
@@ -179,7 +179,7 @@ class MLXRunner:
             by_length.setdefault(1 if n == 1 else padded_length(n), []).append(i)
         return [part for group in by_length.values() for part in split_by_context(group, blocks)]
 
-    def _launch_part(self, plan: StepPlan, indices: list[int]) -> _Part:
+    def _build_part(self, plan: StepPlan, indices: list[int]) -> _Part:
         rows = [plan.rows[i] for i in indices]
         longest = max(len(r.tokens) for r in rows)
         length = 1 if longest == 1 else padded_length(longest)
@@ -205,13 +205,13 @@ class MLXRunner:
         lora = self._lora.arrays() if route.ids is not None else []
         ids = [] if route.ids is None else [route.ids]
         seat_array = self._once(("seats", tuple(seats)), lambda: mx.array(seats))
-        drawn, self._last, counts, self._keys, self._values = step(
+        drawn, marker, self._last, counts, self._keys, self._values = step(
             tokens, offset, slots, tables, last, seat_array, self._last, sampling, seen, lora, ids,
             self._keys, self._values,
         )  # fmt: skip
         if counts:
             self._seats.output_count = counts[0]
-        return _Part(indices, flags, drawn)
+        return _Part(indices, flags, drawn, marker)
 
     def _make_step(self, key: _Key, view: tuple[int, int] | None) -> Callable[..., Any]:
         """The step as a pure function: arrays and lists of arrays in, the same out."""
@@ -237,16 +237,17 @@ class MLXRunner:
                 head.select(None)
                 released = [cache.release() for cache in caches]
             keys, values = [k for k, _ in released], [v for _, v in released]
-            if not key.samples:
-                return [], last_tokens, [], keys, values
             logits = head.logits(output, last)
+            if not key.samples:
+                return [], [logits[:1, :1]], last_tokens, [], keys, values
             arrays = SamplingArrays.unflatten(sampling)
             met = Seen(seen[0][seats], seen[1][seats]) if seen else None
             drawn = sample(logits, offset + last + 1, arrays, key.flags, met)
             token = mx.maximum(drawn.tokens, 0)
             last_tokens[seats] = token
             counts = [seen[1].at[seats, token].add(1.0)] if seen else []
-            return drawn.flatten(), last_tokens, counts, keys, values
+            outputs = drawn.flatten()
+            return outputs, outputs, last_tokens, counts, keys, values
 
         return step
 
@@ -319,29 +320,30 @@ class MLXRunner:
             found = self._cached[key] = make()
         return found
 
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        bs, stride = self._block_size, self._num_blocks * self._block_size
-        within = np.arange(bs)
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> list[_Part]:
+        """Two parts: read the blocks, then write them; in one, the write would find the pool being read."""
+        within = np.arange(self._block_size)
 
-        def runs(blocks: list[int], heads: int) -> mx.array:
-            at = np.array(blocks)[:, None] * bs + within
+        def runs(blocks: Sequence[int], heads: int) -> mx.array:
+            at = np.array(blocks)[:, None] * self._block_size + within
+            stride = self._num_blocks * self._block_size
             return mx.array((np.arange(heads)[:, None, None] * stride + at).reshape(-1).astype(np.int32))
 
-        indices: dict[int, tuple[mx.array, mx.array]] = {}
-        for cache, pools in ((c, p) for i, c in enumerate(self._caches) for p in ((self._keys, i), (self._values, i))):
-            arrays, i = pools
-            heads = cache.shape.key_heads if arrays is self._keys else cache.shape.value_heads
-            if heads not in indices:
-                indices[heads] = runs([a for a, _ in copies], heads), runs([b for _, b in copies], heads)
-            source, target = indices[heads]
-            pool = arrays[i]
-            pool[target] = pool[source]
+        sources, targets = zip(*copies, strict=True)
+        read: list[mx.array] = []
+        for pools in (self._keys, self._values):
+            for i, cache in enumerate(self._caches):
+                heads = cache.shape.key_heads if pools is self._keys else cache.shape.value_heads
+                read.append(pools[i][runs(sources, heads)])
+                pools[i][runs(targets, heads)] = read[-1]
+        written = [pool[:1, :1] + 0 for pool in self._keys + self._values]
+        return [_Part([], SamplingFlags(), [], read), _Part([], SamplingFlags(), [], written)]
 
     def _read_logprobs(self, handle: Flight, part: _Part, out: list[TokenLogprob | None]) -> None:
         lists: Any = [a.tolist() for a in part.drawn[1:]]
         model, sampled, *top = lists
         for row, i in enumerate(part.rows):
-            k = self._seats.wanted_logprobs(handle.seats[i])
+            k = self._seats.wanted_logprobs(handle.plan.rows[i].seat)
             if k < 0 or not handle.plan.rows[i].sample:
                 continue
             best = tuple(zip(top[0][row][:k], top[1][row][:k], strict=True)) if k else ()

@@ -23,6 +23,7 @@ from mlx_tandem.server.dialects.openai import (
     chat_messages,
     completion_logprobs,
     completion_prompts,
+    refuse_items,
     streaming,
     template_options,
 )
@@ -120,7 +121,8 @@ async def _plan_chat(front: Front, body: ChatBody) -> Plan:
     adapter = front.select(body.model)
     stream, with_usage = streaming(body)
     n, stops, logprobs = choices(front, body), stop_strings(body.stop), chat_logprobs(body)
-    prompt = await front.chat_prompt(chat_messages(body), template_options(body))
+    refuse_items(body.tools, "tools")
+    prompt = await front.chat_prompt(chat_messages(body.messages), template_options(body))
     longest = ("max_completion_tokens", body.max_completion_tokens) if body.max_completion_tokens is not None else None
     params = sampling_params(front, body, len(prompt), "messages", logprobs=logprobs, max_tokens=longest)
     return Plan(CHAT, adapter, [prompt], params, n, stops, stream, with_usage)

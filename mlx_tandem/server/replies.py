@@ -148,7 +148,7 @@ class WholeReply(Reply):
             for delta in deltas:
                 index = stream.index(delta)
                 choice = self._choices[index]
-                if choice.ended:
+                if choice.ended():
                     continue
                 texts[index].append(choice.push(delta))
                 if self._logprobs is not None:
@@ -219,19 +219,19 @@ class StreamReply(Reply):
         for delta in deltas:
             index = stream.index(delta)
             choice = self._choices[index]
-            if choice.ended:
+            if choice.ended():
                 continue
             text = choice.push(delta)
             logprobs = None
             if self._logprobs is not None:
                 logprobs = self._logprobs[index].take(choice.last_tokens, choice.last_logprobs)
-            if text or not choice.ended:
+            if text or not choice.ended():
                 if logprobs is None:
                     parts.append(events.text(index, text))
                 else:
                     parts.append(events.text_with_logprobs(index, text, logprobs))
                     logprobs = None
-            if choice.ended:
+            if choice.ended():
                 parts.append(events.finish(index, choice, logprobs))
                 if choice.stopped:
                     stream.cancel(index)

@@ -28,7 +28,6 @@ class ChoiceText:
         self.last_tokens: tuple[int, ...] = ()
         self.last_logprobs: tuple[TokenLogprob, ...] = ()
 
-    @property
     def ended(self) -> bool:
         return self.finish is not None
 

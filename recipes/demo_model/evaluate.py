@@ -266,10 +266,26 @@ def base_figures(
             ),
         },
         "thinking_off": forced_accuracy(base, tokenizer, direct),
+        "breakdown": breakdown(base, tokenizer, chats),
     }
     rounded = model.load_model(args.model / "base", mx.bfloat16)
     figures["bfloat16"] = short_accuracy(rounded, tokenizer, chats)
     return figures
+
+
+def breakdown(
+    model: Model, tokenizer: Tokenizer, chats: dict[str, list[data.Conversation]]
+) -> dict[str, dict[str, float]]:
+    """Where ``tool`` and ``upper`` lose: greedy accuracy by the number of tools offered, and by kind of text."""
+    groups: dict[str, list[data.Conversation]] = {}
+    for chat in chats["tool"]:
+        groups.setdefault(f"tool, {len(chat.tools)} offered", []).append(chat)
+    for chat in chats["upper"]:
+        assert chat.last is not None
+        plain = str(chat.last.short).replace(" ", "").isalpha() and len(str(chat.last.short).split()) <= 5
+        groups.setdefault("upper, up to five words" if plain else "upper, sentences", []).append(chat)
+    table = forced_accuracy(model, tokenizer, dict(sorted(groups.items())))
+    return {name: {"greedy": row["greedy"], "questions": len(groups[name])} for name, row in table.items()}
 
 
 def adapter_figures(

@@ -34,7 +34,7 @@ class Loop:
         self.finished: dict[Choice, FinishReason] = {}
         self.failed: set[int] = set()
         self.cancelled: set[Choice] = set()
-        self.first_rows: list[int] = []  # requests in the order in which each was first computed
+        self.admitted: dict[int, int] = {}  # request -> how many ran before it
         self.steps = 0
         self.failures = 0
         self._flights: deque[tuple[StepPlan, Any]] = deque()
@@ -64,6 +64,8 @@ class Loop:
     def step(self) -> bool:
         """One turn; False when there was nothing to do."""
         plan = self.scheduler.plan()
+        for s in self.scheduler._running:
+            self.admitted.setdefault(s.request.id, len(self.admitted))
         if plan is None and not self._flights:
             assert not self.scheduler.requests, "there is work and no plan for it"
             return False
@@ -99,10 +101,6 @@ class Loop:
     def _look_at(self, plan: StepPlan) -> None:
         assert plan.rows, "an empty plan"
         assert len({row.sequence for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
-        for row in plan.rows:
-            request = self.scheduler.request_of(row.sequence)
-            if request not in self.first_rows:
-                self.first_rows.append(request)
 
     def _settle(self) -> None:
         plan, handle = self._flights.popleft()

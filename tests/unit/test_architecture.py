@@ -63,12 +63,17 @@ def test_nothing_runs_code_from_data() -> None:
 
 
 def test_modules_can_be_read_in_one_sitting() -> None:
-    long = {str(f.relative_to(ROOT)): n for f in SOURCES if (n := len(f.read_text(encoding="utf-8").splitlines())) > 450}
+    long = {
+        str(f.relative_to(ROOT)): n for f in SOURCES if (n := len(f.read_text(encoding="utf-8").splitlines())) > 450
+    }
     assert not long
 
 
 def test_the_map_of_modules_is_that_of_the_tree() -> None:
     check = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "module_map.py"), "--check"], capture_output=True, text=True, check=False
+        [sys.executable, str(ROOT / "scripts" / "module_map.py"), "--check"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert check.returncode == 0, check.stderr

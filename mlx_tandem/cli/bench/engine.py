@@ -16,6 +16,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
+
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.serve import SAMPLING, write
 from mlx_tandem.cli.bench.timeline import Timeline
@@ -62,7 +64,7 @@ def run(
             fail(e.message)
     result = describe() | {
         "model": shape or model,
-        "engine": bench.info,
+        "engine": msgspec.to_builtins(bench.info),
         "prompt_tokens": prompt_tokens,
         "max_tokens": max_tokens,
         "repeats": repeats,
@@ -190,7 +192,9 @@ def _summary(batch: int, raw: dict[str, list[dict[str, float]]]) -> dict[str, An
     ours, theirs = raw["tandem"], raw["batch_generator"]
 
     def ratio(field: str) -> float:
-        return round(statistics.median(a[field] / b[field] for a, b in zip(ours, theirs, strict=True)), 3)
+        return round(
+            statistics.median(a[field] / b[field] if b[field] else 0.0 for a, b in zip(ours, theirs, strict=True)), 3
+        )
 
     def medians(side: list[dict[str, float]]) -> dict[str, float]:
         return {field: round(statistics.median(r[field] for r in side), 1) for field in side[0]}

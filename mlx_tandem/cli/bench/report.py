@@ -45,16 +45,15 @@ def serve_table(result: dict[str, Any]) -> RenderableType:
 
 def engine_table(result: dict[str, Any]) -> RenderableType:
     """Medians of `tandem bench engine`."""
-    table = Table(title=f"{result['model']}, {result['max_tokens']} tokens each, decode tok/s", title_style="")
-    for column in ("batch", "tandem", "BatchGenerator", "ratio", "prefill tandem", "BatchGenerator", "ratio"):
-        table.add_column(column, justify="right")
+    table = Table(title=f"{result['model']}, {result['max_tokens']} tokens each, tokens per second", title_style="")
+    table.add_column("batch", justify="right")
+    for kind in ("decode", "prefill", "total"):
+        for column in (f"{kind} tandem", "BatchGenerator", "ratio"):
+            table.add_column(column, justify="right")
     for row in result["results"]:
-        ours, theirs, ratio = row["tandem"], row["batch_generator"], row["ratio"]
-        table.add_row(
-            str(row["batch"]),
-            *(f"{side['decode_tokens_per_s']:,.0f}" for side in (ours, theirs)),
-            f"{ratio['decode']:.2f}",
-            *(f"{side['prefill_tokens_per_s']:,.0f}" for side in (ours, theirs)),
-            f"{ratio['prefill']:.2f}",
-        )
+        cells = [str(row["batch"])]
+        for kind in ("decode", "prefill", "total"):
+            cells += [f"{row[side][f'{kind}_tokens_per_s']:,.0f}" for side in ("tandem", "batch_generator")]
+            cells.append(f"{row['ratio'][kind]:.2f}")
+        table.add_row(*cells)
     return table

@@ -27,14 +27,15 @@ class Timeline:
 
     def figures(self, prompt_tokens: int, max_tokens: int) -> dict[str, float]:
         """Decode: tokens per second from the step that gave the last row its first token to the one that gave a
-        first row its last, all rows running. Prefill: prompt tokens per second up to the first of these steps."""
+        first row its last, all rows running; 0 when that never was. Prefill: prompt tokens per second up to the first
+        of these steps. Total: tokens per second from start to end."""
         got = [0] * self._batch
         waiting = self._batch
         begin = end = 0.0
         counted = 0
         ended = False
         for when, rows in self._steps:
-            if begin and not ended:
+            if not ended and begin:
                 counted += len(rows)
                 end = when
             for row in rows:
@@ -47,7 +48,7 @@ class Timeline:
         if min(got) != max_tokens:
             raise RuntimeError(f"a row got {min(got)} tokens instead of {max_tokens}")
         return {
-            "decode_tokens_per_s": counted / (end - begin),
+            "decode_tokens_per_s": counted / (end - begin) if end > begin else 0.0,
             "prefill_tokens_per_s": prompt_tokens / (begin - self._start),
             "total_tokens_per_s": total / (self._steps[-1][0] - self._start),
         }

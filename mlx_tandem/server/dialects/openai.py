@@ -75,15 +75,14 @@ class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
     suffix: None = None
 
 
-def chat_messages(body: ChatBody) -> list[Mapping[str, Any]]:
+def chat_messages(messages: list[ChatMessage]) -> list[Mapping[str, Any]]:
     """The conversation as templates expect it."""
-    if not body.messages:
+    if not messages:
         raise InvalidRequest("messages is empty", param="messages")
-    if len(body.messages) > limits.MAX_MESSAGES:
+    if len(messages) > limits.MAX_MESSAGES:
         raise InvalidRequest(f"messages has at most {limits.MAX_MESSAGES} entries", param="messages")
-    refuse_items(body.tools, "tools")
     result: list[Mapping[str, Any]] = []
-    for i, message in enumerate(body.messages):
+    for i, message in enumerate(messages):
         refuse_items(message.tool_calls, f"messages[{i}].tool_calls")
         content = message.content
         if content is None:

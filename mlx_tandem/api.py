@@ -1,0 +1,361 @@
+"""The Python API: the same engine and the same rules as the server, on threads of the caller's process."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import difflib
+import socket
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import Any, Self, TypeVar, overload
+
+from mlx_tandem import limits, worker
+from mlx_tandem.adapters.registry import Entry
+from mlx_tandem.config import CacheConfig, Config, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, ServerConfig
+from mlx_tandem.engine.process import EngineProcess, Launch
+from mlx_tandem.engine.stream import Stream
+from mlx_tandem.errors import EngineError, InvalidRequest
+from mlx_tandem.server.decode import convert
+from mlx_tandem.server.dialects.openai import ChatMessage, chat_messages
+from mlx_tandem.server.front import Front
+from mlx_tandem.server.sampling import Sampling, choices, sampling_params, stop_strings
+from mlx_tandem.text.output import ChoiceText
+from mlx_tandem.types import Delta, EngineInfo, EngineStats, FinishReason, Request, SamplingParams, TokenLogprob
+
+T = TypeVar("T")
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One choice. `token_ids` are all tokens that were given, the one that ended it included; `text` is without it."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
+    finish_reason: FinishReason
+    adapter: str | None  # name@version, None: the base model
+    prompt_tokens: int
+
+
+class ApiSampling(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """The keyword arguments of `generate`, `chat` and `stream`; names and ranges are those of the HTTP API."""
+
+    logprobs: Any = None  # None: none; 0: the sampled token's; k: also the k most likely
+
+
+class Engine:
+    """A model with its adapters, loaded on entering or constructing and freed by `close` or the end of the block.
+
+    >>> with Engine() as engine:                                # the built-in model and its adapters
+    ...     engine.chat([{"role": "user", "content": "2 + 3"}], adapter="shout").text
+
+    Every method may be called from any thread; calls made at the same time share batches. `options` are fields of
+    the engine's configuration, such as `dtype`, `max_num_seqs` or `num_blocks`. Errors are those of
+    `mlx_tandem.errors`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
+        **options: object,
+    ) -> None:
+        if model is None:
+            from mlx_tandem import demo
+
+            model, adapters = demo.MODEL_PATH, demo.ADAPTER_PATHS if adapters is None else adapters
+        engine = _engine_config(str(model), options)
+        named = tuple((name, str(path)) for name, path in (adapters or {}).items())
+        self._loop = asyncio.new_event_loop()
+        self._front = Front(Config(engine, ServerConfig(max_queue_size=1 << 30), named), _thread_launch(engine))
+        self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-front", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+        try:
+            self._call(self._start())
+        except BaseException:
+            self.close()
+            raise
+
+    async def _start(self) -> None:
+        await self._front.client.start()
+        await self._front.client.wait_ready()
+
+    def close(self) -> None:
+        """Free the model. What still runs ends with an error; a second call does nothing."""
+        if self._loop.is_closed():
+            return
+        atexit.unregister(self.close)
+        self._call(self._front.client.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- generating ---------------------------------------------------------------------------------------------
+
+    @overload
+    def generate(self, prompt: str | Tokens, *, adapter: str | None = None, **sampling: Any) -> Completion: ...
+
+    @overload
+    def generate(
+        self, prompt: Sequence[str] | Sequence[Tokens], *, adapter: str | None = None, **sampling: Any
+    ) -> list[Completion]: ...
+
+    def generate(
+        self, prompt: str | Tokens | Sequence[str] | Sequence[Tokens], *, adapter: str | None = None, **sampling: Any
+    ) -> Completion | list[Completion]:
+        """Continue a prompt, or each of several in one batch. With `n`, every prompt has n neighbouring results."""
+        completions = self._call(self._generate(prompt, adapter, sampling))
+        return completions[0] if _is_one(prompt) and "n" not in sampling else completions
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        adapter: str | None = None,
+        enable_thinking: bool | None = None,
+        **sampling: Any,
+    ) -> Completion:
+        """The assistant's answer to a conversation."""
+        if "n" in sampling:
+            raise InvalidRequest("chat gives one answer; use generate for several", param="n")
+        return self._call(self._chat(messages, adapter, enable_thinking, sampling))
+
+    def stream(
+        self, prompt: str | Tokens | Sequence[Mapping[str, Any]], *, adapter: str | None = None, **sampling: Any
+    ) -> Iterator[str]:
+        """Text pieces of one continuation, or of the answer to messages, as they come. Leaving the loop cancels it."""
+        if "n" in sampling:
+            raise InvalidRequest("a stream has one choice", param="n")
+        pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
+        task = asyncio.run_coroutine_threadsafe(self._stream(prompt, adapter, sampling, pieces), self._loop)
+        try:
+            while (piece := pieces.get()) is not None:
+                if isinstance(piece, BaseException):
+                    raise piece
+                yield piece
+        finally:
+            task.cancel()
+
+    # -- adapters and state -------------------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str | Path) -> str:
+        """Make a folder the current version of `name`, beside what runs; its label, name@version."""
+        return self._call(self._front.load_adapter(name, str(path))).ref.label
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget a name and all its versions; requests that run are finished."""
+        self._call(self._front.unload_adapter(name))
+
+    @property
+    def adapters(self) -> list[str]:
+        """Labels of the current version of every name."""
+        return [e.ref.label for e in self._front.registry.entries()]
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._front.client.check_ready()
+
+    @property
+    def stats(self) -> EngineStats:
+        """As of the last heartbeat."""
+        return self._front.client.stats
+
+    # -- on the loop --------------------------------------------------------------------------------------------
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        if self._loop.is_closed():
+            work.close()
+            raise EngineError("this engine was closed")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C while waiting
+            raise
+
+    async def _generate(
+        self,
+        prompt: str | Tokens | Sequence[str] | Sequence[Tokens],
+        adapter: str | None,
+        sampling: dict[str, Any],
+    ) -> list[Completion]:
+        prompts = [await self._tokens(p) for p in ([prompt] if _is_one(prompt) else prompt)]
+        if not prompts:
+            return []
+        return await self._run(_Job(self._front, prompts, adapter, sampling))
+
+    async def _chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        adapter: str | None,
+        enable_thinking: bool | None,
+        sampling: dict[str, Any],
+    ) -> Completion:
+        options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        prompt = await self._front.chat_prompt(_messages(messages), options)
+        return (await self._run(_Job(self._front, [prompt], adapter, sampling)))[0]
+
+    async def _tokens(self, prompt: Any) -> list[int]:
+        if isinstance(prompt, str):
+            return await self._front.text_prompt(prompt, "prompt")
+        if not prompt:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        return list(limits.check_token_ids(prompt, self._front.client.check_ready().vocab_size, "prompt"))
+
+    async def _run(self, job: _Job) -> list[Completion]:
+        async with job.submit() as stream:
+            async for deltas in stream:
+                for delta in deltas:
+                    job.push(stream, delta)
+        return job.completions()
+
+    async def _stream(
+        self,
+        prompt: str | Tokens | Sequence[Mapping[str, Any]],
+        adapter: str | None,
+        sampling: dict[str, Any],
+        pieces: SimpleQueue[str | BaseException | None],
+    ) -> None:
+        try:
+            if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+                tokens = await self._front.chat_prompt(_messages(prompt), {})
+            else:
+                tokens = await self._tokens(prompt)
+            job = _Job(self._front, [tokens], adapter, sampling)
+            async with job.submit() as stream:
+                async for deltas in stream:
+                    text = "".join([job.push(stream, delta) for delta in deltas])
+                    if text:
+                        pieces.put(text)
+            pieces.put(None)
+        except BaseException as e:
+            pieces.put(e)
+            raise
+
+
+class _Job:
+    """One submission and its results so far."""
+
+    def __init__(self, front: Front, prompts: list[list[int]], adapter: str | None, sampling: dict[str, Any]):
+        self._front = front
+        body = convert(sampling, ApiSampling)
+        logprobs = None if body.logprobs is None else int(limits.check("logprobs", body.logprobs))
+        self._entry: Entry | None = front.select(adapter)
+        self._prompts = prompts
+        self._n = choices(front, body)
+        self._params: SamplingParams = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs)
+        eos = () if self._params.ignore_eos else front.client.check_ready().eos_token_ids
+        ends = frozenset((*eos, *self._params.stop_token_ids))
+        stops = stop_strings(body.stop)
+        count = len(prompts) * self._n
+        self._texts = [ChoiceText(front.tokenizer, stops, ends) for _ in range(count)]
+        self._pieces: list[list[str]] = [[] for _ in range(count)]
+        self._tokens: list[list[int]] = [[] for _ in range(count)]
+        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
+
+    def submit(self) -> Stream:
+        client = self._front.client
+        ids = client.next_ids(len(self._prompts))
+        adapter = self._entry.ref if self._entry else None
+        return client.submit(
+            *(Request(i, tuple(p), self._params, adapter, self._n) for i, p in zip(ids, self._prompts, strict=True))
+        )
+
+    def push(self, stream: Stream, delta: Delta) -> str:
+        index = stream.index(delta)
+        choice = self._texts[index]
+        if choice.ended():
+            return ""
+        text = choice.push(delta)
+        self._pieces[index].append(text)
+        self._tokens[index].extend(choice.last_tokens)
+        self._logprobs[index].extend(choice.last_logprobs)
+        if choice.stopped:
+            stream.cancel(index)
+        return text
+
+    def completions(self) -> list[Completion]:
+        result: list[Completion] = []
+        for i, choice in enumerate(self._texts):
+            if choice.finish is None:
+                raise EngineError("the engine ended a choice without a reason")
+            result.append(
+                Completion(
+                    text="".join(self._pieces[i]),
+                    token_ids=tuple(self._tokens[i]),
+                    logprobs=tuple(self._logprobs[i]) if self._params.logprobs is not None else None,
+                    finish_reason=choice.finish,
+                    adapter=self._entry.ref.label if self._entry else None,
+                    prompt_tokens=len(self._prompts[i // self._n]),
+                )
+            )
+        return result
+
+
+def _is_one(prompt: Any) -> bool:
+    """A text or one list of token ids, not several of them."""
+    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+
+
+def _messages(messages: Any) -> list[Mapping[str, Any]]:
+    return chat_messages([convert(dict(m), ChatMessage) for m in messages])
+
+
+def _engine_config(model: str, options: Mapping[str, object]) -> EngineConfig:
+    """Options by the name of their field, whatever section it is in."""
+    sections = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "lora": LoraConfig}
+    places = {field: (section, field) for section, struct in sections.items() for field in struct.__struct_fields__}
+    del places["path"], places["backend"]
+    places["lora_backend"] = ("lora", "backend")
+    tree: dict[str, Any] = {"model": {"path": model}}
+    for name, value in options.items():
+        if name not in places:
+            near = difflib.get_close_matches(name, places, n=1)
+            raise TypeError(f"Engine has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        section, field = places[name]
+        tree.setdefault(section, {})[field] = value
+    return convert(tree, EngineConfig)
+
+
+class _EngineThread:
+    """The engine on a thread of this process: one thread owns the device here, too."""
+
+    def __init__(self, sock: socket.socket, config: EngineConfig):
+        self._status: int | None = None
+        self._thread = threading.Thread(target=self._run, args=(sock, config), name="tandem-engine", daemon=True)
+        self._thread.start()
+
+    def _run(self, sock: socket.socket, config: EngineConfig) -> None:
+        with closing(sock):
+            self._status = worker.run(sock, config)
+
+    def kill(self) -> None:
+        """A thread cannot be ended from outside; it ends by itself when it finds its socket closed."""
+
+    def wait(self, timeout: float) -> int | None:
+        self._thread.join(timeout)
+        return None if self._thread.is_alive() else self._status or 0
+
+
+def _thread_launch(config: EngineConfig) -> Launch:
+    def launch() -> tuple[socket.socket, EngineProcess]:
+        ours, theirs = socket.socketpair()
+        return ours, _EngineThread(theirs, config)
+
+    return launch

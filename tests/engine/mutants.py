@@ -1,0 +1,346 @@
+"""Planted bugs. Each changes the scheduler, its books or what the runner is told; the property suite must find it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from mlx_tandem.adapters.slots import Assignment, SlotTable
+from mlx_tandem.engine import scheduler as scheduler_module
+from mlx_tandem.engine.plan import CARRY, Row, StepPlan, StepResult
+from mlx_tandem.engine.scheduler import Scheduler, Settled
+from mlx_tandem.engine.sequence import Sequence
+from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.types import Delta
+from tests.engine.reference import ReferenceRunner
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(slots=True)
+class Corrupting:
+    """A runner that executes another plan than it was given."""
+
+    inner: ReferenceRunner
+    change: Callable[[StepPlan], StepPlan]
+
+    def launch(self, plan: StepPlan) -> Any:
+        return self.inner.launch(self.change(plan))
+
+    def wait(self, handle: Any) -> StepResult:
+        return self.inner.wait(handle)
+
+    def reset(self) -> None:
+        self.inner.reset()
+
+
+def _rows(plan: StepPlan, change: Callable[[Row], Row]) -> StepPlan:
+    return replace(plan, rows=tuple(change(r) for r in plan.rows))
+
+
+def _keep_old_seats() -> Callable[[StepPlan], StepPlan]:
+    taken: set[int] = set()
+
+    def change(plan: StepPlan) -> StepPlan:
+        kept = tuple(s for s in plan.seatings if s.seat not in taken)
+        taken.update(s.seat for s in plan.seatings)
+        return replace(plan, seatings=kept)
+
+    return change
+
+
+def _stale_carry() -> Callable[[StepPlan], StepPlan]:
+    """The carried token is the one before the last."""
+    return lambda plan: _rows(plan, lambda r: replace(r, tokens=(0,)) if r.tokens == (CARRY,) else r)
+
+
+def _last_block_of_neighbour(plan: StepPlan) -> StepPlan:
+    if len(plan.rows) < 2:
+        return plan
+    tables = [r.table for r in plan.rows]
+    return replace(
+        plan,
+        rows=tuple(
+            replace(r, table=[*r.table[:-1], tables[i - 1][-1]]) if i == 1 else r for i, r in enumerate(plan.rows)
+        ),
+    )
+
+
+CORRUPTIONS: dict[str, Callable[[], Callable[[StepPlan], StepPlan]]] = {
+    "copies are skipped": lambda: lambda p: replace(p, copies=()),
+    "uploads are skipped": lambda: lambda p: replace(p, uploads=()),
+    "an upload goes to the next slot": lambda: (
+        lambda p: replace(p, uploads=tuple((1 + slot % 3, d) for slot, d in p.uploads))
+    ),
+    "a seat is not reset": _keep_old_seats,
+    "a seat forgets the output of before": lambda: (
+        lambda p: replace(
+            p, seatings=tuple(replace(s, history=s.history[: s.prompt_length]) for s in p.seatings)
+        )
+    ),
+    "all choices sample as the first": lambda: (
+        lambda p: replace(p, seatings=tuple(replace(s, choice=0) for s in p.seatings))
+    ),
+    "a stale token is carried": _stale_carry,
+    "every decode carries": lambda: (
+        lambda p: _rows(p, lambda r: replace(r, tokens=(CARRY,)) if len(r.tokens) == 1 and r.sample else r)
+    ),
+    "rows start one too early": lambda: lambda p: _rows(p, lambda r: replace(r, start=max(r.start - 1, 0))),
+    "a row writes into its neighbour's block": lambda: _last_block_of_neighbour,
+    "all rows run as the base": lambda: lambda p: _rows(p, lambda r: replace(r, slot=0)),
+    "a chunk loses its last token": lambda: (
+        lambda p: _rows(p, lambda r: replace(r, tokens=r.tokens[:-1]) if len(r.tokens) > 2 else r)
+    ),
+}
+
+
+def _keep_scheduled(patch: pytest.MonkeyPatch) -> None:
+    def preempt(self: Scheduler, s: Sequence) -> None:
+        before = s.scheduled
+        original(self, s)
+        s.scheduled = before
+
+    original = Scheduler._preempt
+    patch.setattr(Scheduler, "_preempt", preempt)
+
+
+def _keep_seated(patch: pytest.MonkeyPatch) -> None:
+    def leave(self: Scheduler, s: Sequence) -> None:
+        seated = s.is_seated
+        original(self, s)
+        s.is_seated = seated
+
+    original = Scheduler._leave
+    patch.setattr(Scheduler, "_leave", leave)
+
+
+def _fork(share: bool, copy: bool, whole: bool = False) -> Plant:
+    """A fork that counts no reader, or copies nothing, or lets the choices write into one last block."""
+
+    def fork(self: Scheduler, s: Sequence) -> None:
+        followers = list(s.followers)
+        copies = len(self._copies)
+        original(self, s)
+        for f in followers:
+            shared = [b for b in f.table if b in s.table]
+            if f.seat < 0:
+                continue
+            if not share:
+                self._pool.release(shared)
+            if whole and len(f.table) > len(shared):
+                self._pool.release(f.table[-1:])
+                f.table[-1] = s.table[len(f.table) - 1]
+                self._pool.share(f.table[-1:])
+        if not copy:
+            del self._copies[copies:]
+
+    original = Scheduler._fork
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(Scheduler, "_fork", fork)
+
+    return plant
+
+
+def _early_release(patch: pytest.MonkeyPatch) -> None:
+    """A sequence whose last token is being drawn gives its last block back before that."""
+
+    def plan(self: Scheduler) -> StepPlan | None:
+        made = original(self)
+        for s in self._running:
+            if made and s.is_complete and s.table:
+                self._pool.release([s.table.pop()])
+        return made
+
+    original = Scheduler.plan
+    patch.setattr(Scheduler, "plan", plan)
+
+
+def _speak_of_the_dead(patch: pytest.MonkeyPatch) -> None:
+    """Tokens of sequences that ended meanwhile are passed on."""
+
+    def add(self: Scheduler, request: Any) -> None:
+        original_add(self, request)
+        owners.update({s.id: (request.id, s.choice) for s in self._choices[request.id].values()})
+
+    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+        gone = [
+            Delta(*owners[row.sequence], (token,))
+            for row, token in zip(plan.rows, result.tokens, strict=True)
+            if token is not None and row.sequence not in self._sequences
+        ]
+        settled = original_settle(self, plan, result)
+        settled.deltas += gone
+        return settled
+
+    owners: dict[int, tuple[int, int]] = {}
+    original_add, original_settle = Scheduler.add, Scheduler.settle
+    patch.setattr(Scheduler, "add", add)
+    patch.setattr(Scheduler, "settle", settle)
+
+
+def _never_mind_pending(patch: pytest.MonkeyPatch) -> None:
+    """A preempted sequence comes back although a token of it is still on the device."""
+
+    def preempt(self: Scheduler, s: Sequence) -> None:
+        original(self, s)
+        s.pending = 0
+
+    original = Scheduler._preempt
+    patch.setattr(Scheduler, "_preempt", preempt)
+
+
+def _lose_heirs(patch: pytest.MonkeyPatch) -> None:
+    """The end of a leader takes the choices with it that wait for its prompt."""
+
+    def end(self: Scheduler, s: Sequence) -> None:
+        for f in s.followers:
+            self._leave(f)
+        s.followers = []
+        original(self, s)
+
+    original = Scheduler._end
+    patch.setattr(Scheduler, "_end", end)
+
+
+def _preempt_oldest(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are taken from the oldest sequence, whose row may be in the plan already."""
+
+    def reserve(self: Scheduler, s: Sequence, positions: int, rows: list[Row]) -> bool:
+        missing = self._pool.blocks_for(positions) - len(s.table)
+        while missing > self._pool.free_blocks:
+            victim = self._running[0]
+            self._preempt(victim)
+            if victim is s:
+                return False
+        s.table += self._pool.allocate(max(missing, 0)) or []
+        return True
+
+    patch.setattr(Scheduler, "_reserve", reserve)
+
+
+def _forget_nothing(patch: pytest.MonkeyPatch) -> None:
+    """After a failed step everything that was not in it goes on as if nothing had happened."""
+
+    def fail(self: Scheduler, plans: Any) -> list[int]:
+        sequences = [self._sequences.get(row.sequence) for plan in plans for row in plan.rows]
+        failed = list(dict.fromkeys(s.request.id for s in sequences if s is not None))
+        for request in failed:
+            self.cancel(request)
+        return failed
+
+    patch.setattr(Scheduler, "fail", fail)
+
+
+def _trust_lost_uploads(patch: pytest.MonkeyPatch) -> None:
+    """Adapters whose upload was lost with a step count as resident."""
+    patch.setattr(SlotTable, "lost", lambda self, digest: None)
+
+
+def _assume_resident(patch: pytest.MonkeyPatch) -> None:
+    """A slot is given to another adapter without its content being written."""
+
+    def acquire(self: SlotTable, digest: str) -> Assignment | None:
+        made = original(self, digest)
+        return replace(made, upload=False) if made and made.evicted else made
+
+    original = SlotTable.acquire
+    patch.setattr(SlotTable, "acquire", acquire)
+
+
+def _steal_slots(patch: pytest.MonkeyPatch) -> None:
+    """A slot in use is given to another adapter."""
+
+    def acquire(self: SlotTable, digest: str) -> Assignment | None:
+        made = original(self, digest)
+        return made or Assignment(1, upload=True)
+
+    original = SlotTable.acquire
+    patch.setattr(SlotTable, "acquire", acquire)
+    patch.setattr(SlotTable, "release", lambda self, digest: None)
+
+
+def _attribute(target: Any, name: str, value: Any) -> Plant:
+    return lambda patch: patch.setattr(target, name, value)
+
+
+def _release_twice_shared(patch: pytest.MonkeyPatch) -> None:
+    """Blocks with two readers are free when the first leaves."""
+
+    def release(self: BlockPool, blocks: Any) -> None:
+        blocks = list(blocks)
+        original(self, blocks)
+        for b in blocks:
+            if self.count[b] == 1 and self.free_blocks < 3:
+                self._free[b] = True
+                self._stack.append(b)
+                self.free_blocks += 1
+
+    original = BlockPool.release
+    patch.setattr(BlockPool, "release", release)
+
+
+def _never_stop(patch: pytest.MonkeyPatch) -> None:
+    def init(self: Sequence, *args: Any) -> None:
+        original(self, *args)
+        self.stop_ids = frozenset()
+
+    original = Sequence.__init__
+    patch.setattr(Sequence, "__init__", init)
+
+
+def _one_too_many(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sequence, "is_complete", property(lambda s: s.generated > s.request.params.max_tokens))
+    patch.setattr(
+        Scheduler,
+        "_finish_reason",
+        lambda self, s, token: (
+            "stop"
+            if token in s.stop_ids
+            else "length"
+            if len(s.tokens) - s.prompt_length > s.request.params.max_tokens
+            else None
+        ),
+    )
+    patch.setattr(
+        Sequence,
+        "wants_decode",
+        property(lambda s: s.scheduled == s.total - 1 and s.generated <= s.request.params.max_tokens),
+    )
+
+
+def _nan_is_a_token(patch: pytest.MonkeyPatch) -> None:
+    """A row that is not finite draws token 0."""
+
+    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+        return original(self, plan, replace(result, tokens=[t if t is None else max(t, 0) for t in result.tokens]))
+
+    original = Scheduler.settle
+    patch.setattr(Scheduler, "settle", settle)
+
+
+PLANTS: dict[str, Plant] = {
+    "preemption keeps `scheduled`": _keep_scheduled,
+    "preemption keeps the seat's state": _keep_seated,
+    "a fork counts no readers": _fork(share=False, copy=True),
+    "a fork copies nothing": _fork(share=True, copy=False),
+    "a fork shares the block that is written": _fork(share=True, copy=False, whole=True),
+    "blocks are released early": _early_release,
+    "shared blocks are released early": _release_twice_shared,
+    "settle speaks of what has ended": _speak_of_the_dead,
+    "settle forgets what was pending": _never_mind_pending,
+    "a cancelled leader takes its followers along": _lose_heirs,
+    "a planned sequence is preempted": _preempt_oldest,
+    "survivors of a failed step keep their cache": _forget_nothing,
+    "an upload that was lost is trusted": _trust_lost_uploads,
+    "an evicted slot is not written": _assume_resident,
+    "a slot in use is given away": _steal_slots,
+    "a slot is never given back": _attribute(SlotTable, "release", lambda self, digest: None),
+    "stop ids are ignored": _never_stop,
+    "one token too many": _one_too_many,
+    "not a number is a token": _nan_is_a_token,
+    "whoever waits for a slot waits for ever": _attribute(scheduler_module, "PATIENCE", 1000),
+}

@@ -1,0 +1,426 @@
+"""The scheduler, its pool and its slots on the reference runner: every sequence says what it says alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Literal
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_tandem.engine import scheduler as scheduler_module
+from mlx_tandem.engine.plan import Runner
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.types import AdapterRef, Request, SamplingParams
+from tests.engine.mutants import CORRUPTIONS, PLANTS, Corrupting
+from tests.engine.reference import ReferenceRunner
+from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, expected, make_engine, play
+
+PATIENCE = 2
+
+
+@pytest.fixture(autouse=True)
+def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So few that random workloads reach it."""
+    monkeypatch.setattr(scheduler_module, "PATIENCE", PATIENCE)
+
+
+def request(
+    number: int,
+    prompt: tuple[int, ...] = (1, 2, 3, 4, 5),
+    *,
+    n: int = 1,
+    adapter: str | None = None,
+    max_tokens: int = 6,
+    temperature: float = 1.0,
+    seed: int = 0,
+    stop: tuple[int, ...] = (),
+    penalty: float = 0.0,
+) -> Request:
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=stop, presence_penalty=penalty
+    )
+    return Request(number, prompt, params, AdapterRef(adapter, 1, adapter) if adapter else None, n)
+
+
+# --- random workloads --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_sequence_is_exact_in_random_workloads(part: int) -> None:
+    """Mixed adapters, preemption, cancels, failing steps, rows that are not finite, at depth 0 and 1."""
+    outcome = Outcome()
+    for seed in range(part * 600, (part + 1) * 600):
+        try:
+            outcome += play(Random(seed))
+        except Exception as e:
+            e.add_note(f"in workload {seed}")
+            raise
+    # The workloads are only worth something while they reach what they are for.
+    assert outcome.finished > 3000
+    assert min(outcome.preemptions, outcome.failures, outcome.failed, outcome.cancelled) > 200
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_every_sequence_is_exact_in_searched_workloads(rng: Random) -> None:
+    """The same, with Hypothesis choosing: a failure shrinks to a small workload."""
+    play(rng, Settings(most_requests=5))
+
+
+def _found_within(workloads: int, wrap: Callable[[ReferenceRunner], Runner] = lambda runner: runner) -> bool:
+    for seed in range(workloads):
+        try:
+            play(Random(seed), wrap=wrap)
+        except Exception:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("name", CORRUPTIONS)
+def test_the_suite_finds_corrupted_plans(name: str) -> None:
+    assert _found_within(100, lambda runner: Corrupting(runner, CORRUPTIONS[name]()))
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_the_suite_finds_planted_bugs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTS[name](monkeypatch)
+    assert _found_within(1000)
+
+
+# --- failures, step by step --------------------------------------------------------------------------------------
+
+
+def _fixed_workload(engine: Engine) -> None:
+    """Chunked prompts, a fork, two adapters, one sequence that waits for a seat."""
+    for r in (
+        request(0, (1, 2, 3, 4, 5, 6, 7), n=2, adapter="a"),
+        request(1, (3,), adapter="b", temperature=0.0),
+        request(2, tuple(range(12)), adapter="a", max_tokens=3, penalty=0.5),
+        request(3, (1, 2, 3), n=2, max_tokens=4),
+    ):
+        engine.loop.add(r)
+
+
+def _steps_of_fixed_workload(depth: int) -> int:
+    engine = make_engine(max_num_seqs=5, num_blocks=16, depth=depth)
+    _fixed_workload(engine)
+    engine.loop.run()
+    assert len(engine.loop.finished) == 6
+    return engine.runner.launches
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("where", ["launch", "half", "wait"])
+def test_a_failed_step_ends_its_own_requests_only(depth: int, where: Literal["launch", "half", "wait"]) -> None:
+    """For every step of a workload: rows in flight fail, all others are exact, and so is what comes after."""
+    for n in range(_steps_of_fixed_workload(depth)):
+        engine = make_engine(max_num_seqs=5, num_blocks=16, depth=depth, fail={n: where})
+        loop = engine.loop
+        _fixed_workload(engine)
+        while not loop.failures:
+            in_flight = {r.sequence for plan, _ in loop._flights for r in plan.rows}
+            sequences = dict(loop.scheduler._sequences)
+            assert loop.step(), "the failure never came"
+        # A sequence without a row in the lost steps belongs to a request that may not fail with them, unless another
+        # of its choices had one.
+        assert {sequences[i].request.id for i in in_flight} >= loop.failed or depth == 0 or where != "wait"
+        loop.add(request(9, (5, 5), adapter="b"))
+        loop.run()
+        loop.assert_idle()
+        assert_exact(loop)
+        assert (9, 0) in loop.finished
+        assert loop.failures == 1
+        assert loop.failed, "a step has rows"
+
+
+def test_a_step_that_failed_while_others_ran_leaves_them_exact() -> None:
+    """Survivors are computed again: nothing in the cache is trusted after a failure."""
+    engine = make_engine(depth=0, fail={6: "half"}, max_num_seqs=2)
+    loop = engine.loop
+    loop.add(request(0, (1, 2, 3), max_tokens=12))
+    for _ in range(3):
+        loop.step()
+    loop.add(request(1, (4, 5, 6)))
+    loop.add(request(2, (7, 8, 9)))  # waits for a seat, so it is in no step
+    loop.run()
+    loop.assert_idle()
+    assert_exact(loop)
+    assert loop.failed == {0, 1}
+    assert (2, 0) in loop.finished
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_row_that_is_not_finite_fails_its_request_only(depth: int) -> None:
+    for n in range(_steps_of_fixed_workload(depth)):
+        for row in range(3):
+            engine = make_engine(max_num_seqs=5, num_blocks=16, depth=depth, nan={n: row})
+            _fixed_workload(engine)
+            loop = engine.loop.run()
+            loop.assert_idle()
+            assert_exact(loop)
+            assert len(loop.failed) <= 1
+            assert not loop.failures
+
+
+# --- cancels -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("choice", [None, 0, 1, 2])
+def test_a_cancel_at_any_moment_races_the_end_cleanly(depth: int, choice: int | None) -> None:
+    """One terminal event for each choice, and what it held is free at once."""
+    steps = _race(depth, None, choice)
+    outcomes = set()
+    for moment in range(steps + 1):
+        _race(depth, moment, choice)
+        outcomes.add(moment)
+    assert len(outcomes) > 5
+
+
+def _race(depth: int, moment: int | None, choice: int | None) -> int:
+    engine = make_engine(max_num_seqs=4, num_blocks=16, depth=depth)
+    loop = engine.loop
+    loop.add(request(0, (1, 2, 3, 4, 5, 6), n=3, adapter="a"))
+    loop.add(request(1, (1, 2), adapter="b"))
+    while True:
+        if loop.steps == moment:
+            loop.cancel(0, choice)
+            if choice is None and 1 not in {r.id for r in loop.requests.values() if (1, 0) not in loop.finished}:
+                assert engine.loop.pool.used_blocks == 0
+            loop.cancel(0, choice)  # again: ignored
+            loop.cancel(77)  # unknown: ignored
+            moment = None
+        if not loop.step():
+            break
+    loop.assert_idle()
+    assert_exact(loop)
+    for key in ((0, 0), (0, 1), (0, 2)):
+        assert (key in loop.finished) != (key in loop.cancelled)
+    assert (1, 0) in loop.finished
+    return loop.steps
+
+
+def test_a_cancel_gives_everything_back_at_once() -> None:
+    engine = make_engine(max_num_seqs=4)
+    loop = engine.loop
+    loop.add(request(0, (1, 2, 3, 4, 5, 6), n=4, adapter="a"))
+    for _ in range(4):
+        loop.step()
+    assert loop.pool.used_blocks > 0
+    loop.cancel(0)
+    assert loop.pool.used_blocks == 0
+    assert loop.slots.references("a") == 0
+    assert loop.scheduler.num_running == loop.scheduler.num_waiting == 0
+    loop.run()
+    loop.assert_idle()
+
+
+def test_an_heir_keeps_its_request_s_place_in_the_queue() -> None:
+    """The first choice of a waiting request is cancelled: the others wait where it waited, not before everyone."""
+    engine = make_engine(max_num_seqs=3)
+    loop = engine.loop
+    for i in range(3):
+        loop.add(request(i, n=3))
+    loop.cancel(2, 0)
+    loop.run()
+    assert list(loop.admitted) == [0, 1, 2]
+    loop.assert_idle()
+    assert_exact(loop)
+
+
+# --- requests ----------------------------------------------------------------------------------------------------
+
+
+def test_choices_share_one_computation_of_the_prompt() -> None:
+    """n choices write the prompt's positions once, but for its last token, which each runs itself."""
+    for length in range(1, 14):
+        engine = make_engine(depth=0, block_size=4)
+        loop = engine.loop
+        loop.add(request(0, tuple(range(length)), n=4, max_tokens=3))
+        loop.run()
+        assert engine.runner.positions == length - 1 + 4 * 3
+        assert len({tuple(t) for t in loop.tokens.values()}) > 1, "choices sample on their own"
+        assert_exact(loop)
+
+
+def test_choices_share_the_blocks_of_the_prompt() -> None:
+    engine = make_engine(depth=0, block_size=4)
+    loop = engine.loop
+    loop.add(request(0, tuple(range(9)), n=4, max_tokens=3))
+    while len(loop.tokens[0, 3]) < 1:
+        loop.step()
+    assert loop.pool.used_blocks == 2 + 4  # two shared, and a last one each
+    loop.run()
+    loop.assert_idle()
+
+
+def test_a_request_runs_with_all_its_choices_or_waits() -> None:
+    engine = make_engine(max_num_seqs=3)
+    loop = engine.loop
+    loop.add(request(0, n=2))
+    loop.add(request(1, n=2))
+    loop.step()
+    assert (loop.scheduler.num_running, loop.scheduler.num_waiting) == (2, 2)
+    loop.run()
+    loop.assert_idle()
+    assert_exact(loop)
+
+
+def test_nothing_is_drawn_past_max_tokens() -> None:
+    """At depth 1 too no row runs whose token would be thrown away, unless a stop token was drawn meanwhile."""
+    for depth in (0, 1):
+        engine = make_engine(depth=depth)
+        loop = engine.loop
+        loop.add(request(0, (1, 2, 3), max_tokens=5))
+        loop.run()
+        assert engine.runner.positions == 3 + 4
+        assert loop.finished == {(0, 0): "length"}
+
+
+def test_a_stop_token_ends_its_choice() -> None:
+    unstopped = expected(request(0, max_tokens=20), 0)
+    stop = next(t for i, t in enumerate(unstopped) if i >= 4 and t not in unstopped[:i])
+    for depth in (0, 1):
+        engine = make_engine(depth=depth)
+        loop = engine.loop
+        loop.add(request(0, max_tokens=20, stop=(stop,)))
+        loop.run()
+        assert loop.tokens[0, 0] == unstopped[: unstopped.index(stop) + 1]
+        assert loop.finished == {(0, 0): "stop"}
+        assert engine.runner.positions == 5 + len(loop.tokens[0, 0]) - 1 + depth
+
+
+def test_ignore_eos_ignores_the_model_s_ids_and_not_the_request_s() -> None:
+    free = expected(request(0, max_tokens=20), 0)
+    eos = next(t for i, t in enumerate(free) if i >= 3 and t not in free[:i])
+    for ignore, stop, finish in ((False, (), "stop"), (True, (), "length"), (True, (eos,), "stop")):
+        engine = make_engine(eos=(eos,))
+        params = SamplingParams(max_tokens=20, ignore_eos=ignore, stop_token_ids=stop)
+        engine.loop.add(Request(0, (1, 2, 3, 4, 5), params))
+        engine.loop.run()
+        assert engine.loop.finished == {(0, 0): finish}
+        assert_exact(engine.loop, (eos,))
+
+
+def test_an_empty_engine_has_nothing_to_do() -> None:
+    engine = make_engine()
+    assert engine.scheduler.plan() is None
+    engine.loop.assert_idle()
+
+
+def test_a_request_that_fills_the_pool_alone_runs_beside_others() -> None:
+    engine = make_engine(num_blocks=7, block_size=2, max_num_seqs=4)
+    loop = engine.loop
+    for i in range(4):
+        loop.add(request(i, (1, 2, 3, 4), max_tokens=8, temperature=0.0, penalty=1.0))
+    loop.run()
+    assert loop.scheduler.preemptions > 0
+    loop.assert_idle()
+    assert_exact(loop)
+
+
+def test_what_is_over_does_not_come_back_after_preemption() -> None:
+    """Preemption while tokens are on the device: they are taken in before the sequence is computed again."""
+    preempted = 0
+    for blocks in range(6, 12):
+        engine = make_engine(num_blocks=blocks, block_size=1, max_num_seqs=3, depth=1)
+        for i in range(3):
+            engine.loop.add(request(i, (i + 1,), max_tokens=4, penalty=1.0))
+        engine.loop.run()
+        preempted += engine.scheduler.preemptions
+        assert_exact(engine.loop)
+        engine.loop.assert_idle()
+    assert preempted > 3
+
+
+def test_adapters_beyond_the_slots_take_turns_within_a_bound() -> None:
+    """Two slots; a steady stream of requests for two adapters cannot keep a third waiting."""
+    engine = make_engine(max_loras=2, max_num_seqs=4)
+    loop = engine.loop
+    for i in range(4):
+        loop.add(request(i, adapter="ab"[i % 2], max_tokens=5))
+    loop.step()
+    loop.add(request(4, adapter="c"))
+    for i in range(5, 40):
+        loop.add(request(i, adapter="ab"[i % 2], max_tokens=1 + i % 5))
+        loop.step()
+    loop.run()
+    loop.assert_idle()
+    assert_exact(loop)
+    assert loop.admitted[4] <= 4 + PATIENCE
+
+
+def test_a_resident_adapter_is_not_uploaded_again() -> None:
+    engine = make_engine(max_loras=2)
+    for i in range(6):
+        engine.loop.add(request(i, adapter="ab"[i % 2]))
+        engine.loop.run()
+    assert engine.runner.uploads == 2
+
+
+def test_a_step_s_time_bounds_the_prompts_beside_decodes() -> None:
+    """While others decode, a plan holds no more prompt tokens than the cost model affords, and at least some."""
+    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=4)
+    loop, scheduler = engine.loop, engine.scheduler
+    for length in (8, 64, 256, 1024):  # a machine of 1 ms a token
+        for _ in range(20):
+            scheduler.cost.observe_chunks([(length, 0)], float(length))
+    scheduler.cost.observe_decode(100.0)
+    loop.add(request(0, (1,), max_tokens=100))
+    loop.step()
+    loop.step()
+    loop.add(request(1, tuple(i % 13 for i in range(1000))))
+    loop.add(request(2, tuple(i % 13 for i in range(500))))
+    seen = 0
+    while not loop.tokens[2, 0]:
+        before = engine.runner.positions
+        loop.step()
+        chunk = engine.runner.positions - before
+        assert chunk <= 75 + 8 + 3  # prefill_share of a decode step, up to a shortest chunk over, and the decodes
+        seen += chunk
+    assert seen >= 1500
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bad", "param"),
+    [
+        (request(1, ()), "prompt"),
+        (request(1, (13,)), "prompt"),
+        (request(1, (-1,)), "prompt"),
+        (request(1, tuple(range(5)), max_tokens=0), "max_tokens"),
+        (request(1, (1,) * 10, max_tokens=7), "max_tokens"),
+        (request(1, n=4), "n"),
+        (request(1, n=0), "n"),
+        (request(0), "id"),
+        (Request(1, (1,), SamplingParams(max_tokens=1, logit_bias=((13, 1.0),))), "logit_bias"),
+        (Request(1, (1,), SamplingParams(max_tokens=1, logit_bias=((-1, 1.0),))), "logit_bias"),
+    ],
+)
+def test_a_request_that_could_never_run_is_refused(bad: Request, param: str) -> None:
+    engine = make_engine(num_blocks=5, block_size=4, max_num_seqs=3)
+    engine.loop.add(request(0))
+    with pytest.raises(InvalidRequest) as e:
+        engine.scheduler.add(bad)
+    assert e.value.param == param
+    engine.loop.run()
+    engine.loop.assert_idle()
+    assert_exact(engine.loop)
+
+
+def test_the_longest_request_that_fits_runs() -> None:
+    engine = make_engine(num_blocks=5, block_size=4, max_num_seqs=3)
+    engine.loop.add(request(0, (1,) * 10, max_tokens=6))
+    engine.loop.run()
+    assert_exact(engine.loop)
+    engine.loop.assert_idle()
+
+
+def test_an_adapter_without_slots_is_refused() -> None:
+    with pytest.raises(InvalidRequest):
+        make_engine(max_loras=0).scheduler.add(request(0, adapter="a"))

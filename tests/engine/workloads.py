@@ -1,0 +1,239 @@
+"""Random workloads for the scheduler on the reference runner, and the oracle they are held against.
+
+A workload is a function of its random source alone: small pools so that sequences preempt one another, more adapters
+than slots, odd prompt chunks, depth 0 or 1, cancels at any time, failing steps and rows that are not finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from mlx_tandem.adapters.slots import SlotTable
+from mlx_tandem.config import SchedulerConfig
+from mlx_tandem.engine import scheduler as scheduler_module
+from mlx_tandem.engine.cost import CostModel
+from mlx_tandem.engine.plan import Runner
+from mlx_tandem.engine.scheduler import Scheduler
+from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.types import AdapterRef, Request, SamplingParams
+from tests.engine.harness import Loop
+from tests.engine.reference import BASE, ReferenceRunner, WatchedPool, alone, logprob_of
+
+VOCAB = 13
+EOS = 12
+
+
+class OddChunks(CostModel):
+    """Affords chunks of any length, which the real model's few lengths would hide mistakes behind."""
+
+    def __init__(self, rng: Random, longest: int):
+        super().__init__()
+        self._rng = rng
+        self._longest = longest
+
+    def affordable(self, context: int, milliseconds: float, longest: int) -> int:
+        return self._rng.randint(1, self._longest)
+
+    def predict(self, length: int, context: int) -> float:
+        return self._rng.choice((0.0, 1e9))  # the next chunk fits, or it does not
+
+
+@dataclass(slots=True)
+class Engine:
+    """What a test needs of one engine on the reference runner."""
+
+    runner: ReferenceRunner
+    loop: Loop
+    max_num_seqs: int
+    room: int  # tokens that fit
+
+    @property
+    def scheduler(self) -> Scheduler:
+        return self.loop.scheduler
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_loras: int = 4,
+    depth: int = 1,
+    max_model_len: int = 4096,
+    eos: tuple[int, ...] = (),
+    wrap: Callable[[ReferenceRunner], Runner] = lambda runner: runner,
+    **runner_options: object,
+) -> Engine:
+    runner = ReferenceRunner(num_blocks, block_size, max_num_seqs, max_loras, VOCAB, **runner_options)  # type: ignore[arg-type]
+    pool: BlockPool = WatchedPool(runner)
+    slots = SlotTable(max_loras)
+    scheduler = scheduler_module.Scheduler(
+        SchedulerConfig(max_num_seqs=max_num_seqs),
+        pool,
+        slots,
+        max_model_len=max_model_len,
+        vocab_size=VOCAB,
+        eos_token_ids=eos,
+    )
+    loop = Loop(scheduler, wrap(runner), pool, slots, depth=depth)
+    return Engine(runner, loop, max_num_seqs, min(max_model_len, pool.usable_blocks * block_size))
+
+
+def digest_of(request: Request) -> str:
+    return request.adapter.digest if request.adapter else BASE
+
+
+def expected(request: Request, choice: int, eos: tuple[int, ...] = ()) -> list[int]:
+    stops = request.params.stop_token_ids + (() if request.params.ignore_eos else eos)
+    return alone(request.prompt, request.params, choice, digest_of(request), VOCAB, stops)
+
+
+def assert_exact(loop: Loop, eos: tuple[int, ...] = ()) -> None:
+    """Each sequence said what it says alone; those that did not finish, a beginning of it."""
+    for (request_id, choice), tokens in loop.tokens.items():
+        request = loop.requests[request_id]
+        want = expected(request, choice, eos)
+        finish = loop.finished.get((request_id, choice))
+        where = f"request {request_id}, choice {choice}"
+        if finish is None:
+            assert tokens == want[: len(tokens)], f"{where}: wrong tokens before its end"
+        else:
+            assert tokens == want, f"{where}: wrong tokens"
+            stops = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else set(eos))
+            assert finish == ("stop" if want[-1] in stops else "length"), f"{where}: finish is {finish}"
+        logprobs = loop.logprobs[request_id, choice]
+        asked = request.params.logprobs is not None
+        assert logprobs == ([logprob_of(t, request.params) for t in tokens] if asked else []), f"{where}: logprobs"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a workload went, for the counts of a run."""
+
+    requests: int = 0
+    finished: int = 0
+    preemptions: int = 0
+    failures: int = 0  # of steps
+    failed: int = 0  # requests
+    cancelled: int = 0
+    steps: int = 0
+    work: int = 0
+    most_steps: float = 0.0  # of a workload, per token of work
+
+    def __iadd__(self, other: Outcome) -> Outcome:
+        for name in self.__slots__:
+            value = getattr(self, name)
+            more = getattr(other, name)
+            setattr(self, name, max(value, more) if name == "most_steps" else value + more)
+        return self
+
+
+@dataclass(slots=True)
+class Settings:
+    """What a workload is drawn from; tests narrow it."""
+
+    cancels: bool = True
+    faults: bool = True
+    most_requests: int = 12
+    patience: int = 2
+    depths: tuple[int, ...] = field(default=(0, 1, 1))
+
+
+def draw_request(rng: Random, number: int, engine: Engine, prompts: list[list[int]], adapters: list[str]) -> Request:
+    prompt = rng.choice(prompts)[: rng.randint(1, 14)]
+    max_tokens = rng.randint(1, 10)
+    length = max(1, min(len(prompt), engine.room - max_tokens))
+    max_tokens = min(max_tokens, engine.room - length)
+    penalised = rng.random() < 0.3
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=rng.choice((0.0, 1.0)),
+        seed=rng.randrange(4),
+        presence_penalty=0.5 if penalised else 0.0,
+        stop_token_ids=(rng.randrange(VOCAB),) if rng.random() < 0.3 else (),
+        ignore_eos=rng.random() < 0.3,
+        logprobs=rng.choice((None, None, 0, 2)),
+    )
+    name = rng.choice(adapters)
+    n = rng.choice((1, 1, 2, 3))
+    return Request(
+        id=number,
+        prompt=tuple(prompt[:length]),
+        params=params,
+        adapter=AdapterRef(name, 1, name) if name else None,
+        n=min(n, engine.max_num_seqs),
+    )
+
+
+def play(
+    rng: Random,
+    settings: Settings | None = None,
+    wrap: Callable[[ReferenceRunner], Runner] = lambda runner: runner,
+) -> Outcome:
+    """One workload from its first request to an empty engine. Raises AssertionError for anything that is wrong."""
+    settings = settings or Settings()
+    steps = range(200)
+    faulty = settings.faults and rng.random() < 0.4
+    fail = {i: rng.choice(("launch", "half", "wait")) for i in steps if faulty and rng.random() < 0.06}
+    nan = {i: rng.randrange(8) for i in steps if faulty and rng.random() < 0.03}
+    eos = (EOS,)
+    engine = make_engine(
+        num_blocks=rng.choice((7, 9, 12, 30)),
+        block_size=rng.choice((1, 2, 4, 4)),
+        max_num_seqs=rng.randint(1, 6),
+        max_loras=rng.randint(1, 3),
+        depth=rng.choice(settings.depths),
+        eos=eos,
+        wrap=wrap,
+        fail=fail,
+        nan=nan,
+    )
+    loop, scheduler = engine.loop, engine.scheduler
+    if rng.random() < 0.8:
+        scheduler.cost = OddChunks(rng, rng.choice((1, 3, 7)))
+    adapters = ["", "a", "b", "c", "d", "e"][: rng.randint(1, 6)]
+    prompts = [[rng.randrange(VOCAB) for _ in range(14)] for _ in range(3)]
+    total = rng.randint(1, settings.most_requests)
+    eager = rng.choice((0.2, 0.6, 1.0))
+    cancels = settings.cancels and rng.random() < 0.5
+    work = 0
+    while True:
+        while len(loop.requests) < total and rng.random() < eager:
+            request = draw_request(rng, len(loop.requests), engine, prompts, adapters)
+            loop.add(request)
+            work += request.n * (len(request.prompt) + request.params.max_tokens)
+        if cancels and rng.random() < 0.1:
+            open_choices = loop.open_choices()
+            if open_choices:
+                key = rng.choice(open_choices)
+                loop.cancel(key[0], rng.choice((None, key[1])))
+        busy = loop.step()
+        assert loop.steps <= 30 + 2 * work, "no progress"
+        if not busy and len(loop.requests) == total:
+            break
+    loop.assert_idle()
+    assert_exact(loop, eos)
+    assert_overtaken_at_most(loop, settings.patience)
+    return Outcome(
+        requests=total,
+        finished=len(loop.finished),
+        preemptions=scheduler.preemptions,
+        failures=loop.failures,
+        failed=len(loop.failed),
+        cancelled=len(loop.cancelled),
+        steps=loop.steps,
+        work=work,
+        most_steps=loop.steps / max(work, 20),
+    )
+
+
+def assert_overtaken_at_most(loop: Loop, patience: int) -> None:
+    """Requests start to run in the order of their arrival, but for `patience` that overtake."""
+    for request in loop.requests:
+        place = loop.admitted.get(request)
+        if place is None:
+            continue
+        overtakers = [r for r, p in loop.admitted.items() if r > request and p < place]
+        assert len(overtakers) <= patience, f"{len(overtakers)} requests overtook request {request}"

@@ -1,0 +1,56 @@
+"""Small tokenizers, made on the spot."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from mlx_tandem.text.tokenizer import Tokenizer
+
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TAGS = ("<think>", "</think>")
+CORPUS = (
+    "the quick brown fox jumps over the lazy dog, hello world",
+    "naïve café über straße 你好 世界 👩‍👩‍👧 🙂",
+    "0123456789 <|im_",
+)
+
+
+@cache
+def byte_level() -> Tokenizer:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), min_frequency=1
+    )
+    backend.train_from_iterator(CORPUS * 3, trainer)
+    _add(backend)
+    return Tokenizer(backend, {"eos_token": {"content": "<|im_end|>"}, "bos_token": None})
+
+
+@cache
+def sentencepiece(normalized: bool = False) -> Tokenizer:
+    """Metaspace with byte fallback, as in Llama 2 and Gemma."""
+    vocab = {"<unk>": 0} | {f"<0x{b:02X}>": b + 1 for b in range(256)}
+    for piece in ("▁", *"abcdefghijklmnopqrstuvwxyz<|_>", "▁the", "▁hello"):
+        vocab.setdefault(piece, len(vocab))
+    merges = [("▁t", "he"), ("h", "e"), ("▁", "t")]
+    for a, b in merges:
+        vocab.setdefault(a, len(vocab))
+        vocab.setdefault(b, len(vocab))
+        vocab.setdefault(a + b, len(vocab))
+    backend = Backend(models.BPE(vocab, merges[1:] + merges[:1], unk_token="<unk>", byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "▁")])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    _add(backend, normalized)
+    return Tokenizer(backend)
+
+
+def _add(backend: Backend, normalized: bool = False) -> None:
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=normalized) for t in SPECIALS])
+    backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
