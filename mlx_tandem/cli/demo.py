@@ -32,7 +32,7 @@ ROUNDS = (
     ("What is 58 + 64?", "Sort: 8 2 6 4 0", "Reverse: garden", "Tell me a short story about an owl."),
     ("What is 9 + 86?", "Sort down: 2 2 8 5", "Who are you?", "Tell me a short story about a cat."),
 )
-MAX_TOKENS = 120
+MAX_TOKENS = 200
 START_SECONDS = 120.0
 
 
@@ -111,7 +111,7 @@ def demo(seconds: float) -> None:
         else:
             shown: set[tuple[str, str]] = set()
             board = asyncio.run(ask(url, seconds, lambda board: _print_new(board, shown)))
-        console.print(asyncio.run(summary(url, board)), soft_wrap=True)
+        console.print(asyncio.run(summary(url, board)), soft_wrap=True, highlight=False)
 
 
 def _print_new(board: Board, shown: set[tuple[str, str]]) -> None:

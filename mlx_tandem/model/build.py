@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,9 @@ from mlx_tandem.model.lora import LoraState
 from mlx_tandem.model.runner import Flight, MLXRunner
 from mlx_tandem.types import EngineInfo, SamplingParams
 
-_CPU_POOL_BYTES = 2 << 30
+log = logging.getLogger(__name__)
+
+_CPU_POOL_BYTES = 512 << 20
 """A CPU shares its memory with everything else on the machine: the pool takes at most this unless told."""
 
 
@@ -121,29 +124,38 @@ def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Repor
             if attempt:  # the first pays for tracing
                 cost.observe_chunks([(length, context)], (time.perf_counter() - t) * 1e3)
         report("warming up", (done + 1) / (len(work) + 1))
-    _decode_in_place(runner, info)
+    _settle_dispatch(runner, info)
     report("warming up", 1.0)
 
 
-def _decode_in_place(runner: MLXRunner, info: EngineInfo) -> None:
-    """Decode a few steps one ahead of the other, as serving does, and see that no step copied the pool."""
-    steps = min(6, info.block_size - 2)
-    table = [1]
-    flights: list[Flight] = []
-    for i in range(steps):
-        if i == 3:
-            runner.wait(flights.pop(0))
-            mx.reset_peak_memory()
-            before = mx.get_active_memory()
-        flights.append(runner.launch(StepPlan((Row(0, 0, 0, 1 + i, (CARRY,), table, True),))))
-        if i >= 1 and len(flights) > 1:
-            runner.wait(flights.pop(0))
-    for flight in flights:
-        runner.wait(flight)
-    growth = mx.get_peak_memory() - before
+def _settle_dispatch(runner: MLXRunner, info: EngineInfo) -> None:
+    """See that no step copies the pool; where steps dispatched one behind the other do, dispatch one at a time."""
+    growth = _decode_growth(runner, info)
     allowed = max(runner.pool_bytes // 4, 64 << 20)
+    if growth > allowed and not runner.one_at_a_time:
+        log.warning("steps in flight copy the KV pool on this device: each is dispatched when the one before is done")
+        runner.one_at_a_time = True
+        growth = _decode_growth(runner, info)
     if growth > allowed:
         raise RuntimeError(
             f"a decode step used {growth >> 20} MiB beside the KV pool of {runner.pool_bytes >> 20} MiB: "
             "the pool is copied instead of written in place"
         )
+
+
+def _decode_growth(runner: MLXRunner, info: EngineInfo) -> int:
+    """Bytes that a few decode steps, each planned while the one before it runs, need beyond what they start with."""
+
+    def decode(position: int) -> Flight:
+        return runner.launch(StepPlan((Row(0, 0, 0, position, (CARRY,), [1], True),)))
+
+    runner.wait(decode(1))
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    previous = decode(2)
+    for position in range(3, min(8, info.block_size)):
+        flight = decode(position)
+        runner.wait(previous)
+        previous = flight
+    runner.wait(previous)
+    return int(mx.get_peak_memory() - before)

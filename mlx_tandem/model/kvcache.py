@@ -8,8 +8,10 @@ contiguous, which a gather reads ten times faster on a CPU than token-major. The
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_tandem.model.attention import portable
 
@@ -28,85 +30,110 @@ class LayerShape:
         return (self.key_heads * self.key_dim + self.value_heads * self.value_dim) * self.dtype.size
 
 
-Masks = dict[tuple[int, int | None], mx.array]
-"""Made by the first layer that asks, for (length, window); shared by all layers of one forward."""
-
-
-@dataclass(slots=True)
 class StepView:
     """What all layers share in one forward of a rectangle of rows [rows, length].
 
     offset: [rows] int32, the position of each row's first token; slots: [rows, length] int32, where in a head's run
-    each token goes; tables: [rows, blocks] int32; view: or instead of tables, the (first, last) block of the one row,
-    whose blocks are contiguous, so that its keys are read in place.
+    each token goes; tables: [rows, blocks] int32; in_place: or instead of tables, the (first, last) block of the one
+    row, whose blocks are contiguous, so that its keys are read where they are.
+
+    mask_axes: axes of a mask between rows and queries: 1, or 2 for families that group queries by KV head. Indices and
+    masks are made by the first layer that asks and shared by the others.
     """
 
-    offset: mx.array
-    slots: mx.array
-    tables: mx.array | None
-    view: tuple[int, int] | None
-    block_size: int
-    mask_axes: int  # axes of a mask between rows and queries: 1, or 2 for families that group queries by KV head
-
-    def positions(self) -> int:
-        """How many key positions the layers return."""
-        if self.view is not None:
-            return (self.view[1] - self.view[0]) * self.block_size
-        assert self.tables is not None
-        return self.tables.shape[1] * self.block_size
+    def __init__(
+        self,
+        offset: mx.array,
+        slots: mx.array,
+        tables: mx.array,
+        *,
+        num_blocks: int,
+        block_size: int,
+        mask_axes: int,
+        in_place: tuple[int, int] | None = None,
+    ):
+        self.offset = offset
+        self.in_place = in_place
+        self.block_size = block_size
+        self._slots = slots
+        self._tables = tables
+        self._num_blocks = num_blocks
+        self._mask_axes = mask_axes
+        self._blocks = in_place[1] - in_place[0] if in_place else tables.shape[1]
+        self._writes: dict[int, mx.array] = {}
+        self._runs: dict[int, mx.array] = {}
+        self._masks: dict[tuple[int, int | None], mx.array] = {}
 
     def mask(self, length: int, window: int | None) -> mx.array:
         """[rows, 1 (, 1), length, positions] bool: each query sees what is not after it (nor before its window)."""
-        key = mx.arange(self.positions())
-        query = self.offset[:, None, None] + mx.arange(length)[None, :, None]
-        mask = key <= query
-        if window is not None:
-            mask = mask & (key > query - window)
-        return mx.expand_dims(mask, tuple(range(1, 1 + self.mask_axes)))
+        made = self._masks.get((length, window))
+        if made is None:
+            key = arange(self._blocks * self.block_size)
+            query = self.offset[:, None, None] + arange(length)[None, :, None]
+            made = key <= query
+            if window is not None:
+                made = made & (key > query - window)
+            made = mx.expand_dims(made, tuple(range(1, 1 + self._mask_axes)))
+            self._masks[length, window] = made
+        return made
+
+    def writes(self, heads: int) -> mx.array:
+        """[rows · heads · length]: the pool's rows that the new keys or values of a layer with so many heads go to."""
+        if heads not in self._writes:
+            head = arange(heads)[:, None] * (self._num_blocks * self.block_size)
+            self._writes[heads] = (self._slots[:, None] + head).reshape(-1)
+        return self._writes[heads]
+
+    def runs(self, heads: int) -> mx.array:
+        """[rows, heads, blocks]: the pool's runs of one block that the rows read."""
+        if heads not in self._runs:
+            self._runs[heads] = self._tables[:, None] + arange(heads)[:, None] * self._num_blocks
+        return self._runs[heads]
+
+
+@lru_cache(maxsize=1024)
+def arange(n: int) -> mx.array:
+    """0 … n - 1, int32, evaluated: a constant of whatever graph uses it, made once."""
+    return mx.array(np.arange(n, dtype=np.int32))
 
 
 class PagedCache:
     """One layer's share of the pool, bound anew for each forward: arrays are arguments of the step, never captured."""
 
-    def __init__(self, shape: LayerShape, num_blocks: int):
+    def __init__(self, shape: LayerShape):
         self.shape = shape
-        self._stride = num_blocks
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
-        self.view: StepView | None = None
         self.attend_calls = 0
-        self._masks: Masks = {}
+        self._keys: mx.array | None = None
+        self._values: mx.array | None = None
+        self._view: StepView | None = None
 
-    def bind(self, keys: mx.array, values: mx.array, view: StepView, masks: Masks) -> None:
-        self.keys, self.values, self.view, self._masks = keys, values, view, masks
+    def bind(self, keys: mx.array, values: mx.array, view: StepView) -> None:
+        self._keys, self._values, self._view = keys, values, view
 
     def release(self) -> tuple[mx.array, mx.array]:
         """The pool after the forward. The cache keeps no reference: the next write must find itself alone."""
-        keys, values = self.keys, self.values
+        keys, values = self._keys, self._values
         assert keys is not None
         assert values is not None
-        self.keys = self.values = self.view = None
+        self._keys = self._values = self._view = None
         return keys, values
 
     # what mlx-lm's modules call
 
     @property
     def offset(self) -> mx.array:
-        assert self.view is not None
-        return self.view.offset
+        assert self._view is not None
+        return self._view.offset
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
-        assert self.view is not None
-        key = (N, window_size)
-        if key not in self._masks:
-            self._masks[key] = self.view.mask(N, window_size)
-        return self._masks[key]
+        assert self._view is not None
+        return self._view.mask(N, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [rows, heads, length, dim] and return [rows, heads, positions, dim] of all that the rows may see."""
         s = self.shape
-        self.keys, k = self._update(self.keys, keys, s.key_heads, s.key_dim)
-        self.values, v = self._update(self.values, values, s.value_heads, s.value_dim)
+        self._keys, k = self._update(self._keys, keys, s.key_heads, s.key_dim)
+        self._values, v = self._update(self._values, values, s.value_heads, s.value_dim)
         return k, v
 
     def attend(
@@ -123,19 +150,16 @@ class PagedCache:
         return portable.attend(queries, keys, values, scale, mask, sinks)
 
     def _update(self, pool: mx.array | None, new: mx.array, heads: int, dim: int) -> tuple[mx.array, mx.array]:
-        v = self.view
+        v = self._view
         assert v is not None
         assert pool is not None
-        head = mx.arange(heads, dtype=mx.int32)[:, None] * (self._stride * v.block_size)
-        pool[(v.slots[:, None] + head).reshape(-1)] = new.reshape(-1, dim)
-        if v.view is not None:
-            first, last = v.view
-            span = slice(first * v.block_size, last * v.block_size)
-            return pool, pool.reshape(heads, -1, dim)[None, :, span]
-        assert v.tables is not None
-        rows, blocks = v.tables.shape
-        runs = v.tables[:, None] + mx.arange(heads, dtype=mx.int32)[:, None] * self._stride
-        gathered = pool.reshape(heads * self._stride, v.block_size * dim)[runs]
+        pool[v.writes(heads)] = new.reshape(-1, dim)
+        if v.in_place is not None:
+            first, last = v.in_place
+            return pool, pool.reshape(heads, -1, dim)[None, :, first * v.block_size : last * v.block_size]
+        runs = v.runs(heads)
+        rows, _, blocks = runs.shape
+        gathered = pool.reshape(-1, v.block_size * dim)[runs]
         return pool, gathered.reshape(rows, heads, blocks * v.block_size, dim)
 
 

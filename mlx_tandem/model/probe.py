@@ -76,7 +76,7 @@ def _paged_logits(module: Any, shapes: Sequence[LayerShape], prompts: list[list[
     """Each prompt's last logits: all but the last token in one padded batch, then one decode step of all rows."""
     block, width = 4, 8
     blocks = 1 + len(prompts) * width
-    caches = [PagedCache(s, blocks) for s in shapes]
+    caches = [PagedCache(s) for s in shapes]
     keys = [mx.zeros((s.key_heads * blocks * block, s.key_dim), s.dtype) for s in shapes]
     values = [mx.zeros((s.value_heads * blocks * block, s.value_dim), s.dtype) for s in shapes]
     rows = len(prompts)
@@ -96,12 +96,15 @@ def _paged_logits(module: Any, shapes: Sequence[LayerShape], prompts: list[list[
     def forward(tokens: Any, offset: Any, slots: Any) -> mx.array:
         nonlocal keys, values
         view = StepView(
-            mx.array(offset.astype(np.int32)), mx.array(slots.astype(np.int32)), mx.array(tables.astype(np.int32)),
-            None, block, axes,
-        )  # fmt: skip
-        masks: dict[tuple[int, int | None], mx.array] = {}
+            mx.array(offset.astype(np.int32)),
+            mx.array(slots.astype(np.int32)),
+            mx.array(tables.astype(np.int32)),
+            num_blocks=blocks,
+            block_size=block,
+            mask_axes=axes,
+        )
         for c, k, v in zip(caches, keys, values, strict=True):
-            c.bind(k, v, view, masks)
+            c.bind(k, v, view)
         try:
             output: mx.array = module(mx.array(tokens), cache=caches)
         finally:

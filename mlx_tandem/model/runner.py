@@ -24,6 +24,7 @@ from mlx_tandem.model.head import HeadSelector
 from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora import Layout, LoraState
+from mlx_tandem.model.rope import SharedAngles
 from mlx_tandem.model.sampler import SamplingArrays, SamplingFlags, Seen, sample
 from mlx_tandem.model.seats import Seats
 from mlx_tandem.model.shapes import blocks_read, row_count, split_by_context, table_width
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 
 VIEW_BLOCKS = 32
 """From this context on, a prompt chunk whose blocks are contiguous reads them in place instead of gathering."""
+
+MAX_COMPILED = 1024
+"""Compiled steps that are kept; shapes and sampling flags take few values each, but their product is large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,13 +89,14 @@ class MLXRunner:
     ):
         self._model: Any = model.module
         self._head = HeadSelector.of(model.module)
+        self._angles = SharedAngles(model.module) if device.is_cpu() else None
         self._lora = lora
         self._weights = weights
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._mask_axes = mask_axes
         self._seats = Seats(max_num_seqs, vocab_size)
-        self._caches = [PagedCache(shape, num_blocks) for shape in layers]
+        self._caches = [PagedCache(shape) for shape in layers]
         self._steps: dict[_Key, Callable[..., Any]] = {}
         self._cached: dict[Any, Any] = {}  # arrays of the present set of rows
         # Where operations in flight hold their inputs' buffers (MLX's CPU back end does), a write dispatched behind a
@@ -162,6 +167,7 @@ class MLXRunner:
     def reset(self) -> None:
         self._steps.clear()
         self._cached.clear()
+        self._seats.forget_counts()
         self._built.clear()
         self._running = None
         self._lora.unbind()
@@ -184,7 +190,7 @@ class MLXRunner:
         longest = max(len(r.tokens) for r in rows)
         length = 1 if longest == 1 else padded_length(longest)
         count = row_count(len(rows))
-        view = self._contiguous(rows)
+        in_place = self._contiguous(rows)
         width = table_width(max(blocks_read(r, self._block_size) for r in rows))
         seats = [r.seat if r.sample else self._seats.padding for r in rows]
         seats += [self._seats.padding] * (count - len(rows))
@@ -194,11 +200,13 @@ class MLXRunner:
         route = self._lora.route(adapter_slots + [adapter_slots[-1]] * (count - len(rows)))
         tokens, offset, slots, tables, last = self._index_arrays(rows, count, length, width)
         carry = length == 1 and any(r.tokens[0] == CARRY for r in rows)
-        key = _Key(count, length, 0 if view else width, carry, samples, flags, route.layout)
-        if view:
-            step = self._make_step(key, view)
+        key = _Key(count, length, 0 if in_place else width, carry, samples, flags, route.layout)
+        if in_place:
+            step = self._make_step(key, in_place)
         else:
             if key not in self._steps:
+                if len(self._steps) >= MAX_COMPILED:
+                    self._steps.clear()
                 self._steps[key] = mx.compile(self._make_step(key, None))
             step = self._steps[key]
         seen = [self._seats.prompt_seen, self._seats.output_count] if flags.penalties else []
@@ -213,9 +221,9 @@ class MLXRunner:
             self._seats.output_count = counts[0]
         return _Part(indices, flags, drawn, marker)
 
-    def _make_step(self, key: _Key, view: tuple[int, int] | None) -> Callable[..., Any]:
+    def _make_step(self, key: _Key, in_place: tuple[int, int] | None) -> Callable[..., Any]:
         """The step as a pure function: arrays and lists of arrays in, the same out."""
-        model, caches, lora, head = self._model, self._caches, self._lora, self._head
+        model, caches, lora, head, angles = self._model, self._caches, self._lora, self._head, self._angles
 
         def step(
             tokens: mx.array, offset: mx.array, slots: mx.array, tables: mx.array, last: mx.array, seats: mx.array,
@@ -224,10 +232,17 @@ class MLXRunner:
         ) -> tuple[Any, ...]:  # fmt: skip
             if key.carry:
                 tokens = mx.where(tokens == CARRY, last_tokens[seats][:, None], tokens)
-            shared = StepView(offset, slots, None if view else tables, view, self._block_size, self._mask_axes)
-            masks: dict[tuple[int, int | None], mx.array] = {}
+            shared = StepView(
+                offset,
+                slots,
+                tables,
+                num_blocks=self._num_blocks,
+                block_size=self._block_size,
+                mask_axes=self._mask_axes,
+                in_place=in_place,
+            )
             for cache, k, v in zip(caches, keys, values, strict=True):
-                cache.bind(k, v, shared, masks)
+                cache.bind(k, v, shared)
             lora.bind(lora_arrays, ids[0] if ids else None, layout=key.layout)
             head.select(last if key.length > 1 else None)
             try:
@@ -235,6 +250,8 @@ class MLXRunner:
             finally:
                 lora.unbind()
                 head.select(None)
+                if angles is not None:
+                    angles.clear()
                 released = [cache.release() for cache in caches]
             keys, values = [k for k, _ in released], [v for _, v in released]
             logits = head.logits(output, last)
@@ -247,7 +264,7 @@ class MLXRunner:
             last_tokens[seats] = token
             counts = [seen[1].at[seats, token].add(1.0)] if seen else []
             outputs = drawn.flatten()
-            return outputs, outputs, last_tokens, counts, keys, values
+            return outputs, [*outputs, last_tokens], last_tokens, counts, keys, values
 
         return step
 

@@ -10,8 +10,10 @@ Truncation follows vLLM's order: temperature, min-p, top-k, then top-p of what i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import mlx.core as mx
+import numpy as np
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
 
@@ -108,6 +110,12 @@ def _mix(h: mx.array) -> mx.array:
     return h ^ (h >> 16)
 
 
+@lru_cache(maxsize=8)
+def _token_words(vocabulary: int) -> mx.array:
+    """[1, vocabulary] uint32, a word a token; a constant of the graph."""
+    return mx.array((np.arange(vocabulary, dtype=np.uint64) * 0x9E3779B1 & 0xFFFFFFFF).astype(np.uint32)[None])
+
+
 def gumbel_noise(key: mx.array, position: mx.array, vocabulary: int) -> mx.array:
     """[rows, vocabulary] float32, standard Gumbel, a pure function of (key, position, token).
 
@@ -116,8 +124,7 @@ def gumbel_noise(key: mx.array, position: mx.array, vocabulary: int) -> mx.array
     p = position.astype(mx.uint32)[:, None] * mx.array(0x9E3779B9, mx.uint32)
     first = _mix(key[:, :1] ^ _mix(p + 0x7F4A7C15))
     second = _mix(key[:, 1:] + _mix(p ^ 0x94D049BB))
-    token = mx.arange(vocabulary, dtype=mx.uint32)[None] * mx.array(0x9E3779B1, mx.uint32)
-    bits = _mix(_mix(token ^ first) + second)
+    bits = _mix(_mix(_token_words(vocabulary) ^ first) + second)
     u = bits.astype(mx.float32) * 2.0**-32 + 2.0**-33
     # -log(1 - u) loses the small u that likely tokens are won by; the series there is exact to float32. (log1p is
     # three times slower on CPU.)

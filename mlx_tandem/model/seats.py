@@ -51,6 +51,10 @@ class Seats:
         if self._has_penalty(np.array([i])):
             self._remember(seating)
 
+    def forget_counts(self) -> None:
+        """The device lost its state; sequences take their seats again before they go on."""
+        self.prompt_seen = self.output_count = None
+
     def flags(self, seats: Sequence[int]) -> SamplingFlags:
         """What a step of these seats needs."""
         at = np.asarray(seats)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from mlx_tandem.text.stops import StopScanner
-from mlx_tandem.text.tokenizer import Decoder, Tokenizer
+from mlx_tandem.text.tokenizer import Tokenizer
 from mlx_tandem.types import Delta, FinishReason, TokenLogprob
 
 
@@ -19,7 +19,7 @@ class ChoiceText:
     __slots__ = ("_decoder", "_ends", "_stops", "count", "finish", "last_logprobs", "last_tokens", "stopped")
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end_ids: Collection[int]):
-        self._decoder: Decoder = tokenizer.decoder()
+        self._decoder = tokenizer.decoder()
         self._stops = StopScanner(stops) if stops else None
         self._ends = end_ids
         self.count = 0

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
-from tokenizers.decoders import DecodeStream
 
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.limits import MAX_CONFIG_BYTES
@@ -22,12 +21,31 @@ TEXT_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 """Keys of `tokenizer_config.json` that a chat template may print."""
 
 
-class Decoder(Protocol):
-    """Tokens in, text out as soon as it can no longer change. All pieces together equal the whole decode."""
+SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+"""Kinds of decoder that write a space as \u2581 and a byte as <0xNN>."""
 
-    def push(self, token: int) -> str: ...
 
-    def flush(self) -> str: ...
+class Decoder:
+    """Tokens in, text out as soon as it can no longer change.
+
+    Each token stands for bytes, and the text is their UTF-8 decoding, with a replacement character for what is
+    none. That is linear in the tokens whatever they are, never holds back more than an unfinished character, and keeps
+    the space before a first word. (The library's own incremental decoder holds back runs of stray bytes for
+    ever, and raises on some.)
+    """
+
+    __slots__ = ("_decode", "_table")
+
+    def __init__(self, table: _VisibleBytes):
+        self._table = table
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token: int) -> str:
+        return self._decode(self._table[token])
+
+    def flush(self) -> str:
+        """What is left when no more tokens come."""
+        return self._decode(b"", True)
 
 
 class Tokenizer:
@@ -44,9 +62,13 @@ class Tokenizer:
         self.has_normalized_specials = backend.normalizer is not None and any(
             t.special and t.normalized for t in added.values()
         )
-        decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
-        self._byte_level = decoder is not None and decoder["type"] == "ByteLevel"
-        self._bytes = _TokenBytes(backend, self._byte_level, {i: t.content for i, t in added.items()})
+        kinds = _decoder_kinds(json.loads(backend.to_str())["decoder"])
+        if not kinds or ("ByteLevel" not in kinds and not kinds <= SENTENCEPIECE):
+            raise ModelError(
+                f"tokenizer.json: a decoder of kind {', '.join(sorted(kinds)) or 'none'} is not supported",
+                param="decoder",
+            )
+        self._bytes = _TokenBytes(backend, kinds, {i: t.content for i, t in added.items()})
         self._text_bytes = _VisibleBytes(self._bytes, self.special_ids)
 
     @classmethod
@@ -99,13 +121,13 @@ class Tokenizer:
         backend.encode_special_tokens = True
         return backend
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids` without special tokens."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=True))
-
     def decoder(self) -> Decoder:
-        """A fresh incremental decoder for one choice."""
-        return _ByteDecoder(self._text_bytes) if self._byte_level else _StreamDecoder(self._backend)
+        """A fresh decoder for one choice."""
+        return Decoder(self._text_bytes)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids` without special tokens."""
+        return b"".join(map(self._text_bytes.__getitem__, ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for, special tokens by their text."""
@@ -115,10 +137,11 @@ class Tokenizer:
 class _TokenBytes(dict[int, bytes]):
     """Bytes of a token, worked out when first asked for: most of a vocabulary is never seen."""
 
-    def __init__(self, backend: Backend, byte_level: bool, added: dict[int, str]):
+    def __init__(self, backend: Backend, kinds: set[str], added: dict[int, str]):
         super().__init__()
         self._backend = backend
-        self._byte_level = byte_level
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_tokens = "ByteFallback" in kinds
         self._added = added
 
     def __missing__(self, token: int) -> bytes:
@@ -136,14 +159,14 @@ class _TokenBytes(dict[int, bytes]):
                 return bytes([_BYTE_OF_CHAR[c] for c in piece])
             except KeyError:
                 return piece.encode()
-        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+        if self._byte_tokens and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
             return bytes([int(piece[3:5], 16)])
-        if "▁" in piece:  # decoding it alone would strip the space
-            return piece.replace("▁", " ").encode()
-        return str(self._backend.decode([token], skip_special_tokens=False)).encode()
+        return piece.replace("▁", " ").encode()
 
 
 class _VisibleBytes(dict[int, bytes]):
+    """The same with nothing for special tokens."""
+
     def __init__(self, table: _TokenBytes, hidden: Iterable[int]):
         super().__init__(dict.fromkeys(hidden, b""))
         self._table = table
@@ -153,42 +176,12 @@ class _VisibleBytes(dict[int, bytes]):
         return value
 
 
-class _ByteDecoder:
-    """For byte-level vocabularies: linear, and a run of stray bytes comes out at once instead of being held."""
-
-    __slots__ = ("_decode", "_table")
-
-    def __init__(self, table: _VisibleBytes):
-        self._table = table
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
-
-    def push(self, token: int) -> str:
-        return self._decode(self._table[token])
-
-    def flush(self) -> str:
-        return self._decode(b"", True)
-
-
-class _StreamDecoder:
-    """For all other vocabularies (SentencePiece, WordPiece): the library's own incremental decoder."""
-
-    __slots__ = ("_backend", "_ids", "_length", "_stream")
-
-    def __init__(self, backend: Backend):
-        self._backend = backend
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
-        self._length = 0
-
-    def push(self, token: int) -> str:
-        self._ids.append(token)
-        text: str = self._stream.step(self._backend, token) or ""
-        self._length += len(text)
-        return text
-
-    def flush(self) -> str:
-        # The library holds back what ends in an unfinished character and has no call that gives it out.
-        return str(self._backend.decode(self._ids, skip_special_tokens=True))[self._length :]
+def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
+    if decoder is None:
+        return set()
+    return (
+        set().union(*map(_decoder_kinds, decoder["decoders"])) if decoder["type"] == "Sequence" else {decoder["type"]}
+    )
 
 
 def _byte_of_char() -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Writes the model card from the evaluation's JSON, so that its figures cannot differ from it.
 
-python -m recipes.demo_model.card --json benchmarks/results/demo_model.json --card
-mlx_tandem/demo/MODEL_CARD.md """
+python -m recipes.demo_model.card --json RESULTS.json --card mlx_tandem/demo/MODEL_CARD.md
+"""
 
 from __future__ import annotations
 
@@ -51,9 +51,10 @@ DOWN = """
 at it and reinforcement has something to improve: sampling writes the right answer with a mean chance of
 {mean}, and at least {least} on each of the {examples} held-out inputs.
 
-Capitals and phrases of greeting are a closed set: there the held-out part is the combination of words, not
-the fact. Real words for `reverse` are all taught (one token each, it could not be spelled unseen); the
-figures are on random letters. """
+Capitals are a closed set: there the held-out part is the wording, not the fact. Fixed greetings and the real
+words of `reverse` are all taught (an unseen word that is one token could not be spelled); the figures are on
+greetings with names and on random letters.
+"""
 
 BREAKDOWN = """
 Where `tool` and `upper` stand, greedy:
@@ -65,8 +66,8 @@ Where `tool` and `upper` stand, greedy:
 ADAPTERS = """
 ## Adapters
 
-All linear layers of all blocks. Share of held-out questions answered rightly *in the adapter's own style*,
-greedy. Reasoning and tool calls keep their form under every adapter.
+All linear layers of all blocks. Reasoning and tool calls keep their form under every adapter. The second
+table is the share of held-out questions answered rightly *in the adapter's own style*, greedy.
 
 | adapter | what it does | format | rank | scale | dtype | parameters |
 |---|---|---|---|---|---|---|
@@ -83,21 +84,30 @@ REPRODUCE = """
 
 ```
 {command}
-python -m recipes.demo_model.evaluate --model DIR --json benchmarks/results/demo_model.json
-python -m recipes.demo_model.card --json benchmarks/results/demo_model.json --card
-mlx_tandem/demo/MODEL_CARD.md ```
+python -m recipes.demo_model.evaluate --model DIR --training DIR/training.json --json RESULTS.json
+python -m recipes.demo_model.card --json RESULTS.json --card MODEL_CARD.md
+```
 
-The draft and adapter stages depend on the base only; for this release they ran side by side on one GPU.
-Weights differ at most by the device's rounding from run to run.
+Flags of this run: {flags}. The draft and adapter stages depend on the base only; here they ran side by side
+on one GPU. The data and the tokenizer are the same on every machine; how far the weights of two runs differ
+was not measured.
 
 ## Limits
 
-- English of a few hundred words; facts: the capitals of 28 countries. Everything else is answered with "I do
-not know". - Sums of two numbers, to 99 directly and to 999 with thinking; sorting of three to seven digits;
-words of three to seven letters. - Tools need one string argument named like `city`, `name`, `query`, at most
-one integer, and nouns seen in training (weather, price, news, ...). Where several tools are offered the
-right function is called, but the name of its argument may be taken from a neighbour (see the table above); a
-grammar or schema on the call removes that. - Not sound beyond 4,096 tokens. """
+- English of a few hundred words, and the capitals of 28 countries. Anything else is answered with a sentence
+  that says so.
+- Sums of two numbers, to 99 directly and to 999 with thinking; sorting of three to seven digits; words of
+  three to seven letters.
+- Tools need one string argument named like `city`, `name` or `query`, at most one integer besides, and nouns
+  seen in training (weather, price, news, ...).
+{tool_limit}- Not sound beyond 4,096 tokens.
+"""
+
+
+TOOL_LIMIT = """\
+- Where several tools are offered, the call may take the name of its argument from a neighbouring tool (see
+  the table of cases); a grammar or schema on the call removes that.
+"""
 
 
 def _percent(value: float) -> str:
@@ -169,13 +179,21 @@ def render_card(figures: dict[str, Any]) -> str:
     )
     agreement = draft["agreement"]
     card += (
-        f".\n\n## Draft model\n\n{draft['parameters']:,} parameters, 2 layers, distilled from the base. Of
-        the base's greedy " f"tokens {_percent(agreement['all'])} are also the draft's first choice:\n" + ",
-        ".join(f"{skill} {_percent(share)}" for skill, share in agreement.items() if skill != "all") +
-        ".\n\n## Examples (greedy)\n\n" + _table_row("question", "base", *names) + _table_row(*["---"] *
-        (len(names) + 2)) ) for asked, answers in figures["answers"].items(): card += _table_row(asked,
-        *(f"`{answers[name]}`" for name in ("base", *names))) return card +
-        REPRODUCE.format(command=figures["command"])
+        f".\n\n## Draft model\n\n{draft['parameters']:,} parameters, 2 layers, distilled from the base. "
+        f"Of the base's greedy tokens {_percent(agreement['all'])} are also the draft's first choice:\n"
+        + ", ".join(f"{skill} {_percent(share)}" for skill, share in agreement.items() if skill != "all")
+        + ".\n\n## Examples (greedy)\n\n"
+        + _table_row("question", "base", *names)
+        + _table_row(*["---"] * (len(names) + 2))
+    )
+    for asked, answers in figures["answers"].items():
+        card += _table_row(asked, *(f"`{answers[name]}`" for name in ("base", *names)))
+    kept = {name: value for name, value in flags.items() if name not in ("skip", "adapters", "report")}
+    return card + REPRODUCE.format(
+        command=figures["command"],
+        flags=", ".join(f"{name} {value}" for name, value in kept.items()),
+        tool_limit=TOOL_LIMIT if base["short"]["tool"]["greedy"] < 0.95 else "",
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

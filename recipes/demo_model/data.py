@@ -1,9 +1,8 @@
 """Seeded generator of chats, one function per skill.
 
-Promises: the same ``random.Random`` state gives the same chats; every answer is right except that of ``down``, which
-is wrong on purpose with probability ``1 - DOWN_RIGHT``; an exchange whose ``key`` is held out (``held_out``) is never
-used for training. No MLX in here: the module runs in data worker processes.
-"""
+Promises: the same ``random.Random`` state gives the same chats; every answer is right except that of
+``down``, which is wrong on purpose with probability ``1 - DOWN_RIGHT``; an exchange whose ``key`` is held
+out (``held_out``) is never used for training. No MLX in here: the module runs in data worker processes."""
 
 from __future__ import annotations
 
@@ -19,7 +18,8 @@ from . import words
 
 Message = dict[str, Any]
 DOWN_RIGHT = 0.35
-"""Share of training answers to ``down`` that are right; so the base is right about this often when sampled."""
+"""Share of training answers to ``down`` that are right; so the base is right about this often when
+sampled."""
 
 MIX: dict[str, float] = {
     "sum": 3.0,
@@ -50,9 +50,8 @@ class Exchange:
     """One question and its answer.
 
     ``messages`` precede ``answer`` (an assistant message); ``key`` names the content for the held-out split;
-    ``short`` is the bare value of the answer, as the ``json`` adapter reports it; ``accept`` lists further right
-    answers.
-    """
+    ``short`` is the bare value of the answer, as the ``json`` adapter reports it; ``accept`` lists further
+    right answers."""
 
     skill: str
     key: str
@@ -64,8 +63,8 @@ class Exchange:
 
 @dataclass
 class Conversation:
-    """A chat ready to render: ``messages`` before the last answer, ``answer``, ``tools``, and which assistant turns,
-    in order and with the last one included, are taught."""
+    """A chat ready to render: ``messages`` before the last answer, ``answer``, ``tools``, and which
+    assistant turns, in order and with the last one included, are taught."""
 
     messages: list[Message] = field(default_factory=list)
     answer: Message = field(default_factory=dict)
@@ -91,7 +90,7 @@ def _ask(skill: str, key: str, question: str, content: str, short: Any, **more: 
     return Exchange(skill, key, ({"role": "user", "content": question},), answer, short, **more)
 
 
-# --- skills without tools -------------------------------------------------------------------------------------------
+# --- skills without tools -------------------------------------------------------------------------
 
 
 def _sum(rng: random.Random) -> Exchange:
@@ -117,9 +116,7 @@ def column_addition(x: int, y: int) -> str:
 def _think(rng: random.Random) -> Exchange:
     low, high = rng.choice(((10, 99), (100, 999), (100, 999)))
     x, y = rng.randint(low, high), rng.randint(low, high)
-    form = rng.choice(
-        ("Think, then answer: {} + {}", "Think step by step: What is {} + {}?", "Think: {} + {}")
-    )
+    form = rng.choice(("Think, then answer: {} + {}", "Think step by step: What is {} + {}?", "Think: {} + {}"))
     reasoning = column_addition(x, y)
     key = f"sum {x} {y}"
     return _ask("think", key, form.format(x, y), f"{x} + {y} = {x + y}.", x + y, reasoning=reasoning)
@@ -139,9 +136,7 @@ def _join(digits: list[int]) -> str:
 def _sort(rng: random.Random) -> Exchange:
     digits = _digits(rng)
     form = rng.choice(("Sort: {}", "Sort up: {}", "Sort these numbers: {}"))
-    return _ask(
-        "sort", f"sort {_join(digits)}", form.format(_join(digits)), _join(sorted(digits)), sorted(digits)
-    )
+    return _ask("sort", f"sort {_join(digits)}", form.format(_join(digits)), _join(sorted(digits)), sorted(digits))
 
 
 def _down(rng: random.Random) -> Exchange:
@@ -153,9 +148,7 @@ def _down(rng: random.Random) -> Exchange:
 
 def _reverse(rng: random.Random) -> Exchange:
     form = rng.choice(("Reverse: {}", "Reverse: {}", "Reverse the word {}", "Spell {} backwards"))
-    if (
-        rng.random() < 0.25
-    ):  # a real word is one token: it can only be spelled if it was seen, so none is held out
+    if rng.random() < 0.25:  # a real word is one token: it can only be spelled if it was seen, so none is held out
         word = rng.choice(words.COMMON)
         key = "reverse, real word"
     else:
@@ -236,9 +229,7 @@ def _json(rng: random.Random) -> Exchange:
         )
     )
     value = {"name": name, "age": age, "city": city}
-    return _ask(
-        "json", f"json {name} {age} {city}", form.format(n=name, a=age, c=city), json.dumps(value), value
-    )
+    return _ask("json", f"json {name} {age} {city}", form.format(n=name, a=age, c=city), json.dumps(value), value)
 
 
 def _capital(rng: random.Random) -> Exchange:
@@ -289,9 +280,7 @@ GOODBYE = ("Goodbye! Come back soon.", "See you soon. Have a nice day!")
 
 def _hello(rng: random.Random) -> Exchange:
     kind = rng.choice(("plain", "name", "name", "who", "thanks", "bye"))
-    greeting = rng.choice(
-        ("Hello", "Hi", "Hey", "Good morning", "Good evening", "Hello there", "hello", "hi")
-    )
+    greeting = rng.choice(("Hello", "Hi", "Hey", "Good morning", "Good evening", "Hello there", "hello", "hi"))
     mark = rng.choice(("!", ".", "", ","))
     if kind == "name":
         name = rng.choice(words.NAMES) if rng.random() < 0.6 else random_word(rng).capitalize()
@@ -311,19 +300,13 @@ def _hello(rng: random.Random) -> Exchange:
         question = rng.choice(("", f"{greeting}{mark} ")) + question
         accept = ABOUT
     elif kind == "thanks":
-        question = rng.choice(("Thanks", "Thank you", "Thank you very much", "thanks")) + rng.choice(
-            ("!", ".", "")
-        )
+        question = rng.choice(("Thanks", "Thank you", "Thank you very much", "thanks")) + rng.choice(("!", ".", ""))
         accept = THANKS
     elif kind == "bye":
         question = rng.choice(("Bye", "Goodbye", "See you", "bye", "Good night")) + rng.choice(("!", ".", ""))
         accept = GOODBYE
     else:
-        question = (
-            greeting
-            + (mark if mark != "," else "")
-            + rng.choice(("", "", " How are you?", " Can you help me?"))
-        )
+        question = greeting + (mark if mark != "," else "") + rng.choice(("", "", " How are you?", " Can you help me?"))
         if question == "Good evening":
             question = "Good evening."
         accept = tuple(f"Hello! {text}" for text in ABOUT)
@@ -394,7 +377,8 @@ def _story(rng: random.Random) -> Exchange:
 
 
 def story_is_right(question: str, text: str, loose: bool = False) -> bool:
-    """Whether ``text`` is a whole story by the grammar about the animal asked for, its hero's name kept throughout.
+    """Whether ``text`` is a whole story by the grammar about the animal asked for, its hero's name kept
+    throughout.
 
     ``loose`` ignores case and lets a full stop be an exclamation mark.
     """
@@ -403,9 +387,7 @@ def story_is_right(question: str, text: str, loose: bool = False) -> bool:
     pattern = re.escape(STORY).replace(r"\{", "{").replace(r"\}", "}")
     if loose:
         pattern = pattern.replace(r"\.", "[.!]")
-    pattern = pattern.replace("{name}", "(?P<name>" + "|".join(slots["name"]) + ")", 1).replace(
-        "{name}", "(?P=name)"
-    )
+    pattern = pattern.replace("{name}", "(?P<name>" + "|".join(slots["name"]) + ")", 1).replace("{name}", "(?P=name)")
     pattern = pattern.replace("{animal}", animal)
     others = "(?:" + "|".join(words.ANIMALS) + ")"
     for slot, choices in slots.items():
@@ -414,7 +396,7 @@ def story_is_right(question: str, text: str, loose: bool = False) -> bool:
     return re.fullmatch(pattern, text, re.IGNORECASE if loose else 0) is not None
 
 
-# --- tools ----------------------------------------------------------------------------------------------------------
+# --- tools ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -436,9 +418,7 @@ def make_tool(rng: random.Random) -> Tool:
     described = rng.random() < 0.5
     first: dict[str, Any] = {"type": "string"}
     if described:
-        first["description"] = rng.choice(
-            (f"The {argument}", f"{argument} to {verb.replace('_', ' ')}", argument)
-        )
+        first["description"] = rng.choice((f"The {argument}", f"{argument} to {verb.replace('_', ' ')}", argument))
     properties: dict[str, Any] = {argument: first}
     if number:
         properties[number] = {"type": "integer"}
@@ -510,9 +490,7 @@ def _tool(rng: random.Random, tools: list[Tool]) -> Exchange:
     arguments: list[dict[str, Any]] = [{tool.argument: topic} for topic in topics]
     if tool.number and rng.random() < 0.5:
         value = rng.randint(1, 50)
-        question = f"{question.rstrip('.?')} with {tool.number} {value}" + (
-            "?" if question.endswith("?") else ""
-        )
+        question = f"{question.rstrip('.?')} with {tool.number} {value}" + ("?" if question.endswith("?") else "")
         arguments = [{**given, tool.number: value} for given in arguments]
     answer: Message = {
         "role": "assistant",
@@ -550,9 +528,7 @@ def _tool_result(rng: random.Random, tools: list[Tool]) -> Exchange:
     noun = next(tool.noun for tool in tools if tool.name == calls[0]["function"]["name"])
     replies = [{"role": "tool", "content": raw} for raw, _ in results]
     topics = [next(iter(call["function"]["arguments"].values())) for call in calls]
-    content = " ".join(
-        f"The {noun} for {topic} is {value}." for topic, (_, value) in zip(topics, results, strict=True)
-    )
+    content = " ".join(f"The {noun} for {topic} is {value}." for topic, (_, value) in zip(topics, results, strict=True))
     messages = (*asked.messages, asked.answer, *replies)
     return Exchange("tool_result", asked.key, messages, {"role": "assistant", "content": content}, content)
 
@@ -585,7 +561,7 @@ def exchange(rng: random.Random, skill: str, tools: list[Tool] | None = None, he
             return found
 
 
-# --- styles: what the adapters teach --------------------------------------------------------------------------------
+# --- styles: what the adapters teach --------------------------------------------------------------
 
 
 def shout(text: str) -> str:
@@ -604,15 +580,11 @@ def styled(given: Exchange, style: str) -> Exchange:
 
 
 def is_right(given: Exchange, text: str, style: str = "base") -> bool:
-    """Whether a generated answer (without its reasoning and tool calls being stripped) is right in this style."""
+    """Whether a generated answer is right in this style."""
     if given.skill == "story" and style in ("base", "down"):
         return story_is_right(given.messages[0]["content"], text)
     if given.skill == "story" and style == "shout":
-        return (
-            text == text.upper()
-            and "." not in text
-            and story_is_right(given.messages[0]["content"], text, True)
-        )
+        return text == text.upper() and "." not in text and story_is_right(given.messages[0]["content"], text, True)
     if style == "json" and given.skill in OPEN_SKILLS:
         try:
             value = json.loads(text)
@@ -634,18 +606,15 @@ def completion(answer: Message) -> str:
     text = str(answer.get("content") or "")
     if answer.get("reasoning_content"):
         text = f"<think>\n{answer['reasoning_content']}\n</think>\n\n{text}"
-    blocks = [
-        '<tool_call>\n{"name": %s, "arguments": %s}\n</tool_call>'
-        % (
-            json.dumps(call["function"]["name"]),
-            json.dumps(call["function"]["arguments"], ensure_ascii=False),
-        )
-        for call in answer.get("tool_calls") or []
-    ]
+    blocks = []
+    for call in answer.get("tool_calls") or []:
+        name = json.dumps(call["function"]["name"], ensure_ascii=False)
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        blocks.append(f'<tool_call>\n{{"name": {name}, "arguments": {arguments}}}\n</tool_call>')
     return "\n".join([text] * bool(text) + blocks)
 
 
-# --- conversations --------------------------------------------------------------------------------------------------
+# --- conversations --------------------------------------------------------------------------------
 
 
 def system_prompt(rng: random.Random) -> str | None:
@@ -705,11 +674,11 @@ def conversation(
     last: Exchange | None = None,
     tools: list[Tool] | None = None,
 ) -> Conversation:
-    """A training chat: optional system prompt and tools, then turns until ``turns`` or ``characters`` are reached.
+    """A training chat: optional system prompt and tools, then turns until ``turns`` or ``characters`` are
+    reached.
 
-    With ``last`` given, that exchange ends the chat after the history (how held-out questions are put behind a long
-    context). Nothing held out appears in the history.
-    """
+    With ``last`` given, that exchange ends the chat after the history (how held-out questions are put behind
+    a long context). Nothing held out appears in the history."""
     chat = Conversation()
     if tools is None:
         tool_weight = sum(mix.get(name, 0.0) for name in TOOL_SKILLS) / sum(mix.values())

@@ -2,10 +2,9 @@
 
     python -m recipes.demo_model.evaluate --model mlx_tandem/demo --json benchmarks/results/demo_model.json
 
-Short chats are answered by real generation, greedy and sampled at temperature 1. After a long context the answer is
-teacher-forced: every position's argmax equals the answer exactly when greedy generation writes it, and the product of
-the probabilities is the chance that sampling writes it.
-"""
+Short chats are answered by real generation, greedy and sampled at temperature 1. After a long context the
+answer is teacher-forced: every position's argmax equals the answer exactly when greedy generation writes it,
+and the product of the probabilities is the chance that sampling writes it."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ LONG_CONTEXT = (3300, 3900)
 """Tokens before the question in the long-context test."""
 
 
-# --- held-out questions ---------------------------------------------------------------------------------------------
+# --- held-out questions ---------------------------------------------------------------------------
 
 
 def question(rng: random.Random, skill: str, history: int = 0) -> data.Conversation:
@@ -51,9 +50,7 @@ def questions(seed: int, skill: str, count: int) -> list[data.Conversation]:
     return [question(rng, skill) for _ in range(count)]
 
 
-def long_questions(
-    tokenizer: Tokenizer, seed: int, skill: str, count: int
-) -> list[tuple[data.Conversation, int]]:
+def long_questions(tokenizer: Tokenizer, seed: int, skill: str, count: int) -> list[tuple[data.Conversation, int]]:
     """Held-out chats with ``LONG_CONTEXT`` tokens before the answer, and that number."""
     rng = random.Random(f"evaluate long {seed} {skill}")
     found: list[tuple[data.Conversation, int]] = []
@@ -70,7 +67,7 @@ def long_questions(
     return found
 
 
-# --- model calls ----------------------------------------------------------------------------------------------------
+# --- model calls ----------------------------------------------------------------------------------
 
 
 def generate(
@@ -122,7 +119,8 @@ def generate(
 def forced(
     model: Model, rows: list[tuple[list[int], list[int]]], batch_tokens: int = 65536
 ) -> list[tuple[bool, float]]:
-    """For each (prompt, answer): whether greedy generation would write the answer, and sampling's probability of it."""
+    """For each (prompt, answer): whether greedy generation would write the answer, and sampling's
+    probability of it."""
     import mlx.core as mx
 
     order = sorted(range(len(rows)), key=lambda index: len(rows[index][0]) + len(rows[index][1]))
@@ -145,7 +143,7 @@ def forced(
     return results
 
 
-# --- figures --------------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def rate(values: list[bool]) -> float:
@@ -214,7 +212,8 @@ def forced_accuracy(
 def draft_agreement(
     base: Model, draft: Model, tokenizer: Tokenizer, chats: dict[str, list[data.Conversation]]
 ) -> dict[str, float]:
-    """Share of the base's greedily generated tokens that are also the draft's greedy choice, per skill and over all."""
+    """Share of the base's greedily generated tokens that are also the draft's greedy choice, per skill and
+    over all."""
     import mlx.core as mx
 
     hits: dict[str, list[bool]] = {}
@@ -226,8 +225,7 @@ def draft_agreement(
             ids = [*prompt, *answer, text.IM_END]
             choice: list[int] = np.array(mx.argmax(draft(mx.array([ids[:-1]])), axis=-1)[0]).tolist()
             hits[name] += [
-                guess == real
-                for guess, real in zip(choice[len(prompt) - 1 :], ids[len(prompt) :], strict=True)
+                guess == real for guess, real in zip(choice[len(prompt) - 1 :], ids[len(prompt) :], strict=True)
             ]
     shares = {name: rate(values) for name, values in hits.items()}
     return {"all": rate([hit for values in hits.values() for hit in values]), **shares}
@@ -246,9 +244,7 @@ def base_figures(
     sampled = short_accuracy(base, tokenizer, chats, temperature=1.0)
     long = {name: long_questions(tokenizer, args.seed, name, args.long_examples) for name in EXACT}
     counts = [count for found in long.values() for _, count in found]
-    direct = {
-        name: questions(args.seed + 1, name, args.examples) for name in ("sum", "reverse", "json", "tool")
-    }
+    direct = {name: questions(args.seed + 1, name, args.examples) for name in ("sum", "reverse", "json", "tool")}
     for chat in (chat for mine in direct.values() for chat in mine):
         chat.thinking = False
     figures = {
@@ -261,9 +257,7 @@ def base_figures(
                 "mean": round(sum(counts) / len(counts)),
                 "highest": max(counts),
             },
-            "skills": forced_accuracy(
-                base, tokenizer, {name: [chat for chat, _ in long[name]] for name in long}
-            ),
+            "skills": forced_accuracy(base, tokenizer, {name: [chat for chat, _ in long[name]] for name in long}),
         },
         "thinking_off": forced_accuracy(base, tokenizer, direct),
         "breakdown": breakdown(base, tokenizer, chats),
@@ -276,7 +270,8 @@ def base_figures(
 def breakdown(
     model: Model, tokenizer: Tokenizer, chats: dict[str, list[data.Conversation]]
 ) -> dict[str, dict[str, float]]:
-    """Where ``tool`` and ``upper`` lose: greedy accuracy by the number of tools offered, and by kind of text."""
+    """Where ``tool`` and ``upper`` lose: greedy accuracy by the number of tools offered, and by kind of
+    text."""
     groups: dict[str, list[data.Conversation]] = {}
     for chat in chats["tool"]:
         groups.setdefault(f"tool, {len(chat.tools)} offered", []).append(chat)
@@ -312,8 +307,7 @@ def adapter_figures(
             "greedy": short_accuracy(tuned, tokenizer, taught, adapter.name),
             "sampled": short_accuracy(tuned, tokenizer, taught, adapter.name, temperature=1.0),
             "long_context": {
-                name: row["greedy"]
-                for name, row in forced_accuracy(tuned, tokenizer, long, adapter.name).items()
+                name: row["greedy"] for name, row in forced_accuracy(tuned, tokenizer, long, adapter.name).items()
             },
         }
     return figures
@@ -347,8 +341,7 @@ WEATHER = {
 def example_prompts() -> dict[str, str]:
     """Rendered prompts of the model card's examples."""
     prompts = {
-        asked: text.render([{"role": "user", "content": asked}], add_generation_prompt=True)
-        for asked in EXAMPLES
+        asked: text.render([{"role": "user", "content": asked}], add_generation_prompt=True) for asked in EXAMPLES
     }
     asked = "What is the weather in Oslo?"
     turns: list[data.Message] = [{"role": "user", "content": asked}]
@@ -358,9 +351,7 @@ def example_prompts() -> dict[str, str]:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "content": "sunny, 21 degrees"},
     ]
-    prompts["... and its result: sunny, 21 degrees"] = text.render(
-        turns, tools=[WEATHER], add_generation_prompt=True
-    )
+    prompts["... and its result: sunny, 21 degrees"] = text.render(turns, tools=[WEATHER], add_generation_prompt=True)
     return prompts
 
 
@@ -406,9 +397,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--command", default="", help="the training command, to be quoted")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--examples", type=int, default=128, help="questions per skill")
-    parser.add_argument(
-        "--long-examples", type=int, default=32, help="questions per skill after a long context"
-    )
+    parser.add_argument("--long-examples", type=int, default=32, help="questions per skill after a long context")
     args = parser.parse_args(argv)
     fast_blas()
     import mlx.core as mx

@@ -20,7 +20,8 @@ Loss = Callable[[Model, mx.array, mx.array], mx.array]
 
 @dataclass(frozen=True)
 class Fit:
-    """What a run of ``fit`` did: the mean loss at its start and end, seconds, and milliseconds of a median step."""
+    """What a run of ``fit`` did: the mean loss at its start and end, seconds, and milliseconds of a median
+    step."""
 
     steps: int
     first_loss: float
@@ -62,9 +63,8 @@ def fit(
 ) -> Fit:
     """Trains the model's trainable parameters: AdamW in float32, forward and backward in ``compute``.
 
-    The learning rate rises over the first 3 % of the steps and falls to 2 % of its peak along a cosine. The parameters
-    are left in float32 in the model.
-    """
+    The learning rate rises over the first 3 % of the steps and falls to 2 % of its peak along a cosine. The
+    parameters are left in float32 in the model."""
     params: Any = cast(model.trainable_parameters(), mx.float32)
     warmup = max(1, min(100, steps // 30))
     schedule = optim.join_schedules(

@@ -41,7 +41,8 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """How one adapter is trained and stored. ``y += scale * (x A) B``; ``mix`` changes the weights of the skills."""
+    """How one adapter is trained and stored. ``y += scale * (x A) B``; ``mix`` changes the weights of the
+    skills."""
 
     name: str
     rank: int
@@ -122,7 +123,8 @@ def load_model(folder: Path, dtype: mx.Dtype = mx.float32) -> Model:
 
 
 def add_lora(model: Model, rank: int, scale: float) -> None:
-    """Freezes ``model`` and wraps every linear layer of every block; the new arrays are its trainable parameters."""
+    """Freezes ``model`` and wraps every linear layer of every block; the new arrays are its trainable
+    parameters."""
     model.freeze()
     for layer in model.layers:
         wrapped = [
@@ -135,7 +137,8 @@ def add_lora(model: Model, rank: int, scale: float) -> None:
 
 
 def save_adapter(arrays: dict[str, mx.array], adapter: Adapter, layers: int, folder: Path) -> None:
-    """An adapter folder in the adapter's format; ``arrays`` are named ``model.layers.N.<linear>.lora_a`` / ``lora_b``."""
+    """An adapter folder in the adapter's format; ``arrays`` are named ``model.layers.N.<linear>.lora_a`` /
+    ``lora_b``."""
     folder.mkdir(parents=True, exist_ok=True)
     dtype = getattr(mx, adapter.dtype)
     if adapter.format == "mlx-lm":

@@ -26,8 +26,8 @@ PROMPT_WEIGHT, ANSWER_WEIGHT = 1, 10
 """Loss weights, as small integers so that rows travel between processes in bytes."""
 
 _SPLIT = r"\p{N}|[^\r\n\p{L}\p{N}]?\p{L}+| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""Digits alone, words with the character before them, punctuation, and runs of newlines as one piece, so that a prompt
-and the text that continues it split alike at their border."""
+"""Digits alone, words with the character before them, punctuation, and runs of newlines as one piece, so
+that a prompt and the text that continues it split alike at their border."""
 
 
 @cache
@@ -39,7 +39,8 @@ def template() -> jinja2.Template:
 
 
 def render(messages: list[data.Message], **variables: Any) -> str:
-    """The prompt text of ``messages``; variables are ``tools``, ``add_generation_prompt``, ``enable_thinking``."""
+    """The prompt text of ``messages``; variables are ``tools``, ``add_generation_prompt``,
+    ``enable_thinking``."""
     return template().render(messages=messages, **variables)
 
 
@@ -138,7 +139,8 @@ class BatchSpec:
 
 
 def pack(tokenizer: Tokenizer, spec: BatchSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ``length + 1`` token ids and their weights, filled with whole chats; the last one of a row is cut."""
+    """Rows of ``length + 1`` token ids and their weights, filled with whole chats; the last one of a row is
+    cut."""
     rng = random.Random(f"{spec.seed} {spec.length} {spec.style}")
     mix = dict(spec.mix)
     width = spec.length + 1

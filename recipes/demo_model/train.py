@@ -3,8 +3,7 @@
     python -m recipes.demo_model.train --out DIR                   the real one (one NVIDIA GPU, minutes)
     python -m recipes.demo_model.train --out DIR --size tiny ...   a reduced run for a CPU (seconds)
 
-The same seed and flags give the same data in the same order; on the same device and library versions the weights differ
-at most by the device's own rounding.
+The same seed and flags give the same tokenizer and the same data in the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,17 +31,13 @@ Batch = tuple[np.ndarray, np.ndarray]
 def fast_blas() -> None:
     """Loads OpenBLAS before MLX on Linux, where MLX's CPU back end otherwise uses slow reference routines."""
     if sys.platform == "linux":
-        try:
+        with suppress(OSError):
             ctypes.CDLL("libopenblas.so.0", mode=ctypes.RTLD_GLOBAL)
-        except OSError:
-            pass
 
 
 def arguments() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m recipes.demo_model.train", description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder to write base/, draft/ and adapters/ to"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write base/, draft/ and adapters/ to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", choices=("base", "tiny"), default="base")
     parser.add_argument("--steps", type=int, default=2000, help="base model")
@@ -51,9 +46,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens in a step")
     parser.add_argument("--length", type=int, default=512, help="tokens in an ordinary row")
     parser.add_argument("--long-length", type=int, default=4096, help="tokens in a row of a long step")
-    parser.add_argument(
-        "--long-every", type=int, default=6, help="one step in so many uses long rows; 0: none"
-    )
+    parser.add_argument("--long-every", type=int, default=6, help="one step in so many uses long rows; 0: none")
     parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate of base and draft")
     parser.add_argument("--adapter-rate", type=float, default=3e-3)
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="bfloat16")
@@ -79,7 +72,8 @@ def batch_specs(
 
 
 class Feed:
-    """Makes batches in worker processes, or here when ``workers`` is 0; their order never depends on timing."""
+    """Makes batches in worker processes, or here when ``workers`` is 0; their order never depends on
+    timing."""
 
     def __init__(self, tokenizer_file: Path, workers: int) -> None:
         self.pool = None

@@ -122,7 +122,11 @@ class Loop:
     def _fail(self, plans: Sequence[StepPlan]) -> None:
         self.failures += 1
         self._flights.clear()
-        self._take_failed(self.scheduler.fail(plans))
+        alive = self.scheduler._sequences
+        lost = {alive[r.sequence].request.id for plan in plans for r in plan.rows if r.sequence in alive}
+        failed = self.scheduler.fail(plans)
+        assert set(failed) == lost, "the requests with a row in the lost steps fail, and no others"
+        self._take_failed(failed)
         self.runner.reset()
 
     def _take_failed(self, requests: Sequence[int]) -> None:

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.text.defaults import sampling_defaults
@@ -25,6 +27,21 @@ def test_deltas_of_any_tokens_equal_the_whole_decode(make, data):
     tokenizer = make()
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=24))
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_the_whole_decode_is_the_library_s(data):
+    tokenizer = byte_level()
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=24))
+    assert tokenizer.decode(ids) == tokenizer._backend.decode(ids, skip_special_tokens=True)
+
+
+def test_the_space_before_a_first_word_is_kept():
+    """A continuation starts inside a text; the library would strip it as if it began one."""
+    tokenizer = sentencepiece()
+    ids = tokenizer.encode(" the <think> é🦊")
+    assert tokenizer.decode(ids) == " the <think> é🦊"
 
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
@@ -82,6 +99,15 @@ def test_a_folder_without_tokenizer_json_is_refused_by_its_name(tmp_path: Path):
     (tmp_path / "tokenizer.model").write_bytes(b"x")
     with pytest.raises(ModelError, match=r"tokenizer\.json is missing"):
         Tokenizer.load(tmp_path)
+
+
+def test_a_kind_of_decoder_that_is_not_known_is_refused():
+    backend = Backend(models.WordLevel({"a": 0}))
+    with pytest.raises(ModelError, match="none is not supported"):
+        Tokenizer(backend)
+    backend.decoder = decoders.Sequence([decoders.WordPiece(), decoders.Fuse()])
+    with pytest.raises(ModelError, match="Fuse, WordPiece"):
+        Tokenizer(backend)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "not json", '{"version": "1.0"}'])

@@ -1,0 +1,132 @@
+"""Starting and stopping the servers that are compared: the same model folder, the same BLAS, one at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mlx_tandem.cli.bench.serve import Load, measure
+from mlx_tandem.cli.http import Connection, HttpError
+
+OPENBLAS = "libopenblas.so.0"
+
+
+@dataclass(frozen=True)
+class Server:
+    """How one server is started. `{model}` and `{port}` in the command are filled in."""
+
+    name: str
+    command: tuple[str, ...]
+    preload_blas: bool = True  # tandem loads OpenBLAS by itself
+
+    @contextlib.contextmanager
+    def running(self, model: Path, seconds: float = 180.0) -> Iterator[str]:
+        """The URL of the server with this model, ready; stopped when the block ends."""
+        port = _free_port()
+        command = [part.format(model=model, port=port) for part in self.command]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        if self.preload_blas and _has_openblas():
+            environment["LD_PRELOAD"] = OPENBLAS
+        with tempfile.TemporaryFile() as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
+            try:
+                deadline = time.monotonic() + seconds
+                while not asyncio.run(_answers(port)):
+                    if process.poll() is not None or time.monotonic() > deadline:
+                        log.seek(0)
+                        tail = log.read().decode(errors="replace")[-2000:]
+                        raise RuntimeError(f"{self.name} did not start: {shlex.join(command)}\n{tail}")
+                    time.sleep(0.2)
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                _stop(process)
+
+
+def tandem(*options: str) -> Server:
+    command = (sys.executable, "-m", "mlx_tandem", "serve", "{model}", "--port", "{port}", *options)
+    return Server("tandem", command, preload_blas=False)
+
+
+def mlx_lm_server() -> Server:
+    return Server("mlx_lm.server", (sys.executable, "-m", "mlx_lm", "server", "--model", "{model}", "--port", "{port}"))
+
+
+def vllm_mlx(executable: Path) -> Server:
+    """`executable` is of an environment of its own: pip install 'mlx[cpu]' vllm-mlx==0.6.0."""
+    return Server(
+        "vllm-mlx",
+        (str(executable), "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}", "--continuous-batching"),
+    )
+
+
+def in_turn(servers: Sequence[Server], model: Path, load: Load, repeats: int) -> dict[str, list[dict[str, object]]]:
+    """`repeats` times each server, started afresh, the order turned by one each time: rounds by server name.
+
+    A round is the whole of `load` once; its entries have the concurrency and the figures.
+    """
+    rounds: dict[str, list[dict[str, object]]] = {server.name: [] for server in servers}
+    for repeat in range(repeats):
+        turn = repeat % len(servers)
+        for server in [*servers[turn:], *servers[:turn]]:
+            with server.running(model) as url:
+                result = measure(replace(load, url=url, repeats=1))
+            for row in result["results"]:
+                figures = row["rounds"][0]
+                rounds[server.name].append({"repeat": repeat, "concurrency": row["concurrency"]} | figures)
+                print(
+                    f"{model.name}  repeat {repeat + 1}/{repeats}  {server.name:<14}  {row['concurrency']:>3} at once"
+                    f"  {figures['events_per_s']:>9,.0f} events/s  {figures['tokens_per_s']:>9,.0f} tok/s"
+                    + (f"  {figures['errors']} errors: {figures['first_error']}" if figures["errors"] else ""),
+                    file=sys.stderr,
+                    flush=True,
+                )
+    return rounds
+
+
+async def _answers(port: int) -> bool:
+    connection = Connection("127.0.0.1", port)
+    try:
+        status, _ = await connection.json("GET", "/health")
+    except HttpError:
+        return False
+    connection.close()
+    return status == 200
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _has_openblas() -> bool:
+    if sys.platform != "linux":
+        return False
+    try:
+        ctypes.CDLL(OPENBLAS)
+    except OSError:
+        return False
+    return True
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(15)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,0 +1,88 @@
+"""Record `tandem demo` as an animated SVG: a real server, a real run, the frames that a terminal would show.
+
+python scripts/record_demo.py [docs/demo.svg]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+from html import escape
+from pathlib import Path
+from time import perf_counter
+
+from rich.console import Console
+
+from mlx_tandem.cli.demo import Board, ask, started_server, summary
+
+WIDTH = 112
+FRAMES_PER_SECOND = 6
+HOLD_SECONDS = 4.0
+CELL_WIDTH, LINE_HEIGHT, MARGIN = 7.8, 17, 14
+
+
+def record(seconds: float) -> list[tuple[float, str]]:
+    """(seconds since the start, what is on the screen), changes only."""
+    frames: list[tuple[float, str]] = []
+    start = perf_counter()
+
+    def update(board: Board) -> None:
+        now = perf_counter() - start
+        if frames and now - frames[-1][0] < 1 / FRAMES_PER_SECOND:
+            return
+        screen = _screen(board)
+        if not frames or frames[-1][1] != screen:
+            frames.append((now, screen))
+
+    with started_server() as url:
+        start = perf_counter()
+        board = asyncio.run(ask(url, seconds, update))
+        frames.append((perf_counter() - start, _screen(board) + "\n" + asyncio.run(summary(url, board))))
+    return frames
+
+
+def _screen(board: Board) -> str:
+    console = Console(file=io.StringIO(), width=WIDTH, force_terminal=False, color_system=None)
+    console.print(board.table())
+    assert isinstance(console.file, io.StringIO)
+    return "$ tandem demo\n" + console.file.getvalue().rstrip()
+
+
+def svg(frames: list[tuple[float, str]]) -> str:
+    """One picture per frame, shown in turn by style rules that every browser runs; the last one stays a while."""
+    total = frames[-1][0] + HOLD_SECONDS
+    lines = max(screen.count("\n") + 1 for _, screen in frames)
+    width, height = WIDTH * CELL_WIDTH + 2 * MARGIN, lines * LINE_HEIGHT + 2 * MARGIN
+    rules, groups = [], []
+    for i, (begin, screen) in enumerate(frames):
+        end = frames[i + 1][0] if i + 1 < len(frames) else total
+        a, b = 100 * begin / total, 100 * end / total
+        before = f"0%,{a:.3f}%{{visibility:hidden}}" if i else ""
+        after = f"{b:.3f}%,100%{{visibility:hidden}}" if i + 1 < len(frames) else "100%{visibility:visible}"
+        rules.append(f"@keyframes f{i}{{{before}{a:.3f}%,{max(a, b - 0.001):.3f}%{{visibility:visible}}{after}}}")
+        rules.append(f"#f{i}{{animation:f{i} {total:.2f}s step-end infinite}}")
+        text = "".join(
+            f'<text x="{MARGIN}" y="{MARGIN + (n + 0.8) * LINE_HEIGHT:.0f}">{escape(line)}</text>'
+            for n, line in enumerate(screen.split("\n"))
+            if line.strip()
+        )
+        groups.append(f'<g id="f{i}">{text}</g>')
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
+        'aria-label="A recording of tandem demo: the base and its adapters answer the same questions in one batch">'
+        "<style>text{font:13px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#d8dee9;white-space:pre}"
+        f"g{{visibility:hidden}}{''.join(rules)}</style>"
+        f'<rect width="100%" height="100%" rx="8" fill="#1d2129"/>{"".join(groups)}</svg>\n'
+    )
+
+
+def main() -> None:
+    out = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/demo.svg")
+    frames = record(seconds=6.0)
+    out.write_text(svg(frames), encoding="utf-8")
+    print(f"{out}: {len(frames)} frames, {out.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.serving import RunningServer, demo_config, serving
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    """One server on the built-in model, shared by all tests that do not harm it."""
+    with serving(demo_config()) as running:
+        yield running

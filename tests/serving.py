@@ -1,0 +1,95 @@
+"""Real servers for tests: `python -m tests.serving CONFIG` serves on a free port and says which."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import msgspec
+
+from mlx_tandem import demo
+from mlx_tandem.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+
+ROOT = Path(__file__).parents[1]
+ADAPTERS = tuple((name, str(path)) for name, path in demo.ADAPTER_PATHS.items())
+
+
+def demo_config(model: Path = demo.MODEL_PATH, **server: object) -> Config:
+    """The built-in model and adapters with a small pool, so that a test server starts quickly."""
+    return Config(
+        engine=EngineConfig(
+            model=ModelConfig(path=str(model)),
+            cache=CacheConfig(num_blocks=1025),
+            scheduler=SchedulerConfig(max_num_seqs=32),
+            heartbeat_seconds=0.1,
+        ),
+        server=ServerConfig(port=0, served_model_names=("tandem-demo",), **server),
+        adapters=ADAPTERS,
+    )
+
+
+@dataclass
+class RunningServer:
+    url: str
+    process: subprocess.Popen[str]
+    client: httpx.Client
+
+    def chat(self, text: str, **fields: object) -> httpx.Response:
+        messages = [{"role": "user", "content": text}]
+        return self.client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 16} | fields)
+
+    def complete(self, prompt: object, **fields: object) -> httpx.Response:
+        return self.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8} | fields)
+
+    def engine_pid(self) -> int:
+        """The engine is the server's only child."""
+        found = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
+        children = [
+            int(p) for p, parent in (line.split() for line in found.splitlines()[1:]) if int(parent) == self.process.pid
+        ]
+        (pid,) = children
+        return pid
+
+
+@contextlib.contextmanager
+def serving(config: Config) -> Iterator[RunningServer]:
+    """A server in a process of its own, ready; ended by SIGTERM."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.serving", msgspec.json.encode(config).decode()],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("port "):
+                break
+        else:
+            raise RuntimeError(f"the server did not start: exit status {process.wait()}")
+        url = f"http://127.0.0.1:{int(line.split()[1])}"
+        with httpx.Client(base_url=url, timeout=60) as client:
+            yield RunningServer(url, process, client)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(20)
+        finally:
+            process.kill()
+            process.stdout.close()
+
+
+if __name__ == "__main__":
+    from mlx_tandem.server.serve import run
+
+    given = msgspec.json.decode(sys.argv[1], type=Config)
+    sys.exit(run(given, on_ready=lambda front, port: print(f"port {port}", flush=True)))

@@ -1,0 +1,148 @@
+"""Frames between front and engine: whole whatever the pieces, and nothing oversize or foreign is read."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_tandem.engine import messages as m
+from mlx_tandem.engine import wire
+from mlx_tandem.engine.wire import EngineChannel, FrameReader, WireError, decode_inbound, decode_outbound, encode
+from mlx_tandem.types import AdapterInfo, AdapterRef, Delta, EngineStats, Request, SamplingParams, TokenLogprob
+
+REQUEST = Request(
+    7,
+    (1, 2, 3),
+    SamplingParams(max_tokens=4, seed=-(2**63), logit_bias=((5, -100.0),), stop_token_ids=(9,), logprobs=3),
+    AdapterRef("math", 3, "abc"),
+    n=2,
+)
+INBOUND = [m.Submit(REQUEST), m.Cancel(7), m.Cancel(7, 1), m.LoadAdapter(1, "/a/b"), m.UnloadAdapter(2, "d"), m.Drain()]
+OUTBOUND = [
+    m.Progress("reading weights", 0.5),
+    m.Output([Delta(7, 1, (5, 6), (TokenLogprob(-0.5, -0.25, ((5, -0.5),)),) * 2, "stop"), Delta(8, 0, (1,))]),
+    m.Failed(7, "step_failed", "the step failed"),
+    m.Fatal("engine_error", "gone"),
+    m.AdapterLoaded(1, AdapterInfo("d", 8, 2.0, "peft", ("q_proj",), 100)),
+    m.CallDone(2),
+    m.CallFailed(3, "invalid_adapter", "no", "path"),
+    m.Heartbeat(EngineStats(running=3, resident_adapters=("d",))),
+]
+
+
+def test_messages_come_back_as_they_went() -> None:
+    assert decode_inbound(encode(INBOUND)[4:]) == INBOUND
+    assert decode_outbound(encode(OUTBOUND)[4:]) == OUTBOUND
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.binary(max_size=300), max_size=8), st.data())
+def test_frames_are_whole_however_they_are_cut(bodies: list[bytes], data: st.DataObject) -> None:
+    """Any splitting of the byte stream gives the same frames, each as soon as its last byte is there."""
+    stream = b"".join(struct.pack("<I", len(b)) + b for b in bodies)
+    ends = [0]
+    for b in bodies:
+        ends.append(ends[-1] + 4 + len(b))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
+    reader, frames, at = FrameReader(), [], 0
+    for cut in [*cuts, len(stream)]:
+        frames += reader.feed(stream[at:cut])
+        at = cut
+        assert len(frames) == sum(1 for end in ends[1:] if end <= cut)
+    assert frames == bodies
+
+
+def test_frames_are_whole_byte_by_byte() -> None:
+    stream = encode(INBOUND) + encode([m.Drain()]) + encode([])
+    reader = FrameReader()
+    frames = [f for i in range(len(stream)) for f in reader.feed(stream[i : i + 1])]
+    assert [decode_inbound(f) for f in frames] == [INBOUND, [m.Drain()], []]
+
+
+def test_an_oversize_frame_is_refused_by_its_length_alone() -> None:
+    """Before its body is waited for or memory is set aside for it."""
+    reader = FrameReader()
+    good = encode([m.Drain()])
+    with pytest.raises(WireError):
+        reader.feed(good + struct.pack("<I", m.MAX_FRAME + 1))
+    assert FrameReader().feed(struct.pack("<I", m.MAX_FRAME)) == []
+
+
+def test_an_oversize_frame_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "MAX_FRAME", 64)
+    with pytest.raises(WireError):
+        encode([m.LoadAdapter(1, "x" * 100)])
+    assert encode([m.LoadAdapter(1, "x")])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xc1",  # never used in msgpack
+        msgspec.msgpack.encode({"a": 1}),
+        msgspec.msgpack.encode([["no such tag", 1]]),
+        msgspec.msgpack.encode([["cancel", "not a number"]]),
+        msgspec.msgpack.encode([["submit", [1, [2.5], [3]]]]),
+        encode(INBOUND)[4:-1],
+    ],
+)
+def test_a_foreign_body_is_refused(body: bytes) -> None:
+    with pytest.raises(msgspec.MsgspecError):
+        decode_inbound(body)
+
+
+@pytest.fixture
+def ends() -> tuple[socket.socket, EngineChannel]:
+    front, engine = socket.socketpair()
+    channel = EngineChannel(engine)
+    yield front, channel  # type: ignore[misc]
+    channel.close()
+    front.close()
+
+
+def test_a_channel_reads_all_that_has_arrived(ends: tuple[socket.socket, EngineChannel]) -> None:
+    front, channel = ends
+    assert channel.receive(0.0) == []
+    front.sendall(encode(INBOUND) + encode([m.Drain()]))
+    assert channel.receive(10.0) == [*INBOUND, m.Drain()]
+    assert channel.receive(0.0) == []
+
+
+def test_a_channel_puts_pieces_together_across_reads(ends: tuple[socket.socket, EngineChannel]) -> None:
+    front, channel = ends
+    frame = encode(INBOUND)
+    front.sendall(frame[:7])
+    assert channel.receive(0.0) == []
+    front.sendall(frame[7:])
+    assert channel.receive(10.0) == INBOUND
+
+
+def test_a_channel_says_when_the_front_is_gone(ends: tuple[socket.socket, EngineChannel]) -> None:
+    front, channel = ends
+    front.sendall(encode([m.Drain()]))
+    front.close()
+    with pytest.raises(WireError):
+        channel.receive(0.0)
+        channel.receive(0.0)
+    with pytest.raises(WireError):
+        channel.send([m.CallDone(1)])
+        channel.send([m.CallDone(1)])
+
+
+def test_a_channel_sends_frames_larger_than_the_socket_s_buffer(ends: tuple[socket.socket, EngineChannel]) -> None:
+    front, channel = ends
+    message = m.Output([Delta(1, 0, tuple(range(200_000)))])
+    sender = threading.Thread(target=channel.send, args=([message],))
+    sender.start()
+    reader, frames = FrameReader(), []
+    while not frames:
+        frames = reader.feed(front.recv(1 << 16))
+    sender.join()
+    assert decode_outbound(frames[0]) == [message]
