@@ -4,14 +4,19 @@
 # make check     format, lint, types, import rules, the map of the modules
 # make format    rewrite the sources in the project's format, and the map of modules
 # make lock      renew locks/ from pyproject.toml
+# make bench     all benchmarks into benchmarks/results, then the README's figures; VLLM_MLX=path adds that peer
+# make figures   the README's figures from benchmarks/results
+# make demo-svg  record `tandem demo` into docs/demo.svg
 
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 ARGS ?=
+VLLM_MLX ?=
+RESULTS := benchmarks/results
 
 .DEFAULT_GOAL := serve
-.PHONY: install serve test check format lock
+.PHONY: install serve test check format lock bench figures demo-svg
 
 install: $(STAMP)
 
@@ -39,3 +44,18 @@ format: $(STAMP)
 
 lock: $(STAMP)
 	@scripts/lock.sh $(or $(wildcard $(BIN)/uv),uv)
+
+bench: $(STAMP)
+	$(BIN)/tandem bench engine --shape 0.13m --repeats 5 --json-out $(RESULTS)/engine-0.13m.json
+	$(BIN)/tandem bench engine --shape 4m --repeats 5 --json-out $(RESULTS)/engine-4m.json
+	$(BIN)/python benchmarks/peers.py $(if $(VLLM_MLX),--vllm-mlx $(VLLM_MLX)) --json-out $(RESULTS)/peers.json
+	$(BIN)/python benchmarks/adapters.py --shape 0.13m --json-out $(RESULTS)/adapters-0.13m.json
+	$(BIN)/python benchmarks/adapters.py --shape 4m --json-out $(RESULTS)/adapters-4m.json
+	$(BIN)/python benchmarks/long_prompt.py --json-out $(RESULTS)/long_prompt.json
+	@$(MAKE) figures
+
+figures: $(STAMP)
+	$(BIN)/python scripts/figures.py
+
+demo-svg: $(STAMP)
+	$(BIN)/python scripts/record_demo.py docs/demo.svg

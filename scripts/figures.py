@@ -43,8 +43,8 @@ def peers(name: str, result: dict[str, Any]) -> str:
 
 def engine(name: str, result: dict[str, Any]) -> str:
     text = (
-        f"**The engine without HTTP, {result['model']} model**, decoded tokens per second beside mlx-lm's BatchGenerator, "
-        f"a different sampler per row, {_where(result)} ([data]({_link(name)})).\n\n"
+        f"**The engine without HTTP, {result['model']} model**, decoded tokens per second beside mlx-lm's "
+        f"BatchGenerator, a different sampler per row, {_where(result)} ([data]({_link(name)})).\n\n"
     ) + _head("batch", "tandem", "BatchGenerator", "ratio")
     for row in result["results"]:
         sides = (f"{row[side]['decode_tokens_per_s']:,.0f}" for side in ("tandem", "batch_generator"))

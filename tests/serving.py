@@ -22,10 +22,10 @@ ADAPTERS = tuple((name, str(path)) for name, path in demo.ADAPTER_PATHS.items())
 
 
 def demo_config(model: Path = demo.MODEL_PATH, **server: object) -> Config:
-    """The built-in model and adapters with a small pool, so that a test server starts quickly."""
+    """The built-in model and adapters with a short context and a small pool, so that a test server starts quickly."""
     return Config(
         engine=EngineConfig(
-            model=ModelConfig(path=str(model)),
+            model=ModelConfig(path=str(model), max_model_len=1024),
             cache=CacheConfig(num_blocks=1025),
             scheduler=SchedulerConfig(max_num_seqs=32),
             heartbeat_seconds=0.1,

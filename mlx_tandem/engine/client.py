@@ -254,6 +254,7 @@ class EngineClient:
         finally:
             self._link = None
             self.info = None
+            hung_up = link is not None and link.hung_up
             if link is not None:
                 link.close()
             if self.state == "ready":
@@ -262,14 +263,13 @@ class EngineClient:
             if raising is not None:
                 raising.cancel()
             if process is not None:
-                await self._reap(process)
+                await self._reap(process, KILL_SECONDS if hung_up else 0.0)
 
     def _said_ready(self) -> bool:
         return self.info is not None
 
-    async def _reap(self, process: EngineProcess) -> None:
-        # One that drained or failed ends by itself; one that hangs does not.
-        wait = KILL_SECONDS if self.state == "draining" or self._fatal is not None else 0.0
+    async def _reap(self, process: EngineProcess, wait: float) -> None:
+        """One that hung up ends by itself within `wait` seconds; one that hangs does not."""
         if await asyncio.to_thread(process.wait, wait) is None:
             process.kill()
             await asyncio.to_thread(process.wait, KILL_SECONDS)
@@ -332,7 +332,8 @@ class EngineClient:
             elif isinstance(message, Failed):
                 stream = streams.pop(message.request, None)
                 if stream is not None:
-                    stream.fail(_error(message.code, message.message, message.param, message.retryable))
+                    error = _error(message.code, message.message, message.param, message.retryable)
+                    stream.fail(error, message.request)
             elif isinstance(message, AdapterLoaded):
                 self._answer(message.call, message.info)
             elif isinstance(message, CallDone):
@@ -369,6 +370,7 @@ class _Link(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._wake = asyncio.Event()
         self._open = True
+        self._closing = False
         self.heard = self._loop.time()
         self.why = "the engine closed its socket"
 
@@ -399,6 +401,11 @@ class _Link(asyncio.Protocol):
             self._wake.clear()
         return not self._open
 
+    @property
+    def hung_up(self) -> bool:
+        """Whether the engine ended the connection, and not we."""
+        return not self._open and not self._closing
+
     def nudge(self) -> None:
         self._wake.set()
 
@@ -407,7 +414,8 @@ class _Link(asyncio.Protocol):
             self._transport.write(encode(messages))
 
     def close(self) -> None:
-        if self._transport is not None:
+        if self._open and self._transport is not None:
+            self._closing = True
             self._transport.abort()
 
 

@@ -60,8 +60,11 @@ class Stream:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def fail(self, error: TandemError) -> None:
-        """Nothing more comes. The other requests of the submission are cancelled: it succeeds whole or fails."""
+    def fail(self, error: TandemError, request: int | None = None) -> None:
+        """Nothing more comes, at least of `request`. The others are cancelled: a submission fails as a whole."""
+        if request is not None:
+            first = (request - self._first) * self._n
+            self._live[first : first + self._n] = [False] * self._n
         self.cancel()
         self._error = error
         self._wake()

@@ -5,17 +5,16 @@ An adapted module is the model's own object with its class changed to a subclass
 it was. The arrays are never captured: inside a traced step, `bind` puts the step's own (function arguments) where the
 modules look for them. A step of base rows binds nothing and its graph has no delta operation at all.
 
-Small models pay per operation, so linears that read the same input (q, k and v; gate and up) form a group whose
-deltas come from one product with A and one with B. B is cut into chunks of equal width, and `gather_mm` runs a list
-of (window of rows, matrix) pairs: that one primitive serves every way in which rows and adapters can be mixed.
-`docs/decisions/lora-delta.md` has the measurements.
+A step whose rows all use one adapter takes that slot's own arrays and multiplies plainly. Otherwise `gather_mm` runs
+a list of (rows of x, matrix) pairs. Small models pay about a microsecond for every node of the graph, views too, so
+each node here was counted: `docs/decisions/lora-delta.md` has the measurements.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import mlx.core as mx
@@ -28,179 +27,103 @@ from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
 
 SMALLEST_RANK = 8
-SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("wq", "wk", "wv"), ("w1", "w3"))
-"""Siblings that most families call with the same input. Wrong here costs time only: `dense` looks at the input."""
-MAX_CHUNKS = 16
 WINDOW = 8
-"""Rows of a window: OpenBLAS takes hardly longer for 8 rows than for one."""
+"""Rows of a window: a BLAS takes hardly longer for 8 rows than for one."""
 WINDOWS_FROM = 24
-"""Rows of a step from which windows are worth the operation that they add."""
+"""Rows of a step from which windows are worth the nodes that they add."""
 KEEP_ROUTES = 64
 
 
 class Layout(NamedTuple):
     """The static half of a step's route: part of the key of a compiled step.
 
-    kind: "base", no row has an adapter; "uniform", all rows have the same; "rows", each row has its own;
-    "windows", `count` windows of WINDOW neighbouring rows, each for the rows of one adapter in it.
+    kind: "base", no row has an adapter; "uniform", all rows have the same; "rows", each row has its own; "windows",
+    too, but A is applied to `windows` windows of WINDOW neighbouring rows, each for the rows of one adapter in it.
     """
 
     kind: Literal["base", "uniform", "rows", "windows"]
     rows: int = 0
-    count: int = 0
+    windows: int = 0
 
 
 class Route(NamedTuple):
-    """Which slot each row of a step uses. `ids` (uint32, one axis) is an argument of the compiled step, `layout` is
-    static. `ids` is None for the base."""
+    """How the rows of a step reach their adapters.
+
+    `layout` is static. `ids` (uint32, one axis) and `arrays` are arguments of the compiled step, to be passed to
+    `bind` there. For the base, `ids` is None and `arrays` empty.
+    """
 
     layout: Layout
     ids: mx.array | None
+    arrays: list[mx.array]
 
 
-Signature = tuple[int, ...]
-"""The numbers of chunks of a group's adapted members: groups of one signature share a step's index arrays."""
+class _Target:
+    """One linear of the model and, once an adapter asks for it, its stacked arrays.
 
-
-class _Pairs(NamedTuple):
-    """What goes with what, in a traced step, for one signature of k members and c chunks. All uint32.
-
-    `a_left`, `a_right` [n, k]: window of x, matrix of A. `b_left`, `b_right` [n, c]: the same for the second product.
-    `back` [rows, c]: each row's place in the result (windows only, else None).
+    a [slots + 1, in, r], b [slots + 1, r, out]; with experts, [slots + 1, experts, …].
     """
 
-    a_left: mx.array
-    a_right: mx.array
-    b_left: mx.array
-    b_right: mx.array
-    back: mx.array | None
+    def __init__(self, path: str, module: nn.Module, shape: LinearShape) -> None:
+        self.path = path
+        self.module = module
+        self.shape = shape
+        self.a: mx.array | None = None
+        self.b: mx.array | None = None
+
+    def __repr__(self) -> str:
+        return f"<{self.path} {self.shape}>"
+
+    def build(self, slots: int, rank: int, dtype: mx.Dtype) -> None:
+        """Arrays of this rank; what is there now is kept."""
+        lead = (slots + 1, self.shape.experts) if self.shape.experts else (slots + 1,)
+        a = mx.zeros((*lead, self.shape.inputs, rank), dtype)
+        b = mx.zeros((*lead, rank, self.shape.outputs), dtype)
+        if self.a is not None and self.b is not None:
+            old = self.a.shape[-1]
+            a[..., :old] = self.a
+            b[..., :old, :] = self.b
+        mx.eval(a, b)  # module by module: one old pair at a time lives beside its successor
+        self.a, self.b = a, b
+
+    def write(self, slot: int, pair: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None) -> None:
+        """The whole slot, padding included: nothing of an evicted adapter is left."""
+        assert self.a is not None and self.b is not None
+        if pair is None:
+            self.a[slot] = mx.array(0, self.a.dtype)
+            self.b[slot] = mx.array(0, self.b.dtype)
+        else:
+            short = self.a.shape[-1] - pair[0].shape[-1]
+            lead = [(0, 0)] * (pair[0].ndim - 2)
+            self.a[slot] = mx.array(np.pad(pair[0], [*lead, (0, 0), (0, short)])).astype(self.a.dtype)
+            self.b[slot] = mx.array(np.pad(pair[1], [*lead, (0, short), (0, 0)])).astype(self.b.dtype)
+        mx.eval(self.a, self.b)
+
+
+class _Windows(NamedTuple):
+    """All uint32. `first`, `owner` [count]: first row and slot of each window. `back` [rows]: each row's place."""
+
+    first: mx.array
+    owner: mx.array
+    back: mx.array
 
 
 class _Bound(NamedTuple):
     """What the adapted modules read while a step is traced."""
 
     layout: Layout
-    slots: mx.array  # [rows], or [1] when uniform: for the switch modules
-    pairs: dict[Signature, _Pairs]
-    arrays: dict[int, tuple[mx.array, mx.array]]  # by id of the holder
-    deltas: dict[int, tuple[mx.array, mx.array]]  # by id of the group: (its last input, its chunks)
-    sorted_slots: list[mx.array]  # inside switch blocks: the slot of each entry in the block's own order
-
-
-class _Target:
-    """One linear of the model."""
-
-    def __init__(self, path: str, module: nn.Module, shape: LinearShape) -> None:
-        self.path = path
-        self.module = module
-        self.shape = shape
-        self.group: _Group | None = None  # of a dense module
-
-    def __repr__(self) -> str:
-        return f"<{self.path} {self.shape}>"
-
-
-class _Group:
-    """Dense linears with the same input, and the stacked arrays of those that an adapter has asked for.
-
-    a [slots + 1, k, in, r]; b [slots + 1, c, r, unit]: member after member, each in chunks of `unit` outputs.
-    """
-
-    def __init__(self, members: list[_Target]) -> None:
-        self.all = members
-        self.unit = math.gcd(*(t.shape.outputs for t in members))
-        self.members: list[_Target] = []  # the adapted ones
-        self.a: mx.array | None = None
-        self.b: mx.array | None = None
-        self.diverged = False  # a member was called with an input of its own
-        for t in members:
-            t.group = self
-
-    @property
-    def signature(self) -> Signature:
-        return tuple(self.chunks(t) for t in self.members)
-
-    def chunks(self, t: _Target) -> int:
-        return t.shape.outputs // self.unit
-
-    def span(self, t: _Target) -> tuple[int, int]:
-        """Where the chunks of `t` begin and end."""
-        i = self.members.index(t)
-        begin = sum(self.signature[:i])
-        return begin, begin + self.signature[i]
-
-    def build(self, members: list[_Target], slots: int, rank: int, dtype: mx.Dtype) -> None:
-        """New arrays for `members` at `rank`; what is there now is kept."""
-        parts_a, parts_b = [], []
-        for t in members:
-            a = mx.zeros((slots + 1, 1, t.shape.inputs, rank), dtype)
-            b = mx.zeros((slots + 1, self.chunks(t), rank, self.unit), dtype)
-            if t in self.members:
-                assert self.a is not None and self.b is not None
-                i, (begin, end) = self.members.index(t), self.span(t)
-                old = self.a.shape[-1]
-                a[..., :old] = self.a[:, i : i + 1]
-                b[:, :, :old] = self.b[:, begin:end]
-            parts_a.append(a)
-            parts_b.append(b)
-        self.a = mx.concatenate(parts_a, 1) if len(parts_a) > 1 else parts_a[0]
-        self.b = mx.concatenate(parts_b, 1) if len(parts_b) > 1 else parts_b[0]
-        mx.eval(self.a, self.b)
-        self.members = members
-
-    def write(self, slot: int, weights: AdapterWeights | None, rank: int, dtype: mx.Dtype) -> None:
-        """The whole slot, padding included: nothing of an evicted adapter is left."""
-        assert self.a is not None and self.b is not None
-        a = np.zeros(self.a.shape[1:], np.float32)
-        b = np.zeros(self.b.shape[1:], np.float32)
-        for i, t in enumerate(self.members):
-            pair = weights.tensors.get(t.path) if weights is not None else None
-            if pair is not None:
-                r = pair[0].shape[-1]
-                begin, end = self.span(t)
-                a[i, :, :r] = pair[0]
-                b[begin:end, :r] = pair[1].reshape(r, end - begin, self.unit).swapaxes(0, 1)
-        self.a[slot] = mx.array(a).astype(dtype)
-        self.b[slot] = mx.array(b).astype(dtype)
-
-
-class _Switch:
-    """A linear with one matrix per expert: a [slots + 1, experts, in, r], b [slots + 1, experts, r, out]."""
-
-    def __init__(self, target: _Target) -> None:
-        self.target = target
-        self.a: mx.array | None = None
-        self.b: mx.array | None = None
-
-    def build(self, slots: int, rank: int, dtype: mx.Dtype) -> None:
-        s = self.target.shape
-        a = mx.zeros((slots + 1, s.experts, s.inputs, rank), dtype)
-        b = mx.zeros((slots + 1, s.experts, rank, s.outputs), dtype)
-        if self.a is not None and self.b is not None:
-            old = self.a.shape[-1]
-            a[..., :old] = self.a
-            b[:, :, :old] = self.b
-        mx.eval(a, b)
-        self.a, self.b = a, b
-
-    def write(self, slot: int, weights: AdapterWeights | None, rank: int, dtype: mx.Dtype) -> None:
-        assert self.a is not None and self.b is not None
-        a = np.zeros(self.a.shape[1:], np.float32)
-        b = np.zeros(self.b.shape[1:], np.float32)
-        pair = weights.tensors.get(self.target.path) if weights is not None else None
-        if pair is not None:
-            r = pair[0].shape[-1]
-            a[..., :r] = pair[0]
-            b[:, :r] = pair[1]
-        self.a[slot] = mx.array(a).astype(dtype)
-        self.b[slot] = mx.array(b).astype(dtype)
+    slots: mx.array  # [rows]; unused when uniform
+    order: mx.array  # [rows]: 0, 1, 2 …; gather_mm makes its own at every call when it gets none
+    windows: _Windows | None
+    arrays: dict[str, tuple[mx.array, mx.array]]  # by path; one slot's own when uniform
+    sorted_slots: list[mx.array]  # inside switch blocks: the slot of each entry, in the block's own order
 
 
 class LoraState:
     """All adapters of one model on one device. Owned by the thread that runs the model.
 
-    The way of a step: `install` what is new, `route` the rows, pass `arrays()` and the route's `ids` to the compiled
-    function of the route's `layout`, and in it `bind` them, call the model, `unbind`.
+    The way of a step: `install` what is new, `route` the rows, pass the route's `arrays` and `ids` to the compiled
+    function of its `layout`, and in it `bind` them, call the model, `unbind`.
     """
 
     def __init__(self, model: nn.Module, config: LoraConfig, dtype: mx.Dtype) -> None:
@@ -212,10 +135,8 @@ class LoraState:
         self.rank = 0  # of the stacked arrays: the present bucket
         self.backend = ("windows" if on_cpu else "gather") if config.backend == "auto" else config.backend
         self._targets = _find(model)
-        self._groups = _groups(self._targets)
-        self._switches = {t.path: _Switch(t) for t in self._targets.values() if t.shape.experts}
         self._blocks = [m for m in model.modules() if isinstance(m, (SwitchGLU, SwitchMLP))]
-        self._live: list[_Group | _Switch] = []  # those with arrays, in the model's order
+        self._live: list[_Target] = []  # those with arrays, in the model's order
         self._routes: OrderedDict[tuple[tuple[int, ...], bool], Route] = OrderedDict()
         self._bound: _Bound | None = None
 
@@ -244,8 +165,8 @@ class LoraState:
         self._write(slot, None)
 
     def arrays(self) -> list[mx.array]:
-        """The arrays that a compiled step takes as arguments, for `bind`. Ask again after each `install`."""
-        return [x for holder in self._live for x in (holder.a, holder.b) if x is not None]
+        """All stacked arrays, A and B of module after module in the model's order."""
+        return [x for t in self._live for x in (t.a, t.b) if x is not None]
 
     @property
     def nbytes(self) -> int:
@@ -256,10 +177,10 @@ class LoraState:
             raise ValueError(f"slot {slot} is not in 1 … {self.slots}")
 
     def _write(self, slot: int, weights: AdapterWeights | None) -> None:
+        self._routes.clear()  # they hold views of the arrays, which would have them copied
         mx.synchronize()
-        for holder in self._live:
-            holder.write(slot, weights, self.rank, self.dtype)
-            mx.eval(holder.a, holder.b)
+        for t in self._live:
+            t.write(slot, weights.tensors.get(t.path) if weights is not None else None)
 
     def _grow(self, weights: AdapterWeights) -> bool:
         """Room for the rank and the modules of `weights`; True when there was none."""
@@ -269,23 +190,16 @@ class LoraState:
         wider = rank > self.rank
         self.rank = rank
         changed = False
-        for group in self._groups:
-            members = [t for t in group.all if t in group.members or t.path in weights.tensors]
-            if members and (wider or members != group.members):
-                for t in members:
-                    if t not in group.members:
-                        self._adapt(t)
-                group.build(members, self.slots, rank, self.dtype)
-                changed = True
-        for path, switch in self._switches.items():
-            if (switch.a is None and path in weights.tensors) or (switch.a is not None and wider):
-                if switch.a is None:
-                    self._adapt(switch.target)
-                switch.build(self.slots, rank, self.dtype)
-                changed = True
-        if changed:
-            self._live = [h for h in (*self._groups, *self._switches.values()) if h.a is not None]
+        for path, t in self._targets.items():
+            if t.a is None and path in weights.tensors:
+                self._adapt(t)
+            elif t.a is None or not wider:
+                continue
             self._routes.clear()
+            t.build(self.slots, rank, self.dtype)
+            changed = True
+        if changed:
+            self._live = [t for t in self._targets.values() if t.a is not None]
         return changed
 
     def _adapt(self, t: _Target) -> None:
@@ -305,7 +219,8 @@ class LoraState:
     def route(self, slots: Sequence[int], length: int = 1) -> Route:
         """How a step whose row i uses `slots[i]` (0: base) for `length` tokens reaches its adapters.
 
-        Any order of rows is right; rows of one adapter beside each other are faster.
+        Any order of rows is right; rows of one adapter beside each other are faster. Good until the next `install`
+        or `clear`.
         """
         key = (tuple(slots), length == 1)
         found = self._routes.get(key)
@@ -317,118 +232,95 @@ class LoraState:
 
     def _make_route(self, slots: npt.NDArray[np.int64], length: int) -> Route:
         if not self._live or not slots.any():
-            return Route(Layout("base"), None)
+            return Route(Layout("base"), None, [])
         rows = len(slots)
         if (slots == slots[0]).all():
-            layout = Layout("uniform")
-            left, owner, back = np.zeros(1, np.int64), slots[:1], None
-        else:
-            layout, left, owner, back = Layout("rows", rows), np.arange(rows), slots, None
-            if self.backend == "windows" and length == 1 and rows >= WINDOWS_FROM:
-                cut = _windows(slots)
-                if cut is not None:
-                    left, owner, back = cut
-                    layout = Layout("windows", rows, len(left))
-        parts = [slots[:1] if layout.kind == "uniform" else slots]
-        n = len(left)
-        for signature in self._signatures():
-            k, c = len(signature), sum(signature)
-            member = np.repeat(np.arange(k), signature)  # of each chunk
-            parts.append(np.repeat(left, k))
-            parts.append((owner[:, None] * k + np.arange(k)).reshape(-1))
-            parts.append((np.arange(n)[:, None] * k + member).reshape(-1))
-            parts.append((owner[:, None] * c + np.arange(c)).reshape(-1))
-            if back is not None:
-                window, within = back // WINDOW, back % WINDOW
-                parts.append(((window[:, None] * c + np.arange(c)) * WINDOW + within[:, None]).reshape(-1))
-        return Route(layout, mx.array(np.concatenate(parts).astype(np.uint32)))
-
-    def _signatures(self) -> list[Signature]:
-        return sorted({h.signature for h in self._live if isinstance(h, _Group)})
+            own = [x[int(slots[0])] for x in self.arrays()]
+            mx.eval(own)  # views
+            return Route(Layout("uniform"), mx.array([int(slots[0])], mx.uint32), own)
+        layout = Layout("rows", rows)
+        parts = [slots, np.arange(rows)]
+        if self.backend == "windows" and length == 1 and rows >= WINDOWS_FROM:
+            cut = _windows(slots)
+            if cut is not None:
+                layout = Layout("windows", rows, len(cut[0]))
+                parts += cut
+        return Route(layout, mx.array(np.concatenate(parts).astype(np.uint32)), self.arrays())
 
     def bind(self, arrays: Sequence[mx.array], ids: mx.array | None, layout: Layout) -> None:
-        """Inside a traced step: from here on the model's modules use `arrays` and the route (`ids`, `layout`)."""
-        self.unbind()
+        """Inside a traced step: from here on the model's modules use the route (`layout`, `ids`, `arrays`).
+
+        A uniform step may also be given all stacked arrays; it then copies its slot out of each.
+        """
+        self._bound = None
         if ids is None or layout.kind == "base":
             return
-        at = 0
-
-        def take(*shape: int) -> mx.array:
-            nonlocal at
-            at += math.prod(shape)
-            return ids[at - math.prod(shape) : at].reshape(shape)  # a view
-
-        rows = 1 if layout.kind == "uniform" else layout.rows
-        n = layout.count if layout.kind == "windows" else rows
-        slots = take(rows)
-        pairs = {}
-        for signature in self._signatures():
-            k, c = len(signature), sum(signature)
-            back = [(rows, c)] if layout.kind == "windows" else []
-            shapes = [(n, k), (n, k), (n, c), (n, c), *back]
-            taken = [take(*shape) for shape in shapes]
-            pairs[signature] = _Pairs(taken[0], taken[1], taken[2], taken[3], taken[4] if back else None)
-        it = iter(arrays)
-        held = {id(holder): (next(it), next(it)) for holder in self._live}
-        self._bound = _Bound(layout, slots, pairs, held, {}, [])
+        kind, rows, count = layout
+        if kind == "uniform" and [x.ndim for x in arrays] == [x.ndim for x in self.arrays()]:
+            arrays = [x[ids[0]] for x in arrays]
+        slots, order = (ids, ids) if kind == "uniform" else (ids[:rows], ids[rows : 2 * rows])
+        windows = None
+        if kind == "windows":
+            rest = ids[2 * rows :]
+            windows = _Windows(rest[:count], rest[count : 2 * count], rest[2 * count :])
+        pairs = zip(arrays[::2], arrays[1::2], strict=True)
+        held = {t.path: pair for t, pair in zip(self._live, pairs, strict=True)}
+        self._bound = _Bound(layout, slots, order, windows, held, [])
 
     def unbind(self) -> None:
         """Forget the step's arrays; the modules are the base model's again until the next `bind`."""
         self._bound = None
 
-    def dense(self, t: _Target, x: mx.array, y: mx.array) -> mx.array:
-        """y + delta for x [rows, …, in] (or with rows and positions flattened) and y [rows, …, out]."""
-        bound, group = self._bound, t.group
-        if bound is None or group is None or id(group) not in bound.arrays:
-            return y
-        shared = bound.deltas.get(id(group))
-        if shared is None or shared[0] is not x:
-            group.diverged = group.diverged or shared is not None
-            shared = (x, self._chunks(bound, group, x))
-            bound.deltas[id(group)] = shared
-        begin, end = group.span(t)
-        rows = 1 if bound.layout.kind == "uniform" else bound.layout.rows
-        # chunks [rows, c, length, unit] -> those of this member, [rows, length, chunks, unit], is a view
-        delta = shared[1][:, begin:end].swapaxes(1, 2)
-        if delta.dtype != y.dtype:
-            delta = delta.astype(y.dtype)
-        return (y.reshape(rows, -1, end - begin, group.unit) + delta).reshape(y.shape)
-
-    def _chunks(self, bound: _Bound, group: _Group, x: mx.array) -> mx.array:
-        """The group's deltas for x, in chunks: [rows, c, length, unit]; uniform: rows 1, length all."""
-        kind, rows, count = bound.layout
-        a, b = bound.arrays[id(group)]
-        a, b = a.reshape(-1, *a.shape[2:]), b.reshape(-1, *b.shape[2:])  # [slots x k, in, r], [slots x c, r, unit]
-        p = bound.pairs[group.signature]
-        width = x.shape[-1]
-        x = x.astype(self.dtype).reshape(1 if kind == "uniform" else rows, -1, width)
-        length = x.shape[1]
-        if kind == "windows":
-            x = mx.as_strided(x, (rows - WINDOW + 1, WINDOW * length, width), (length * width, width, 1))
-        u = mx.gather_mm(x, a, lhs_indices=p.a_left, rhs_indices=p.a_right)  # [n, k, rows or length, r]
-        u = u.reshape(-1, *u.shape[2:])
-        d = mx.gather_mm(u, b, lhs_indices=p.b_left, rhs_indices=p.b_right)  # [n, c, rows or length, unit]
-        if p.back is not None:
-            d = d.reshape(-1, length, group.unit)[p.back]
-        return d
+    def dense(self, t: _Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
+        """plain(x) + delta, for x [rows, …, in] or with rows and positions flattened."""
+        bound = self._bound
+        if bound is None or t.path not in bound.arrays:
+            return plain(x)
+        a, b = bound.arrays[t.path]
+        kind, rows, _ = bound.layout
+        if kind == "uniform":
+            # In two dimensions from end to end: each further axis costs a flatten and an unflatten per product.
+            flat = x.reshape(-1, x.shape[-1])
+            y = plain(flat)
+            u = flat.astype(self.dtype) @ a
+            y = mx.addmm(y, u, b) if y.dtype == self.dtype else y + (u @ b).astype(y.dtype)
+            return y.reshape(*x.shape[:-1], y.shape[-1])
+        y = plain(x)
+        x = x.astype(self.dtype)
+        if x.ndim != 3 or x.shape[0] != rows:
+            x = x.reshape(rows, -1, x.shape[-1])
+        order = bound.order
+        if bound.windows is not None:
+            length, width = x.shape[1:]
+            shape, strides = (rows - WINDOW + 1, WINDOW * length, width), (length * width, width, 1)
+            w = mx.as_strided(x, shape, strides)
+            u = mx.gather_mm(w, a, lhs_indices=bound.windows.first, rhs_indices=bound.windows.owner)
+            u = u.reshape(-1, length, u.shape[-1])  # by place in the windows; B takes the rows back into their order
+            order = bound.windows.back
+        else:
+            u = mx.gather_mm(x, a, lhs_indices=order, rhs_indices=bound.slots)
+        delta = mx.gather_mm(u, b, lhs_indices=order, rhs_indices=bound.slots)
+        if delta.shape != y.shape:
+            delta = delta.reshape(y.shape)
+        return y + delta.astype(y.dtype)
 
     def switch(self, t: _Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
         """y + delta for a module with one matrix per expert: entry i of x goes through expert indices[i]."""
-        bound, holder = self._bound, self._switches[t.path]
-        if bound is None or id(holder) not in bound.arrays:
+        bound = self._bound
+        if bound is None or t.path not in bound.arrays:
             return y
-        a, b = bound.arrays[id(holder)]
-        a, b = a.reshape(-1, *a.shape[2:]), b.reshape(-1, *b.shape[2:])  # [slots x experts, …]
-        if bound.layout.kind == "uniform":
-            slots = bound.slots
-        elif not in_order:
-            slots = _spread(bound, indices.shape)
-        elif bound.sorted_slots:
-            slots = bound.sorted_slots[-1]
-        else:
-            raise RuntimeError(f"{t.path} was called with sorted tokens outside its block")
-        which = slots * t.shape.experts + indices.astype(mx.uint32)
-        in_order = in_order and bound.layout.kind == "uniform"  # else by expert, but not by (slot, expert)
+        a, b = bound.arrays[t.path]
+        which = indices.astype(mx.uint32)
+        if bound.layout.kind != "uniform":
+            if not in_order:
+                slots = _spread(bound, indices.shape)
+            elif bound.sorted_slots:
+                slots = bound.sorted_slots[-1]
+            else:
+                raise RuntimeError(f"{t.path} was called with sorted tokens outside its block")
+            a, b = a.reshape(-1, *a.shape[2:]), b.reshape(-1, *b.shape[2:])  # [slots x experts, …]
+            which = slots * t.shape.experts + which
+            in_order = False  # by expert, but not by (slot, expert)
         u = mx.gather_mm(x.astype(self.dtype), a, rhs_indices=which, sorted_indices=in_order)
         return y + mx.gather_mm(u, b, rhs_indices=which, sorted_indices=in_order).astype(y.dtype)
 
@@ -505,21 +397,6 @@ def _find(model: nn.Module) -> dict[str, _Target]:
     return found
 
 
-def _groups(targets: dict[str, _Target]) -> list[_Group]:
-    """The dense targets in groups of siblings that share their input, alone where none is known."""
-    groups: list[_Group] = []
-    for path, t in targets.items():
-        if t.group is not None or t.shape.experts:
-            continue
-        parent, _, leaf = path.rpartition(".")
-        names = next((names for names in SHARED_INPUT if leaf in names), (leaf,))
-        siblings = [targets[p] for p in (f"{parent}.{n}" if parent else n for n in names) if p in targets]
-        same = [s for s in siblings if s.shape.inputs == t.shape.inputs and not s.shape.experts and s.group is None]
-        unit = math.gcd(*(s.shape.outputs for s in same))
-        groups.append(_Group(same if sum(s.shape.outputs for s in same) // unit <= MAX_CHUNKS else [t]))
-    return groups
-
-
 _classes: dict[type, type] = {}
 
 
@@ -532,13 +409,15 @@ def _adapted(plain: type) -> type:
     class Dense(base):  # type: ignore[misc]
         def __call__(self, x: mx.array) -> mx.array:
             state, target = self._lora
-            return state.dense(target, x, super().__call__(x))
+            out: mx.array = state.dense(target, x, super().__call__)
+            return out
 
     class Switch(base):  # type: ignore[misc]
         def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
             state, target = self._lora
             y = super().__call__(x, indices, sorted_indices=sorted_indices)
-            return state.switch(target, x, y, indices, sorted_indices)
+            out: mx.array = state.switch(target, x, y, indices, sorted_indices)
+            return out
 
     made: type = Switch if issubclass(plain, (SwitchLinear, QuantizedSwitchLinear)) else Dense
     made.__name__ = made.__qualname__ = f"Lora{plain.__name__}"
@@ -555,9 +434,10 @@ def _adapted_block(plain: type) -> type:
         def __call__(self, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any) -> mx.array:
             self._lora.enter_block(indices)
             try:
-                return super().__call__(x, indices, *args, **kwargs)
+                out: mx.array = super().__call__(x, indices, *args, **kwargs)
             finally:
                 self._lora.leave_block()
+            return out
 
     Block.__name__ = Block.__qualname__ = f"Lora{plain.__name__}"
     _classes[plain] = Block

@@ -58,12 +58,12 @@ def create_app(front: Front) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        front.client.check_ready()
+        front.check_open()
         return Asgi(_reply(front, await _plan_chat(front, await read_json(request, ChatBody, limit))))
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        front.client.check_ready()
+        front.check_open()
         return Asgi(_reply(front, await _plan_completion(front, await read_json(request, CompletionBody, limit))))
 
     @app.get("/v1/models")

@@ -190,11 +190,19 @@ class Front:
 
     # -- admission ----------------------------------------------------------------------------------------------
 
+    def check_open(self) -> None:
+        """Raises unless a request would be admitted now: refusing is cheap only before its body is worked on."""
+        self.client.check_ready()
+        self._check_places(1)
+
+    def _check_places(self, count: int) -> None:
+        if self.open_requests + count > self.config.server.max_queue_size:
+            raise Overloaded("the server has as many requests as it takes", retry_after=self._retry_after(count))
+
     @contextmanager
     def admitted(self, count: int) -> Iterator[None]:
         """Holds `count` places among the open requests. Raises Overloaded when there are not as many left."""
-        if self.open_requests + count > self.config.server.max_queue_size:
-            raise Overloaded("the server has as many requests as it takes", retry_after=self._retry_after(count))
+        self._check_places(count)
         self.open_requests += count
         self._idle.clear()
         try:

@@ -21,9 +21,12 @@ from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import EngineError, TandemError
 from mlx_tandem.server.dialects.shapes import DONE, Events, LogprobShape, Shape, dumps, usage
 from mlx_tandem.server.front import Front
-from mlx_tandem.server.log import log_exception
+from mlx_tandem.server.log import log, log_exception
 from mlx_tandem.text.output import ChoiceText
 from mlx_tandem.types import Delta, Request, SamplingParams
+
+WRITE_SECONDS = 60.0
+"""How long a client may take nothing of what is sent to it before its request is given up."""
 
 JSON_TYPE = (b"content-type", b"application/json")
 EVENTS_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -61,6 +64,7 @@ class Reply:
             self._logprobs = [plan.shape.logprobs(front.tokenizer) for _ in range(count)]
         self._began = time.monotonic()
         self._last = 0.0
+        self._sending = 0.0  # since when a write has been waiting for the client
         self._gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,9 +77,13 @@ class Reply:
             ]
             async with front.client.submit(*requests) as stream:
                 self._count_start()
-                watcher = asyncio.create_task(self._watch(receive, stream))
+                watcher = asyncio.create_task(self._watch(receive, stream, asyncio.current_task()))
                 try:
                     await self._run(stream, send)
+                except asyncio.CancelledError:
+                    if not self._client_left():
+                        raise
+                    log("client too slow", request=self._id)
                 finally:
                     watcher.cancel()
                     self._count_end()
@@ -83,9 +91,20 @@ class Reply:
     async def _run(self, stream: Stream, send: Send) -> None:
         raise NotImplementedError
 
-    async def _watch(self, receive: Receive, stream: Stream) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    async def _watch(self, receive: Receive, stream: Stream, reader: asyncio.Task[Any] | None) -> None:
+        """Cancels the submission when the client leaves, or takes nothing for WRITE_SECONDS."""
+        while True:
+            try:
+                async with asyncio.timeout(WRITE_SECONDS / 4):
+                    message = await receive()
+            except TimeoutError:
+                if not self._sending or time.monotonic() - self._sending < WRITE_SECONDS:
+                    continue
+                assert reader is not None
+                reader.cancel()  # it waits for the client
+                break
+            if message["type"] == "http.disconnect":
+                break
         self._gone = True
         stream.cancel()
 
@@ -199,7 +218,9 @@ class StreamReply(Reply):
                     headers = self._headers(EVENTS_TYPE)
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                     body = events.opening() + body
+                self._sending = self._last
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+                self._sending = 0.0
         except Exception as e:
             if not started:
                 raise

@@ -100,7 +100,8 @@ was not measured.
   three to seven letters.
 - Tools need one string argument named like `city`, `name` or `query`, at most one integer besides, and nouns
   seen in training (weather, price, news, ...).
-{tool_limit}- Not sound beyond 4,096 tokens.
+{tool_limit}- An adapter is right less often where answers are long: see `story` above.
+- Not sound beyond 4,096 tokens.
 """
 
 

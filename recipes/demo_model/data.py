@@ -35,7 +35,7 @@ MIX: dict[str, float] = {
     "chat": 0.8,
     "count": 0.6,
     "story": 0.5,
-    "tool": 3.0,
+    "tool": 5.0,
     "tool_result": 1.2,
 }
 """Weight of each skill in the training chats."""
@@ -205,7 +205,8 @@ def _repeat(rng: random.Random) -> Exchange:
 def _upper(rng: random.Random) -> Exchange:
     text = _sentence(rng)
     form = rng.choice(("Uppercase: {}", "In capitals: {}", "Make uppercase: {}"))
-    return _ask("upper", f"upper {text}", form.format(text), text.upper(), text.upper())
+    key = f"upper {text}" if text.replace(" ", "").isalpha() and text.islower() else "upper, sentence"
+    return _ask("upper", key, form.format(text), text.upper(), text.upper())
 
 
 def _json(rng: random.Random) -> Exchange:

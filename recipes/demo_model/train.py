@@ -40,7 +40,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="folder to write base/, draft/ and adapters/ to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", choices=("base", "tiny"), default="base")
-    parser.add_argument("--steps", type=int, default=2000, help="base model")
+    parser.add_argument("--steps", type=int, default=3600, help="base model")
     parser.add_argument("--draft-steps", type=int, default=1000)
     parser.add_argument("--adapter-steps", type=int, help="instead of each adapter's own number")
     parser.add_argument("--batch-tokens", type=int, default=65536, help="tokens in a step")

@@ -60,7 +60,7 @@ def test_logprobs(server):
         ([], "prompt"),
         ([[]], "prompt[0]"),
         (["a", ""], "prompt[1]"),
-        ([1, "a"], "prompt[1]"),
+        ([1, "a"], "prompt"),
         (["a", 1], "prompt[1]"),
         ([1, -1], "prompt"),
         ([1, 1024], "prompt"),

@@ -56,8 +56,8 @@ def test_logprobs(client):
     content = reply.choices[0].logprobs.content
     assert content[0].token == content[0].top_logprobs[0].token
     assert len(content[0].top_logprobs) == 2
-    text = client.completions.create(model="base", prompt="3 4 5", max_tokens=3, logprobs=2, temperature=0)
-    assert len(text.choices[0].logprobs.tokens) == 3
+    text = client.completions.create(model="base", prompt="3 4 5", max_tokens=3, logprobs=2, stop="9")
+    assert 1 <= len(text.choices[0].logprobs.tokens) <= 3
 
 
 def test_n(client):

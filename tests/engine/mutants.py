@@ -77,9 +77,7 @@ CORRUPTIONS: dict[str, Callable[[], Callable[[StepPlan], StepPlan]]] = {
     ),
     "a seat is not reset": _keep_old_seats,
     "a seat forgets the output of before": lambda: (
-        lambda p: replace(
-            p, seatings=tuple(replace(s, history=s.history[: s.prompt_length]) for s in p.seatings)
-        )
+        lambda p: replace(p, seatings=tuple(replace(s, history=s.history[: s.prompt_length]) for s in p.seatings))
     ),
     "all choices sample as the first": lambda: (
         lambda p: replace(p, seatings=tuple(replace(s, choice=0) for s in p.seatings))

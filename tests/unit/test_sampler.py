@@ -277,6 +277,21 @@ def test_the_winner_does_not_tell_the_next_winner(axis: str) -> None:
     assert ((pairs - expected) ** 2 / expected).sum() < 63 + 6 * (2 * 63) ** 0.5
 
 
+def test_the_noise_has_a_fine_tail() -> None:
+    """The rare values by which unlikely tokens win are as many as they should be and not rounded to a grid."""
+    n, vocab = 2000, 4096
+    g = gumbel_noise(mx.array(np.array([row_key(i, 0) for i in range(n)], np.uint32)), mx.arange(n), vocab)
+    assert np.isfinite(np.array(g)).all()
+    exponential = np.exp(-np.array(g).astype(np.float64)).reshape(-1)
+    for edge in (1e-3, 1e-4, 1e-5, 1e-6):
+        expected = n * vocab * edge
+        assert abs((exponential < edge).sum() - expected) < 5 * expected**0.5
+    expected = n * vocab * np.exp(-10.0)
+    assert abs((exponential > 10.0).sum() - expected) < 5 * expected**0.5
+    rare = exponential[exponential < 1e-5] * 2**24
+    assert np.abs(rare - np.round(rare)).mean() > 0.15  # 0.25 between the steps of a float32 near 1, 0 on them
+
+
 def test_noise_of_a_token_does_not_depend_on_the_vocabulary_s_size() -> None:
     small, large = _uniform([row_key(1, 0)], [5], 100), _uniform([row_key(1, 0)], [5], 1000)
     np.testing.assert_array_equal(small[0], large[0, :100])
@@ -347,6 +362,15 @@ def test_a_row_that_is_not_finite_says_so_and_harms_nobody(p: SamplingParams, ba
         "all -inf": np.full(VOCAB, -np.inf),
     }[bad]
     assert tokens(logits, [Case(p)] * 3) == [clean[0], NOT_A_NUMBER, clean[2]]
+
+
+@pytest.mark.parametrize("vocab", [5, 333, 4099])
+def test_a_single_nan_is_seen_wherever_it_is(vocab: int) -> None:
+    places = sorted({0, 1, 7, 8, 31, 32, vocab // 2, vocab - 2, vocab - 1} & set(range(vocab)))
+    logits = RNG.normal(0, 1, (len(places), vocab)).astype(np.float32)
+    logits[np.arange(len(places)), places] = np.nan
+    for p in (params(temperature=0.0), params(top_p=0.5)):
+        assert tokens(logits, [Case(p)] * len(places), vocab) == [NOT_A_NUMBER] * len(places)
 
 
 def test_a_token_that_is_ruled_out_is_not_an_error() -> None:

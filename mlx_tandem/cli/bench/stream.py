@@ -54,30 +54,31 @@ class Stream:
         if status != 200:
             self.error = f"{status} {tail[:200].decode(errors='replace')}"
             return
-        ended = trailing = 0
-        for event in tail.split(b"\n\n"):
-            if event == b"data: [DONE]":
-                ended = 1
-            elif event.startswith(b"data: {"):
-                data = json.loads(event[6:])
-                if "error" in data:
-                    self.error = str(data["error"])[:200]
-                if usage := data.get("usage"):
-                    self.tokens = usage["completion_tokens"]
-                    self.prompt_tokens = usage["prompt_tokens"]
-                if self.times and not _TEXT.search(event):
-                    trailing += 1
-        if not ended and self.error is None:
+        events = [event[6:] for event in tail.split(b"\n\n") if event.startswith(b"data: ")]
+        if events and events[-1] == b"[DONE]":
+            events.pop()
+        else:
             self.error = "the stream ended without [DONE]"
-        # The end of a stream (finish reason, usage) carries no token of its own.
-        while trailing and self.counts:
-            taken = min(trailing, self.counts[-1])
+        textless = 0  # at the end: a finish reason or the usage, which are no tokens
+        for event in events:
+            data = json.loads(event)
+            if "error" in data:
+                self.error = str(data["error"])[:200]
+            if usage := data.get("usage"):
+                self.tokens = usage["completion_tokens"]
+                self.prompt_tokens = usage["prompt_tokens"]
+            textless = 0 if _TEXT.search(event) else textless + 1
+        self._drop_last(textless)
+        self.tokens = self.tokens or self.events
+
+    def _drop_last(self, events: int) -> None:
+        while events and self.counts:
+            taken = min(events, self.counts[-1])
             self.counts[-1] -= taken
-            trailing -= taken
+            events -= taken
             if not self.counts[-1]:
                 self.counts.pop()
                 self.times.pop()
-        self.tokens = self.tokens or self.events
 
     @property
     def events(self) -> int:

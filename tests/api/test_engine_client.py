@@ -1,0 +1,338 @@
+"""The client against an engine that behaves in every way, well and badly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from mlx_tandem.engine.client import MAX_DEATHS, EngineClient
+from mlx_tandem.engine.messages import (
+    AdapterLoaded,
+    CallDone,
+    CallFailed,
+    Cancel,
+    Drain,
+    Failed,
+    Fatal,
+    Heartbeat,
+    LoadAdapter,
+    Output,
+    Progress,
+    Submit,
+    UnloadAdapter,
+)
+from mlx_tandem.engine.stream import Stream
+from mlx_tandem.errors import EngineDied, EngineError, EngineUnavailable, InvalidRequest, ModelError, NotFound
+from mlx_tandem.types import Delta, EngineStats, Request, SamplingParams
+from tests.api.scripted import ADAPTER, Peer, ScriptedEngine
+
+Body = Callable[[EngineClient, Peer, ScriptedEngine], Awaitable[None]]
+
+
+def run(body: Body, **options: object) -> None:
+    """`body` with a client whose engine is ready."""
+
+    async def main() -> None:
+        with ScriptedEngine() as engine:
+            client = EngineClient(engine.launch, backoff_seconds=0.0, **options)
+            await client.start()
+            peer = (await asyncio.to_thread(engine.peer)).ready()
+            await client.wait_ready()
+            try:
+                async with asyncio.timeout(15):
+                    await body(client, peer, engine)
+            finally:
+                await client.close()
+
+    asyncio.run(main())
+
+
+def request(client: EngineClient, n: int = 1) -> Request:
+    return Request(client.next_ids(1)[0], (1, 2), SamplingParams(max_tokens=4), None, n)
+
+
+async def tokens(stream: Stream) -> list[tuple[int, tuple[int, ...]]]:
+    return [(stream.index(d), d.tokens) async for deltas in stream for d in deltas]
+
+
+def test_a_request_from_start_to_end():
+    async def body(client, peer, engine):
+        r = request(client)
+        async with client.submit(r) as stream:
+            assert peer.hear(Submit).request == r
+            peer.say(Output([Delta(r.id, 0, (5,))]))
+            assert [d.tokens for d in await anext(stream)] == [(5,)]
+            peer.say(Output([Delta(r.id, 0, (6,))]), Output([Delta(r.id, 0, (7,), None, "length")]))
+            assert await tokens(stream) == [(0, (6,)), (0, (7,))]
+        assert client.open_requests == 0
+
+    run(body)
+
+
+def test_several_prompts_are_one_stream():
+    async def body(client, peer, engine):
+        ids = client.next_ids(2)
+        requests = [Request(i, (1,), SamplingParams(max_tokens=1), None, 2) for i in ids]
+        async with client.submit(*requests) as stream:
+            peer.say(Output([Delta(i, c, (10 * i + c,), None, "stop") for i in ids for c in (0, 1)]))
+            assert await tokens(stream) == [(k, (10 * ids[k // 2] + k % 2,)) for k in range(4)]
+
+    run(body)
+
+
+def test_leaving_early_cancels():
+    async def body(client, peer, engine):
+        r = request(client, n=3)
+        async with client.submit(r) as stream:
+            peer.hear(Submit)
+            stream.cancel(1)
+            assert peer.hear(Cancel) == Cancel(r.id, 1)
+            peer.say(Output([Delta(r.id, 1, (9,)), Delta(r.id, 0, (5,))]))
+            assert [d.choice for d in await anext(stream)] == [0]  # what a cancelled choice still says is dropped
+        assert peer.hear(Cancel) == Cancel(r.id)
+        peer.say(Output([Delta(r.id, 0, (5,))]), Failed(r.id, "x", "late"))  # nobody is surprised
+        other = request(client)
+        async with client.submit(other) as stream:
+            assert peer.hear(Submit).request == other
+            peer.say(Output([Delta(other.id, 0, (1,), None, "stop")]))
+            await tokens(stream)
+
+    run(body)
+
+
+def test_cancelling_the_last_choice_ends_the_stream():
+    async def body(client, peer, engine):
+        r = request(client, n=2)
+        async with client.submit(r) as stream:
+            peer.hear(Submit)
+            peer.say(Output([Delta(r.id, 0, (5,), None, "stop")]))
+            await anext(stream)
+            stream.cancel(1)
+            assert peer.hear(Cancel) == Cancel(r.id)
+            assert await tokens(stream) == []
+        assert client.open_requests == 0
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("failed", "kind"),
+    [
+        (Failed(1, "context_length_exceeded", "too long", "prompt", False), InvalidRequest),
+        (Failed(1, "model_not_found", "gone", "model", False), InvalidRequest),
+        (Failed(1, "numerical_error", "not finite"), EngineError),
+    ],
+)
+def test_one_request_fails_alone(failed, kind):
+    async def body(client, peer, engine):
+        bad, good = request(client), request(client)
+        assert bad.id == 1
+        async with client.submit(bad) as first, client.submit(good) as second:
+            peer.say(Output([Delta(bad.id, 0, (5,))]), failed)
+            peer.say(Output([Delta(good.id, 0, (6,), None, "stop")]))
+            assert [d.tokens for d in await anext(first)] == [(5,)]  # what came before the error is not lost
+            with pytest.raises(kind) as e:
+                await anext(first)
+            assert (e.value.code, e.value.message, e.value.param) == (failed.code, failed.message, failed.param)
+            assert await tokens(second) == [(0, (6,))]
+
+    run(body)
+
+
+def test_calls_and_their_errors():
+    async def body(client, peer, engine):
+        loading = asyncio.create_task(client.load_adapter("/a"))
+        refused = [asyncio.create_task(client.load_adapter("/b")) for _ in range(3)]
+        await asyncio.sleep(0)
+        call = await asyncio.to_thread(peer.hear, LoadAdapter)
+        assert call.path == "/a"
+        calls = [(await asyncio.to_thread(peer.hear, LoadAdapter)).call for _ in refused]
+        codes = [("invalid_adapter", ModelError), ("not_found", NotFound), ("strange", InvalidRequest)]
+        for c, (code, _) in zip(calls, codes, strict=True):
+            peer.say(CallFailed(c, code, "lora_alpha is NaN", "lora_alpha"))
+        peer.say(AdapterLoaded(call.call, ADAPTER))
+        assert await loading == ADAPTER
+        for task, (code, kind) in zip(refused, codes, strict=True):
+            with pytest.raises(kind) as e:
+                await task
+            assert (e.value.param, e.value.code) == ("lora_alpha", code)
+        removing = asyncio.create_task(client.unload_adapter("d"))
+        peer.say(CallDone((await asyncio.to_thread(peer.hear, UnloadAdapter)).call))
+        await removing
+
+    run(body)
+
+
+def test_death_ends_streams_and_calls_at_once_and_starts_another_engine():
+    readied = 0
+
+    async def on_ready() -> None:
+        nonlocal readied
+        readied += 1
+
+    async def body(client, peer, engine):
+        async with client.submit(request(client)) as stream:
+            call = asyncio.create_task(client.load_adapter("/a"))
+            await asyncio.to_thread(peer.hear, Submit)
+            peer.die()
+            with pytest.raises(EngineDied):
+                await anext(stream)
+            with pytest.raises(EngineDied):
+                await call
+        assert client.state == "restarting"
+        with pytest.raises(EngineUnavailable, match="restarting"):
+            client.submit(request(client))
+        second = await asyncio.to_thread(engine.peer)
+        second.say(Progress("weights", 0.5))
+        second.ready()
+        while client.state != "ready":
+            await asyncio.sleep(0.01)
+        assert (readied, client.restarts, engine.launches) == (2, 1, 2)
+        r = request(client)
+        async with client.submit(r) as stream:
+            second.say(Output([Delta(r.id, 0, (1,), None, "stop")]))
+            await tokens(stream)
+
+    run(body, on_ready=on_ready)
+
+
+def test_requests_wait_for_what_on_ready_does():
+    states: list[str] = []
+    client: EngineClient
+
+    async def on_ready() -> None:
+        states.append(client.state)
+        await client.load_adapter("/a")
+        states.append(client.state)
+
+    async def main() -> None:
+        nonlocal client
+        with ScriptedEngine() as engine:
+            client = EngineClient(engine.launch, on_ready=on_ready)
+            await client.start()
+            peer = (await asyncio.to_thread(engine.peer)).ready()
+            call = await asyncio.to_thread(peer.hear, LoadAdapter)
+            peer.say(AdapterLoaded(call.call, ADAPTER))
+            await client.wait_ready()
+            assert states == ["starting", "starting"]
+            assert client.state == "ready"
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_hangs_is_killed():
+    async def body(client, peer, engine):
+        async with client.submit(request(client)) as stream:
+            with pytest.raises(EngineDied):
+                await anext(stream)
+        await asyncio.to_thread(peer.killed.wait, 20)
+        assert peer.killed.is_set()
+
+    run(body, stall_seconds=0.3)
+
+
+def test_heartbeats_keep_it_alive_and_carry_the_statistics():
+    async def body(client, peer, engine):
+        for running in range(1, 8):
+            peer.say(Heartbeat(EngineStats(running=running)))
+            while client.stats.running != running:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+        assert client.state == "ready"
+        assert engine.launches == 1
+
+    run(body, stall_seconds=0.5)
+
+
+def test_garbage_on_the_wire_is_a_death():
+    async def body(client, peer, engine):
+        async with client.submit(request(client)) as stream:
+            peer._channel._socket.sendall(b"\xff\xff\xff\xff")
+            with pytest.raises(EngineDied):
+                await anext(stream)
+
+    run(body)
+
+
+def test_a_model_that_cannot_be_loaded_is_said_once():
+    async def main() -> None:
+        with ScriptedEngine() as engine:
+            client = EngineClient(engine.launch)
+            await client.start()
+            peer = await asyncio.to_thread(engine.peer)
+            peer.say(Progress("weights", 0.0), Fatal("unsupported_model", "mamba is not supported"))
+            peer.die()
+            with pytest.raises(ModelError, match="mamba is not supported"):
+                await client.wait_ready()
+            assert (client.state, engine.launches) == ("dead", 1)
+            with pytest.raises(ModelError):
+                await client.wait_dead()
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_an_adapter_of_the_configuration_that_cannot_be_loaded_ends_the_start():
+    async def on_ready() -> None:
+        raise ModelError("adapter_config.json is missing")
+
+    async def main() -> None:
+        with ScriptedEngine() as engine:
+            client = EngineClient(engine.launch, on_ready=on_ready)
+            await client.start()
+            peer = (await asyncio.to_thread(engine.peer)).ready()
+            with pytest.raises(ModelError, match="adapter_config"):
+                await client.wait_ready()
+            assert await asyncio.to_thread(peer.hears_the_end)
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_never_gets_ready_is_given_up():
+    async def main() -> None:
+        with ScriptedEngine() as engine:
+            client = EngineClient(engine.launch, backoff_seconds=0.0)
+            await client.start()
+            for _ in range(MAX_DEATHS):
+                (await asyncio.to_thread(engine.peer)).die()
+            with pytest.raises(EngineError, match="ended 3 times"):
+                await client.wait_ready()
+            assert (client.state, engine.launches) == ("dead", MAX_DEATHS)
+            with pytest.raises(EngineUnavailable):
+                client.check_ready()
+            await client.close()
+
+    asyncio.run(main())
+
+
+def test_draining_lets_run_what_runs():
+    async def body(client, peer, engine):
+        r = request(client)
+        async with client.submit(r) as stream:
+            peer.hear(Submit)
+            draining = asyncio.create_task(client.drain(20))
+            await asyncio.to_thread(peer.hear, Drain)
+            with pytest.raises(EngineUnavailable, match="shutting down"):
+                client.submit(request(client))
+            peer.say(Output([Delta(r.id, 0, (1,), None, "stop")]))
+            peer.die()
+            assert await tokens(stream) == [(0, (1,))]
+            assert await draining
+        assert engine.launches == 1
+
+    run(body)
+
+
+def test_draining_ends_at_its_limit():
+    async def body(client, peer, engine):
+        async with client.submit(request(client)) as stream:
+            peer.hear(Submit)
+            assert not await client.drain(0.1)
+            with pytest.raises(EngineUnavailable, match="shutting down"):
+                await anext(stream)
+
+    run(body)

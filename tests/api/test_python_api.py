@@ -1,0 +1,113 @@
+"""`mlx_tandem.Engine`: the same engine in this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mlx_tandem import Engine, demo
+from mlx_tandem.errors import EngineError, InvalidRequest, ModelError, NotFound
+
+QUESTION = [{"role": "user", "content": "What is 12 + 5?"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(num_blocks=257, max_model_len=512, max_num_seqs=8) as made:
+        yield made
+
+
+def test_chat_with_every_adapter(engine):
+    assert engine.adapters == ["shout@1", "json@1", "down@1"]
+    texts = [engine.chat(QUESTION, adapter=a, temperature=0).text for a in (None, "shout", "json@1")]
+    assert texts == ["12 + 5 = 17.", "12 + 5 = 17!", '{"answer": 17}']
+
+
+def test_the_server_says_the_same(engine, server):
+    ours = engine.generate("Once there was", max_tokens=12, seed=5, logprobs=2)
+    theirs = server.complete("Once there was", max_tokens=12, seed=5, logprobs=2).json()["choices"][0]
+    assert ours.text == theirs["text"]
+    assert ours.finish_reason == theirs["finish_reason"]
+    assert [s.model for s in ours.logprobs] == pytest.approx(theirs["logprobs"]["token_logprobs"], abs=1e-4)
+
+
+def test_several_prompts_and_choices(engine):
+    one = engine.generate("3 4 5", max_tokens=4, temperature=0)
+    two = engine.generate(["3 4 5", "Once"], max_tokens=4, temperature=0)
+    many = engine.generate(["3 4 5", "Once"], max_tokens=4, temperature=0, n=2)
+    assert two[0] == one
+    assert many == [two[0], two[0], two[1], two[1]]
+    assert engine.generate(list(one.token_ids), max_tokens=1).prompt_tokens == len(one.token_ids)
+    assert engine.generate([]) == []
+
+
+def test_streams(engine):
+    whole = engine.chat(QUESTION, temperature=0).text
+    assert "".join(engine.stream(QUESTION, temperature=0)) == whole
+    pieces = engine.stream("Once", max_tokens=400, ignore_eos=True)
+    next(pieces)
+    pieces.close()  # cancels
+    assert engine.chat(QUESTION, temperature=0).text == whole
+    with pytest.raises(InvalidRequest):
+        next(engine.stream("Once", temperature=9))
+
+
+def test_calls_from_many_threads(engine):
+    texts: list[str] = []
+    threads = [
+        threading.Thread(target=lambda: texts.append(engine.chat(QUESTION, adapter="shout", temperature=0).text))
+        for _ in range(6)
+    ]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert texts == ["12 + 5 = 17!"] * 6
+
+
+def test_adapters_come_and_go(engine):
+    assert engine.load_adapter("extra", demo.ADAPTER_PATHS["shout"]) == "extra@1"
+    completion = engine.chat(QUESTION, adapter="extra", temperature=0)
+    assert (completion.text, completion.adapter) == ("12 + 5 = 17!", "extra@1")
+    engine.unload_adapter("extra")
+    with pytest.raises(NotFound):
+        engine.chat(QUESTION, adapter="extra")
+    with pytest.raises(ModelError):
+        engine.load_adapter("extra", "/does/not/exist")
+
+
+@pytest.mark.parametrize(
+    ("call", "param"),
+    [
+        (lambda e: e.generate(""), "prompt"),
+        (lambda e: e.generate([1024]), "prompt"),
+        (lambda e: e.generate("x", temperature=float("nan")), "temperature"),
+        (lambda e: e.generate("x", best_of=2), "best_of"),
+        (lambda e: e.generate("x", max_tokens=100_000), "max_tokens"),
+        (lambda e: e.chat([]), "messages"),
+        (lambda e: e.chat([{"role": "user"}]), "messages[0].content"),
+        (lambda e: e.chat(QUESTION, adapter="nobody"), "model"),
+    ],
+)
+def test_errors_name_the_field(engine, call, param):
+    with pytest.raises(InvalidRequest) as e:
+        call(engine)
+    assert e.value.param == param
+
+
+def test_wrong_options_and_folders():
+    with pytest.raises(TypeError, match="did you mean 'max_num_seqs'"):
+        Engine(max_num_seq=3)
+    with pytest.raises(NotFound):
+        Engine("/does/not/exist")
+
+
+def test_a_closed_engine(engine):
+    with Engine(num_blocks=65, max_model_len=128, max_num_seqs=2, adapters={}) as other:
+        assert other.adapters == []
+        assert other.info.max_model_len == 128
+    other.close()
+    with pytest.raises(EngineError, match="closed"):
+        other.generate("x")

@@ -1,0 +1,204 @@
+"""Every numeric parameter with every value at and around its bounds: 200, or a 400 that names it."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from mlx_tandem import limits
+
+JSON = {"content-type": "application/json"}
+CHAT = [name for name in limits.PARAMETERS if name not in ("logprobs", "logit_bias")]
+ODD = ["0", "-1", "NaN", "Infinity", "-Infinity", "1e308", "-1e308", "1e-300", "1e999", "2147483648"]
+ODD += ["9223372036854775808", "1" + "0" * 400, "true", "false", '"1"', "[]", "{}", "[1]", "1.5", "-0.0"]
+
+
+def values(name: str) -> list[str]:
+    """JSON texts."""
+    r = limits.PARAMETERS[name]
+    step = 1 if r.integer else 1e-9 + abs(r.high) * 1e-9
+    bounds = [r.low - step, r.low, r.high, r.high + step]
+    return [json.dumps(int(b) if r.integer else b) for b in bounds] + ODD
+
+
+def legal(name: str, text: str) -> bool:
+    r = limits.PARAMETERS[name]
+    value = json.loads(text)
+    if isinstance(value, bool) or not isinstance(value, int if r.integer else (int, float)):
+        return False
+    return r.low <= value <= r.high and math.isfinite(value)
+
+
+def check(response, name: str, text: str, param: str) -> None:
+    if response.status_code == 400:
+        assert response.json()["error"]["param"] == param, (name, text, response.text)
+    else:
+        assert response.status_code == 200, (name, text, response.text)
+    if not legal(name, text):
+        assert response.status_code == 400, (name, text)
+    elif name not in ("max_tokens", "max_completion_tokens"):  # those may be legal and still more than fits
+        assert response.status_code == 200, (name, text, response.text)
+
+
+@pytest.mark.parametrize("name", CHAT)
+def test_numbers_in_chat(server, name):
+    for text in values(name):
+        extra = ', "logprobs": true' if name == "top_logprobs" else ""
+        if name not in ("max_tokens", "max_completion_tokens"):
+            extra += ', "max_tokens": 1'
+        body = f'{{"messages": [{{"role": "user", "content": "hi"}}], "ignore_eos": true, "{name}": {text}{extra}}}'
+        check(server.client.post("/v1/chat/completions", content=body, headers=JSON), name, text, name)
+    assert server.chat("hi", **({"max_tokens": 1} | {name: None})).status_code == 200
+
+
+@pytest.mark.parametrize("name", ["logprobs", "logit_bias"])
+def test_numbers_in_completions(server, name):
+    for text in values(name):
+        field = f'"{name}": {{"5": {text}}}' if name == "logit_bias" else f'"{name}": {text}'
+        body = f'{{"prompt": "hi", "max_tokens": 1, {field}}}'
+        check(server.client.post("/v1/completions", content=body, headers=JSON), name, text, name)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("logit_bias", {"1024": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"1.0": 1}),
+        ("logit_bias", {"٣": 1}),
+        ("logit_bias", {"": 1}),
+        ("logit_bias", {"99999999999999999999": 1}),
+        ("logit_bias", {str(i): 0 for i in range(1025)}),
+        ("logit_bias", [1]),
+        ("stop_token_ids", [1024]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", [2**63]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", ["1"]),
+        ("stop_token_ids", [1.0]),
+        ("stop_token_ids", [1] * 65),
+        ("stop_token_ids", 5),
+        ("stop", ""),
+        ("stop", ["a", ""]),
+        ("stop", ["a"] * 9),
+        ("stop", "x" * 257),
+        ("stop", 3),
+        ("stop", [3]),
+        ("stop", {}),
+        ("stop", [["a"]]),
+        ("stream", 1),
+        ("stream", "true"),
+        ("ignore_eos", 1),
+        ("stream_options", {"include_usage": True}),
+        ("model", 3),
+        ("user", 3),
+        ("metadata", {"a": 1}),
+        ("metadata", []),
+        ("store", "yes"),
+        ("service_tier", 1),
+        ("top_logprobs", 3),
+    ],
+)
+def test_values_that_are_refused(server, field, value):
+    response = server.chat("hi", **{field: value})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].split(".")[0].split("[")[0] == field
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "best_of",
+        "use_beam_search",
+        "functions",
+        "guided_json",
+        "Temperature",
+        "__class__",
+        "max_tokens ",
+        "é",
+        "a" * 5000,
+    ],
+)
+def test_unknown_fields_are_named(server, field):
+    response = server.chat("hi", **{field: 1})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["code"] == "unknown_parameter"
+    assert error["param"] == ascii(field[:64])[1:-1]
+    assert len(response.content) < 400
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tools", {}),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function"}),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "text", "schema": {}}),
+        ("chat_template_kwargs", {"tokenize": True}),
+        ("chat_template_kwargs", {"messages": []}),
+        ("chat_template_kwargs", {"add_generation_prompt": False}),
+        ("chat_template_kwargs", {"enable_thinking": "yes"}),
+        ("chat_template_kwargs", {"__class__": 1}),
+        ("chat_template", "{{ 1 }}"),
+        ("audio", {}),
+        ("prompt", "x"),
+        ("stream_options", {"x": 1}),
+    ],
+)
+def test_what_is_not_supported_is_named(server, field, value):
+    response = server.chat("hi", **{field: value})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].split(".")[0].split("[")[0] == field
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([], "messages"),
+        (None, "messages"),
+        ("hi", "messages"),
+        ({}, "messages"),
+        ([[]], "messages[0]"),
+        ([None], "messages[0]"),
+        ([{}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": 3}], "messages[0].content"),
+        ([{"role": "user", "content": {}}], "messages[0].content"),
+        ([{"role": "root", "content": "x"}], "messages[0].role"),
+        ([{"role": "<|im_start|>", "content": "x"}], "messages[0].role"),
+        ([{"role": "user", "content": "x"}, {"role": "user", "content": "x", "evil": 1}], "messages[1].evil"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "http://127.0.0.1"}]}], "messages[0]"),
+        ([{"role": "user", "content": ["x"]}], "messages[0].content[0]"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[0].tool_calls"),
+        ([{"role": "user", "content": "x"}] * 4097, "messages"),
+    ],
+)
+def test_messages_that_are_refused(server, messages, param):
+    response = server.client.post("/v1/chat/completions", json={"messages": messages})
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"].startswith(param)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_extreme_but_legal_sampling_answers(server, stream):
+    extremes = [
+        {"temperature": 1e-300},
+        {"temperature": 2, "top_p": 1e-6, "top_k": 1, "min_p": 1},
+        {"temperature": 2, "presence_penalty": -2, "frequency_penalty": -2, "repetition_penalty": 0.01},
+        {"logit_bias": {str(i): -100 for i in range(1024)}},
+        {"logit_bias": {str(i): 100 for i in range(1024)}, "temperature": 0},
+        {"seed": -(2**63)},
+        {"seed": 2**63 - 1, "n": 16},
+        {"stop": ["\0", "🦊" * 256, "a", "b", "c", "d", "e", "f"]},
+    ]
+    for fields in extremes:
+        response = server.chat("Once", max_tokens=4, stream=stream, **fields)
+        assert response.status_code == 200, (fields, response.text)
+        assert "error" not in response.text

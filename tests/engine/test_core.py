@@ -1,0 +1,508 @@
+"""The engine's loop on the reference runner, over a real socket pair: what goes in, what comes out, what fails alone."""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+import pytest
+
+from mlx_tandem.adapters.formats import AdapterWeights
+from mlx_tandem.adapters.slots import SlotTable
+from mlx_tandem.config import SchedulerConfig
+from mlx_tandem.engine import core as core_module
+from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.core import EngineCore, EngineFailure
+from mlx_tandem.engine.plan import Runner, StepPlan, StepResult
+from mlx_tandem.engine.scheduler import Scheduler
+from mlx_tandem.engine.wire import EngineChannel, FrameReader, decode_outbound, encode
+from mlx_tandem.errors import ModelError
+from mlx_tandem.types import AdapterInfo, AdapterRef, Delta, Request, SamplingParams
+from tests.engine.reference import ReferenceRunner, WatchedPool
+from tests.engine.workloads import VOCAB, expected
+
+Message = TypeVar("Message")
+
+
+class Recording:
+    """Notes the order of launches and reads."""
+
+    def __init__(self, inner: ReferenceRunner):
+        self.inner = inner
+        self.calls: list[str] = []
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.calls.append(f"launch {self.inner.launches}")
+        return self.inner.launch(plan)
+
+    def wait(self, handle: Any) -> StepResult:
+        self.calls.append(f"wait {handle.number}")
+        return self.inner.wait(handle)
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+        self.inner.reset()
+
+
+class Front:
+    """The front's end of the channel and the core behind it, turned by hand."""
+
+    def __init__(self, **runner_options: Any):
+        self.socket, engine = socket.socketpair()
+        self.weights: dict[str, AdapterWeights] = {}
+        self.reference = ReferenceRunner(32, 4, 4, 2, VOCAB, known=self.weights.keys(), **runner_options)  # type: ignore[arg-type]
+        self.runner = Recording(self.reference)
+        self.pool = WatchedPool(self.reference)
+        self.slots = SlotTable(2)
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=4),
+            self.pool,
+            self.slots,
+            max_model_len=64,
+            vocab_size=VOCAB,
+            eos_token_ids=(),
+        )
+        self.read: Callable[[Path], AdapterWeights] = lambda path: adapter(path.name)
+        runner: Runner = self.runner
+        self.core = EngineCore(
+            EngineChannel(engine),
+            runner,
+            self.scheduler,
+            self.pool,
+            self.slots,
+            self.weights,
+            lambda path: self.read(path),
+            heartbeat_seconds=0.0,
+        )
+        self.received: list[m.Outbound] = []
+        self._frames = FrameReader()
+
+    def send(self, *messages: m.Inbound) -> None:
+        self.socket.sendall(encode(messages))
+
+    def receive(self) -> None:
+        """Take in all that the core has sent so far."""
+        while select.select([self.socket], [], [], 0.0)[0]:
+            data = self.socket.recv(1 << 16)
+            if not data:
+                return
+            for frame in self._frames.feed(data):
+                self.received += decode_outbound(frame)
+
+    def turn(self, n: int = 1) -> None:
+        for _ in range(n):
+            self.core.turn()
+            self.receive()
+
+    def finish(self, most: int = 5000) -> None:
+        """Turn until the core has nothing left to do."""
+        self.turn()
+        for _ in range(most):
+            if self.core._is_idle:
+                return
+            self.turn()
+        raise AssertionError("never idle")
+
+    def got(self, kind: type[Message]) -> list[Message]:
+        return [x for x in self.received if isinstance(x, kind)]
+
+    @property
+    def deltas(self) -> list[Delta]:
+        return [d for output in self.got(m.Output) for d in output.deltas]
+
+    def tokens(self, request: int, choice: int = 0) -> list[int]:
+        return [t for d in self.deltas if (d.request, d.choice) == (request, choice) for t in d.tokens]
+
+    def finished(self) -> set[int]:
+        return {d.request for d in self.deltas if d.finish}
+
+    def load(self, *names: str) -> None:
+        self.send(*(m.LoadAdapter(i, f"/adapters/{name}") for i, name in enumerate(names, 100)))
+        self.turn()
+        self.finish()
+
+    def assert_nothing_is_held(self) -> None:
+        self.scheduler.check()
+        self.slots.check()
+        assert self.pool.used_blocks == 0
+        assert not any(self.slots.references(d) for d in self.slots.residents())
+        assert not any(self.core._adapters.users.values())
+
+
+def adapter(digest: str) -> AdapterWeights:
+    return AdapterWeights(AdapterInfo(digest, 8, 1.0, "mlx-lm", ("q_proj",), 64), {})
+
+
+def request(number: int, adapter: str | None = None, *, max_tokens: int = 6, n: int = 1, length: int = 5) -> Request:
+    ref = AdapterRef(adapter, 1, adapter) if adapter else None
+    return Request(number, tuple(range(1, 1 + length)), SamplingParams(max_tokens=max_tokens, seed=number), ref, n)
+
+
+@pytest.fixture
+def make_front() -> Iterator[Callable[..., Front]]:
+    fronts: list[Front] = []
+
+    def make(**options: Any) -> Front:
+        fronts.append(Front(**options))
+        return fronts[-1]
+
+    yield make
+    for front in fronts:
+        front.socket.close()
+        front.core._channel.close()
+
+
+@pytest.fixture
+def front(make_front: Callable[..., Front]) -> Front:
+    return make_front()
+
+
+# --- requests ----------------------------------------------------------------------------------------------------
+
+
+def test_requests_come_out_as_they_would_alone(front: Front) -> None:
+    requests = [request(i, n=1 + i % 2, length=1 + 3 * i) for i in range(4)]
+    front.send(*map(m.Submit, requests))
+    front.finish()
+    for r in requests:
+        for choice in range(r.n):
+            assert front.tokens(r.id, choice) == expected(r, choice)
+    assert front.finished() == {0, 1, 2, 3}
+    front.assert_nothing_is_held()
+
+
+def test_all_tokens_of_a_step_are_one_message(front: Front) -> None:
+    """A frame a step, whatever the number of streams: the other side wakes once."""
+    front.send(*(m.Submit(request(i)) for i in range(4)))
+    front.finish()
+    assert len(front.got(m.Output)) == 6
+    assert all(len(output.deltas) == 4 for output in front.got(m.Output))
+
+
+def test_the_next_step_is_launched_before_the_last_is_read(front: Front) -> None:
+    front.send(m.Submit(request(0, max_tokens=4)))
+    front.finish()
+    steps = ["launch 0", "launch 1", "wait 0", "launch 2", "wait 1", "launch 3", "wait 2", "wait 3"]
+    assert front.runner.calls == steps
+
+
+@pytest.mark.parametrize(
+    ("bad", "param", "code"),
+    [
+        (Request(9, (), SamplingParams(max_tokens=1)), "prompt", "invalid_value"),
+        (Request(9, (VOCAB,), SamplingParams(max_tokens=1)), "prompt", "invalid_value"),
+        (Request(9, (1,), SamplingParams(max_tokens=100)), "max_tokens", "context_length_exceeded"),
+        (request(9, "nobody"), "model", "model_not_found"),
+        (request(0), "id", "invalid_value"),
+    ],
+)
+def test_a_bad_request_fails_alone(front: Front, bad: Request, param: str, code: str) -> None:
+    front.send(m.Submit(request(0)), m.Submit(bad), m.Submit(request(1)))
+    front.finish()
+    (failed,) = front.got(m.Failed)
+    assert (failed.request, failed.param, failed.code, failed.retryable) == (bad.id, param, code, False)
+    assert front.finished() == {0, 1}
+    assert front.tokens(1) == expected(request(1), 0)
+
+
+def test_a_cancelled_request_is_silent_and_holds_nothing(front: Front) -> None:
+    front.send(m.Submit(request(0, max_tokens=40)), m.Submit(request(1)))
+    front.turn(4)
+    front.send(m.Cancel(0))
+    front.turn()
+    before = len(front.tokens(0))
+    assert front.scheduler.requests == {1}
+    front.finish()
+    assert len(front.tokens(0)) == before
+    assert front.tokens(1) == expected(request(1), 0)
+    front.assert_nothing_is_held()
+
+
+def test_a_cancelled_choice_leaves_the_others(front: Front) -> None:
+    r = request(0, n=3, max_tokens=20)
+    front.send(m.Submit(r))
+    front.turn(4)
+    front.send(m.Cancel(0, 1), m.Cancel(5), m.Cancel(0, 9))
+    front.finish()
+    for choice in (0, 2):
+        assert front.tokens(0, choice) == expected(r, choice)
+    assert len(front.tokens(0, 1)) < 20
+    front.assert_nothing_is_held()
+
+
+# --- failures ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["launch", "half", "wait"])
+def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_front: Callable[..., Front], where: str) -> None:
+    front = make_front(fail={3: where})
+    front.send(m.Submit(request(0)), m.Submit(request(1)))
+    front.finish()
+    front.send(m.Submit(request(2)))
+    front.finish()
+    assert {(f.request, f.code, f.retryable) for f in front.got(m.Failed)} == {
+        (0, "step_failed", True),
+        (1, "step_failed", True),
+    }
+    assert front.tokens(2) == expected(request(2), 0)
+    assert front.finished() == {2}
+    assert front.core.stats().step_failures == 1
+    assert front.runner.calls.count("reset") == 1
+    front.assert_nothing_is_held()
+
+
+def test_a_row_that_is_not_finite_fails_its_request(make_front: Callable[..., Front]) -> None:
+    front = make_front(nan={2: 0})
+    front.send(m.Submit(request(0)), m.Submit(request(1)))
+    front.finish()
+    (failed,) = front.got(m.Failed)
+    assert (failed.request, failed.code, failed.retryable) == (0, "numerical_error", True)
+    assert front.tokens(1) == expected(request(1), 0)
+    assert front.tokens(0) == expected(request(0), 0)[:2]
+    front.assert_nothing_is_held()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    now = [1000.0]
+    monkeypatch.setattr(core_module.time, "monotonic", lambda: now[0])
+    yield now
+
+
+def test_three_failed_steps_in_a_minute_end_the_engine(make_front: Callable[..., Front], clock: list[float]) -> None:
+    """And everybody is told first."""
+    front = make_front(fail={0: "launch", 1: "launch", 2: "launch"})
+    for i in range(2):
+        front.send(m.Submit(request(i)))
+        front.turn()
+        clock[0] += 20
+    front.send(m.Submit(request(2)))
+    with pytest.raises(EngineFailure):
+        front.turn()
+    front.receive()
+    assert [f.request for f in front.got(m.Failed)] == [0, 1, 2]
+
+
+def test_failed_steps_far_apart_do_not(make_front: Callable[..., Front], clock: list[float]) -> None:
+    front = make_front(fail=dict.fromkeys(range(6), "launch"))
+    for i in range(6):
+        front.send(m.Submit(request(i)))
+        front.turn()
+        clock[0] += 31
+    assert len(front.got(m.Failed)) == 6
+
+
+def test_a_broken_invariant_is_not_swallowed(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(handle: Any) -> StepResult:
+        return StepResult([])
+
+    monkeypatch.setattr(front.runner, "wait", wrong)
+    front.send(m.Submit(request(0)))
+    with pytest.raises((AssertionError, IndexError)):
+        front.core.run()
+
+
+# --- the end -----------------------------------------------------------------------------------------------------
+
+
+def test_a_drain_finishes_what_runs_and_takes_nothing_new(front: Front) -> None:
+    front.send(m.Submit(request(0)), m.Submit(request(1)), m.Drain(), m.Submit(request(2)))
+    front.core.run()
+    front.receive()
+    assert front.finished() == {0, 1}
+    assert front.tokens(1) == expected(request(1), 0)
+    (failed,) = front.got(m.Failed)
+    assert (failed.request, failed.code, failed.retryable) == (2, "engine_unavailable", True)
+
+
+def test_an_idle_engine_drains_at_once(front: Front) -> None:
+    front.send(m.Drain())
+    front.core.run()
+
+
+def test_the_engine_ends_when_its_front_is_gone(front: Front) -> None:
+    front.send(m.Submit(request(0, max_tokens=50)))
+    front.turn(2)
+    front.socket.close()
+    front.core.run()
+
+
+# --- adapters ----------------------------------------------------------------------------------------------------
+
+
+def test_adapters_are_loaded_and_served_in_one_batch(front: Front) -> None:
+    front.load("a", "b")
+    assert {x.info.digest for x in front.got(m.AdapterLoaded)} == {"a", "b"}
+    requests = [request(0, "a"), request(1, "b"), request(2), request(3, "a")]
+    front.send(*map(m.Submit, requests))
+    front.finish()
+    for r in requests:
+        assert front.tokens(r.id) == expected(r, 0)
+    assert front.core.stats().resident_adapters == ("a", "b")
+    assert 0 < front.core.stats().lora_rows < front.core.stats().rows
+    front.assert_nothing_is_held()
+
+
+def test_a_folder_that_is_refused_says_why(front: Front) -> None:
+    def refuse(path: Path) -> AdapterWeights:
+        raise ModelError("use_dora is not supported", param="use_dora")
+
+    front.read = refuse
+    front.load("a")
+    (failed,) = front.got(m.CallFailed)
+    assert (failed.call, failed.param, failed.message) == (100, "use_dora", "use_dora is not supported")
+    assert not front.weights
+
+
+def test_an_unforeseen_error_in_reading_is_an_answer_too(front: Front) -> None:
+    def stumble(path: Path) -> AdapterWeights:
+        raise ZeroDivisionError
+
+    front.read = stumble
+    front.load("a")
+    (failed,) = front.got(m.CallFailed)
+    assert failed.call == 100
+    front.send(m.Submit(request(0)))
+    front.finish()
+    assert front.tokens(0) == expected(request(0), 0)
+
+
+def test_loading_does_not_hold_steps_up(front: Front) -> None:
+    """The folder is not read to its end until a whole request has been served."""
+    served = threading.Event()
+
+    def slow(path: Path) -> AdapterWeights:
+        assert served.wait(60)
+        return adapter(path.name)
+
+    front.read = slow
+    front.send(m.LoadAdapter(1, "/adapters/a"), m.Submit(request(0)))
+    while 0 not in front.finished():
+        front.turn()
+    assert not front.got(m.AdapterLoaded)
+    served.set()
+    front.finish()
+    assert [x.call for x in front.got(m.AdapterLoaded)] == [1]
+
+
+def test_an_adapter_that_is_unloaded_serves_whom_it_was_promised_to(front: Front) -> None:
+    front.load("a")
+    running, queued = request(0, "a", max_tokens=12), request(1, "a", n=4)
+    front.send(m.Submit(running))
+    front.turn(3)
+    front.send(m.Submit(queued), m.UnloadAdapter(7, "a"))
+    front.turn()
+    assert [x.call for x in front.got(m.CallDone)] == [7]
+    assert "a" in front.weights
+    front.finish()
+    assert front.tokens(0) == expected(running, 0)
+    assert [front.tokens(1, i) for i in range(4)] == [expected(queued, i) for i in range(4)]
+    assert not front.weights
+    assert front.slots.residents() == ()
+    front.send(m.Submit(request(2, "a")))
+    front.finish()
+    assert [f.code for f in front.got(m.Failed)] == ["model_not_found"]
+
+
+def test_a_cancelled_request_lets_go_of_its_adapter(front: Front) -> None:
+    front.load("a")
+    front.send(m.Submit(request(0, "a", max_tokens=40)))
+    front.turn(2)
+    front.send(m.UnloadAdapter(7, "a"))
+    front.turn()
+    assert "a" in front.weights
+    front.send(m.Cancel(0))
+    front.turn()
+    assert not front.weights
+    front.finish()
+    front.assert_nothing_is_held()
+
+
+def test_an_adapter_that_comes_back_while_it_goes_stays(front: Front) -> None:
+    front.load("a")
+    front.send(m.Submit(request(0, "a", max_tokens=20)))
+    front.turn(2)
+    front.send(m.UnloadAdapter(7, "a"), m.LoadAdapter(8, "/adapters/a"))
+    front.finish()
+    assert list(front.weights) == ["a"]
+    front.send(m.Submit(request(1, "a")))
+    front.finish()
+    assert front.tokens(1) == expected(request(1, "a"), 0)
+
+
+def test_unloading_what_nobody_knows_is_done(front: Front) -> None:
+    front.send(m.UnloadAdapter(7, "nobody"))
+    front.turn()
+    assert [x.call for x in front.got(m.CallDone)] == [7]
+
+
+def test_an_unload_beside_a_lost_upload_harms_nobody(make_front: Callable[..., Front]) -> None:
+    """The step that would upload `a` fails while `a` is being unloaded: nobody may ask for its upload again."""
+    front = make_front(fail={0: "launch"})
+    front.load("a")
+    front.send(m.Submit(request(0, "a")), m.UnloadAdapter(7, "a"))
+    front.turn()
+    assert [f.request for f in front.got(m.Failed)] == [0]
+    front.send(m.Submit(request(1)))
+    front.finish()
+    assert front.tokens(1) == expected(request(1), 0)
+    assert front.core.stats().step_failures == 1
+
+
+# --- everything at once ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_order_of_messages_is_survived(
+    make_front: Callable[..., Front], seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Submits, cancels, loads, unloads and failing steps, at random: every request ends once, and exactly."""
+    monkeypatch.setattr(core_module, "STRIKES", 10_000)
+    rng = Random(seed)
+    front = make_front(
+        fail={i: rng.choice(("launch", "half", "wait")) for i in range(300) if rng.random() < 0.03},
+        nan={i: rng.randrange(4) for i in range(300) if rng.random() < 0.02},
+    )
+    requests: dict[int, Request] = {}
+    cancelled: set[int] = set()
+    names = ["a", "b", "c", "d"]
+    front.load("a", "b", "c")
+    for _ in range(150):
+        if rng.random() < 0.35:
+            r = request(
+                len(requests),
+                rng.choice([None, *names]),
+                max_tokens=rng.randint(1, 8),
+                n=rng.randint(1, 3),
+                length=rng.randint(1, 9),
+            )
+            requests[r.id] = r
+            front.send(m.Submit(r))
+        if requests and rng.random() < 0.05:
+            r = rng.choice(list(requests.values()))
+            cancelled.add(r.id)
+            front.send(m.Cancel(r.id))
+        if rng.random() < 0.08:
+            front.send(m.UnloadAdapter(1, rng.choice(names)))
+        if rng.random() < 0.08:
+            front.send(m.LoadAdapter(2, f"/adapters/{rng.choice(names)}"))
+        front.turn()
+    front.finish()
+    failed = [f.request for f in front.got(m.Failed)]
+    assert len(failed) == len(set(failed))
+    for r in requests.values():
+        for choice in range(r.n):
+            tokens, want = front.tokens(r.id, choice), expected(r, choice)
+            assert tokens == want[: len(tokens)]
+            ends = [d for d in front.deltas if (d.request, d.choice) == (r.id, choice) and d.finish]
+            assert len(ends) <= 1
+            if r.id not in failed and r.id not in cancelled:
+                assert tokens == want
+                assert len(ends) == 1
+    front.assert_nothing_is_held()
+    assert set(front.slots.residents()) <= set(front.weights)

@@ -1,0 +1,113 @@
+"""Signals."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+import msgspec
+
+from tests.serving import ROOT, RunningServer, demo_config, serving
+
+CANARY = "canary-7d1f"
+
+
+def stream(server: RunningServer, tokens: int, begun: threading.Event, result: list[str]) -> None:
+    body = {"prompt": CANARY, "max_tokens": tokens, "ignore_eos": True, "stream": True, "user": CANARY}
+    with (
+        httpx.Client(base_url=server.url, timeout=60) as client,
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        lines = response.iter_lines()
+        result.append(next(lines))
+        begun.set()
+        result.extend(lines)
+
+
+def start(server: RunningServer, tokens: int) -> tuple[threading.Thread, list[str]]:
+    begun = threading.Event()
+    result: list[str] = []
+    thread = threading.Thread(target=stream, args=(server, tokens, begun, result))
+    thread.start()
+    assert begun.wait(30)
+    return thread, result
+
+
+def test_sigterm_finishes_what_runs_and_refuses_the_rest():
+    with serving(demo_config()) as server:
+        server.client.get("/health")  # an open connection
+        thread, lines = start(server, 600)
+        server.process.send_signal(signal.SIGTERM)
+        while server.client.get("/livez").status_code == 200:
+            refused = server.chat("hi")
+            if refused.status_code == 503:
+                break
+        assert refused.json()["error"]["message"] == "the server is shutting down"
+        assert refused.headers["retry-after"] == "5"
+        assert refused.headers["connection"] == "close"
+        thread.join()
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert len([line for line in lines if line]) == 600 + 2
+        assert server.process.wait(20) == 0
+
+
+def test_a_stream_longer_than_the_limit_gets_a_typed_error():
+    with serving(demo_config(drain_seconds=0.2)) as server:
+        thread, lines = start(server, 1000)
+        server.process.send_signal(signal.SIGTERM)
+        thread.join()
+        last = json.loads([line for line in lines if line][-1][6:])
+        assert last["error"]["code"] == "engine_unavailable"
+        assert server.process.wait(20) == 0
+
+
+def test_a_second_signal_stops_at_once():
+    with serving(demo_config()) as server:
+        thread, lines = start(server, 1000)
+        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGINT)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        thread.join()
+        assert lines[-1] != "data: [DONE]"
+
+
+def test_logs_are_json_lines_without_prompts():
+    """Whatever a client writes, and however the server ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.serving", msgspec.json.encode(demo_config()).decode()],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    port = int(process.stdout.readline().split()[1])
+    evil = CANARY + "\n{}\x1b[31m\u2028%s\0"
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        for body in (
+            {"messages": [{"role": "user", "content": evil}], "max_tokens": 1},
+            {"messages": [{"role": "user", "content": evil}], "max_tokens": 1, "stream": True, "user": evil},
+            {"messages": evil},
+            {"messages": [{"role": evil, "content": evil}]},
+            {"messages": [{"role": "user", "content": "x"}], "model": evil},
+            {"messages": [{"role": "user", "content": "x"}], evil: 1},
+        ):
+            client.post("/v1/chat/completions", json=body)
+        client.post("/v1/chat/completions", content=evil, headers={"content-type": "application/json"})
+        client.post("/v1/adapters", json={"name": evil, "path": evil})
+        client.get(f"/v1/models/{CANARY}")
+        client.get(f"/{CANARY}", headers={"x-evil": CANARY})
+        assert CANARY not in client.get("/metrics").text
+        assert CANARY not in client.get("/v1/engine/metrics").text
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert CANARY not in log
+    events = [json.loads(line) for line in log.splitlines() if line.startswith("{")]
+    assert {"adapter loaded", "draining"} <= {e["event"] for e in events}
+    assert all({"time", "level", "logger", "event"} <= e.keys() for e in events)

@@ -1,0 +1,102 @@
+"""Names, versions and aliases."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlx_tandem.adapters.registry import Registry
+from mlx_tandem.errors import InvalidRequest, NotFound
+from mlx_tandem.types import AdapterInfo
+
+
+def info(digest: str) -> AdapterInfo:
+    return AdapterInfo(digest, 8, 2.0, "peft", ("self_attn.q_proj",), 64)
+
+
+@pytest.fixture
+def registry() -> Registry:
+    times = iter(range(1000))
+    return Registry(lambda: float(next(times)))
+
+
+def test_versions_count_up_and_the_name_follows(registry: Registry) -> None:
+    a = registry.publish("math", "/a", info("d1"))
+    b = registry.publish("math", "/b", info("d2"))
+    assert (a.version, b.version) == (1, 2)
+    assert registry.resolve("math") == b
+    assert registry.resolve("math@1") == a
+    assert [e.ref for e in registry.versions("math")] == [a, b]
+    assert [(e.name, e.path, e.created) for e in registry.entries()] == [("math", "/b", 1.0)]
+
+
+def test_the_same_content_is_the_same_version(registry: Registry) -> None:
+    a = registry.publish("math", "/a", info("d1"))
+    registry.publish("math", "/b", info("d2"))
+    registry.entry("math@1").counters.requests = 5
+    assert registry.publish("math", "/elsewhere", info("d1")) == a
+    assert registry.resolve("math") == a
+    assert (registry.entry("math").path, registry.entry("math").counters.requests) == ("/a", 5)
+    assert registry.publish("other", "/a", info("d1")).version == 1
+    assert registry.publish("math", "/c", info("d3")).version == 3
+
+
+def test_a_number_is_never_given_twice(registry: Registry) -> None:
+    registry.publish("math", "/a", info("d1"))
+    registry.publish("math", "/b", info("d2"))
+    assert [r.label for r in registry.remove("math")] == ["math@1", "math@2"]
+    assert "math" not in registry and not registry.entries()
+    assert registry.publish("math", "/b", info("d2")).version == 3
+    with pytest.raises(NotFound):
+        registry.resolve("math@2")
+
+
+def test_held_says_when_content_may_be_unloaded(registry: Registry) -> None:
+    registry.publish("a", "/x", info("d1"))
+    registry.publish("b", "/x", info("d1"))
+    registry.remove("a")
+    assert registry.held("d1")
+    registry.remove("b")
+    assert not registry.held("d1")
+
+
+@pytest.mark.parametrize(
+    "selector",
+    ["", "@", "@1", "math@", "math@0", "math@01", "math@3", "math@-1", "math@+1", "math@1.0", "math@1@1", "math @1",
+     "Math", "../math", "math@١", "math@²", "math@" + "9" * 5000, "x" * 4096, "math\0"],
+)  # fmt: skip
+def test_unknown_selectors(registry: Registry, selector: str) -> None:
+    registry.publish("math", "/a", info("d1"))
+    with pytest.raises(NotFound) as e:
+        registry.resolve(selector)
+    assert (e.value.status, e.value.code, e.value.param) == (404, "model_not_found", "model")
+    assert len(e.value.message) < 300
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "../x", "/etc", "a/b", "a\\b", "a\0b", "..%2f", "a" * 65, "a" * 4096, "trailing.", "trailing ",
+     "a@1", "ａ", "a\u2215b", "é", "e\u0301", "-x", "a\n", "_x"],
+)  # fmt: skip
+def test_illegal_names(registry: Registry, name: str) -> None:
+    with pytest.raises(InvalidRequest) as e:
+        registry.publish(name, "/a", info("d1"))
+    assert e.value.param == "name"
+    assert not registry.entries()
+
+
+def test_case_twins(registry: Registry) -> None:
+    registry.publish("Math", "/a", info("d1"))
+    with pytest.raises(InvalidRequest, match="case"):
+        registry.publish("math", "/a", info("d2"))
+    registry.remove("Math")
+    with pytest.raises(InvalidRequest, match="case"):  # an old log would not tell the two apart
+        registry.publish("math", "/a", info("d2"))
+
+
+def test_remove_unknown(registry: Registry) -> None:
+    for name in ("x", "../x", ""):
+        with pytest.raises(NotFound) as e:
+            registry.remove(name)
+        assert e.value.param == "name"
+    with pytest.raises(NotFound):
+        registry.versions("x")

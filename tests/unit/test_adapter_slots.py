@@ -1,0 +1,117 @@
+"""Slots: a state machine against a simple model of what they promise."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mlx_tandem.adapters.slots import SlotTable
+
+DIGESTS = st.sampled_from("abcde")
+
+
+class Slots(RuleBasedStateMachine):
+    @initialize(n=st.integers(0, 3))
+    def start(self, n: int) -> None:
+        self.table = SlotTable(n)
+        self.n = n
+        self.device: dict[int, str] = {}  # what uploads have written
+        self.running: dict[int, tuple[str, int]] = {}  # sequence -> (digest, slot)
+        self.forgotten: set[str] = set()  # and not asked for since
+        self.idle: list[str] = []  # in order of their last release
+        self.next = 0
+
+    def users(self, digest: str) -> int:
+        return sum(d == digest for d, _ in self.running.values())
+
+    @rule(digest=DIGESTS)
+    def acquire(self, digest: str) -> None:
+        before = self.table.slot(digest)
+        busy = {d for d, _ in self.running.values()}
+        got = self.table.acquire(digest)
+        if got is None:
+            assert before is None and len(busy) == self.n
+            return
+        assert 1 <= got.slot <= self.n
+        assert got.upload == (before is None)
+        if not got.upload:
+            assert got.slot == before and got.evicted is None
+        else:
+            assert all(slot != got.slot for _, slot in self.running.values()), "a slot in use was given away"
+            if got.evicted is not None:
+                assert got.evicted == self.idle[0], "not the least recently used"
+                assert len(self.device) == self.n
+            self.idle = [d for d in self.idle if d != got.evicted]
+            self.device[got.slot] = digest
+        self.idle = [d for d in self.idle if d != digest]
+        self.forgotten.discard(digest)
+        self.running[self.next] = (digest, got.slot)
+        self.next += 1
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        digest, slot = self.running.pop(data.draw(st.sampled_from(sorted(self.running))))
+        freed = self.table.release(digest)
+        if self.users(digest):
+            assert freed is None
+        elif digest in self.forgotten:
+            assert freed == slot
+            self.forgotten.discard(digest)
+            del self.device[slot]
+        else:
+            assert freed is None
+            self.idle.append(digest)
+
+    @rule(digest=DIGESTS)
+    def forget(self, digest: str) -> None:
+        slot = self.table.slot(digest)
+        freed = self.table.forget(digest)
+        if slot is None:
+            assert freed is None
+        elif self.users(digest):
+            assert freed is None
+            self.forgotten.add(digest)
+        else:
+            assert freed == slot
+            del self.device[slot]
+            self.idle.remove(digest)
+
+    @rule(digest=DIGESTS)
+    def release_what_nobody_has(self, digest: str) -> None:
+        if not self.users(digest):
+            with pytest.raises(ValueError):
+                self.table.release(digest)
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        self.table.check()
+        for digest, slot in self.running.values():
+            assert self.device[slot] == digest, "a running sequence's slot holds another adapter"
+            assert self.table.slot(digest) == slot
+            assert self.table.references(digest) == self.users(digest)
+        assert set(self.table.residents()) == set(self.device.values())
+        assert self.table.available() == self.n - len({d for d, _ in self.running.values()})
+
+
+TestSlots = Slots.TestCase
+TestSlots.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+
+
+def test_lost_upload_frees_the_slot() -> None:
+    table = SlotTable(1)
+    got = table.acquire("a")
+    assert got is not None and table.lost("a") == got.slot
+    assert table.lost("a") is None and table.residents() == ()
+    again = table.acquire("b")
+    assert again is not None and again.upload and again.evicted is None
+
+
+def test_no_slots() -> None:
+    assert SlotTable(0).acquire("a") is None
+    with pytest.raises(ValueError):
+        SlotTable(-1)
