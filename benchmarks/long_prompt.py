@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--shape", default="0.13m")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--lengths", default="2000,32000", help="tokens of the arriving prompts")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--window", type=float, default=2.0, help="seconds of undisturbed decoding before and after")
     parser.add_argument("--json-out", type=Path)
     args = parser.parse_args()

@@ -6,11 +6,13 @@ Every variant runs in the same process on the same random model, interleaved in 
 the tenth percentile of its rounds, so that other load on the machine counts little.
 """
 
+# ruff: noqa: I001
 from __future__ import annotations
 
 import argparse
 import ctypes
 import json
+import os
 import platform
 import statistics
 import sys
@@ -18,14 +20,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
-_blas: ctypes.CDLL | None = None
-try:
-    _blas = ctypes.CDLL("libopenblas.so.0", mode=ctypes.RTLD_GLOBAL)  # before MLX: its own BLAS is a reference one
-except OSError:
-    pass
+from mlx_tandem.model import device  # first: it loads a fast BLAS before MLX
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -50,12 +49,16 @@ ADAPTERS = 8
 RANK = 16
 
 
-def _core() -> str | None:
-    if _blas is None:
+def _blas() -> ctypes.CDLL | None:
+    return ctypes.CDLL(device.OPENBLAS) if device.OPENBLAS else None
+
+
+def _kernels() -> str | None:
+    blas = _blas()
+    if blas is None:
         return None
-    _blas.openblas_get_corename.restype = _blas.openblas_get_config.restype = ctypes.c_char_p
-    version = _blas.openblas_get_config().decode().split(" NO_")[0]
-    return f"{version}, kernels for {_blas.openblas_get_corename().decode()}"
+    blas.openblas_get_corename.restype = blas.openblas_get_config.restype = ctypes.c_char_p
+    return f"{blas.openblas_get_config().decode().split(' NO_')[0]}, {blas.openblas_get_corename().decode()} kernels"
 
 
 def build(shape: dict[str, int]) -> Any:
@@ -66,7 +69,7 @@ def build(shape: dict[str, int]) -> Any:
     )  # fmt: skip
     mx.random.seed(0)
     model: Any = qwen3.Model(args)
-    parameters: list[tuple[str, mx.array]] = list(tree_flatten(model.parameters()))
+    parameters: Any = tree_flatten(model.parameters())
     weights = [
         (k, mx.ones_like(v) if v.ndim == 1 else mx.random.normal(v.shape) * v.shape[-1] ** -0.5) for k, v in parameters
     ]
@@ -437,18 +440,19 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+")
     parser.add_argument("--threads", type=int, default=0, help="of OpenBLAS")
     parser.add_argument("--no-prefill", action="store_true")
-    parser.add_argument("--out")
+    parser.add_argument("--out", help="a JSON list of sessions, to which this one is added")
     args = parser.parse_args()
-    if args.threads and _blas is not None:
-        _blas.openblas_set_num_threads(args.threads)
+    blas = _blas()
+    if args.threads and blas is not None:
+        blas.openblas_set_num_threads(args.threads)
     result: dict[str, Any] = {
-        "machine": f"{platform.machine()} {platform.system()}",
+        "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores",
         **{name: version(name) for name in ("mlx", "mlx-lm", "numpy")},
-        "openblas": _core(),
+        "blas": _kernels(),
         "blas_threads": args.threads,
         "adapters": ADAPTERS,
         "rank": RANK,
-        "command": " ".join(sys.argv),
+        "command": " ".join(["python", *sys.argv]),
         "runs": [],
     }
     for name in args.models:
@@ -480,9 +484,9 @@ def main() -> None:
                 got = trial(work, state, slots, names, args.rounds, args.seconds)
                 report("prefill", rows, length, slots, got)
     if args.out:
-        with open(args.out, "w") as f:
-            json.dump(result, f, indent=1)
-            f.write("\n")
+        out = Path(args.out)
+        sessions = json.loads(out.read_text()) if out.exists() else []
+        out.write_text(json.dumps([*sessions, result], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -47,11 +47,13 @@ class Server:
                 deadline = time.monotonic() + seconds
                 while not asyncio.run(_answers(port)):
                     if process.poll() is not None or time.monotonic() > deadline:
-                        log.seek(0)
-                        tail = log.read().decode(errors="replace")[-2000:]
-                        raise RuntimeError(f"{self.name} did not start: {shlex.join(command)}\n{tail}")
+                        raise RuntimeError(f"{self.name} did not start: {shlex.join(command)}")
                     time.sleep(0.2)
                 yield f"http://127.0.0.1:{port}"
+            except Exception:
+                log.seek(0)
+                print(f"{self.name} said last:\n{log.read().decode(errors='replace')[-3000:]}", file=sys.stderr)
+                raise
             finally:
                 _stop(process)
 

@@ -57,8 +57,75 @@ _SHAPES: dict[str, Any] = {
     "vocab_size": VOCAB,
 }
 
-FAMILIES: dict[str, dict[str, Any]] = {}
+_MULTIPLIERS = {
+    "attention_multiplier": 0.25,
+    "embedding_multiplier": 1.5,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.7,
+}
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Klear": {},
+    "bailing_moe": {"num_shared_experts": 1, "first_k_dense_replace": 1},
+    "cohere": {},
+    "deepseek": {},
+    "deepseek_v3": {},
+    "dots1": {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0},
+    "ernie4_5": {},
+    "ernie4_5_moe": {"moe_num_experts": 4},
+    "exaone": {"num_layers": 2},
+    "gemma": {},
+    "gemma2": {},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe_lite": {},
+    "gpt2": {},
+    "gpt_bigcode": {"n_inner": 96},
+    "gpt_neox": {"rotary_emb_base": 10_000, "rotary_pct": 0.25, "use_parallel_residual": True},
+    "granite": _MULTIPLIERS,
+    "granitemoe": _MULTIPLIERS,
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "internlm2": {},
+    "internlm3": {},
+    "laguna": {},
+    "llama": {},
+    "mimo": {},
+    "minicpm": {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2},
+    "mixtral": {},
+    "nemotron": {},
+    "olmo2": {},
+    "olmoe": {},
+    "phi": {},
+    "phi3": {},
+    "phimoe": {},
+    "qwen2": {},
+    "qwen2_moe": {},
+    "qwen3": {},
+    "qwen3_moe": {},
+    "seed_oss": {},
+    "smollm3": {},
+    "stablelm": {"use_qkv_bias": True},
+    "starcoder2": {},
+    "telechat3": {},
+    "youtu_llm": {},
+}
 """What each family needs beside the common shapes."""
+
+MIXTURES = tuple(
+    f for f in FAMILIES if "moe" in f or f in ("Klear", "deepseek", "deepseek_v3", "dots1", "glm4_moe_lite", "mixtral")
+)
+"""Families whose layers choose among experts."""
+
+OTHER_CACHES: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"sliding_window": 16, "sliding_window_pattern": 2},
+    "gpt_oss": {"sliding_window": 16},
+    "mamba": {
+        "conv_kernel": 4, "state_size": 8, "time_step_rank": 4, "use_bias": False, "use_conv_bias": True,
+    },
+    "plamo2": {},
+}  # fmt: skip
+"""Families that keep something else than keys and values of every position: a window of them, or a state."""
 
 
 def module_of(family: str) -> Any:
@@ -67,7 +134,7 @@ def module_of(family: str) -> Any:
 
 def settings(family: str, **changes: Any) -> dict[str, Any]:
     """The contents of a config.json."""
-    return {**_SHAPES, **FAMILIES.get(family, {}), **changes, "model_type": family}
+    return {**_SHAPES, **(FAMILIES | OTHER_CACHES).get(family, {}), **changes, "model_type": family}
 
 
 def make(folder: Path, family: str, *, bits: int | None = None, seed: int = 0, **changes: Any) -> Path:

@@ -179,7 +179,7 @@ def _format(directory: int, config: Mapping[str, Any]) -> Format:
 
 def _read_exactly(fd: int, offset: int, size: int, name: str) -> npt.NDArray[np.uint8]:
     data = np.empty(size, np.uint8)
-    view = memoryview(data)
+    view = data.data
     done = 0
     with FileIO(fd, closefd=False) as f:
         f.seek(offset)
@@ -502,7 +502,7 @@ def _check(file: str, header: Mapping[str, Tensor], spec: Spec, linears: Mapping
             refuse(file, a[0].tensor, "adapts the same module as a whole and expert by expert")
         for side, halves in enumerate((a, b)):
             for half in halves:
-                want = (shape.inputs, half.rank) if side == 0 else (half.rank, shape.outputs)
+                want: tuple[int, ...] = (shape.inputs, half.rank) if side == 0 else (half.rank, shape.outputs)
                 if half.turn:
                     want = want[::-1]
                 if shape.experts and half.expert is None:
@@ -531,7 +531,7 @@ def _load(
                 raw = _read_exactly(fd, t.offset, math.prod(t.shape) * _DTYPES[t.dtype], file)
                 nbytes += raw.nbytes
                 _feed(digest, (half.tensor, t.dtype, *t.shape, half.scale.hex()))
-                digest.update(memoryview(raw))
+                digest.update(raw.data)
                 values = _decode(raw, t)
                 # In this form a NaN fails too. The limit is float16's: beyond it a served model turns it into inf.
                 scale = half.scale if into is pair[1] else 1.0

@@ -11,8 +11,9 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
+from mlx_tandem.engine.link import Link
 from mlx_tandem.engine.messages import (
     AdapterLoaded,
     CallDone,
@@ -32,7 +33,6 @@ from mlx_tandem.engine.messages import (
 )
 from mlx_tandem.engine.process import EngineProcess, Launch
 from mlx_tandem.engine.stream import Stream
-from mlx_tandem.engine.wire import FrameReader, WireError, decode_outbound, encode
 from mlx_tandem.errors import (
     Conflict,
     EngineDied,
@@ -87,7 +87,7 @@ class EngineClient:
         self._ids = itertools.count(1)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._streams: dict[int, Stream] = {}
-        self._link: _Link | None = None
+        self._link: Link | None = None
         self._fatal: TandemError | None = None
         self._settled = asyncio.Event()  # ready for the first time, or dead
         self._dead = asyncio.Event()
@@ -232,11 +232,11 @@ class EngineClient:
         self.info = None
         loop = asyncio.get_running_loop()
         process: EngineProcess | None = None
-        link: _Link | None = None
+        link: Link | None = None
         raising: asyncio.Task[None] | None = None
         try:
             sock, process = self._launch()
-            _, link = await loop.create_unix_connection(lambda: _Link(self._on_messages), sock=sock)
+            _, link = await loop.create_unix_connection(lambda: Link(self._on_messages), sock=sock)
             self._link = link
             while not await link.ended(WATCH_SECONDS):
                 if raising is None and self._said_ready():
@@ -358,65 +358,6 @@ class EngineClient:
         future = self._calls.get(call)
         if future is not None and not future.done():
             future.set_result(value)
-
-
-class _Link(asyncio.Protocol):
-    """The socket to one engine."""
-
-    def __init__(self, on_messages: Callable[[list[Any]], None]):
-        self._on_messages = on_messages
-        self._reader = FrameReader()
-        self._transport: asyncio.Transport | None = None
-        self._loop = asyncio.get_running_loop()
-        self._wake = asyncio.Event()
-        self._open = True
-        self._closing = False
-        self.heard = self._loop.time()
-        self.why = "the engine closed its socket"
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
-
-    def data_received(self, data: bytes) -> None:
-        self.heard = self._loop.time()
-        try:
-            for frame in self._reader.feed(data):
-                self._on_messages(decode_outbound(frame))
-        except (WireError, ValueError) as e:
-            self.why = f"it sent what is not a frame: {e}"
-            self.close()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self._open = False
-        self._wake.set()
-
-    async def ended(self, wait: float) -> bool:
-        """Whether the connection is over; waits up to `wait` seconds for that, less after a nudge."""
-        if self._open:
-            try:
-                async with asyncio.timeout(wait):
-                    await self._wake.wait()
-            except TimeoutError:
-                pass
-            self._wake.clear()
-        return not self._open
-
-    @property
-    def hung_up(self) -> bool:
-        """Whether the engine ended the connection, and not we."""
-        return not self._open and not self._closing
-
-    def nudge(self) -> None:
-        self._wake.set()
-
-    def send(self, *messages: Inbound) -> None:
-        if self._open and self._transport is not None:
-            self._transport.write(encode(messages))
-
-    def close(self) -> None:
-        if self._open and self._transport is not None:
-            self._closing = True
-            self._transport.abort()
 
 
 _WHY_NOT: dict[State, str] = {

@@ -30,7 +30,8 @@ class SamplingFlags:
     noise: bool = False
     min_p: bool = False
     top_k: bool = False
-    top_p_rounds: int = 0
+    top_p_rounds: int = 0  # 0: no row has a top_p
+    top_p_rows: int = 0  # how many have, padded up
     penalties: bool = False
     bias: bool = False
     logprobs: int = -1  # -1: none; 0: the drawn token's; k: and the k most likely
@@ -54,6 +55,7 @@ class SamplingArrays:
     presence: mx.array
     frequency: mx.array
     key: mx.array  # [rows, 2] uint32, from `row_key`
+    top_p_at: mx.array  # [top_p_rows] int32: the rows that have a top_p; padding repeats one of them
     bias: mx.array | None = None
 
     def flatten(self) -> list[mx.array]:
@@ -66,6 +68,7 @@ class SamplingArrays:
             self.presence,
             self.frequency,
             self.key,
+            self.top_p_at,
         ]
         return fixed if self.bias is None else [*fixed, self.bias]
 
@@ -156,7 +159,7 @@ def sample(logits: mx.array, position: mx.array, a: SamplingArrays, flags: Sampl
         race = mx.where(greedy, z, race)
         tokens = mx.argmax(race, -1)
         if flags.top_p_rounds:
-            tokens = _within_top_p(race, p, tokens, a, greedy, flags.top_p_rounds)
+            tokens = _within_top_p(race, p, tokens, a, flags)
     else:
         tokens = mx.argmax(z, -1)
     if flags.logprobs < 0:
@@ -196,20 +199,26 @@ def _keep_likely(p: mx.array, a: SamplingArrays, flags: SamplingFlags) -> mx.arr
     return p
 
 
-def _within_top_p(
-    race: mx.array, p: mx.array, tokens: mx.array, a: SamplingArrays, greedy: mx.array, rounds: int
-) -> mx.array:
-    """The winner of the race among the smallest set of likeliest tokens that holds top_p of the mass."""
-    most = a.top_p * p.sum(-1, keepdims=True)
-    inside = greedy
-    for i in range(rounds):
-        p_token = mx.take_along_axis(p, tokens[:, None], -1)
-        inside = greedy | (mx.where(p > p_token, p, 0.0).sum(-1, keepdims=True) < most)
-        if i + 1 < rounds:
+def _within_top_p(race: mx.array, p: mx.array, tokens: mx.array, a: SamplingArrays, flags: SamplingFlags) -> mx.array:
+    """The winner of the race among the smallest set of likeliest tokens that holds top_p of the mass, in the rows that
+    have a top_p; the others keep theirs."""
+    at, some = a.top_p_at, flags.top_p_rows < p.shape[0]
+    top_p, drawn = a.top_p, tokens
+    if some:
+        race, p, top_p, drawn = race[at], p[at], top_p[at], tokens[at]
+    most = top_p * p.sum(-1, keepdims=True)
+    for i in range(flags.top_p_rounds):
+        p_drawn = mx.take_along_axis(p, drawn[:, None], -1)
+        inside = mx.where(p > p_drawn, p, 0.0).sum(-1, keepdims=True) < most
+        if i + 1 < flags.top_p_rounds:
             # A row that is inside keeps its candidates, and so its winner.
-            race = mx.where(inside | (p > p_token), race, -mx.inf)
-            tokens = mx.argmax(race, -1)
-    return mx.where(inside[:, 0], tokens, mx.argmax(p, -1))
+            race = mx.where(inside | (p > p_drawn), race, -mx.inf)
+            drawn = mx.argmax(race, -1)
+    drawn = mx.where(inside[:, 0], drawn, mx.argmax(p, -1))
+    if some:
+        tokens[at] = drawn
+        return tokens
+    return drawn
 
 
 def _nucleus_mass(p: mx.array, a: SamplingArrays) -> mx.array:

@@ -9,6 +9,7 @@ import numpy as np
 
 from mlx_tandem.engine.plan import Seating
 from mlx_tandem.model.sampler import SamplingArrays, SamplingFlags, row_key
+from mlx_tandem.model.shapes import row_count
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 
@@ -60,11 +61,13 @@ class Seats:
         at = np.asarray(seats)
         v = self._values
         most = int(self._logprobs[at].max())
+        top_p = v["top_p"][at]
         return SamplingFlags(
             noise=bool((v["temperature"][at] > 0).any()),
             min_p=bool((v["min_p"][at] > 0).any()),
             top_k=bool((self._top_k[at] < self._vocab_size).any()),
-            top_p_rounds=SamplingFlags.rounds_for(float(v["top_p"][at].min())),
+            top_p_rounds=SamplingFlags.rounds_for(float(top_p.min())),
+            top_p_rows=min(row_count(int((top_p < 1.0).sum())), len(at)),
             penalties=self._has_penalty(at),
             bias=any(int(s) in self._bias for s in seats),
             logprobs=min(most if most <= 0 else 5 if most <= 5 else 20, self._vocab_size),
@@ -73,6 +76,8 @@ class Seats:
     def arrays(self, seats: Sequence[int], flags: SamplingFlags) -> SamplingArrays:
         at = np.asarray(seats)
         columns = {name: mx.array(self._values[name][at][:, None]) for name in _FLOATS}
+        truncated = np.flatnonzero(self._values["top_p"][at] < 1.0)
+        top_p_at = np.resize(truncated, flags.top_p_rows).astype(np.int32)
         bias = None
         if flags.bias:
             dense = np.zeros((len(seats), self._vocab_size), np.float32)
@@ -81,7 +86,11 @@ class Seats:
                     dense[row, token] = value
             bias = mx.array(dense)
         return SamplingArrays(
-            **columns, top_k=mx.array(self._top_k[at][:, None]), key=mx.array(self._keys[at]), bias=bias
+            **columns,
+            top_k=mx.array(self._top_k[at][:, None]),
+            key=mx.array(self._keys[at]),
+            top_p_at=mx.array(top_p_at),
+            bias=bias,
         )
 
     def wanted_logprobs(self, seat: int) -> int:

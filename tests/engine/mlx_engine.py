@@ -1,0 +1,144 @@
+"""The real runner under the tests' loop, and mlx-lm's own single-sequence generation as its oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
+
+from mlx_tandem.adapters.formats import AdapterWeights
+from mlx_tandem.adapters.slots import SlotTable
+from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.engine.scheduler import Scheduler
+from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.model.build import Built, build
+from mlx_tandem.types import Request
+from tests.engine.harness import Loop
+from tests.engine.workloads import OddChunks
+
+TOLERANCE = 1e-4
+"""Of a logprob, in float32."""
+NEAR_TIE = 1e-5
+"""Two tokens whose logprobs are this close may change places."""
+SEATS = 6
+BLOCK = 16
+BLOCKS = 32
+
+
+@dataclass
+class Engine:
+    built: Built
+    weights: dict[str, AdapterWeights]
+    max_loras: int
+
+    def run(
+        self, requests: Sequence[Request], *, blocks: int = BLOCKS, chunks: int = 0, depth: int = 1, stagger: int = 0
+    ) -> Loop:
+        """Serve `requests` to their end. `chunks`: prompts are cut into pieces of random length up to this;
+        `stagger`: steps between one arrival and the next."""
+        pool, slots = BlockPool(blocks, BLOCK), SlotTable(self.max_loras)
+        info = self.built.info
+        scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=SEATS),
+            pool,
+            slots,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=(),
+        )
+        if chunks:
+            scheduler.cost = OddChunks(Random(chunks), chunks)
+        loop = Loop(scheduler, self.built.runner, pool, slots, depth=depth)
+        for request in requests:
+            loop.add(request)
+            for _ in range(stagger):
+                loop.step()
+        loop.run()
+        loop.assert_idle()
+        return loop
+
+
+def make_engine(
+    folder: Path, weights: Mapping[str, AdapterWeights] | None = None, *, max_loras: int = 3, max_rank: int = 16
+) -> Engine:
+    held = dict(weights or {})
+    config = EngineConfig(
+        model=ModelConfig(path=str(folder)),
+        cache=CacheConfig(block_size=BLOCK, num_blocks=BLOCKS),
+        scheduler=SchedulerConfig(max_num_seqs=SEATS),
+        lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank),
+    )
+    return Engine(build(config, held, lambda stage, fraction: None), held, max_loras)
+
+
+@dataclass
+class Oracle:
+    """A second load of the same folder, run as mlx-lm runs one sequence."""
+
+    model: nn.Module
+    _known: dict[Any, tuple[list[int], list[np.ndarray[Any, Any]]]] = field(default_factory=dict)
+
+    @staticmethod
+    def load(folder: Path) -> Oracle:
+        model, _ = load_model(folder)
+        return Oracle(model)
+
+    def greedy(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[list[int], list[np.ndarray[Any, Any]]]:
+        """The tokens and, at each, the logprobs of the whole vocabulary."""
+        key = prompt, max_tokens
+        if key not in self._known:
+            self._known[key] = self.follow(prompt, max_tokens)
+        return self._known[key]
+
+    def follow(
+        self, prompt: tuple[int, ...], max_tokens: int, forced: Sequence[int] | None = None
+    ) -> tuple[list[int], list[np.ndarray[Any, Any]]]:
+        """As `greedy`, or with the tokens that are given."""
+        model: Any = self.model
+        cache = make_prompt_cache(model)
+        tokens: list[int] = []
+        logprobs: list[np.ndarray[Any, Any]] = []
+        step = mx.array([prompt])
+        for i in range(max_tokens):
+            logits = model(step, cache=cache)[0, -1].astype(mx.float32)
+            logprobs.append(np.array(logits - mx.logsumexp(logits)))
+            tokens.append(int(logprobs[-1].argmax()) if forced is None else forced[i])
+            step = mx.array([[tokens[-1]]])
+        return tokens, logprobs
+
+
+def assert_agrees(loop: Loop, oracle: Mapping[str | None, Oracle] | Oracle, case: str) -> list[str]:
+    """Every greedy sequence equals the oracle's, token by token, and so do its logprobs and the likeliest tokens.
+
+    Returns the near-ties at which two tokens changed places: from there on a sequence says something else, rightly.
+    """
+    ties: list[str] = []
+    for (number, choice), tokens in loop.tokens.items():
+        request = loop.requests[number]
+        name = request.adapter.digest if request.adapter else None
+        own = oracle if isinstance(oracle, Oracle) else oracle[name]
+        want, logprobs = own.greedy(request.prompt, request.params.max_tokens)
+        assert len(tokens) == len(want), f"{case}: request {number} has {len(tokens)} tokens"
+        for i, (token, said, lp) in enumerate(
+            zip(tokens, loop.logprobs[number, choice], logprobs, strict=True)
+        ):
+            where = f"{case}: request {number}, choice {choice}, token {i}"
+            assert abs(said.model - lp[token]) < TOLERANCE, f"{where}: logprob {said.model}, should be {lp[token]}"
+            best = np.sort(lp)[::-1]
+            for rank, (likely, value) in enumerate(said.top):
+                assert abs(value - lp[likely]) < TOLERANCE, f"{where}: the logprob of token {likely}"
+                assert abs(value - best[rank]) < TOLERANCE, f"{where}: the {rank}th likeliest token"
+            if token != want[i]:
+                gap = lp[want[i]] - lp[token]
+                assert gap < NEAR_TIE, f"{where}: {token}, should be {want[i]}, by {gap}"
+                ties.append(f"{where}: {token} and {want[i]} differ by {gap:.1e}")
+                break
+    return ties

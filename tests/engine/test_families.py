@@ -1,0 +1,89 @@
+"""Model families through the real runner: alone, batched, chunked, preempted and forked they say what mlx-lm says.
+
+Tiny random models in float32, against mlx-lm's own forward over its own cache, one sequence at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_tandem.errors import ModelError
+from mlx_tandem.types import Request, SamplingParams
+from tests import tiny_models
+from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
+
+TOKENS = 10
+_rng = np.random.default_rng(7)
+PROMPTS = [tuple(_rng.integers(3, tiny_models.VOCAB, n).tolist()) for n in (5, 33, 1, 17)]
+COMPILED = ("llama", "qwen3_moe", "gemma2")
+"""These run compiled, as serving does; the others traced anew for each step, which spares a compiler per family."""
+
+
+@pytest.fixture(autouse=True)
+def _compile_some(request: pytest.FixtureRequest) -> Iterator[None]:
+    family = request.node.callspec.params.get("family") if hasattr(request.node, "callspec") else None
+    if family not in COMPILED:
+        mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def ask(number: int, prompt: tuple[int, ...], *, n: int = 1, max_tokens: int = TOKENS) -> Request:
+    return Request(number, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=5), n=n)
+
+
+def check_every_way(engine: Engine, oracle: Oracle, record: Callable[[str, object], None]) -> None:
+    """All cases of the equivalence matrix that there are for one model."""
+    ties: list[str] = []
+    everyone = [ask(i, p) for i, p in enumerate(PROMPTS)]
+
+    alone = engine.run([ask(0, PROMPTS[1])])
+    ties += assert_agrees(alone, oracle, "alone")
+    assert len(set(alone.tokens[0, 0])) > 1, "a model that repeats one token shows little"
+
+    # As many rows as KV heads: a mask of the wrong rank broadcasts over the heads without an error.
+    pair = everyone[: tiny_models.KV_HEADS]
+    ties += assert_agrees(engine.run(pair, chunks=64), oracle, "as many rows as KV heads")
+
+    ties += assert_agrees(engine.run(everyone, depth=0), oracle, "batched")
+    ties += assert_agrees(engine.run(everyone, chunks=7, stagger=2), oracle, "chunked")
+
+    crowded = engine.run([*everyone, ask(4, PROMPTS[3], max_tokens=30)], blocks=7)
+    assert crowded.scheduler.preemptions > 0
+    ties += assert_agrees(crowded, oracle, "preempted")
+
+    # 17 tokens leave one position in a second block, which each choice needs a copy of; 33 leave none.
+    ties += assert_agrees(engine.run([ask(0, PROMPTS[1], n=2), ask(1, PROMPTS[3][:14], n=3)]), oracle, "forked")
+    record("near_ties", ties)
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_a_family_is_served_as_mlx_lm_runs_it(
+    family: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    folder = tiny_models.make(tmp_path / family, family)
+    check_every_way(make_engine(folder), Oracle.load(folder), record_property)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma2"])
+def test_a_quantised_model_is_served_as_mlx_lm_runs_it(
+    family: str, bits: int, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    folder = tiny_models.make(tmp_path / family, family, bits=bits)
+    engine = make_engine(folder)
+    assert engine.built.info.quantization == f"{bits}-bit"
+    check_every_way(engine, Oracle.load(folder), record_property)
+
+
+@pytest.mark.parametrize("family", tiny_models.OTHER_CACHES)
+def test_a_family_with_another_cache_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    folder = tiny_models.make(tmp_path / family, family)
+    with pytest.raises(ModelError, match=family) as e:
+        make_engine(folder)
+    assert e.value.param == "model_type"
