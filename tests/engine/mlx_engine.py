@@ -29,8 +29,8 @@ TOLERANCE = 1e-4
 NEAR_TIE = 1e-5
 """Two tokens whose logprobs are this close may change places."""
 SEATS = 6
-BLOCK = 16
-BLOCKS = 32
+BLOCK = 8
+BLOCKS = 48
 
 
 @dataclass

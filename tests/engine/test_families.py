@@ -20,7 +20,7 @@ from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
 TOKENS = 10
 _rng = np.random.default_rng(7)
 PROMPTS = [tuple(_rng.integers(3, tiny_models.VOCAB, n).tolist()) for n in (5, 33, 1, 17)]
-COMPILED = ("llama", "qwen3_moe", "gemma2")
+COMPILED = ("llama", "qwen3_moe")
 """These run compiled, as serving does; the others traced anew for each step, which spares a compiler per family."""
 
 
@@ -53,11 +53,11 @@ def check_every_way(engine: Engine, oracle: Oracle, record: Callable[[str, objec
     ties += assert_agrees(engine.run(everyone, depth=0), oracle, "batched")
     ties += assert_agrees(engine.run(everyone, chunks=7, stagger=2), oracle, "chunked")
 
-    crowded = engine.run([*everyone, ask(4, PROMPTS[3], max_tokens=30)], blocks=7)
+    crowded = engine.run([ask(i, PROMPTS[i], max_tokens=24) for i in (0, 2, 3)], blocks=7)
     assert crowded.scheduler.preemptions > 0
     ties += assert_agrees(crowded, oracle, "preempted")
 
-    # 17 tokens leave one position in a second block, which each choice needs a copy of; 33 leave none.
+    # Positions of 13 tokens that end within a block, which each choice needs its own copy of; 32 end with one.
     ties += assert_agrees(engine.run([ask(0, PROMPTS[1], n=2), ask(1, PROMPTS[3][:14], n=3)]), oracle, "forked")
     record("near_ties", ties)
 
