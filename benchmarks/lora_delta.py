@@ -481,7 +481,7 @@ def main() -> None:
                 work = Prefill(model, state, rows, length)
                 slots = [3] if rows == 1 else sorted(1 + i % ADAPTERS for i in range(rows))
                 names = args.variants or (None if rows == 1 else PREFILL)
-                got = trial(work, state, slots, names, args.rounds, args.seconds)
+                got = trial(work, state, slots, names, max(args.rounds // 4, 4), args.seconds)
                 report("prefill", rows, length, slots, got)
     if args.out:
         out = Path(args.out)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_unflatten
+
+from mlx_tandem.adapters.formats import LinearShape
 
 VOCAB = 300
 KV_HEADS = 2
@@ -64,12 +67,14 @@ _MULTIPLIERS = {
     "residual_multiplier": 0.7,
 }
 
+_LATENT = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "Klear": {},
     "bailing_moe": {"num_shared_experts": 1, "first_k_dense_replace": 1},
     "cohere": {},
     "deepseek": {},
-    "deepseek_v3": {},
+    "deepseek_v3": _LATENT,
     "dots1": {"first_k_dense_replace": 1, "routed_scaling_factor": 1.0},
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4},
@@ -78,9 +83,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {},
     "glm": {},
     "glm4": {},
-    "glm4_moe_lite": {},
+    "glm4_moe_lite": _LATENT,
     "gpt2": {},
-    "gpt_bigcode": {"n_inner": 96},
     "gpt_neox": {"rotary_emb_base": 10_000, "rotary_pct": 0.25, "use_parallel_residual": True},
     "granite": _MULTIPLIERS,
     "granitemoe": _MULTIPLIERS,
@@ -91,7 +95,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "laguna": {},
     "llama": {},
     "mimo": {},
-    "minicpm": {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2},
+    "minicpm": {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 2, "tie_word_embeddings": False},
     "mixtral": {},
     "nemotron": {},
     "olmo2": {},
@@ -108,7 +112,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "stablelm": {"use_qkv_bias": True},
     "starcoder2": {},
     "telechat3": {},
-    "youtu_llm": {},
+    "youtu_llm": _LATENT,
 }
 """What each family needs beside the common shapes."""
 
@@ -117,7 +121,8 @@ MIXTURES = tuple(
 )
 """Families whose layers choose among experts."""
 
-OTHER_CACHES: dict[str, dict[str, Any]] = {
+UNSUPPORTED: dict[str, dict[str, Any]] = {
+    "gpt_bigcode": {"n_inner": 96},
     "gemma3_text": {"sliding_window": 16, "sliding_window_pattern": 2},
     "gpt_oss": {"sliding_window": 16},
     "mamba": {
@@ -125,7 +130,7 @@ OTHER_CACHES: dict[str, dict[str, Any]] = {
     },
     "plamo2": {},
 }  # fmt: skip
-"""Families that keep something else than keys and values of every position: a window of them, or a state."""
+"""Families that keep a window of positions or a state; and one that takes a single offset for all rows."""
 
 
 def module_of(family: str) -> Any:
@@ -134,7 +139,7 @@ def module_of(family: str) -> Any:
 
 def settings(family: str, **changes: Any) -> dict[str, Any]:
     """The contents of a config.json."""
-    return {**_SHAPES, **(FAMILIES | OTHER_CACHES).get(family, {}), **changes, "model_type": family}
+    return {**_SHAPES, **(FAMILIES | UNSUPPORTED).get(family, {}), **changes, "model_type": family}
 
 
 def make(folder: Path, family: str, *, bits: int | None = None, seed: int = 0, **changes: Any) -> Path:
@@ -163,3 +168,68 @@ def _draw(rng: np.random.Generator, name: str, p: mx.array) -> mx.array:
         around = 0.0 if name.endswith("bias") else 1.0
         return mx.array((around + 0.1 * rng.standard_normal(p.shape)).astype(np.float32))
     return mx.array((rng.standard_normal(p.shape) * 1.5 * p.shape[-1] ** -0.5).astype(np.float32))
+
+
+Deltas = dict[str, np.ndarray[Any, Any]]
+"""What an adapter adds to each module's weight: [inputs, outputs], or with a leading expert axis."""
+
+
+def make_adapter(
+    folder: Path,
+    linears: Mapping[str, LinearShape],
+    kind: Literal["mlx-lm", "peft"],
+    *,
+    rank: int,
+    seed: int,
+    keep: Callable[[str], bool] = lambda path: True,
+) -> Deltas:
+    """Write an adapter folder for the modules of `linears` that `keep` names; strong enough to change greedy text."""
+    rng = np.random.default_rng(seed)
+    scale = 2.0
+    tensors: dict[str, mx.array] = {}
+    deltas: Deltas = {}
+    for path, shape in linears.items():
+        if not keep(path):
+            continue
+        experts = (shape.experts,) if shape.experts else ()
+        a = (rng.standard_normal((*experts, shape.inputs, rank)) * shape.inputs**-0.5).astype(np.float32)
+        b = (rng.standard_normal((*experts, rank, shape.outputs)) * 0.4 * rank**-0.5).astype(np.float32)
+        deltas[path] = scale * (a.astype(np.float64) @ b)
+        turned_a, turned_b = np.ascontiguousarray(a.swapaxes(-1, -2)), np.ascontiguousarray(b.swapaxes(-1, -2))
+        if kind == "peft":
+            tensors[f"base_model.model.{path}.lora_A.weight"] = mx.array(turned_a)
+            tensors[f"base_model.model.{path}.lora_B.weight"] = mx.array(turned_b)
+        else:
+            tensors[f"{path}.lora_a"] = mx.array(turned_a if experts else a)
+            tensors[f"{path}.lora_b"] = mx.array(turned_b if experts else b)
+    folder.mkdir(parents=True)
+    if kind == "peft":
+        config: dict[str, Any] = {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank}
+        mx.save_safetensors(str(folder / "adapter_model.safetensors"), tensors)
+    else:
+        config = {"fine_tune_type": "lora", "lora_parameters": {"rank": rank, "scale": scale, "dropout": 0.0}}
+        mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return deltas
+
+
+def merge(model: nn.Module, deltas: Deltas) -> nn.Module:
+    """Add an adapter to a model's own weights; a quantised linear becomes a dense one."""
+    modules = dict(model.named_modules())
+    replaced: list[tuple[str, nn.Module]] = []
+    for path, delta in deltas.items():
+        module: Any = modules[path]
+        change = mx.array(delta.swapaxes(-1, -2).astype(np.float32))
+        if isinstance(module, nn.QuantizedLinear):
+            weight = mx.dequantize(module.weight, module.scales, module.biases, module.group_size, module.bits)
+            dense: Any = nn.Linear(weight.shape[1], weight.shape[0], bias="bias" in module)
+            dense.weight = weight + change
+            if "bias" in module:
+                dense.bias = module.bias
+            replaced.append((path, dense))
+        else:
+            module.weight = module.weight + change
+    if replaced:
+        model.update_modules(tree_unflatten(replaced))
+    mx.eval(model.parameters())
+    return model

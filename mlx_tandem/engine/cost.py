@@ -16,34 +16,51 @@ def padded_length(tokens: int) -> int:
 
 
 class CostModel:
-    """milliseconds ≈ a + b·length + c·length·context + d·context, by recursive least squares with forgetting.
+    """What parts of a step take, in milliseconds:
 
-    `context` counts the positions before the chunk. A chunk deep in a long context costs ten times one at its start,
-    so a budget in tokens would stall the streams that decode beside it.
+        a chunk of a prompt: scale · (a + b·length + c·length·context + d·context), context being what is before it
+        decoding:            scale' · (a' + b'·rows)
+
+    A chunk deep in a long context costs ten times one at its start, so a budget in tokens would stall the streams that
+    decode beside it. The forms are fitted at start, on a quiet device; while serving only the scales follow what steps
+    really take, so that no run of odd measurements can bend a form.
     """
 
-    def __init__(self, forgetting: float = 0.98):
-        self._weights = np.array([0.5, 5.0, 5.0, 0.5])  # a slow machine, until it is known better
-        self._covariance = np.eye(4) * 10.0
-        self._forgetting = forgetting
-        self.decode_ms = 0.0
+    def __init__(self) -> None:
+        # A slow machine, until it is fitted.
+        self._chunk_form = np.array([0.5, 5.0, 5.0, 0.5])
+        self._decode_form = np.array([1.0, 0.1])
+        self._chunk_scale = self._decode_scale = 1.0
 
-    def observe_decode(self, milliseconds: float) -> None:
-        """A step without prompt chunks took this long."""
-        self.decode_ms = milliseconds if not self.decode_ms else 0.9 * self.decode_ms + 0.1 * milliseconds
+    def fit(self, chunks: list[tuple[int, int, float]], decodes: list[tuple[int, float]] | None = None) -> None:
+        """Take the forms from measured (length, context, milliseconds) and (rows, milliseconds)."""
+        self._chunk_form = _nonnegative_fit([_features(n, context) for n, context, _ in chunks], [c[2] for c in chunks])
+        self._chunk_scale = 1.0
+        if decodes:
+            self._decode_form = _nonnegative_fit(
+                [np.array([1.0, rows]) for rows, _ in decodes], [d[1] for d in decodes]
+            )
+            self._decode_scale = 1.0
 
-    def observe_chunks(self, chunks: list[tuple[int, int]], milliseconds: float) -> None:
-        """These (length, context) together took this long."""
-        x = sum((_features(*chunk) for chunk in chunks), np.zeros(4))
-        gain = self._covariance @ x
-        gain /= self._forgetting + x @ gain
-        self._weights = np.maximum(self._weights + gain * (milliseconds - self._weights @ x), 0.0)
-        self._covariance -= np.outer(gain, x @ self._covariance)
-        if np.trace(self._covariance) < 1e4:  # forgetting without news would let it grow without bound
-            self._covariance /= self._forgetting
+    def observe(self, chunks: list[tuple[int, int]], decode_rows: int, milliseconds: float) -> None:
+        """A step with these (length, context) and so many rows that decode took this long."""
+        expected = sum(self.predict(*chunk) for chunk in chunks) + (self.decode(decode_rows) if decode_rows else 0.0)
+        if expected <= 0.0:
+            return
+        # Clipped: a step that took a second because another program ran must not stop the prompts.
+        change = min(max(milliseconds / expected, 0.5), 2.0) ** 0.1
+        if chunks:
+            self._chunk_scale = min(max(self._chunk_scale * change, 1e-3), 1e3)
+        if decode_rows:
+            self._decode_scale = min(max(self._decode_scale * change, 1e-3), 1e3)
+
+    def decode(self, rows: int) -> float:
+        """Milliseconds of a step in which so many rows decode."""
+        return self._decode_scale * float(self._decode_form @ np.array([1.0, rows]))
 
     def predict(self, length: int, context: int) -> float:
-        return float(self._weights @ _features(length, context))
+        """Milliseconds of a chunk."""
+        return self._chunk_scale * float(self._chunk_form @ _features(length, context))
 
     def affordable(self, context: int, milliseconds: float, longest: int) -> int:
         """The longest padded length up to `longest` that is predicted to fit, at least the shortest."""
@@ -58,3 +75,20 @@ class CostModel:
 def _features(length: int, context: int) -> np.ndarray:
     """Scaled to be of one size over usual chunks: 256 tokens, 4,096 positions."""
     return np.array([1.0, length / 256, length * (context + length / 2) / (256 * 4096), context / 4096])
+
+
+def _nonnegative_fit(features: list[np.ndarray], milliseconds: list[float]) -> np.ndarray:
+    """Weights of least relative error, none negative: of each choice of parts that are not zero, the best that is
+    feasible; there are at most fifteen."""
+    y = np.maximum(np.array(milliseconds), 1e-3)
+    x = np.array(features) / y[:, None]
+    parts = x.shape[1]
+    best, found = float("inf"), np.zeros(parts)
+    for mask in range(1, 1 << parts):
+        chosen = [i for i in range(parts) if mask >> i & 1]
+        weights = np.linalg.lstsq(x[:, chosen], np.ones(len(y)), rcond=None)[0]
+        error = float(((x[:, chosen] @ weights - 1.0) ** 2).sum())
+        if (weights >= 0).all() and error < best:
+            best, found = error, np.zeros(parts)
+            found[chosen] = weights
+    return found

@@ -66,5 +66,6 @@ class Pipeline:
         self.steps += 1
         self.rows += len(flight.plan.rows)
         self.lora_rows += sum(1 for r in flight.plan.rows if r.slot)
-        self._scheduler.observe(flight.plan, ms)
+        if not result.cold:
+            self._scheduler.observe(flight.plan, ms)
         return self._scheduler.settle(flight.plan, result)

@@ -69,6 +69,7 @@ class StepResult:
 
     tokens: list[int | None]
     logprobs: list[TokenLogprob | None] = field(default_factory=list)  # empty: nobody asked
+    cold: bool = False  # a shape was met for the first time: how long it took says nothing
 
 
 class DeviceError(Exception):

@@ -19,11 +19,19 @@ from mlx_tandem.engine.cost import CostModel, padded_length
 from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, Seating, StepPlan, StepResult
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.kv.pool import SCRATCH, BlockPool
 from mlx_tandem.types import Delta, FinishReason, Request
 
 PATIENCE = 32
 """Requests that may overtake one that waits for an adapter slot."""
+
+_HURRY = 8
+"""How many streams that decode one waiting prompt outweighs. A single long prompt beside sixteen streams gets the plain
+share of their time; a burst of short ones is read at once, since every chunk has a fixed cost and a batch that is not
+full wastes more."""
+
+_WHOLE = 4 / 3
+"""How far over its budget a prompt may go to be finished in one chunk."""
 
 
 @dataclass(slots=True)
@@ -59,6 +67,7 @@ class Scheduler:
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
         self._uploads: list[tuple[int, str]] = []  # for the next plan
         self._copies: list[tuple[int, int]] = []
+        self._unclean: set[int] = set()  # blocks that may hold what is not finite
         self._next_id = 0
         self.preemptions = 0
         self.prompt_tokens = 0
@@ -142,29 +151,36 @@ class Scheduler:
             return None
         planned = {row.sequence for row in rows}
         seatings = [self._seating(s) for s in self._running if s.id in planned and not s.is_seated]
-        plan = StepPlan(tuple(rows), tuple(self._uploads), tuple(self._copies), tuple(seatings))
-        self._uploads, self._copies = [], []
+        # A stale value of a block is masked, which NaN survives: such blocks are overwritten with the scratch block.
+        scrubs = sorted(self._unclean - {b for _, b in self._copies})
+        copies = [(SCRATCH, b) for b in scrubs] + self._copies
+        plan = StepPlan(tuple(rows), tuple(self._uploads), tuple(copies), tuple(seatings))
+        self._uploads, self._copies, self._unclean = [], [], set()
         return plan
 
     def _plan_prefill(self, rows: list[Row]) -> None:
         """Chunks of prompts, oldest first, while their predicted time fits the budget; at least one.
 
-        Streams that decode give a share of their time to prompts, a larger one when more prompts wait than streams run.
+        Streams that decode give a share of their time to prompts, a larger one when many wait.
         """
         config = self._config
         reading = [s for s in self._running if s.wants_prefill]
         budget = config.idle_prefill_ms
-        if rows:
-            budget = min(budget, config.prefill_share * self.cost.decode_ms * max(1.0, len(reading) / len(rows)))
+        if rows and reading:
+            share = config.prefill_share * max(1.0, _HURRY * len(reading) / len(rows))
+            budget = min(budget, share * self.cost.decode(len(rows)))
         first = True
         for s in reading:
             if s.seat < 0:
                 continue
             limit = s.prompt_length - 1 if s.followers else len(s.tokens)
-            n = min(limit - s.scheduled, self.cost.affordable(s.scheduled, budget, config.max_chunk_tokens))
+            n = min(limit - s.scheduled, config.max_chunk_tokens)
             cost = self.cost.predict(padded_length(n), s.scheduled)
-            if not first and cost > budget:
-                break
+            if cost > _WHOLE * budget:  # else the rest goes in one chunk: cutting it costs more than it saves
+                if not first:
+                    break
+                n = min(n, self.cost.affordable(s.scheduled, budget, config.max_chunk_tokens))
+                cost = self.cost.predict(padded_length(n), s.scheduled)
             if self._reserve(s, s.scheduled + n, rows):
                 rows.append(self._row(s, tuple(s.tokens[s.scheduled : s.scheduled + n])))
                 budget -= cost
@@ -316,11 +332,14 @@ class Scheduler:
         """Take in what a step drew. Sequences that ended meanwhile are passed over."""
         settled = Settled()
         logprobs = result.logprobs
+        spoiled: set[int] = set()
         for i, row in enumerate(plan.rows):
+            token = result.tokens[i]
+            if token == NOT_A_NUMBER:
+                spoiled.update(row.table)
             s = self._sequences.get(row.sequence)
             if not row.sample or s is None:
                 continue
-            token = result.tokens[i]
             assert token is not None
             if token == NOT_A_NUMBER:
                 settled.failed.append(s.request.id)
@@ -336,6 +355,8 @@ class Scheduler:
             )
             if finish:
                 self._end(s)
+        # One that has a new owner already fails that owner, too, and is found here then.
+        self._unclean |= {b for b in spoiled if self._pool.count[b] == 0}
         return settled
 
     def _finish_reason(self, s: Sequence, token: int) -> FinishReason | None:
@@ -348,11 +369,7 @@ class Scheduler:
     def observe(self, plan: StepPlan, milliseconds: float) -> None:
         """A step took this long; its cost guides the next budgets."""
         chunks = [(padded_length(len(r.tokens)), r.start) for r in plan.rows if len(r.tokens) > 1]
-        if not chunks:
-            self.cost.observe_decode(milliseconds)
-            return
-        decodes = len(plan.rows) > len(chunks)
-        self.cost.observe_chunks(chunks, max(milliseconds - (self.cost.decode_ms if decodes else 0.0), 0.0))
+        self.cost.observe(chunks, len(plan.rows) - len(chunks), milliseconds)
 
     def fail(self, plans: Iterable[StepPlan]) -> list[int]:
         """Steps were lost on the device: their requests end here and are returned; every other running sequence
@@ -368,6 +385,7 @@ class Scheduler:
         for _, digest in [u for plan in plans for u in plan.uploads] + self._uploads:
             self._slots.lost(digest)
         self._uploads = []
+        self._unclean = set()  # the runner starts from an empty cache
         return failed
 
     def check(self) -> None:

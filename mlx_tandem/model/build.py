@@ -105,27 +105,50 @@ def _pool_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int)
 
 
 def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Report) -> None:
-    """Run the first shapes, learn what chunks cost, and assert that the pool is written in place."""
+    """Run the first shapes, learn what chunks of prompts cost, and see that the pool is written in place."""
     bs = info.block_size
+    room = min(info.max_model_len, (info.num_blocks - 1) * bs)
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
-    lengths = [n for n in (8, 64, 256) if n <= info.max_model_len - bs and n <= (info.num_blocks - 1) * bs]
-    contexts = [c for c in (0, 1024) if c + 256 <= min(info.max_model_len, (info.num_blocks - 2) * bs)] or [0]
-    work = [(n, c) for c in contexts for n in lengths]
+    work = [
+        (length, context)
+        for length, context in ((8, 0), (64, 0), (256, 0), (8, 1024), (64, 1024), (256, 1024), (64, 6144))
+        if length + context <= room
+    ] or [(min(8, room), 0)]
 
     def chunk(length: int, start: int) -> StepPlan:
         table = list(range(1, 1 + -(-(start + length) // bs)))
         seating = () if start else (Seating(0, greedy, 0, 1, (0,)),)
         return StepPlan((Row(0, 0, 0, start, (0,) * length, table, True),), seatings=seating)
 
+    measured = []
     for done, (length, context) in enumerate(work):
-        for attempt in range(3):
-            t = time.perf_counter()
+        times = []
+        for _ in range(4):  # the first pays for tracing
+            started = time.perf_counter()
             runner.wait(runner.launch(chunk(length, context)))
-            if attempt:  # the first pays for tracing
-                cost.observe_chunks([(length, context)], (time.perf_counter() - t) * 1e3)
+            times.append((time.perf_counter() - started) * 1e3)
+        measured.append((length, context, min(times[1:])))
         report("warming up", (done + 1) / (len(work) + 1))
+    cost.fit(measured, [_decode_time(runner, info, rows) for rows in (1, 4, 16) if rows < info.num_blocks])
     _settle_dispatch(runner, info)
     report("warming up", 1.0)
+
+
+def _decode_time(runner: MLXRunner, info: EngineInfo, rows: int) -> tuple[int, float]:
+    """(rows, milliseconds) of a step in which `rows` short sequences decode, no more than there are seats for."""
+    rows = min(rows, info.max_num_seqs)
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    seatings = tuple(Seating(seat, greedy, 0, 1, (0,)) for seat in range(rows))
+    times = []
+    for position in range(4):
+        plan = StepPlan(
+            tuple(Row(seat, seat, 0, position, (0,), [1 + seat], True) for seat in range(rows)),
+            seatings=() if position else seatings,
+        )
+        started = time.perf_counter()
+        runner.wait(runner.launch(plan))
+        times.append((time.perf_counter() - started) * 1e3)
+    return rows, min(times[1:])
 
 
 def _settle_dispatch(runner: MLXRunner, info: EngineInfo) -> None:

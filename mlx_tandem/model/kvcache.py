@@ -60,6 +60,7 @@ class StepView:
         self._num_blocks = num_blocks
         self._mask_axes = mask_axes
         self._blocks = in_place[1] - in_place[0] if in_place else tables.shape[1]
+        self._real: mx.array | None = None
         self._writes: dict[int, mx.array] = {}
         self._runs: dict[int, mx.array] = {}
         self._masks: dict[tuple[int, int | None], mx.array] = {}
@@ -76,6 +77,12 @@ class StepView:
             made = mx.expand_dims(made, tuple(range(1, 1 + self._mask_axes)))
             self._masks[length, window] = made
         return made
+
+    def real(self) -> mx.array:
+        """[rows, 1, length, 1] bool: which positions are not padding. Padding goes to the first block, the scratch."""
+        if self._real is None:
+            self._real = (self._slots >= self.block_size)[:, None, :, None]
+        return self._real
 
     def writes(self, heads: int) -> mx.array:
         """[rows · heads · length]: the pool's rows that the new keys or values of a layer with so many heads go to."""
@@ -153,6 +160,10 @@ class PagedCache:
         v = self._view
         assert v is not None
         assert pool is not None
+        if new.shape[2] > 1:
+            # Padding behind a token that is not finite is not finite either, and in the scratch block it would reach
+            # every row: a masked weight of 0 times NaN is NaN.
+            new = mx.where(v.real(), new, 0)
         pool[v.writes(heads)] = new.reshape(-1, dim)
         if v.in_place is not None:
             first, last = v.in_place

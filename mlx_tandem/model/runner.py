@@ -69,6 +69,7 @@ class _Part:
 class Flight:
     plan: StepPlan
     parts: list[_Part]
+    cold: bool
 
 
 class MLXRunner:
@@ -126,6 +127,7 @@ class MLXRunner:
             for slot, digest in plan.uploads:
                 if self._lora.install(slot, self._weights[digest]):
                     self._steps.clear()
+            compiled = len(self._steps)
             parts = self._copy_blocks(plan.copies) if plan.copies else []
             for seating in plan.seatings:
                 self._seats.take(seating)
@@ -135,7 +137,7 @@ class MLXRunner:
         except Exception as e:
             log.exception("a step could not be launched")
             raise DeviceError(f"{type(e).__name__}: {e}") from e
-        return Flight(plan, parts)
+        return Flight(plan, parts, cold=len(self._steps) != compiled)
 
     def _dispatch(self) -> None:
         while self._built and not (self.one_at_a_time and self._running is not None):
@@ -162,7 +164,7 @@ class MLXRunner:
         except Exception as e:
             log.exception("a step failed on the device")
             raise DeviceError(f"{type(e).__name__}: {e}") from e
-        return StepResult(tokens, logprobs)
+        return StepResult(tokens, logprobs, handle.cold)
 
     def reset(self) -> None:
         self._steps.clear()

@@ -28,26 +28,20 @@ TOLERANCE = 1e-4
 """Of a logprob, in float32."""
 NEAR_TIE = 1e-5
 """Two tokens whose logprobs are this close may change places."""
-SEATS = 6
-BLOCK = 8
-BLOCKS = 48
 
 
 @dataclass
 class Engine:
     built: Built
     weights: dict[str, AdapterWeights]
-    max_loras: int
 
-    def run(
-        self, requests: Sequence[Request], *, blocks: int = BLOCKS, chunks: int = 0, depth: int = 1, stagger: int = 0
-    ) -> Loop:
-        """Serve `requests` to their end. `chunks`: prompts are cut into pieces of random length up to this;
-        `stagger`: steps between one arrival and the next."""
-        pool, slots = BlockPool(blocks, BLOCK), SlotTable(self.max_loras)
+    def loop(self, *, blocks: int = 0, chunks: int = 0, depth: int = 1) -> Loop:
+        """A scheduler of `blocks` (0: all) over the runner. `chunks`: prompts are cut into pieces of random length
+        up to this."""
         info = self.built.info
+        pool, slots = BlockPool(blocks or info.num_blocks, info.block_size), SlotTable(info.max_loras)
         scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=SEATS),
+            SchedulerConfig(max_num_seqs=info.max_num_seqs),
             pool,
             slots,
             max_model_len=info.max_model_len,
@@ -56,7 +50,13 @@ class Engine:
         )
         if chunks:
             scheduler.cost = OddChunks(Random(chunks), chunks)
-        loop = Loop(scheduler, self.built.runner, pool, slots, depth=depth)
+        return Loop(scheduler, self.built.runner, pool, slots, depth=depth)
+
+    def run(
+        self, requests: Sequence[Request], *, blocks: int = 0, chunks: int = 0, depth: int = 1, stagger: int = 0
+    ) -> Loop:
+        """Serve `requests` to their end. `stagger`: steps between one arrival and the next."""
+        loop = self.loop(blocks=blocks, chunks=chunks, depth=depth)
         for request in requests:
             loop.add(request)
             for _ in range(stagger):
@@ -67,16 +67,16 @@ class Engine:
 
 
 def make_engine(
-    folder: Path, weights: Mapping[str, AdapterWeights] | None = None, *, max_loras: int = 3, max_rank: int = 16
+    folder: Path, *, num_blocks: int = 48, max_num_seqs: int = 6, max_loras: int = 3, max_rank: int = 16
 ) -> Engine:
-    held = dict(weights or {})
+    weights: dict[str, AdapterWeights] = {}
     config = EngineConfig(
         model=ModelConfig(path=str(folder)),
-        cache=CacheConfig(block_size=BLOCK, num_blocks=BLOCKS),
-        scheduler=SchedulerConfig(max_num_seqs=SEATS),
+        cache=CacheConfig(block_size=8, num_blocks=num_blocks),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
         lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank),
     )
-    return Engine(build(config, held, lambda stage, fraction: None), held, max_loras)
+    return Engine(build(config, weights, lambda stage, fraction: None), weights)
 
 
 @dataclass
@@ -127,9 +127,7 @@ def assert_agrees(loop: Loop, oracle: Mapping[str | None, Oracle] | Oracle, case
         own = oracle if isinstance(oracle, Oracle) else oracle[name]
         want, logprobs = own.greedy(request.prompt, request.params.max_tokens)
         assert len(tokens) == len(want), f"{case}: request {number} has {len(tokens)} tokens"
-        for i, (token, said, lp) in enumerate(
-            zip(tokens, loop.logprobs[number, choice], logprobs, strict=True)
-        ):
+        for i, (token, said, lp) in enumerate(zip(tokens, loop.logprobs[number, choice], logprobs, strict=True)):
             where = f"{case}: request {number}, choice {choice}, token {i}"
             assert abs(said.model - lp[token]) < TOLERANCE, f"{where}: logprob {said.model}, should be {lp[token]}"
             best = np.sort(lp)[::-1]

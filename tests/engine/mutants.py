@@ -320,6 +320,18 @@ def _nan_is_a_token(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "settle", settle)
 
 
+def _leave_unclean(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of a row that was not finite go to their next owner as they are."""
+
+    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+        settled = original(self, plan, result)
+        self._unclean.clear()
+        return settled
+
+    original = Scheduler.settle
+    patch.setattr(Scheduler, "settle", settle)
+
+
 PLANTS: dict[str, Plant] = {
     "preemption keeps `scheduled`": _keep_scheduled,
     "preemption keeps the seat's state": _keep_seated,
@@ -340,5 +352,6 @@ PLANTS: dict[str, Plant] = {
     "stop ids are ignored": _never_stop,
     "one token too many": _one_too_many,
     "not a number is a token": _nan_is_a_token,
+    "what is not finite is left in the blocks": _leave_unclean,
     "whoever waits for a slot waits for ever": _attribute(scheduler_module, "PATIENCE", 1000),
 }

@@ -18,6 +18,8 @@ from mlx_tandem.types import SamplingParams, TokenLogprob
 BASE = ""
 """The digest of the base model's cells."""
 _PRIME = (1 << 61) - 1
+_NAN = -1
+"""A cell that is not finite: it spoils whatever reads its block, even behind a mask."""
 
 
 def cell(token: int, digest: str) -> int:
@@ -94,6 +96,7 @@ class ReferenceRunner:
     launches: int = 0
     positions: int = 0  # written since start
     uploads: int = 0
+    spoiled: int = 0  # rows that were not finite because of what somebody else had left behind their mask
     broken: bool = False
     freed: set[int] = field(default_factory=set)  # blocks that the pool got back since the last launch
     _waited: int = 0
@@ -162,7 +165,8 @@ class ReferenceRunner:
         assert SCRATCH not in targets, "a copy into the scratch block"
         held = [list(self._cells[a]) for a, _ in copies]  # all reads before all writes
         for b in self.freed:
-            self._cells[b] = [None] * self.block_size
+            # What is not finite stays so until somebody writes over it.
+            self._cells[b] = [c if c == _NAN else None for c in self._cells[b]]
         self.freed.clear()
         for (_, b), content in zip(copies, held, strict=True):
             self._cells[b] = content
@@ -173,7 +177,7 @@ class ReferenceRunner:
         self._seats[seating.seat] = _Seat(seating.params, seating.choice, list(seating.history))
 
     def _write(self, rows: Sequence[Row]) -> list[tuple[int, ...]]:
-        """All rows write before any reads, as in one layer of a device. Returns their tokens, carried ones filled in."""
+        """All rows write before any reads, as in a layer of a device. Returns their tokens, carried ones filled in."""
         written: set[tuple[int, int]] = set()
         tokens = [self._tokens(row) for row in rows]
         assert len({row.seat for row in rows}) == len(rows), "two rows of one seat"
@@ -205,17 +209,25 @@ class ReferenceRunner:
     def _draw(self, row: Row, length: int, not_finite: bool) -> int:
         seat = self._seats[row.seat]
         context = self._read(row.table, row.start + length)
+        stale = _NAN in context[row.start + length :]
+        self.spoiled += stale
+        not_finite = not_finite or _NAN in context
+        del context[row.start + length :]
+        if not_finite:
+            for at in range(row.start, row.start + length):
+                self._cells[row.table[at // self.block_size]][at % self.block_size] = _NAN
         token = next_token(context, seat.params, seat.choice, seat.history, self.vocab)
         seat.last = 0 if not_finite else token
         seat.history.append(seat.last)
         return NOT_A_NUMBER if not_finite else token
 
     def _read(self, table: Sequence[int], positions: int) -> list[int]:
+        """The cells of `positions`, and behind them what else lies in the last block: masked, but read by a device."""
         cells: list[int | None] = []
         for block in table[: -(-positions // self.block_size)]:
             cells += self._cells[block]
-        del cells[positions:]
-        assert None not in cells, f"position {cells.index(None)} was read and is not (or no longer) written"
+        read = cells[:positions]
+        assert None not in read, f"position {read.index(None)} was read and is not (or no longer) written"
         return cells  # type: ignore[return-value]
 
     def _logprobs(self, rows: Sequence[Row], drawn: Sequence[int | None]) -> list[TokenLogprob | None]:

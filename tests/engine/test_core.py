@@ -1,10 +1,11 @@
-"""The engine's loop on the reference runner, over a real socket pair: what goes in, what comes out, what fails alone."""
+"""The engine's loop on the reference runner, over a socket pair: what goes in, what comes out, what fails alone."""
 
 from __future__ import annotations
 
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
@@ -268,10 +269,10 @@ def test_a_row_that_is_not_finite_fails_its_request(make_front: Callable[..., Fr
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
-    monkeypatch.setattr(core_module.time, "monotonic", lambda: now[0])
-    yield now
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
 
 
 def test_three_failed_steps_in_a_minute_end_the_engine(make_front: Callable[..., Front], clock: list[float]) -> None:

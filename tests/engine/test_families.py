@@ -7,12 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model import runner as runner_module
+from mlx_tandem.model import shapes
+from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
@@ -70,19 +74,47 @@ def test_a_family_is_served_as_mlx_lm_runs_it(
     check_every_way(make_engine(folder), Oracle.load(folder), record_property)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "qwen3_moe", "gpt2"])
+def test_a_prompt_that_lies_in_one_run_is_read_in_place(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long prompts whose blocks are contiguous are not gathered; from two blocks on here."""
+    monkeypatch.setattr(runner_module, "VIEW_BLOCKS", 2)
+    folder = tiny_models.make(tmp_path / family, family)
+    engine, oracle = make_engine(folder), Oracle.load(folder)
+    contiguous: list[tuple[int, int] | None] = []
+    find = MLXRunner._contiguous
+
+    def watched(self: MLXRunner, rows: Any) -> tuple[int, int] | None:
+        contiguous.append(find(self, rows))
+        return contiguous[-1]
+
+    monkeypatch.setattr(MLXRunner, "_contiguous", watched)
+    assert_agrees(engine.run([ask(0, PROMPTS[1] * 3), ask(1, PROMPTS[3])], chunks=20), oracle, "in place")
+    assert any(contiguous), "nothing was read in place"
+
+
+def test_a_long_context_beside_short_ones_runs_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the gain, here."""
+    monkeypatch.setattr(shapes, "SPLIT_GAIN", 0)
+    folder = tiny_models.make(tmp_path / "llama", "llama")
+    engine, oracle = make_engine(folder), Oracle.load(folder)
+    assert_agrees(engine.run([ask(0, PROMPTS[1] * 3), *(ask(i, PROMPTS[i]) for i in (1, 2, 3))]), oracle, "split")
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "gemma2"])
 def test_a_quantised_model_is_served_as_mlx_lm_runs_it(
     family: str, bits: int, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
-    folder = tiny_models.make(tmp_path / family, family, bits=bits)
+    folder = tiny_models.make(tmp_path / family, family, bits=bits, seed=3)
     engine = make_engine(folder)
     assert engine.built.info.quantization == f"{bits}-bit"
     check_every_way(engine, Oracle.load(folder), record_property)
 
 
-@pytest.mark.parametrize("family", tiny_models.OTHER_CACHES)
-def test_a_family_with_another_cache_is_refused_by_name(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", tiny_models.UNSUPPORTED)
+def test_a_family_that_is_not_supported_yet_is_refused_by_name(family: str, tmp_path: Path) -> None:
     folder = tiny_models.make(tmp_path / family, family)
     with pytest.raises(ModelError, match=family) as e:
         make_engine(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 import threading
+from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -23,8 +24,15 @@ REQUEST = Request(
     AdapterRef("math", 3, "abc"),
     n=2,
 )
-INBOUND = [m.Submit(REQUEST), m.Cancel(7), m.Cancel(7, 1), m.LoadAdapter(1, "/a/b"), m.UnloadAdapter(2, "d"), m.Drain()]
-OUTBOUND = [
+INBOUND: list[m.Inbound] = [
+    m.Submit(REQUEST),
+    m.Cancel(7),
+    m.Cancel(7, 1),
+    m.LoadAdapter(1, "/a/b"),
+    m.UnloadAdapter(2, "d"),
+    m.Drain(),
+]
+OUTBOUND: list[m.Outbound] = [
     m.Progress("reading weights", 0.5),
     m.Output([Delta(7, 1, (5, 6), (TokenLogprob(-0.5, -0.25, ((5, -0.5),)),) * 2, "stop"), Delta(8, 0, (1,))]),
     m.Failed(7, "step_failed", "the step failed"),
@@ -99,10 +107,10 @@ def test_a_foreign_body_is_refused(body: bytes) -> None:
 
 
 @pytest.fixture
-def ends() -> tuple[socket.socket, EngineChannel]:
+def ends() -> Iterator[tuple[socket.socket, EngineChannel]]:
     front, engine = socket.socketpair()
     channel = EngineChannel(engine)
-    yield front, channel  # type: ignore[misc]
+    yield front, channel
     channel.close()
     front.close()
 
@@ -141,7 +149,8 @@ def test_a_channel_sends_frames_larger_than_the_socket_s_buffer(ends: tuple[sock
     message = m.Output([Delta(1, 0, tuple(range(200_000)))])
     sender = threading.Thread(target=channel.send, args=([message],))
     sender.start()
-    reader, frames = FrameReader(), []
+    reader = FrameReader()
+    frames: list[bytes] = []
     while not frames:
         frames = reader.feed(front.recv(1 << 16))
     sender.join()
