@@ -30,7 +30,7 @@ def run(sock: socket.socket, config: EngineConfig, *, own_process: bool = False)
     """
     channel = EngineChannel(sock)
     try:
-        return _serve(channel, config, own_process)
+        return serve(channel, config, own_process)
     except WireError as e:
         log.info("engine ends: %s", e)
         return 0
@@ -53,9 +53,21 @@ def _die(channel: EngineChannel, code: str, message: str) -> int:
     return EXIT_FAILURE
 
 
-def _serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> int:
+def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> int:
+    """Build the engine and turn its loop until it has drained or the channel is closed (WireError)."""
     channel.send([m.Progress("starting", 0.0)])
     # The device is opened here and not at import: whoever starts an engine may never touch it itself.
+    from mlx_tandem.model import device
+
+    try:
+        core = _build(channel, config, own_process)
+        core.run()
+    finally:
+        device.leave_thread()
+    return 0
+
+
+def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> EngineCore:
     from mlx_tandem.adapters import formats
     from mlx_tandem.adapters.formats import AdapterWeights
     from mlx_tandem.adapters.slots import SlotTable
@@ -90,8 +102,7 @@ def _serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> i
         on_turn=_Watchdog(config.stall_seconds).pat if own_process else lambda: None,
     )
     channel.send([m.Ready(info)])
-    core.run()
-    return 0
+    return core
 
 
 class _Watchdog:

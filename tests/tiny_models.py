@@ -151,7 +151,8 @@ def make(folder: Path, family: str, *, bits: int | None = None, seed: int = 0, *
     module = module_of(family)
     model = module.Model(module.ModelArgs.from_dict(config))
     rng = np.random.default_rng(seed)
-    weights = [(name, _draw(rng, name, p)) for name, p in tree_flatten(model.parameters())]
+    parameters: Any = tree_flatten(model.parameters())
+    weights = [(name, _draw(rng, name, p)) for name, p in parameters]
     model.load_weights(weights)
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits)

@@ -44,6 +44,13 @@ def describe() -> str:
     return str(info.get("device_name") or info.get("architecture") or "GPU")
 
 
+def leave_thread() -> None:
+    """The calling thread is done with MLX. Its streams have native threads of their own, which must not outlive it:
+    the interpreter would abort at exit."""
+    mx.synchronize()
+    mx.clear_streams()
+
+
 def memory_limit() -> int:
     """Bytes that this process may sensibly use on the device."""
     if is_cpu():

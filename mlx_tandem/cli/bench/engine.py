@@ -102,11 +102,11 @@ class EngineBench:
 
     def measure(self) -> list[dict[str, Any]]:
         """One entry per batch size: medians, ratios and raw figures of both. Raises TandemError."""
-        from mlx_tandem.worker import _serve
+        from mlx_tandem.worker import serve
 
         channel = _Script(self)
         with contextlib.suppress(WireError):
-            _serve(channel, self._config, False)
+            serve(channel, self._config, False)
         return self._results
 
     def rounds(self, info: EngineInfo) -> Rounds:
