@@ -69,7 +69,8 @@ def svg(frames: list[tuple[float, str]]) -> str:
         )
         groups.append(f'<g id="f{i}">{text}</g>')
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width:.0f} {height:.0f}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width:.0f} {height:.0f}" '
+        'role="img" '
         'aria-label="A recording of tandem demo: the base and its adapters answer the same questions in one batch">'
         "<style>text{font:13px ui-monospace,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:#d8dee9;white-space:pre}"
         f"g{{visibility:hidden}}{''.join(rules)}</style>"

@@ -52,7 +52,7 @@ def load(config: ModelConfig, report: Report) -> LoadedModel:
             module, settings = load_model(path, lazy=True)
     except ModelError:
         raise
-    except (ValueError, FileNotFoundError, KeyError, TypeError, RuntimeError, AttributeError) as e:
+    except (ValueError, OSError, KeyError, TypeError, RuntimeError, AttributeError, ImportError, SystemExit) as e:
         raise ModelError(f"{path}: {_first_line(e)}") from e
     module.eval()
     dtype = _cast(module, config)
