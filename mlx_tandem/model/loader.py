@@ -184,5 +184,5 @@ def _eos(settings: dict[str, Any]) -> tuple[int, ...]:
     return tuple(i for i in ids if isinstance(i, int))
 
 
-def _first_line(e: Exception) -> str:
+def _first_line(e: BaseException) -> str:
     return str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
