@@ -110,7 +110,7 @@ def serve(
         int | None, typer.Option(help="Highest rank that is accepted.", rich_help_panel=_LORA)
     ] = None,
     lora_backend: Annotated[
-        Literal["auto", "gather", "masked", "batched"] | None,
+        Literal["auto", "gather", "windows"] | None,
         typer.Option(help="How the adapters' share is computed.", rich_help_panel=_LORA),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to bind (127.0.0.1).", rich_help_panel=_SERVER)] = None,

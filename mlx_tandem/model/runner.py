@@ -188,6 +188,7 @@ class MLXRunner:
         return [part for group in by_length.values() for part in split_by_context(group, blocks)]
 
     def _build_part(self, plan: StepPlan, indices: list[int]) -> _Part:
+        indices = sorted(indices, key=lambda i: plan.rows[i].slot)  # rows of one adapter beside each other are faster
         rows = [plan.rows[i] for i in indices]
         longest = max(len(r.tokens) for r in rows)
         length = 1 if longest == 1 else padded_length(longest)
@@ -199,7 +200,7 @@ class MLXRunner:
         samples = any(r.sample for r in rows)
         flags, sampling = self._sampling(tuple(seats)) if samples else (SamplingFlags(), [])
         adapter_slots = [r.slot for r in rows]
-        route = self._lora.route(adapter_slots + [adapter_slots[-1]] * (count - len(rows)))
+        route = self._lora.route(adapter_slots + [adapter_slots[-1]] * (count - len(rows)), length)
         tokens, offset, slots, tables, last = self._index_arrays(rows, count, length, width)
         carry = length == 1 and any(r.tokens[0] == CARRY for r in rows)
         key = _Key(count, length, 0 if in_place else width, carry, samples, flags, route.layout)
@@ -212,11 +213,10 @@ class MLXRunner:
                 self._steps[key] = mx.compile(self._make_step(key, None))
             step = self._steps[key]
         seen = [self._seats.prompt_seen, self._seats.output_count] if flags.penalties else []
-        lora = self._lora.arrays() if route.ids is not None else []
         ids = [] if route.ids is None else [route.ids]
         seat_array = self._once(("seats", tuple(seats)), lambda: mx.array(seats))
         drawn, marker, self._last, counts, self._keys, self._values = step(
-            tokens, offset, slots, tables, last, seat_array, self._last, sampling, seen, lora, ids,
+            tokens, offset, slots, tables, last, seat_array, self._last, sampling, seen, route.arrays, ids,
             self._keys, self._values,
         )  # fmt: skip
         if counts:
