@@ -14,7 +14,7 @@ from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device, probe
+from mlx_tandem.model import cpu, device, probe
 from mlx_tandem.model.attention import hook, portable
 from mlx_tandem.model.loader import Report, load
 from mlx_tandem.model.lora import LoraState
@@ -42,6 +42,8 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
     started = time.monotonic()
     model = load(config.model, report)
     hook.install()
+    if device.is_cpu():
+        cpu.install()
     report("checking the model", 0.0)
     shapes = probe.layer_shapes(model)
     vocab_size = probe.vocabulary(model)

@@ -11,23 +11,12 @@ import sys
 _OPENBLAS = ("libopenblas.so.0", "libopenblas64.so.0", "libopenblas.so")
 
 
-_AVX512 = {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        with open("/proc/cpuinfo") as f:
-            return next((set(line.split()) for line in f if line.startswith("flags")), set())
-    except OSError:
-        return set()
-
-
 def _load_openblas() -> str | None:
     if sys.platform != "linux" or "mlx.core" in sys.modules:
         return None
-    # An OpenBLAS that is older than the processor takes the kernels of one without AVX-512, at half their speed.
-    if _cpu_flags() >= _AVX512:
-        os.environ.setdefault("OPENBLAS_CORETYPE", "SKYLAKEX")
+    # Its threads wait for work by spinning: on every core they would take the time of the thread that hands the work
+    # out, and of the front's process.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
     for name in _OPENBLAS:
         try:
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)

@@ -19,7 +19,7 @@ import numpy as np
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import CARRY, DeviceError, Row, StepPlan, StepResult
-from mlx_tandem.model import device
+from mlx_tandem.model import cpu, device
 from mlx_tandem.model.head import HeadSelector
 from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
 from mlx_tandem.model.loader import LoadedModel
@@ -248,7 +248,8 @@ class MLXRunner:
             lora.bind(lora_arrays, ids[0] if ids else None, layout=key.layout)
             head.select(last if key.length > 1 else None)
             try:
-                output = model(tokens, cache=caches)
+                with cpu.serving():
+                    output = model(tokens, cache=caches)
             finally:
                 lora.unbind()
                 head.select(None)

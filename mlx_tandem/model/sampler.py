@@ -16,6 +16,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
+from mlx_tandem.model import cpu, device
 
 _TOP_P_ROUNDS = ((0.9, 5), (0.8, 6), (0.5, 9), (0.05, 16), (0.0, 40))
 """(least top_p of the batch, rounds). A draw outside the nucleus is thrown away together with everything less likely,
@@ -92,6 +93,7 @@ class Drawn:
         return [self.tokens, *(a for a in optional if a is not None)]
 
 
+_exp = cpu.exp if device.is_cpu() else mx.exp
 _MASK = (1 << 64) - 1
 
 
@@ -150,7 +152,7 @@ def sample(logits: mx.array, position: mx.array, a: SamplingArrays, flags: Sampl
         return Drawn(_checked(tokens, peak))
     greedy = a.temperature == 0.0
     scaled = (z - peak) / mx.where(greedy, 1.0, a.temperature)
-    p = mx.exp(scaled)  # evaluated only where something below asks for it
+    p = _exp(scaled)  # evaluated only where something below asks for it
     if flags.noise:
         race = scaled + gumbel_noise(a.key, position, z.shape[-1])
         if flags.min_p or flags.top_k:
