@@ -27,6 +27,7 @@ def describe() -> dict[str, object]:
             "cores": os.cpu_count(),
             "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         },
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("OPENBLAS_", "MLX_"))},
         "versions": {"python": platform.python_version()} | _versions(),
     }
 

@@ -19,6 +19,8 @@ def attend(
 ) -> mx.array:
     """[rows, heads, length, dim]; keys and values [rows, kv heads, positions, dim]; mask as the cache made it."""
     large = queries.shape[0] * queries.shape[1] * queries.shape[2] * keys.shape[2] >= cpu.WORTH
-    if large and device.is_cpu() and queries.dtype == mx.float32 and sinks is None and mask is not None:
+    plain = queries.dtype == mx.float32 and sinks is None and mask is not None and mask.dtype == mx.bool_
+    if device.is_cpu() and large and plain:
+        assert mask is not None
         return cpu.attend(queries, keys, values, scale, mask)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
