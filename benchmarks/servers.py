@@ -78,14 +78,17 @@ def vllm_mlx(executable: Path) -> Server:
 def in_turn(servers: Sequence[Server], model: Path, load: Load, repeats: int) -> dict[str, list[dict[str, object]]]:
     """`repeats` times each server, started afresh, the order turned by one each time: rounds by server name.
 
-    A round is the whole of `load` once; its entries have the concurrency and the figures.
+    A round is the whole of `load` once, after one that is not counted (every server meets its shapes for the first time
+    then); its entries have the concurrency and the figures.
     """
     rounds: dict[str, list[dict[str, object]]] = {server.name: [] for server in servers}
     for repeat in range(repeats):
         turn = repeat % len(servers)
         for server in [*servers[turn:], *servers[:turn]]:
             with server.running(model) as url:
-                result = measure(replace(load, url=url, repeats=1))
+                once = replace(load, url=url, repeats=1)
+                measure(once)
+                result = measure(once)
             for row in result["results"]:
                 figures = row["rounds"][0]
                 rounds[server.name].append({"repeat": repeat, "concurrency": row["concurrency"]} | figures)
