@@ -26,7 +26,7 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64
     max_chunk_tokens: int = 1024  # of one prefill step
-    prefill_share: float = 0.75  # of a decode step's time, while others decode
+    prefill_share: float = 0.6  # of a decode step's time, while others decode
     idle_prefill_ms: float = 200.0  # of one prefill step, while nobody decodes
 
 

@@ -96,7 +96,9 @@ def _link(name: str) -> str:
 
 def _where(result: dict[str, Any]) -> str:
     machine = result["machine"]
-    return f"{machine['cores']} cores of {machine['cpu']}, {result['time'][:10]}"
+    kernels = result.get("environment", {}).get("OPENBLAS_CORETYPE")
+    blas = f", OpenBLAS held to its {kernels} kernels" if kernels else ""
+    return f"{machine['cores']} cores of {machine['cpu']}{blas}, {result['time'][:10]}"
 
 
 def _head(*cells: str) -> str:

@@ -14,9 +14,9 @@ _OPENBLAS = ("libopenblas.so.0", "libopenblas64.so.0", "libopenblas.so")
 def _load_openblas() -> str | None:
     if sys.platform != "linux" or "mlx.core" in sys.modules:
         return None
-    # Its threads wait for work by spinning: on every core they would take the time of the thread that hands the work
-    # out, and of the front's process.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
+    # Its threads wait for work by spinning, for 2^26 cycles unless told; then they would take the time of the thread
+    # that hands the work out, and of the front's process.
+    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "10")
     for name in _OPENBLAS:
         try:
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
@@ -26,10 +26,13 @@ def _load_openblas() -> str | None:
     return None
 
 
+_THREADS_WERE_CHOSEN = "OPENBLAS_NUM_THREADS" in os.environ
 OPENBLAS = _load_openblas()
 """The library that was put in front, or None."""
 
 import mlx.core as mx  # noqa: E402
+
+_set_threads = ctypes.CDLL(OPENBLAS).openblas_set_num_threads if OPENBLAS and not _THREADS_WERE_CHOSEN else None
 
 
 def is_cpu() -> bool:
@@ -45,6 +48,14 @@ def describe() -> str:
         return f"CPU, {os.cpu_count()} cores" + (f", {blas}" if blas else "")
     info = mx.device_info()
     return str(info.get("device_name") or info.get("architecture") or "GPU")
+
+
+def blas_threads(every_core: bool) -> None:
+    """How many threads the products of the next operations use: every core for a prompt's large ones, half of them for
+    the small ones of decoding, which gain nothing from more. Nothing changes where OPENBLAS_NUM_THREADS is set."""
+    if _set_threads is not None:
+        cores = os.cpu_count() or 1
+        _set_threads(cores if every_core else max(1, cores // 2))
 
 
 def leave_thread() -> None:

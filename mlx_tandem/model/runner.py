@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 VIEW_BLOCKS = 32
 """From this context on, a prompt chunk whose blocks are contiguous reads them in place instead of gathering."""
 
+MANY_TOKENS = 64
+"""Tokens of a forward from which its products are worth every core."""
+
 MAX_COMPILED = 1024
 """Compiled steps that are kept; shapes and sampling flags take few values each, but their product is large."""
 
@@ -63,6 +66,7 @@ class _Part:
     flags: SamplingFlags
     drawn: list[mx.array]  # empty when no row samples
     marker: list[mx.array]
+    tokens: int = 0  # rows times length
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +146,8 @@ class MLXRunner:
     def _dispatch(self) -> None:
         while self._built and not (self.one_at_a_time and self._running is not None):
             self._running = self._built.popleft()
+            if self.one_at_a_time:
+                device.blas_threads(every_core=self._running.tokens >= MANY_TOKENS)
             mx.async_eval(self._running.marker)
 
     def wait(self, handle: Flight) -> StepResult:
@@ -221,7 +227,7 @@ class MLXRunner:
         )  # fmt: skip
         if counts:
             self._seats.output_count = counts[0]
-        return _Part(indices, flags, drawn, marker)
+        return _Part(indices, flags, drawn, marker, count * length)
 
     def _make_step(self, key: _Key, in_place: tuple[int, int] | None) -> Callable[..., Any]:
         """The step as a pure function: arrays and lists of arrays in, the same out."""
