@@ -54,10 +54,6 @@ class StepPlan:
     copies: tuple[tuple[int, int], ...] = ()  # (from block, to block)
     seatings: tuple[Seating, ...] = ()
 
-    @property
-    def prefill_tokens(self) -> int:
-        return sum(len(r.tokens) for r in self.rows if len(r.tokens) > 1)
-
 
 NOT_A_NUMBER = -1
 """In `StepResult.tokens`: the row's logits were not finite."""

@@ -18,7 +18,7 @@ class HeadSelector:
 
     def __init__(self, model: nn.Module):
         self._last: mx.array | None = None
-        self.found = self._adapt(model)
+        self._adapt(model)
 
     @staticmethod
     def of(model: nn.Module) -> HeadSelector:
@@ -44,19 +44,16 @@ class HeadSelector:
             return h
         return _pick(h, self._last)
 
-    def _adapt(self, model: nn.Module) -> bool:
+    def _adapt(self, model: nn.Module) -> None:
         narrow = self._narrow
         for _, module in model.named_modules():
             head = module.get("lm_head") if isinstance(module, dict) else None
             if isinstance(head, nn.Module):
                 _override(head, "__call__", narrow)
-                return True
-        found = False
+                return
         for _, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
                 _override(module, "as_linear", narrow)
-                found = True
-        return found
 
 
 def _pick(x: mx.array, last: mx.array) -> mx.array:

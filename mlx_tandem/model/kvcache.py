@@ -109,7 +109,6 @@ class PagedCache:
 
     def __init__(self, shape: LayerShape):
         self.shape = shape
-        self.attend_calls = 0
         self._keys: mx.array | None = None
         self._values: mx.array | None = None
         self._view: StepView | None = None
@@ -153,7 +152,6 @@ class PagedCache:
         sinks: mx.array | None,
     ) -> mx.array:
         """Where the hook sends the layer's attention."""
-        self.attend_calls += 1
         return portable.attend(queries, keys, values, scale, mask, sinks)
 
     def _update(self, pool: mx.array | None, new: mx.array, heads: int, dim: int) -> tuple[mx.array, mx.array]:
