@@ -198,7 +198,7 @@ class Engine:
         prompts = [await self._tokens(p) for p in ([prompt] if _is_one(prompt) else prompt)]
         if not prompts:
             return []
-        return await self._run(_Job(self._front, prompts, adapter, sampling))
+        return await self._run(_Job(self._front, prompts, await self._front.select(adapter), sampling))
 
     async def _chat(
         self,
@@ -209,7 +209,7 @@ class Engine:
     ) -> Completion:
         options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         prompt = await self._front.chat_prompt(_messages(messages), options)
-        return (await self._run(_Job(self._front, [prompt], adapter, sampling)))[0]
+        return (await self._run(_Job(self._front, [prompt], await self._front.select(adapter), sampling)))[0]
 
     async def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -237,7 +237,7 @@ class Engine:
                 tokens = await self._front.chat_prompt(_messages(prompt), {})
             else:
                 tokens = await self._tokens(prompt)
-            job = _Job(self._front, [tokens], adapter, sampling)
+            job = _Job(self._front, [tokens], await self._front.select(adapter), sampling)
             async with job.submit() as stream:
                 async for deltas in stream:
                     text = "".join([job.push(stream, delta) for delta in deltas])
@@ -252,11 +252,11 @@ class Engine:
 class _Job:
     """One submission and its results so far."""
 
-    def __init__(self, front: Front, prompts: list[list[int]], adapter: str | None, sampling: dict[str, Any]):
+    def __init__(self, front: Front, prompts: list[list[int]], entry: Entry | None, sampling: dict[str, Any]):
         self._front = front
         body = convert(sampling, ApiSampling)
         logprobs = None if body.logprobs is None else int(limits.check("logprobs", body.logprobs))
-        self._entry: Entry | None = front.select(adapter)
+        self._entry = entry
         self._prompts = prompts
         self._n = choices(front, body)
         self._params: SamplingParams = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs)

@@ -34,6 +34,10 @@ PARAMETERS: dict[str, Range] = {
     "logprobs": Range(0, 20, integer=True),
     "top_logprobs": Range(0, 20, integer=True),
     "logit_bias": Range(-100.0, 100.0),
+    "min_tokens": Range(0, 1_048_576, integer=True),
+    "prompt_logprobs": Range(0, 20, integer=True),
+    "priority": Range(-1_000_000, 1_000_000, integer=True),
+    "weight": Range(0.0, 1e6),  # of an alias's arm
 }
 
 SETTINGS: dict[str, Range] = {  # by their place in config.py
@@ -45,6 +49,10 @@ SETTINGS: dict[str, Range] = {  # by their place in config.py
     "engine.scheduler.max_chunk_tokens": Range(1, 1_048_576, integer=True),
     "engine.scheduler.prefill_share": Range(0.01, 100.0),
     "engine.scheduler.idle_prefill_ms": Range(1.0, 60_000.0),
+    "engine.scheduler.prefill_batch_size": Range(0, 4096, integer=True),
+    "engine.scheduler.max_inflight_tokens": Range(0, 2**40, integer=True),
+    "engine.lora.max_cpu_loras": Range(0, 1_000_000, integer=True),
+    "engine.lora.max_cpu_lora_gb": Range(0.001, 65_536.0),
     "engine.lora.max_loras": Range(0, 4096, integer=True),
     "engine.lora.max_lora_rank": Range(1, 512, integer=True),
     "engine.heartbeat_seconds": Range(0.05, 60.0),
@@ -53,9 +61,18 @@ SETTINGS: dict[str, Range] = {  # by their place in config.py
     "server.default_max_tokens": Range(1, 1_048_576, integer=True),
     "server.max_request_bytes": Range(1024, 1 << 30, integer=True),
     "server.max_queue_size": Range(1, 1_000_000, integer=True),
+    "server.max_prompt_tokens": Range(0, 4_194_304, integer=True),
+    "server.max_generation_tokens": Range(0, 1_048_576, integer=True),
+    "server.max_concurrent_requests": Range(0, 1_000_000, integer=True),
+    "server.memory_pressure_threshold": Range(0.01, 1.0),
+    "server.request_timeout_s": Range(0.0, 86_400.0),
+    "server.first_token_timeout_s": Range(0.0, 86_400.0),
+    "server.receive_timeout_s": Range(0.1, 3600.0),
+    "server.write_timeout_s": Range(0.1, 3600.0),
     "server.drain_seconds": Range(0.0, 3600.0),
 }
 
+MAX_ARMS = 16
 MAX_STOP_STRINGS = 8
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 64

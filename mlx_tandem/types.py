@@ -33,6 +33,8 @@ class SamplingParams(Struct, frozen=True, array_like=True):
     stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: the sampled token's; k: also the k most likely
+    min_tokens: int = 0  # no end-of-sequence or stop token before
+    prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's own tokens
 
     @property
     def greedy(self) -> bool:
@@ -59,6 +61,7 @@ class Request(Struct, frozen=True, array_like=True):
     params: SamplingParams
     adapter: AdapterRef | None = None  # None: the base model
     n: int = 1
+    priority: int = 0  # lower runs earlier
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
@@ -79,6 +82,7 @@ class Delta(Struct, frozen=True, array_like=True):
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: FinishReason | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the next prompt tokens, the second one first; before any token
 
 
 class AdapterInfo(Struct, frozen=True):

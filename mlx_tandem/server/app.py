@@ -72,7 +72,7 @@ def create_app(front: Front) -> FastAPI:
 
     @app.get("/v1/models/{model:path}")
     async def get_model(model: str) -> Response:
-        return json_response(_model(front, front.select(model)))
+        return json_response(_model(front, await front.select(model)))
 
     @app.get("/v1/adapters")
     async def list_adapters() -> Response:
@@ -118,7 +118,7 @@ def _reply(front: Front, plan: Plan) -> Reply:
 
 
 async def _plan_chat(front: Front, body: ChatBody) -> Plan:
-    adapter = front.select(body.model)
+    adapter = await front.select(body.model, body.user)
     stream, with_usage = streaming(body)
     n, stops, logprobs = choices(front, body), stop_strings(body.stop), chat_logprobs(body)
     refuse_items(body.tools, "tools")
@@ -129,7 +129,7 @@ async def _plan_chat(front: Front, body: ChatBody) -> Plan:
 
 
 async def _plan_completion(front: Front, body: CompletionBody) -> Plan:
-    adapter = front.select(body.model)
+    adapter = await front.select(body.model, body.user)
     stream, with_usage = streaming(body)
     n, stops, logprobs = choices(front, body), stop_strings(body.stop), completion_logprobs(body)
     prompts = await completion_prompts(front, body)

@@ -69,8 +69,11 @@ class Front:
 
     # -- models -------------------------------------------------------------------------------------------------
 
-    def select(self, model: str | None) -> Entry | None:
-        """The adapter version that `model` selects, None for the base. Raises NotFound (`model_not_found`)."""
+    async def select(self, model: str | None, user: str | None = None) -> Entry | None:
+        """The adapter version that `model` selects, None for the base. Raises NotFound (`model_not_found`).
+
+        `user` keeps a caller on one arm of an alias. An adapter that was never used is read from its folder first.
+        """
         if model is None or model in self._base_names:
             return None
         return self.registry.entry(model)
