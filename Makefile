@@ -1,6 +1,6 @@
 # make install   a virtual environment in .venv with everything the project needs, from the lock for this machine
 # make serve     the server with the built-in model and its adapters (ARGS="…" are passed on to `tandem serve`)
-# make test      all tests (ARGS="…" are passed on to pytest)
+# make test      all tests (ARGS="…" are passed on to pytest), with the clients that they try installed as well
 # make check     format, lint, types, import rules, the map of the modules
 # make format    rewrite the sources in the project's format, and the map of modules
 # make lock      renew locks/ from pyproject.toml
@@ -11,6 +11,7 @@
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CLIENTS := $(VENV)/.clients
 ARGS ?=
 VLLM_MLX ?=
 RESULTS := benchmarks/results
@@ -24,10 +25,14 @@ $(STAMP): pyproject.toml scripts/install.sh $(wildcard locks/*.txt)
 	@scripts/install.sh $(VENV)
 	@touch $@
 
+$(CLIENTS): $(STAMP)
+	@scripts/install.sh $(VENV) clients
+	@touch $@
+
 serve: $(STAMP)
 	@exec $(BIN)/tandem serve $(ARGS)
 
-test: $(STAMP)
+test: $(CLIENTS)
 	$(BIN)/python -m pytest $(ARGS)
 
 check: $(STAMP)
@@ -52,6 +57,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/adapters.py --shape 0.13m --json-out $(RESULTS)/adapters-0.13m.json
 	$(BIN)/python benchmarks/adapters.py --shape 4m --json-out $(RESULTS)/adapters-4m.json
 	$(BIN)/python benchmarks/long_prompt.py --json-out $(RESULTS)/long_prompt.json
+	$(BIN)/python benchmarks/registry.py --json-out $(RESULTS)/registry.json
+	$(BIN)/python benchmarks/hot_swap.py --json-out $(RESULTS)/hot_swap.json
+	$(BIN)/python benchmarks/overload.py --json-out $(RESULTS)/overload.json
 	@$(MAKE) figures
 
 figures: $(STAMP)

@@ -1,4 +1,4 @@
-"""What adapters cost: 8 of them on a random model, base rows, one adapter's rows and mixed rows in turn.
+"""What adapters cost: 8 of them on a random model, base rows, one adapter's rows and several mixes of rows in turn.
 
 python benchmarks/adapters.py --shape 4m --json-out benchmarks/results/adapters-4m.json
 """
@@ -13,16 +13,18 @@ from pathlib import Path
 from servers import tandem
 
 from mlx_tandem.cli.bench.report import serve_table
-from mlx_tandem.cli.bench.serve import Load, measure, write
+from mlx_tandem.cli.bench.serve import measure, write
 from mlx_tandem.cli.bench.shapes import SHAPES, write_adapter, write_model
+from mlx_tandem.cli.bench.workloads import Load, with_baselines
 from mlx_tandem.cli.console import show
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="base, same and mixed rows through one server")
+    parser = argparse.ArgumentParser(description="base rows, one adapter's and mixes through one server")
     parser.add_argument("--shape", default="4m")
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--mode", default="base,mixed,skew,long-decode-mixed", help="as of tandem bench serve")
     parser.add_argument("--concurrency", default="1,16,64")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=64)
@@ -39,7 +41,7 @@ def main() -> None:
             result = measure(
                 Load(
                     url=url,
-                    modes=("base", "same", "mixed"),
+                    modes=with_baselines(args.mode.split(",")),
                     concurrency=tuple(int(c) for c in args.concurrency.split(",")),
                     max_tokens=args.max_tokens,
                     repeats=args.repeats,

@@ -23,8 +23,9 @@ from typing import Any
 from rich.table import Table
 from servers import tandem
 
+from mlx_tandem.cli.bench.client import run_loop
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import run_loop, write
+from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.cli.bench.stream import Stream

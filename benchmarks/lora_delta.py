@@ -87,7 +87,7 @@ def random_adapter(linears: dict[str, LinearShape], rank: int, seed: int) -> Ada
         )
         for path, s in linears.items()
     }
-    return AdapterWeights(AdapterInfo(f"{seed}", rank, 1.0, "peft", (), 0), tensors)
+    return AdapterWeights(AdapterInfo(f"{seed}", rank, 1.0, "peft", (), 0, 0), tensors)
 
 
 # --- the variants ------------------------------------------------------------------------------------------------

@@ -18,9 +18,10 @@ from rich.table import Table
 from servers import in_turn, mlx_lm_server, tandem, vllm_mlx
 
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import Load, write
+from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.bench.stats import median
+from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.cli.console import show
 
 

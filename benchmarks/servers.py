@@ -17,10 +17,32 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mlx_tandem.cli.bench.serve import Load, measure
+from mlx_tandem.cli.bench.serve import measure
+from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.cli.http import Connection, HttpError
 
 OPENBLAS = "libopenblas.so.0"
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that is ready."""
+
+    url: str
+    pid: int
+    start_s: float  # from the start of the process until it was ready
+
+    def rss(self) -> int:
+        """Bytes of memory of the process and of those that it started."""
+        listed = subprocess.run(["ps", "-eo", "pid=,ppid=,rss="], capture_output=True, text=True, check=True).stdout
+        rows = [tuple(map(int, line.split())) for line in listed.splitlines()]
+        family = {self.pid}
+        for _ in rows:  # children may stand before their parents
+            grown = family | {pid for pid, parent, _ in rows if parent in family}
+            if grown == family:
+                break
+            family = grown
+        return 1024 * sum(kilobytes for pid, _, kilobytes in rows if pid in family)
 
 
 @dataclass(frozen=True)
@@ -32,14 +54,21 @@ class Server:
     preload_blas: bool = True  # tandem loads OpenBLAS by itself
 
     @contextlib.contextmanager
-    def running(self, model: Path, seconds: float = 180.0) -> Iterator[str]:
+    def running(self, model: Path) -> Iterator[str]:
         """The URL of the server with this model, ready; stopped when the block ends."""
+        with self.started(model) as server:
+            yield server.url
+
+    @contextlib.contextmanager
+    def started(self, model: Path, seconds: float = 180.0) -> Iterator[Running]:
+        """The server with this model, ready; stopped when the block ends."""
         port = _free_port()
         command = [part.format(model=model, port=port) for part in self.command]
         environment = os.environ | {"HF_HUB_OFFLINE": "1"}
         if self.preload_blas and _has_openblas():
             environment["LD_PRELOAD"] = OPENBLAS
         with tempfile.TemporaryFile() as log:
+            began = time.monotonic()
             process = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
@@ -48,8 +77,8 @@ class Server:
                 while not asyncio.run(_answers(port)):
                     if process.poll() is not None or time.monotonic() > deadline:
                         raise RuntimeError(f"{self.name} did not start: {shlex.join(command)}")
-                    time.sleep(0.2)
-                yield f"http://127.0.0.1:{port}"
+                    time.sleep(0.05)
+                yield Running(f"http://127.0.0.1:{port}", process.pid, time.monotonic() - began)
             except Exception:
                 log.seek(0)
                 print(f"{self.name} said last:\n{log.read().decode(errors='replace')[-3000:]}", file=sys.stderr)

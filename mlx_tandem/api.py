@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import difflib
+import os
 import socket
 import threading
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
@@ -16,7 +17,6 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from mlx_tandem import limits, worker
-from mlx_tandem.adapters.registry import Entry
 from mlx_tandem.config import CacheConfig, Config, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, ServerConfig
 from mlx_tandem.engine.process import EngineProcess, Launch
 from mlx_tandem.engine.stream import Stream
@@ -24,9 +24,18 @@ from mlx_tandem.errors import EngineError, InvalidRequest
 from mlx_tandem.server.decode import convert
 from mlx_tandem.server.dialects.openai import ChatMessage, chat_messages
 from mlx_tandem.server.front import Front
-from mlx_tandem.server.sampling import Sampling, choices, sampling_params, stop_strings
-from mlx_tandem.text.output import ChoiceText
-from mlx_tandem.types import Delta, EngineInfo, EngineStats, FinishReason, Request, SamplingParams, TokenLogprob
+from mlx_tandem.server.models import Selection
+from mlx_tandem.server.sampling import Sampling, choices, priority, sampling_params, text_options
+from mlx_tandem.types import (
+    AdapterSource,
+    Delta,
+    EngineInfo,
+    EngineStats,
+    FinishReason,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 
 T = TypeVar("T")
 Tokens = Sequence[int]
@@ -42,6 +51,7 @@ class Completion:
     finish_reason: FinishReason
     adapter: str | None  # name@version, None: the base model
     prompt_tokens: int
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the prompt's tokens from the second on
 
 
 class ApiSampling(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -156,16 +166,17 @@ class Engine:
 
     def load_adapter(self, name: str, path: str | Path) -> str:
         """Make a folder the current version of `name`, beside what runs; its label, name@version."""
-        return self._call(self._front.load_adapter(name, str(path))).ref.label
+        source = AdapterSource(os.path.abspath(path), follow_links=True)
+        return self._call(self._front.models.load(name, source)).ref.label
 
     def unload_adapter(self, name: str) -> None:
         """Forget a name and all its versions; requests that run are finished."""
-        self._call(self._front.unload_adapter(name))
+        self._call(self._front.models.unload(name))
 
     @property
     def adapters(self) -> list[str]:
         """Labels of the current version of every name."""
-        return [e.ref.label for e in self._front.registry.entries()]
+        return [e.ref.label for e in self._front.models.registry.entries()]
 
     @property
     def info(self) -> EngineInfo:
@@ -198,7 +209,7 @@ class Engine:
         prompts = [await self._tokens(p) for p in ([prompt] if _is_one(prompt) else prompt)]
         if not prompts:
             return []
-        return await self._run(_Job(self._front, prompts, await self._front.select(adapter), sampling))
+        return await self._run(_Job(self._front, prompts, await self._front.models.select(adapter), sampling))
 
     async def _chat(
         self,
@@ -209,7 +220,7 @@ class Engine:
     ) -> Completion:
         options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         prompt = await self._front.chat_prompt(_messages(messages), options)
-        return (await self._run(_Job(self._front, [prompt], await self._front.select(adapter), sampling)))[0]
+        return (await self._run(_Job(self._front, [prompt], await self._front.models.select(adapter), sampling)))[0]
 
     async def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -237,7 +248,7 @@ class Engine:
                 tokens = await self._front.chat_prompt(_messages(prompt), {})
             else:
                 tokens = await self._tokens(prompt)
-            job = _Job(self._front, [tokens], await self._front.select(adapter), sampling)
+            job = _Job(self._front, [tokens], await self._front.models.select(adapter), sampling)
             async with job.submit() as stream:
                 async for deltas in stream:
                     text = "".join([job.push(stream, delta) for delta in deltas])
@@ -252,19 +263,19 @@ class Engine:
 class _Job:
     """One submission and its results so far."""
 
-    def __init__(self, front: Front, prompts: list[list[int]], entry: Entry | None, sampling: dict[str, Any]):
+    def __init__(self, front: Front, prompts: list[list[int]], model: Selection, sampling: dict[str, Any]):
         self._front = front
         body = convert(sampling, ApiSampling)
         logprobs = None if body.logprobs is None else int(limits.check("logprobs", body.logprobs))
-        self._entry = entry
+        self._model = model
         self._prompts = prompts
         self._n = choices(front, body)
         self._params: SamplingParams = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs)
-        eos = () if self._params.ignore_eos else front.client.check_ready().eos_token_ids
-        ends = frozenset((*eos, *self._params.stop_token_ids))
-        stops = stop_strings(body.stop)
+        self._priority = priority(body)
         count = len(prompts) * self._n
-        self._texts = [ChoiceText(front.tokenizer, stops, ends) for _ in range(count)]
+        eos = front.client.check_ready().eos_token_ids
+        self._texts = text_options(body).choices(count, front.tokenizer, self._params, eos)
+        self._prompt_logprobs: list[tuple[TokenLogprob, ...]] = [()] * len(prompts)
         self._pieces: list[list[str]] = [[] for _ in range(count)]
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
@@ -272,14 +283,19 @@ class _Job:
     def submit(self) -> Stream:
         client = self._front.client
         ids = client.next_ids(len(self._prompts))
-        adapter = self._entry.ref if self._entry else None
+        adapter = self._model.ref
         return client.submit(
-            *(Request(i, tuple(p), self._params, adapter, self._n) for i, p in zip(ids, self._prompts, strict=True))
+            *(
+                Request(i, tuple(p), self._params, adapter, self._n, self._priority)
+                for i, p in zip(ids, self._prompts, strict=True)
+            )
         )
 
     def push(self, stream: Stream, delta: Delta) -> str:
         index = stream.index(delta)
         choice = self._texts[index]
+        if delta.prompt_logprobs:
+            self._prompt_logprobs[index // self._n] = delta.prompt_logprobs
         if choice.ended():
             return ""
         text = choice.push(delta)
@@ -301,8 +317,11 @@ class _Job:
                     token_ids=tuple(self._tokens[i]),
                     logprobs=tuple(self._logprobs[i]) if self._params.logprobs is not None else None,
                     finish_reason=choice.finish,
-                    adapter=self._entry.ref.label if self._entry else None,
+                    adapter=self._model.ref.label if self._model.ref else None,
                     prompt_tokens=len(self._prompts[i // self._n]),
+                    prompt_logprobs=(
+                        self._prompt_logprobs[i // self._n] if self._params.prompt_logprobs is not None else None
+                    ),
                 )
             )
         return result

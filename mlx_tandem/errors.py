@@ -5,8 +5,12 @@ TandemError
 │   ├── NotFound        404  a model, adapter or route that is not there
 │   ├── Conflict        409  the thing exists or is in use
 │   └── TooLarge        413  the body or the prompt is over its limit
+├── UnsupportedMedia    415  a body that is not plain JSON
 ├── Unauthorized        401
+├── Forbidden           403  a Host header that is not ours
 ├── Overloaded          429  / 503: admission refused (`retry_after` seconds)
+├── Timeout             504  the answer took too long
+│   └── ReceiveTimeout  408  the request itself did
 └── EngineError         503  a step, the engine or the device failed; retrying is right
     ├── EngineUnavailable    not ready yet, restarting or draining
     └── EngineDied           the process ended under the request
@@ -53,10 +57,22 @@ class TooLarge(InvalidRequest):
     code = "too_large"
 
 
+class UnsupportedMedia(TandemError):
+    status = 415
+    type = "invalid_request_error"
+    code = "unsupported_media_type"
+
+
 class Unauthorized(TandemError):
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
+
+
+class Forbidden(TandemError):
+    status = 403
+    type = "permission_error"
+    code = "forbidden"
 
 
 class Overloaded(TandemError):
@@ -72,6 +88,20 @@ class Overloaded(TandemError):
         if status == 503:
             self.type = "server_error"
         self.retry_after = min(max(retry_after, 1.0), 120.0)
+
+
+class Timeout(TandemError):
+    """A limit on time that the server was given has passed; what was begun is cancelled."""
+
+    status = 504
+    type = "timeout_error"
+    code = "request_timeout"
+
+
+class ReceiveTimeout(Timeout):
+    """The client did not send its request in time."""
+
+    status = 408
 
 
 class EngineError(TandemError):

@@ -66,23 +66,35 @@ class Request(Struct, frozen=True, array_like=True):
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
     """Natural logarithms. `model`: under the model's own, untruncated distribution (temperature 1).
-    `sampled`: under the distribution that was drawn from, after penalties, temperature and truncation.
-    `top`: the most likely tokens of the model's distribution, best first."""
+    `sampled`: under the distribution that was drawn from, after penalties, temperature and truncation; of a prompt's
+    token the same as `model`. `top`: the most likely tokens of the model's distribution, best first. `rank`: of a
+    prompt's token, its place in that distribution from 1 on; 0 of others."""
 
     model: float
     sampled: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class Delta(Struct, frozen=True, array_like=True):
-    """New tokens of one choice of one request. The last delta of a choice has `finish`."""
+    """New tokens of one choice of one request. The last delta of a choice has `finish`; `prompt_logprobs` come once
+    a request, with its first tokens, and are those of the prompt's tokens from the second on."""
 
     request: int
     choice: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: FinishReason | None = None
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the next prompt tokens, the second one first; before any token
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class AdapterSource(Struct, frozen=True, array_like=True):
+    """Where an adapter's files are. With a `root`, `path` lies under it and no link on the way is followed.
+    `follow_links`: the files themselves may be links, as in a download cache."""
+
+    path: str
+    root: str | None = None
+    follow_links: bool = False
 
 
 class AdapterInfo(Struct, frozen=True):
@@ -93,7 +105,8 @@ class AdapterInfo(Struct, frozen=True):
     scale: float
     format: Literal["mlx-lm", "peft"]
     targets: tuple[str, ...]  # module names with the layer number left out, sorted
-    nbytes: int
+    nbytes: int  # of its tensors, as they are on disk
+    memory_bytes: int  # once loaded
 
 
 class EngineInfo(Struct, frozen=True):
@@ -136,5 +149,9 @@ class EngineStats(Struct, frozen=True):
     peak_memory: int = 0  # bytes, as MLX counts them
     active_memory: int = 0
     resident_adapters: tuple[str, ...] = ()  # digests in slots on the device
+    loaded_adapters: int = 0  # in the engine's memory
+    loaded_adapter_bytes: int = 0
+    adapter_evictions: int = 0  # dropped from memory for others, since start
+    adapter_slot_bytes: int = 0  # of all slots on the device
     lora_rows: int = 0  # rows that ran under an adapter, since start
     rows: int = 0  # all rows, since start

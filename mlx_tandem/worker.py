@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from functools import partial
+from pathlib import Path
 
 import msgspec
 
@@ -18,6 +18,7 @@ from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.core import EngineCore, EngineFailure
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import TandemError
+from mlx_tandem.types import AdapterSource
 
 EXIT_FAILURE = 70  # EX_SOFTWARE: the supervisor starts another
 log = logging.getLogger("mlx_tandem.engine")
@@ -71,6 +72,9 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.adapters import formats
     from mlx_tandem.adapters.formats import AdapterWeights
     from mlx_tandem.adapters.slots import SlotTable
+    from mlx_tandem.adapters.store import AdapterStore
+    from mlx_tandem.engine.adapters import Adapters
+    from mlx_tandem.engine.loading import Loader
     from mlx_tandem.engine.scheduler import Scheduler
     from mlx_tandem.kv.pool import BlockPool
     from mlx_tandem.model.build import build
@@ -89,16 +93,29 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         eos_token_ids=info.eos_token_ids,
     )
     built.warm_up(scheduler.cost)
+    linears, layers = built.linears, built.layers  # the loader's threads must not hold the model
+
+    def read(source: AdapterSource) -> AdapterWeights:
+        return formats.read(
+            Path(source.path),
+            linears,
+            max_rank=config.lora.max_lora_rank,
+            base_layers=layers,
+            follow_links=source.follow_links,
+            root=Path(source.root) if source.root is not None else None,
+        )
+
+    store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
     core = EngineCore(
         channel,
         built.runner,
         scheduler,
         pool,
         slots,
-        weights,
-        partial(formats.read, linears=built.linears, max_rank=config.lora.max_lora_rank, base_layers=built.layers),
+        Adapters(store, Loader(read), slots),
         heartbeat_seconds=config.heartbeat_seconds,
         memory=built.memory,
+        slot_bytes=built.adapter_bytes,
         on_turn=_Watchdog(config.stall_seconds).pat if own_process else lambda: None,
     )
     channel.send([m.Ready(info)])

@@ -23,6 +23,9 @@ def figures() -> str:
         *(engine(name, _read(name)) for name in _names("engine-*.json")),
         *(adapters(name, _read(name)) for name in _names("adapters-*.json")),
         *(long_prompt(name, _read(name)) for name in _names("long_prompt*.json")),
+        *(registry(name, _read(name)) for name in _names("registry*.json")),
+        *(hot_swap(name, _read(name)) for name in _names("hot_swap*.json")),
+        *(overload(name, _read(name)) for name in _names("overload*.json")),
     ]
     return "\n".join(parts) if parts else "No figures are committed yet.\n"
 
@@ -62,6 +65,14 @@ def adapters(name: str, result: dict[str, Any]) -> str:
         at = {r["mode"]: r["median"]["tokens_per_s"] for r in result["results"] if r["concurrency"] == level}
         ratios = (f"{row[key]:.2f}" for key in ("mixed/same", "same/base", "mixed/base"))
         text += _row(str(level), *(f"{at[mode]:,.0f}" for mode in ("base", "same", "mixed")), *ratios)
+    text += (
+        "\nMixes beside one adapter with requests of the same lengths: `skew` sends four of five requests to one of\n"
+    )
+    text += "the adapters, `long-decode-mixed` asks for answers four times as long.\n\n"
+    text += _head("at once", "skew / one", "long-decode-mixed / one")
+    for row in result["ratios"]:
+        ratios = (f"{row[key]:.2f}" for key in ("skew/same", "long-decode-mixed/long-decode-same"))
+        text += _row(str(row["concurrency"]), *ratios)
     return text
 
 
@@ -79,6 +90,56 @@ def long_prompt(name: str, result: dict[str, Any]) -> str:
             f"{row['ttft_ms'] / 1e3:.2f} s",
         )
     return text
+
+
+def registry(name: str, result: dict[str, Any]) -> str:
+    few, all_of_them = result["servers"]["few slots"], result["servers"]["all resident"]
+    load, registered = result["load"], result["start"]["registered"]
+    seconds = {int(n): max(times) for n, times in result["start"]["seconds"].items()}
+    text = (
+        f"**{few['registry']['registered']:,} adapters on {result['slots']} slots, {result['shape']} model**, Zipf "
+        f"traffic, {load['concurrency'][0]} at once, {_where(result)} ([data]({_link(name)})). Every answer was asked "
+        f"for again, alone: {result['different']} of {few['validation']['checked']} differ. With "
+        f"{registered:,} registered the server starts in {seconds[registered]:.1f} s, with 3 in {seconds[3]:.1f}.\n\n"
+    ) + _head("slots", "tokens/s", "memory per adapter", "in memory", "on the device")
+    for server in (few, all_of_them):
+        book = server["registry"]
+        text += _row(
+            f"{book['slots']:,}",
+            f"{server['median']['tokens_per_s']:,.0f}",
+            f"{book['loaded_bytes'] / book['loaded'] / 1e6:.2f} MB",
+            f"{book['loaded']:,}",
+            f"{book['resident']:,}",
+        )
+    return text + f"\nFew slots against all resident: {result['ratio']:.2f}.\n"
+
+
+def hot_swap(name: str, result: dict[str, Any]) -> str:
+    text = (
+        f"**{result['adapters']} adapters come and go beside {result['streams']} running streams**, built-in model, "
+        f"{_where(result)} ([data]({_link(name)})). {result['failed']} streams failed, {result['different']} had other "
+        f"tokens; their 99th percentile of inter-token times was {result['p99_ratio']:.2f} of the undisturbed.\n\n"
+    ) + _head("change", "p50", "p99")
+    for kind, label in (("swap", "an alias moves"), ("load", "an adapter is read"), ("unload", "one is forgotten")):
+        ms = result["changes"][kind]["ms"]
+        text += _row(label, f"{ms['p50']:.1f} ms", f"{ms['p99']:.1f} ms")
+    return text
+
+
+def overload(name: str, result: dict[str, Any]) -> str:
+    over, told = result["overload"], result["retry_after"]
+    refusals, sizes = over["refusals"], [size / 1e6 for _, size in result["rss"]]
+    text = (
+        f"**Ten times the load that can be answered**, built-in model, {over['wall_s']:.0f} s, {_where(result)} "
+        f"([data]({_link(name)})).\n\n"
+    ) + _head("answered / peak", "refused", "p99 of refusals", "memory, first to last", "`Retry-After` kept")
+    return text + _row(
+        f"{result['goodput_ratio']:.2f}",
+        " ".join(f"{count:,} × {status}" for status, count in over["statuses"].items() if status != "200"),
+        f"{refusals['latency_ms']['p99']:.1f} ms",
+        f"{sizes[0]:,.0f} to {sizes[-1]:,.0f} MB",
+        f"{told['kept']} of {told['of']}",
+    )
 
 
 def _names(pattern: str) -> list[str]:

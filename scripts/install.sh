@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # Make a virtual environment and install the project with the lock for this machine.
-# Usage: scripts/install.sh [folder of the environment, .venv by default]
+# Usage: scripts/install.sh [folder of the environment, .venv by default] [further locks on top, such as clients]
 # TANDEM_BACKEND=macos|cpu|cuda12|cuda13 overrides the choice.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
+shift || true
 
 say() { printf '%s\n' "$*" >&2; }
 is_root() { [ "$(id -u)" = 0 ]; }
@@ -66,13 +67,17 @@ want_openblas() {
 }
 
 backend=${TANDEM_BACKEND:-$(choose_backend)}
-lock=locks/$backend.txt
-[ -f "$lock" ] || { say "There is no $lock; TANDEM_BACKEND is one of: macos cpu cuda12 cuda13" && exit 1; }
+case $backend in
+    macos | cpu | cuda12 | cuda13) ;;
+    *) say "There is no lock for $backend; TANDEM_BACKEND is one of: macos cpu cuda12 cuda13" && exit 1 ;;
+esac
 
 [ -x "$venv/bin/python" ] || make_venv "$(find_python)"
-say "Installing into $venv from $lock …"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
-pip install --quiet --require-hashes --no-deps -r "$lock"
+for lock in "$backend" "$@"; do
+    say "Installing into $venv from locks/$lock.txt …"
+    pip install --quiet --require-hashes --no-deps -r "locks/$lock.txt"
+done
 pip install --quiet --no-deps --no-build-isolation --editable .
 if [ "$backend" = cpu ]; then want_openblas; fi
 say "Ready: $venv/bin/tandem"

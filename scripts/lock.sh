@@ -18,6 +18,9 @@ compile() { # name, then the extras
 options=("$@")
 mkdir -p locks
 compile macos dev
+# One version of each package everywhere: locks/clients.txt is installed on top of any of the others.
+options+=(--constraint locks/macos.txt)
 compile cpu dev cpu
 compile cuda12 dev cuda12
 compile cuda13 dev cuda13
+compile clients clients

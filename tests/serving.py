@@ -18,6 +18,7 @@ from mlx_tandem import demo
 from mlx_tandem.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 
 ROOT = Path(__file__).parents[1]
+ADAPTER_ROOT = demo.ADAPTER_PATHS["shout"].parent
 ADAPTERS = tuple((name, str(path)) for name, path in demo.ADAPTER_PATHS.items())
 
 
@@ -32,6 +33,7 @@ def demo_config(model: Path = demo.MODEL_PATH, **server: object) -> Config:
         ),
         server=ServerConfig(port=0, served_model_names=("tandem-demo",), **server),
         adapters=ADAPTERS,
+        adapter_root=str(ADAPTER_ROOT),
     )
 
 

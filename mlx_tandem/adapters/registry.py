@@ -2,7 +2,8 @@
 
 Plain data, one thread, no arrays and no files: the engine has read and checked the folder before `publish` is
 called, and knows versions by digest only. A version, once given, never means anything else; removing a name and
-publishing it again goes on counting, so that `name@2` seen in an old log is never another adapter.
+publishing it again goes on counting, so that `name@2` seen in an old log is never another adapter. A name may also be
+known by its folder only (`announce`): it gets its first version when somebody asks for it.
 """
 
 from __future__ import annotations
@@ -13,28 +14,31 @@ from dataclasses import dataclass, field
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest, NotFound
-from mlx_tandem.types import AdapterInfo, AdapterRef
+from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
 
 @dataclass
 class Counters:
-    """What requests did with one version, since it was published."""
+    """What requests did with one version, or one arm of an alias, since it is there."""
 
     requests: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     errors: int = 0
+    seconds: float = 0.0  # that requests took, in sum
+    open: int = 0  # requests of now, pinned to it
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """One version of one name. Only the counters change."""
 
     name: str
     ref: AdapterRef
-    path: str
+    source: AdapterSource
     info: AdapterInfo
     created: float  # seconds since the epoch
+    pinned: bool = False
     counters: Counters = field(default_factory=Counters)
 
 
@@ -50,9 +54,10 @@ class Registry:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._names: dict[str, _Name] = {}
+        self._unread: dict[str, AdapterSource] = {}  # announced and without a version
         self._folded: dict[str, str] = {}  # casefolded -> name, ever seen: see `check`
         self._retired: dict[str, int] = {}  # removed name -> highest number given
-        self._holders: dict[str, int] = {}  # digest -> how many entries have it
+        self._holders: dict[str, list[Entry]] = {}  # by digest
 
     def check(self, name: str) -> str:
         """`name` when it may be published; names that differ only in case would be one on many disks."""
@@ -62,13 +67,34 @@ class Registry:
             raise InvalidRequest(f"name {name!r} differs from {other!r} in case only", param="name")
         return name
 
-    def publish(self, name: str, path: str, info: AdapterInfo) -> AdapterRef:
+    def announce(self, name: str, source: AdapterSource) -> None:
+        """Make a name known by its folder alone; nothing happens to one that has a version."""
+        if name not in self._names:
+            self.check(name)
+            self._folded[name.casefold()] = name
+            self._unread[name] = source
+
+    def source(self, name: str) -> AdapterSource | None:
+        """The folder of the current version of `name`, or the one that was announced."""
+        book = self._names.get(name)
+        return book.versions[book.current].source if book is not None else self._unread.get(name)
+
+    def is_read(self, name: str) -> bool:
+        """Whether `name` has a version."""
+        return name in self._names
+
+    def was_removed(self, name: str) -> bool:
+        """Whether `name` had been there and was removed."""
+        return name in self._retired
+
+    def publish(self, name: str, source: AdapterSource, info: AdapterInfo, pinned: bool = False) -> AdapterRef:
         """Make `info`'s content the current version of `name` and return its reference.
 
-        New content gets the next number. Content that this name already has keeps its number, path and counters,
-        and the name stands for it again.
+        New content gets the next number. Content that this name already has keeps its number and counters, and the
+        name stands for it again. Of the versions of a name only the current one can be pinned.
         """
         self.check(name)
+        self._unread.pop(name, None)
         book = self._names.get(name)
         if book is None:
             book = self._names[name] = _Name(last=self._retired.pop(name, 0))
@@ -77,18 +103,18 @@ class Registry:
         if number is None:
             number = book.last = book.last + 1
             ref = AdapterRef(name, number, info.digest)
-            book.versions[number] = Entry(name, ref, path, info, self._clock())
+            book.versions[number] = Entry(name, ref, source, info, self._clock())
             book.by_digest[info.digest] = number
-            self._holders[info.digest] = self._holders.get(info.digest, 0) + 1
+            self._holders.setdefault(info.digest, []).append(book.versions[number])
         book.current = number
-        return book.versions[number].ref
-
-    def resolve(self, selector: str) -> AdapterRef:
-        """The version that `name` or `name@version` selects; NotFound (`model_not_found`) when there is none."""
-        return self.entry(selector).ref
+        for entry in book.versions.values():
+            entry.pinned = pinned and entry.ref.version == number
+        current = book.versions[number]
+        current.source = source
+        return current.ref
 
     def entry(self, selector: str) -> Entry:
-        """As `resolve`, with the whole record."""
+        """The version that `name` or `name@version` selects; NotFound (`model_not_found`) when there is none."""
         name, at, number = selector.partition("@")
         book = self._names.get(name)
         if book is not None:
@@ -104,25 +130,28 @@ class Registry:
     def remove(self, name: str) -> list[AdapterRef]:
         """Forget `name` and all its versions and return them. Requests already pinned to one keep it.
 
-        The engine should be told to unload those for which `held` is false afterwards.
+        The engine should be told to unload those that have no `holders` afterwards.
         """
+        if self._unread.pop(name, None) is not None:
+            self._retired[name] = 0
+            return []
         book = self._names.pop(name, None)
         if book is None:
             raise NotFound(f"the adapter {name[:140]!r} does not exist", param="name", code="adapter_not_found")
         self._retired[name] = book.last
-        refs = [entry.ref for entry in book.versions.values()]
-        for ref in refs:
-            self._holders[ref.digest] -= 1
-            if not self._holders[ref.digest]:
-                del self._holders[ref.digest]
-        return refs
+        for entry in book.versions.values():
+            holders = self._holders[entry.ref.digest]
+            holders.remove(entry)
+            if not holders:
+                del self._holders[entry.ref.digest]
+        return [entry.ref for entry in book.versions.values()]
 
-    def held(self, digest: str) -> bool:
-        """Whether any name has a version with this content."""
-        return digest in self._holders
+    def holders(self, digest: str) -> list[Entry]:
+        """The versions, of whatever names, that have this content."""
+        return list(self._holders.get(digest, ()))
 
     def versions(self, name: str) -> list[Entry]:
-        """All versions of `name`, oldest first; NotFound when there is no such name."""
+        """All versions of `name`, oldest first; NotFound when it has none."""
         self.entry(name)
         return list(self._names[name].versions.values())
 
@@ -130,8 +159,12 @@ class Registry:
         """The current version of every name, in the order in which the names were first published."""
         return [book.versions[book.current] for book in self._names.values()]
 
+    def unread(self) -> list[tuple[str, AdapterSource]]:
+        """Names that were announced and never asked for, with their folders."""
+        return list(self._unread.items())
+
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._names) + len(self._unread)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._names
+        return name in self._names or name in self._unread

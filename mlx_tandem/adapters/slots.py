@@ -37,12 +37,13 @@ class SlotTable:
         self._free = list(range(n, 0, -1))  # the lowest is taken first
         self._used: dict[str, _Resident] = {}
         self._idle: OrderedDict[str, None] = OrderedDict()  # unreferenced residents, least recently used first
+        self._pinned: set[str] = set()
 
     def acquire(self, digest: str) -> Assignment | None:
         """One more reference to `digest`; None, and nothing changed, when every slot is in use by others.
 
         A resident adapter keeps its slot. Otherwise it gets a free one, or that of the adapter whose last
-        reference was given back the longest ago.
+        reference was given back the longest ago; a pinned one only when all others are in use or pinned, too.
         """
         resident = self._used.get(digest)
         if resident is not None:
@@ -54,7 +55,8 @@ class SlotTable:
         if self._free:
             slot = self._free.pop()
         elif self._idle:
-            evicted, _ = self._idle.popitem(last=False)
+            evicted = next((d for d in self._idle if d not in self._pinned), None) or next(iter(self._idle))
+            del self._idle[evicted]
             slot = self._used.pop(evicted).slot
         else:
             return None
@@ -84,6 +86,10 @@ class SlotTable:
             return None
         del self._idle[digest]
         return self._drop(digest)
+
+    def pin(self, digest: str, pinned: bool) -> None:
+        """Whether `digest`, wherever it is now, shall be the last to lose a slot."""
+        (self._pinned.add if pinned else self._pinned.discard)(digest)
 
     def lost(self, digest: str) -> int | None:
         """The content of the slot is not (or no longer) what it should be: an upload failed. The caller's

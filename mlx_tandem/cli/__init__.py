@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 
-def main() -> None:
-    """Run the command line; the process ends with its exit status."""
+def main(words: list[str] | None = None) -> None:
+    """Run the command line, that of this process unless `words` are given; the process ends with its exit status."""
     from mlx_tandem.cli.app import app
 
-    app(prog_name="tandem")
+    app(args=words, prog_name="tandem")

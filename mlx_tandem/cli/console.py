@@ -15,6 +15,11 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(1)
 
 
+def warn(message: str) -> None:
+    """One line that starts with `tandem: warning:`."""
+    print(f"tandem: warning: {message}", file=sys.stderr, flush=True)
+
+
 def show(what: RenderableType) -> None:
     """A table or a text; wide enough for a table when nobody's terminal limits it."""
     from rich.console import Console

@@ -131,7 +131,7 @@ def started_server() -> Iterator[str]:
         port = probe.getsockname()[1]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "mlx_tandem", "serve", "--port", str(port)],
+            [sys.executable, "-m", "mlx_tandem", "serve", "--port", str(port), "--api-key", ""],
             stdout=subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,

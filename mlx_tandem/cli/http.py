@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -22,39 +22,48 @@ class HttpError(Exception):
 class Connection(asyncio.Protocol):
     """One connection to `host:port`. Not for concurrent requests; open several."""
 
-    def __init__(self, host: str, port: int):
+    def __init__(self, host: str, port: int, headers: Mapping[str, str] | None = None):
         self._host = host
         self._port = port
+        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._headers = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self._transport: asyncio.Transport | None = None
         self._done: asyncio.Future[int] | None = None
         self._parser: Any = None
         self._on_body: Callable[[bytes], None] = _ignore
         self._framed = False  # the end of the body is known from its headers
         self._headers_seen = False
+        self.retry_after: str | None = None  # of the last answer
 
     @classmethod
-    def to(cls, url: str) -> Connection:
+    def to(cls, url: str, headers: Mapping[str, str] | None = None) -> Connection:
+        """`headers` go with every request."""
         parts = urlsplit(url if "//" in url else f"//{url}")
-        if parts.scheme not in ("", "http") or not parts.hostname:
+        try:
+            port = parts.port or 80
+        except ValueError:
+            port = 0
+        if parts.scheme not in ("", "http") or not parts.hostname or not port:
             raise HttpError(f"'{url}' is not an http:// address")
-        return cls(parts.hostname, parts.port or 80)
+        return cls(parts.hostname, port, headers)
 
     async def request(
         self, method: str, path: str, body: object = None, on_body: Callable[[bytes], None] | None = None
     ) -> int:
         """Send one request and return its status once the whole body has arrived. Raises HttpError."""
         payload = b"" if body is None else json.dumps(body).encode()
-        head = f"{method} {path} HTTP/1.1\r\nHost: {self._host}:{self._port}\r\n"
+        head = f"{method} {path} HTTP/1.1\r\nHost: {self._address}\r\n{self._headers}"
         if body is not None:
             head += f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n"
         if self._transport is None or self._transport.is_closing():
             try:
                 await asyncio.get_running_loop().create_connection(lambda: self, self._host, self._port)
             except OSError as e:
-                raise HttpError(f"{self._host}:{self._port}: {e.strerror or e}") from None
+                raise HttpError(f"{self._address}: {e.strerror or e}") from None
         assert self._transport is not None
         self._on_body = on_body or _ignore
         self._framed = self._headers_seen = False
+        self.retry_after = None
         self._parser = httptools.HttpResponseParser(self)
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(head.encode() + b"\r\n" + payload)
@@ -104,6 +113,8 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._framed = self._framed or name.lower() in (b"content-length", b"transfer-encoding")
+        if name.lower() == b"retry-after":
+            self.retry_after = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         self._headers_seen = True

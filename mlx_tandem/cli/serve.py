@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import ipaddress
-import os
+import errno
+import logging
 import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
+
+from mlx_tandem.cli import hub, keys
 from mlx_tandem.cli.console import fail
+from mlx_tandem.cli.daemon import Detached
+from mlx_tandem.cli.programs import CALLERS
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Config
 from mlx_tandem.errors import TandemError
@@ -24,66 +29,100 @@ if TYPE_CHECKING:
 
 
 QUESTION = "What is 17 + 25?"  # a skill of the built-in model
+NAMES = 12  # of adapters, in the line that says what is served
 
 
-def serve(file: Path | None, options: Mapping[str, object]) -> None:
-    """Serve until a signal. Ends the process with status 1 and one line when the settings, the port, the model or an
-    adapter cannot be used."""
+def prepare(
+    file: Path | None, options: Mapping[str, object], called_as: str = "tandem"
+) -> tuple[Config, socket.socket]:
+    """The settings, with the key read and every folder on this machine, and the port, bound before hub ids are
+    fetched. Ends the process with status 1 and one line when something cannot be used."""
+    from mlx_tandem.server.keys import check_exposure
+
+    caller = CALLERS[called_as]
     try:
-        config = build(file, options)
+        config = build(file, options, caller.port)
+        server = config.server
+        check_exposure(server)
+        key = keys.read(server.api_key, server.api_key_file)
     except (SettingsError, TandemError) as e:
         fail(str(e))
-    if not Path(config.engine.model.path).is_dir():
-        fail(f"there is no model folder {config.engine.model.path}")
-    for name, path in config.adapters:
-        if not Path(path).is_dir():
-            fail(f"there is no folder {path} for the adapter '{name}'")
+    if config.adapter_root and not Path(config.adapter_root).is_dir():
+        fail(f"there is no folder {config.adapter_root} for --adapter-root")
     sock = _bind(config)
-    # Nothing is fetched while serving: a folder that names a hub id must not open a connection.
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        model = hub.find(config.engine.model.path, "model")
+        adapters = tuple((name, str(hub.find(path, f"'{name}' adapter").folder)) for name, path in config.adapters)
+    except hub.HubError as e:
+        fail(str(e))
+    names = (*server.served_model_names, *([model.id] if model.id else []))
+    taken = {name for name, _ in (*config.adapters, *config.aliases)}
+    if caller.also_called and caller.also_called not in taken:
+        names = (*(names or (model.folder.resolve().name,)), caller.also_called)
+    replace = msgspec.structs.replace
+    config = replace(
+        config,
+        engine=replace(config.engine, model=replace(config.engine.model, path=str(model.folder))),
+        server=replace(server, served_model_names=names, api_key=key, api_key_file=""),
+        adapters=adapters,
+    )
+    return config, sock
+
+
+def serve(
+    file: Path | None, options: Mapping[str, object], *, called_as: str = "tandem", verbose: bool = False
+) -> NoReturn:
+    """Serve until a signal, then end the process. As `prepare` ends it when the port, the model or an adapter cannot
+    be used."""
+    by_flag = any(options.get(name) is not None for name in ("api_key", "api_key_file"))
+    variable = None if by_flag else keys.variable()
+    detached = Detached.from_environment(variable)
+    if detached is not None and detached.port is not None:
+        options = {**options, "port": detached.port}
+    config, sock = prepare(file, options, called_as)
+    hub.close()
+    keys.forget_environment()
+    from mlx_tandem.server.log import log
     from mlx_tandem.server.serve import run
 
     loading = Loading()
 
     def ready(front: Front, port: int) -> None:
         loading.stop()
-        _ready(front, port)
+        log("settings", logging.DEBUG, **_without_key(config))
+        text = _ready(front, port, variable)
+        if detached is None:
+            print(text, flush=True)
+        else:
+            detached.ready(port, text)
 
     try:
-        status = run(config, sock=sock, on_progress=loading.update, on_ready=ready)
+        level = logging.DEBUG if verbose else logging.INFO
+        status = run(config, sock=sock, on_progress=loading.update, on_ready=ready, log_level=level)
     except TandemError as e:
         fail(e.message)
     finally:
         loading.stop()
+    if detached is not None and status == 0:
+        detached.end()
     raise SystemExit(status)
+
+
+def _without_key(config: Config) -> dict[str, object]:
+    shown: dict[str, object] = msgspec.to_builtins(config)
+    return shown | {"server": msgspec.to_builtins(config.server) | {"api_key": "…" if config.server.api_key else ""}}
 
 
 def _bind(config: Config) -> socket.socket:
     host, port = config.server.host, config.server.port
-    from mlx_tandem.server.serve import bind
+    from mlx_tandem.server.sockets import bind
 
     try:
-        sock = bind(host, port)
+        return bind(host, port)
     except OSError as e:
-        if e.errno and e.strerror and "in use" in e.strerror:
+        if e.errno == errno.EADDRINUSE:
             fail(f"port {port} on {host} is in use; choose another with --port (0: any free one)")
         fail(f"{host}:{port} cannot be bound: {e.strerror or e}")
-    if not _is_loopback(host):
-        print(
-            f"tandem: warning: {host} can be reached from other machines, and this version has no API key: "
-            "everybody who reaches the port can use it and load adapters from this machine's folders",
-            file=sys.stderr,
-        )
-    return sock
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class Loading:
@@ -121,22 +160,24 @@ class Loading:
         self._bar.update(self._task, completed=progress.fraction)
 
 
-def _ready(front: Front, port: int) -> None:
-    """Say what is served, where, and one command that shows it."""
-    host = front.config.server.host
-    url = f"http://{_reachable(host)}:{port}"
+def _ready(front: Front, port: int, variable: str | None) -> str:
+    """What is served, where, and one command that shows it. `variable` is where the key came from, if from one."""
+    server = front.config.server
+    url = f"http://{_reachable(server.host)}:{port}"
     info = front.client.check_ready()
-    names = [entry.name for entry in front.registry.entries()]
-    model = names[0] if names else front.model_id
-    print(
+    names = [entry.name for entry in front.models.registry.entries()]
+    model = names[0] if names else front.models.id
+    bearer = f"${variable}" if variable and not variable.endswith("_FILE") else "KEY"
+    key = f' -H "Authorization: Bearer {bearer}"' if server.api_key else ""
+    shown = ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
+    return (
         f"\nReady: {url}\n"
-        f"  model     {front.model_id} ({info.model_type}, {_count(info.parameters)} parameters, {info.dtype}"
+        f"  model     {front.models.id} ({info.model_type}, {_count(info.parameters)} parameters, {info.dtype}"
         f"{', ' + info.quantization if info.quantization else ''}; {info.device})\n"
-        f"  adapters  {', '.join(names) or 'none'}\n"
-        f"  try       curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"  adapters  {shown or 'none'}\n"
+        f"  try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         f'              -d \'{{"model": "{model}", "messages": [{{"role": "user", '
-        f'"content": "{QUESTION if _is_demo(front) else "Hello!"}"}}]}}\'\n',
-        flush=True,
+        f'"content": "{QUESTION if _is_demo(front) else "Hello!"}"}}]}}\'\n'
     )
 
 

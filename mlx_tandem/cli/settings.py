@@ -1,7 +1,7 @@
-"""One `Config` out of defaults, a YAML file and command-line options, in that order of weight.
+"""One `Config` out of defaults, a YAML file, the environment's API key and options, in that order of weight.
 
-The file has the nested layout of config.py. An unknown key is an error that offers the nearest known one; a value out
-of its range (limits.py) is an error that names its place.
+The file has the layout of config.py with the parts of the engine at the top. An unknown key is an error that offers the
+nearest known one; a value out of its range (limits.py) is an error that names its place.
 """
 
 from __future__ import annotations
@@ -15,55 +15,67 @@ from typing import Any, get_type_hints
 import msgspec
 
 from mlx_tandem import limits
-from mlx_tandem.config import Config
+from mlx_tandem.adapters.aliases import Aliases
+from mlx_tandem.cli import keys
+from mlx_tandem.cli.console import warn
+from mlx_tandem.cli.flags import FLAGS
+from mlx_tandem.cli.options import OPTIONS
+from mlx_tandem.config import Config, EngineConfig
+from mlx_tandem.errors import InvalidRequest
 
-OPTIONS: dict[str, str] = {
-    "model": "engine.model.path",
-    "dtype": "engine.model.dtype",
-    "max_model_len": "engine.model.max_model_len",
-    "random_weights": "engine.model.random_weights",
-    "block_size": "engine.cache.block_size",
-    "num_blocks": "engine.cache.num_blocks",
-    "memory_fraction": "engine.cache.memory_fraction",
-    "max_num_seqs": "engine.scheduler.max_num_seqs",
-    "max_chunk_tokens": "engine.scheduler.max_chunk_tokens",
-    "prefill_share": "engine.scheduler.prefill_share",
-    "idle_prefill_ms": "engine.scheduler.idle_prefill_ms",
-    "max_loras": "engine.lora.max_loras",
-    "max_lora_rank": "engine.lora.max_lora_rank",
-    "lora_backend": "engine.lora.backend",
-    "heartbeat_seconds": "engine.heartbeat_seconds",
-    "stall_seconds": "engine.stall_seconds",
-    "host": "server.host",
-    "port": "server.port",
-    "served_model_name": "server.served_model_names",
-    "default_max_tokens": "server.default_max_tokens",
-    "max_request_bytes": "server.max_request_bytes",
-    "max_queue_size": "server.max_queue_size",
-    "drain_seconds": "server.drain_seconds",
-    "adapter": "adapters",
-}
-"""Parameter of `tandem serve` → place in `Config`. The command line and the file say the same things."""
+SECTIONS = ("model", "cache", "scheduler", "lora")
+"""Parts of the engine's settings that are sections of their own in the file."""
+
+OTHER_NAMES = {"model.base_model_path": "model.path", "server.max_batch_size": "scheduler.max_num_seqs"}
+"""Places that a file may use too."""
+
+LEARNING = ("rl_training", "checkpointing", "model.lora_alpha", "model.lora_target_modules")
+NO_LEARNING = "belongs to learning, which this version does not have: it serves"
 
 
 class SettingsError(Exception):
     """A setting that cannot be used; the message names its place."""
 
 
-def build(file: Path | None, options: Mapping[str, object]) -> Config:
-    """The settings of one server. `options` are parameters by name; None and empty ones were not given."""
+def build(file: Path | None, options: Mapping[str, object], port: int | None = None) -> Config:
+    """The settings of one server. `options` are parameters by name; None and empty lists were not given. `port` is
+    for where nothing says one."""
     tree = _read(file) if file else {}
     for name, value in options.items():
         if value is not None and value != [] and value != ():
             _put(tree, OPTIONS[name], value)
-    if "path" not in tree.get("engine", {}).get("model", {}):
+    if said := keys.source(_text(options, "api_key"), _text(options, "api_key_file")):
+        tree.setdefault("server", {}).update(zip(("api_key", "api_key_file"), said, strict=True))
+    if port is not None:
+        tree.setdefault("server", {}).setdefault("port", port)
+    engine = tree.setdefault("engine", {})
+    if engine.get("scheduler", {}).get("max_num_seqs") == 0:  # "no batching", as some servers say it
+        engine["scheduler"]["max_num_seqs"] = 1
+    if "path" not in engine.get("model", {}):
         _use_demo_model(tree)
+    if "aliases" in tree:
+        tree["aliases"] = [
+            (name, [{"adapter": adapter, "weight": weight} for adapter, weight in arms.items()])
+            for name, arms in tree["aliases"]
+        ]
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as e:
-        raise SettingsError(str(e).replace("`$.", "`").replace("`$`", "the settings")) from None
-    _check_ranges(config)
+        raise SettingsError(_shown(str(e).replace("`$.", "`").replace("`$`", "the settings"))) from None
+    _check(config)
     return config
+
+
+def _shown(text: str) -> str:
+    """With places as the file has them."""
+    for section in SECTIONS:
+        text = text.replace(f"engine.{section}", section)
+    return text
+
+
+def _text(options: Mapping[str, object], name: str) -> str | None:
+    value = options.get(name)
+    return value if isinstance(value, str) else None
 
 
 def _use_demo_model(tree: dict[str, Any]) -> None:
@@ -72,6 +84,9 @@ def _use_demo_model(tree: dict[str, Any]) -> None:
 
     _put(tree, "engine.model.path", str(demo.MODEL_PATH))
     tree.setdefault("adapters", [(name, str(path)) for name, path in demo.ADAPTER_PATHS.items()])
+
+
+# -- the file -------------------------------------------------------------------------------------------------------
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -89,31 +104,86 @@ def _read(file: Path) -> dict[str, Any]:
         return {}
     if not isinstance(tree, dict):
         raise SettingsError(f"{file} must hold settings by name, such as 'server: {{port: 8000}}'")
-    _check_keys(tree, Config, "", file)
-    if isinstance(adapters := tree.get("adapters"), dict):
-        tree["adapters"] = list(adapters.items())
-    return tree
+    try:
+        _rename(tree)
+        _check_keys(tree, _layout(), "")
+        return _nested(tree)
+    except SettingsError as e:
+        raise SettingsError(f"{file}: {e}") from None
 
 
-def _check_keys(tree: dict[Any, Any], struct: type, place: str, file: Path) -> None:
-    hints = get_type_hints(struct)
+def _layout() -> dict[str, Any]:
+    """Key → type, at the top of a file."""
+    hints, engine = get_type_hints(Config), get_type_hints(EngineConfig)
+    rest = {name: kind for name, kind in engine.items() if name not in SECTIONS}
+    return {name: engine[name] for name in SECTIONS} | {"engine": rest} | {n: hints[n] for n in hints if n != "engine"}
+
+
+def _rename(tree: dict[Any, Any]) -> None:
+    """Other servers' names of settings become ours, and what asks for learning is refused by name."""
+    training, model = tree.get("rl_training"), tree.get("model")
+    if isinstance(training, dict) and training.get("enabled") is False:
+        del tree["rl_training"]  # it asks for nothing
+    if isinstance(model, dict) and model.pop("lora_rank", None) is not None:
+        warn(f"'model.lora_rank' has no effect here: {FLAGS['--lora-rank'].text}")
+    for place in LEARNING:
+        section, _, key = place.partition(".")
+        part = tree.get(section) if key else tree
+        if isinstance(part, dict) and (key or section) in part:
+            raise SettingsError(f"'{place}' {NO_LEARNING}")
+    server = tree.get("server")
+    if isinstance(server, dict) and (mode := server.pop("mode", "inference_only")) != "inference_only":
+        raise SettingsError(f"'server.mode: {mode}' {NO_LEARNING}; write inference_only")
+    for old, new in OTHER_NAMES.items():
+        (old_section, old_key), (section, key) = old.split("."), new.split(".")
+        source = tree.get(old_section)
+        if isinstance(source, dict) and old_key in source:
+            target = tree.setdefault(section, {})
+            if isinstance(target, dict):
+                if key in target:
+                    raise SettingsError(f"'{old}' and '{new}' are the same setting")
+                target[key] = source.pop(old_key)
+
+
+def _check_keys(tree: dict[Any, Any], known: Mapping[str, Any], place: str) -> None:
     for key, value in tree.items():
         where = f"{place}{key}"
-        if key not in hints:
-            near = difflib.get_close_matches(str(key), hints, n=1) or _elsewhere(str(key))
-            hint = f"; did you mean '{near[0]}'?" if near else f"; known are: {', '.join(hints)}"
-            raise SettingsError(f"{file}: unknown setting '{where}'{hint}")
-        inner = hints[key]
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1) or _elsewhere(str(key))
+            hint = f"; did you mean '{near[0]}'?" if near else f"; known are: {', '.join(known)}"
+            raise SettingsError(f"unknown setting '{where}'{hint}")
+        inner = known[key]
         if isinstance(inner, type) and issubclass(inner, msgspec.Struct):
+            inner = get_type_hints(inner)
+        if isinstance(inner, dict):
             if not isinstance(value, dict):
-                raise SettingsError(f"{file}: '{where}' must hold settings by name")
-            _check_keys(value, inner, f"{where}.", file)
+                raise SettingsError(f"'{where}' must hold settings by name")
+            _check_keys(value, inner, f"{where}.")
 
 
 def _elsewhere(key: str) -> list[str]:
     """A known place for a key that was put in a wrong section or named like its option."""
-    known = {place.rsplit(".", 1)[-1]: place for place in OPTIONS.values()} | dict(OPTIONS)
+    if key in SECTIONS:
+        return [key]
+    known = {place.rsplit(".", 1)[-1]: _shown(place) for place in OPTIONS.values()}
+    known |= {name: _shown(place) for name, place in OPTIONS.items()}
     return [known[match] for match in difflib.get_close_matches(key, known, n=1)]
+
+
+def _nested(tree: dict[str, Any]) -> dict[str, Any]:
+    """As config.py has it."""
+    for section in SECTIONS:
+        if section in tree:
+            tree.setdefault("engine", {})[section] = tree.pop(section)
+    for name in ("adapters", "aliases"):
+        if name in tree and not isinstance(tree[name], dict):
+            raise SettingsError(f"'{name}' must hold one entry for each name")
+        if name in tree:
+            tree[name] = list(tree[name].items())
+    for name, arms in tree.get("aliases", ()):
+        if not isinstance(arms, dict):
+            raise SettingsError(f"'aliases.{name}' must hold the weight of each adapter, such as {{a: 9, b: 1}}")
+    return tree
 
 
 def _put(tree: dict[str, Any], place: str, value: object) -> None:
@@ -123,15 +193,24 @@ def _put(tree: dict[str, Any], place: str, value: object) -> None:
     tree[key] = value
 
 
-def _check_ranges(config: Config) -> None:
+# -- values -----------------------------------------------------------------------------------------------------------
+
+
+def _check(config: Config) -> None:
     for place, r in limits.SETTINGS.items():
         value: Any = config
         for part in place.split("."):
             value = getattr(value, part)
         if not (r.low <= value <= r.high) or not math.isfinite(value):
-            raise SettingsError(f"'{place}' is {value}: it must lie between {r.low:.10g} and {r.high:.10g}")
-    for name, _ in config.adapters:
+            raise SettingsError(f"'{_shown(place)}' is {value}: it must lie between {r.low:.10g} and {r.high:.10g}")
+    names = [name for name, _ in (*config.adapters, *config.aliases)]
+    for name in names:
         limits.check_name(name, "adapter name")
-    names = [name for name, _ in config.adapters]
     if twice := {name for name in names if names.count(name) > 1}:
         raise SettingsError(f"adapter '{min(twice)}' is named twice")
+    aliases = Aliases()
+    for name, arms in config.aliases:
+        try:
+            aliases.put(name, arms)
+        except InvalidRequest as e:
+            raise SettingsError(f"alias '{name}': {e.message}") from None

@@ -24,6 +24,8 @@ from mlx_tandem.engine.messages import (
     Fatal,
     Heartbeat,
     Inbound,
+    KnowAdapter,
+    Load,
     LoadAdapter,
     Output,
     Progress,
@@ -44,7 +46,7 @@ from mlx_tandem.errors import (
     TandemError,
     TooLarge,
 )
-from mlx_tandem.types import AdapterInfo, EngineInfo, EngineStats, Request
+from mlx_tandem.types import AdapterInfo, AdapterSource, EngineInfo, EngineStats, Request
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,7 @@ class EngineClient:
         self.state: State = "starting"
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
+        self.load = Load()  # newer than the stats
         self.progress = Progress("starting", 0.0)
         self.failure: TandemError | None = None  # why the state is dead
         self.restarts = 0
@@ -176,11 +179,17 @@ class EngineClient:
         """The stream has seen the end of `request`."""
         self._streams.pop(request, None)
 
-    async def load_adapter(self, path: str) -> AdapterInfo:
+    async def load_adapter(self, source: AdapterSource, pin: bool = False) -> AdapterInfo:
         """Have the engine read and check a folder. Raises the engine's verdict by its class."""
-        info = await self._call(lambda call: LoadAdapter(call, path))
+        info = await self._call(lambda call: LoadAdapter(call, source, pin))
         assert isinstance(info, AdapterInfo)
         return info
+
+    def know_adapter(self, info: AdapterInfo, source: AdapterSource, pin: bool = False) -> None:
+        """Tell a fresh engine of a version that an earlier one had loaded; it is read when a request needs it."""
+        if self._link is None or self.info is None:
+            raise EngineUnavailable(_WHY_NOT[self.state])
+        self._link.send(KnowAdapter(info, source, pin))
 
     async def unload_adapter(self, digest: str) -> None:
         """Have the engine forget a version once its last row has ended."""
@@ -230,6 +239,7 @@ class EngineClient:
         """One engine from launch to end; says why it ended."""
         self._fatal = None
         self.info = None
+        self.load = Load()
         loop = asyncio.get_running_loop()
         process: EngineProcess | None = None
         link: Link | None = None
@@ -327,6 +337,8 @@ class EngineClient:
                     stream = streams.get(delta.request)
                     if stream is not None:
                         stream.push(delta)
+            elif isinstance(message, Load):
+                self.load = message
             elif isinstance(message, Heartbeat):
                 self.stats = message.stats
             elif isinstance(message, Failed):
@@ -370,7 +382,7 @@ _WHY_NOT: dict[State, str] = {
 
 _CLASSES: Mapping[str, type[TandemError]] = {
     str(c.code): c for c in (InvalidRequest, NotFound, Conflict, TooLarge, ModelError, EngineError, EngineDied)
-} | {"invalid_adapter": ModelError}
+} | {"invalid_adapter": ModelError, "adapter_changed": Conflict, "model_not_found": NotFound}
 
 
 def _error(code: str, message: str, param: str | None, retryable: bool) -> TandemError:

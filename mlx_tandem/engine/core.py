@@ -7,43 +7,30 @@ fails its rows, and three failed steps in a minute or a broken invariant end the
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
-from queue import Empty, SimpleQueue
 
-from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.adapters import Adapters
 from mlx_tandem.engine.pipeline import Pipeline, StepsLost
 from mlx_tandem.engine.plan import Runner
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.wire import EngineChannel, WireError
-from mlx_tandem.errors import InvalidRequest, ModelError, TandemError
+from mlx_tandem.errors import InvalidRequest, TandemError
 from mlx_tandem.kv.pool import BlockPool
-from mlx_tandem.types import EngineStats
+from mlx_tandem.types import EngineStats, Request
 
 log = logging.getLogger(__name__)
 
 STRIKES = 3
 STRIKE_SECONDS = 60.0
-_LOADING_WAIT = 0.005
+_LOADING_WAIT = 0.001
 
 
 class EngineFailure(Exception):
     """The engine cannot go on."""
-
-
-@dataclass(slots=True)
-class Adapters:
-    """The versions the engine holds in memory, by digest, and who still needs them."""
-
-    weights: dict[str, AdapterWeights]  # shared with the runner, which uploads from it
-    users: Counter[str] = field(default_factory=Counter)  # open requests
-    doomed: set[str] = field(default_factory=set)  # unloaded while in use
 
 
 class EngineCore:
@@ -54,11 +41,11 @@ class EngineCore:
         scheduler: Scheduler,
         pool: BlockPool,
         slots: SlotTable,
-        weights: dict[str, AdapterWeights],
-        read_adapter: Callable[[Path], AdapterWeights],
+        adapters: Adapters,
         *,
         heartbeat_seconds: float,
         memory: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        slot_bytes: Callable[[], int] = lambda: 0,
         on_turn: Callable[[], None] = lambda: None,
     ):
         self._channel = channel
@@ -66,16 +53,15 @@ class EngineCore:
         self._scheduler = scheduler
         self._pool = pool
         self._slots = slots
-        self._adapters = Adapters(weights)
-        self._read_adapter = read_adapter
+        self._adapters = adapters
         self._heartbeat_seconds = heartbeat_seconds
         self._memory = memory
+        self._slot_bytes = slot_bytes
         self._on_turn = on_turn
         self._pipeline = Pipeline(scheduler, runner)
         self._outbox: list[m.Outbound] = []
-        self._loading = 0
-        self._loaded: SimpleQueue[tuple[int, AdapterWeights | TandemError]] = SimpleQueue()
-        self._request_adapters: dict[int, str] = {}
+        self._load = m.Load()  # as last sent
+        self._freed = False  # by a cancellation, of which nothing else tells the front
         self._failures: deque[float] = deque()
         self._next_heartbeat = 0.0
         self._draining = False
@@ -88,6 +74,8 @@ class EngineCore:
                 self.turn()
         except WireError as e:
             log.info("engine ends: %s", e)
+        finally:
+            self._adapters.close()
 
     def turn(self) -> None:
         """One turn of the loop."""
@@ -98,16 +86,27 @@ class EngineCore:
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_seconds
             self._outbox.append(m.Heartbeat(self.stats()))
+        if self._outbox or self._freed:
+            self._freed = False
+            self._send_load()
         if self._outbox:
             self._channel.send(self._outbox)
             self._outbox = []
 
+    def _send_load(self) -> None:
+        s, pool = self._scheduler, self._pool
+        waiting = s.num_waiting + self._adapters.num_waiting
+        load = m.Load(s.num_running, waiting, pool.used_blocks, pool.free_blocks)
+        if load != self._load:
+            self._load = load
+            self._outbox.append(load)
+
     def stats(self) -> EngineStats:
         active, peak = self._memory()
-        s = self._scheduler
+        s, store = self._scheduler, self._adapters.store
         return EngineStats(
             running=s.num_running,
-            waiting=s.num_waiting,
+            waiting=s.num_waiting + self._adapters.num_waiting,
             used_blocks=self._pool.used_blocks,
             free_blocks=self._pool.free_blocks,
             prompt_tokens=s.prompt_tokens,
@@ -121,11 +120,15 @@ class EngineCore:
             active_memory=active,
             peak_memory=peak,
             resident_adapters=self._slots.residents(),
+            loaded_adapters=len(store),
+            loaded_adapter_bytes=store.nbytes,
+            adapter_evictions=store.evictions,
+            adapter_slot_bytes=self._slot_bytes(),
         )
 
     @property
     def _is_idle(self) -> bool:
-        return self._pipeline.is_empty and not self._scheduler.requests and not self._loading
+        return self._pipeline.is_empty and not self._scheduler.requests and self._adapters.is_idle
 
     # inbox
 
@@ -133,83 +136,57 @@ class EngineCore:
         if not self._pipeline.is_empty or self._scheduler.requests:
             wait = 0.0
         else:
-            wait = _LOADING_WAIT if self._loading else max(self._next_heartbeat - time.monotonic(), 0.0)
+            wait = _LOADING_WAIT if self._adapters.is_loading else max(self._next_heartbeat - time.monotonic(), 0.0)
         for message in self._channel.receive(wait):
             match message:
                 case m.Submit():
-                    self._submit(message)
+                    self._submit(message.request)
                 case m.Cancel():
+                    if message.choice is None:
+                        self._adapters.cancel(message.request)
                     self._scheduler.cancel(message.request, message.choice)
-                    self._forget_ended()
+                    self._release_adapters()
+                    self._freed = True
                 case m.LoadAdapter():
-                    self._loading += 1
-                    threading.Thread(target=self._load, args=(message,), daemon=True).start()
+                    self._adapters.load(message)
+                case m.KnowAdapter():
+                    self._adapters.know(message)
                 case m.UnloadAdapter():
-                    self._unload(message)
+                    self._adapters.unload(message.digest)
+                    self._outbox.append(m.CallDone(message.call))
                 case m.Drain():
                     self._draining = True
-        while self._loading:
-            try:
-                call, result = self._loaded.get_nowait()
-            except Empty:
-                break
-            self._loading -= 1
-            if isinstance(result, TandemError):
-                code = result.code or "invalid_value"
-                self._outbox.append(m.CallFailed(call, code, result.message, result.param))
-            else:
-                digest = result.info.digest
-                self._adapters.weights[digest] = result
-                self._adapters.doomed.discard(digest)
-                self._outbox.append(m.AdapterLoaded(call, result.info))
+        if not self._adapters.is_idle:
+            arrived = self._adapters.poll()
+            self._outbox += arrived.answers
+            for request in arrived.requests:
+                self._schedule(request)
 
-    def _submit(self, message: m.Submit) -> None:
-        request = message.request
-        digest = request.adapter.digest if request.adapter else None
+    def _submit(self, request: Request) -> None:
         try:
             if self._draining:
                 raise TandemError("the engine is draining", code="engine_unavailable")
-            if digest is not None and digest not in self._adapters.weights:
-                raise InvalidRequest("this adapter version is not loaded", param="model", code="model_not_found")
+            if not self._adapters.admit(request):
+                return
+        except TandemError as e:
+            self._refuse(request, e)
+            return
+        self._schedule(request)
+
+    def _schedule(self, request: Request) -> None:
+        try:
             self._scheduler.add(request)
         except TandemError as e:
-            retryable = not isinstance(e, InvalidRequest)
-            self._outbox.append(m.Failed(request.id, e.code or "invalid_value", e.message, e.param, retryable))
-            return
-        if digest is not None:
-            self._adapters.users[digest] += 1
-            self._request_adapters[request.id] = digest
+            self._adapters.release(request.id)
+            self._refuse(request, e)
 
-    def _load(self, message: m.LoadAdapter) -> None:
-        """On its own thread: reading and checking a folder must not hold a step up."""
-        result: AdapterWeights | TandemError
-        try:
-            result = self._read_adapter(Path(message.path))
-        except TandemError as e:
-            result = e
-        except Exception as e:
-            log.exception("an adapter could not be read")
-            result = ModelError(f"the adapter folder cannot be read: {type(e).__name__}")
-        self._loaded.put((message.call, result))
+    def _refuse(self, request: Request, e: TandemError) -> None:
+        retryable = not isinstance(e, InvalidRequest)
+        self._outbox.append(m.Failed(request.id, e.code or "invalid_value", e.message, e.param, retryable))
 
-    def _unload(self, message: m.UnloadAdapter) -> None:
-        self._adapters.doomed.add(message.digest)
-        self._drop_doomed()
-        self._outbox.append(m.CallDone(message.call))
-
-    def _forget_ended(self) -> None:
+    def _release_adapters(self) -> None:
         """Requests that are over no longer hold their adapter."""
-        open_requests = self._scheduler.requests
-        for request in [r for r in self._request_adapters if r not in open_requests]:
-            self._adapters.users[self._request_adapters.pop(request)] -= 1
-        if self._adapters.doomed:
-            self._drop_doomed()
-
-    def _drop_doomed(self) -> None:
-        for digest in [d for d in self._adapters.doomed if self._adapters.users[d] <= 0]:
-            self._adapters.doomed.discard(digest)
-            self._adapters.weights.pop(digest, None)
-            self._slots.forget(digest)
+        self._adapters.release_ended(self._scheduler.requests)
 
     # steps
 
@@ -226,14 +203,14 @@ class EngineCore:
         for request in settled.failed:
             self._outbox.append(m.Failed(request, "numerical_error", "the model's output was not finite"))
         if settled.failed or any(d.finish for d in settled.deltas):
-            self._forget_ended()
+            self._release_adapters()
 
     def _fail(self, lost: StepsLost) -> None:
         log.error("a step failed: %s", lost)
         self._step_failures += 1
         for request in self._scheduler.fail(lost.plans):
             self._outbox.append(m.Failed(request, "step_failed", "the step that computed this request failed"))
-        self._forget_ended()
+        self._release_adapters()
         now = time.monotonic()
         self._failures.append(now)
         while now - self._failures[0] > STRIKE_SECONDS:

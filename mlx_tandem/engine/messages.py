@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from mlx_tandem.types import AdapterInfo, Delta, EngineInfo, EngineStats, Request
+from mlx_tandem.types import AdapterInfo, AdapterSource, Delta, EngineInfo, EngineStats, Request
 
 MAX_FRAME = 256 << 20
 
@@ -26,7 +26,16 @@ class LoadAdapter(Struct, frozen=True, array_like=True, tag="load"):
     """Read and check a folder; answered by AdapterLoaded or CallFailed with the same `call`."""
 
     call: int
-    path: str
+    source: AdapterSource
+    pin: bool = False
+
+
+class KnowAdapter(Struct, frozen=True, array_like=True, tag="know"):
+    """A version that an earlier engine had loaded: requests may use it, and it is read when one does."""
+
+    info: AdapterInfo
+    source: AdapterSource
+    pin: bool = False
 
 
 class UnloadAdapter(Struct, frozen=True, array_like=True, tag="unload"):
@@ -40,7 +49,7 @@ class Drain(Struct, frozen=True, array_like=True, tag="drain"):
     """Finish what runs, take nothing new, then end the process."""
 
 
-Inbound = Submit | Cancel | LoadAdapter | UnloadAdapter | Drain
+Inbound = Submit | Cancel | LoadAdapter | KnowAdapter | UnloadAdapter | Drain
 
 
 class Progress(Struct, frozen=True, array_like=True, tag="progress"):
@@ -91,8 +100,17 @@ class CallFailed(Struct, frozen=True, array_like=True, tag="callfailed"):
     param: str | None = None
 
 
+class Load(Struct, frozen=True, array_like=True, tag="load_now"):
+    """How full the engine is; sent with the outputs of a step whenever it has changed."""
+
+    running: int = 0
+    waiting: int = 0
+    used_blocks: int = 0
+    free_blocks: int = 0
+
+
 class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     stats: EngineStats
 
 
-Outbound = Progress | Ready | Fatal | Output | Failed | AdapterLoaded | CallDone | CallFailed | Heartbeat
+Outbound = Progress | Ready | Fatal | Output | Failed | AdapterLoaded | CallDone | CallFailed | Load | Heartbeat

@@ -66,6 +66,6 @@ class Pipeline:
         self.steps += 1
         self.rows += len(flight.plan.rows)
         self.lora_rows += sum(1 for r in flight.plan.rows if r.slot)
-        if not result.cold:
+        if not result.cold and not result.scores:  # these pay for the logits of whole chunks
             self._scheduler.observe(flight.plan, ms)
         return self._scheduler.settle(flight.plan, result)

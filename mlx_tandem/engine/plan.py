@@ -18,7 +18,8 @@ CARRY = -1
 class Seating:
     """A sequence takes a seat: an index into the runner's per-sequence state.
 
-    `history` is what it has seen so far (prompt and output), of which the first `prompt_length` are the prompt.
+    `history` is what it has seen so far (prompt and output), of which the first `prompt_length` are the prompt. With
+    `params.min_tokens`, none of `stop_ids` is drawn before that many tokens.
     """
 
     seat: int
@@ -26,6 +27,7 @@ class Seating:
     choice: int
     prompt_length: int
     history: tuple[int, ...]
+    stop_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Row:
     """One sequence's share of one step: `tokens` at positions start, start + 1, … .
 
     Their keys and values go to the blocks of `table` (position p lives in block `table[p // block_size]`), and each
-    attends to everything up to its own position. With `sample` the step draws the token after the last one.
+    attends to everything up to its own position. With `sample` the step draws the token after the last one. `targets`
+    are the prompt's tokens after each of `tokens`, as far as the prompt goes: their logprobs are wanted.
     """
 
     sequence: int
@@ -43,6 +46,7 @@ class Row:
     tokens: tuple[int, ...]
     table: list[int]  # shared with the sequence: read it at launch, do not keep it
     sample: bool
+    targets: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +59,23 @@ class StepPlan:
     seatings: tuple[Seating, ...] = ()
 
 
+def scored_positions(vocab_size: int) -> int:
+    """How many positions of prompts one step may have `targets` for: each needs its own row of logits."""
+    return max((1 << 24) // vocab_size, 16)
+
+
 NOT_A_NUMBER = -1
 """In `StepResult.tokens`: the row's logits were not finite."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per row of the plan, in order: the token drawn (None for rows that do not sample) and its logprobs."""
+    """Per row of the plan, in order: the token drawn (None for rows that do not sample) and its logprobs. `scores` are
+    those of the row's `targets`, by the row's index."""
 
     tokens: list[int | None]
     logprobs: list[TokenLogprob | None] = field(default_factory=list)  # empty: nobody asked
+    scores: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     cold: bool = False  # a shape was met for the first time: how long it took says nothing
 
 

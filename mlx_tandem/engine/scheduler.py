@@ -1,26 +1,28 @@
 """Decides what the device does next. Owns the sequences, their blocks, seats and adapter slots; touches no array.
 
 A sequence waits, runs, and ends. Each plan gives every running sequence that can decode one row, and spends what a
-time budget allows on chunks of the prompts that are being read. When the pool is full the youngest sequence gives its
-blocks back and is computed again later, its tokens kept (preemption by recompute).
+time budget allows on chunks of the prompts that are being read. When the pool is full, the sequence that matters least
+(the youngest of the largest priority value) gives its blocks back and is computed again later, its tokens kept
+(preemption by recompute).
 
 A plan may be made while the one before it is still on the device: tokens drawn there are `pending` until `settle`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from bisect import bisect_left, insort_left, insort_right
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.cost import CostModel, padded_length
-from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, Seating, StepPlan, StepResult
+from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, Seating, StepPlan, StepResult, scored_positions
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.kv.pool import SCRATCH, BlockPool
-from mlx_tandem.types import Delta, FinishReason, Request
+from mlx_tandem.types import Delta, FinishReason, Request, TokenLogprob
 
 PATIENCE = 32
 """Requests that may overtake one that waits for an adapter slot."""
@@ -32,6 +34,8 @@ full wastes more."""
 
 _WHOLE = 4 / 3
 """How far over its budget a prompt may go to be finished in one chunk."""
+
+_PRIORITY = attrgetter("priority")
 
 
 @dataclass(slots=True)
@@ -60,8 +64,10 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self.cost = CostModel()
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []  # oldest first
+        self._scored_positions = scored_positions(vocab_size)
+        # Both by priority, then first come first.
+        self._waiting: list[Sequence] = []
+        self._running: list[Sequence] = []
         self._sequences: dict[int, Sequence] = {}
         self._choices: dict[int, dict[int, Sequence]] = {}  # by request id
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
@@ -83,9 +89,13 @@ class Scheduler:
         choices = [Sequence(self._next_id + i, request, i, stop_ids) for i in range(request.n)]
         self._next_id += request.n
         choices[0].followers = choices[1:]
+        if params.prompt_logprobs is not None and len(request.prompt) > 1:
+            scores: list[TokenLogprob] = []
+            for s in choices:
+                s.scores = scores
         self._sequences |= {s.id: s for s in choices}
         self._choices[request.id] = {s.choice: s for s in choices}
-        self._waiting.append(choices[0])
+        insort_right(self._waiting, choices[0], key=_PRIORITY)
         self.prompt_tokens += len(request.prompt)
 
     def _check(self, request: Request) -> None:
@@ -94,6 +104,7 @@ class Scheduler:
         for param, ids in (
             ("prompt", request.prompt),
             ("logit_bias", tuple(t for t, _ in params.logit_bias)),
+            ("stop_token_ids", params.stop_token_ids),
         ):
             if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
                 raise InvalidRequest(f"a token of {param} is not in the vocabulary", param=param)
@@ -101,6 +112,8 @@ class Scheduler:
             raise InvalidRequest("the prompt is empty", param="prompt")
         if params.max_tokens < 1:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+        if params.min_tokens > params.max_tokens:
+            raise InvalidRequest("min_tokens is larger than max_tokens", param="min_tokens")
         most = min(self._max_model_len, self._pool.usable_blocks * self._pool.block_size)
         if n + params.max_tokens > most:
             raise InvalidRequest(
@@ -123,7 +136,7 @@ class Scheduler:
                 self._end(s)
 
     @property
-    def requests(self) -> Iterable[int]:
+    def requests(self) -> Collection[int]:
         return self._choices.keys()
 
     @property
@@ -154,12 +167,16 @@ class Scheduler:
         # A stale value of a block is masked, which NaN survives: such blocks are overwritten with the scratch block.
         scrubs = sorted(self._unclean - {b for _, b in self._copies})
         copies = [(SCRATCH, b) for b in scrubs] + self._copies
-        plan = StepPlan(tuple(rows), tuple(self._uploads), tuple(copies), tuple(seatings))
+        # Who asked for an upload may be gone again: what nobody uses is not written, so it is not resident.
+        uploads = [(slot, digest) for slot, digest in self._uploads if self._slots.references(digest)]
+        for _, digest in set(self._uploads) - set(uploads):
+            self._slots.lost(digest)
+        plan = StepPlan(tuple(rows), tuple(uploads), tuple(copies), tuple(seatings))
         self._uploads, self._copies, self._unclean = [], [], set()
         return plan
 
     def _plan_prefill(self, rows: list[Row]) -> None:
-        """Chunks of prompts, oldest first, while their predicted time fits the budget; at least one.
+        """Chunks of prompts while their predicted time fits the budget, at least one.
 
         Streams that decode give a share of their time to prompts, a larger one when many wait.
         """
@@ -169,22 +186,30 @@ class Scheduler:
         if rows and reading:
             share = config.prefill_share * max(1.0, _HURRY * len(reading) / len(rows))
             budget = min(budget, share * self.cost.decode(len(rows)))
-        first = True
+        most = config.prefill_batch_size or len(reading)
+        chunks = scored = 0
         for s in reading:
             if s.seat < 0:
                 continue
             limit = s.prompt_length - 1 if s.followers else len(s.tokens)
             n = min(limit - s.scheduled, config.max_chunk_tokens)
+            if s.targets(s.scheduled, s.scheduled + n):
+                n = min(n, self._scored_positions - scored)
+                if n <= 0:
+                    continue
             cost = self.cost.predict(padded_length(n), s.scheduled)
             if cost > _WHOLE * budget:  # else the rest goes in one chunk: cutting it costs more than it saves
-                if not first:
+                if chunks:
                     break
                 n = min(n, self.cost.affordable(s.scheduled, budget, config.max_chunk_tokens))
                 cost = self.cost.predict(padded_length(n), s.scheduled)
             if self._reserve(s, s.scheduled + n, rows):
                 rows.append(self._row(s, tuple(s.tokens[s.scheduled : s.scheduled + n])))
+                scored += padded_length(n) if rows[-1].targets else 0
                 budget -= cost
-                first = False
+                chunks += 1
+                if chunks == most:
+                    break
 
     def _row(self, s: Sequence, tokens: tuple[int, ...]) -> Row:
         start = s.scheduled
@@ -192,11 +217,12 @@ class Scheduler:
         sample = s.scheduled == s.total
         if sample:
             s.pending += 1
-        return Row(s.id, s.seat, s.slot, start, tokens, s.table, sample)
+        targets = s.targets(start, s.scheduled) if s.scores is not None else ()
+        return Row(s.id, s.seat, s.slot, start, tokens, s.table, sample, targets)
 
     def _seating(self, s: Sequence) -> Seating:
         s.is_seated = True
-        return Seating(s.seat, s.request.params, s.choice, s.prompt_length, tuple(s.tokens))
+        return Seating(s.seat, s.request.params, s.choice, s.prompt_length, tuple(s.tokens), s.stop_ids)
 
     def _admit(self) -> None:
         """Let waiting sequences run while there are seats, blocks for all they know, and adapter slots."""
@@ -213,9 +239,10 @@ class Scheduler:
                 or len(group) > len(self._seats)
                 or (need > spare and self._running)
                 or len(blocked) > PATIENCE
+                or (self._running and not self._has_tokens_for(s))
             ):
                 break
-            self._waiting.popleft()
+            del self._waiting[0]
             if not self._take_slot(group):
                 blocked.append(s)
                 patience = min(patience, PATIENCE - s.overtaken)
@@ -228,8 +255,12 @@ class Scheduler:
             s.table = table
             for x in group:
                 x.seat = self._seats.pop()
-            self._running.append(s)
-        self._waiting.extendleft(reversed(blocked))
+            insort_right(self._running, s, key=_PRIORITY)
+        self._waiting[:0] = blocked
+
+    def _has_tokens_for(self, s: Sequence) -> bool:
+        most = self._config.max_inflight_tokens
+        return not most or sum(x.most_tokens * (1 + len(x.followers)) for x in (*self._running, s)) <= most
 
     def _take_slot(self, group: list[Sequence]) -> bool:
         digest = group[0].adapter_digest
@@ -257,7 +288,7 @@ class Scheduler:
             own = self._pool.allocate(1) if rest else []
             if own is None:
                 self._leave(f)
-                self._waiting.appendleft(f)
+                insort_left(self._waiting, f, key=_PRIORITY)
                 continue
             if rest:
                 self._copies.append((s.table[shared], own[0]))
@@ -268,7 +299,7 @@ class Scheduler:
             at += 1
 
     def _reserve(self, s: Sequence, positions: int, rows: list[Row]) -> bool:
-        """Blocks for `positions` of s, preempting the youngest sequences that are not in this plan yet."""
+        """Blocks for `positions` of s, preempting the last of the running that are not in this plan yet."""
         missing = self._pool.blocks_for(positions) - len(s.table)
         if missing <= 0:
             return True
@@ -286,7 +317,7 @@ class Scheduler:
         self._running.remove(s)
         for x in (s, *s.followers):
             self._leave(x)
-        self._waiting.appendleft(s)
+        insort_left(self._waiting, s, key=_PRIORITY)
 
     def _leave(self, s: Sequence) -> None:
         """Give back what a running sequence holds."""
@@ -312,7 +343,7 @@ class Scheduler:
                 leader.followers.remove(s)
                 self._leave(s)
                 return
-        place = 0  # in the queue, for an heir
+        place = bisect_left(self._waiting, s.priority, key=_PRIORITY)  # for an heir
         if s in self._running:
             self._running.remove(s)
         elif s in self._waiting:
@@ -338,6 +369,9 @@ class Scheduler:
             if token == NOT_A_NUMBER:
                 spoiled.update(row.table)
             s = self._sequences.get(row.sequence)
+            if row.targets and s is not None and s.scores is not None:
+                # After a preemption, a chunk may begin with some that are known.
+                s.scores += result.scores[i][len(s.scores) - row.start :]
             if not row.sample or s is None:
                 continue
             assert token is not None
@@ -350,14 +384,21 @@ class Scheduler:
             self.generated_tokens += 1
             finish = self._finish_reason(s, token)
             logprob = logprobs[i] if logprobs else None
+            scores = () if s.scores is None else self._hand_out_scores(s)
             settled.deltas.append(
-                Delta(s.request.id, s.choice, (token,), None if logprob is None else (logprob,), finish)
+                Delta(s.request.id, s.choice, (token,), None if logprob is None else (logprob,), finish, scores)
             )
             if finish:
                 self._end(s)
         # One that has a new owner already fails that owner, too, and is found here then.
         self._unclean |= {b for b in spoiled if self._pool.count[b] == 0}
         return settled
+
+    def _hand_out_scores(self, s: Sequence) -> tuple[TokenLogprob, ...]:
+        scores = tuple(s.scores or ())
+        for x in self._choices[s.request.id].values():
+            x.scores = None
+        return scores
 
     def _finish_reason(self, s: Sequence, token: int) -> FinishReason | None:
         if token in s.stop_ids:
@@ -398,3 +439,5 @@ class Scheduler:
         assert sorted(s.id for s in everyone) == sorted(self._sequences), "a sequence is lost or doubled"
         assert all(s.seat >= 0 for s in self._running)
         assert all(s.seat < 0 for s in self._waiting)
+        for queue in (self._waiting, self._running):
+            assert queue == sorted(queue, key=_PRIORITY), "the order of priorities is lost"

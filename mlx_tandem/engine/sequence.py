@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_tandem.types import Request
+from mlx_tandem.types import Request, TokenLogprob
 
 
 class Sequence:
@@ -22,6 +22,7 @@ class Sequence:
         "prompt_length",
         "request",
         "scheduled",
+        "scores",
         "seat",
         "slot",
         "stop_ids",
@@ -43,6 +44,9 @@ class Sequence:
         self.slot = -1
         self.is_seated = False  # the runner has been told of this seat
         self.overtaken = 0  # by how many, while it waits for an adapter slot
+        self.scores: list[TokenLogprob] | None = None
+        """Of the prompt's tokens from the second on, as far as computed; one list for all choices of the request. None
+        when they were not asked for, or have been handed out."""
         self.followers: list[Sequence] = []
         """The other choices of the request, until the shared part of the prompt is computed."""
 
@@ -67,6 +71,21 @@ class Sequence:
     @property
     def is_complete(self) -> bool:
         return self.generated >= self.request.params.max_tokens
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and output together."""
+        return self.prompt_length + self.request.params.max_tokens
+
+    def targets(self, start: int, end: int) -> tuple[int, ...]:
+        """Prompt tokens after positions start … end - 1 whose logprobs are wanted and not all known."""
+        if self.scores is None or end <= len(self.scores):
+            return ()
+        return self.request.prompt[start + 1 : end + 1]
 
     @property
     def adapter_digest(self) -> str | None:

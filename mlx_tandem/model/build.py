@@ -35,6 +35,7 @@ class Built:
     layers: int
     warm_up: Callable[[CostModel], None]
     memory: Callable[[], tuple[int, int]]  # (active, peak) bytes
+    adapter_bytes: Callable[[], int]  # of all slots
 
 
 def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: Report) -> Built:
@@ -93,6 +94,7 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
         len(shapes),
         lambda cost: _warm_up(runner, info, cost, report),
         lambda: (int(mx.get_active_memory()), int(mx.get_peak_memory())),
+        lambda: lora.nbytes,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from mlx_lm.utils import _get_classes, load_model
 
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
+
+log = logging.getLogger(__name__)
 
 DEFAULT_MAX_MODEL_LEN = 4096
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -58,9 +61,9 @@ def load(config: ModelConfig, report: Report) -> LoadedModel:
     dtype = _cast(module, config)
     _evaluate(module, report)
     text = settings.get("text_config", settings)
-    limit = text.get("max_position_embeddings") or DEFAULT_MAX_MODEL_LEN
+    limit = int(text.get("max_position_embeddings") or DEFAULT_MAX_MODEL_LEN)
     if config.max_model_len > limit:
-        raise ModelError(f"max_model_len = {config.max_model_len} exceeds the model's {limit}", param="max_model_len")
+        log.warning("max_model_len is %d, the model's own limit %d: the latter holds", config.max_model_len, limit)
     quantization = settings.get("quantization")
     return LoadedModel(
         module,
@@ -70,7 +73,7 @@ def load(config: ModelConfig, report: Report) -> LoadedModel:
         _count(module),
         int(text.get("vocab_size") or settings.get("vocab_size") or 0),
         _eos(settings),
-        config.max_model_len or int(limit),
+        min(config.max_model_len or limit, limit),
     )
 
 

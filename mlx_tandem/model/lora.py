@@ -87,17 +87,26 @@ class _Target:
         self.a, self.b = a, b
 
     def write(self, slot: int, pair: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None) -> None:
-        """The whole slot, padding included: nothing of an evicted adapter is left."""
+        """The whole slot, padding included: nothing of an evicted adapter is left. Evaluated by the caller."""
         assert self.a is not None and self.b is not None
         if pair is None:
             self.a[slot] = mx.array(0, self.a.dtype)
             self.b[slot] = mx.array(0, self.b.dtype)
         else:
-            short = self.a.shape[-1] - pair[0].shape[-1]
-            lead = [(0, 0)] * (pair[0].ndim - 2)
-            self.a[slot] = mx.array(np.pad(pair[0], [*lead, (0, 0), (0, short)])).astype(self.a.dtype)
-            self.b[slot] = mx.array(np.pad(pair[1], [*lead, (0, short), (0, 0)])).astype(self.b.dtype)
-        mx.eval(self.a, self.b)
+            rank = self.a.shape[-1]
+            self.a[slot] = mx.array(_widened(pair[0], -1, rank)).astype(self.a.dtype)
+            self.b[slot] = mx.array(_widened(pair[1], -2, rank)).astype(self.b.dtype)
+
+
+def _widened(x: npt.NDArray[np.float32], axis: int, size: int) -> npt.NDArray[np.float32]:
+    """`x` with zeros behind it up to `size` along `axis`. (np.pad takes ten times as long.)"""
+    if x.shape[axis] == size:
+        return x
+    shape = list(x.shape)
+    shape[axis] = size
+    wide = np.zeros(shape, x.dtype)
+    wide[tuple(slice(n) for n in x.shape)] = x
+    return wide
 
 
 class _Windows(NamedTuple):
@@ -181,6 +190,7 @@ class LoraState:
         mx.synchronize()
         for t in self._live:
             t.write(slot, weights.tensors.get(t.path) if weights is not None else None)
+        mx.eval(self.arrays())  # at once: nobody else holds the old arrays, so each slot is written in place
 
     def _grow(self, weights: AdapterWeights) -> bool:
         """Room for the rank and the modules of `weights`; True when there was none."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +25,7 @@ from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora import Layout, LoraState
 from mlx_tandem.model.rope import SharedAngles
-from mlx_tandem.model.sampler import SamplingArrays, SamplingFlags, Seen, sample
+from mlx_tandem.model.sampler import SamplingArrays, SamplingFlags, Seen, sample, score
 from mlx_tandem.model.seats import Seats
 from mlx_tandem.model.shapes import blocks_read, row_count, split_by_context, table_width
 from mlx_tandem.types import TokenLogprob
@@ -53,6 +53,7 @@ class _Key:
     samples: bool
     flags: SamplingFlags
     layout: Layout
+    scores: int = -1  # likeliest tokens beside each target's logprob; -1: nothing is scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,10 @@ class _Part:
     drawn: list[mx.array]  # empty when no row samples
     marker: list[mx.array]
     tokens: int = 0  # rows times length
+    scored: list[mx.array] = field(default_factory=list)
+    # How many alternatives each row wants; when this is read, its seat may be somebody else's.
+    wanted: list[int] = field(default_factory=list)
+    wanted_scores: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +158,14 @@ class MLXRunner:
     def wait(self, handle: Flight) -> StepResult:
         tokens: list[int | None] = [None] * len(handle.plan.rows)
         logprobs: list[TokenLogprob | None] = []
+        scores: dict[int, list[TokenLogprob]] = {}
         try:
             for part in handle.parts:
                 mx.eval(part.marker)
                 self._running = None
                 self._dispatch()
+                if part.scored:
+                    self._read_scores(handle, part, scores)
                 if not part.drawn:
                     continue
                 drawn: Any = part.drawn[0].tolist()
@@ -170,7 +178,7 @@ class MLXRunner:
         except Exception as e:
             log.exception("a step failed on the device")
             raise DeviceError(f"{type(e).__name__}: {e}") from e
-        return StepResult(tokens, logprobs, handle.cold)
+        return StepResult(tokens, logprobs, scores, handle.cold)
 
     def reset(self) -> None:
         self._steps.clear()
@@ -185,12 +193,13 @@ class MLXRunner:
     # a step
 
     def _rectangles(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Indices of rows that run as one forward: by padded length, and decodes apart when contexts differ much."""
+        """Indices of rows that run as one forward: by padded length, those apart that need logits of all positions, and
+        decodes apart when contexts differ much."""
         blocks = [blocks_read(r, self._block_size) for r in rows]
-        by_length: dict[int, list[int]] = {}
+        by_length: dict[tuple[int, bool], list[int]] = {}
         for i, r in enumerate(rows):
             n = len(r.tokens)
-            by_length.setdefault(1 if n == 1 else padded_length(n), []).append(i)
+            by_length.setdefault((1 if n == 1 else padded_length(n), bool(r.targets)), []).append(i)
         return [part for group in by_length.values() for part in split_by_context(group, blocks)]
 
     def _build_part(self, plan: StepPlan, indices: list[int]) -> _Part:
@@ -209,7 +218,9 @@ class MLXRunner:
         route = self._lora.route(adapter_slots + [adapter_slots[-1]] * (count - len(rows)), length)
         tokens, offset, slots, tables, last = self._index_arrays(rows, count, length, width)
         carry = length == 1 and any(r.tokens[0] == CARRY for r in rows)
-        key = _Key(count, length, 0 if in_place else width, carry, samples, flags, route.layout)
+        scores = self._seats.scores([r.seat for r in rows]) if rows[0].targets else -1
+        targets = [self._padded([r.targets for r in rows], count, length)] if scores >= 0 else []
+        key = _Key(count, length, 0 if in_place else width, carry, samples, flags, route.layout, scores)
         if in_place:
             step = self._make_step(key, in_place)
         else:
@@ -221,13 +232,15 @@ class MLXRunner:
         seen = [self._seats.prompt_seen, self._seats.output_count] if flags.penalties else []
         ids = [] if route.ids is None else [route.ids]
         seat_array = self._once(("seats", tuple(seats)), lambda: mx.array(seats))
-        drawn, marker, self._last, counts, self._keys, self._values = step(
-            tokens, offset, slots, tables, last, seat_array, self._last, sampling, seen, route.arrays, ids,
+        drawn, scored, marker, self._last, counts, self._keys, self._values = step(
+            tokens, offset, slots, tables, last, seat_array, self._last, sampling, seen, targets, route.arrays, ids,
             self._keys, self._values,
         )  # fmt: skip
         if counts:
             self._seats.output_count = counts[0]
-        return _Part(indices, flags, drawn, marker, count * length)
+        wanted = [self._seats.wanted_logprobs(r.seat) for r in rows] if flags.logprobs >= 0 else []
+        wanted_scores = [self._seats.wanted_prompt_logprobs(r.seat) for r in rows] if scored else []
+        return _Part(indices, flags, drawn, marker, count * length, scored, wanted, wanted_scores)
 
     def _make_step(self, key: _Key, in_place: tuple[int, int] | None) -> Callable[..., Any]:
         """The step as a pure function: arrays and lists of arrays in, the same out."""
@@ -235,8 +248,8 @@ class MLXRunner:
 
         def step(
             tokens: mx.array, offset: mx.array, slots: mx.array, tables: mx.array, last: mx.array, seats: mx.array,
-            last_tokens: mx.array, sampling: list[mx.array], seen: list[mx.array], lora_arrays: list[mx.array],
-            ids: list[mx.array], keys: list[mx.array], values: list[mx.array],
+            last_tokens: mx.array, sampling: list[mx.array], seen: list[mx.array], targets: list[mx.array],
+            lora_arrays: list[mx.array], ids: list[mx.array], keys: list[mx.array], values: list[mx.array],
         ) -> tuple[Any, ...]:  # fmt: skip
             if key.carry:
                 tokens = mx.where(tokens == CARRY, last_tokens[seats][:, None], tokens)
@@ -252,7 +265,7 @@ class MLXRunner:
             for cache, k, v in zip(caches, keys, values, strict=True):
                 cache.bind(k, v, shared)
             lora.bind(lora_arrays, ids[0] if ids else None, layout=key.layout)
-            head.select(last if key.length > 1 else None)
+            head.select(last if key.length > 1 and not targets else None)
             try:
                 with cpu.serving():
                     output = model(tokens, cache=caches)
@@ -263,17 +276,18 @@ class MLXRunner:
                     angles.clear()
                 released = [cache.release() for cache in caches]
             keys, values = [k for k, _ in released], [v for _, v in released]
+            scored = score(output, targets[0], key.scores) if targets else []
             logits = head.logits(output, last)
             if not key.samples:
-                return [], [logits[:1, :1]], last_tokens, [], keys, values
-            arrays = SamplingArrays.unflatten(sampling)
+                return [], scored, scored or [logits[:1, :1]], last_tokens, [], keys, values
+            arrays = SamplingArrays.unflatten(sampling, key.flags)
             met = Seen(seen[0][seats], seen[1][seats]) if seen else None
             drawn = sample(logits, offset + last + 1, arrays, key.flags, met)
             token = mx.maximum(drawn.tokens, 0)
             last_tokens[seats] = token
             counts = [seen[1].at[seats, token].add(1.0)] if seen else []
             outputs = drawn.flatten()
-            return outputs, [*outputs, last_tokens], last_tokens, counts, keys, values
+            return outputs, scored, [*outputs, *scored, last_tokens], last_tokens, counts, keys, values
 
         return step
 
@@ -298,7 +312,8 @@ class MLXRunner:
         shape_key = ("tables", self._seats.generation, count, width, grown)
         tables, table_array = self._once(shape_key, lambda: self._tables(rows, tables))
         if length == 1:
-            tokens = self._once(("tokens", count, tuple(r.tokens for r in rows)), lambda: self._tokens(rows, count, 1))
+            ids = [r.tokens for r in rows]
+            tokens = self._once(("tokens", count, tuple(ids)), lambda: self._padded(ids, count, 1))
             at = offset[: len(rows)]
             slots = np.zeros((count, 1), np.int32)
             slots[: len(rows), 0] = tables[np.arange(len(rows)), at // bs] * bs + at % bs
@@ -311,15 +326,15 @@ class MLXRunner:
         block = np.where(real, position // bs, 0)
         slots = np.where(real, np.take_along_axis(tables, block, 1) * bs + position % bs, position % bs)
         last = np.maximum(lengths - 1, 0)
-        tokens = self._tokens(rows, count, length)
+        tokens = self._padded([r.tokens for r in rows], count, length)
         return tokens, mx.array(offset), mx.array(slots.astype(np.int32)), table_array, mx.array(last)
 
     @staticmethod
-    def _tokens(rows: list[Row], count: int, length: int) -> mx.array:
-        tokens = np.zeros((count, length), np.int32)
-        for i, r in enumerate(rows):
-            tokens[i, : len(r.tokens)] = r.tokens
-        return mx.array(tokens)
+    def _padded(ids: Sequence[Sequence[int]], count: int, length: int) -> mx.array:
+        padded = np.zeros((count, length), np.int32)
+        for i, own in enumerate(ids):
+            padded[i, : len(own)] = own
+        return mx.array(padded)
 
     @staticmethod
     def _tables(rows: list[Row], out: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], mx.array]:
@@ -369,8 +384,24 @@ class MLXRunner:
         lists: Any = [a.tolist() for a in part.drawn[1:]]
         model, sampled, *top = lists
         for row, i in enumerate(part.rows):
-            k = self._seats.wanted_logprobs(handle.plan.rows[i].seat)
+            k = part.wanted[row]
             if k < 0 or not handle.plan.rows[i].sample:
                 continue
             best = tuple(zip(top[0][row][:k], top[1][row][:k], strict=True)) if k else ()
             out[i] = TokenLogprob(model[row], sampled[row], best)
+
+    def _read_scores(self, handle: Flight, part: _Part, out: dict[int, list[TokenLogprob]]) -> None:
+        lists: Any = [a.tolist() for a in part.scored]
+        for row, i in enumerate(part.rows):
+            own = handle.plan.rows[i]
+            k = part.wanted_scores[row]
+            logprobs, ranks, *top = (values[row] for values in lists)
+            out[i] = [
+                TokenLogprob(
+                    logprobs[at],
+                    logprobs[at],
+                    tuple(zip(top[0][at][:k], top[1][at][:k], strict=True)) if k else (),
+                    ranks[at],
+                )
+                for at in range(len(own.targets))
+            ]

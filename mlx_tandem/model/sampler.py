@@ -35,6 +35,7 @@ class SamplingFlags:
     top_p_rows: int = 0  # how many have, padded up
     penalties: bool = False
     bias: bool = False
+    min_tokens: bool = False
     logprobs: int = -1  # -1: none; 0: the drawn token's; k: and the k most likely
 
     @staticmethod
@@ -44,9 +45,12 @@ class SamplingFlags:
         return next(rounds for bound, rounds in _TOP_P_ROUNDS if least_top_p >= bound)
 
 
+_COLUMNS = ("temperature", "top_p", "top_k", "min_p", "repetition", "presence", "frequency", "key", "top_p_at")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingArrays:
-    """Per row. Column vectors [rows, 1] unless said; `bias` [rows, vocabulary] or None."""
+    """Per row. Column vectors [rows, 1] unless said; the last three only where the flags ask for them."""
 
     temperature: mx.array
     top_p: mx.array
@@ -57,25 +61,18 @@ class SamplingArrays:
     frequency: mx.array
     key: mx.array  # [rows, 2] uint32, from `row_key`
     top_p_at: mx.array  # [top_p_rows] int32: the rows that have a top_p; padding repeats one of them
-    bias: mx.array | None = None
+    bias: mx.array | None = None  # [rows, vocabulary]
+    min_until: mx.array | None = None  # int32: before this position …
+    stops: mx.array | None = None  # [rows, vocabulary] bool: … none of these is drawn
 
     def flatten(self) -> list[mx.array]:
-        fixed = [
-            self.temperature,
-            self.top_p,
-            self.top_k,
-            self.min_p,
-            self.repetition,
-            self.presence,
-            self.frequency,
-            self.key,
-            self.top_p_at,
-        ]
-        return fixed if self.bias is None else [*fixed, self.bias]
+        arrays = [getattr(self, name) for name in (*_COLUMNS, "bias", "min_until", "stops")]
+        return [a for a in arrays if a is not None]
 
     @staticmethod
-    def unflatten(arrays: list[mx.array]) -> SamplingArrays:
-        return SamplingArrays(*arrays)
+    def unflatten(arrays: list[mx.array], flags: SamplingFlags) -> SamplingArrays:
+        names = [*_COLUMNS, *(["bias"] if flags.bias else []), *(["min_until", "stops"] if flags.min_tokens else [])]
+        return SamplingArrays(**dict(zip(names, arrays, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +143,10 @@ def sample(logits: mx.array, position: mx.array, a: SamplingArrays, flags: Sampl
         z = seen.penalise(z, a)
     if a.bias is not None:
         z = z + a.bias
+    if flags.min_tokens:
+        assert a.stops is not None
+        assert a.min_until is not None
+        z = mx.where(a.stops & (position[:, None] < a.min_until), -mx.inf, z)
     peak = z.max(-1, keepdims=True)
     if not (flags.noise or flags.logprobs >= 0):
         tokens = mx.argmax(z, -1)
@@ -174,16 +175,26 @@ def sample(logits: mx.array, position: mx.array, a: SamplingArrays, flags: Sampl
     k = flags.logprobs
     if k == 0:
         return Drawn(_checked(tokens, peak), model[:, 0], sampled[:, 0])
-    top = mx.argpartition(-raw, k - 1, -1)[:, :k]
-    top_lp = mx.take_along_axis(raw, top, -1) - normaliser
-    order = mx.argsort(-top_lp, -1)
-    return Drawn(
-        _checked(tokens, peak),
-        model[:, 0],
-        sampled[:, 0],
-        mx.take_along_axis(top, order, -1),
-        mx.take_along_axis(top_lp, order, -1),
-    )
+    return Drawn(_checked(tokens, peak), model[:, 0], sampled[:, 0], *_likeliest(raw, normaliser, k))
+
+
+def score(logits: mx.array, targets: mx.array, k: int) -> list[mx.array]:
+    """Logprob and rank of each target and, with k, the k likeliest tokens and their logprobs, of the model's own
+    distribution. logits: [rows, length, vocabulary]; targets: [rows, length] int32."""
+    raw = logits.astype(mx.float32)
+    normaliser = mx.logsumexp(raw, -1, keepdims=True)
+    target = mx.take_along_axis(raw, targets[..., None], -1)
+    rank = (raw > target).sum(-1) + 1
+    scored = [(target - normaliser)[..., 0], rank]
+    return [*scored, *_likeliest(raw, normaliser, k)] if k else scored
+
+
+def _likeliest(raw: mx.array, normaliser: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """[…, k] each: the k most likely tokens of logits […, vocabulary], best first, and their logprobs."""
+    top = mx.argpartition(-raw, k - 1, -1)[..., :k]
+    logprobs = mx.take_along_axis(raw, top, -1) - normaliser
+    order = mx.argsort(-logprobs, -1)
+    return mx.take_along_axis(top, order, -1), mx.take_along_axis(logprobs, order, -1)
 
 
 def _checked(tokens: mx.array, peak: mx.array) -> mx.array:

@@ -26,8 +26,10 @@ class Seats:
         self._values["repetition"][:] = 1.0
         self._top_k = np.full(n, vocab_size, np.int32)
         self._logprobs = np.full(n, -1, np.int32)
+        self._prompt_logprobs = np.full(n, -1, np.int32)
         self._keys = np.zeros((n, 2), np.uint32)
         self._bias: dict[int, tuple[tuple[int, float], ...]] = {}
+        self._stops: dict[int, tuple[int, frozenset[int]]] = {}  # (position, tokens that are not drawn before it)
         self.generation = 0
         """Changes whenever a seat does: arrays made before are stale."""
         self.prompt_seen: mx.array | None = None  # [seats, vocabulary] bool, made when a penalty first needs it
@@ -45,10 +47,14 @@ class Seats:
         v["frequency"][i] = p.frequency_penalty
         self._top_k[i] = p.top_k if 0 < p.top_k < self._vocab_size and not p.greedy else self._vocab_size
         self._logprobs[i] = -1 if p.logprobs is None else p.logprobs
+        self._prompt_logprobs[i] = -1 if p.prompt_logprobs is None else p.prompt_logprobs
         self._keys[i] = row_key(p.seed, seating.choice)
         self._bias.pop(i, None)
         if p.logit_bias:
             self._bias[i] = p.logit_bias
+        self._stops.pop(i, None)
+        if p.min_tokens and seating.stop_ids:
+            self._stops[i] = seating.prompt_length + p.min_tokens, seating.stop_ids
         if self._has_penalty(np.array([i])):
             self._remember(seating)
 
@@ -60,7 +66,6 @@ class Seats:
         """What a step of these seats needs."""
         at = np.asarray(seats)
         v = self._values
-        most = int(self._logprobs[at].max())
         top_p = v["top_p"][at]
         return SamplingFlags(
             noise=bool((v["temperature"][at] > 0).any()),
@@ -70,8 +75,16 @@ class Seats:
             top_p_rows=min(row_count(int((top_p < 1.0).sum())), len(at)),
             penalties=self._has_penalty(at),
             bias=any(int(s) in self._bias for s in seats),
-            logprobs=min(most if most <= 0 else 5 if most <= 5 else 20, self._vocab_size),
+            min_tokens=any(int(s) in self._stops for s in seats),
+            logprobs=self._bucket(int(self._logprobs[at].max())),
         )
+
+    def scores(self, seats: Sequence[int]) -> int:
+        """How many likeliest tokens a step that scores the prompts of these seats computes."""
+        return self._bucket(int(self._prompt_logprobs[np.asarray(seats)].max()))
+
+    def _bucket(self, most: int) -> int:
+        return min(most if most <= 0 else 5 if most <= 5 else 20, self._vocab_size)
 
     def arrays(self, seats: Sequence[int], flags: SamplingFlags) -> SamplingArrays:
         at = np.asarray(seats)
@@ -85,16 +98,29 @@ class Seats:
                 for token, value in self._bias.get(int(seat), ()):
                     dense[row, token] = value
             bias = mx.array(dense)
+        until = stops = None
+        if flags.min_tokens:
+            positions, banned = np.zeros((len(seats), 1), np.int32), np.zeros((len(seats), self._vocab_size), np.bool_)
+            for row, seat in enumerate(seats):
+                if int(seat) in self._stops:
+                    positions[row], ids = self._stops[int(seat)]
+                    banned[row, list(ids)] = True
+            until, stops = mx.array(positions), mx.array(banned)
         return SamplingArrays(
             **columns,
             top_k=mx.array(self._top_k[at][:, None]),
             key=mx.array(self._keys[at]),
             top_p_at=mx.array(top_p_at),
             bias=bias,
+            min_until=until,
+            stops=stops,
         )
 
     def wanted_logprobs(self, seat: int) -> int:
         return int(self._logprobs[seat])
+
+    def wanted_prompt_logprobs(self, seat: int) -> int:
+        return int(self._prompt_logprobs[seat])
 
     def _has_penalty(self, at: np.ndarray) -> bool:
         v = self._values

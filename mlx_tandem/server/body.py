@@ -2,30 +2,41 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from mlx_tandem.errors import TandemError, TooLarge
+from mlx_tandem.errors import ReceiveTimeout, TandemError, TooLarge, UnsupportedMedia
 from mlx_tandem.server.decode import decode
 
 T = TypeVar("T")
 
-
-class UnsupportedMedia(TandemError):
-    status = 415
-    type = "invalid_request_error"
-    code = "unsupported_media_type"
+SMALL_BODY = 65_536
+"""Bytes of an unread body up to which it is let in and dropped, so that the connection can be used again."""
 
 
-async def read_json(request: Request, kind: type[T], limit: int) -> T:
+@dataclass(frozen=True)
+class BodyLimit:
+    size: int  # bytes
+    seconds: float  # until all of it has come
+
+
+async def read_json(request: Request, kind: type[T], limit: BodyLimit) -> T:
     """The body as `kind`. A browser page cannot send this content type to another origin without asking first."""
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         raise UnsupportedMedia("Content-Type must be application/json")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise UnsupportedMedia("compressed bodies are not supported")
-    return decode(await _read(request, limit), kind)
+    try:
+        async with asyncio.timeout(limit.seconds):
+            body = await _read(request, limit.size)
+    except TimeoutError:
+        raise ReceiveTimeout(f"the body did not come within {limit.seconds:g} s") from None
+    return decode(body, kind)
 
 
 async def _read(request: Request, limit: int) -> bytes:
@@ -46,3 +57,20 @@ async def _read(request: Request, limit: int) -> bytes:
         parts.append(part)
         if not message.get("more_body", False):
             return b"".join(parts)
+
+
+def refusal_headers(error: TandemError, head: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Ends the connection with an answer that leaves more of a body unread than is worth receiving. `head`: the
+    request's headers."""
+    if error.status in (408, 413, 415) or (error.status in (401, 403, 429, 503) and _leaves_much(head)):
+        return [(b"connection", b"close")]
+    return []
+
+
+def _leaves_much(head: Iterable[tuple[bytes, bytes]]) -> bool:
+    # After a refusal, one who waits for 100 Continue may send the body or not: nobody can tell what comes next.
+    return any(
+        name in (b"transfer-encoding", b"expect")
+        or (name == b"content-length" and not (value.isdigit() and int(value[:20]) <= SMALL_BODY))
+        for name, value in head
+    )

@@ -9,26 +9,39 @@ import msgspec
 from mlx_tandem import __version__
 from mlx_tandem.server.front import Front
 
+DEGRADED = 0.72
+"""Share of the memory pressure threshold from which on the pool is filling up."""
+
+
+def status(front: Front) -> str:
+    """`ok` and `degraded` while requests are taken, else why not."""
+    if front.client.state != "ready":
+        return "shutting_down" if front.client.state == "draining" else front.client.state
+    pressure = front.admission.utilization / front.config.server.memory_pressure_threshold
+    return "overloaded" if pressure >= 1 else "degraded" if pressure >= DEGRADED else "ok"
+
 
 def health(front: Front) -> tuple[int, dict[str, Any]]:
     """HTTP status and body of /health: 200 while requests are taken, else 503 with the reason."""
     client = front.client
+    state = status(front)
     body: dict[str, Any] = {
-        "status": "ok" if client.state == "ready" else client.state,
+        "status": state,
         "version": __version__,
-        "model": front.model_id,
-        "adapters_loaded": len(front.registry),
-        "open_requests": front.open_requests,
+        "model": front.models.id,
+        "adapters_loaded": len(front.models.registry),
+        "open_requests": front.admission.open_requests,
+        "utilization": round(front.admission.utilization, 4),
+        "threshold": front.config.server.memory_pressure_threshold,
         "engine_restarts": client.restarts,
     }
     if client.state == "ready" and client.info is not None:
         body["engine"] = msgspec.to_builtins(client.info)
-        return 200, body
     if client.state in ("starting", "restarting"):
         body["progress"] = {"stage": client.progress.stage, "fraction": client.progress.fraction}
     if client.failure is not None:
         body["error"] = client.failure.message
-    return 503, body
+    return 200 if state in ("ok", "degraded") else 503, body
 
 
 def engine_metrics(front: Front) -> dict[str, Any]:
@@ -37,7 +50,9 @@ def engine_metrics(front: Front) -> dict[str, Any]:
     return {
         "state": front.client.state,
         "restarts": front.client.restarts,
-        "open_requests": front.open_requests,
+        "open_requests": front.admission.open_requests,
+        "open_choices": front.admission.open_choices,
+        "refused": dict(front.admission.refused),
         "max_queue_size": front.config.server.max_queue_size,
         "engine": msgspec.to_builtins(front.client.stats),
         "prompt_tokens": sum(metrics.prompt_tokens.values()),
@@ -45,8 +60,8 @@ def engine_metrics(front: Front) -> dict[str, Any]:
         "finished": {reason: _by_reason(front, reason) for reason in ("stop", "length", "abort", "error")},
         "adapters": {
             v.ref.label: msgspec.to_builtins(v.counters)
-            for e in front.registry.entries()
-            for v in front.registry.versions(e.name)
+            for e in front.models.registry.entries()
+            for v in front.models.registry.versions(e.name)
         },
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 import traceback
 
@@ -38,10 +39,36 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=True, default=str)
 
 
+class RateLimit(logging.Filter):
+    """Lets `MOST_A_SECOND` lines of one event through, so that bad requests cannot fill the disk. The next one that
+    comes through says how many were dropped before it."""
+
+    MOST_A_SECOND = 20
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._seen: dict[tuple[str, object], tuple[int, int]] = {}  # (second, lines in it) of events, named in the code
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        event, second = (record.name, record.msg), int(record.created)
+        with self._lock:
+            since, count = self._seen.get(event, (second, 0))
+            dropped = 0
+            if second != since:
+                dropped, count = max(count - self.MOST_A_SECOND, 0), 0
+                since = second
+            self._seen[event] = (since, count + 1)
+        if dropped:
+            record.fields = getattr(record, "fields", {}) | {"dropped": dropped}
+        return count < self.MOST_A_SECOND
+
+
 def configure(level: int = logging.INFO) -> None:
     """Send this project's and the web server's events to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
+    handler.addFilter(RateLimit())
     for name in ("mlx_tandem", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]

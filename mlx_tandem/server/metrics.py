@@ -51,6 +51,7 @@ class Metrics:
         self.generation_tokens: Counter[str] = Counter()
         self.finished: Counter[tuple[str, str]] = Counter()  # (model, reason)
         self.errors: Counter[str] = Counter()  # by code
+        self.shutdown_clean = True  # until the drain cuts something off
         self.time_to_first_token = Histogram(TTFT_BOUNDS)
         self.inter_token = Histogram(ITL_BOUNDS)
         self.end_to_end = Histogram(E2E_BOUNDS)
@@ -69,10 +70,10 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         metrics, front = self._metrics, self._front
-        base = front.model_id
-        stats = front.client.stats
+        base = front.models.id
+        stats, load = front.client.stats, front.client.load
         # Labels come from fixed sets: an adapter that is gone is counted under "other".
-        known = {base} | {e.name for e in front.registry.entries()}
+        known = {base} | {e.name for e in front.models.registry.entries()}
 
         def gauge(name: str, text: str, value: float, model: bool = True) -> GaugeMetricFamily:
             family = GaugeMetricFamily(name, text, labels=["model_name"] if model else [])
@@ -93,10 +94,10 @@ class _Collector:
             family.add_metric([base], buckets=values.buckets(), sum_value=values.total)
             return family
 
-        blocks = stats.used_blocks + stats.free_blocks
-        usage = stats.used_blocks / blocks if blocks else 0.0
-        yield gauge("vllm:num_requests_running", "Requests in the running batch.", stats.running)
-        yield gauge("vllm:num_requests_waiting", "Requests that wait to be run.", stats.waiting)
+        blocks = load.used_blocks + load.free_blocks
+        usage = load.used_blocks / blocks if blocks else 0.0
+        yield gauge("vllm:num_requests_running", "Requests in the running batch.", load.running)
+        yield gauge("vllm:num_requests_waiting", "Requests that wait to be run.", load.waiting)
         yield gauge("vllm:kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1.", usage)
         yield gauge("vllm:gpu_cache_usage_perc", "The same under its older name.", usage)
         yield counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.", metrics.prompt_tokens)
@@ -109,12 +110,18 @@ class _Collector:
         yield histogram("vllm:inter_token_latency_seconds", "Between tokens.", metrics.inter_token)
         yield histogram("vllm:time_per_output_token_seconds", "The same, older name.", metrics.inter_token)
         yield histogram("vllm:e2e_request_latency_seconds", "Until the last token.", metrics.end_to_end)
+        yield from self._arms()
         errors = CounterMetricFamily("tandem_errors", "Requests that ended with an error.", labels=["code"])
         for code, value in metrics.errors.items():
             errors.add_metric([code], value)
         yield errors
-        yield gauge("tandem_open_requests", "Requests admitted and not ended.", front.open_requests, model=False)
-        yield gauge("tandem_adapters", "Adapter names registered.", len(front.registry), model=False)
+        refused = CounterMetricFamily("tandem_refused", "Requests not let in, by the setting.", labels=["reason"])
+        for setting in ("max_concurrent_requests", "max_queue_size", "memory_pressure_threshold"):
+            refused.add_metric([setting], front.admission.refused[setting])
+        yield refused
+        opened = front.admission.open_requests
+        yield gauge("tandem_open_requests", "Requests admitted and not ended.", opened, model=False)
+        yield gauge("tandem_adapters", "Adapter names registered.", len(front.models.registry), model=False)
         yield gauge("tandem_engine_ready", "1 while requests are taken.", front.client.state == "ready", model=False)
         yield gauge("tandem_step_milliseconds", "Moving average of a step.", stats.step_ms, model=False)
         yield gauge("tandem_active_memory_bytes", "Device memory in use.", stats.active_memory, model=False)
@@ -130,6 +137,15 @@ class _Collector:
             family.add_metric([], total)
             yield family
 
+        # The names that mlx-lm-server gives them.
+        yield gauge("active_sequences", "Requests in the running batch.", load.running, model=False)
+        yield gauge("queued_requests", "Requests that wait to be run.", load.waiting, model=False)
+        yield gauge("used_blocks", "Blocks of the KV pool in use.", load.used_blocks, model=False)
+        yield gauge("free_blocks", "Blocks of the KV pool that are free.", load.free_blocks, model=False)
+        yield gauge("cache_hit_rate", "Always 0: no prefix is kept yet.", 0.0, model=False)
+        yield gauge("dist_fatal", "Always 0: there is one machine.", 0.0, model=False)
+        yield gauge("shutdown_clean", "0 once the drain has cut requests off.", metrics.shutdown_clean, model=False)
+
     def _successes(self, known: set[str]) -> CounterMetricFamily:
         family = CounterMetricFamily(
             "vllm:request_success", "Choices that finished.", labels=["model_name", "finished_reason"]
@@ -140,3 +156,19 @@ class _Collector:
         for labels, value in merged.items():
             family.add_metric(list(labels), value)
         return family
+
+    def _arms(self) -> Iterator[Metric]:
+        """What the arms of aliases did: mean time is seconds over requests."""
+        labels = ["alias", "arm"]
+        families = {
+            "requests": CounterMetricFamily("tandem_alias_requests", "Requests by arm of an alias.", labels=labels),
+            "prompt_tokens": CounterMetricFamily("tandem_alias_prompt_tokens", "Prompt tokens by arm.", labels=labels),
+            "generated_tokens": CounterMetricFamily("tandem_alias_generated_tokens", "Tokens by arm.", labels=labels),
+            "errors": CounterMetricFamily("tandem_alias_errors", "Errors by arm.", labels=labels),
+            "seconds": CounterMetricFamily("tandem_alias_seconds", "Time of requests by arm.", labels=labels),
+        }
+        for alias, arms in self._front.models.aliases.items():
+            for arm in arms:
+                for field, family in families.items():
+                    family.add_metric([alias, arm.adapter], getattr(arm.counters, field))
+        yield from families.values()

@@ -7,29 +7,38 @@ nothing is being sent, too, and its request is cancelled in the engine at once.
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from msgspec import structs
 from starlette.types import Receive, Scope, Send
 
-from mlx_tandem.adapters.registry import Entry
 from mlx_tandem.engine.stream import Stream
-from mlx_tandem.errors import EngineError, TandemError
-from mlx_tandem.server.dialects.shapes import DONE, Events, LogprobShape, Shape, dumps, usage
+from mlx_tandem.errors import EngineError, TandemError, Timeout
+from mlx_tandem.server.dialects.shapes import (
+    DONE,
+    Details,
+    Events,
+    LogprobShape,
+    Shape,
+    dumps,
+    prompt_scores,
+    usage,
+)
+from mlx_tandem.server.error_reply import JSON_TYPE, error_body
 from mlx_tandem.server.front import Front
-from mlx_tandem.server.log import log, log_exception
-from mlx_tandem.text.output import ChoiceText
-from mlx_tandem.types import Delta, Request, SamplingParams
+from mlx_tandem.server.log import log_exception
+from mlx_tandem.server.models import Selection
+from mlx_tandem.text.output import TextOptions
+from mlx_tandem.types import Delta, Request, SamplingParams, TokenLogprob
 
-WRITE_SECONDS = 60.0
-"""How long a client may take nothing of what is sent to it before its request is given up."""
-
-JSON_TYPE = (b"content-type", b"application/json")
 EVENTS_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
+
+MANY_LOGPROBS = 20_000
+"""Entries from which on a reply is put together on another thread, so that streams do not wait for it."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +46,17 @@ class Plan:
     """A checked request of a dialect."""
 
     shape: Shape
-    adapter: Entry | None
+    model: Selection
     prompts: Sequence[Sequence[int]]
     params: SamplingParams
     n: int
-    stops: tuple[str, ...]
+    text: TextOptions
     stream: bool
     with_usage: bool
+    priority: int = 0
+    echo: tuple[str, ...] | None = None  # the prompts as text, which each reply begins with
+    prompt_logprobs: int | None = None  # alternatives to report; None: not asked for
+    return_token_ids: bool = False
 
 
 class Reply:
@@ -54,67 +67,97 @@ class Reply:
         self._plan = plan
         self._id = plan.shape.id_prefix + secrets.token_hex(12)
         self._created = int(time.time())
-        self._model = front.label(plan.adapter.ref if plan.adapter else None)
+        self._model = front.models.label(plan.model.ref)
         self._prompt_tokens = sum(map(len, plan.prompts))
-        ends = self._ends()
+        self._cached_tokens = 0  # nothing of a prompt is reused yet
         count = len(plan.prompts) * plan.n
-        self._choices = [ChoiceText(front.tokenizer, plan.stops, ends) for _ in range(count)]
+        eos = front.client.check_ready().eos_token_ids
+        self._choices = plan.text.choices(count, front.tokenizer, plan.params, eos)
+        self._scores: list[tuple[TokenLogprob, ...]] = [()] * len(plan.prompts)
+        self._unopened: set[int] = set()  # prompts whose choices have something to say before their own text
+        self._no_details: Details = {"token_ids": ()} if plan.return_token_ids else {}
+        self._has_details = plan.params.logprobs is not None or plan.return_token_ids
         self._logprobs: list[LogprobShape] | None = None
         if plan.params.logprobs is not None:
             self._logprobs = [plan.shape.logprobs(front.tokenizer) for _ in range(count)]
         self._began = time.monotonic()
         self._last = 0.0
-        self._sending = 0.0  # since when a write has been waiting for the client
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front, plan = self._front, self._plan
-        with front.admitted(len(self._choices)):
+        with front.admission.admitted(len(self._choices)):
             ids = front.client.next_ids(len(plan.prompts))
-            adapter = plan.adapter.ref if plan.adapter else None
             requests = [
-                Request(i, tuple(p), plan.params, adapter, plan.n) for i, p in zip(ids, plan.prompts, strict=True)
+                Request(i, tuple(p), plan.params, plan.model.ref, plan.n, plan.priority)
+                for i, p in zip(ids, plan.prompts, strict=True)
             ]
             async with front.client.submit(*requests) as stream:
                 self._count_start()
-                watcher = asyncio.create_task(self._watch(receive, stream, asyncio.current_task()))
+                watcher = asyncio.create_task(self._watch(receive, stream))
+                self._set_deadlines(stream)
                 try:
                     await self._run(stream, send)
-                except asyncio.CancelledError:
-                    if not self._client_left():
-                        raise
-                    log("client too slow", request=self._id)
                 finally:
                     watcher.cancel()
+                    for deadline in self._deadlines.values():
+                        deadline.cancel()
                     self._count_end()
 
     async def _run(self, stream: Stream, send: Send) -> None:
         raise NotImplementedError
 
-    async def _watch(self, receive: Receive, stream: Stream, reader: asyncio.Task[Any] | None) -> None:
-        """Cancels the submission when the client leaves, or takes nothing for WRITE_SECONDS."""
-        while True:
-            try:
-                async with asyncio.timeout(WRITE_SECONDS / 4):
-                    message = await receive()
-            except TimeoutError:
-                if not self._sending or time.monotonic() - self._sending < WRITE_SECONDS:
-                    continue
-                assert reader is not None
-                reader.cancel()  # it waits for the client
-                break
-            if message["type"] == "http.disconnect":
-                break
+    async def _watch(self, receive: Receive, stream: Stream) -> None:
+        """Cancels the submission when the client leaves, or is cut off because it takes nothing."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
         self._gone = True
         stream.cancel()
+
+    def _set_deadlines(self, stream: Stream) -> None:
+        server, loop = self._front.config.server, asyncio.get_running_loop()
+        for code, seconds, what in (
+            ("first_token_timeout", server.first_token_timeout_s, "its first token"),
+            ("request_timeout", server.request_timeout_s, "its end"),
+        ):
+            if seconds:
+                error = Timeout(f"the request did not come to {what} within {seconds:g} s", code=code)
+                self._deadlines[code] = loop.call_later(seconds, stream.fail, error)
 
     def _client_left(self) -> bool:
         return self._gone
 
-    def _ends(self) -> Collection[int]:
-        params = self._plan.params
-        model = () if params.ignore_eos else self._front.client.check_ready().eos_token_ids
-        return frozenset((*model, *params.stop_token_ids))
+    def _details(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, echoed: bool = False
+    ) -> Details:
+        """What was asked for of these tokens beside their text; `echoed`: the prompt's logprobs come before theirs."""
+        details: Details = {}
+        if self._logprobs is not None:
+            before, known = self._echoed(index // self._plan.n) if echoed else ([], [])
+            details["logprobs"] = self._logprobs[index].take([*before, *tokens], [*known, *logprobs])
+        if self._plan.return_token_ids:
+            details["token_ids"] = tokens
+        return details
+
+    def _prompt_details(self, k: int) -> Details:
+        """What was asked for of prompt k."""
+        plan = self._plan
+        details: Details = {}
+        if plan.return_token_ids:
+            details["prompt_token_ids"] = plan.prompts[k]
+        if plan.prompt_logprobs is not None:
+            scores = prompt_scores(self._front.tokenizer, plan.prompts[k], self._scores[k], plan.prompt_logprobs)
+            details["prompt_logprobs"] = scores
+        return details
+
+    def _echoed(self, k: int) -> tuple[Sequence[int], list[TokenLogprob | None]]:
+        """Prompt k and its logprobs as a reply that repeats it shows them."""
+        most = self._plan.params.logprobs or 0
+        return self._plan.prompts[k], [None, *(structs.replace(lp, top=lp.top[:most]) for lp in self._scores[k])]
+
+    def _usage(self) -> dict[str, Any]:
+        return usage(self._prompt_tokens, self._completion_tokens(), self._cached_tokens)
 
     def _headers(self, kind: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         return [kind, (b"x-request-id", self._id.encode()), (b"cache-control", b"no-cache")]
@@ -125,11 +168,11 @@ class Reply:
     # -- metrics ------------------------------------------------------------------------------------------------
 
     def _count_start(self) -> None:
-        entry = self._plan.adapter
         self._front.metrics.prompt_tokens[self._name()] += self._prompt_tokens
-        if entry is not None:
-            entry.counters.requests += 1
-            entry.counters.prompt_tokens += self._prompt_tokens
+        for counters in self._plan.model.counters:
+            counters.requests += 1
+            counters.open += 1
+            counters.prompt_tokens += self._prompt_tokens
 
     def _count_batch(self, deltas: list[Delta]) -> None:
         now = time.monotonic()
@@ -139,64 +182,82 @@ class Reply:
             metrics.inter_token.observe((now - self._last) * len(self._choices) / len(deltas), len(deltas))
         else:
             metrics.time_to_first_token.observe(now - self._began)
+            if deadline := self._deadlines.pop("first_token_timeout", None):
+                deadline.cancel()
         self._last = now
 
     def _count_end(self) -> None:
-        metrics, entry, name = self._front.metrics, self._plan.adapter, self._name()
-        tokens = self._completion_tokens()
+        metrics, name = self._front.metrics, self._name()
+        tokens, seconds = self._completion_tokens(), time.monotonic() - self._began
         metrics.generation_tokens[name] += tokens
-        metrics.end_to_end.observe(time.monotonic() - self._began)
+        metrics.end_to_end.observe(seconds)
         for choice in self._choices:
             metrics.finished[name, choice.finish or ("abort" if self._gone else "error")] += 1
-        if entry is not None:
-            entry.counters.generated_tokens += tokens
-            entry.counters.errors += not self._gone and any(c.finish is None for c in self._choices)
+        for counters in self._plan.model.counters:
+            counters.open -= 1
+            counters.generated_tokens += tokens
+            counters.seconds += seconds
+            counters.errors += not self._gone and any(c.finish is None for c in self._choices)
 
     def _name(self) -> str:
-        return self._plan.adapter.name if self._plan.adapter else self._front.model_id
+        entry = self._plan.model.entry
+        return self._front.models.id if entry is None else entry.name
 
 
 class WholeReply(Reply):
     """One JSON body when everything is there."""
 
     async def _run(self, stream: Stream, send: Send) -> None:
+        n = self._plan.n
         texts: list[list[str]] = [[] for _ in self._choices]
-        logprobs: list[tuple[list[int], list[Any]]] = [([], []) for _ in self._choices]
+        said: list[tuple[list[int], list[Any]]] = [([], []) for _ in self._choices]
         async for deltas in stream:
             self._count_batch(deltas)
             for delta in deltas:
                 index = stream.index(delta)
                 choice = self._choices[index]
+                if delta.prompt_logprobs:
+                    self._scores[index // n] = delta.prompt_logprobs
                 if choice.ended():
                     continue
                 texts[index].append(choice.push(delta))
-                if self._logprobs is not None:
-                    logprobs[index][0].extend(choice.last_tokens)
-                    logprobs[index][1].extend(choice.last_logprobs)
+                if self._has_details:
+                    said[index][0].extend(choice.last_tokens)
+                    said[index][1].extend(choice.last_logprobs)
                 if choice.stopped:
                     stream.cancel(index)
         if self._client_left():
             return
-        shape = self._plan.shape
+        if sum(map(len, self._scores)) * (1 + (self._plan.params.prompt_logprobs or 0)) < MANY_LOGPROBS:
+            body = self._body(texts, said)
+        else:
+            body = await asyncio.to_thread(self._body, texts, said)
+        headers = [*self._headers(JSON_TYPE), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def _body(self, texts: list[list[str]], said: list[tuple[list[int], list[Any]]]) -> bytes:
+        plan, shape = self._plan, self._plan.shape
+        details = [self._prompt_details(k) for k in range(len(plan.prompts))]
         choices: list[dict[str, Any]] = []
         for i, choice in enumerate(self._choices):
             if choice.finish is None:
                 raise EngineError("the engine ended a choice without a reason")
-            taken = self._logprobs[i].take(*logprobs[i]) if self._logprobs is not None else None
-            choices.append(shape.whole(i, "".join(texts[i]), taken, choice.finish))
-        body = dumps(
-            {
-                "id": self._id,
-                "object": shape.object,
-                "created": self._created,
-                "model": self._model,
-                "choices": choices,
-                "usage": usage(self._prompt_tokens, self._completion_tokens()),
-            }
-        )
-        headers = [*self._headers(JSON_TYPE), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+            k, text = i // plan.n, "".join(texts[i])
+            if plan.echo is not None:
+                text = plan.echo[k] + text
+            own = self._details(i, *said[i], echoed=plan.echo is not None)
+            whole = shape.whole(i, text, choice.finish) | own
+            choices.append(whole if shape.one_prompt else whole | details[k])
+        body = {
+            "id": self._id,
+            "object": shape.object,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+            "usage": self._usage(),
+        }
+        return dumps(body | details[0] if shape.one_prompt else body)
 
 
 class StreamReply(Reply):
@@ -208,6 +269,8 @@ class StreamReply(Reply):
     async def _run(self, stream: Stream, send: Send) -> None:
         plan = self._plan
         events = Events(plan.shape, self._id, self._created, self._model, len(self._choices), plan.with_usage)
+        if not plan.shape.one_prompt and (plan.echo is not None or plan.return_token_ids):
+            self._unopened = set(range(len(plan.prompts)))
         started = False
         try:
             async for deltas in stream:
@@ -217,10 +280,8 @@ class StreamReply(Reply):
                     started = True
                     headers = self._headers(EVENTS_TYPE)
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    body = events.opening() + body
-                self._sending = self._last
+                    body = events.opening(self._prompt_details(0)) + body
                 await send({"type": "http.response.body", "body": body, "more_body": True})
-                self._sending = 0.0
         except Exception as e:
             if not started:
                 raise
@@ -232,7 +293,7 @@ class StreamReply(Reply):
             return
         if self._client_left():
             return
-        tail = events.usage(self._prompt_tokens, self._completion_tokens()) + DONE if plan.with_usage else DONE
+        tail = events.usage(self._usage()) + DONE if plan.with_usage else DONE
         await send({"type": "http.response.body", "body": tail})
 
     def _render(self, events: Events, stream: Stream, deltas: list[Delta]) -> bytes:
@@ -240,40 +301,34 @@ class StreamReply(Reply):
         for delta in deltas:
             index = stream.index(delta)
             choice = self._choices[index]
+            if self._unopened:
+                parts += self._open(events, index // self._plan.n, delta)
             if choice.ended():
                 continue
             text = choice.push(delta)
-            logprobs = None
-            if self._logprobs is not None:
-                logprobs = self._logprobs[index].take(choice.last_tokens, choice.last_logprobs)
+            details = self._no_details
+            if self._has_details:
+                details = self._details(index, choice.last_tokens, choice.last_logprobs)
             if text or not choice.ended():
-                if logprobs is None:
-                    parts.append(events.text(index, text))
+                if details:
+                    parts.append(events.text_with(index, text, details))
+                    details = self._no_details
                 else:
-                    parts.append(events.text_with_logprobs(index, text, logprobs))
-                    logprobs = None
+                    parts.append(events.text(index, text))
             if choice.ended():
-                parts.append(events.finish(index, choice, logprobs))
+                parts.append(events.finish(index, choice, details))
                 if choice.stopped:
                     stream.cancel(index)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-
-def error_body(error: TandemError) -> bytes:
-    """OpenAI's error object."""
-    return dumps({"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}})
-
-
-class ErrorReply:
-    """An error as an HTTP response."""
-
-    def __init__(self, error: TandemError, headers: Sequence[tuple[bytes, bytes]] = ()):
-        self.status = error.status
-        self._body = error_body(error)
-        self._headers = [JSON_TYPE, (b"content-length", b"%d" % len(self._body)), *headers]
-        if error.retry_after is not None:
-            self._headers.append((b"retry-after", b"%d" % min(math.ceil(error.retry_after), 120)))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status, "headers": self._headers})
-        await send({"type": "http.response.body", "body": self._body})
+    def _open(self, events: Events, k: int, delta: Delta) -> list[bytes]:
+        """What the choices of prompt k say before their own text; `delta` is of one of them."""
+        if k not in self._unopened:
+            return []
+        plan, own = self._plan, self._prompt_details(k)
+        self._unopened.discard(k)
+        self._scores[k] = delta.prompt_logprobs
+        choices = range(k * plan.n, (k + 1) * plan.n)
+        if plan.echo is None:
+            return [events.text_with(i, "", self._no_details | own) for i in choices]
+        return [events.text_with(i, plan.echo[k], self._details(i, (), (), echoed=True) | own) for i in choices]

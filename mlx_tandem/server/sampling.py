@@ -9,6 +9,7 @@ from msgspec import Struct
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server.front import Front
+from mlx_tandem.text.output import TextOptions
 from mlx_tandem.types import SamplingParams
 
 
@@ -16,6 +17,7 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields that every dialect shares. Numbers are typed loosely: `limits.check` names the field and its range."""
 
     max_tokens: Any = None
+    min_tokens: Any = None
     temperature: Any = None
     top_p: Any = None
     top_k: Any = None
@@ -29,6 +31,10 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     stop: Any = None
     stop_token_ids: Any = None
     ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: Any = None
+    priority: Any = None
 
 
 def sampling_params(
@@ -39,12 +45,19 @@ def sampling_params(
     *,
     logprobs: int | None = None,
     max_tokens: tuple[str, Any] | None = None,
+    echo: bool = False,
 ) -> SamplingParams:
     """Checked parameters for a prompt of `prompt` tokens; `max_tokens` is the field and value where the dialect has
-    another one for it."""
+    another one for it. With `echo`, the prompt gets the logprobs that its continuation gets."""
     field, asked = max_tokens or ("max_tokens", body.max_tokens)
-    if asked is not None:
+    if is_silent(body, echo):
+        asked = 1  # drawn and dropped
+    elif asked is not None:
         limits.check(field, asked)
+    most = front.max_tokens(prompt, asked, field, prompt_param)
+    least = 0 if body.min_tokens is None else int(limits.check("min_tokens", body.min_tokens))
+    if least > most or (least and is_silent(body, echo)):
+        raise InvalidRequest(f"min_tokens is {least} and {field} {most}", param="min_tokens")
     vocabulary = front.client.check_ready().vocab_size
     defaults = front.defaults
 
@@ -55,7 +68,8 @@ def sampling_params(
         return float(limits.check(name, value))
 
     return SamplingParams(
-        max_tokens=front.max_tokens(prompt, asked, field, prompt_param),
+        max_tokens=most,
+        min_tokens=least,
         temperature=number("temperature", 1.0),
         top_p=number("top_p", 1.0),
         top_k=max(int(number("top_k", 0)), 0),
@@ -68,7 +82,34 @@ def sampling_params(
         stop_token_ids=_stop_token_ids(body.stop_token_ids, vocabulary),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
+        prompt_logprobs=max(
+            (k for k in (prompt_logprobs(body), logprobs if echo else None) if k is not None), default=None
+        ),
     )
+
+
+def is_silent(body: Sampling, echo: bool = False) -> bool:
+    """Whether nothing is to be generated: `max_tokens` is 0 and something is asked about the prompt."""
+    asked = body.max_tokens
+    return type(asked) is int and asked == 0 and (echo or body.prompt_logprobs is not None)
+
+
+def text_options(body: Sampling, echo: bool = False) -> TextOptions:
+    return TextOptions(
+        stop_strings(body.stop),
+        include_stop=bool(body.include_stop_str_in_output),
+        show_special=body.skip_special_tokens is False,
+        silent=is_silent(body, echo),
+    )
+
+
+def prompt_logprobs(body: Sampling) -> int | None:
+    """How many alternatives to report for each token of the prompt; None: no logprobs of the prompt."""
+    return None if body.prompt_logprobs is None else int(limits.check("prompt_logprobs", body.prompt_logprobs))
+
+
+def priority(body: Sampling) -> int:
+    return 0 if body.priority is None else int(limits.check("priority", body.priority))
 
 
 def choices(front: Front, body: Sampling) -> int:

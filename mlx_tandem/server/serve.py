@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
+import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -18,25 +18,13 @@ from mlx_tandem.engine.process import Launch, process_launch
 from mlx_tandem.errors import ModelError, TandemError
 from mlx_tandem.server import log as logs
 from mlx_tandem.server.app import create_app
+from mlx_tandem.server.connection import connection_class
 from mlx_tandem.server.front import Front
+from mlx_tandem.server.keys import check_exposure
+from mlx_tandem.server.sockets import bind
 
 EX_SOFTWARE = 70
 """Exit status when the engine could not be kept alive."""
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, before anything expensive starts. Raises OSError when the address is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(2048)
-    except BaseException:
-        sock.close()
-        raise
-    sock.setblocking(False)
-    return sock
 
 
 def run(
@@ -46,17 +34,19 @@ def run(
     launch: Launch | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     on_ready: Callable[[Front, int], None] | None = None,
+    log_level: int = logging.INFO,
 ) -> int:
     """Serve until SIGTERM or SIGINT; the exit status.
 
     The port answers from the start: /health says 503 while the model loads. `on_ready` is called once with the
-    port, when requests are taken. Raises ModelError for a model or an adapter folder that cannot be loaded and
-    OSError for a port in use.
+    port, when requests are taken. Raises ModelError for a model or an adapter folder that cannot be loaded,
+    OSError for a port in use and InvalidRequest for other settings that cannot be served with.
     """
+    check_exposure(config.server)
+    logs.configure(log_level)
     sock = sock or bind(config.server.host, config.server.port)
     try:
         front = Front(config, launch or process_launch(config.engine), on_progress=on_progress)
-        logs.configure()
         server = Server(front, sock, on_ready)
         server.run(sockets=[sock])
     finally:
@@ -75,7 +65,7 @@ class Server(uvicorn.Server):
         super().__init__(
             UvicornConfig(
                 create_app(front),
-                http="httptools",
+                http=connection_class(front.config.server),
                 loop="uvloop",
                 ws="none",
                 lifespan="off",
@@ -136,12 +126,14 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         front = self._front
-        logs.log("draining", open_requests=front.open_requests)
+        logs.log("draining", open_requests=front.admission.open_requests)
         front.client.begin_drain()
         for server in getattr(self, "servers", ()):  # none before the start is through
             server.close()
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(front.config.server.drain_seconds):
-                await front.idle()
+                await front.admission.idle()
+        except TimeoutError:
+            front.metrics.shutdown_clean = False
         await front.client.drain(1.0)
         self.should_exit = True

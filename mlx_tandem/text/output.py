@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from mlx_tandem.text.stops import StopScanner
 from mlx_tandem.text.tokenizer import Tokenizer
-from mlx_tandem.types import Delta, FinishReason, TokenLogprob
+from mlx_tandem.types import Delta, FinishReason, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How the tokens of a choice become its text."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False  # what ended the choice is part of its text
+    show_special: bool = False
+    silent: bool = False  # there is none: the request was about its prompt only
+
+    def choices(
+        self, count: int, tokenizer: Tokenizer, params: SamplingParams, eos: Collection[int]
+    ) -> list[ChoiceText]:
+        """`count` fresh choices of a model that ends with `eos`."""
+        ends = frozenset((*(() if params.ignore_eos else eos), *params.stop_token_ids))
+        kind = SilentChoice if self.silent else ChoiceText
+        return [kind(tokenizer, self, ends, params.min_tokens) for _ in range(count)]
 
 
 class ChoiceText:
@@ -16,12 +35,23 @@ class ChoiceText:
     the choice there. `last_tokens` and `last_logprobs` are the tokens that the last piece covers.
     """
 
-    __slots__ = ("_decoder", "_ends", "_stops", "count", "finish", "last_logprobs", "last_tokens", "stopped")
+    __slots__ = (
+        "_decoder",
+        "_hidden_ends",
+        "_min_tokens",
+        "_stops",
+        "count",
+        "finish",
+        "last_logprobs",
+        "last_tokens",
+        "stopped",
+    )
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], end_ids: Collection[int]):
-        self._decoder = tokenizer.decoder()
-        self._stops = StopScanner(stops) if stops else None
-        self._ends = end_ids
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions, end_ids: Collection[int], min_tokens: int = 0):
+        self._decoder = tokenizer.decoder(show_special=options.show_special)
+        self._stops = StopScanner(options.stops, include=options.include_stop) if options.stops else None
+        self._hidden_ends = () if options.include_stop else end_ids
+        self._min_tokens = min_tokens
         self.count = 0
         self.finish: FinishReason | None = None
         self.stopped = False
@@ -32,14 +62,14 @@ class ChoiceText:
         return self.finish is not None
 
     def push(self, delta: Delta) -> str:
-        """The new text that `delta` brings; the token that ended the choice is counted but not shown."""
+        """The new text that `delta` brings; the token that ended the choice is counted but as a rule not shown."""
         tokens = self.last_tokens = delta.tokens
         self.last_logprobs = delta.logprobs or ()
         self.count += len(tokens)
         shown: Sequence[int] = tokens
         if delta.finish is not None:
             self.finish = delta.finish
-            if delta.finish == "stop" and tokens and tokens[-1] in self._ends:
+            if delta.finish == "stop" and tokens and tokens[-1] in self._hidden_ends:
                 shown = tokens[:-1]
         if self._stops is not None:
             return self._push_with_stops(shown)
@@ -49,7 +79,9 @@ class ChoiceText:
     def _push_with_stops(self, tokens: Sequence[int]) -> str:
         assert self._stops is not None
         pieces: list[str] = []
+        spare = self._min_tokens - self.count + len(self.last_tokens)  # tokens that no stop string may end with
         for i, token in enumerate(tokens):
+            self._stops.armed = i >= spare
             pieces.append(self._stops.push(self._decoder.push(token)))
             if self._stops.hit is not None:
                 self._cut(i + 1)
@@ -68,3 +100,14 @@ class ChoiceText:
         self.last_logprobs = self.last_logprobs[:kept]
         self.stopped = self.finish is None
         self.finish = "stop"
+
+
+class SilentChoice(ChoiceText):
+    """For a request that wants no token: the one that the engine drew is dropped."""
+
+    __slots__ = ()
+
+    def push(self, delta: Delta) -> str:
+        if delta.finish is not None:
+            self.finish = "length"
+        return ""

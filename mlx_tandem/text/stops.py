@@ -9,14 +9,17 @@ class StopScanner:
     """Finds the first stop string to be completed, whatever the pieces are.
 
     `push` gives out the text that can no longer belong to a stop string. When one is completed (the longest, if
-    several end at the same character), `hit` is set and the text ends before it. Every stop string is followed
-    by its own automaton, so the cost per character is constant, however long the strings are.
+    several end at the same character), `hit` is set and the text ends before it, or after it with `include`. While
+    `armed` is not set, what is completed is passed over. Every stop string is followed by its own automaton, so the
+    cost per character is constant, however long the strings are.
     """
 
-    __slots__ = ("_fails", "_firsts", "_held", "_states", "_stops", "hit")
+    __slots__ = ("_fails", "_firsts", "_held", "_include", "_states", "_stops", "armed", "hit")
 
-    def __init__(self, stops: Sequence[str]):
+    def __init__(self, stops: Sequence[str], *, include: bool = False):
         self._stops = tuple(stops)
+        self._include = include
+        self.armed = True
         self._fails = tuple(_failure(s) for s in self._stops)
         self._firsts = frozenset(s[0] for s in self._stops)
         self._states = [0] * len(self._stops)
@@ -41,14 +44,14 @@ class StopScanner:
                 if stop[state] == character:
                     state += 1
                 if state == len(stop):
-                    if state > len(done):
+                    if self.armed and state > len(done):
                         done = stop
-                    state = 0  # never read again
+                    state = self._fails[i][state]
                 states[i] = state
             if done:
                 self.hit = done
                 self._held = ""
-                return buffer[: position + 1 - len(done)]
+                return buffer[: position + 1 - (0 if self._include else len(done))]
         cut = len(buffer) - max(states)
         self._held = buffer[cut:]
         return buffer[:cut]

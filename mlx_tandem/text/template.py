@@ -24,6 +24,7 @@ class ChatTemplate:
     """The template of a model folder, compiled once."""
 
     def __init__(self, source: str, tokenizer: Tokenizer, where: str = "chat_template"):
+        self.source = source
         self._tokenizer = tokenizer
         try:
             self._template: Template = _environment().from_string(source)
@@ -53,7 +54,8 @@ class ChatTemplate:
         return cls(source, tokenizer, str(folder / "tokenizer_config.json"))
 
     def encode(self, messages: Sequence[Message], options: Mapping[str, bool] | None = None) -> list[int]:
-        """Prompt ids up to where the assistant speaks. The ids of special tokens come from the template only."""
+        """Prompt ids up to where the assistant speaks, unless `options` say otherwise. The ids of special tokens come
+        from the template only."""
         shields = _Shields(self._specials, messages)
         text = self._render(shields.messages, options or {})
         if self._tokenizer.has_normalized_specials:
@@ -64,10 +66,9 @@ class ChatTemplate:
         return ids
 
     def _render(self, messages: Sequence[Message], options: Mapping[str, bool]) -> str:
+        given = {"tools": None, "documents": None, "add_generation_prompt": True, **options}
         try:
-            return self._template.render(
-                **self._variables, messages=messages, tools=None, documents=None, add_generation_prompt=True, **options
-            )
+            return self._template.render(**self._variables, messages=messages, **given)
         except _Refused as e:
             raise InvalidRequest(f"the model's chat template refuses these messages: {e}", param="messages") from e
         except Exception as e:  # the template is the model folder's code: it may fail in any way

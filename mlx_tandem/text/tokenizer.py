@@ -36,7 +36,7 @@ class Decoder:
 
     __slots__ = ("_decode", "_table")
 
-    def __init__(self, table: _VisibleBytes):
+    def __init__(self, table: dict[int, bytes]):
         self._table = table
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
@@ -121,17 +121,26 @@ class Tokenizer:
         backend.encode_special_tokens = True
         return backend
 
-    def decoder(self) -> Decoder:
+    def decoder(self, *, show_special: bool = False) -> Decoder:
         """A fresh decoder for one choice."""
-        return Decoder(self._text_bytes)
+        return Decoder(self._bytes if show_special else self._text_bytes)
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text of `ids` without special tokens."""
-        return b"".join(map(self._text_bytes.__getitem__, ids)).decode("utf-8", "replace")
+    def decode(self, ids: Iterable[int], *, show_special: bool = False) -> str:
+        """The text of `ids`, without special tokens unless they are to be shown."""
+        table = self._bytes if show_special else self._text_bytes
+        return b"".join(map(table.__getitem__, ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that one token stands for, special tokens by their text."""
         return self._bytes[token]
+
+    def token_text(self, token: int) -> str:
+        """One token alone as text; a part of a character becomes a replacement character."""
+        return self._bytes[token].decode("utf-8", "replace")
+
+    def piece(self, token: int) -> str:
+        """The token as the vocabulary writes it; empty for an id that has none."""
+        return self._backend.id_to_token(token) or ""
 
 
 class _TokenBytes(dict[int, bytes]):

@@ -44,7 +44,7 @@ INFO = EngineInfo(
     lora_backend="none",
     load_seconds=0.0,
 )
-ADAPTER = AdapterInfo("d" * 64, 8, 2.0, "peft", ("self_attn.q_proj",), 100)
+ADAPTER = AdapterInfo("d" * 64, 8, 2.0, "peft", ("self_attn.q_proj",), 100, 100)
 
 
 class Peer:

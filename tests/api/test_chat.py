@@ -144,6 +144,32 @@ def test_stop_token_ids_and_logit_bias(server):
     assert reply["usage"]["completion_tokens"] == 1
 
 
+def test_token_ids(server):
+    fields = {"temperature": 0, "n": 2, "return_token_ids": True}
+    reply = server.chat(QUESTION, **fields).json()
+    assert len(reply["prompt_token_ids"]) == reply["usage"]["prompt_tokens"]
+    assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    chunks = events(server.chat(QUESTION, stream=True, **fields))
+    assert chunks[0]["prompt_token_ids"] == reply["prompt_token_ids"]
+    for choice in reply["choices"]:
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert [t for c in own[1:] for t in c["token_ids"]] == choice["token_ids"]
+        assert "prompt_token_ids" not in choice
+    assert sum(len(c["token_ids"]) for c in reply["choices"]) == reply["usage"]["completion_tokens"]
+
+
+def test_min_tokens_and_what_is_shown(server):
+    plain = server.chat(QUESTION, temperature=0).json()["choices"][0]["message"]["content"]
+    fields = {"temperature": 0, "include_stop_str_in_output": True, "skip_special_tokens": False}
+    shown = server.chat(QUESTION, **fields).json()["choices"][0]["message"]["content"]
+    assert shown == plain + "<|im_end|>"
+    longer = server.chat(QUESTION, temperature=0, min_tokens=16).json()
+    assert longer["usage"]["completion_tokens"] == 16
+    assert longer["choices"][0]["message"]["content"].startswith(plain)
+    refused = server.chat(QUESTION, max_tokens=None, max_completion_tokens=3, min_tokens=4)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "min_tokens")
+
+
 def test_messages_in_every_form(server):
     messages = [
         {"role": "developer", "content": "Be brief."},

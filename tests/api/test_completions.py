@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from msgspec import structs
 
 from mlx_tandem import demo
+from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.text.tokenizer import Tokenizer
+from tests.serving import demo_config, serving
 
 PROMPT = "<|im_start|>user\nWhat is 12 + 5?<|im_end|>\n<|im_start|>assistant\n"
 TOKENIZER = Tokenizer.load(demo.MODEL_PATH)
@@ -96,3 +100,134 @@ def test_the_context_is_respected(server):
         assert response.json()["error"]["param"] == param
     rest = server.complete([65] * (room - 3), max_tokens=None, ignore_eos=True)
     assert rest.json()["usage"]["completion_tokens"] == 3
+
+
+# --- what ends a choice --------------------------------------------------------------------------------------------
+
+EOS = TOKENIZER.special_tokens["<|im_end|>"]
+
+
+def test_min_tokens_come_before_any_end(server):
+    short = server.complete(PROMPT, temperature=0, max_tokens=16).json()
+    ended_at = short["usage"]["completion_tokens"]
+    assert short["choices"][0]["finish_reason"] == "stop"
+    for least in (ended_at, ended_at + 5, 32):
+        reply = server.complete(PROMPT, temperature=0, max_tokens=32, min_tokens=least, return_token_ids=True).json()
+        (choice,) = reply["choices"]
+        said = choice["token_ids"]
+        assert len(said) > least or (len(said), choice["finish_reason"]) == (32, "length")
+        assert EOS not in said[:least]
+        assert said[: ended_at - 1] == TOKENIZER.encode(short["choices"][0]["text"])
+    assert (
+        server.complete(PROMPT, temperature=0, max_tokens=16, min_tokens=ended_at - 1).json()["choices"]
+        == (short["choices"])
+    )
+    free = server.complete(PROMPT, temperature=0, max_tokens=32, ignore_eos=True, min_tokens=32, return_token_ids=True)
+    assert EOS in free.json()["choices"][0]["token_ids"], "nothing is masked that would not end it"
+
+
+def test_stop_strings_wait_for_min_tokens(server):
+    ids = TOKENIZER.encode("3 4 5")
+    plain = server.complete(ids, temperature=0, max_tokens=24, ignore_eos=True, return_token_ids=True).json()
+    text, said = plain["choices"][0]["text"], plain["choices"][0]["token_ids"]
+    stop = text[2]
+    assert text.count(stop) > 2
+    for least in (0, 1, 5, 10, 24):
+        for stream in (False, True):
+            fields = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "min_tokens": least, "stop": stop}
+            reply = server.complete(ids, stream=stream, **fields)
+            got = "".join(c["text"] for c in choices_of(reply)) if stream else reply.json()["choices"][0]["text"]
+            spared = len(TOKENIZER.decode(said[:least]))
+            end = text.find(stop, spared)
+            assert got == (text if end < 0 else text[:end])
+
+
+def choices_of(streamed):
+    events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    return [c for e in events for c in e["choices"]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_ended_it_can_be_shown(server, stream):
+    def ask(**fields):
+        reply = server.complete(PROMPT, temperature=0, max_tokens=16, stream=stream, **fields)
+        if stream:
+            return "".join(c["text"] for c in choices_of(reply))
+        return reply.json()["choices"][0]["text"]
+
+    whole = ask()
+    assert whole.endswith("12 + 5 = 17.")
+    assert ask(stop="= 1") == whole[: whole.index("= 1")]
+    assert ask(stop="= 1", include_stop_str_in_output=True) == whole[: whole.index("= 1") + 3]
+    assert ask(skip_special_tokens=False) == whole
+    assert ask(include_stop_str_in_output=True) == whole
+    assert ask(include_stop_str_in_output=True, skip_special_tokens=False) == whole + "<|im_end|>"
+    assert ask(ignore_eos=True, skip_special_tokens=False).startswith(whole + "<|im_end|>")
+    assert "<|im_end|>" not in ask(ignore_eos=True)
+    last = TOKENIZER.encode(whole)[-1]
+    assert ask(stop_token_ids=[last]) == whole[: -len(TOKENIZER.decode([last]))]
+    assert ask(stop_token_ids=[last], include_stop_str_in_output=True) == whole
+    assert ask(stop_token_ids=[last], ignore_eos=True, min_tokens=16) != whole
+
+
+def test_token_ids(server):
+    prompts = [TOKENIZER.encode(PROMPT), TOKENIZER.encode("3 4 5")]
+    fields = {"temperature": 0, "n": 2, "return_token_ids": True, "stop": "7"}
+    reply = server.complete(prompts, **fields).json()
+    streamed = choices_of(server.complete(prompts, stream=True, **fields))
+    for choice in reply["choices"]:
+        assert choice["prompt_token_ids"] == prompts[choice["index"] // 2]
+        assert TOKENIZER.decode(choice["token_ids"]).startswith(choice["text"])
+        own = [c for c in streamed if c["index"] == choice["index"]]
+        assert own[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        assert [t for c in own for t in c["token_ids"]] == choice["token_ids"]
+    given = sum(len(c["token_ids"]) for c in reply["choices"])
+    assert given == reply["usage"]["completion_tokens"]
+    assert reply["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"min_tokens": 9}, "min_tokens"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 1.5}, "min_tokens"),
+        ({"max_tokens": None, "min_tokens": 1_000_000}, "min_tokens"),
+        ({"priority": 0.5}, "priority"),
+        ({"priority": 10_000_000}, "priority"),
+        ({"priority": "high"}, "priority"),
+        ({"include_stop_str_in_output": 1}, "include_stop_str_in_output"),
+        ({"skip_special_tokens": "no"}, "skip_special_tokens"),
+        ({"return_token_ids": 1}, "return_token_ids"),
+    ],
+)
+def test_fields_that_are_refused(server, fields, param):
+    response = server.complete("hi", **fields)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+
+
+def test_whoever_matters_more_is_served_first():
+    """One seat: while it is taken, what comes last but matters most runs next."""
+    config = demo_config()
+    engine = structs.replace(config.engine, scheduler=SchedulerConfig(max_num_seqs=1))
+    with serving(structs.replace(config, engine=engine)) as small, ThreadPoolExecutor(4) as pool:
+        ended: list[int] = []
+
+        def ask(priority: int) -> None:
+            reply = small.complete("hi", max_tokens=8, ignore_eos=True, priority=priority)
+            assert reply.status_code == 200, reply.text
+            ended.append(priority)
+
+        body = {"prompt": "Once", "max_tokens": 900, "ignore_eos": True, "stream": True, "priority": -5}
+        with small.client.stream("POST", "/v1/completions", json=body) as first:
+            lines = first.iter_lines()
+            next(lines)
+            for waiting, priority in enumerate((3, 0, -1), 1):
+                pool.submit(ask, priority)
+                while small.client.get("/health").json()["open_requests"] <= waiting:
+                    pass
+            for _ in lines:
+                pass
+        pool.shutdown()
+    assert ended == [-1, 0, 3]

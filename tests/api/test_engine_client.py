@@ -25,7 +25,7 @@ from mlx_tandem.engine.messages import (
 )
 from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import EngineDied, EngineError, EngineUnavailable, InvalidRequest, ModelError, NotFound
-from mlx_tandem.types import Delta, EngineStats, Request, SamplingParams
+from mlx_tandem.types import AdapterSource, Delta, EngineStats, Request, SamplingParams
 from tests.api.scripted import ADAPTER, Peer, ScriptedEngine
 
 Body = Callable[[EngineClient, Peer, ScriptedEngine], Awaitable[None]]
@@ -143,11 +143,11 @@ def test_one_request_fails_alone(failed, kind):
 
 def test_calls_and_their_errors():
     async def body(client, peer, engine):
-        loading = asyncio.create_task(client.load_adapter("/a"))
-        refused = [asyncio.create_task(client.load_adapter("/b")) for _ in range(3)]
+        loading = asyncio.create_task(client.load_adapter(AdapterSource("/a")))
+        refused = [asyncio.create_task(client.load_adapter(AdapterSource("/b"))) for _ in range(3)]
         await asyncio.sleep(0)
         call = await asyncio.to_thread(peer.hear, LoadAdapter)
-        assert call.path == "/a"
+        assert call.source.path == "/a"
         calls = [(await asyncio.to_thread(peer.hear, LoadAdapter)).call for _ in refused]
         codes = [("invalid_adapter", ModelError), ("not_found", NotFound), ("strange", InvalidRequest)]
         for c, (code, _) in zip(calls, codes, strict=True):
@@ -174,7 +174,7 @@ def test_death_ends_streams_and_calls_at_once_and_starts_another_engine():
 
     async def body(client, peer, engine):
         async with client.submit(request(client)) as stream:
-            call = asyncio.create_task(client.load_adapter("/a"))
+            call = asyncio.create_task(client.load_adapter(AdapterSource("/a")))
             await asyncio.to_thread(peer.hear, Submit)
             peer.die()
             with pytest.raises(EngineDied):
@@ -204,7 +204,7 @@ def test_requests_wait_for_what_on_ready_does():
 
     async def on_ready() -> None:
         states.append(client.state)
-        await client.load_adapter("/a")
+        await client.load_adapter(AdapterSource("/a"))
         states.append(client.state)
 
     async def main() -> None:

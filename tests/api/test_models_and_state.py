@@ -90,7 +90,11 @@ def test_removal_does_not_touch_a_request_that_runs(server):
         ({"name": "x", "path": ""}, 400, "path"),
         ({"name": "x", "path": "a\0b"}, 400, "path"),
         ({"name": "x", "path": "/does/not/exist"}, 400, "path"),
-        ({"name": "x"}, 400, "path"),
+        ({"name": "x", "path": "does-not-exist"}, 400, "path"),
+        ({"name": "x", "path": "../adapters/../.."}, 400, "path"),
+        ({"name": "x", "path": "."}, 400, "path"),
+        ({"name": "x", "path": "shout", "pin": 1}, 400, "pin"),
+        ({"name": "x"}, 404, "name"),
         ({"path": "/tmp"}, 400, "name"),
         ({"name": "x", "path": "/tmp", "rank": 3}, 400, "rank"),
         ({"name": 3, "path": "/tmp"}, 400, "name"),
@@ -172,7 +176,14 @@ def test_engine_metrics(server):
     body = server.client.get("/v1/engine/metrics").json()
     assert body["state"] == "ready"
     assert body["engine"]["steps"] > 0
-    assert set(body["adapters"]["shout@1"]) == {"requests", "prompt_tokens", "generated_tokens", "errors"}
+    assert set(body["adapters"]["shout@1"]) == {
+        "requests",
+        "prompt_tokens",
+        "generated_tokens",
+        "errors",
+        "open",
+        "seconds",
+    }
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def raw_post(client: httpx.Client, body: dict) -> socket.socket:
     url = client.base_url
     data = json.dumps(body).encode()
     sock = socket.create_connection((url.host, url.port))
-    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
     return sock
 
@@ -129,9 +129,9 @@ def test_the_death_of_the_engine_reaches_every_stream():
 
 
 def test_a_queue_that_is_full_refuses():
-    with scripted_server(max_queue_size=3) as (client, peer, _):
+    with scripted_server(max_queue_size=1) as (client, peer, _):
         replies: list[httpx.Response] = []
-        thread = ask(client, BODY | {"n": 2}, replies)
+        thread = ask(client, BODY | {"n": 8}, replies)  # as many as the batch holds
         first = peer.hear(Submit).request
         full = client.post("/v1/chat/completions", json=BODY | {"n": 2})
         assert full.status_code == 429
@@ -139,7 +139,7 @@ def test_a_queue_that_is_full_refuses():
         assert full.json()["error"]["type"] == "rate_limit_error"
         other = answered(client, peer, BODY, lambda i: Output([Delta(i, 0, (token(1),), None, "stop")]))
         assert other.status_code == 200
-        peer.say(Output([Delta(first.id, c, (token(1),), None, "stop") for c in (0, 1)]))
+        peer.say(Output([Delta(first.id, c, (token(1),), None, "stop") for c in range(8)]))
         thread.join()
         assert replies[0].status_code == 200
         assert client.get("/health").json()["open_requests"] == 0
@@ -175,9 +175,8 @@ def test_a_reader_that_is_slow_gets_everything():
         assert answer.count(b'"delta":{"content":') == count
 
 
-def test_a_reader_that_takes_nothing_is_given_up(monkeypatch):
-    monkeypatch.setattr("mlx_tandem.server.replies.WRITE_SECONDS", 0.4)
-    with scripted_server() as (client, peer, _):
+def test_a_reader_that_takes_nothing_is_given_up():
+    with scripted_server(write_timeout_s=0.4) as (client, peer, _):
         sock = raw_post(client, STREAM)
         request = peer.hear(Submit).request
         told = threading.Thread(target=lambda: peer.hear(Cancel))

@@ -118,7 +118,7 @@ def exchange(server, request: bytes) -> bytes:
         return answer
 
 
-HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
 def test_a_chunked_body_over_the_limit(server):
@@ -158,7 +158,7 @@ def test_pipelined_requests_are_answered_in_order(server):
     host, port = server.url.removeprefix("http://").split(":")
     request = HEAD + b"Content-Length: %d\r\n\r\n" % len(GOOD) + GOOD
     with socket.create_connection((host, int(port)), timeout=20) as sock:
-        sock.sendall(request * 3 + b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        sock.sendall(request * 3 + b"GET /livez HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         answer = b""
         while data := sock.recv(65536):
             answer += data

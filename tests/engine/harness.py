@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence as Several
 from typing import Any
 
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.engine.plan import DeviceError, Runner, StepPlan
 from mlx_tandem.engine.scheduler import Scheduler
+from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.types import FinishReason, Request, TokenLogprob
 
@@ -31,6 +32,7 @@ class Loop:
         self.requests: dict[int, Request] = {}
         self.tokens: dict[Choice, list[int]] = {}
         self.logprobs: dict[Choice, list[TokenLogprob]] = {}
+        self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
         self.finished: dict[Choice, FinishReason] = {}
         self.failed: set[int] = set()
         self.cancelled: set[Choice] = set()
@@ -63,7 +65,9 @@ class Loop:
 
     def step(self) -> bool:
         """One turn; False when there was nothing to do."""
+        before = list(self.scheduler._running)
         plan = self.scheduler.plan()
+        self._look_at_running(before)
         for s in self.scheduler._running:
             self.admitted.setdefault(s.request.id, len(self.admitted))
         if plan is None and not self._flights:
@@ -81,6 +85,8 @@ class Loop:
         self.steps += 1
         self.scheduler.check()
         self.slots.check()
+        waiting = [(s.priority, s.request.id not in self.admitted) for s in self.scheduler._waiting]
+        assert waiting == sorted(waiting), "whoever has run before comes first among equals"
         return True
 
     def run(self, most: int = 10_000) -> Loop:
@@ -101,9 +107,24 @@ class Loop:
     def _look_at(self, plan: StepPlan) -> None:
         assert plan.rows, "an empty plan"
         assert len({row.sequence for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
+        most = self.scheduler._config.prefill_batch_size
+        assert not most or sum(len(row.tokens) > 1 for row in plan.rows) <= most, "too many prompts in one step"
+
+    def _look_at_running(self, before: list[Sequence]) -> None:
+        running = self.scheduler._running
+        preempted = [s.priority for s in before if s not in running and s.seat < 0]
+        kept = [s.priority for s in before if s in running]
+        assert not preempted or not kept or max(kept) <= min(preempted), "one that mattered more was preempted"
+        everyone = [x for s in running for x in (s, *s.followers)]
+        tokens = sum(len(x.request.prompt) + x.request.params.max_tokens for x in everyone)
+        most = self.scheduler._config.max_inflight_tokens
+        assert not most or tokens <= most or len({x.request.id for x in everyone}) == 1, "too many tokens in flight"
 
     def _settle(self) -> None:
-        plan, handle = self._flights.popleft()
+        self.take(*self._flights.popleft())
+
+    def take(self, plan: StepPlan, handle: Any) -> None:
+        """Read a step that was launched and let the scheduler settle it."""
         result = self.runner.wait(handle)
         settled = self.scheduler.settle(plan, result)
         for delta in settled.deltas:
@@ -113,13 +134,18 @@ class Loop:
             assert key not in self.cancelled, "a delta after a cancel"
             assert delta.request not in self.failed, "a delta after a failure"
             assert delta.tokens, "an empty delta"
+            if delta.prompt_logprobs:
+                spoken = [key for key, tokens in self.tokens.items() if key[0] == delta.request and tokens]
+                assert not spoken, "a prompt's logprobs come after its first tokens"
+                assert delta.request not in self.prompt_logprobs, "a prompt's logprobs come twice"
+                self.prompt_logprobs[delta.request] = list(delta.prompt_logprobs)
             self.tokens[key] += delta.tokens
             self.logprobs[key] += delta.logprobs or ()
             if delta.finish:
                 self.finished[key] = delta.finish
         self._take_failed(settled.failed)
 
-    def _fail(self, plans: Sequence[StepPlan]) -> None:
+    def _fail(self, plans: Several[StepPlan]) -> None:
         self.failures += 1
         self._flights.clear()
         alive = self.scheduler._sequences
@@ -129,7 +155,7 @@ class Loop:
         self._take_failed(failed)
         self.runner.reset()
 
-    def _take_failed(self, requests: Sequence[int]) -> None:
+    def _take_failed(self, requests: Several[int]) -> None:
         assert len(set(requests)) == len(requests), "a request fails twice"
         for request in requests:
             assert request not in self.failed, "a request fails twice"

@@ -91,6 +91,15 @@ class Oracle:
         model, _ = load_model(folder)
         return Oracle(model)
 
+    def prompt_logprobs(self, prompt: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        """[tokens, vocabulary], each row of the token after it, by one plain forward."""
+        if prompt not in self._known:
+            model: Any = self.model
+            logits = model(mx.array([prompt]))[0].astype(mx.float32)
+            self._known[prompt] = np.array(logits - mx.logsumexp(logits, -1, keepdims=True))
+        known: Any = self._known[prompt]
+        return known
+
     def greedy(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[list[int], list[np.ndarray[Any, Any]]]:
         """The tokens and, at each, the logprobs of the whole vocabulary."""
         key = prompt, max_tokens
@@ -121,6 +130,9 @@ def assert_agrees(loop: Loop, oracle: Mapping[str | None, Oracle] | Oracle, case
     Returns the near-ties at which two tokens changed places: from there on a sequence says something else, rightly.
     """
     ties: list[str] = []
+    for request in loop.requests.values():
+        name = request.adapter.digest if request.adapter else None
+        _check_prompt(loop, request, oracle if isinstance(oracle, Oracle) else oracle[name], case)
     for (number, choice), tokens in loop.tokens.items():
         request = loop.requests[number]
         name = request.adapter.digest if request.adapter else None
@@ -140,3 +152,25 @@ def assert_agrees(loop: Loop, oracle: Mapping[str | None, Oracle] | Oracle, case
                 ties.append(f"{where}: {token} and {want[i]} differ by {gap:.1e}")
                 break
     return ties
+
+
+def _check_prompt(loop: Loop, request: Request, oracle: Oracle, case: str) -> None:
+    """The prompt's logprobs, ranks and likeliest tokens are those of a plain forward."""
+    k = request.params.prompt_logprobs
+    said = loop.prompt_logprobs.get(request.id, [])
+    if request.id in loop.failed:
+        return
+    assert len(said) == (0 if k is None else len(request.prompt) - 1), f"{case}: request {request.id}"
+    if not said:
+        return
+    for i, (token, own, lp) in enumerate(
+        zip(request.prompt[1:], said, oracle.prompt_logprobs(request.prompt), strict=False)
+    ):
+        where = f"{case}: request {request.id}, token {i + 1} of the prompt"
+        assert abs(own.model - lp[token]) < TOLERANCE, f"{where}: logprob {own.model}, should be {lp[token]}"
+        assert (lp > lp[token] + NEAR_TIE).sum() < own.rank <= 1 + (lp > lp[token] - NEAR_TIE).sum(), f"{where}: rank"
+        best = np.sort(lp)[::-1]
+        assert len(own.top) == k, f"{where}: {len(own.top)} likeliest tokens"
+        for rank, (likely, value) in enumerate(own.top):
+            assert abs(value - lp[likely]) < TOLERANCE, f"{where}: the logprob of token {likely}"
+            assert abs(value - best[rank]) < TOLERANCE, f"{where}: the {rank}th likeliest token"

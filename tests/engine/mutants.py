@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import insort_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from mlx_tandem.adapters.slots import Assignment, SlotTable
 from mlx_tandem.engine import scheduler as scheduler_module
@@ -81,6 +83,13 @@ CORRUPTIONS: dict[str, Callable[[], Callable[[StepPlan], StepPlan]]] = {
     ),
     "all choices sample as the first": lambda: (
         lambda p: replace(p, seatings=tuple(replace(s, choice=0) for s in p.seatings))
+    ),
+    "a seat does not know what ends it": lambda: (
+        lambda p: replace(p, seatings=tuple(replace(s, stop_ids=frozenset()) for s in p.seatings))
+    ),
+    "targets are skipped": lambda: lambda p: _rows(p, lambda r: replace(r, targets=())),
+    "targets are the tokens themselves": lambda: (
+        lambda p: _rows(p, lambda r: replace(r, targets=r.tokens[: len(r.targets)]))
     ),
     "a stale token is carried": _stale_carry,
     "every decode carries": lambda: (
@@ -332,6 +341,52 @@ def _leave_unclean(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "settle", settle)
 
 
+def _first_come_first_served(patch: pytest.MonkeyPatch) -> None:
+    """What a request says of its priority is not heard; nor is the check that would notice."""
+    patch.setattr(scheduler_module, "_PRIORITY", lambda s: 0)
+
+
+def _lose_the_place(patch: pytest.MonkeyPatch) -> None:
+    """Whoever was preempted waits behind its equals."""
+
+    def preempt(self: Scheduler, s: Sequence) -> None:
+        original(self, s)
+        self._waiting.remove(s)
+        insort_right(self._waiting, s, key=lambda x: x.priority)
+
+    original = Scheduler._preempt
+    patch.setattr(Scheduler, "_preempt", preempt)
+
+
+def _score_twice(patch: pytest.MonkeyPatch) -> None:
+    """After a preemption what is known of the prompt is taken in again."""
+
+    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+        for row in plan.rows:
+            s = self._sequences.get(row.sequence)
+            if row.targets and s is not None and s.scores is not None:
+                s.scores += s.scores[row.start :]
+        return original(self, plan, result)
+
+    original = Scheduler.settle
+    patch.setattr(Scheduler, "settle", settle)
+
+
+def _hand_out_again(patch: pytest.MonkeyPatch) -> None:
+    """Each choice hands out the prompt's logprobs."""
+    patch.setattr(Scheduler, "_hand_out_scores", lambda self, s: tuple(s.scores))
+
+
+def _read_everything(patch: pytest.MonkeyPatch) -> None:
+    def plan_prefill(self: Scheduler, rows: list[Row]) -> None:
+        config, self._config = self._config, structs.replace(self._config, prefill_batch_size=0)
+        original(self, rows)
+        self._config = config
+
+    original = Scheduler._plan_prefill
+    patch.setattr(Scheduler, "_plan_prefill", plan_prefill)
+
+
 PLANTS: dict[str, Plant] = {
     "preemption keeps `scheduled`": _keep_scheduled,
     "preemption keeps the seat's state": _keep_seated,
@@ -353,5 +408,11 @@ PLANTS: dict[str, Plant] = {
     "one token too many": _one_too_many,
     "not a number is a token": _nan_is_a_token,
     "what is not finite is left in the blocks": _leave_unclean,
+    "a priority is not heard": _first_come_first_served,
+    "whoever was preempted waits at the end": _lose_the_place,
+    "what is known of a prompt is taken in twice": _score_twice,
+    "a prompt's logprobs are handed out twice": _hand_out_again,
+    "any number of prompts is read at once": _read_everything,
+    "any number of tokens is in flight": _attribute(Scheduler, "_has_tokens_for", lambda self, s: True),
     "whoever waits for a slot waits for ever": _attribute(scheduler_module, "PATIENCE", 1000),
 }

@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from typing import Literal
 from zlib import crc32
 
-from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, DeviceError, Row, Seating, StepPlan, StepResult
+from mlx_tandem.engine.plan import (
+    CARRY,
+    NOT_A_NUMBER,
+    DeviceError,
+    Row,
+    Seating,
+    StepPlan,
+    StepResult,
+    scored_positions,
+)
 from mlx_tandem.kv.pool import SCRATCH, BlockPool
 from mlx_tandem.types import SamplingParams, TokenLogprob
 
@@ -27,9 +36,16 @@ def cell(token: int, digest: str) -> int:
     return (crc32(digest.encode()) << 20) | token
 
 
-def next_token(context: Sequence[int], params: SamplingParams, choice: int, history: Sequence[int], vocab: int) -> int:
-    """The token after `context` (cells). Greedy: of the context alone; else also of seed, choice and position; with
-    a penalty also of how often each token was met (`history`: the prompt and the output so far)."""
+def next_token(
+    context: Sequence[int],
+    params: SamplingParams,
+    choice: int,
+    history: Sequence[int],
+    vocab: int,
+    banned: Iterable[int] = (),
+) -> int:
+    """The token after `context` (cells), none of `banned`. Greedy: of the context alone; else also of seed, choice and
+    position; with a penalty also of how often each token was met (`history`: the prompt and the output so far)."""
     key: tuple[object, ...] = (tuple(context),)
     if not params.greedy:
         key += (params.seed, choice, len(context), params.top_k)
@@ -37,13 +53,26 @@ def next_token(context: Sequence[int], params: SamplingParams, choice: int, hist
         key += (tuple(sorted(history)),)
     if params.logit_bias:
         key += (params.logit_bias,)
-    return hash(key) % _PRIME % vocab  # of integers and floats only, so the same in every process
+    token = hash(key) % _PRIME % vocab  # of integers and floats only, so the same in every process
+    return next(t % vocab for t in range(token, token + vocab) if t % vocab not in banned)
 
 
 def logprob_of(token: int, params: SamplingParams) -> TokenLogprob:
     """A stand-in that names its token and what was asked for."""
     k = params.logprobs or 0
     return TokenLogprob(-float(token), -float(token) / 2, tuple((i, -float(i)) for i in range(k)))
+
+
+def score_of(context: Sequence[int], token: int, params: SamplingParams) -> TokenLogprob:
+    """What a prompt's token is said to score after `context` (cells); of the two alone, and of how many were asked."""
+    value = -float(hash((tuple(context), token)) % 1009)
+    return TokenLogprob(value, value, tuple((i, value - i) for i in range(params.prompt_logprobs or 0)), token + 1)
+
+
+def scores_alone(prompt: Sequence[int], params: SamplingParams, digest: str) -> list[TokenLogprob]:
+    """The oracle for a prompt's own logprobs."""
+    cells = [cell(t, digest) for t in prompt]
+    return [score_of(cells[:at], prompt[at], params) for at in range(1, len(prompt))]
 
 
 def alone(
@@ -53,7 +82,8 @@ def alone(
     stops = frozenset(stop_ids)
     tokens = list(prompt)
     while len(tokens) - len(prompt) < params.max_tokens:
-        tokens.append(next_token([cell(t, digest) for t in tokens], params, choice, tokens, vocab))
+        banned = stops if len(tokens) - len(prompt) < params.min_tokens else ()
+        tokens.append(next_token([cell(t, digest) for t in tokens], params, choice, tokens, vocab, banned))
         if tokens[-1] in stops:
             break
     return tokens[len(prompt) :]
@@ -63,6 +93,8 @@ def alone(
 class _Seat:
     params: SamplingParams
     choice: int
+    prompt_length: int
+    stop_ids: frozenset[int]
     history: list[int]
     sequence: int | None = None  # the first row says whose it is
     last: int | None = None  # sampled since it was seated
@@ -138,7 +170,10 @@ class ReferenceRunner:
         drawn: list[int | None] = [None] * len(plan.rows)
         for i in samplers:
             drawn[i] = self._draw(plan.rows[i], len(tokens[i]), i == bad)
-        return _Handle(StepResult(drawn, self._logprobs(plan.rows, drawn)), failure == "wait", number)
+        scores = {i: self._score(row) for i, row in enumerate(plan.rows) if row.targets}
+        scored = sum(len(plan.rows[i].tokens) for i in scores)
+        assert scored <= scored_positions(self.vocab), f"{scored} positions are scored in one step"
+        return _Handle(StepResult(drawn, self._logprobs(plan.rows, drawn), scores), failure == "wait", number)
 
     def wait(self, handle: _Handle) -> StepResult:
         assert not self.broken, "waited after a failure without a reset"
@@ -174,7 +209,9 @@ class ReferenceRunner:
     def _take(self, seating: Seating) -> None:
         assert 0 <= seating.seat < self.num_seats, f"there is no seat {seating.seat}"
         assert 0 < seating.prompt_length <= len(seating.history)
-        self._seats[seating.seat] = _Seat(seating.params, seating.choice, list(seating.history))
+        self._seats[seating.seat] = _Seat(
+            seating.params, seating.choice, seating.prompt_length, seating.stop_ids, list(seating.history)
+        )
 
     def _write(self, rows: Sequence[Row]) -> list[tuple[int, ...]]:
         """All rows write before any reads, as in a layer of a device. Returns their tokens, carried ones filled in."""
@@ -216,10 +253,18 @@ class ReferenceRunner:
         if not_finite:
             for at in range(row.start, row.start + length):
                 self._cells[row.table[at // self.block_size]][at % self.block_size] = _NAN
-        token = next_token(context, seat.params, seat.choice, seat.history, self.vocab)
+        banned = seat.stop_ids if len(context) < seat.prompt_length + seat.params.min_tokens else ()
+        token = next_token(context, seat.params, seat.choice, seat.history, self.vocab, banned)
         seat.last = 0 if not_finite else token
         seat.history.append(seat.last)
         return NOT_A_NUMBER if not_finite else token
+
+    def _score(self, row: Row) -> list[TokenLogprob]:
+        seat = self._seats[row.seat]
+        end = min(row.start + len(row.tokens) + 1, seat.prompt_length)
+        assert row.targets == tuple(seat.history[row.start + 1 : end]), "these are not the prompt's next tokens"
+        cells = self._read(row.table, row.start + len(row.tokens))
+        return [score_of(cells[:at], token, seat.params) for at, token in enumerate(row.targets, row.start + 1)]
 
     def _read(self, table: Sequence[int], positions: int) -> list[int]:
         """The cells of `positions`, and behind them what else lies in the last block: masked, but read by a device."""

@@ -15,15 +15,18 @@ import pytest
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.adapters.slots import SlotTable
+from mlx_tandem.adapters.store import AdapterStore
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine import core as core_module
 from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.adapters import Adapters
 from mlx_tandem.engine.core import EngineCore, EngineFailure
+from mlx_tandem.engine.loading import Loader
 from mlx_tandem.engine.plan import Runner, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.wire import EngineChannel, FrameReader, decode_outbound, encode
 from mlx_tandem.errors import ModelError
-from mlx_tandem.types import AdapterInfo, AdapterRef, Delta, Request, SamplingParams
+from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, Delta, Request, SamplingParams
 from tests.engine.reference import ReferenceRunner, WatchedPool
 from tests.engine.workloads import VOCAB, expected
 
@@ -53,7 +56,7 @@ class Recording:
 class Front:
     """The front's end of the channel and the core behind it, turned by hand."""
 
-    def __init__(self, **runner_options: Any):
+    def __init__(self, most_bytes: int = 1 << 30, most_loaded: int = 0, **runner_options: Any):
         self.socket, engine = socket.socketpair()
         self.weights: dict[str, AdapterWeights] = {}
         self.reference = ReferenceRunner(32, 4, 4, 2, VOCAB, known=self.weights.keys(), **runner_options)  # type: ignore[arg-type]
@@ -76,8 +79,11 @@ class Front:
             self.scheduler,
             self.pool,
             self.slots,
-            self.weights,
-            lambda path: self.read(path),
+            Adapters(
+                AdapterStore(self.weights, most_bytes=most_bytes, most=most_loaded),
+                Loader(lambda source: self.read(Path(source.path))),
+                self.slots,
+            ),
             heartbeat_seconds=0.0,
         )
         self.received: list[m.Outbound] = []
@@ -123,7 +129,7 @@ class Front:
         return {d.request for d in self.deltas if d.finish}
 
     def load(self, *names: str) -> None:
-        self.send(*(m.LoadAdapter(i, f"/adapters/{name}") for i, name in enumerate(names, 100)))
+        self.send(*(m.LoadAdapter(i, AdapterSource(f"/adapters/{name}")) for i, name in enumerate(names, 100)))
         self.turn()
         self.finish()
 
@@ -132,11 +138,12 @@ class Front:
         self.slots.check()
         assert self.pool.used_blocks == 0
         assert not any(self.slots.references(d) for d in self.slots.residents())
-        assert not any(self.core._adapters.users.values())
+        assert not self.core._adapters._users
+        self.core._adapters.store.check()
 
 
 def adapter(digest: str) -> AdapterWeights:
-    return AdapterWeights(AdapterInfo(digest, 8, 1.0, "mlx-lm", ("q_proj",), 64), {})
+    return AdapterWeights(AdapterInfo(digest, 8, 1.0, "mlx-lm", ("q_proj",), 64, 64), {})
 
 
 def request(number: int, adapter: str | None = None, *, max_tokens: int = 6, n: int = 1, length: int = 5) -> Request:
@@ -382,7 +389,7 @@ def test_loading_does_not_hold_steps_up(front: Front) -> None:
         return adapter(path.name)
 
     front.read = slow
-    front.send(m.LoadAdapter(1, "/adapters/a"), m.Submit(request(0)))
+    front.send(m.LoadAdapter(1, AdapterSource("/adapters/a")), m.Submit(request(0)))
     while 0 not in front.finished():
         front.turn()
     assert not front.got(m.AdapterLoaded)
@@ -428,7 +435,7 @@ def test_an_adapter_that_comes_back_while_it_goes_stays(front: Front) -> None:
     front.load("a")
     front.send(m.Submit(request(0, "a", max_tokens=20)))
     front.turn(2)
-    front.send(m.UnloadAdapter(7, "a"), m.LoadAdapter(8, "/adapters/a"))
+    front.send(m.UnloadAdapter(7, "a"), m.LoadAdapter(8, AdapterSource("/adapters/a")))
     front.finish()
     assert list(front.weights) == ["a"]
     front.send(m.Submit(request(1, "a")))
@@ -491,7 +498,7 @@ def test_any_order_of_messages_is_survived(
         if rng.random() < 0.08:
             front.send(m.UnloadAdapter(1, rng.choice(names)))
         if rng.random() < 0.08:
-            front.send(m.LoadAdapter(2, f"/adapters/{rng.choice(names)}"))
+            front.send(m.LoadAdapter(2, AdapterSource(f"/adapters/{rng.choice(names)}")))
         front.turn()
     front.finish()
     failed = [f.request for f in front.got(m.Failed)]
@@ -507,3 +514,151 @@ def test_any_order_of_messages_is_survived(
                 assert len(ends) == 1
     front.assert_nothing_is_held()
     assert set(front.slots.residents()) <= set(front.weights)
+
+
+# --- adapters that come and go from memory -----------------------------------------------------------------------
+
+
+def test_an_adapter_that_was_dropped_is_read_again(make_front: Callable[..., Front]) -> None:
+    front = make_front(most_loaded=1)
+    front.load("a", "b", "c")
+    assert list(front.weights) == ["c"]
+    asked = [request(i, name, max_tokens=4) for i, name in enumerate("abcab")]
+    front.send(*map(m.Submit, asked))
+    front.finish()
+    assert [front.tokens(r.id) for r in asked] == [expected(r, 0) for r in asked]
+    assert len(front.weights) == 1
+    assert front.core.stats().adapter_evictions > 2
+    front.assert_nothing_is_held()
+
+
+def test_memory_never_holds_more_than_it_may(make_front: Callable[..., Front]) -> None:
+    """64 bytes an adapter: two of them, whatever is asked for at once."""
+    front = make_front(most_bytes=128)
+    names = [f"n{i}" for i in range(12)]
+    front.load(*names)
+    asked = [request(i, names[i % 12], max_tokens=3) for i in range(36)]
+    front.send(*map(m.Submit, asked))
+    while len(front.finished()) < len(asked):
+        front.turn()
+        assert len(front.weights) <= 2
+    assert all(front.tokens(r.id) == expected(r, 0) for r in asked)
+    front.finish()
+    front.assert_nothing_is_held()
+
+
+def test_a_stream_of_others_does_not_keep_one_out(make_front: Callable[..., Front]) -> None:
+    front = make_front(most_loaded=1)
+    front.load("b", "a")
+    waiting = request(0, "b", max_tokens=2)
+    number = 1
+    front.send(m.Submit(request(number, "a", max_tokens=30)), m.Submit(waiting))
+    while 0 not in front.finished():
+        number += 1
+        front.send(m.Submit(request(number, "a", max_tokens=8)))
+        front.turn()
+        assert number < 2000
+    assert front.tokens(0) == expected(waiting, 0)
+
+
+def test_an_adapter_that_changed_on_disk_fails_its_requests_alone(make_front: Callable[..., Front]) -> None:
+    front = make_front(most_loaded=1)
+    front.load("a", "b")
+    front.read = lambda path: adapter("other")
+    front.send(m.Submit(request(0, "a")), m.Submit(request(1, "a")), m.Submit(request(2, "b")))
+    front.finish()
+    assert [(f.request, f.code) for f in front.got(m.Failed)] == [(0, "adapter_changed"), (1, "adapter_changed")]
+    assert front.tokens(2) == expected(request(2, "b"), 0)
+    front.assert_nothing_is_held()
+
+
+def test_content_that_several_folders_have_is_found_where_it_still_is(make_front: Callable[..., Front]) -> None:
+    front = make_front(most_loaded=1)
+    content = {"x": "a", "y": "a", "z": "a", "b": "b"}
+    front.read = lambda path: adapter(content[path.name])
+    front.load("x", "y", "z", "b")
+    content |= {"z": "changed", "x": "changed"}
+    front.send(m.Submit(request(0, "a")))
+    front.finish()
+    assert front.tokens(0) == expected(request(0, "a"), 0)
+    front.send(m.Submit(request(1, "b")))
+    front.finish()
+    content["y"] = "changed"
+    front.send(m.Submit(request(2, "a")))
+    front.finish()
+    assert [(f.request, f.code) for f in front.got(m.Failed)] == [(2, "adapter_changed")]
+    front.assert_nothing_is_held()
+
+
+def test_a_version_of_an_earlier_engine_is_read_when_it_is_used(front: Front) -> None:
+    front.send(m.KnowAdapter(adapter("a").info, AdapterSource("/adapters/a")))
+    front.turn()
+    assert not front.weights
+    front.send(m.Submit(request(0, "a")), m.Submit(request(1, "a")), m.Cancel(1))
+    front.finish()
+    assert front.tokens(0) == expected(request(0, "a"), 0)
+    assert not front.tokens(1)
+    front.assert_nothing_is_held()
+
+
+def test_how_full_the_engine_is_comes_with_its_outputs(front: Front) -> None:
+    front.send(m.Submit(request(0, max_tokens=20)))
+    front.turn(4)
+    now = front.got(m.Load)[-1]
+    assert (now.running, now.waiting, now.used_blocks > 0) == (1, 0, True)
+    front.finish()
+    assert front.got(m.Load)[-1].used_blocks == 0
+
+
+def test_an_unload_beside_its_own_reading_harms_nobody(make_front: Callable[..., Front]) -> None:
+    front = make_front(most_loaded=1)
+    front.load("a", "b", "c")
+    held = threading.Event()
+
+    def slow(path: Path) -> AdapterWeights:
+        assert held.wait(60)
+        return adapter(path.name)
+
+    front.read = slow
+    front.send(m.Submit(request(0, "a")))
+    front.turn()
+    front.send(m.UnloadAdapter(7, "a"), m.Submit(request(1, "b")))
+    front.turn(3)
+    held.set()
+    front.finish()
+    assert [(f.request, f.code) for f in front.got(m.Failed)] == [(0, "adapter_changed")]
+    assert front.tokens(1) == expected(request(1, "b"), 0)
+    front.assert_nothing_is_held()
+
+
+def test_pins_do_not_stop_the_others(make_front: Callable[..., Front]) -> None:
+    front = make_front(most_loaded=1)
+    front.send(m.LoadAdapter(1, AdapterSource("/adapters/p"), pin=True), m.LoadAdapter(2, AdapterSource("/adapters/q")))
+    front.finish()
+    asked = [request(i, name, max_tokens=2) for i, name in enumerate("qppqpqpqqp" * 10)]
+    for r in asked:
+        front.send(m.Submit(r))
+        front.turn()
+    front.finish()
+    assert all(front.tokens(r.id) == expected(r, 0) for r in asked)
+    assert list(front.weights) == ["p"]
+
+
+def test_room_that_a_cancellation_makes_is_told_at_once(front: Front) -> None:
+    front.core._heartbeat_seconds = 1e9
+    front.send(m.Submit(request(0, max_tokens=40)))
+    front.turn(3)
+    front.send(m.Cancel(0))
+    front.turn()
+    assert front.got(m.Load)[-1].used_blocks == 0
+
+
+def test_the_reading_threads_end_with_the_engine(front: Front) -> None:
+    before = set(threading.enumerate())
+    front.load("a", "b")
+    readers = [t for t in threading.enumerate() if t.name == "tandem-loader" and t not in before]
+    assert readers
+    front.core._adapters.close()
+    for t in readers:
+        t.join(60)
+        assert not t.is_alive()

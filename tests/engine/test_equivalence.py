@@ -70,7 +70,8 @@ def serve_adapters(folder: Path, *, bits: int | None, family: str, **options: in
 
 def ask(number: int, adapter: str | None, *, n: int = 1, max_tokens: int = 8, prompt: int | None = None) -> Request:
     which = PROMPTS[number % len(PROMPTS) if prompt is None else prompt]
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=5)
+    scores = (3, None)[number % 2]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=5, prompt_logprobs=scores)
     return Request(number, which, params, AdapterRef(adapter, 1, adapter) if adapter else None, n)
 
 
@@ -134,6 +135,13 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "nucleus": {"temperature": 0.8, "top_p": 0.9},
     "top_k": {"top_k": 12, "top_p": 0.95},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.4},
+    "min_tokens": {"min_tokens": 8, "stop_token_ids": tuple(range(3, 60))},
+    "greedy, min_tokens": {
+        "temperature": 0.0,
+        "min_tokens": 5,
+        "stop_token_ids": tuple(range(3, 64)),
+        "ignore_eos": True,
+    },
     "bias": {"logit_bias": ((7, 6.0), (9, -100.0)), "top_k": 40},
     "greedy": {"temperature": 0.0},
     "greedy, penalised": {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 1.0},
@@ -201,6 +209,22 @@ def test_each_gets_the_logprobs_it_asked_for(sampling_engine: Engine) -> None:
     assert all(len(loop.logprobs[number, 0]) == 4 for number in range(1, 6))
 
 
+def test_a_seat_s_next_owner_does_not_change_what_the_last_one_asked_for(sampling_engine: Engine) -> None:
+    """A seat changes hands while a step of its former owner is still on the device."""
+    vocabulary = sampling_engine.built.info.vocab_size
+
+    def asking(number: int, k: int, ends_at_once: bool) -> Request:
+        stops = tuple(range(vocabulary)) if ends_at_once else ()
+        params = SamplingParams(max_tokens=12, temperature=0.0, logprobs=k, prompt_logprobs=k, stop_token_ids=stops)
+        return Request(number, PROMPTS[number % 5], params)
+
+    requests = [asking(i, 0 if i < 6 else 5, i % 2 == 1) for i in range(24)]
+    loop = sampling_engine.run(requests)
+    assert {n: {len(said.top) for said in loop.logprobs[n, 0]} for n in range(24)} == {
+        r.id: {r.params.logprobs} for r in requests
+    }
+
+
 def test_a_penalty_remembers_what_was_said_before_a_preemption(sampling_engine: Engine) -> None:
     penalised = SamplingParams(max_tokens=24, temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.2)
     requests = [Request(i, (20 + i, 9), penalised) for i in range(3)]
@@ -225,6 +249,49 @@ def test_penalties_and_bias_reach_the_draw(sampling_engine: Engine) -> None:
     unrepeated = run(presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=10.0)
     assert len(set(unrepeated)) == len(unrepeated)
     assert not set(unrepeated) & set(prompt)
+
+
+def test_nothing_that_stops_is_drawn_before_min_tokens(sampling_engine: Engine) -> None:
+    """Not even what a bias would force, and before and after a preemption alike."""
+    banned = tuple(range(3, 40))
+
+    def asking(number: int, least: int) -> Request:
+        params = SamplingParams(
+            max_tokens=24, min_tokens=least, stop_token_ids=banned, seed=number, logit_bias=((7, 50.0),)
+        )
+        return Request(number, (20 + number, 9), params)
+
+    requests = [asking(i, 20 + 2 * i) for i in range(3)]
+    alone = choices(*(sampling_engine.run([r]) for r in requests))
+    for (number, _), tokens in alone.items():
+        assert tokens[20 + 2 * number :] in ([7], []), "the bias forces it then"
+        assert not set(banned) & set(tokens[: 20 + 2 * number])
+    crowded = sampling_engine.run(requests, blocks=7)
+    assert crowded.scheduler.preemptions > 0
+    assert choices(crowded) == alone
+    unmasked = sampling_engine.run([asking(0, 0), asking(1, 10)])
+    assert unmasked.tokens[0, 0] == [7]
+    assert len(unmasked.tokens[1, 0]) == 11
+
+
+def test_prompts_are_scored_in_chunks_beside_others(sampling_engine: Engine, tmp_path: Path) -> None:
+    """Each gets as many as it asked for, in chunks of 16 positions a step and together with ordinary prompts."""
+    oracle = Oracle.load(tiny_models.make(tmp_path / "model", "qwen3", seed=1))
+    requests = [
+        Request(
+            i,
+            PROMPTS[i % 5] + PROMPTS[1],
+            SamplingParams(max_tokens=4, temperature=0.0, logprobs=0, prompt_logprobs=k),
+            n=n,
+        )
+        for i, (k, n) in enumerate([(0, 1), (3, 2), (None, 1), (20, 1)])
+    ]
+    loop = sampling_engine.loop()
+    loop.scheduler._scored_positions = 16
+    for r in requests:
+        loop.add(r)
+    loop.run()
+    assert_agrees(loop, oracle, "scored in chunks")
 
 
 # --- failures ----------------------------------------------------------------------------------------------------

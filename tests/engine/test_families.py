@@ -38,7 +38,10 @@ def _compile_some(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def ask(number: int, prompt: tuple[int, ...], *, n: int = 1, max_tokens: int = TOKENS) -> Request:
-    return Request(number, prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=5), n=n)
+    """Every second one asks for its prompt's logprobs, too."""
+    scores = (5, None)[number % 2]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, logprobs=5, prompt_logprobs=scores)
+    return Request(number, prompt, params, n=n)
 
 
 def check_every_way(engine: Engine, oracle: Oracle, record: Callable[[str, object], None]) -> None:

@@ -65,7 +65,7 @@ def adapter(linears: dict[str, LinearShape], rank: int, seed: int, only: str = "
             a = g.standard_normal((*lead, s.inputs, rank)) * s.inputs**-0.5
             b = g.standard_normal((*lead, rank, s.outputs)) * rank**-0.5
             tensors[path] = (a.astype(np.float32), 0.3 * b.astype(np.float32))
-    return AdapterWeights(AdapterInfo(str(seed), rank, 1.0, "peft", (), 0), tensors)
+    return AdapterWeights(AdapterInfo(str(seed), rank, 1.0, "peft", (), 0, 0), tensors)
 
 
 def merged(family: str, bits: int, weights: AdapterWeights) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from random import Random
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine import scheduler as scheduler_module
-from mlx_tandem.engine.plan import Runner
+from mlx_tandem.engine.plan import Runner, StepPlan
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine.mutants import CORRUPTIONS, PLANTS, Corrupting
@@ -39,11 +40,18 @@ def request(
     seed: int = 0,
     stop: tuple[int, ...] = (),
     penalty: float = 0.0,
+    priority: int = 0,
+    **params: int,
 ) -> Request:
-    params = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, seed=seed, stop_token_ids=stop, presence_penalty=penalty
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop_token_ids=stop,
+        presence_penalty=penalty,
+        **params,
     )
-    return Request(number, prompt, params, AdapterRef(adapter, 1, adapter) if adapter else None, n)
+    return Request(number, prompt, sampling, AdapterRef(adapter, 1, adapter) if adapter else None, n, priority)
 
 
 # --- random workloads --------------------------------------------------------------------------------------------
@@ -408,6 +416,107 @@ def test_a_burst_of_prompts_is_not_dripped_in() -> None:
     assert steps <= 32  # an eighth of what eight tokens a step would take
 
 
+# --- priorities, limits and prompt logprobs ----------------------------------------------------------------------
+
+
+def test_what_matters_more_runs_first_and_keeps_its_blocks() -> None:
+    """One seat at first: the queue is worked off by priority, then in order. With seats for all, but not blocks,
+    whatever matters most is never the one that is computed again."""
+    engine = make_engine(max_num_seqs=1)
+    for i, priority in enumerate((0, 3, -1, 3, 0)):
+        engine.loop.add(request(i, priority=priority))
+    engine.loop.run()
+    assert list(engine.loop.admitted) == [2, 0, 4, 1, 3]
+
+    engine = make_engine(num_blocks=9, block_size=2, max_num_seqs=3)
+    for i, priority in enumerate((7, -7, 0)):
+        engine.loop.add(request(i, (1, 2), max_tokens=10, priority=priority))
+    engine.loop.run()
+    assert engine.scheduler.preemptions > 0
+    assert list(engine.loop.finished) == [(1, 0), (2, 0), (0, 0)]
+    assert_exact(engine.loop)
+
+
+def test_prompts_read_in_one_step_are_limited() -> None:
+    for most in (1, 3):
+        engine = make_engine(num_blocks=200, depth=0, prefill_batch_size=most)
+        loop = engine.loop
+        for i in range(6):
+            loop.add(request(i, tuple(range(12))))
+        loop.step()
+        assert engine.runner.positions == 12 * most
+        loop.run()
+        assert_exact(loop)
+
+
+def test_tokens_in_flight_are_limited_and_one_request_always_runs() -> None:
+    engine = make_engine(max_inflight_tokens=25)
+    loop = engine.loop
+    loop.add(request(0, max_tokens=30))  # alone more than is allowed
+    for i in range(1, 6):
+        loop.add(request(i, max_tokens=7))  # two fit
+    most = 0
+    while loop.step():
+        most = max(most, loop.scheduler.num_running)
+    assert most == 2
+    loop.assert_idle()
+    assert_exact(loop)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_prompt_s_logprobs_are_computed_once_in_bounded_chunks(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many choices and prompts there are; a chunk of another prompt goes beside."""
+    monkeypatch.setattr(scheduler_module, "scored_positions", lambda vocabulary: 5)
+    engine = make_engine(depth=0)
+    loop, rows = engine.loop, []
+    launch = engine.runner.launch
+
+    def watch(plan: StepPlan) -> object:
+        rows.extend(plan.rows)
+        scored = [len(row.tokens) for row in plan.rows if row.targets]
+        assert sum(scored) <= 5
+        return launch(plan)
+
+    monkeypatch.setattr(loop, "runner", SimpleNamespace(launch=watch, wait=engine.runner.wait))
+    for i in range(2):
+        loop.add(request(i, tuple(range(12)), n=n, prompt_logprobs=2))
+    loop.add(request(2, tuple(range(12))))
+    loop.step()
+    assert engine.runner.positions == 5 + 12
+    loop.run()
+    assert_exact(loop)
+    assert sorted(loop.prompt_logprobs) == [0, 1]
+    assert sum(len(row.targets) for row in rows) == 2 * 11
+
+
+def test_what_is_known_of_a_prompt_is_not_scored_again_after_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler_module, "scored_positions", lambda vocabulary: 3)
+    engine = make_engine(depth=0)
+    loop, scheduler = engine.loop, engine.scheduler
+    loop.add(request(0, (1, 2, 3, 4, 5, 6, 7, 8), prompt_logprobs=0))
+    scored = []
+    for _ in range(2):
+        loop.step()
+    scheduler._preempt(scheduler._running[0])
+    while plan := scheduler.plan():
+        scored.append(len(plan.rows[0].targets))
+        loop.take(plan, engine.runner.launch(plan))
+    assert scored[:3] == [0, 0, 1]
+    assert_exact(loop)
+
+
+def test_nothing_ends_a_choice_before_its_min_tokens() -> None:
+    free = expected(request(0, max_tokens=20), 0)
+    for least in (0, 5, 19, 20):
+        engine = make_engine(eos=(free[0],))
+        r = request(0, max_tokens=20, stop=(free[1],), min_tokens=least)
+        engine.loop.add(r)
+        engine.loop.run()
+        assert len(engine.loop.tokens[0, 0]) > least or least == 20
+        assert not {free[0], free[1]} & set(engine.loop.tokens[0, 0][:least])
+        assert_exact(engine.loop, (free[0],))
+
+
 # --- refusals ----------------------------------------------------------------------------------------------------
 
 
@@ -419,6 +528,8 @@ def test_a_burst_of_prompts_is_not_dripped_in() -> None:
         (request(1, (-1,)), "prompt"),
         (request(1, tuple(range(5)), max_tokens=0), "max_tokens"),
         (request(1, (1,) * 10, max_tokens=7), "max_tokens"),
+        (request(1, max_tokens=3, min_tokens=4), "min_tokens"),
+        (request(1, stop=(13,)), "stop_token_ids"),
         (request(1, n=4), "n"),
         (request(1, n=0), "n"),
         (request(0), "id"),

@@ -19,7 +19,7 @@ from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine.harness import Loop
-from tests.engine.reference import BASE, ReferenceRunner, WatchedPool, alone, logprob_of
+from tests.engine.reference import BASE, ReferenceRunner, WatchedPool, alone, logprob_of, scores_alone
 
 VOCAB = 13
 EOS = 12
@@ -63,6 +63,8 @@ def make_engine(
     depth: int = 1,
     max_model_len: int = 4096,
     eos: tuple[int, ...] = (),
+    prefill_batch_size: int = 0,
+    max_inflight_tokens: int = 0,
     wrap: Callable[[ReferenceRunner], Runner] = lambda runner: runner,
     **runner_options: object,
 ) -> Engine:
@@ -70,7 +72,9 @@ def make_engine(
     pool: BlockPool = WatchedPool(runner)
     slots = SlotTable(max_loras)
     scheduler = scheduler_module.Scheduler(
-        SchedulerConfig(max_num_seqs=max_num_seqs),
+        SchedulerConfig(
+            max_num_seqs=max_num_seqs, prefill_batch_size=prefill_batch_size, max_inflight_tokens=max_inflight_tokens
+        ),
         pool,
         slots,
         max_model_len=max_model_len,
@@ -106,6 +110,11 @@ def assert_exact(loop: Loop, eos: tuple[int, ...] = ()) -> None:
         logprobs = loop.logprobs[request_id, choice]
         asked = request.params.logprobs is not None
         assert logprobs == ([logprob_of(t, request.params) for t in tokens] if asked else []), f"{where}: logprobs"
+        if tokens and request.params.prompt_logprobs is not None:
+            scores = scores_alone(request.prompt, request.params, digest_of(request))
+            assert loop.prompt_logprobs.get(request_id, []) == scores, f"{where}: the prompt's logprobs"
+        else:
+            assert request_id not in loop.prompt_logprobs or tokens == [], f"{where}: nobody asked"
 
 
 @dataclass(slots=True)
@@ -141,7 +150,14 @@ class Settings:
     depths: tuple[int, ...] = field(default=(0, 1, 1))
 
 
-def draw_request(rng: Random, number: int, engine: Engine, prompts: list[list[int]], adapters: list[str]) -> Request:
+def draw_request(
+    rng: Random,
+    number: int,
+    engine: Engine,
+    prompts: list[list[int]],
+    adapters: list[str],
+    priorities: tuple[int, ...] = (0,),
+) -> Request:
     prompt = rng.choice(prompts)[: rng.randint(1, 14)]
     max_tokens = rng.randint(1, 10)
     length = max(1, min(len(prompt), engine.room - max_tokens))
@@ -155,6 +171,8 @@ def draw_request(rng: Random, number: int, engine: Engine, prompts: list[list[in
         stop_token_ids=(rng.randrange(VOCAB),) if rng.random() < 0.3 else (),
         ignore_eos=rng.random() < 0.3,
         logprobs=rng.choice((None, None, 0, 2)),
+        prompt_logprobs=rng.choice((None, None, 0, 2)),
+        min_tokens=rng.choice((0, 0, rng.randint(0, max_tokens))),
     )
     name = rng.choice(adapters)
     n = rng.choice((1, 1, 2, 3))
@@ -164,6 +182,7 @@ def draw_request(rng: Random, number: int, engine: Engine, prompts: list[list[in
         params=params,
         adapter=AdapterRef(name, 1, name) if name else None,
         n=min(n, engine.max_num_seqs),
+        priority=rng.choice(priorities),
     )
 
 
@@ -179,6 +198,8 @@ def play(
     fail = {i: rng.choice(("launch", "half", "wait")) for i in steps if faulty and rng.random() < 0.06}
     nan = {i: rng.randrange(8) for i in steps if faulty and rng.random() < 0.03}
     eos = (EOS,)
+    priorities = rng.choice(((0,), (0,), (0, 0, -1, 5)))
+    limited = rng.random() < 0.3
     engine = make_engine(
         num_blocks=rng.choice((7, 9, 12, 30)),
         block_size=rng.choice((1, 2, 4, 4)),
@@ -186,6 +207,8 @@ def play(
         max_loras=rng.randint(1, 3),
         depth=rng.choice(settings.depths),
         eos=eos,
+        prefill_batch_size=rng.randint(1, 2) if limited else 0,
+        max_inflight_tokens=rng.choice((10, 40)) if limited else 0,
         wrap=wrap,
         fail=fail,
         nan=nan,
@@ -201,7 +224,7 @@ def play(
     work = 0
     while True:
         while len(loop.requests) < total and rng.random() < eager:
-            request = draw_request(rng, len(loop.requests), engine, prompts, adapters)
+            request = draw_request(rng, len(loop.requests), engine, prompts, adapters, priorities)
             loop.add(request)
             work += request.n * (len(request.prompt) + request.params.max_tokens)
         if cancels and rng.random() < 0.1:
@@ -233,10 +256,15 @@ def play(
 
 
 def assert_overtaken_at_most(loop: Loop, patience: int) -> None:
-    """Requests start to run in the order of their arrival, but for `patience` that overtake."""
-    for request in loop.requests:
+    """Requests start to run in the order of their arrival, but for `patience` that overtake and those that matter
+    more."""
+    for request, asked in loop.requests.items():
         place = loop.admitted.get(request)
         if place is None:
             continue
-        overtakers = [r for r, p in loop.admitted.items() if r > request and p < place]
+        overtakers = [
+            r
+            for r, p in loop.admitted.items()
+            if r > request and p < place and loop.requests[r].priority >= asked.priority
+        ]
         assert len(overtakers) <= patience, f"{len(overtakers)} requests overtook request {request}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -40,12 +41,17 @@ def start(server: RunningServer, tokens: int) -> tuple[threading.Thread, list[st
 def test_sigterm_finishes_what_runs_and_refuses_the_rest():
     with serving(demo_config()) as server:
         server.client.get("/health")  # an open connection
+        engine = server.engine_pid()
         thread, lines = start(server, 600)
-        server.process.send_signal(signal.SIGTERM)
-        while server.client.get("/livez").status_code == 200:
+        os.kill(engine, signal.SIGSTOP)  # what runs is not through before the rest is refused
+        try:
+            server.process.send_signal(signal.SIGTERM)
+            while server.client.get("/readyz").status_code == 200:
+                pass
             refused = server.chat("hi")
-            if refused.status_code == 503:
-                break
+        finally:
+            os.kill(engine, signal.SIGCONT)
+        assert refused.status_code == 503
         assert refused.json()["error"]["message"] == "the server is shutting down"
         assert refused.headers["retry-after"] == "5"
         assert refused.headers["connection"] == "close"

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from mlx_tandem import limits
 from mlx_tandem.adapters import formats
-from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
+from mlx_tandem.adapters.formats import AdapterWeights, LinearShape, files, loading
 from mlx_tandem.errors import InvalidRequest, ModelError, TooLarge
 
 LAYERS = 3
@@ -398,36 +398,36 @@ def test_a_file_swapped_after_the_check_is_not_the_one_that_is_loaded(
 ) -> None:
     folder = mlx(tmp_path / "x")
     want = read(folder).info.digest
-    header = formats._header
+    header = loading.read_header
 
     def swap(fd: int, name: str) -> Any:
         found = header(fd, name)
         os.replace(mlx(tmp_path / "y", {k: v * 2 for k, v in mlx_tensors().items()}) / name, folder / name)
         return found
 
-    monkeypatch.setattr(formats, "_header", swap)
+    monkeypatch.setattr(loading, "read_header", swap)
     assert read(folder).info.digest == want
 
 
 def test_a_file_cut_after_the_check_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = mlx(tmp_path / "x")
-    header = formats._header
+    header = loading.read_header
 
     def cut(fd: int, name: str) -> Any:
         found = header(fd, name)
         os.truncate(folder / name, 300)
         return found
 
-    monkeypatch.setattr(formats, "_header", cut)
+    monkeypatch.setattr(loading, "read_header", cut)
     refused(folder, "shorter than its header says")
 
 
 def test_no_data_is_read_before_names_and_shapes_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = mlx(tmp_path, {**mlx_tensors(), f"{DOWN}.lora_a": random(21, 4), f"{DOWN}.lora_b": random(4, 12)})
     sizes: list[int] = []
-    exactly = formats._read_exactly
+    exactly = files.read_exactly
     monkeypatch.setattr(
-        formats, "_read_exactly", lambda fd, at, size, name: (sizes.append(size), exactly(fd, at, size, name))[1]
+        files, "read_exactly", lambda fd, at, size, name: (sizes.append(size), exactly(fd, at, size, name))[1]
     )
     refused(folder, f"{DOWN}.lora_a")
     assert len(sizes) == 2  # the configuration, and the eight bytes of the header's length

@@ -6,11 +6,11 @@ import pytest
 
 from mlx_tandem.adapters.registry import Registry
 from mlx_tandem.errors import InvalidRequest, NotFound
-from mlx_tandem.types import AdapterInfo
+from mlx_tandem.types import AdapterInfo, AdapterSource
 
 
 def info(digest: str) -> AdapterInfo:
-    return AdapterInfo(digest, 8, 2.0, "peft", ("self_attn.q_proj",), 64)
+    return AdapterInfo(digest, 8, 2.0, "peft", ("self_attn.q_proj",), 64, 64)
 
 
 @pytest.fixture
@@ -20,43 +20,43 @@ def registry() -> Registry:
 
 
 def test_versions_count_up_and_the_name_follows(registry: Registry) -> None:
-    a = registry.publish("math", "/a", info("d1"))
-    b = registry.publish("math", "/b", info("d2"))
+    a = registry.publish("math", AdapterSource("/a"), info("d1"))
+    b = registry.publish("math", AdapterSource("/b"), info("d2"))
     assert (a.version, b.version) == (1, 2)
-    assert registry.resolve("math") == b
-    assert registry.resolve("math@1") == a
+    assert registry.entry("math").ref == b
+    assert registry.entry("math@1").ref == a
     assert [e.ref for e in registry.versions("math")] == [a, b]
-    assert [(e.name, e.path, e.created) for e in registry.entries()] == [("math", "/b", 1.0)]
+    assert [(e.name, e.source.path, e.created) for e in registry.entries()] == [("math", "/b", 1.0)]
 
 
 def test_the_same_content_is_the_same_version(registry: Registry) -> None:
-    a = registry.publish("math", "/a", info("d1"))
-    registry.publish("math", "/b", info("d2"))
+    a = registry.publish("math", AdapterSource("/a"), info("d1"))
+    registry.publish("math", AdapterSource("/b"), info("d2"))
     registry.entry("math@1").counters.requests = 5
-    assert registry.publish("math", "/elsewhere", info("d1")) == a
-    assert registry.resolve("math") == a
-    assert (registry.entry("math").path, registry.entry("math").counters.requests) == ("/a", 5)
-    assert registry.publish("other", "/a", info("d1")).version == 1
-    assert registry.publish("math", "/c", info("d3")).version == 3
+    assert registry.publish("math", AdapterSource("/elsewhere"), info("d1")) == a
+    assert registry.entry("math").ref == a
+    assert (registry.entry("math").source.path, registry.entry("math").counters.requests) == ("/elsewhere", 5)
+    assert registry.publish("other", AdapterSource("/a"), info("d1")).version == 1
+    assert registry.publish("math", AdapterSource("/c"), info("d3")).version == 3
 
 
 def test_a_number_is_never_given_twice(registry: Registry) -> None:
-    registry.publish("math", "/a", info("d1"))
-    registry.publish("math", "/b", info("d2"))
+    registry.publish("math", AdapterSource("/a"), info("d1"))
+    registry.publish("math", AdapterSource("/b"), info("d2"))
     assert [r.label for r in registry.remove("math")] == ["math@1", "math@2"]
     assert "math" not in registry and not registry.entries()
-    assert registry.publish("math", "/b", info("d2")).version == 3
+    assert registry.publish("math", AdapterSource("/b"), info("d2")).version == 3
     with pytest.raises(NotFound):
-        registry.resolve("math@2")
+        registry.entry("math@2")
 
 
 def test_held_says_when_content_may_be_unloaded(registry: Registry) -> None:
-    registry.publish("a", "/x", info("d1"))
-    registry.publish("b", "/x", info("d1"))
+    registry.publish("a", AdapterSource("/x"), info("d1"))
+    registry.publish("b", AdapterSource("/x"), info("d1"))
     registry.remove("a")
-    assert registry.held("d1")
+    assert [e.name for e in registry.holders("d1")] == ["b"]
     registry.remove("b")
-    assert not registry.held("d1")
+    assert registry.holders("d1") == []
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_held_says_when_content_may_be_unloaded(registry: Registry) -> None:
      "Math", "../math", "math@١", "math@²", "math@" + "9" * 5000, "x" * 4096, "math\0"],
 )  # fmt: skip
 def test_unknown_selectors(registry: Registry, selector: str) -> None:
-    registry.publish("math", "/a", info("d1"))
+    registry.publish("math", AdapterSource("/a"), info("d1"))
     with pytest.raises(NotFound) as e:
-        registry.resolve(selector)
+        registry.entry(selector)
     assert (e.value.status, e.value.code, e.value.param) == (404, "model_not_found", "model")
     assert len(e.value.message) < 300
 
@@ -85,12 +85,12 @@ def test_illegal_names(registry: Registry, name: str) -> None:
 
 
 def test_case_twins(registry: Registry) -> None:
-    registry.publish("Math", "/a", info("d1"))
+    registry.publish("Math", AdapterSource("/a"), info("d1"))
     with pytest.raises(InvalidRequest, match="case"):
-        registry.publish("math", "/a", info("d2"))
+        registry.publish("math", AdapterSource("/a"), info("d2"))
     registry.remove("Math")
     with pytest.raises(InvalidRequest, match="case"):  # an old log would not tell the two apart
-        registry.publish("math", "/a", info("d2"))
+        registry.publish("math", AdapterSource("/a"), info("d2"))
 
 
 def test_remove_unknown(registry: Registry) -> None:
@@ -100,3 +100,22 @@ def test_remove_unknown(registry: Registry) -> None:
         assert e.value.param == "name"
     with pytest.raises(NotFound):
         registry.versions("x")
+
+
+def test_a_name_may_be_known_by_its_folder_only(registry: Registry) -> None:
+    registry.announce("math", AdapterSource("/root/math", "/root"))
+    registry.announce("sql", AdapterSource("/root/sql", "/root"))
+    assert "math" in registry and not registry.is_read("math") and len(registry) == 2
+    with pytest.raises(NotFound):
+        registry.entry("math")
+    with pytest.raises(InvalidRequest):
+        registry.announce("MATH", AdapterSource("/root/MATH", "/root"))
+    source = registry.source("math")
+    assert source is not None and source.path == "/root/math"
+    assert registry.publish("math", source, info("d1")).label == "math@1"
+    assert [name for name, _ in registry.unread()] == ["sql"]
+    registry.announce("math", AdapterSource("/other"))
+    assert registry.source("math") == source
+    assert registry.remove("sql") == []
+    assert registry.was_removed("sql") and "sql" not in registry
+    assert registry.publish("sql", source, info("d2")).label == "sql@1"

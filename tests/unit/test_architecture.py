@@ -81,15 +81,35 @@ def test_the_map_of_modules_is_that_of_the_tree() -> None:
     assert check.returncode == 0, check.stderr
 
 
-@pytest.mark.parametrize("name", ["macos", "cpu", "cuda12", "cuda13"])
+PLATFORMS = ["macos", "cpu", "cuda12", "cuda13"]
+
+
+def pins(lock: str) -> dict[str, set[str]]:
+    """The versions of each package in a lock; there are several where they differ between Python versions."""
+    found: dict[str, set[str]] = {}
+    for package, version in re.findall(r"^([a-z0-9-]+)==(\S+)", lock, re.MULTILINE):
+        found.setdefault(package, set()).add(version)
+    return found
+
+
+@pytest.mark.parametrize("name", [*PLATFORMS, "clients"])
 def test_the_lock_pins_every_dependency_and_names_no_host(name: str) -> None:
     lock = (ROOT / "locks" / f"{name}.txt").read_text(encoding="utf-8")
     assert not re.search(r"://|^--|\s@\s|^#", lock, re.MULTILINE)
-    pins = dict(re.findall(r"^([a-z0-9-]+)==(\S+)", lock, re.MULTILINE))
-    assert lock.count("\n    --hash=sha256:") >= len(pins)
+    pinned = pins(lock)
+    assert lock.count("\n    --hash=sha256:") >= len(pinned)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    for requirement in [*project["dependencies"], *extras["dev"], *extras.get(name, ())]:
+    wanted = ["dev", name] if name in PLATFORMS else [name]
+    for requirement in [*project["dependencies"], *(r for extra in wanted for r in extras.get(extra, ()))]:
         package = re.split(r"[\[<>=]", requirement)[0].lower()
-        assert package in pins, requirement
-    assert "torch" not in pins
+        assert package in pinned, requirement
+    assert "torch" not in pinned
+
+
+@pytest.mark.parametrize("name", PLATFORMS)
+def test_the_clients_change_no_version_of_what_is_installed(name: str) -> None:
+    platform, clients = (pins((ROOT / "locks" / f"{n}.txt").read_text(encoding="utf-8")) for n in (name, "clients"))
+    shared = platform.keys() & clients.keys()
+    assert len(shared) > 50
+    assert {p: clients[p] for p in shared} == {p: platform[p] for p in shared}

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import re
 import socket
 import subprocess
 import sys
+import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +19,41 @@ import pytest
 import typer
 
 from mlx_tandem import demo, limits
-from mlx_tandem.cli.app import app, join_pairs, split_pairs
-from mlx_tandem.cli.bench.serve import figures, ratios
+from mlx_tandem.cli import keys, programs, serve
+from mlx_tandem.cli.app import app
+from mlx_tandem.cli.bench.figures import figures, ratios
 from mlx_tandem.cli.bench.stats import median, spread
 from mlx_tandem.cli.bench.stream import Stream
 from mlx_tandem.cli.bench.timeline import Timeline
+from mlx_tandem.cli.flags import FLAGS
 from mlx_tandem.cli.http import Events
-from mlx_tandem.cli.settings import OPTIONS, SettingsError, build
-from mlx_tandem.config import Config
+from mlx_tandem.cli.options import OPTIONS, split_arms, split_pairs
+from mlx_tandem.cli.settings import SettingsError, build
+from mlx_tandem.config import Arm, Config
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.server.keys import read_key
+from tests.fake_hub import fake_hub
 
+ROOT = Path(__file__).resolve().parents[2]
 HEAVY = (
     "mlx",
     "mlx_lm",
     "numpy",
-    "fastapi",
+    "starlette",
     "uvicorn",
     "transformers",
     "tokenizers",
     "jinja2",
     "safetensors",
+    "huggingface_hub",
+    "yaml",
     "asyncio",
 )
 
 
-def tandem(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "mlx_tandem", *args], capture_output=True, text=True, check=False)
+def tandem(*args: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlx_tandem", *args]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -55,7 +69,14 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip().endswith("IMPORTED []")
 
 
-@pytest.mark.parametrize("command", [(), ("serve",), ("demo",), ("bench",), ("bench", "serve"), ("bench", "engine")])
+COMMANDS = (
+    "serve|stop|restart|demo|adapters|adapters ls|adapters load|adapters unload|adapters inspect|adapters convert"
+)
+
+
+@pytest.mark.parametrize(
+    "command", [(), *(tuple(c.split()) for c in f"{COMMANDS}|bench|bench serve|bench engine".split("|"))]
+)
 def test_every_command_has_help(command: tuple[str, ...]) -> None:
     done = tandem(*command, "--help")
     assert done.returncode == 0
@@ -77,7 +98,7 @@ def leaves(struct: type, place: str = "") -> set[str]:
 def test_every_setting_is_an_option_and_every_option_a_setting() -> None:
     assert set(OPTIONS.values()) == leaves(Config)
     serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    assert {p.name for p in serve.params} == set(OPTIONS) | {"model_option", "config"}
+    assert {p.name for p in serve.params} == set(OPTIONS) | {"folder", "config", "daemon"}
 
 
 def test_every_numeric_setting_has_a_range() -> None:
@@ -94,13 +115,15 @@ def test_every_numeric_setting_has_a_range() -> None:
 
 
 def test_pairs() -> None:
-    assert join_pairs(["m", "--adapter", "a", "x/y", "--port", "1", "--adapter", "b=z"]) == [
-        *["m", "--adapter", "a=x/y", "--port", "1", "--adapter", "b=z"]
-    ]
-    assert join_pairs(["--adapter"]) == ["--adapter"]
     assert split_pairs(["a=x=y"]) == [("a", "x=y")]
     with pytest.raises(typer.BadParameter):
         split_pairs(["a"])
+
+
+@pytest.mark.parametrize("word", ["a", "a=", "=b", "a=b:x", "a=b:1,", "a=b:-1", "a=b,b", "a=:1"])
+def test_a_wrong_alias(word: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        split_arms([word])
 
 
 def test_without_a_model_the_built_in_one_is_served() -> None:
@@ -113,9 +136,14 @@ def test_without_a_model_the_built_in_one_is_served() -> None:
 
 def test_options_weigh_more_than_the_file(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
-    file.write_text("engine: {model: {path: m}, cache: {block_size: 32}}\nserver: {port: 1}\nadapters: {a: x, b: y}\n")
+    file.write_text(
+        "model: {path: m}\ncache: {block_size: 32}\nengine: {stall_seconds: 9}\nserver: {port: 1}\n"
+        "adapters: {a: x, b: y}\naliases: {c: {a: 9, b@1: 1.5}}\nadapter_root: r\n"
+    )
     config = build(file, {"port": 2, "served_model_name": ["n"]})
-    assert (config.server.port, config.engine.cache.block_size) == (2, 32)
+    assert (config.server.port, config.engine.cache.block_size, config.engine.stall_seconds) == (2, 32, 9)
+    assert config.aliases == (("c", (Arm("a", 9), Arm("b@1", 1.5))),)
+    assert config.adapter_root == "r"
     assert config.server.served_model_names == ("n",)
     assert config.adapters == (("a", "x"), ("b", "y"))
 
@@ -124,17 +152,32 @@ def test_options_weigh_more_than_the_file(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("server: {prot: 1}", "unknown setting 'server.prot'; did you mean 'port'?"),
-        ("max_num_seqs: 3", "unknown setting 'max_num_seqs'; did you mean 'engine.scheduler.max_num_seqs'?"),
-        ("engine: {model: {path: m}, lora: {max_lora: 3}}", "did you mean 'max_loras'?"),
-        ("zzzzqq: 1", "known are: engine, server, adapters"),
+        ("max_num_seqs: 3", "unknown setting 'max_num_seqs'; did you mean 'scheduler.max_num_seqs'?"),
+        ("engine: {scheduler: {max_num_seqs: 3}}", "unknown setting 'engine.scheduler'"),
+        ("lora: {max_lora: 3}", "did you mean 'max_loras'?"),
+        ("server: {block_size: 3}", "did you mean 'cache.block_size'?"),
+        ("zzzzqq: 1", "known are: model, cache, scheduler, lora, engine, server, adapters, adapter_root, aliases"),
         ("server: {port: 70000}", "'server.port' is 70000: it must lie between 0 and 65535"),
-        ("engine: {model: {path: m}, cache: {memory_fraction: .nan}}", "memory_fraction"),
+        ("cache: {memory_fraction: .nan}", "'cache.memory_fraction' is nan"),
+        ("cache: {num_blocks: x}", "cache.num_blocks"),
+        ("aliases: {a: b}", "'aliases.a' must hold the weight of each adapter"),
+        ("aliases: {a: {b: 0}}", "alias 'a': arms needs a weight above 0"),
+        ("aliases: {a: {b: -1}}", "alias 'a': arms[0].weight must be"),
+        ("adapters: {a: x}\naliases: {a: {b: 1}}", "'a' is named twice"),
+        ("adapters: [a]", "'adapters' must hold one entry for each name"),
+        ("model: m", "'model' must hold settings by name"),
+        ("model: {base_model_path: a, path: b}", "'model.base_model_path' and 'model.path' are the same setting"),
+        ("server: {mode: inference_and_training}", "'server.mode: inference_and_training' belongs to learning"),
+        ("rl_training: {enabled: true}", "'rl_training' belongs to learning, which this version does not have"),
+        ("checkpointing: {interval: 500}", "'checkpointing' belongs to learning"),
+        ("model: {lora_alpha: 16}", "'model.lora_alpha' belongs to learning"),
+        ("model: {lora_target_modules: [q_proj]}", "'model.lora_target_modules' belongs to learning"),
         ("server: {port: x}", "server.port"),
         ("server: 3", "'server' must hold settings by name"),
         ("- 1", "must hold settings by name"),
         ("a: [", "is not YAML"),
         ("adapters: {../x: y}", "adapter name"),
-        ("engine: {model: {path: m, dtype: float8}}", "dtype"),
+        ("model: {path: m, dtype: float8}", "dtype"),
     ],
 )
 def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, said: str) -> None:
@@ -154,30 +197,62 @@ def test_a_file_that_is_not_there() -> None:
     )
 
 
+def test_the_names_of_another_server_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("server: {mode: inference_only, max_batch_size: 0}\nmodel: {base_model_path: m}\n")
+    config = build(file, {})
+    assert config.engine.model.path == "m"
+    assert config.engine.scheduler.max_num_seqs == 1
+    assert build(file, {"max_num_seqs": 3}).engine.scheduler.max_num_seqs == 3
+
+
+def test_what_asks_for_nothing_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("rl_training: {enabled: false, update_frequency: 100}\nmodel: {path: m, lora_rank: 16}\n")
+    assert build(file, {}).engine.model.path == "m"
+    rank = FLAGS["--lora-rank"].text
+    assert capsys.readouterr().err == f"tandem: warning: 'model.lora_rank' has no effect here: {rank}\n"
+
+
 def test_twice_the_same_name() -> None:
     with pytest.raises(SettingsError, match="'a' is named twice"):
         build(None, {"adapter": [("a", "x"), ("a", "y")]})
 
 
-def test_a_port_in_use_is_said_before_the_model_is_loaded() -> None:
+def test_a_port_in_use_is_said_before_anything_is_fetched_or_loaded(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        done = tandem("serve", "--port", str(port))
-    assert done.returncode == 1
-    assert (
-        done.stderr.strip()
-        == f"tandem: port {port} on 127.0.0.1 is in use; choose another with --port (0: any free one)"
+        with fake_hub({}) as hub:
+            for more in ([], ["org/big-model"], ["org/big-model", "--daemon"]):
+                done = tandem("serve", *more, "--port", str(port), env=hub.environment(tmp_path))
+                said = f"tandem: port {port} on 127.0.0.1 is in use; choose another with --port (0: any free one)\n"
+                assert (done.returncode, done.stderr) == (1, said)
+        assert not hub.asked
+
+
+def test_settings_need_no_web_framework() -> None:
+    code = (
+        "import sys\nfrom mlx_tandem.cli.serve import prepare\n"
+        "config, sock = prepare(None, {'port': 0, 'api_key': 'k'})\nsock.close()\n"
+        "print([m for m in ('starlette', 'uvicorn', 'mlx', 'tokenizers') if m in sys.modules])"
     )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("nowhere",), "there is no model folder nowhere"),
-        (("--adapter", "a", "nowhere"), "there is no folder nowhere for the adapter 'a'"),
-        (("--port", "0", "--host", "256.0.0.1"), "256.0.0.1:0 cannot be bound"),
+        (("nowhere", "--port", "0"), "there is no model folder nowhere"),
+        (("--adapter", "a", "nowhere", "--port", "0"), "there is no 'a' adapter folder nowhere"),
+        (("--port", "0", "--host", "256.0.0.1", "--api-key", "k"), "256.0.0.1:0 cannot be bound"),
+        (("--host", "0.0.0.0"), "0.0.0.0 can be reached from other machines: set an API key"),
+        (("--host", "0.0.0.0", "--api-key", ""), "0.0.0.0 can be reached from other machines: set an API key"),
+        (("--adapter-root", "nowhere"), "there is no folder nowhere for --adapter-root"),
+        (("--api-key-file", "nowhere"), "the key file nowhere cannot be read: No such file or directory"),
+        (("--api-key", "a b"), "the API key must be at most 4096 printable ASCII characters without spaces"),
     ],
 )
 def test_what_cannot_be_served_is_one_clear_line(args: tuple[str, ...], said: str) -> None:
@@ -193,6 +268,9 @@ def test_what_cannot_be_served_is_one_clear_line(args: tuple[str, ...], said: st
         ("serve", "a", "-m", "b"),
         ("serve", "--adapter", "x"),
         ("serve", "--prot", "1"),
+        ("serve", "--trust-remote-code"),
+        ("serve", "--daemon", "--api-key", "k"),
+        ("adapters", "convert", "x", "y", "--to", "z"),
         ("bench", "serve", "--mode", "base,other"),
         ("bench", "serve", "--concurrency", "1,x"),
         ("bench", "engine"),
@@ -203,6 +281,212 @@ def test_wrong_usage_is_status_2(args: tuple[str, ...]) -> None:
     done = tandem(*args)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+def test_a_pipe_with_the_key_cannot_go_to_the_background(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "key")
+    done = tandem("serve", "--daemon", "--port", "0", "--api-key-file", str(tmp_path / "key"))
+    assert done.returncode == 2
+    assert "a pipe cannot go to the background" in done.stderr
+
+
+# --- the key ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    for name in keys.VARIABLES:  # of whoever runs this
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "key"
+    file.write_text("from-file\nsecond line\n")
+    file.chmod(0o600)
+    return str(file)
+
+
+def key(**options: str) -> str:
+    server = build(None, options).server
+    found = keys.read(server.api_key, server.api_key_file)
+    assert found == keys.given(options.get("api_key"), options.get("api_key_file"))
+    return found
+
+
+def test_the_key_of_the_flag_weighs_most(key_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert key() == ""
+    settings = tmp_path / "c.yaml"
+    settings.write_text("server: {api_key: from-settings}")
+    assert build(settings, {}).server.api_key == "from-settings"
+    monkeypatch.setenv("VLLM_API_KEY", "of-vllm")
+    assert key() == build(settings, {}).server.api_key == "of-vllm"
+    monkeypatch.setenv("MLX_LM_SERVER_API_KEY_FILE", key_file)
+    assert key() == "from-file"
+    monkeypatch.setenv("MLX_LM_SERVER_API_KEY", "of-mlx-lm-server")
+    assert key() == "of-mlx-lm-server"
+    monkeypatch.setenv("TANDEM_API_KEY_FILE", key_file)
+    assert key() == "from-file"
+    monkeypatch.setenv("TANDEM_API_KEY", "of-tandem")
+    assert key() == "of-tandem"
+    assert key(api_key_file=key_file) == "from-file"
+    assert key(api_key_file=key_file, api_key="of-flag") == "of-flag"
+    assert key(api_key_file=key_file, api_key="") == ""
+    assert build(settings, {"api_key": ""}).server.api_key == ""
+    monkeypatch.setenv("TANDEM_API_KEY", "")
+    assert key() == "from-file"
+
+
+def test_a_key_file_that_others_can_read_is_a_warning(key_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert keys.given(None, key_file) == "from-file"
+    assert capsys.readouterr().err == ""
+    Path(key_file).chmod(0o644)
+    assert keys.given(None, key_file) == "from-file"
+    assert capsys.readouterr().err == f"tandem: warning: the key file {key_file} can be read by others (mode 644)\n"
+
+
+@pytest.mark.parametrize("content", ["", "\nsecret\n", "a b", "kéy", "k" * 5000])
+def test_a_key_file_without_a_key(key_file: str, content: str) -> None:
+    Path(key_file).write_text(content, encoding="utf-8")
+    with pytest.raises(InvalidRequest) as problem:
+        read_key("", key_file)
+    assert content.strip() == "" or content.strip() not in str(problem.value)
+
+
+# --- other programs' names -------------------------------------------------------------------------------------------
+
+
+class Unbound:
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def served_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """What a program's call comes to: the settings to serve with, and the words for one in the background. Nothing is
+    bound, and the folder m is a model."""
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in keys.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def call(program: Any, *words: str) -> tuple[Config, list[str] | None]:
+        seen: list[Any] = []
+
+        def foreground(file: Path | None, settings: dict[str, object], *, called_as: str, verbose: bool) -> None:
+            seen.extend((serve.prepare(file, settings, called_as)[0], None))
+            raise SystemExit(0)
+
+        def background(argv: list[str]) -> int:
+            seen.extend((None, argv))
+            return 0
+
+        monkeypatch.setattr(serve, "serve", foreground)
+        monkeypatch.setattr(serve, "_bind", lambda _: Unbound())
+        monkeypatch.setattr("mlx_tandem.cli.daemon.start", background)
+        monkeypatch.setattr(sys, "argv", ["program", *words])
+        with pytest.raises(SystemExit) as end:
+            program()
+        assert end.value.code == 0
+        return seen[0], seen[1]
+
+    return call
+
+
+@pytest.mark.parametrize("folder", ["plain", "with a space", "a=b"])
+@pytest.mark.parametrize("how", ["-m {}", "--model={}", "{}", "--config c.yaml", "-m {} --served-model-name own"])
+def test_a_program_s_name_for_every_model_comes_last(served_as: Any, tmp_path: Path, folder: str, how: str) -> None:
+    (tmp_path / folder).mkdir()
+    (tmp_path / "c.yaml").write_text(f"model: {{path: '{folder}'}}")
+    words = [word.format(folder) for word in how.split(" ")]
+    own = "own" if "own" in words else folder
+    for program, name in ((programs.mlx_server, "model"), (programs.mlx_parallm_serve, "base-model")):
+        config, _ = served_as(program, *words)
+        assert config.server.served_model_names == (own, name)
+        assert config.engine.model.path == folder
+
+
+def test_an_adapter_keeps_the_name_that_a_program_would_give(served_as: Any, tmp_path: Path) -> None:
+    config, _ = served_as(programs.mlx_server, "-m", "m", "--adapter", "model", str(tmp_path))
+    assert config.server.served_model_names == ()
+
+
+def test_the_port_of_a_program_gives_way_to_the_file_s(served_as: Any, tmp_path: Path) -> None:
+    for text, port in (("model: {path: m}", 8080), ("server: {port: 8123}", 8123)):
+        (tmp_path / "c.yaml").write_text(text)
+        assert served_as(programs.mlx_server, "--config", "c.yaml")[0].server.port == port
+
+
+def test_a_server_in_the_background_knows_what_it_was_called(served_as: Any) -> None:
+    _, words = served_as(programs.mlx_server, "-m", "m", "--daemon")
+    assert words == ["--called-as", "mlx-server", "serve", "-m", "m"]
+
+
+def test_the_programs_of_other_servers(served_as: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    config, _ = served_as(programs.mlx_server, "-m", "m")
+    assert (config.engine.model.path, config.server.port, config.server.host) == ("m", 8080, "127.0.0.1")
+    assert served_as(programs.mlx_server, "-m", "m", "--port", "8081")[0].server.port == 8081
+    assert served_as(programs.mlx_parallm_serve, "--model-path", "m")[0].engine.model.path == "m"
+    assert served_as(programs.mola, "-v", "serve", "--model", "m")[0].engine.model.path == "m"
+    _, words = served_as(programs.mola, "-v", "start", "--model", "m", "--port", "8001")
+    assert words == ["-v", "serve", "--model", "m", "--port", "8001"]
+    assert capsys.readouterr().err == ""
+    config, _ = served_as(programs.mlx_lm_server, "--model", "m")
+    assert (config.engine.model.path, config.server.port, config.server.host) == ("m", 8000, "127.0.0.1")
+    assert capsys.readouterr().err.startswith("tandem: warning: this listens on 127.0.0.1")
+    served_as(programs.mlx_lm_server, "--model", "m", "--host", "localhost")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("module", ["mlx_lm_server", "mola.cli"])
+def test_the_modules_of_other_servers(module: str) -> None:
+    words = [] if module == "mlx_lm_server" else ["serve"]
+    done = subprocess.run(
+        [sys.executable, "-m", module, *words, "--help"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0
+    assert "Usage: tandem serve" in done.stdout
+
+
+def test_every_script_can_be_called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert set(scripts) == {"tandem", "mola", "mlx-server", "mlx_parallm_serve", "mlx_parallm_train"}
+    monkeypatch.setattr(sys, "argv", ["program", "--help"])
+    for name, target in scripts.items():
+        module, _, function = target.partition(":")
+        with pytest.raises(SystemExit) as end:
+            getattr(importlib.import_module(module), function)()
+        assert end.value.code == (2 if name == "mlx_parallm_train" else 0)
+    assert "this version serves and does not learn" in capsys.readouterr().err
+
+
+# --- adapter folders -------------------------------------------------------------------------------------------------
+
+
+def test_inspect_and_convert(tmp_path: Path) -> None:
+    shout = str(demo.ADAPTER_PATHS["shout"])
+    mine = str(tmp_path / "mine")
+    assert tandem("adapters", "convert", shout, mine, "--to", "peft").returncode == 0
+    seen = {f: tandem("adapters", "inspect", f).stdout.partition("digest")[0] for f in (shout, mine)}
+    assert "format    mlx-lm\nrank      16\n" in seen[shout]
+    assert "layers    0–5\n" in seen[shout]
+    assert seen[mine] == seen[shout].replace("mlx-lm", "peft")
+    again = tandem("adapters", "convert", shout, mine, "--to", "peft")
+    assert (again.returncode, again.stderr) == (1, "tandem: target: exists and is not an empty folder\n")
+    broken = tandem("adapters", "inspect", str(tmp_path))
+    assert broken.returncode == 1
+    assert broken.stderr.startswith(f"tandem: {tmp_path} cannot be served: adapter_config.json")
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:9", "127.0.0.1:9: "),
+        ("http://[::1]:9", "[::1]:9: "),
+        ("http://localhost:x", "'http://localhost:x' is not an http:// address"),
+        ("https://localhost", "'https://localhost' is not an http:// address"),
+    ],
+)
+def test_adapters_of_a_server_that_is_not_there(url: str, said: str) -> None:
+    done = tandem("adapters", "ls", "--url", url)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"tandem: {said}")
 
 
 # --- what the benchmarks count ---------------------------------------------------------------------------------------
@@ -243,7 +527,7 @@ def test_a_stream_of_one_event_per_piece() -> None:
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        (b'{"error": {"message": "no"}}', 503, "503"),
+        (b'{"error": {"message": "no"}}', 500, "500"),
         (event("a") + b'data: {"error": {"message": "engine died"}}\n\n', 200, "engine died"),
         (event("a"), 200, "without [DONE]"),
     ],

@@ -1,7 +1,7 @@
 """What README.md and docs/ show is run as it stands there: every block marked sh, python or yaml.
 
-Only what cannot be the same is replaced: the port 8000 by that of a server of this test, and how long is measured.
-`./my-model` and `./my-adapter` exist where the commands run, as links to the built-in ones.
+Only what cannot be the same is replaced: the port 8000 by that of a server of this test, how long is measured, and the
+hub by one that has the built-in model under every id. `./my-model` and `./my-adapter` exist where the commands run.
 """
 
 from __future__ import annotations
@@ -10,25 +10,29 @@ import json
 import os
 import re
 import shlex
-import signal
-import socket
+import shutil
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from starlette.routing import Route
 
 from mlx_tandem import demo
-from mlx_tandem.cli.settings import OPTIONS, build
+from mlx_tandem.cli import hub
+from mlx_tandem.cli.options import OPTIONS
+from mlx_tandem.cli.settings import build
 from mlx_tandem.config import Config
+from mlx_tandem.server.app import create_app
+from mlx_tandem.server.front import Front
+from tests.commands import curl, free_port, running
+from tests.fake_hub import fake_hub
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+TANDEM = [sys.executable, "-m", "mlx_tandem"]
 SHORT = {
     "bench serve": ["--num-requests", "2", "--repeats", "1", "--concurrency", "2", "--max-tokens", "4"],
     "bench engine": ["--batch", "1", "--max-tokens", "4", "--prompt-tokens", "8", "--repeats", "1"],
@@ -39,6 +43,15 @@ SHORT = {
     ],
     "benchmarks/long_prompt.py": ["--lengths", "200", "--repeats", "1", "--streams", "2", "--window", "0.2"],
     "benchmarks/make_model.py": [],
+    "benchmarks/registry.py": [
+        *("--adapters", "6", "--slots", "2", "--concurrency", "2", "--num-requests", "4", "--max-tokens", "4"),
+        *("--repeats", "1", "--registered", "8"),
+    ],
+    "benchmarks/hot_swap.py": ["--adapters", "3", "--streams", "4", "--max-tokens", "16", "--repeats", "1"],
+    "benchmarks/overload.py": [
+        *("--seconds", "1", "--peak-seconds", "0.5", "--batch", "4", "--queue", "4", "--max-tokens", "4"),
+        *("--promises", "1"),
+    ],
 }
 
 
@@ -77,6 +90,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder in which the names that the pages use exist."""
     (tmp_path / "my-model").symlink_to(demo.MODEL_PATH)
     (tmp_path / "my-adapter").symlink_to(demo.ADAPTER_PATHS["shout"])
+    (tmp_path / "adapters").mkdir()
+    shutil.copytree(demo.ADAPTER_PATHS["json"], tmp_path / "adapters" / "sql")
+    (tmp_path / "tandem.key").write_text("a-key", encoding="utf-8")
+    (tmp_path / "tandem.key").chmod(0o600)
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     for block in blocks():
         if block.language == "yaml":
@@ -93,81 +110,18 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """`tandem serve` with the built-in model, started where `./my-adapter` exists."""
+    """`tandem serve` with the built-in model, started where `./my-adapter` exists and may be loaded from."""
     where = tmp_path_factory.mktemp("served")
-    (where / "my-adapter").symlink_to(demo.ADAPTER_PATHS["shout"])
+    shutil.copytree(demo.ADAPTER_PATHS["shout"], where / "my-adapter")
     port = free_port()
-    with running(["serve", "--port", str(port)], port, where) as process:
+    with running([*TANDEM, "serve", "--port", str(port), "--adapter-root", "."], port, where) as server:
         yield Served(port, where)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+        assert server.stop() == 0
 
 
-class running:
-    """A `tandem serve` that is ready inside the block."""
-
-    def __init__(self, args: list[str], port: int, where: Path):
-        self._args, self._port, self._where = args, port, where
-
-    def __enter__(self) -> subprocess.Popen[bytes]:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "mlx_tandem", *self._args],
-            cwd=self._where,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline and self._process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=5):
-                    return self._process
-            except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(0.1)
-        self.__exit__()
-        raise AssertionError(f"tandem {' '.join(self._args)} was not ready: {self._process.returncode}")
-
-    def __exit__(self, *error: object) -> None:
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(30)
-            finally:
-                self._process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def curl(words: list[str], port: int) -> bytes:
-    """What curl would do with the few options that the pages use. Fails on a status over 299."""
-    method, url, headers, data = None, "", {}, None
-    rest = iter(words[1:])
-    for word in rest:
-        if word == "-X":
-            method = next(rest)
-        elif word == "-H":
-            name, _, value = next(rest).partition(": ")
-            headers[name] = value
-        elif word == "-d":
-            data = next(rest).encode()
-        elif not word.startswith("-"):
-            url = word
-        else:
-            assert word == "-N", f"an option this test does not know: {word}"
-    request = urllib.request.Request(url.replace(":8000", f":{port}"), data, headers, method=method)
-    with urllib.request.urlopen(request, timeout=60) as reply:
-        assert reply.status < 300
-        content: bytes = reply.read()
-    return content
-
-
-def run(words: list[str], where: Path) -> str:
+def run(words: list[str], where: Path, **env: str) -> str:
     done = subprocess.run(
-        words, cwd=where, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        words, cwd=where, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)} | env
     )
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -176,10 +130,13 @@ def run(words: list[str], where: Path) -> str:
 @pytest.mark.parametrize("line", [c for c, words in commands().items() if words[0] == "curl"])
 def test_curl(line: str, served: Served) -> None:
     words = commands()[line]
-    if "DELETE" in words:  # the page loads it in the same block
-        name = words[-1].rsplit("/", 1)[1]
-        load = ["curl", "http://localhost:8000/v1/adapters", "-H", "Content-Type: application/json"]
-        curl([*load, "-d", json.dumps({"name": name, "path": "./my-adapter"})], served.port)
+    place, _, name = words[next(i for i, w in enumerate(words) if w.startswith("http"))].rpartition("/")
+    put = ["curl", "-H", "Content-Type: application/json"]
+    if place.endswith("/v1/adapters"):  # the page loads it in the same block
+        curl([*put, place, "-d", json.dumps({"name": name, "path": "./my-adapter"})], served.port)
+    if place.endswith("/v1/aliases") and "DELETE" in words:
+        arms = {"arms": [{"adapter": "base", "weight": 1}]}
+        curl([*put, "-X", "PUT", f"{place}/{name}", "-d", json.dumps(arms)], served.port)
     content = curl(words, served.port)
     if "stream" in line:
         assert content.strip().endswith(b"data: [DONE]")
@@ -187,24 +144,58 @@ def test_curl(line: str, served: Served) -> None:
         assert json.loads(content)
 
 
-@pytest.mark.parametrize("line", [c for c, words in commands().items() if words[:2] == ["tandem", "serve"]])
+def in_the_background(words: list[str]) -> bool:
+    return words[0] == "tandem" and ("--daemon" in words or words[1] in ("stop", "restart"))
+
+
+@pytest.mark.parametrize(
+    "line", [c for c, w in commands().items() if w[:2] == ["tandem", "serve"] and not in_the_background(w)]
+)
 def test_tandem_serve(line: str, folder: Path) -> None:
     words = commands()[line][1:]
     port = free_port()
-    with running([*words, "--port", str(port)], port, folder) as process:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(30) == 0
+    with (
+        fake_hub({word: demo.MODEL_PATH for word in words if hub.ID.fullmatch(word)}) as fake,
+        running([*TANDEM, *words, "--port", str(port)], port, folder, fake.environment(folder)) as server,
+    ):
+        assert server.stop() == 0
+
+
+def test_servers_in_the_background(folder: Path) -> None:
+    """In the order of the page: what one starts another stops."""
+    port = str(free_port())
+    lines = [words for words in commands().values() if in_the_background(words)]
+    assert {words[1] for words in lines} == {"serve", "stop", "restart"}
+    for words in lines:
+        words = [word.replace("8000", port) for word in words[1:]]
+        assert f":{port}" in run(
+            [*TANDEM, *words],
+            folder,
+            XDG_RUNTIME_DIR=str(folder),
+            XDG_CACHE_HOME=str(folder),
+        ).replace("port ", ":")
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "line", [c for c, words in commands().items() if words[0] in ("tandem", "python") and words[1] != "serve"]
+    "line",
+    [
+        c
+        for c, words in commands().items()
+        if words[0] in ("tandem", "python") and words[1] != "serve" and not in_the_background(words)
+    ],
 )
 def test_commands_that_end(line: str, folder: Path, served: Served) -> None:
     words = [word.replace(":8000", f":{served.port}") for word in commands()[line]]
+    if words[1:3] == ["adapters", "unload"]:  # the page loads it in the same block
+        run([*TANDEM, *words[1:2], "load", words[3], "my-adapter", *words[4:]], served.folder)
+    if words[:2] == ["tandem", "adapters"]:
+        where = folder if words[2] in ("inspect", "convert") else served.folder
+        assert run([*TANDEM, *words[1:]], where)
+        return
     if words[0] == "tandem":
         kind = next(k for k in SHORT if " ".join(words[1:]).startswith(k))
-        words = [sys.executable, "-m", "mlx_tandem", *words[1:], *SHORT[kind]]
+        words = [*TANDEM, *words[1:], *SHORT[kind]]
     else:
         kind = words[1]
         words = [sys.executable, *words[1:], *SHORT[kind]]
@@ -243,6 +234,14 @@ def test_yaml(block: Block, folder: Path) -> None:
 @pytest.mark.parametrize("block", of_language("json"))
 def test_json(block: Block) -> None:
     assert json.loads(block.text)
+
+
+def test_the_http_page_has_every_route() -> None:
+    config = Config(engine=build(None, {}).engine)
+    app = create_app(Front(config, lambda: pytest.fail("nothing is started here")))
+    page = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
+    paths = {route.path.replace("{model:path}", "{id}") for route in app.routes if isinstance(route, Route)}
+    assert {path for path in paths if f"`{path}`" not in page} == set()
 
 
 def test_what_the_readme_says_the_models_answer(served: Served) -> None:
@@ -289,6 +288,7 @@ def test_parameters_of_the_http_page_exist() -> None:
     page = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
     told = set(re.findall(r"`([a-z_]+)", page.partition("## Parameters")[2].partition("## Errors")[0]))
     fields = set(ChatBody.__struct_fields__) | set(CompletionBody.__struct_fields__)
-    refused = {"tools", "tool_choice", "parallel_tool_calls", "response_format", "echo", "suffix"}
-    assert told - {"generation_config"} <= fields
+    refused = {"tools", "tool_choice", "parallel_tool_calls", "response_format", "suffix"}
+    of_replies = {"usage", "token_ids", "prompt_token_ids"}
+    assert told - of_replies - {"generation_config"} <= fields
     assert fields - refused - {"messages", "prompt", "model"} <= told

@@ -9,9 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from msgspec import structs
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER, Seating
-from mlx_tandem.model.sampler import Drawn, SamplingFlags, Seen, gumbel_noise, row_key, sample
+from mlx_tandem.model.sampler import Drawn, SamplingFlags, Seen, gumbel_noise, row_key, sample, score
 from mlx_tandem.model.seats import Seats
 from mlx_tandem.types import SamplingParams
 
@@ -30,6 +31,7 @@ class Case:
     output: tuple[int, ...] = ()
     choice: int = 0
     position: int = 1
+    stop_ids: frozenset[int] = frozenset()
 
 
 def params(**changes: Any) -> SamplingParams:
@@ -40,7 +42,7 @@ def draw(logits: Array, cases: Sequence[Case], vocab: int = VOCAB) -> Drawn:
     """One batch, through the same seats as in the engine. `logits`: of all rows, or of each."""
     seats = Seats(len(cases), vocab)
     for i, c in enumerate(cases):
-        seats.take(Seating(i, c.params, c.choice, len(c.prompt), c.prompt + c.output))
+        seats.take(Seating(i, c.params, c.choice, len(c.prompt), c.prompt + c.output, c.stop_ids))
     indices = tuple(range(len(cases)))
     flags = seats.flags(indices)
     seen = None
@@ -405,3 +407,57 @@ def test_a_seat_keeps_nothing_of_who_sat_there_before() -> None:
     assert fresh.output_count is not None
     assert mx.array_equal(used.prompt_seen[0], fresh.prompt_seen[0])
     assert mx.array_equal(used.output_count[0], fresh.output_count[0])
+
+
+# --- min_tokens ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TRUNCATIONS)
+def test_what_stops_is_not_drawn_before_min_tokens(name: str) -> None:
+    """Beside rows that may draw it. Whoever would have drawn something else still draws that."""
+    likely = frozenset(np.argsort(-LOGITS)[:5].tolist())
+    own = TRUNCATIONS[name]
+
+    def case(seed: int, least: int, position: int) -> Case:
+        return Case(structs.replace(own, seed=seed, min_tokens=least), (0, 1), position=position, stop_ids=likely)
+
+    drawn = {
+        where: tokens(LOGITS, [case(seed, least, position) for seed in range(200)])
+        for where, (least, position) in {"free": (0, 3), "before": (2, 3), "after": (2, 4), "later": (0, 4)}.items()
+    }
+    assert likely & set(drawn["free"])
+    assert not likely & set(drawn["before"])
+    assert drawn["after"] == drawn["later"]
+    if not (own.top_k or own.min_p or own.top_p < 1.0):  # these look at how likely the others are
+        assert all(b == f for b, f in zip(drawn["before"], drawn["free"], strict=True) if f not in likely)
+    beside = tokens(LOGITS, [case(seed, 2 * (seed % 2), 3) for seed in range(200)])
+    assert beside == [drawn["before" if seed % 2 else "free"][seed] for seed in range(200)]
+
+
+def test_only_rows_that_have_min_tokens_cost_something() -> None:
+    seats = Seats(3, VOCAB)
+    seats.take(Seating(0, params(min_tokens=0), 0, 1, (0,), frozenset({3})))
+    seats.take(Seating(1, params(min_tokens=4), 0, 1, (0,), frozenset()))
+    seats.take(Seating(2, params(min_tokens=4), 0, 1, (0,), frozenset({3})))
+    assert [seats.flags((i,)).min_tokens for i in range(3)] == [False, False, True]
+    seats.take(Seating(2, params(), 0, 1, (0,), frozenset({3})))
+    assert not seats.flags((0, 1, 2)).min_tokens
+
+
+# --- prompts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [0, 1, 7, VOCAB])
+def test_scores_are_those_of_the_model_s_distribution(k: int) -> None:
+    logits = RNG.normal(0, 3.0, (2, 5, VOCAB)).astype(np.float32)
+    targets = RNG.integers(0, VOCAB, (2, 5))
+    logprob, rank, *top = (np.array(a) for a in score(mx.array(logits), mx.array(targets.astype(np.int32)), k))
+    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+    own = np.take_along_axis(exact, targets[..., None], -1)
+    assert np.allclose(logprob, own[..., 0], atol=1e-5)
+    assert np.array_equal(rank, (exact > own).sum(-1) + 1)
+    assert len(top) == (2 if k else 0)
+    if k:
+        order = np.argsort(-exact, -1)[..., :k]
+        assert np.array_equal(top[0], order)
+        assert np.allclose(top[1], np.take_along_axis(exact, order, -1), atol=1e-5)

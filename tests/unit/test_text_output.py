@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.text.output import ChoiceText
+from mlx_tandem.text.output import ChoiceText, TextOptions
 from mlx_tandem.types import Delta, TokenLogprob
 from tests.unit.text_tools import byte_level
 
@@ -15,8 +15,8 @@ def delta(*tokens: int, finish: str | None = None, logprobs: bool = False) -> De
     return Delta(1, 0, tokens, scores, finish)
 
 
-def choice(*stops: str) -> ChoiceText:
-    return ChoiceText(byte_level(), stops, {END})
+def choice(*stops: str, min_tokens: int = 0, **options: bool) -> ChoiceText:
+    return ChoiceText(byte_level(), TextOptions(stops, **options), {END}, min_tokens)
 
 
 def test_the_token_that_ends_the_choice_counts_and_is_not_shown():
@@ -28,7 +28,7 @@ def test_the_token_that_ends_the_choice_counts_and_is_not_shown():
 
 def test_an_ordinary_token_may_end_the_choice():
     ids = byte_level().encode("hello world")
-    c = ChoiceText(byte_level(), (), {ids[-1]})
+    c = ChoiceText(byte_level(), TextOptions(), {ids[-1]})
     text = c.push(delta(*ids, finish="stop"))
     assert text == byte_level().decode(ids[:-1])
 
@@ -77,3 +77,26 @@ def test_any_grouping_of_tokens_gives_the_same_text(text, stops, data):
         part, rest = rest[:k], rest[k:]
         shown += grouped.push(delta(*part, finish=None if rest else "length"))
     assert (shown, grouped.finish, grouped.count) == (expected, one_by_one.finish, one_by_one.count)
+
+
+def test_a_stop_string_does_not_end_a_choice_before_its_min_tokens():
+    ids = byte_level().encode("b") * 5
+    assert len(ids) == 5
+    for least in range(6):
+        c = choice("b", min_tokens=least)
+        text = "".join(c.push(delta(i)) for i in ids if not c.ended())
+        assert (text, c.count, c.finish) == ("b" * least, min(least + 1, 5), "stop" if least < 5 else None)
+        again = choice("b", min_tokens=least)
+        assert again.push(delta(*ids)) == text
+
+
+def test_what_ended_the_choice_is_shown_when_asked_for():
+    ids = byte_level().encode("hello world")
+    c = choice("lo w", include_stop=True)
+    assert "".join(c.push(delta(i)) for i in ids if not c.ended()) == "hello w"
+    hidden = choice(include_stop=True)
+    assert hidden.push(delta(*ids, END, finish="stop")) == "hello world"
+    shown = choice(include_stop=True, show_special=True)
+    assert shown.push(delta(*ids, END, finish="stop")) == "hello world<|im_end|>"
+    special = choice(show_special=True)
+    assert special.push(delta(END, *ids, END, finish="stop")) == "<|im_end|>hello world"

@@ -8,19 +8,23 @@ from mlx_tandem.text.stops import StopScanner
 SMALL = st.text("ab", min_size=1, max_size=5)
 
 
-def expected(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The stop string that is complete first, the longest of those that end there."""
-    for end in range(1, len(text) + 1):
+def expected(text: str, stops: list[str], spare: int = 0, include: bool = False) -> tuple[str, str | None]:
+    """The stop string that is complete first after `spare` characters, the longest of those that end there."""
+    for end in range(spare + 1, len(text) + 1):
         ending = [s for s in stops if text[:end].endswith(s)]
         if ending:
             longest = max(ending, key=len)
-            return text[: end - len(longest)], longest
+            return text[: end - (0 if include else len(longest))], longest
     return text, None
 
 
-def scan(parts: list[str], stops: list[str]) -> tuple[str, str | None]:
-    scanner = StopScanner(stops)
-    shown = "".join([scanner.push(p) for p in parts])
+def scan(parts: list[str], stops: list[str], spare: int = 0, include: bool = False) -> tuple[str, str | None]:
+    """`spare`: parts that no stop string may end in."""
+    scanner = StopScanner(stops, include=include)
+    shown = ""
+    for i, part in enumerate(parts):
+        scanner.armed = i >= spare
+        shown += scanner.push(part)
     return shown + scanner.flush(), scanner.hit
 
 
@@ -31,6 +35,16 @@ def scan(parts: list[str], stops: list[str]) -> tuple[str, str | None]:
 def test_any_splitting_gives_the_same_result(parts, stops):
     text = "".join(parts)
     assert scan(parts, stops) == scan([text], stops) == scan(list(text), stops) == expected(text, stops)
+
+
+@given(st.lists(st.text("ab", max_size=4), max_size=8), st.lists(SMALL, min_size=1, max_size=4), st.integers(0, 6))
+@example(["a", "ab", "a", "bb"], ["aabab", "abb"], 3)
+@settings(max_examples=500)
+def test_what_is_completed_while_unarmed_is_passed_over(parts, stops, spare):
+    """A stop string may begin there, though."""
+    for include in (False, True):
+        want = expected("".join(parts), stops, len("".join(parts[:spare])), include)
+        assert scan(parts, stops, spare, include) == want
 
 
 @given(st.lists(st.text("abc", max_size=4), max_size=8), st.lists(SMALL, min_size=1, max_size=3))

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine import wire
 from mlx_tandem.engine.wire import EngineChannel, FrameReader, WireError, decode_inbound, decode_outbound, encode
-from mlx_tandem.types import AdapterInfo, AdapterRef, Delta, EngineStats, Request, SamplingParams, TokenLogprob
+from mlx_tandem.types import (
+    AdapterInfo,
+    AdapterRef,
+    AdapterSource,
+    Delta,
+    EngineStats,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 
 REQUEST = Request(
     7,
@@ -28,7 +37,7 @@ INBOUND: list[m.Inbound] = [
     m.Submit(REQUEST),
     m.Cancel(7),
     m.Cancel(7, 1),
-    m.LoadAdapter(1, "/a/b"),
+    m.LoadAdapter(1, AdapterSource("/a/b", "/a"), pin=True),
     m.UnloadAdapter(2, "d"),
     m.Drain(),
 ]
@@ -37,7 +46,7 @@ OUTBOUND: list[m.Outbound] = [
     m.Output([Delta(7, 1, (5, 6), (TokenLogprob(-0.5, -0.25, ((5, -0.5),)),) * 2, "stop"), Delta(8, 0, (1,))]),
     m.Failed(7, "step_failed", "the step failed"),
     m.Fatal("engine_error", "gone"),
-    m.AdapterLoaded(1, AdapterInfo("d", 8, 2.0, "peft", ("q_proj",), 100)),
+    m.AdapterLoaded(1, AdapterInfo("d", 8, 2.0, "peft", ("q_proj",), 100, 200)),
     m.CallDone(2),
     m.CallFailed(3, "invalid_adapter", "no", "path"),
     m.Heartbeat(EngineStats(running=3, resident_adapters=("d",))),
@@ -85,8 +94,8 @@ def test_an_oversize_frame_is_refused_by_its_length_alone() -> None:
 def test_an_oversize_frame_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_FRAME", 64)
     with pytest.raises(WireError):
-        encode([m.LoadAdapter(1, "x" * 100)])
-    assert encode([m.LoadAdapter(1, "x")])
+        encode([m.LoadAdapter(1, AdapterSource("x" * 100))])
+    assert encode([m.LoadAdapter(1, AdapterSource("x"))])
 
 
 @pytest.mark.parametrize(

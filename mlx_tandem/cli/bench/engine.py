@@ -19,8 +19,9 @@ from typing import Any, cast
 import msgspec
 
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import SAMPLING, write
+from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.timeline import Timeline
+from mlx_tandem.cli.bench.workloads import SAMPLING
 from mlx_tandem.cli.console import fail, show
 from mlx_tandem.config import EngineConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m

@@ -7,7 +7,9 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 
 _PACKAGES = ("mlx-tandem", "mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm", "numpy")
@@ -17,9 +19,7 @@ def describe() -> dict[str, object]:
     """Plain data for the head of a JSON file of results."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(
-            ["tandem", *sys.argv[1:]] if Path(sys.argv[0]).stem in ("tandem", "__main__") else sys.argv
-        ),
+        "command": _command(sys.argv),
         "commit": _commit(),
         "machine": {
             "system": f"{platform.system()} {platform.machine()}",
@@ -30,6 +30,15 @@ def describe() -> dict[str, object]:
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("OPENBLAS_", "MLX_"))},
         "versions": {"python": platform.python_version()} | _versions(),
     }
+
+
+def _command(words: Sequence[str]) -> str:
+    """The command line without the value of a key."""
+    program = "tandem" if Path(words[0]).stem in ("tandem", "__main__") else words[0]
+    shown = [program]
+    for before, word in pairwise(words):
+        shown.append("…" if before == "--api-key" else "--api-key=…" if word.startswith("--api-key=") else word)
+    return " ".join(shown)
 
 
 def _versions() -> dict[str, str]:

@@ -22,10 +22,12 @@ def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 
 
 def median(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Field by field over rounds of the same form; what is not a number is left out."""
+    """Field by field over rounds; what is not a number, or not in all of them, is left out."""
     merged: dict[str, Any] = {}
     for key, first in rounds[0].items():
-        values = [r[key] for r in rounds]
+        values = [r[key] for r in rounds if r.get(key) is not None]
+        if len(values) < len(rounds):
+            continue
         if isinstance(first, dict):
             merged[key] = median(values)
         elif isinstance(first, (int, float)) and not isinstance(first, bool):

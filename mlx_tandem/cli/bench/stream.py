@@ -12,11 +12,28 @@ _TEXT = re.compile(rb'"(?:text|content|reasoning_content|reasoning)": ?"[^"]')
 
 
 class Stream:
-    """Feed it the pieces of a body. Each piece costs a count and an append; everything else waits for `finish`."""
+    """Feed it the pieces of a body. Each piece costs a count and an append; everything else waits for `finish`.
 
-    __slots__ = ("_last", "_rest", "counts", "error", "finished", "prompt_tokens", "sent", "silent", "times", "tokens")
+    With `keep` the pieces are kept for `answer`.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = (
+        "_kept",
+        "_last",
+        "_rest",
+        "counts",
+        "error",
+        "finished",
+        "problem",
+        "prompt_tokens",
+        "retry_after",
+        "sent",
+        "silent",
+        "times",
+        "tokens",
+    )
+
+    def __init__(self, keep: bool = False) -> None:
         self.sent = perf_counter()
         self.finished = 0.0
         self.times: list[float] = []  # of pieces with events, from the first one that carries text
@@ -24,12 +41,17 @@ class Stream:
         self.silent = 0  # events before the first text (a role, for example)
         self.tokens = 0
         self.prompt_tokens = 0
-        self.error: str | None = None
+        self.error: str | None = None  # in the server's words
+        self.problem: str | None = None  # the error's kind: a status, or a word
+        self.retry_after: str | None = None  # the header of a refusal
+        self._kept: list[bytes] | None = [] if keep else None
         self._rest = b""
         self._last: deque[bytes] = deque(maxlen=6)
 
     def __call__(self, piece: bytes) -> None:
         now = perf_counter()
+        if self._kept is not None:
+            self._kept.append(piece)
         if self._rest:
             piece = self._rest + piece
             self._rest = b""
@@ -47,29 +69,46 @@ class Stream:
             self.times.append(now)
             self.counts.append(n)
 
-    def finish(self, status: int) -> None:
+    def fail(self, problem: str, error: str) -> None:
+        """The request ended without a whole answer."""
+        self.finished = self.finished or perf_counter()
+        self.problem, self.error = problem, error
+
+    def finish(self, status: int, retry_after: str | None = None) -> None:
         """The body has ended: read the usage and whatever went wrong out of its last pieces."""
         self.finished = perf_counter()
         tail = b"".join(self._last) + self._rest
         if status != 200:
-            self.error = f"{status} {tail[:200].decode(errors='replace')}"
-            return
+            self.retry_after = retry_after
+            return self.fail(str(status), f"{status} {tail[:200].decode(errors='replace')}")
         events = [event[6:] for event in tail.split(b"\n\n") if event.startswith(b"data: ")]
         if events and events[-1] == b"[DONE]":
             events.pop()
         else:
-            self.error = "the stream ended without [DONE]"
+            self.fail("cut off", "the stream ended without [DONE]")
         textless = 0  # at the end: a finish reason or the usage, which are no tokens
         for event in events:
             data = json.loads(event)
             if "error" in data:
-                self.error = str(data["error"])[:200]
+                self.fail("error event", str(data["error"])[:200])
             if usage := data.get("usage"):
                 self.tokens = usage["completion_tokens"]
                 self.prompt_tokens = usage["prompt_tokens"]
             textless = 0 if _TEXT.search(event) else textless + 1
         self._drop_last(textless)
         self.tokens = self.tokens or self.events
+        if self.problem is None and not self.events:
+            self.fail("no token", "no token came")
+
+    def answer(self) -> tuple[str, list[int] | None]:
+        """The text of a kept stream, and its token ids when the server gave them."""
+        text: list[str] = []
+        ids: list[int] = []
+        events = b"".join(self._kept or []).split(b"\n\n")
+        for choice in (c for e in events if e.startswith(_EVENT) for c in json.loads(e[6:]).get("choices", ())):
+            text.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
+            ids += choice.get("token_ids") or []
+        return "".join(text), ids or None
 
     def _drop_last(self, events: int) -> None:
         while events and self.counts:
@@ -84,6 +123,11 @@ class Stream:
     def events(self) -> int:
         """Events that carried text."""
         return sum(self.counts)
+
+    @property
+    def refused(self) -> bool:
+        """The server had no room for the request."""
+        return self.problem in ("429", "503")
 
     @property
     def first(self) -> float:

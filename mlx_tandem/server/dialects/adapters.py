@@ -1,62 +1,165 @@
-"""`/v1/adapters`: what is loaded, loading and removing while serving."""
+"""`/v1/adapters` and `/v1/aliases`: what is known and loaded, and changing it while serving; vLLM's two routes, too."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 from msgspec import Struct
 
+from mlx_tandem.adapters.aliases import AliasArm
 from mlx_tandem.adapters.registry import Entry
-from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.config import Arm
+from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.server.front import Front
 
 
 class AdapterBody(Struct, forbid_unknown_fields=True):
     name: str
-    path: str
+    path: str | None = None  # under the adapter root; absent: the folder that the name is known by
+    pin: bool = False
 
 
-def describe(entry: Entry, front: Front) -> dict[str, Any]:
-    """One adapter version as clients see it."""
-    info, counters = entry.info, entry.counters
+class AliasBody(Struct, forbid_unknown_fields=True):
+    arms: list[Arm]
+
+
+class VllmLoadBody(Struct, forbid_unknown_fields=True):
+    lora_name: str
+    lora_path: str | None = None
+    load_inplace: bool = False
+    base_model_name: str | None = None
+
+
+class VllmUnloadBody(Struct, forbid_unknown_fields=True):
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+def describe(entry: Entry, resident: Collection[str]) -> dict[str, Any]:
+    """One adapter version as clients see it; `resident` are the digests in slots."""
+    info = entry.info
     return {
         "name": entry.name,
         "version": entry.ref.version,
         "id": entry.ref.label,
-        "path": entry.path,
+        "path": entry.source.path,
         "digest": info.digest,
         "format": info.format,
         "rank": info.rank,
         "scale": info.scale,
         "targets": list(info.targets),
         "size_bytes": info.nbytes,
+        "memory_bytes": info.memory_bytes,
         "created": int(entry.created),
-        "resident": info.digest in front.client.stats.resident_adapters,
-        "requests": counters.requests,
-        "prompt_tokens": counters.prompt_tokens,
-        "generated_tokens": counters.generated_tokens,
-        "errors": counters.errors,
+        "pinned": entry.pinned,
+        "resident": info.digest in resident,
+        **msgspec.to_builtins(entry.counters),
     }
 
 
 def listing(front: Front) -> dict[str, Any]:
-    """Current versions, each with the numbers of all versions of its name."""
+    """Current versions, each with the numbers of all versions of its name; then names that were never asked for."""
+    registry, stats = front.models.registry, front.client.stats
+    resident = frozenset(stats.resident_adapters)
+    read = [
+        describe(e, resident) | {"versions": [v.ref.version for v in registry.versions(e.name)]}
+        for e in registry.entries()
+    ]
+    unread: list[dict[str, Any]] = [
+        {"name": n, "version": None, "path": s.path, "versions": []} for n, s in registry.unread()
+    ]
+    info = front.client.info
+    slots = info.max_loras if info is not None else 0
     return {
-        "adapters": [
-            describe(e, front) | {"versions": [v.ref.version for v in front.registry.versions(e.name)]}
-            for e in front.registry.entries()
-        ]
+        "adapters": read + unread,
+        "registered": len(registry),
+        "slots": slots,
+        "resident": len(stats.resident_adapters),
+        "loaded": stats.loaded_adapters,
+        "loaded_bytes": stats.loaded_adapter_bytes,
+        "slot_bytes": stats.adapter_slot_bytes,
+        "evictions": stats.adapter_evictions,
     }
+
+
+def one(front: Front, selector: str) -> dict[str, Any]:
+    """One version, or a name that was never asked for."""
+    registry = front.models.registry
+    source = registry.source(selector)
+    if source is not None and not registry.is_read(selector):
+        return {"name": selector, "version": None, "path": source.path, "versions": []}
+    try:
+        return describe(registry.entry(selector), front.client.stats.resident_adapters)
+    except NotFound as e:
+        raise NotFound(e.message, param="name", code="adapter_not_found") from None
 
 
 async def load(front: Front, body: AdapterBody) -> dict[str, Any]:
     """Under a name that exists this publishes a new version: the name stands for it from the next request on."""
-    if not body.path or "\0" in body.path or len(body.path) > 4096:
-        raise InvalidRequest("path must name a folder", param="path")
-    entry = await front.load_adapter(body.name, body.path)
-    return {"status": "loaded"} | describe(entry, front)
+    entry = await front.models.load(body.name, front.models.source(body.name, body.path), body.pin)
+    return {"status": "loaded"} | describe(entry, front.client.stats.resident_adapters)
 
 
 async def unload(front: Front, name: str) -> dict[str, Any]:
-    refs = await front.unload_adapter(name)
+    refs = await front.models.unload(name)
     return {"status": "unloaded", "name": name, "versions": [r.version for r in refs]}
+
+
+async def vllm_load(front: Front, body: VllmLoadBody) -> str:
+    """vLLM refuses a name that is loaded unless `load_inplace` says that it shall be replaced."""
+    models = front.models
+    if body.lora_name in models.registry and not body.load_inplace and models.registry.is_read(body.lora_name):
+        raise InvalidRequest(
+            f"the LoRA adapter {body.lora_name!r} has already been loaded; set load_inplace to replace it",
+            param="lora_name",
+        )
+    with _named_as_in_vllm():
+        await models.load(body.lora_name, models.source(body.lora_name, body.lora_path))
+    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
+
+
+async def vllm_unload(front: Front, body: VllmUnloadBody) -> str:
+    with _named_as_in_vllm():
+        await front.models.unload(body.lora_name)
+    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+
+
+@contextmanager
+def _named_as_in_vllm() -> Iterator[None]:
+    """Errors name the field as the caller wrote it."""
+    try:
+        yield
+    except InvalidRequest as e:
+        e.param = {"name": "lora_name", "path": "lora_path"}.get(e.param or "", e.param)
+        raise
+
+
+def describe_alias(name: str, arms: Sequence[AliasArm]) -> dict[str, Any]:
+    total = sum(a.weight for a in arms)
+    return {
+        "name": name,
+        "arms": [
+            {"adapter": a.adapter, "weight": a.weight, "share": a.weight / total} | msgspec.to_builtins(a.counters)
+            for a in arms
+        ],
+    }
+
+
+def aliases(front: Front) -> dict[str, Any]:
+    return {"aliases": [describe_alias(name, arms) for name, arms in front.models.aliases.items()]}
+
+
+def one_alias(front: Front, name: str) -> dict[str, Any]:
+    return describe_alias(name, front.models.aliases.arms(name))
+
+
+async def put_alias(front: Front, name: str, body: AliasBody) -> dict[str, Any]:
+    return describe_alias(name, await front.models.put_alias(name, body.arms))
+
+
+def remove_alias(front: Front, name: str) -> dict[str, Any]:
+    front.models.aliases.remove(name)
+    return {"status": "removed", "name": name}

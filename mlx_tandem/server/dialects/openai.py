@@ -49,8 +49,9 @@ class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None  # keeps a caller on one arm of an alias
     # Accepted without effect.
-    user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
@@ -105,8 +106,7 @@ def refuse_items(value: list[None] | None, param: str) -> None:
         raise InvalidRequest(f"{param} is not supported", param=param, code="unsupported_parameter")
 
 
-def template_options(body: ChatBody) -> dict[str, bool]:
-    given = body.chat_template_kwargs
+def template_options(given: TemplateOptions | None) -> dict[str, bool]:
     if given is None or given.enable_thinking is None:
         return {}
     return {"enable_thinking": given.enable_thinking}
@@ -135,8 +135,6 @@ def streaming(body: Common) -> tuple[bool, bool]:
 
 async def completion_prompts(front: Front, body: CompletionBody) -> list[list[int]]:
     """Token ids of each prompt: one text, one list of ids, or a list of either."""
-    if body.echo:
-        raise InvalidRequest("echo is not supported", param="echo", code="unsupported_parameter")
     prompt = body.prompt
     vocabulary = front.client.check_ready().vocab_size
     if isinstance(prompt, str):
@@ -159,3 +157,13 @@ async def completion_prompts(front: Front, body: CompletionBody) -> list[list[in
         else:
             prompts.append(list(limits.check_token_ids(item, vocabulary, param)))
     return prompts
+
+
+def prompt_texts(front: Front, body: CompletionBody, prompts: list[list[int]]) -> tuple[str, ...]:
+    """What `echo` repeats: prompts as they were written, token ids as what they stand for."""
+    several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+    given = body.prompt if several else [body.prompt]
+    return tuple(
+        own if isinstance(own, str) else front.tokenizer.decode(ids, show_special=True)
+        for own, ids in zip(given, prompts, strict=True)
+    )

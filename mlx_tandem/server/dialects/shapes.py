@@ -14,6 +14,9 @@ from mlx_tandem.text.output import ChoiceText
 from mlx_tandem.text.tokenizer import Tokenizer
 from mlx_tandem.types import FinishReason, TokenLogprob
 
+Details = dict[str, Any]
+"""Members of a choice beside its text."""
+
 dumps = msgspec.json.Encoder().encode
 
 DONE = b"data: [DONE]\n\n"
@@ -22,19 +25,20 @@ LOWEST = -9999.0
 
 
 class LogprobShape(Protocol):
-    """Collects the logprobs of one choice in a dialect's form."""
+    """Collects the logprobs of one choice in a dialect's form. None: a token that has none, the first of a prompt."""
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any]: ...
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]: ...
 
 
 class ChatLogprobs:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]:
         content = [
             self._entry(token, lp.model) | {"top_logprobs": [self._entry(t, p) for t, p in lp.top]}
             for token, lp in zip(tokens, logprobs, strict=False)
+            if lp is not None
         ]
         return {"content": content, "refusal": None}
 
@@ -48,31 +52,49 @@ class TextLogprobs:
         self._tokenizer = tokenizer
         self._offset = 0
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        texts = [self._text(t) for t in tokens]
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+        text_of = self._tokenizer.token_text
+        texts = [text_of(t) for t in tokens]
         offsets: list[int] = []
         for text in texts:
             offsets.append(self._offset)
             self._offset += len(text)
-        top: list[dict[str, float]] = []
+        top: list[dict[str, float] | None] = []
         for token, lp in zip(tokens, logprobs, strict=False):
+            if lp is None:
+                top.append(None)
+                continue
             alternatives: dict[str, float] = {}
             for t, p in (*lp.top, (token, lp.model)):  # two tokens may read the same: the more likely one counts
-                alternatives.setdefault(self._text(t), max(p, LOWEST))
+                alternatives.setdefault(text_of(t), max(p, LOWEST))
             top.append(alternatives)
         return {
             "text_offset": offsets,
-            "token_logprobs": [max(lp.model, LOWEST) for lp in logprobs],
+            "token_logprobs": [None if lp is None else max(lp.model, LOWEST) for lp in logprobs],
             "tokens": texts,
             "top_logprobs": top,
         }
 
-    def _text(self, token: int) -> str:
-        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+
+def prompt_scores(
+    tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[TokenLogprob], k: int
+) -> list[dict[int, dict[str, Any]] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt but the first, the token itself and the k likeliest."""
+
+    def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": tokenizer.token_text(token)}
+
+    result: list[dict[int, dict[str, Any]] | None] = [None]
+    for token, lp in zip(prompt[1:], scores, strict=True):
+        own = {token: entry(token, lp.model, lp.rank)}
+        result.append(own | {t: entry(t, p, i) for i, (t, p) in enumerate(lp.top[:k], 1) if t != token})
+    return result
 
 
-def usage(prompt: int, completion: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+def usage(prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    """`cached`: tokens of the prompt that were not computed for this request."""
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
 
 class Shape:
@@ -85,8 +107,9 @@ class Shape:
     text_close: bytes
     empty: bytes
     opening: bytes | None  # sent before a choice's first text
+    one_prompt: bool  # what is said of the prompt stands beside the choices, else in each of them
 
-    def whole(self, index: int, text: str, logprobs: Any, finish: FinishReason) -> dict[str, Any]:
+    def whole(self, index: int, text: str, finish: FinishReason) -> dict[str, Any]:
         raise NotImplementedError
 
     def logprobs(self, tokenizer: Tokenizer) -> LogprobShape:
@@ -101,10 +124,11 @@ class ChatShape(Shape):
     text_close = b"}"
     empty = b',"delta":{}'
     opening = b',"delta":{"role":"assistant","content":""}'
+    one_prompt = True
 
-    def whole(self, index: int, text: str, logprobs: Any, finish: FinishReason) -> dict[str, Any]:
+    def whole(self, index: int, text: str, finish: FinishReason) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
 
     def logprobs(self, tokenizer: Tokenizer) -> LogprobShape:
         return ChatLogprobs(tokenizer)
@@ -118,9 +142,10 @@ class TextShape(Shape):
     text_close = b""
     empty = b',"text":""'
     opening = None
+    one_prompt = False
 
-    def whole(self, index: int, text: str, logprobs: Any, finish: FinishReason) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    def whole(self, index: int, text: str, finish: FinishReason) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
     def logprobs(self, tokenizer: Tokenizer) -> LogprobShape:
         return TextLogprobs(tokenizer)
@@ -142,33 +167,37 @@ class Events:
         )
         self._index = [self._start + b'{"index":%d' % i for i in range(choices)]
         self._heads = [i + shape.text_open for i in self._index]
-        self._close = shape.text_close + b',"logprobs":'
-        self._end = b'}],"usage":null}\n\n' if with_usage else b"}]}\n\n"
+        self._text_close = shape.text_close
+        self._rest = b',"usage":null}\n\n' if with_usage else b"}\n\n"
+        self._end = b"}]" + self._rest
         self._unfinished = b',"finish_reason":null' + self._end
-        self._plain = self._close + b"null" + self._unfinished
+        self._plain = shape.text_close + b',"logprobs":null' + self._unfinished
         self._empty = shape.empty
         self._opening = shape.opening
 
-    def opening(self) -> bytes:
-        """Events that come before any text."""
+    def opening(self, details: Details) -> bytes:
+        """Events that come before any text; `details` of the prompt stand beside the choices."""
         if self._opening is None:
             return b""
-        return b"".join(i + self._opening + b',"logprobs":null' + self._unfinished for i in self._index)
+        end = b',"logprobs":null,"finish_reason":null}]' + _members(details) + self._rest
+        return b"".join(i + self._opening + end for i in self._index)
 
     def text(self, index: int, text: str) -> bytes:
         return self._heads[index] + dumps(text) + self._plain
 
-    def text_with_logprobs(self, index: int, text: str, logprobs: dict[str, Any]) -> bytes:
-        return self._heads[index] + dumps(text) + self._close + dumps(logprobs) + self._unfinished
+    def text_with(self, index: int, text: str, details: Details) -> bytes:
+        """`details`: "logprobs", which may be None, and whatever else the choice says with this text."""
+        head = self._heads[index] + dumps(text) + self._text_close
+        return head + _members({"logprobs": None} | details) + self._unfinished
 
-    def finish(self, index: int, choice: ChoiceText, logprobs: dict[str, Any] | None) -> bytes:
-        return b'%b%b,"logprobs":%b,"finish_reason":%b%b' % (
-            self._index[index],
-            self._empty,
-            dumps(logprobs),
-            dumps(choice.finish),
-            self._end,
-        )
+    def finish(self, index: int, choice: ChoiceText, details: Details) -> bytes:
+        own = {"logprobs": None} | details | {"finish_reason": choice.finish}
+        return self._index[index] + self._empty + _members(own) + self._end
 
-    def usage(self, prompt: int, completion: int) -> bytes:
-        return b'%b],"usage":%b}\n\n' % (self._start, dumps(usage(prompt, completion)))
+    def usage(self, counts: dict[str, Any]) -> bytes:
+        return b'%b],"usage":%b}\n\n' % (self._start, dumps(counts))
+
+
+def _members(details: Details) -> bytes:
+    """Members that follow others in a JSON object."""
+    return b"," + dumps(details)[1:-1] if details else b""

@@ -1,0 +1,1 @@
+"""So that `python -m mlx_lm_server` starts mlx-tandem."""

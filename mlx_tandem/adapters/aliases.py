@@ -1,0 +1,88 @@
+"""Names that split their traffic over adapter versions by weight, keeping each user on one arm.
+
+Plain data, one thread. Arms are drawn by weighted rendezvous hashing (Wang and Ravishankar 1998, in Schindelhauer and
+Schomaker's logarithmic form): a user keeps the arm when weights of others change as far as the new weights allow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mlx_tandem import limits
+from mlx_tandem.adapters.registry import Counters
+from mlx_tandem.config import Arm
+from mlx_tandem.errors import InvalidRequest, NotFound
+
+
+@dataclass(frozen=True)
+class AliasArm:
+    """One arm and what its requests did; the counters outlive a change of weights."""
+
+    alias: str
+    adapter: str  # a name, name@version or "base"
+    weight: float
+    counters: Counters = field(default_factory=Counters, compare=False)
+
+
+class Aliases:
+    def __init__(self) -> None:
+        self._arms: dict[str, tuple[AliasArm, ...]] = {}
+
+    def put(self, name: str, arms: Sequence[Arm]) -> tuple[AliasArm, ...]:
+        """Let `name` stand for these arms from the next request on. Whether the adapters exist is the caller's to
+        know. Raises InvalidRequest naming the field."""
+        limits.check_name(name, "alias")
+        if not 1 <= len(arms) <= limits.MAX_ARMS:
+            raise InvalidRequest(f"arms must have 1 to {limits.MAX_ARMS} entries", param="arms")
+        for i, arm in enumerate(arms):
+            limits.check("weight", arm.weight, f"arms[{i}].weight")
+        if twice := {a.adapter for a in arms if sum(b.adapter == a.adapter for b in arms) > 1}:
+            raise InvalidRequest(f"arms names {min(twice)[:140]!r} twice", param="arms")
+        if not any(arm.weight for arm in arms):
+            raise InvalidRequest("arms needs a weight above 0", param="arms")
+        known = {a.adapter: a.counters for a in self._arms.get(name, ())}
+        made = tuple(AliasArm(name, a.adapter, float(a.weight), known.get(a.adapter, Counters())) for a in arms)
+        self._arms[name] = made
+        return made
+
+    def remove(self, name: str) -> None:
+        if self._arms.pop(name, None) is None:
+            raise NotFound(f"the alias {name[:140]!r} does not exist", param="name", code="alias_not_found")
+
+    def choose(self, name: str, user: str | None) -> AliasArm | None:
+        """The arm of `name` for `user`, by chance when there is none; None when there is no such alias."""
+        arms = self._arms.get(name)
+        if arms is None:
+            return None
+        if len(arms) == 1:
+            return arms[0]
+        return max(arms, key=lambda arm: _score(arm, user))
+
+    def arms(self, name: str) -> tuple[AliasArm, ...]:
+        """The arms of `name`; NotFound (`alias_not_found`) when there is no such alias."""
+        try:
+            return self._arms[name]
+        except KeyError:
+            raise NotFound(f"the alias {name[:140]!r} does not exist", param="name", code="alias_not_found") from None
+
+    def items(self) -> list[tuple[str, tuple[AliasArm, ...]]]:
+        return list(self._arms.items())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._arms
+
+
+def _score(arm: AliasArm, user: str | None) -> float:
+    """The largest wins; proportional to the weights over many users."""
+    if not arm.weight:
+        return -math.inf
+    if user is None:
+        u = random.random()
+    else:
+        digest = hashlib.sha256("\0".join((arm.alias, arm.adapter, user)).encode()).digest()
+        u = int.from_bytes(digest[:7], "big") / 2**56
+    return arm.weight / -math.log(min(max(u, 1e-300), 1 - 1e-16))

@@ -1,0 +1,292 @@
+"""Looking at an adapter folder without its base model, and writing it again in the other format."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+
+from mlx_tandem import limits
+from mlx_tandem.adapters.formats import CONFIG, WEIGHTS, Format, LinearShape, files, peft
+from mlx_tandem.adapters.formats.header import DTYPES, Tensor, read_header
+from mlx_tandem.adapters.formats.loading import PARSERS, check, decode, load
+from mlx_tandem.adapters.formats.parts import Half, Spec, layer_of, refuse, target_of
+from mlx_tandem.errors import ModelError
+
+_SWITCH = re.compile(r"(.+)\.switch_mlp\.([A-Za-z0-9_]+)")
+Tensors = dict[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What an adapter folder holds. With `problems` the other fields say what could still be found out."""
+
+    path: str
+    format: Format | None = None
+    ranks: tuple[int, ...] = ()  # every one that occurs, ascending
+    scales: tuple[float, ...] = ()  # what B's product is multiplied with; every one that occurs, ascending
+    targets: tuple[str, ...] = ()  # adapted modules, the layer left out; those of experts with * for their number
+    layers: tuple[int, ...] = ()  # that have an adapted module
+    tensors: int = 0
+    dtypes: tuple[str, ...] = ()
+    nbytes: int = 0  # of the tensors in the file
+    digest: str | None = None  # as the server gives it; None for one tensor per expert, which the base's shape decides
+    problems: tuple[str, ...] = ()  # why it cannot be served, whatever the base
+
+
+def inspect(folder: Path) -> Inspection:
+    """Check the folder as far as that goes without a base model. Never raises for what is wrong with an adapter."""
+    found = Inspection(str(folder))
+    try:
+        with files.directory(folder) as directory:
+            config = files.configuration(directory, follow_links=True)
+            kind = files.format_of(directory, config)
+            found = replace(found, format=kind)
+            with files.regular_file(directory, WEIGHTS[kind], limits.MAX_ADAPTER_BYTES, follow_links=True) as fd:
+                header = read_header(fd, WEIGHTS[kind])
+                found = replace(
+                    found,
+                    tensors=len(header),
+                    dtypes=tuple(sorted({t.dtype for t in header.values()})),
+                    nbytes=sum(math.prod(t.shape) * DTYPES[t.dtype] for t in header.values()),
+                )
+                linears, spec = _spec(kind, config, header)
+                halves = [half for a, _ in spec.modules.values() for half in a]
+                found = replace(
+                    found,
+                    ranks=tuple(sorted({half.rank for half in halves})),
+                    scales=tuple(sorted({half.scale for half in halves})),
+                    targets=tuple(sorted({target_of(_any_expert(path)) for path in spec.modules})),
+                    layers=tuple(sorted({layer for path in spec.modules if (layer := layer_of(path)) is not None})),
+                )
+                digest = load(fd, kind, header, spec, linears).info.digest  # reads, and so checks, the values too
+                by_expert = any(peft.EXPERT.fullmatch(path) for path in spec.modules)
+                return replace(found, digest=None if by_expert else digest)
+    except ModelError as e:
+        return replace(found, problems=(e.message,))
+
+
+def convert(source: Path, target: Path, to: Format) -> None:
+    """Write the adapter in `source` as the new folder `target` in the other format, all of it or nothing.
+
+    Values are not changed: the scale becomes `lora_alpha` and the other way round, float16 and float32 stay what they
+    are, bfloat16 becomes float32. Raises ModelError naming what the format `to` cannot express.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        refuse("target", None, "exists and is not an empty folder")
+    with files.directory(source) as directory:
+        config = files.configuration(directory, follow_links=True)
+        kind = files.format_of(directory, config)
+        if kind == to:
+            refuse("to", None, f"is {to}, the format that the adapter has already")
+        with files.regular_file(directory, WEIGHTS[kind], limits.MAX_ADAPTER_BYTES, follow_links=True) as fd:
+            header = read_header(fd, WEIGHTS[kind])
+            adapter = _Adapter(fd, config, header, *_spec(kind, config, header))
+            written, tensors = _to_peft(adapter) if to == "peft" else _to_mlx_lm(adapter)
+    _write(target, written, tensors, WEIGHTS[to])
+
+
+class _Adapter(NamedTuple):
+    """An open adapter folder, checked."""
+
+    fd: int
+    config: Mapping[str, Any]
+    header: Mapping[str, Tensor]
+    linears: Mapping[str, LinearShape]
+    spec: Spec
+
+    def values(self, half: Half) -> npt.NDArray[Any]:
+        """A half as the model multiplies with it: A [inputs, r], B [r, outputs]; not scaled."""
+        t = self.header[half.tensor]
+        raw = files.read_exactly(self.fd, t.offset, math.prod(t.shape) * DTYPES[t.dtype], half.tensor)
+        values: npt.NDArray[Any] = raw.view("<f2").reshape(t.shape) if t.dtype == "F16" else decode(raw, t)
+        return values.swapaxes(-1, -2) if half.turn else values
+
+
+def _spec(kind: Format, config: Mapping[str, Any], header: Mapping[str, Tensor]) -> tuple[dict[str, LinearShape], Spec]:
+    """The linears that the tensors themselves describe, and the folder's content held against them."""
+    linears: dict[str, LinearShape] = {}
+    for name, tensor in header.items():
+        path, _, leaf = name.removesuffix(".weight").rpartition(".")
+        side = leaf.lower()
+        if side not in ("lora_a", "lora_b"):
+            continue  # the format's own rules refuse it
+        if len(tensor.shape) not in ((2, 3) if kind == "mlx-lm" else (2,)):
+            refuse(WEIGHTS[kind], name, f"has shape {list(tensor.shape)}, which is not a LoRA matrix's")
+        # (in, r) and (r, out) in mlx-lm; (E, r, in) and (E, out, r) in its switch layers, (r, in) and (out, r) in PEFT
+        first = (side == "lora_a") == (kind == "mlx-lm" and len(tensor.shape) == 2)
+        size = tensor.shape[-2 if first else -1]
+        path = path.removeprefix(peft.PREFIX) if kind == "peft" else path
+        known = linears.get(path, LinearShape(0, 0))
+        known = known._replace(experts=tensor.shape[0] if len(tensor.shape) == 3 else 0)
+        linears[path] = known._replace(inputs=size) if side == "lora_a" else known._replace(outputs=size)
+    spec = PARSERS[kind](config, header, linears, limits.MAX_LORA_RANK, 0)
+    check(WEIGHTS[kind], header, spec, linears)
+    return linears, spec
+
+
+def _any_expert(path: str) -> str:
+    m = peft.EXPERT.fullmatch(path)
+    return f"{m.group(1)}.experts.*.{m.group(3)}" if m else path
+
+
+# --- to PEFT -----------------------------------------------------------------------------------------------------
+
+
+def _to_peft(adapter: _Adapter) -> tuple[dict[str, Any], Tensors]:
+    tensors: Tensors = {}
+    paths = []
+    for path, sides in adapter.spec.modules.items():
+        names = _peft_names(path, adapter.linears[path].experts)
+        paths += names
+        for side, (half,) in zip("AB", sides, strict=True):
+            values = adapter.values(half).swapaxes(-1, -2)
+            for name, matrix in zip(names, values if adapter.linears[path].experts else [values], strict=True):
+                tensors[f"{peft.PREFIX}{name}.lora_{side}.weight"] = matrix
+    parameters = adapter.config["lora_parameters"]
+    half = next(iter(adapter.spec.modules.values()))[0][0]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": _text(adapter.config.get("model")),
+        "r": half.rank,
+        "lora_alpha": _alpha(half.scale, half.rank),
+        "lora_dropout": _dropout(parameters.get("dropout")),
+        "use_rslora": False,
+        "use_dora": False,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "modules_to_save": None,
+        "init_lora_weights": True,
+        "inference_mode": True,
+    }
+    return config | _peft_targets(paths), tensors
+
+
+def _peft_names(path: str, experts: int) -> list[str]:
+    """PEFT adapts one linear per expert, and Mixtral's have names of their own."""
+    if not experts:
+        return [path]
+    m = _SWITCH.fullmatch(path)
+    if m is None:
+        refuse(WEIGHTS["mlx-lm"], path, "holds all experts under a name that has no known counterpart in PEFT")
+    block, leaf = m.groups()
+    if block.endswith("block_sparse_moe"):
+        leaf = next((theirs for theirs, ours in peft.MIXTRAL.items() if ours == leaf), leaf)
+    return [f"{block}.experts.{e}.{leaf}" for e in range(experts)]
+
+
+def _peft_targets(paths: list[str]) -> dict[str, Any]:
+    """Module names and layers where every layer has the same; full paths else, and for experts, whose number PEFT
+    would take for the layer's."""
+    layers, targets = {layer_of(p) for p in paths}, {target_of(p) for p in paths}
+    by_expert = any(peft.EXPERT.fullmatch(p) for p in paths)
+    pairs = {(layer_of(p), target_of(p)) for p in paths}
+    if None in layers or by_expert or pairs != set(product(layers, targets)):
+        return {"target_modules": sorted(paths)}
+    return {"target_modules": sorted(targets), "layers_to_transform": sorted(n for n in layers if n is not None)}
+
+
+def _alpha(scale: float, rank: int) -> float | int:
+    """The number that divided by the rank is the scale; where there is none, the quotient differs in the last bit."""
+    product = scale * rank
+    candidates = (product, math.nextafter(product, math.inf), math.nextafter(product, 0.0))
+    alpha = next((c for c in candidates if c / rank == scale), product)
+    if alpha > limits.MAX_LORA_ALPHA:
+        refuse(CONFIG, "lora_parameters.scale", f"gives a lora_alpha over the limit of {limits.MAX_LORA_ALPHA:g}")
+    return int(alpha) if alpha.is_integer() else alpha
+
+
+# --- to mlx-lm ---------------------------------------------------------------------------------------------------
+
+
+def _to_mlx_lm(adapter: _Adapter) -> tuple[dict[str, Any], Tensors]:
+    modules = adapter.spec.modules
+    first, *others = (half for a, _ in modules.values() for half in a)
+    for half in others:
+        if half.rank != first.rank:
+            refuse(CONFIG, "rank_pattern", f"gives {half.tensor} another rank than {first.tensor}; mlx-lm has one")
+        if half.scale != first.scale:
+            refuse(CONFIG, "alpha_pattern", f"gives {half.tensor} another scale than {first.tensor}; mlx-lm has one")
+    tensors: Tensors = {}
+    stacks: dict[str, dict[int, str]] = {}
+    for path, sides in modules.items():
+        if m := peft.EXPERT.fullmatch(path):
+            block, expert, leaf = m.groups()
+            stacks.setdefault(f"{block}.switch_mlp.{peft.MIXTRAL.get(leaf, leaf)}", {})[int(expert)] = path
+        else:
+            for side, (half,) in zip("ab", sides, strict=True):
+                tensors[f"{path}.lora_{side}"] = adapter.values(half)
+    for path, experts in stacks.items():
+        members = _stacked(path, experts, adapter.linears)
+        for i, side in enumerate("ab"):
+            stack = [adapter.values(modules[member][i][0]).swapaxes(-1, -2) for member in members]
+            tensors[f"{path}.lora_{side}"] = np.stack(stack)
+    config = {
+        "fine_tune_type": "lora",
+        "model": _text(adapter.config.get("base_model_name_or_path")),
+        "num_layers": -1,  # all: how many the base has is not known here, and a layer without tensors stays as it is
+        "lora_parameters": {
+            "rank": first.rank,
+            "scale": first.scale,
+            "dropout": _dropout(adapter.config.get("lora_dropout")),
+            "keys": sorted({target_of(name.rpartition(".")[0]) for name in tensors}),
+        },
+    }
+    return config, tensors
+
+
+def _stacked(path: str, experts: Mapping[int, str], linears: Mapping[str, LinearShape]) -> list[str]:
+    """The experts' modules in order. One matrix for all leaves out none: how many the base has is not known here."""
+    missing = set(range(max(experts) + 1)) - experts.keys()
+    members = [experts[e] for e in sorted(experts)]
+    if missing:
+        refuse(WEIGHTS["peft"], members[0], f"has no partner for expert {min(missing)}; mlx-lm adapts all of {path}")
+    if len({linears[m] for m in members}) > 1:
+        refuse(WEIGHTS["peft"], members[0], "has another shape than the other experts; mlx-lm stacks them")
+    return members
+
+
+# --- writing -----------------------------------------------------------------------------------------------------
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _dropout(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < 1 else 0.0
+
+
+def _write(target: Path, config: Mapping[str, Any], tensors: Tensors, weights: str) -> None:
+    """Everything goes into a folder beside the target, which takes the target's name when it is complete."""
+    target = Path(os.path.abspath(target))
+    scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        scratch.mkdir(parents=True)
+        try:
+            (scratch / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+            save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, scratch / weights)
+            _flush(scratch / name for name in (CONFIG, weights))
+            scratch.rename(target)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    except OSError as e:
+        refuse("target", None, f"cannot be written: {e.strerror}")
+
+
+def _flush(paths: Iterable[Path]) -> None:
+    for path in paths:
+        with path.open("rb") as f:
+            os.fsync(f.fileno())

@@ -1,0 +1,139 @@
+"""From an adapter folder to arrays: pairs and shapes are checked, then values are read, hashed and scaled."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from mlx_tandem import limits
+from mlx_tandem.adapters.formats import files, mlx_lm, peft
+from mlx_tandem.adapters.formats.header import DTYPES, Tensor, read_header
+from mlx_tandem.adapters.formats.parts import (
+    WEIGHTS,
+    AdapterWeights,
+    Array,
+    Format,
+    LinearShape,
+    Spec,
+    refuse,
+    target_of,
+)
+from mlx_tandem.types import AdapterInfo
+
+PARSERS = {"mlx-lm": mlx_lm.parse, "peft": peft.parse}
+
+
+def read(
+    folder: Path,
+    linears: Mapping[str, LinearShape],
+    *,
+    max_rank: int,
+    base_layers: int,
+    follow_links: bool = False,
+    root: Path | None = None,
+) -> AdapterWeights:
+    """The adapter in `folder`, checked against the model's `linears` (by module path) and `base_layers` layers.
+
+    Raises ModelError (TooLarge for a file over its limit) naming the file and the field. `follow_links` permits
+    the files to be symbolic links, as in a Hugging Face cache; the folder itself may be reached by one
+    unless a `root` is given: then it lies under it, and no link on the way from there is followed.
+    """
+    with files.directory(folder, root) as directory:
+        config = files.configuration(directory, follow_links)
+        kind = files.format_of(directory, config)
+        with files.regular_file(directory, WEIGHTS[kind], limits.MAX_ADAPTER_BYTES, follow_links) as fd:
+            header = read_header(fd, WEIGHTS[kind])
+            spec = PARSERS[kind](config, header, linears, max_rank, base_layers)
+            return load(fd, kind, header, spec, linears)
+
+
+def check(file: str, header: Mapping[str, Tensor], spec: Spec, linears: Mapping[str, LinearShape]) -> None:
+    """Every tensor has its partner and the shape that the model and the configuration ask for."""
+    for path, (a, b) in spec.modules.items():
+        shape = linears[path]
+        experts_a, experts_b = ({h.expert for h in side} for side in (a, b))
+        for half in a:
+            if half.expert not in experts_b:
+                refuse(file, half.tensor, "has no matching B tensor")
+        for half in b:
+            if half.expert not in experts_a:
+                refuse(file, half.tensor, "has no matching A tensor")
+        if None in experts_a and len(experts_a) > 1:
+            refuse(file, a[0].tensor, "adapts the same module as a whole and expert by expert")
+        for side, halves in enumerate((a, b)):
+            for half in halves:
+                want: tuple[int, ...] = (shape.inputs, half.rank) if side == 0 else (half.rank, shape.outputs)
+                if half.turn:
+                    want = want[::-1]
+                if shape.experts and half.expert is None:
+                    want = (shape.experts, *want)
+                got = header[half.tensor].shape
+                if got != want:
+                    refuse(file, half.tensor, f"has shape {list(got)}; {path} at rank {half.rank} needs {list(want)}")
+
+
+def load(
+    fd: int, kind: Format, header: Mapping[str, Tensor], spec: Spec, linears: Mapping[str, LinearShape]
+) -> AdapterWeights:
+    """The weights that `spec` names, once they are checked against `linears`, from the open file of weights."""
+    file = WEIGHTS[kind]
+    check(file, header, spec, linears)
+    digest = hashlib.blake2b(f"mlx-tandem adapter 1 {kind}\n".encode(), digest_size=32)
+    tensors: dict[str, tuple[Array, Array]] = {}
+    nbytes = 0
+    for path, sides in sorted(spec.modules.items()):
+        shape = linears[path]
+        rank = max(half.rank for half in sides[0])
+        lead = (shape.experts,) if shape.experts else ()
+        pair = (np.zeros((*lead, shape.inputs, rank), np.float32), np.zeros((*lead, rank, shape.outputs), np.float32))
+        for into, halves in zip(pair, sides, strict=True):
+            for half in halves:
+                t = header[half.tensor]
+                raw = files.read_exactly(fd, t.offset, math.prod(t.shape) * DTYPES[t.dtype], file)
+                nbytes += raw.nbytes
+                _feed(digest, (half.tensor, t.dtype, *t.shape, half.scale.hex()))
+                digest.update(raw.data)
+                values = decode(raw, t)
+                # In this form a NaN fails too. The limit is float16's: beyond it a served model turns it into inf.
+                scale = half.scale if into is pair[1] else 1.0
+                if not float(np.abs(values).max(initial=0.0)) * scale <= limits.MAX_LORA_VALUE:
+                    refuse(file, half.tensor, f"holds NaN, infinity or a value over {limits.MAX_LORA_VALUE:g}")
+                values = values.swapaxes(-1, -2) if half.turn else values
+                whole = into if half.expert is None else into[half.expert]
+                rows, columns = values.shape[-2:]
+                np.multiply(values, np.float32(scale), out=whole[..., :rows, :columns])
+        tensors[path] = pair
+    ranks = [half.rank for a, _ in spec.modules.values() for half in a]
+    info = AdapterInfo(
+        digest=digest.hexdigest(),
+        rank=max(ranks),
+        scale=spec.scale,
+        format=kind,
+        targets=tuple(sorted({target_of(path) for path in tensors})),
+        nbytes=nbytes,
+        memory_bytes=sum(a.nbytes + b.nbytes for a, b in tensors.values()),
+    )
+    return AdapterWeights(info, tensors)
+
+
+def _feed(digest: hashlib.blake2b, fields: Iterable[object]) -> None:
+    """Self-delimiting, so that no two different lists of fields feed the same bytes."""
+    for field in fields:
+        text = str(field).encode()
+        digest.update(len(text).to_bytes(4, "little") + text)
+
+
+def decode(raw: npt.NDArray[np.uint8], t: Tensor) -> Array:
+    """The bytes of a tensor as float32; float32 itself is not copied."""
+    if t.dtype == "F32":
+        values = raw.view("<f4")
+    elif t.dtype == "F16":
+        values = raw.view("<f2").astype(np.float32)
+    else:  # bfloat16 is the upper half of a float32
+        values = (raw.view("<u2").astype(np.uint32) << 16).view(np.float32)
+    return values.reshape(t.shape)

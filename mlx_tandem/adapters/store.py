@@ -1,0 +1,161 @@
+"""The engine's book of adapters in memory: which are there, who needs them, and which go when there are too many.
+
+Plain data; nothing is read here. An adapter that open requests use, or that is pinned, stays. The others are dropped,
+least recently used first, while there are more than the limits allow; what was once loaded is still known by its
+digest and source, so it can be read again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from mlx_tandem.adapters.formats import AdapterWeights
+from mlx_tandem.types import AdapterSource
+
+MOST_SOURCES = 8
+"""Folders that are remembered for one content; several names may have it."""
+
+
+@dataclass
+class _Known:
+    sources: list[AdapterSource]  # the latest first
+    nbytes: int
+    users: int = 0  # open requests
+    pinned: bool = False
+    doomed: bool = False  # forgotten while in use
+
+
+class AdapterStore:
+    """`weights` is shared with the runner, which uploads from it. `most` 0: no limit but `most_bytes`."""
+
+    def __init__(self, weights: dict[str, AdapterWeights], *, most_bytes: int, most: int = 0):
+        self._weights = weights
+        self._most_bytes = most_bytes
+        self._most = most
+        self._known: dict[str, _Known] = {}
+        self._idle: OrderedDict[str, None] = OrderedDict()  # in memory, unused and unpinned; least recently used first
+        self._users = 0  # of all
+        self.nbytes = 0  # of what is in memory
+        self.evictions = 0
+
+    def __contains__(self, digest: str) -> bool:
+        """Whether it is in memory."""
+        return digest in self._weights
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+    def know(self, digest: str, source: AdapterSource, nbytes: int, pinned: bool = False) -> None:
+        """Remember where `digest` can be read from, too. What it is used for stays as it is."""
+        known = self._known.get(digest)
+        if known is None:
+            self._known[digest] = _Known([source], nbytes, pinned=pinned)
+        else:
+            known.sources = [source, *(s for s in known.sources if s != source)][:MOST_SOURCES]
+            known.doomed, known.pinned = False, pinned
+            self._sort_in(digest, known)
+
+    def source(self, digest: str) -> AdapterSource | None:
+        """Where to read it from; None when nobody ever told."""
+        known = self._known.get(digest)
+        return None if known is None or known.doomed else known.sources[0]
+
+    def other_source(self, digest: str, wrong: AdapterSource) -> AdapterSource | None:
+        """Where else to look, since `wrong` has something else by now; None when there is no other place."""
+        known = self._known[digest]
+        others = [s for s in known.sources if s != wrong]
+        known.sources = others or known.sources
+        return others[0] if others else None
+
+    def put(self, weights: AdapterWeights) -> list[str]:
+        """Take a known adapter into memory; returns what was dropped for it."""
+        digest, known = weights.info.digest, self._known[weights.info.digest]
+        if digest not in self._weights:
+            self._weights[digest] = weights
+            self.nbytes += known.nbytes
+        self._sort_in(digest, known)
+        return self._shrink(keep=digest)
+
+    def has_room(self, digest: str, loading: Iterable[str] = ()) -> bool:
+        """Whether reading `digest`, beside those that are being read, keeps the limits once the idle are dropped.
+
+        With nothing else being read or used there always is: nobody would make any.
+        """
+        others = [self._known[d].nbytes for d in loading if d in self._known]
+        if not others and not self._users:
+            return True
+        count = len(self._weights) - len(self._idle) + len(others)
+        nbytes = self.nbytes - sum(self._known[d].nbytes for d in self._idle) + sum(others)
+        return nbytes + self._known[digest].nbytes <= self._most_bytes and not 0 < self._most <= count
+
+    def acquire(self, digest: str) -> None:
+        """One more open request uses `digest`, which is in memory."""
+        assert digest in self._weights
+        self._known[digest].users += 1
+        self._users += 1
+        self._idle.pop(digest, None)
+
+    def release(self, digest: str) -> list[str]:
+        """One request less; returns what is dropped now."""
+        known = self._known[digest]
+        known.users -= 1
+        self._users -= 1
+        assert known.users >= 0, "released more often than acquired"
+        if known.doomed and not known.users:
+            return self._drop(digest)
+        self._sort_in(digest, known)
+        return self._shrink()
+
+    def forget(self, digest: str) -> list[str]:
+        """Unload: at once, or when its last request has ended; returns what is dropped now."""
+        known = self._known.get(digest)
+        if known is None:
+            return []
+        if known.users:
+            known.doomed, known.pinned = True, False
+            return []
+        return self._drop(digest)
+
+    def users(self, digest: str) -> int:
+        known = self._known.get(digest)
+        return 0 if known is None else known.users
+
+    def check(self) -> None:
+        """Raise AssertionError unless the books agree. For tests."""
+        assert self._users == sum(k.users for k in self._known.values())
+        assert self.nbytes == sum(self._known[d].nbytes for d in self._weights)
+        unused = {d for d in self._weights if not self._known[d].users and not self._known[d].pinned}
+        assert set(self._idle) == unused
+        assert not any(k.doomed and not k.users for k in self._known.values())
+
+    def _sort_in(self, digest: str, known: _Known) -> None:
+        self._idle.pop(digest, None)
+        if digest in self._weights and not known.users and not known.pinned:
+            self._idle[digest] = None
+
+    def _over(self) -> bool:
+        return self.nbytes > self._most_bytes or 0 < self._most < len(self._weights)
+
+    def _shrink(self, keep: str | None = None) -> list[str]:
+        dropped = []
+        for digest in list(self._idle):
+            if not self._over():
+                break
+            if digest != keep:
+                self._unload(digest)
+                self.evictions += 1
+                dropped.append(digest)
+        return dropped
+
+    def _drop(self, digest: str) -> list[str]:
+        if digest in self._weights:
+            self._unload(digest)
+        del self._known[digest]
+        return [digest]
+
+    def _unload(self, digest: str) -> None:
+        del self._weights[digest]
+        self._idle.pop(digest, None)
+        self.nbytes -= self._known[digest].nbytes

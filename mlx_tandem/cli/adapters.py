@@ -1,0 +1,170 @@
+"""`tandem adapters`: what a running server has, changing it, and looking at or converting folders without a server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from urllib.parse import quote
+
+import typer
+
+from mlx_tandem.cli import keys
+from mlx_tandem.cli.console import fail, show
+
+if TYPE_CHECKING:
+    from mlx_tandem.adapters.convert import Inspection
+
+adapters = typer.Typer(
+    help="Adapters of a running server, and adapter folders.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Url = Annotated[str, typer.Option(help="The server to ask.")]
+Key = Annotated[
+    str | None, typer.Option(help="The server's key; --api-key-file or TANDEM_API_KEY do not show in `ps`.")
+]
+KeyFile = Annotated[str | None, typer.Option(help="File whose first line is the key.")]
+URL = "http://127.0.0.1:8000"
+
+
+@adapters.command("ls")
+def ls(url: Url = URL, api_key: Key = None, api_key_file: KeyFile = None) -> None:
+    """List adapters with their size, where they are and what they did."""
+    from rich.table import Table
+
+    found = _ask(url, api_key, api_key_file, "GET", "/v1/adapters")
+    table = Table(*("adapter", "rank", "targets", "MB", "on the device", "requests", "tokens", "folder"))
+    for entry in found["adapters"]:
+        if entry["version"] is None:
+            table.add_row(entry["name"], *[""] * 6, entry["path"])
+            continue
+        place = ("yes" if entry["resident"] else "no") + (", pinned" if entry.get("pinned") else "")
+        size = f"{entry['size_bytes'] / 1e6:.1f}"
+        work = [str(entry["requests"]), str(entry["generated_tokens"])]
+        table.add_row(entry["id"], str(entry["rank"]), _joined(entry["targets"]), size, place, *work, entry["path"])
+    show(table)
+
+
+@adapters.command("load")
+def load(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    path: Annotated[
+        str | None, typer.Argument(metavar="PATH", help="Folder under the server's --adapter-root.")
+    ] = None,
+    pin: Annotated[bool, typer.Option("--pin", help="Keep it in memory; it is the last to lose its slot.")] = False,
+    url: Url = URL,
+    api_key: Key = None,
+    api_key_file: KeyFile = None,
+) -> None:
+    """Load an adapter under NAME; a name that exists gets a new version."""
+    body: dict[str, object] = {"name": name}
+    if path is not None:
+        body["path"] = str(Path(path).absolute()) if Path(path).is_dir() else path
+    if pin:
+        body["pin"] = True
+    done = _ask(url, api_key, api_key_file, "POST", "/v1/adapters", body)
+    print(f"loaded {done['id']} (rank {done['rank']}, {done['size_bytes'] / 1e6:.1f} MB)")
+
+
+@adapters.command("unload")
+def unload(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    url: Url = URL,
+    api_key: Key = None,
+    api_key_file: KeyFile = None,
+) -> None:
+    """Forget NAME and all its versions; requests that run are finished."""
+    done = _ask(url, api_key, api_key_file, "DELETE", f"/v1/adapters/{quote(name, safe='')}")
+    print(f"unloaded {name} ({_joined(str(version) for version in done['versions'])})")
+
+
+@adapters.command("inspect")
+def inspect(folder: Annotated[Path, typer.Argument(metavar="FOLDER")]) -> None:
+    """Say what an adapter folder holds, without its base model. Exit status 1 when it cannot be served."""
+    from mlx_tandem.adapters.convert import inspect as run
+
+    found = run(folder)
+    for line in _lines(found):
+        print(line)
+    if found.problems:
+        fail(f"{folder} cannot be served: {'; '.join(found.problems)}")
+
+
+@adapters.command("convert")
+def convert(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist or is empty.")],
+    to: Annotated[Literal["peft", "mlx-lm"], typer.Option(help="The format to write.")],
+) -> None:
+    """Write an adapter in the other format; its values are not changed."""
+    from mlx_tandem.adapters.convert import convert as run
+    from mlx_tandem.errors import ModelError
+
+    try:
+        run(folder, out, to)
+    except ModelError as e:
+        fail(e.message)
+    print(f"wrote {out} ({to})")
+
+
+def _lines(found: Inspection) -> list[str]:
+    rows = {
+        "format": found.format or "",
+        "rank": _joined(map(str, found.ranks)),
+        "scale": _joined(f"{scale:g}" for scale in found.scales),
+        "targets": _joined(found.targets),
+        "layers": _spans(found.layers),
+        "tensors": f"{found.tensors} ({_joined(found.dtypes)}; {found.nbytes / 1e6:.1f} MB)" if found.tensors else "",
+        "digest": found.digest or "",
+    }
+    return [f"{name:8}  {value}" for name, value in rows.items() if value]
+
+
+def _joined(words: Any) -> str:
+    return ", ".join(words)
+
+
+def _spans(numbers: tuple[int, ...]) -> str:
+    """0, 1, 2, 5 → 0–2, 5."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    return _joined("–".join(map(str, span)) for span in spans)
+
+
+def _ask(
+    url: str, api_key: str | None, api_key_file: str | None, method: str, path: str, body: object = None
+) -> dict[str, Any]:
+    """The answer of the server; an error of any kind is one line and status 1."""
+    import asyncio
+
+    from mlx_tandem.cli.http import Connection, HttpError
+    from mlx_tandem.errors import InvalidRequest
+
+    async def request() -> tuple[int, Any]:
+        connection = Connection.to(url, {"Authorization": f"Bearer {key}"} if key else None)
+        try:
+            return await connection.json(method, path, body)
+        finally:
+            connection.close()
+
+    try:
+        key = keys.given(api_key, api_key_file)
+        status, answer = asyncio.run(request())
+    except (HttpError, InvalidRequest) as e:
+        fail(str(e))
+    if status >= 300 or not isinstance(answer, dict):
+        fail(f"{url} answered with {status}: {_message(answer)}")
+    return cast("dict[str, Any]", answer)
+
+
+def _message(answer: object) -> str:
+    """Of OpenAI's error object; a server's text cannot reach the terminal's controls."""
+    if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
+        answer = answer["error"].get("message")
+    return re.sub(r"[^\x20-\x7e\u00a0-\uffff]", " ", str(answer))[:500]

@@ -1,0 +1,181 @@
+"""The commands `tandem bench serve` and `tandem bench engine` and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+bench = typer.Typer(help="Measure a running server, or the engine alone.", no_args_is_help=True)
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = [0]
+    if min(numbers) < 1:
+        raise typer.BadParameter(f"'{text}' is not a list of whole numbers such as 1,16,64", param_hint=option)
+    return numbers
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    from mlx_tandem.cli.bench.workloads import MODES, with_baselines
+
+    modes = tuple(text.split(","))
+    if unknown := set(modes) - MODES.keys():
+        raise typer.BadParameter(f"'{min(unknown)}' is not one of {', '.join(MODES)}", param_hint="--mode")
+    return with_baselines(modes)
+
+
+def _picture(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in (".png", ".svg"):
+        raise typer.BadParameter(f"'{path.name}' ends neither in .png nor in .svg", param_hint="--plot")
+    return path
+
+
+_LOAD, _CHECKS, _REPORT = "Load", "Checks", "Report"
+
+
+@bench.command("serve")
+def bench_serve(
+    url: Annotated[str, typer.Option(help="The server to measure.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(help="The server's key; --api-key-file or TANDEM_API_KEY do not show in `ps`.")
+    ] = None,
+    api_key_file: Annotated[str | None, typer.Option(help="File whose first line is the key.")] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="Any of base (no adapter), same (one), mixed (all in turn), skew (four in five requests to one), "
+            "zipf, long-decode-mixed, with commas.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = "base",
+    concurrency: Annotated[
+        str, typer.Option(help="Requests under way at once; a list is measured in turn.", rich_help_panel=_LOAD)
+    ] = "1,8,32",
+    profile: Annotated[
+        Literal["jan"] | None,
+        typer.Option(help="A fixed set of requests in place of --mode and --concurrency.", rich_help_panel=_LOAD),
+    ] = None,
+    num_requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Requests per round (4 × concurrency, at least 24).", rich_help_panel=_LOAD),
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(min=0.1, help="Send for this long per round instead.", rich_help_panel=_LOAD)
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            max=1e6,
+            help="Requests per second, whatever is answered; --concurrency is then the most under way.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=_LOAD)] = 64,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.", rich_help_panel=_LOAD)] = 64,
+    zipf_exponent: Annotated[
+        float,
+        typer.Option(min=0.0, max=10.0, help="How much zipf prefers the first adapters.", rich_help_panel=_LOAD),
+    ] = 1.0,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Rounds of each mode; the median is reported.", rich_help_panel=_LOAD)
+    ] = 3,
+    adapters: Annotated[
+        str | None, typer.Option(help="Names, with commas (all that the server has).", rich_help_panel=_LOAD)
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Send this as the base's name (none is sent).", rich_help_panel=_LOAD)
+    ] = None,
+    endpoint: Annotated[
+        Literal["completions", "chat"], typer.Option(help="Which of the two to ask.", rich_help_panel=_LOAD)
+    ] = "completions",
+    routed_validation: Annotated[
+        bool,
+        typer.Option(
+            "--routed-validation",
+            help="Ask everything again, one at a time: answers must be equal (exit status 1).",
+            rich_help_panel=_CHECKS,
+        ),
+    ] = False,
+    validation_sample: Annotated[
+        int | None, typer.Option(min=1, help="Check no more answers than this.", rich_help_panel=_CHECKS)
+    ] = None,
+    json_out: Annotated[
+        Path | None, typer.Option(help="Write everything measured here.", rich_help_panel=_REPORT)
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw it into this .png or .svg file (needs matplotlib).", rich_help_panel=_REPORT),
+    ] = None,
+) -> None:
+    """Measure a running server: throughput, request, first-token and inter-token times, and what adapters cost."""
+    from mlx_tandem.cli import keys
+    from mlx_tandem.cli.console import fail
+
+    modes, levels, picture = _modes(mode), tuple(_numbers(concurrency, "--concurrency")), _picture(plot)
+    from mlx_tandem.cli.bench.serve import run
+    from mlx_tandem.cli.bench.workloads import Load
+    from mlx_tandem.errors import InvalidRequest
+
+    try:
+        key = keys.given(api_key, api_key_file)
+    except InvalidRequest as e:
+        fail(str(e))
+    run(
+        Load(
+            url=url,
+            modes=modes,
+            concurrency=levels,
+            num_requests=num_requests,
+            seconds=seconds,
+            rate=rate,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+            repeats=repeats,
+            adapters=tuple(adapters.split(",")) if adapters else None,
+            zipf_exponent=zipf_exponent,
+            model=model,
+            endpoint=endpoint,
+            profile=profile,
+            validate=routed_validation,
+            validation_sample=validation_sample,
+            api_key=key,
+        ),
+        json_out,
+        picture,
+    )
+
+
+@bench.command("engine")
+def bench_engine(
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Folder of a model.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="A model of this shape, made on the spot: 0.13m, 4m, qwen3-8b.")
+    ] = None,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Read the shapes of MODEL only.")] = False,
+    batch: Annotated[str, typer.Option(help="Sequences at once; a list is measured in turn.")] = "1,8,32",
+    prompt_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Alternating rounds; the median is reported.")] = 3,
+    json_out: Annotated[Path | None, typer.Option(help="Write everything measured here.")] = None,
+) -> None:
+    """Measure the engine without HTTP, beside mlx-lm's BatchGenerator on the same weights and prompts."""
+    if (model is None) == (shape is None):
+        raise typer.BadParameter("give either a model's folder or --shape", param_hint="MODEL")
+    from mlx_tandem.cli.bench.engine import run
+
+    run(
+        model=model,
+        shape=shape,
+        random_weights=random_weights,
+        batches=_numbers(batch, "--batch"),
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        repeats=repeats,
+        json_out=json_out,
+    )

@@ -1,0 +1,229 @@
+"""Command lines written for other servers: flags that this one has no mechanism for, and other spellings of its own.
+
+`FLAGS` has a row for each flag that is taken without a setting behind it; a row goes when a version makes it an option.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+
+class Refused(Exception):
+    """A flag whose meaning cannot be kept here, or whose value makes no sense."""
+
+    def __init__(self, flag: str, reason: str):
+        super().__init__(reason)
+        self.flag = flag
+
+
+@dataclass(frozen=True)
+class Flag:
+    text: str  # what does the job here, or why nothing can
+    value: bool = False  # a value follows
+    refuse: bool = False
+    harmless: tuple[str, ...] = ()  # values that mean what happens here anyway: nothing is said
+
+
+_LEARNING = "this version serves and does not learn"
+_ONE_BATCH = "rows of all adapters and of the base are always decoded in one batch"
+_ADMISSION = "requests join the running batch at the next step; --max-num-seqs bounds it"
+_NO_SPECULATION = "this version decodes without speculation; the answers are the same"
+_NO_PREFIXES = "this version computes every prompt whole; the answers are the same"
+_NO_DISK = "this version keeps nothing on disk; the answers are the same"
+_FULL_KV = "keys and values keep the model's own precision; --memory-fraction or --num-blocks size the pool"
+_ONE_DEVICE = "this server runs on one device"
+_NO_CODE = "code that comes with a model is never run"
+
+
+def _speculation(value: bool = True, harmless: tuple[str, ...] = ()) -> Flag:
+    return Flag(_NO_SPECULATION, value=value, harmless=harmless)
+
+
+def _distributed(value: bool = True) -> Flag:
+    return Flag(f"{_ONE_DEVICE}, so it has nothing to set", value=value)
+
+
+FLAGS: dict[str, Flag] = {
+    # MOLA
+    "--enable-routed-decode-reference": Flag(_ONE_BATCH),
+    "--strict-routed-decode-reference": Flag(f"{_ONE_BATCH}, and there is no second path to fall back to"),
+    "--routed-decode-backend": Flag(f"{_ONE_BATCH}; --lora-backend chooses how their share is computed", value=True),
+    "--enable-mixed-decode-migration": Flag(_ONE_BATCH),
+    "--prestep-mixed-decode-migration": Flag(_ONE_BATCH),
+    "--cache-routed-decode-sessions": Flag(f"{_ONE_BATCH}; adapters that --max-loras has room for stay on the device"),
+    "--detached-shared-decode-owner": Flag("the engine is always a process of its own, with one decode loop"),
+    # mlx-lm-server
+    "--kv-bits": Flag(_FULL_KV, value=True, harmless=("16",)),
+    "--kv-group-size": Flag(_FULL_KV, value=True),
+    "--max-kv-size": Flag("--num-blocks times --block-size is the pool's size in tokens", value=True),
+    "--sequence-cache-size": Flag(_NO_PREFIXES, value=True),
+    "--ssd-cache-dir": Flag(_NO_DISK, value=True),
+    "--no-ssd": Flag("this version keeps nothing on disk"),
+    "--ssd-ttl-days": Flag(_NO_DISK, value=True),
+    "--ssd-policy": Flag(_NO_DISK, value=True),
+    "--ssd-durability": Flag(_NO_DISK, value=True),
+    "--ssd-async-writes": Flag(_NO_DISK),
+    "--no-ssd-async-writes": Flag(_NO_DISK),
+    "--ssd-writer-queue-size": Flag(_NO_DISK, value=True),
+    "--ssd-persistent-max-retries": Flag(_NO_DISK, value=True),
+    "--ssd-flush-interval-s": Flag(_NO_DISK, value=True),
+    "--ssd-max-size-gb": Flag(_NO_DISK, value=True),
+    "--completion-batch-size": Flag("--max-num-seqs is the size of the one batch there is", value=True),
+    "--spec-decode": _speculation(harmless=("none",)),
+    "--num-speculative-tokens": _speculation(),
+    "--spec-decode-disable-batch-size": _speculation(),
+    "--ngram-max": _speculation(),
+    "--ngram-min": _speculation(),
+    "--no-ngram-prompt-lookup": _speculation(value=False),
+    "--draft-model-path": _speculation(),
+    "--draft-model-quantize": _speculation(),
+    "--draft-context-len": _speculation(),
+    "--no-spec-decode-dynamic": _speculation(value=False),
+    "--spec-decode-acceptance-threshold": _speculation(),
+    "--no-adaptive-k": _speculation(value=False),
+    "--distributed-mode": Flag(_ONE_DEVICE, value=True, refuse=True, harmless=("off",)),
+    "--distributed-sharding": _distributed(),
+    "--distributed-strict": _distributed(value=False),
+    "--no-distributed-strict": _distributed(value=False),
+    "--distributed-hostfile": _distributed(),
+    "--distributed-ibv-devices": _distributed(),
+    "--distributed-jaccl-coordinator": _distributed(),
+    "--num-local-ranks": Flag(_ONE_DEVICE, value=True, refuse=True, harmless=("1",)),
+    # Jan's mlx-server
+    "--batch-timeout-ms": Flag(f"no batch is waited for: {_ADMISSION}", value=True),
+    "--enable-continuous-batching": Flag(f"batching is always continuous: {_ADMISSION}"),
+    "--enable-prefix-caching": Flag(_NO_PREFIXES),
+    # MLX ParaLLM
+    "--mode": Flag(_LEARNING, value=True, refuse=True, harmless=("inference", "inference_only")),
+    "--share-model": Flag("one process holds the model, and every request and adapter shares it"),
+    "--enable-rl-training": Flag(_LEARNING, refuse=True),
+    "--atropos-url": Flag(_LEARNING, value=True, refuse=True),
+    "--connect-to": Flag("this server shares no model with another", value=True, refuse=True),
+    "--lora-rank": Flag("an adapter's rank comes from its folder; --max-lora-rank bounds it", value=True),
+    # vLLM
+    "--enable-lora": Flag("adapters need no switch; --max-loras 0 turns them off"),
+    "--no-enable-prefix-caching": Flag("this version keeps no prefixes"),
+    "--disable-log-requests": Flag("requests are never logged"),
+    "--no-enable-log-requests": Flag("requests are never logged"),
+    "--enforce-eager": Flag("there is no other mode to leave"),
+    "--tensor-parallel-size": Flag(_ONE_DEVICE, value=True, refuse=True, harmless=("1",)),
+    "--trust-remote-code": Flag(_NO_CODE, refuse=True),
+}
+
+DTYPES = {"half": "float16", "float": "float32"}
+MODEL_FLAGS = ("-m", "--model", "--model-path")
+
+
+def translate(words: list[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """The words as `tandem serve` has them, and a line of warning for every flag that does nothing here.
+
+    `takes_value` has the command's own options. Raises Refused.
+    """
+    line = _Line(words, takes_value)
+    return list(line.own_words()), line.warnings
+
+
+class _Line:
+    """One command line, read from left to right."""
+
+    def __init__(self, words: list[str], takes_value: Mapping[str, bool]):
+        self._rest = deque(words)
+        self._takes_value = takes_value
+        self._model_known = any(word.split("=")[0] in MODEL_FLAGS for word in words)
+        self.warnings: list[str] = []
+
+    def own_words(self) -> Iterator[str]:
+        while self._rest:
+            word = self._rest.popleft()
+            if word == "--":
+                yield from (word, *self._rest)
+                return
+            if not word.startswith("-"):
+                self._model_known = True
+                yield word
+                continue
+            flag, equals, value = word.partition("=") if word.startswith("--") else (word, "", "")
+            if flag in FLAGS:
+                self._other(flag, value if equals else None)
+            elif flag in SPELLINGS:
+                if equals:
+                    self._rest.appendleft(value)
+                yield from SPELLINGS[flag](self)
+            else:
+                yield word
+                if not equals and self._takes_value.get(flag) and self._rest:
+                    yield self._rest.popleft()
+
+    def _value(self, flag: str) -> str:
+        if not self._rest:
+            raise Refused(flag, "needs a value")
+        return self._rest.popleft()
+
+    def _other(self, flag: str, value: str | None) -> None:
+        row = FLAGS[flag]
+        if row.value and value is None:
+            value = self._value(flag)
+        if value in row.harmless:
+            return
+        if row.refuse:
+            raise Refused(flag, f"{flag} {value or ''}".strip() + f" cannot be kept: {row.text}")
+        self.warnings.append(f"{flag} has no effect here: {row.text}")
+
+    # -- other spellings ------------------------------------------------------------------------------------------
+
+    def adapter(self) -> Iterator[str]:
+        """NAME PATH travels as NAME=PATH, which is legal too."""
+        if not self._rest:
+            raise Refused("--adapter", "needs a name and a path")
+        name = self._rest.popleft()
+        if "=" not in name and not name.startswith("-") and self._rest:
+            name = f"{name}={self._rest.popleft()}"
+        yield from ("--adapter", name)
+
+    def lora_modules(self) -> Iterator[str]:
+        """vLLM's: words NAME=PATH or JSON objects, up to the next option."""
+        self._rest.appendleft(self._value("--lora-modules"))
+        found = False
+        while self._rest and (self._rest[0].startswith("{") or ("=" in self._rest[0] and self._rest[0][0] != "-")):
+            word = self._rest.popleft()
+            yield from ("--adapter", _module(word) if word.startswith("{") else word)
+            found = True
+        if not found:
+            raise Refused("--lora-modules", "needs NAME=PATH or a JSON object with name and path")
+
+    def adapter_path(self) -> Iterator[str]:
+        """mlx-lm-server's: what is served is the base with this adapter."""
+        yield from ("--adapter", f"default={self._value('--adapter-path')}", "--default-adapter", "default")
+
+    def served_model_name(self) -> Iterator[str]:
+        """vLLM takes several words. Without a model before them the second is MODEL."""
+        yield from ("--served-model-name", self._value("--served-model-name"))
+        while self._model_known and self._rest and not self._rest[0].startswith("-"):
+            yield from ("--served-model-name", self._rest.popleft())
+
+    def dtype(self) -> Iterator[str]:
+        value = self._value("--dtype")
+        yield from ("--dtype", DTYPES.get(value, value))
+
+
+SPELLINGS: dict[str, Callable[[_Line], Iterator[str]]] = {
+    "--adapter": _Line.adapter,
+    "--lora-modules": _Line.lora_modules,
+    "--adapter-path": _Line.adapter_path,
+    "--served-model-name": _Line.served_model_name,
+    "--dtype": _Line.dtype,
+}
+
+
+def _module(word: str) -> str:
+    try:
+        module = json.loads(word)
+        name, path = module["name"], module["path"]
+    except (ValueError, KeyError, TypeError):
+        name = path = None
+    if not (isinstance(name, str) and isinstance(path, str)):
+        raise Refused("--lora-modules", f"'{word}' is not a JSON object with name and path")
+    return f"{name}={path}"

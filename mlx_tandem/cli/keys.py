@@ -1,0 +1,51 @@
+"""Where the API key comes from: a flag, a file or the environment, in this order of weight."""
+
+from __future__ import annotations
+
+import os
+
+from mlx_tandem.cli.console import warn
+
+VARIABLES = (
+    "TANDEM_API_KEY",
+    "TANDEM_API_KEY_FILE",
+    "MLX_LM_SERVER_API_KEY",
+    "MLX_LM_SERVER_API_KEY_FILE",
+    "VLLM_API_KEY",
+)
+
+
+def variable() -> str | None:
+    """The first variable that holds a key or names its file. An empty one counts as absent."""
+    return next((name for name in VARIABLES if os.environ.get(name)), None)
+
+
+def source(key: str | None, file: str | None) -> tuple[str, str] | None:
+    """(key, file) with one of them empty, from the flags' values or else the environment; None when neither says
+    anything. An empty key is one, too: it means that none is wanted."""
+    if key is not None:
+        return key, ""
+    if file is not None:
+        return "", file
+    name = variable()
+    if name is None:
+        return None
+    return ("", os.environ[name]) if name.endswith("_FILE") else (os.environ[name], "")
+
+
+def read(key: str, file: str) -> str:
+    """The key, or what `file` holds; empty when both are. Raises InvalidRequest. A pipe can be read only once."""
+    from mlx_tandem.server.keys import read_key
+
+    return read_key(key, file, lambda path, mode: warn(f"the key file {path} can be read by others (mode {mode:o})"))
+
+
+def given(key: str | None, file: str | None) -> str:
+    """The key that a client was given, by the flags' values or the environment. Raises InvalidRequest."""
+    return read(*(source(key, file) or ("", "")))
+
+
+def forget_environment() -> None:
+    """Processes that are started from here on do not inherit the key."""
+    for name in VARIABLES:
+        os.environ.pop(name, None)

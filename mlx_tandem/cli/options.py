@@ -1,0 +1,188 @@
+"""The options of `tandem serve`: a line for every setting, in the order of the help.
+
+What an option takes follows from the type of its field in config.py, so the two cannot differ.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, get_origin, get_type_hints
+
+import typer
+
+from mlx_tandem.config import Config
+
+
+@dataclass(frozen=True)
+class Option:
+    place: str  # in Config
+    flags: str  # with spaces between; the first one names the parameter
+    help: str
+    metavar: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.flags.split()[0].removeprefix("--").replace("-", "_")
+
+
+PANELS: dict[str, tuple[Option, ...]] = {
+    "Model": (
+        Option("engine.model.path", "--model -m --model-path", "The same as the argument.", "MODEL"),
+        Option("engine.model.dtype", "--dtype", "auto: float32 on a CPU, else the model's own."),
+        Option(
+            "engine.model.max_model_len",
+            "--max-model-len --ctx-size",
+            "Longest prompt and answer, in tokens; at most the model's own.",
+        ),
+        Option("engine.model.random_weights", "--random-weights", "Read the shapes only, for benchmarks."),
+    ),
+    "Adapters": (
+        Option("adapters", "--adapter", "Serve the LoRA adapter in PATH as NAME (repeatable).", "NAME PATH"),
+        Option(
+            "server.default_adapter",
+            "--default-adapter",
+            "Answers where no model is named, or the base by its own name.",
+            "NAME",
+        ),
+        Option("adapter_root", "--adapter-root", "Folder of adapters that are read when first asked for.", "FOLDER"),
+        Option(
+            "aliases",
+            "--alias",
+            "A name whose traffic is shared by weight (repeatable).",
+            "NAME=ADAPTER:WEIGHT,ADAPTER:WEIGHT",
+        ),
+        Option("engine.lora.max_loras", "--max-loras", "Adapters on the device at once (16)."),
+        Option("engine.lora.max_lora_rank", "--max-lora-rank", "Highest rank that is accepted (64)."),
+        Option("engine.lora.max_cpu_loras", "--max-cpu-loras", "Adapters in memory; 0: what the next option holds."),
+        Option("engine.lora.max_cpu_lora_gb", "--max-cpu-lora-gb", "Memory for adapters off the device, in GB (2)."),
+        Option("engine.lora.backend", "--lora-backend", "How the adapters' share is computed."),
+    ),
+    "Server": (
+        Option("server.host", "--host", "Address to bind (127.0.0.1); any other machine's needs a key."),
+        Option("server.port", "--port", "Port to bind, 0 for a free one (8000)."),
+        Option("server.served_model_names", "--served-model-name", "A further name of the base (repeatable).", "NAME"),
+        Option("server.api_key", "--api-key", "Key that clients must send; a file does not show in `ps`.", "KEY"),
+        Option("server.api_key_file", "--api-key-file", "File whose first line is the key.", "FILE"),
+        Option("server.allowed_hosts", "--allowed-host", "A further Host header that is taken (repeatable).", "NAME"),
+    ),
+    "Limits": (
+        Option("server.default_max_tokens", "--default-max-tokens", "For requests that do not say (512)."),
+        Option("server.max_prompt_tokens", "--max-prompt-tokens", "Longest prompt; 0: what fits."),
+        Option("server.max_generation_tokens", "--max-generation-tokens", "Upper bound of max_tokens; 0: what fits."),
+        Option("server.max_request_bytes", "--max-request-bytes", "Largest body that is read."),
+        Option("server.max_queue_size", "--max-queue-size", "Requests that may wait; more get 429."),
+        Option(
+            "server.max_concurrent_requests",
+            "--max-concurrent-requests",
+            "Open requests (0: any number); more get 429.",
+        ),
+        Option(
+            "server.memory_pressure_threshold",
+            "--memory-pressure-threshold",
+            "Share of the blocks in use from which on new requests get 503 (0.9).",
+        ),
+        Option("server.request_timeout_s", "--request-timeout-s", "For a whole request; 0: none."),
+        Option("server.first_token_timeout_s", "--first-token-timeout-s", "Until the first token (300); 0: none."),
+        Option("server.receive_timeout_s", "--receive-timeout-s", "For a request's headers, and for its body (30)."),
+        Option("server.write_timeout_s", "--write-timeout-s", "For a client that reads nothing (60)."),
+        Option("server.drain_seconds", "--drain-seconds", "What runs may finish within, on SIGTERM (30)."),
+    ),
+    "Batching": (
+        Option("engine.scheduler.max_num_seqs", "--max-num-seqs --max-batch-size", "Sequences in a batch (64)."),
+        Option(
+            "engine.scheduler.max_chunk_tokens",
+            "--max-chunk-tokens --max-num-batched-tokens",
+            "Prompt tokens in one step (1024).",
+        ),
+        Option(
+            "engine.scheduler.prefill_share",
+            "--prefill-share",
+            "Time for prompts per step, in decode steps, while others decode.",
+        ),
+        Option(
+            "engine.scheduler.idle_prefill_ms",
+            "--idle-prefill-ms",
+            "Time for prompts per step while nobody decodes.",
+        ),
+        Option(
+            "engine.scheduler.prefill_batch_size",
+            "--prefill-batch-size",
+            "Prompts read in one step; 0: as the time allows.",
+        ),
+        Option(
+            "engine.scheduler.max_inflight_tokens",
+            "--max-inflight-tokens",
+            "Tokens of all that runs; 0: what the pool holds.",
+        ),
+        Option("engine.heartbeat_seconds", "--heartbeat-seconds", "Between two signs of life of the engine."),
+        Option("engine.stall_seconds", "--stall-seconds", "A silent engine is restarted after this."),
+    ),
+    "KV cache": (
+        Option("engine.cache.block_size", "--block-size --kv-block-size", "Tokens in a block (16)."),
+        Option("engine.cache.num_blocks", "--num-blocks", "Blocks in the pool; 0: from --memory-fraction."),
+        Option(
+            "engine.cache.memory_fraction",
+            "--memory-fraction --gpu-memory-utilization",
+            "Share of the memory left after the weights that blocks may take.",
+        ),
+    ),
+}
+
+OPTIONS: dict[str, str] = {option.name: option.place for panel in PANELS.values() for option in panel}
+"""Parameter of `tandem serve` → place in `Config`. The command line and the file say the same things."""
+
+
+def parameters() -> Iterator[inspect.Parameter]:
+    """The options as parameters of a command's function, each None when it was not given."""
+    for panel, options in PANELS.items():
+        for option in options:
+            _, *others = (flag for flag in option.flags.split() if flag.startswith("--"))
+            also = f" Also {', '.join(others)}." if others else ""  # the column of names may be too narrow for them
+            declared = typer.Option(
+                *option.flags.split(), help=option.help + also, metavar=option.metavar, rich_help_panel=panel
+            )
+            yield inspect.Parameter(
+                option.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[_word_type(option.place), declared],
+            )
+
+
+def _word_type(place: str) -> Any:
+    found: Any = Config
+    for part in place.split("."):
+        found = get_type_hints(found)[part]
+    return list[str] | None if get_origin(found) is tuple else found | None
+
+
+def split_pairs(values: list[str] | None) -> list[tuple[str, str]]:
+    """Words of `--adapter`."""
+    pairs = []
+    for value in values or []:
+        name, equals, path = value.partition("=")
+        if not equals or not name or not path:
+            raise typer.BadParameter(f"'{value}' is not a name and a path", param_hint="--adapter")
+        pairs.append((name, path))
+    return pairs
+
+
+def split_arms(values: list[str] | None) -> list[tuple[str, dict[str, float]]]:
+    """Words of `--alias`; an arm without a weight has 1."""
+    aliases = []
+    for value in values or []:
+        name, equals, arms = value.partition("=")
+        shares: dict[str, float] = {}
+        for arm in arms.split(","):
+            adapter, colon, weight = arm.partition(":")
+            try:
+                share = float(weight) if colon else 1.0
+            except ValueError:
+                share = -1.0
+            if not (equals and name and adapter) or share < 0 or adapter in shares:
+                raise typer.BadParameter(f"'{value}' is not NAME=ADAPTER:WEIGHT,ADAPTER:WEIGHT", param_hint="--alias")
+            shares[adapter] = share
+        aliases.append((name, shares))
+    return aliases

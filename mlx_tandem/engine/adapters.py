@@ -1,0 +1,199 @@
+"""Brings requests and their adapters together: a request goes to the scheduler once its adapter is in memory.
+
+Adapters are read on other threads, so that no step waits for a disk. Requests whose adapter is being read, or has to
+wait until others are needed no more, stay here in the order in which they came.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from mlx_tandem.adapters.formats import AdapterWeights
+from mlx_tandem.adapters.slots import SlotTable
+from mlx_tandem.adapters.store import AdapterStore
+from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.loading import Loader
+from mlx_tandem.errors import InvalidRequest, TandemError
+from mlx_tandem.types import AdapterSource, Request
+
+PATIENCE = 64
+"""Requests that may overtake one that waits for room in memory."""
+
+
+@dataclass(slots=True)
+class Arrived:
+    """What became possible: requests that may run, answers to the front."""
+
+    requests: list[Request] = field(default_factory=list)
+    answers: list[m.Outbound] = field(default_factory=list)
+
+
+class Reread(NamedTuple):
+    """A known adapter that is to come back into memory."""
+
+    digest: str
+    source: AdapterSource
+
+
+class Adapters:
+    def __init__(self, store: AdapterStore, loader: Loader[m.LoadAdapter | Reread], slots: SlotTable):
+        self.store = store
+        self._loader = loader
+        self._slots = slots
+        self._reading: set[str] = set()  # digests that requests wait for
+        self._waiting: deque[Request] = deque()
+        self._overtaken = 0  # the first of the waiting, by how many
+        self._users: dict[int, str] = {}  # request -> digest
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._waiting and not self._loader.pending
+
+    @property
+    def is_loading(self) -> bool:
+        return self._loader.pending > 0
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(r.n for r in self._waiting)
+
+    def close(self) -> None:
+        self._loader.close()
+
+    # what the front says
+
+    def load(self, message: m.LoadAdapter) -> None:
+        """Read a folder; the answer comes out of `poll`."""
+        self._loader.start(message, message.source)
+
+    def know(self, message: m.KnowAdapter) -> None:
+        digest = message.info.digest
+        self.store.know(digest, message.source, message.info.memory_bytes, message.pin)
+        self._slots.pin(digest, message.pin)
+
+    def unload(self, digest: str) -> None:
+        self._slots.pin(digest, False)
+        self._dropped(self.store.forget(digest))
+
+    def admit(self, request: Request) -> bool:
+        """Whether `request` may run now; it then uses its adapter until `release`. Otherwise it waits and comes out
+        of `poll`. Raises InvalidRequest (`model_not_found`) for an adapter that the engine does not know."""
+        if request.adapter is None:
+            return True
+        digest = request.adapter.digest
+        if self.store.source(digest) is None:
+            raise InvalidRequest("this adapter version is not loaded", param="model", code="model_not_found")
+        if digest in self.store and (not self._waiting or self._overtaken < PATIENCE):
+            self._overtaken += bool(self._waiting)
+            self._use(request.id, digest)
+            return True
+        self._waiting.append(request)
+        return False
+
+    def cancel(self, request: int) -> None:
+        """Nobody waits for it any more. Unknown ids are ignored."""
+        self._keep_waiting(deque(r for r in self._waiting if r.id != request))
+
+    def release(self, request: int) -> None:
+        """It is over: its adapter may go."""
+        digest = self._users.pop(request, None)
+        if digest is not None:
+            self._dropped(self.store.release(digest))
+
+    def release_ended(self, open_requests: Container[int]) -> None:
+        for request in [r for r in self._users if r not in open_requests]:
+            self.release(request)
+
+    # what was read
+
+    def poll(self) -> Arrived:
+        """Take in what the loader has read, let requests go, start what can be read next."""
+        arrived = Arrived()
+        for key, result in self._loader.results():
+            if isinstance(key, Reread):
+                arrived.answers += self._reread(key, result)
+            else:
+                arrived.answers.append(self._loaded(key, result))
+        if self._waiting:
+            self._pump(arrived)
+        return arrived
+
+    def _loaded(self, message: m.LoadAdapter, result: AdapterWeights | TandemError) -> m.Outbound:
+        if isinstance(result, TandemError):
+            return m.CallFailed(message.call, result.code or "invalid_value", result.message, result.param)
+        digest = result.info.digest
+        self.store.know(digest, message.source, result.info.memory_bytes, message.pin)
+        self._slots.pin(digest, message.pin)
+        self.store.put(result)
+        return m.AdapterLoaded(message.call, result.info)
+
+    def _reread(self, tried: Reread, result: AdapterWeights | TandemError) -> list[m.Outbound]:
+        """An adapter is back in memory, is looked for elsewhere, or cannot be had any more: its requests end then."""
+        digest = tried.digest
+        self._reading.discard(digest)
+        if self.store.source(digest) is None:
+            problem = "was unloaded"
+        elif not isinstance(result, TandemError) and result.info.digest == digest:
+            self.store.put(result)
+            return []
+        elif (other := self.store.other_source(digest, tried.source)) is not None:
+            self._read(digest, other)
+            return []
+        elif isinstance(result, TandemError):
+            problem = f"cannot be read again: {result.message}"
+        else:
+            problem = "was changed on disk since it was loaded; load it again to publish its new content"
+        lost = [r for r in self._waiting if r.adapter is not None and r.adapter.digest == digest]
+        self._keep_waiting(deque(r for r in self._waiting if r not in lost))
+        text = "the adapter {} " + problem
+        return [
+            m.Failed(r.id, "adapter_changed", text.format(r.adapter.label if r.adapter else ""), "model", False)
+            for r in lost
+        ]
+
+    def _read(self, digest: str, source: AdapterSource) -> None:
+        self._reading.add(digest)
+        self._loader.start(Reread(digest, source), source)
+
+    def _pump(self, arrived: Arrived) -> None:
+        """Oldest first: who has its adapter runs, who has not has it read while there is room."""
+        still: deque[Request] = deque()
+        blocked = False
+        for request in self._waiting:
+            assert request.adapter is not None
+            digest = request.adapter.digest
+            if digest in self.store and not (blocked and self._overtaken >= PATIENCE):
+                self._overtaken += bool(still)
+                self._use(request.id, digest)
+                arrived.requests.append(request)
+                continue
+            still.append(request)
+            if digest in self.store or digest in self._reading or blocked:
+                continue
+            source = self.store.source(digest)
+            if source is not None and self.store.has_room(digest, self._reading):
+                self._read(digest, source)
+            else:
+                blocked = source is not None
+                if source is None:  # unloaded meanwhile
+                    still.pop()
+                    gone = f"the adapter {request.adapter.label} was unloaded"
+                    arrived.answers.append(m.Failed(request.id, "model_not_found", gone, "model", False))
+        self._keep_waiting(still)
+
+    def _keep_waiting(self, requests: deque[Request]) -> None:
+        if not requests or requests[0] is not self._waiting[0]:
+            self._overtaken = 0
+        self._waiting = requests
+
+    def _use(self, request: int, digest: str) -> None:
+        self.store.acquire(digest)
+        self._users[request] = digest
+
+    def _dropped(self, digests: list[str]) -> None:
+        for digest in digests:
+            if self.store.source(digest) is None:  # not merely out of memory
+                self._slots.forget(digest)

@@ -1,0 +1,81 @@
+"""Who may ask: the API key, and the Host header against pages that point a name of theirs at this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections import Counter
+from functools import lru_cache
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from mlx_tandem.config import ServerConfig
+from mlx_tandem.errors import Forbidden, Unauthorized
+from mlx_tandem.server.body import refusal_headers
+from mlx_tandem.server.error_reply import ErrorReply
+from mlx_tandem.server.keys import is_loopback
+
+PUBLIC = frozenset({"/health", "/livez", "/readyz"})
+"""Paths that are answered without a key, to GET only; /health then tells nothing but its status."""
+
+_HOST = re.compile(rb"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,255})(:[0-9]{1,5})?")
+
+
+class Gate:
+    """ASGI middleware before the routes: it looks at the head of a request and never at its body.
+
+    `scope["key_shown"]` tells routes whether the caller brought the key or none is asked for.
+    """
+
+    def __init__(self, app: ASGIApp, key: str, server: ServerConfig, errors: Counter[str]):
+        self._app = app
+        self._errors = errors
+        self._digest = hashlib.sha256(key.encode()).digest() if key else None
+        # Only a browser can be made to send a request with a foreign Host, and it cannot be made to bring the key.
+        if server.allowed_hosts or (not key and is_loopback(server.host)):
+            self._hosts: frozenset[str] | None = frozenset(h.lower() for h in (server.host, *server.allowed_hosts))
+        else:
+            self._hosts = None
+        self._is_ours = lru_cache(64)(self._takes_host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        hosts: list[bytes] = []
+        credentials: list[bytes] = []
+        for name, value in scope["headers"]:
+            if name == b"host":
+                hosts.append(value)
+            elif name == b"authorization":
+                credentials.append(value)
+        if self._hosts is not None and not (len(hosts) == 1 and self._is_ours(hosts[0])):
+            foreign = Forbidden("this Host is not served here; add it with --allowed-host", code="host_not_allowed")
+            await self._refuse(foreign, scope, receive, send)
+            return
+        shown = self._digest is None or (len(credentials) == 1 and self._opens(credentials[0], self._digest))
+        if not shown and not (scope["method"] == "GET" and scope["path"] in PUBLIC):
+            error = Unauthorized("a valid API key is needed: Authorization: Bearer KEY")
+            await self._refuse(error, scope, receive, send, (b"www-authenticate", b"Bearer"))
+            return
+        scope["key_shown"] = shown
+        await self._app(scope, receive, send)
+
+    async def _refuse(
+        self, error: Forbidden | Unauthorized, scope: Scope, receive: Receive, send: Send, *extra: tuple[bytes, bytes]
+    ) -> None:
+        self._errors[str(error.code)] += 1
+        await ErrorReply(error, [*refusal_headers(error, scope["headers"]), *extra])(scope, receive, send)
+
+    @staticmethod
+    def _opens(credential: bytes, digest: bytes) -> bool:
+        scheme, _, key = credential.partition(b" ")
+        same = hmac.compare_digest(hashlib.sha256(key).digest(), digest)
+        return same and scheme.lower() == b"bearer"
+
+    def _takes_host(self, value: bytes) -> bool:
+        found = _HOST.fullmatch(value.lower())
+        if found is None or self._hosts is None:
+            return False
+        name = found[1].decode()
+        return is_loopback(name.strip("[]")) or name in self._hosts or found[0].decode() in self._hosts

@@ -1,0 +1,73 @@
+"""From a checked body to the plan of its reply."""
+
+from __future__ import annotations
+
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.server.dialects.openai import (
+    ChatBody,
+    Common,
+    CompletionBody,
+    chat_logprobs,
+    chat_messages,
+    completion_logprobs,
+    completion_prompts,
+    prompt_texts,
+    refuse_items,
+    streaming,
+    template_options,
+)
+from mlx_tandem.server.dialects.shapes import CHAT, TEXT
+from mlx_tandem.server.front import Front
+from mlx_tandem.server.replies import Plan
+from mlx_tandem.server.sampling import choices, priority, prompt_logprobs, sampling_params, text_options
+
+
+async def plan_chat(front: Front, body: ChatBody) -> Plan:
+    model = await front.models.select(body.model, body.user)
+    _refuse_streamed_scores(body)
+    stream, with_usage = streaming(body)
+    n, text, logprobs = choices(front, body), text_options(body), chat_logprobs(body)
+    refuse_items(body.tools, "tools")
+    prompt = await front.chat_prompt(chat_messages(body.messages), template_options(body.chat_template_kwargs))
+    longest = ("max_completion_tokens", body.max_completion_tokens) if body.max_completion_tokens is not None else None
+    return Plan(
+        CHAT,
+        model,
+        [prompt],
+        sampling_params(front, body, len(prompt), "messages", logprobs=logprobs, max_tokens=longest),
+        n,
+        text,
+        stream,
+        with_usage,
+        priority(body),
+        prompt_logprobs=prompt_logprobs(body),
+        return_token_ids=bool(body.return_token_ids),
+    )
+
+
+async def plan_completion(front: Front, body: CompletionBody) -> Plan:
+    model = await front.models.select(body.model, body.user)
+    _refuse_streamed_scores(body)
+    stream, with_usage = streaming(body)
+    echo = bool(body.echo)
+    n, text, logprobs = choices(front, body), text_options(body, echo), completion_logprobs(body)
+    prompts = await completion_prompts(front, body)
+    return Plan(
+        TEXT,
+        model,
+        prompts,
+        sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs, echo=echo),
+        n,
+        text,
+        stream,
+        with_usage,
+        priority(body),
+        echo=prompt_texts(front, body, prompts) if echo else None,
+        prompt_logprobs=prompt_logprobs(body),
+        return_token_ids=bool(body.return_token_ids),
+    )
+
+
+def _refuse_streamed_scores(body: Common) -> None:
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")

@@ -1,0 +1,59 @@
+"""The API key itself, and which addresses need one. No web framework: the command line needs this, too."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+from mlx_tandem.config import ServerConfig
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.server.log import log
+
+MAX_KEY = 4096
+
+
+def _log_exposed(path: Path, mode: int) -> None:
+    log("the key file can be read by others", logging.WARNING, path=str(path), mode=f"{mode:o}")
+
+
+def read_key(key: str, file: str, on_exposed: Callable[[Path, int], None] = _log_exposed) -> str:
+    """The key, or the first line of `file`; empty when there is none. A file that holds none is an InvalidRequest,
+    which never quotes a key. `on_exposed` gets a file that others can read, and its mode."""
+    where = "api_key"
+    if not key and file:
+        where, path = "api_key_file", Path(file)
+        try:
+            with path.open("rb") as lines:
+                mode = stat.S_IMODE(path.stat().st_mode)
+                key = lines.readline(MAX_KEY + 2).decode("latin-1").strip()
+        except OSError as e:
+            raise InvalidRequest(f"the key file {path} cannot be read: {e.strerror}", param=where) from None
+        if not key:
+            raise InvalidRequest(f"the first line of the key file {path} is empty", param=where)
+        if mode & 0o077:
+            on_exposed(path, mode)
+    if len(key) > MAX_KEY or not all("!" <= c <= "~" for c in key):
+        message = f"the API key must be at most {MAX_KEY} printable ASCII characters without spaces"
+        raise InvalidRequest(message, param=where)
+    return key
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to bind, or a name without its port, is of this machine only."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_exposure(server: ServerConfig) -> None:
+    """Raises InvalidRequest for an address that others reach while no key is asked for."""
+    if not (server.api_key or server.api_key_file or is_loopback(server.host)):
+        raise InvalidRequest(
+            f"{server.host} can be reached from other machines: set an API key, or bind 127.0.0.1", param="api_key"
+        )

@@ -1,0 +1,276 @@
+"""What the `model` of a request can be: the base by its names, adapters and their versions, and aliases over them.
+
+Adapters that the settings name are read at start. Those under the adapter root are known by their folder's name and
+read when they are first asked for. Paths never come from a request unless they lie under that root.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx_tandem import limits
+from mlx_tandem.adapters.aliases import AliasArm, Aliases
+from mlx_tandem.adapters.formats import CONFIG
+from mlx_tandem.adapters.registry import Counters, Entry, Registry
+from mlx_tandem.config import Arm, Config
+from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.errors import Conflict, EngineError, InvalidRequest, ModelError, NotFound, TandemError, Timeout
+from mlx_tandem.server.log import log
+from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
+
+BASE = "base"
+"""Always selects the base model, whatever it is called."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a request's `model` stands for. `entry` None: the base. `arm`: the alias's arm that led there, if any."""
+
+    entry: Entry | None
+    arm: AliasArm | None = None
+
+    @property
+    def ref(self) -> AdapterRef | None:
+        return None if self.entry is None else self.entry.ref
+
+    @property
+    def counters(self) -> list[Counters]:
+        """Everything that counts what is done with it."""
+        return [x.counters for x in (self.entry, self.arm) if x is not None]
+
+
+class Models:
+    """`bring_up` is what the engine client runs whenever an engine is ready."""
+
+    def __init__(self, config: Config, client: EngineClient):
+        folder = Path(config.engine.model.path)
+        names = config.server.served_model_names
+        self.id = names[0] if names else folder.resolve().name
+        """The base's own name."""
+        self.served_names = tuple(n for n in names if n != self.id)
+        self.base_names = frozenset((BASE, folder.resolve().name, config.engine.model.path, *names))
+        self.registry = Registry()
+        self.aliases = Aliases()
+        self._config = config
+        self._client = client
+        root = os.path.abspath(config.adapter_root) if config.adapter_root else None
+        self._root = None if root is None else os.path.realpath(root)
+        self._root_names = (self._root, root)  # a caller may spell it through the links that lead there
+        self._first_reads: dict[str, asyncio.Task[None]] = {}
+        self._is_up = False
+
+    # -- what a request means -----------------------------------------------------------------------------------
+
+    async def select(self, model: str | None, user: str | None = None) -> Selection:
+        """What `model` stands for now. Raises NotFound (`model_not_found`).
+
+        `user` keeps a caller on one arm of an alias. An adapter that was never used is read from its folder first.
+        """
+        default = self._config.server.default_adapter
+        if model is None or (model in self.base_names and model != BASE):
+            if not default:
+                return Selection(None)
+            model = default
+        arm = self.aliases.choose(model, user)
+        if arm is not None:
+            model = arm.adapter
+        return Selection(None if model == BASE else await self._entry(model), arm)
+
+    def label(self, adapter: AdapterRef | None) -> str:
+        return self.id if adapter is None else adapter.label
+
+    async def _entry(self, selector: str) -> Entry:
+        try:
+            return self.registry.entry(selector)
+        except NotFound:
+            name = selector.partition("@")[0]
+            source = self._unread(name)
+            if source is None:
+                raise
+        reading = self._first_reads.get(name)
+        if reading is None:
+            reading = self._first_reads[name] = asyncio.create_task(self._first_read(name, source))
+            reading.add_done_callback(lambda done: self._was_read(name, done))
+        seconds = self._config.server.first_token_timeout_s
+        try:
+            async with asyncio.timeout(seconds or None):
+                await asyncio.shield(reading)  # others may wait for it, too
+        except TimeoutError:
+            raise Timeout(
+                f"the adapter {name} could not be read within {seconds:g} s", code="first_token_timeout"
+            ) from None
+        except ModelError as e:
+            raise ModelError(f"adapter {name}: {e.message}", param="model", code=e.code) from e
+        return self.registry.entry(selector)
+
+    def _was_read(self, name: str, reading: asyncio.Task[None]) -> None:
+        del self._first_reads[name]
+        if not reading.cancelled():
+            reading.exception()  # those who waited have it; nobody may be left
+
+    async def _first_read(self, name: str, source: AdapterSource) -> None:
+        info = await self._client.load_adapter(source)
+        if not self.registry.was_removed(name) and not self.registry.is_read(name):
+            self._publish(name, source, info)
+
+    def _unread(self, name: str) -> AdapterSource | None:
+        """The folder of a name that has no version yet: announced, or new under the root."""
+        registry = self.registry
+        if registry.is_read(name) or registry.was_removed(name) or name in self.base_names or name in self.aliases:
+            return None
+        return registry.source(name) or self._under_root(name)
+
+    def _under_root(self, name: str) -> AdapterSource | None:
+        if self._root is None:
+            return None
+        try:
+            self.registry.check(name)
+        except InvalidRequest:
+            return None
+        folder = os.path.join(self._root, name)
+        if not os.path.isfile(os.path.join(folder, CONFIG)):
+            return None
+        with os.scandir(self._root) as there:  # where case does not count, another spelling is a file, too
+            return AdapterSource(folder, self._root) if any(e.name == name for e in there) else None
+
+    # -- adapters -----------------------------------------------------------------------------------------------
+
+    def source(self, name: str, path: str | None) -> AdapterSource:
+        """Where a caller's adapter is: the known folder of `name`, or `path` under the root, absolute or relative to
+        the root or to the server's own folder. Raises InvalidRequest naming `path`, NotFound naming `name`."""
+        self._check(name)
+        if path is None:
+            found = self.registry.source(name) or self._under_root(name)
+            if found is None:
+                raise NotFound(
+                    f"no folder is known for the adapter {name[:140]!r}", param="name", code="adapter_not_found"
+                )
+            return found
+        if self._root is None:
+            raise InvalidRequest(
+                "this server takes no paths: it was started without --adapter-root", param="path", code="no_paths"
+            )
+        if not path or "\0" in path or len(path) > 4096:
+            raise InvalidRequest("path must name a folder", param="path")
+        places = [os.path.normpath(os.path.join(start, path)) for start in (self._root, os.getcwd())]
+        inside = [
+            os.path.join(self._root, os.path.relpath(place, root))
+            for place in places
+            for root in self._root_names
+            if root is not None and os.path.commonpath((place, root)) == root and place != root
+        ]
+        if not inside:
+            raise InvalidRequest("path must lie under the server's adapter root", param="path", code="no_paths")
+        return AdapterSource(next((p for p in inside if os.path.isdir(p)), inside[0]), self._root)
+
+    async def load(self, name: str, source: AdapterSource, pin: bool = False) -> Entry:
+        """Read a folder and make it the current version of `name`; requests that run keep theirs."""
+        self._check(name)
+        info = await self._client.load_adapter(source, pin)
+        self._check(name)  # again: an alias may have taken it meanwhile
+        return self._publish(name, source, info, pin)
+
+    def _check(self, name: str) -> None:
+        """Raise unless an adapter may be called `name`."""
+        self.registry.check(name)
+        if name in self.base_names:
+            raise Conflict(f"{name!r} is the name of the base model", param="name")
+        if name in self.aliases:
+            raise Conflict(f"{name!r} is the name of an alias", param="name")
+
+    def _publish(self, name: str, source: AdapterSource, info: AdapterInfo, pin: bool = False) -> Entry:
+        ref = self.registry.publish(name, source, info, pin)
+        for version in self.registry.versions(name):
+            self._tell(version.ref.digest)
+        log("adapter loaded", adapter=ref.label, digest=ref.digest, rank=info.rank, bytes=info.nbytes)
+        return self.registry.entry(ref.label)
+
+    def _tell(self, digest: str) -> None:
+        """Have the engine know where this content may be found, and whether anybody wants it pinned."""
+        holders = self.registry.holders(digest)
+        pinned = any(entry.pinned for entry in holders)
+        for source in {entry.source: None for entry in holders}:
+            self._client.know_adapter(holders[0].info, source, pinned)
+
+    async def unload(self, name: str) -> list[AdapterRef]:
+        """Forget a name and all its versions. Requests that run are finished."""
+        refs = self.registry.remove(name)
+        for digest in {r.digest for r in refs}:
+            try:
+                if self.registry.holders(digest):
+                    self._tell(digest)
+                else:
+                    await self._client.unload_adapter(digest)
+            except EngineError as e:  # it is gone, and with it the adapter
+                log("adapter not unloaded", digest=digest, error=e.message)
+        log("adapter removed", adapter=name, versions=len(refs))
+        return refs
+
+    # -- aliases ------------------------------------------------------------------------------------------------
+
+    async def put_alias(self, name: str, arms: Sequence[Arm]) -> tuple[AliasArm, ...]:
+        """Let `name` stand for these arms from the next request on; their adapters are read before."""
+        self._check_alias(name)
+        for i, arm in enumerate(arms[: limits.MAX_ARMS]):
+            if arm.adapter != BASE:
+                try:
+                    await self._entry(arm.adapter)
+                except NotFound as e:
+                    e.param = f"arms[{i}].adapter"
+                    raise
+        self._check_alias(name)  # again: an adapter may have taken it meanwhile
+        return self.aliases.put(name, arms)
+
+    def _check_alias(self, name: str) -> None:
+        if name in self.base_names or name in self.registry:
+            raise Conflict(f"{name!r} is the name of a model", param="name")
+
+    # -- the engine's life --------------------------------------------------------------------------------------
+
+    async def bring_up(self) -> None:
+        """Bring a fresh engine to where the registry is; at the first start, to where the settings say."""
+        if self._is_up:
+            for current in self.registry.entries():
+                for entry in self.registry.versions(current.name):
+                    self._tell(entry.ref.digest)
+            return
+        if self._root is not None:
+            await asyncio.to_thread(self._announce_root)
+        for name, path in self._config.adapters:
+            try:
+                await self.load(name, AdapterSource(os.path.abspath(path), follow_links=True))
+            except EngineError:
+                raise
+            except TandemError as e:
+                e.message = f"adapter {name}: {e.message}"
+                raise
+        for name, arms in self._config.aliases:
+            await self.put_alias(name, arms)
+        default = self._config.server.default_adapter
+        if default and default not in self.aliases and default != BASE:
+            await self._entry(default)
+        self._is_up = True
+
+    def _announce_root(self) -> None:
+        """Make every adapter folder under the root known by its name; what is not a legal name is passed over."""
+        assert self._root is not None
+        found = 0
+        try:
+            with os.scandir(self._root) as folders:
+                for folder in folders:
+                    place = os.path.join(self._root, folder.name)
+                    if folder.name in self.base_names or not os.path.isfile(os.path.join(place, CONFIG)):
+                        continue
+                    try:
+                        self.registry.announce(folder.name, AdapterSource(place, self._root))
+                        found += 1
+                    except InvalidRequest as e:
+                        log("adapter folder passed over", folder=folder.name, reason=e.message)
+        except OSError as e:
+            problem = f"the adapter root {self._root} cannot be read: {e.strerror}"
+            raise InvalidRequest(problem, param="adapter_root") from e
+        log("adapter root read", root=self._root, adapters=found)

@@ -1,0 +1,1 @@
+"""So that `python -m mola.cli` starts mlx-tandem."""

@@ -1,0 +1,90 @@
+"""What load balancers and dashboards read."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from mlx_tandem.engine.messages import Load, Output, Submit
+from mlx_tandem.types import Delta
+from tests.api.scripted import scripted_server
+from tests.serving import demo_config, serving
+
+BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+
+
+def test_the_states_of_a_pool_that_fills_up():
+    """`degraded` begins at 72 % of the threshold."""
+    with scripted_server(memory_pressure_threshold=0.5) as (client, peer, _):
+        thread = threading.Thread(target=client.post, args=("/v1/chat/completions",), kwargs={"json": BODY})
+        thread.start()
+        request = peer.hear(Submit).request
+        for used, state, code in (
+            (359, "ok", 200),
+            (360, "degraded", 200),
+            (499, "degraded", 200),
+            (500, "overloaded", 503),
+            (1000, "overloaded", 503),
+            (0, "ok", 200),
+        ):
+            peer.say(Load(1, 0, used, 1000 - used))
+            while (health := client.get("/health")).json()["utilization"] != used / 1000:
+                pass
+            assert (health.json()["status"], health.status_code) == (state, code)
+            assert health.json()["threshold"] == 0.5
+            ready = client.get("/readyz")
+            assert (ready.json(), ready.status_code) == ({"status": state}, code)
+            assert client.get("/livez").json() == {"status": "ok"}
+        peer.say(Output([Delta(request.id, 0, (301,), None, "stop")]))
+        thread.join()
+
+
+def test_a_server_that_drains_says_so():
+    with serving(demo_config()) as server:
+        body = {"prompt": "x", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+        with (
+            httpx.Client(base_url=server.url, timeout=60) as probe,
+            server.client.stream("POST", "/v1/completions", json=body) as stream,
+        ):
+            assert probe.get("/readyz").status_code == 200
+            lines = stream.iter_lines()  # kept: its end would close the stream
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            while (health := probe.get("/health")).status_code == 200:
+                pass
+            assert health.json()["status"] == "shutting_down"
+            assert probe.get("/readyz").json() == {"status": "shutting_down"}
+            assert probe.get("/livez").status_code == 200
+            assert "shutdown_clean 1.0" in probe.get("/metrics").text
+        assert server.process.wait(20) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("active_sequences", 3),
+        ("queued_requests", 2),
+        ("used_blocks", 10),
+        ("free_blocks", 54),
+        ("cache_hit_rate", 0),
+        ("dist_fatal", 0),
+        ("shutdown_clean", 1),
+    ],
+)
+def test_gauges_under_the_names_of_mlx_lm_server(loaded, name, value):
+    assert loaded[name] == value
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, float]:
+    with scripted_server() as (client, peer, _):
+        peer.say(Load(3, 2, 10, 54))
+        while True:
+            families = text_string_to_metric_families(client.get("/metrics").text)
+            values = {s.name: s.value for f in families for s in f.samples}
+            if values["used_blocks"]:
+                return values

@@ -1,0 +1,29 @@
+"""Clients of others, kept to this machine: to fetch or report elsewhere is switched off, and fails."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.clients import loopback
+
+# Read when the packages are imported.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+os.environ["LITELLM_TELEMETRY"] = "False"
+os.environ["LANGSMITH_TRACING"] = "false"
+os.environ["LANGCHAIN_TRACING_V2"] = "false"
+
+
+@pytest.fixture(scope="session")
+def guarded() -> None:
+    loopback.guard()
+
+
+@pytest.fixture(autouse=True)
+def loopback_only(guarded: None) -> Iterator[None]:
+    """Libraries swallow errors of what they do in passing, so the attempts are looked at too."""
+    del loopback.tried[:]
+    yield
+    assert not loopback.tried

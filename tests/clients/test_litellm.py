@@ -1,0 +1,82 @@
+"""The `litellm` package, unmodified."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
+
+
+@pytest.fixture(scope="module")
+def runner():
+    """The event loop of this module: litellm's plain calls look for one too, and would leave their own open."""
+    with asyncio.Runner() as made:
+        asyncio.set_event_loop(made.get_loop())
+        yield made
+
+
+@pytest.fixture(scope="module")
+def litellm(runner):
+    # Here and not above: it takes seconds, and runs of other tests collect this module too.
+    litellm = pytest.importorskip("litellm", reason="the extra `clients` is not installed")
+    litellm.telemetry = False
+    return litellm
+
+
+@pytest.fixture(scope="module")
+def access(server):
+    return {"api_base": f"{server.url}/v1", "api_key": "none", "max_retries": 0, "temperature": 0, "max_tokens": 24}
+
+
+@pytest.mark.parametrize(("model", "answer"), [("tandem-demo", "17 + 25 = 42."), ("shout", "17 + 25 = 42!")])
+def test_chat(litellm, access, model, answer):
+    reply = litellm.completion(model=f"openai/{model}", messages=QUESTION, **access)
+    assert reply.choices[0].message.content == answer
+    assert reply.choices[0].finish_reason == "stop"
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+
+
+def test_streaming_chat(litellm, access):
+    stream = litellm.completion(
+        model="openai/json", messages=QUESTION, stream=True, stream_options={"include_usage": True}, **access
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == '{"answer": 42}'
+    assert [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason] == ["stop"]
+    assert chunks[-1].usage.completion_tokens > 0
+
+
+def test_async_chat(litellm, access, runner):
+    async def ask(model):
+        reply = await litellm.acompletion(model=f"openai/{model}", messages=QUESTION, **access)
+        return reply.choices[0].message.content
+
+    async def read(model):
+        stream = await litellm.acompletion(model=f"openai/{model}", messages=QUESTION, stream=True, **access)
+        return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+    async def all_at_once():
+        try:
+            return await asyncio.gather(ask("base"), ask("shout"), read("json"), read("shout"))
+        finally:
+            await litellm.close_litellm_async_clients()
+
+    assert runner.run(all_at_once()) == ["17 + 25 = 42.", "17 + 25 = 42!", '{"answer": 42}', "17 + 25 = 42!"]
+
+
+def test_text_completion(litellm, access, server):
+    expected = server.complete("3 4 5", max_tokens=6, temperature=0, model="shout").json()["choices"][0]["text"]
+    access = access | {"max_tokens": 6}
+    reply = litellm.text_completion(model="text-completion-openai/shout", prompt="3 4 5", **access)
+    assert reply.choices[0].text == expected
+    stream = litellm.text_completion(model="text-completion-openai/shout", prompt="3 4 5", stream=True, **access)
+    assert "".join(c.choices[0].text or "" for c in stream) == expected
+
+
+def test_errors(litellm, access):
+    with pytest.raises(litellm.NotFoundError, match="'nobody' does not exist"):
+        litellm.completion(model="openai/nobody", messages=QUESTION, **access)
+    with pytest.raises(litellm.BadRequestError, match="temperature"):
+        litellm.completion(model="openai/base", messages=QUESTION, **(access | {"temperature": 9}))

@@ -1,0 +1,358 @@
+"""The commands that the documents of four other servers print about serving, run as they stand there.
+
+Replaced are the ports, by free ones; the models, which a hub of this machine has under the printed names; the
+programs of a build folder or a virtual environment, by those of this environment; and folders of adapters and models,
+which are put where the commands look for them. What the requests ask is in our own words.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from mlx_tandem import demo
+from tests.commands import curl, free_port, running
+from tests.fake_hub import Hub, fake_hub
+
+ROOT = Path(__file__).parents[2]
+MODELS = [
+    "mlx-community/Qwen3.5-9B-MLX-4bit",
+    "mlx-community/Qwen3-4B-4bit",
+    "mlx-community/Qwen3-0.6B-4bit",
+]
+PROGRAMS = {
+    "./.venv/bin/python": [sys.executable],
+    "python": [sys.executable],
+    "mola": [sys.executable, "-m", "mola.cli"],
+    "mlx_parallm_serve": [
+        sys.executable,
+        "-c",
+        "from mlx_tandem.cli.programs import mlx_parallm_serve as main; main()",
+    ],
+    "mlx_parallm_train": [
+        sys.executable,
+        "-c",
+        "from mlx_tandem.cli.programs import mlx_parallm_train as main; main()",
+    ],
+    "./.build/arm64-apple-macosx/release/mlx-server": [
+        sys.executable,
+        "-c",
+        "from mlx_tandem.cli.programs import mlx_server as main; main()",
+    ],
+    "tandem": [sys.executable, "-m", "mlx_tandem"],
+}
+SMALL = ["--num-blocks", "512"]
+"""Beside every printed command: a pool that suits a test machine."""
+
+
+@dataclass
+class Workplace:
+    """A folder in which what the commands name exists, and a hub that has the models."""
+
+    folder: Path
+    hub: Hub
+    env: dict[str, str] = field(default_factory=dict)
+
+    def words(self, command: str, port: int) -> list[str]:
+        first, *rest = shlex.split(command.replace("\\\n", " "))
+        rest = [w.replace("8000", str(port)).replace("8080", str(port)) for w in rest]
+        return [*PROGRAMS[first], *rest]
+
+    def run(self, command: str, port: int, *more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self.words(command, port), *more],
+            cwd=self.folder,
+            env=self.env,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=150,
+        )
+
+    def serve(self, command: str, *more: str) -> running:
+        port = free_port()
+        words = self.words(command, port)
+        given = [] if "--port" in words else ["--port", str(port)]
+        return running([*words, *given, *SMALL, *more], port, self.folder, self.env)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
+    folder = tmp_path_factory.mktemp("servers")
+    for name, content in (("rust", "shout"), ("sql", "json"), ("support", "down"), ("medical", "shout")):
+        shutil.copytree(demo.ADAPTER_PATHS[content], folder / "path" / "to" / f"{name}-adapter")
+    (folder / "models").mkdir()
+    (folder / "models" / "Llama-3-8B").symlink_to(demo.MODEL_PATH)
+    (folder / "path" / "to" / "model").symlink_to(demo.MODEL_PATH)
+    with fake_hub(dict.fromkeys(MODELS, demo.MODEL_PATH)) as hub:
+        env = hub.environment(folder / "home", PYTHONPATH=str(ROOT))
+        env |= {"XDG_RUNTIME_DIR": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
+        yield Workplace(folder, hub, env)
+
+
+def ask(command: str, port: int) -> bytes:
+    """A printed curl against the server on `port`; whatever it asks for must be answered with success."""
+    return curl(shlex.split(command.replace("\\\n", " ")), port)
+
+
+def events(content: bytes) -> list[dict[str, object]]:
+    *data, last = content.decode().strip().split("\n\n")
+    assert last == "data: [DONE]"
+    return [json.loads(d.removeprefix("data: ")) for d in data]
+
+
+CHAT = """curl http://localhost:8000/v1/chat/completions \
+  -H "Content-Type: application/json" \
+  -d '%s'"""
+
+
+# --- MOLA --------------------------------------------------------------------------------------------------------
+
+MOLA_ADAPTERS = """--model mlx-community/Qwen3.5-9B-MLX-4bit \
+  --adapter rust ./path/to/rust-adapter \
+  --adapter sql ./path/to/sql-adapter """
+MOLA_EXPLICIT = f"""./.venv/bin/python -m mola.cli -v serve \
+  {MOLA_ADAPTERS} \
+  --adapter support ./path/to/support-adapter \
+  --max-inflight-tokens 131072 \
+  --max-batch-size 128 \
+  --prefill-batch-size 32 \
+  --enable-routed-decode-reference \
+  --strict-routed-decode-reference \
+  --routed-decode-backend gather-mm \
+  --enable-mixed-decode-migration \
+  --prestep-mixed-decode-migration \
+  --cache-routed-decode-sessions \
+  --detached-shared-decode-owner \
+  --port 8000"""
+MOLA_BENCH = """tandem bench serve \
+  --routed-validation \
+  --concurrency 1,16,64 \
+  --repeats 3 \
+  --json-out ./mola-bench.json"""
+
+
+def test_mola(workplace: Workplace) -> None:
+    with workplace.serve(MOLA_EXPLICIT, "--adapter-root", "path/to") as server:
+        port = server.port
+        body = {"model": "rust", "messages": [{"role": "user", "content": "What is 12 + 5?"}], "stream": True}
+        streamed = events(ask(CHAT % json.dumps(body), port))
+        assert {e["model"] for e in streamed} == {"rust@1"}
+        names = {a["name"] for a in json.loads(ask("curl http://localhost:8000/v1/adapters", port))["adapters"]}
+        assert {"rust", "sql", "support"} <= names
+        load = """curl -X POST http://localhost:8000/v1/adapters \
+          -H "Content-Type: application/json" \
+          -d '{"name": "medical", "path": "./path/to/medical-adapter"}'"""
+        assert json.loads(ask(load, port))["id"] == "medical@1"
+        for route in ("/v1/models", "/v1/engine/metrics", "/health"):
+            assert json.loads(ask(f"curl http://localhost:8000{route}", port))
+        assert json.loads(ask("curl -X DELETE http://localhost:8000/v1/adapters/medical", port))
+        with pytest.raises(OSError, match="404"):
+            ask(CHAT % json.dumps(body | {"model": "nobody"}), port)
+        short = [*("--num-requests", "4", "--max-tokens", "4", "--prompt-tokens", "8", "--adapters", "rust,sql")]
+        url = ["--url", f"http://127.0.0.1:{port}", "--mode", "same,mixed"]
+        done = workplace.run(
+            MOLA_BENCH.replace("1,16,64", "1,2").replace("--repeats 3", "--repeats 1"), port, *short, *url
+        )
+        assert done.returncode == 0, done.stderr
+        result = json.loads((workplace.folder / "mola-bench.json").read_text())
+        assert result["machine"]
+
+
+def test_mola_in_the_background(workplace: Workplace) -> None:
+    port = free_port()
+    start = workplace.run(f"mola start {MOLA_ADAPTERS} --port 8000", port, *SMALL)
+    assert start.returncode == 0, start.stderr
+    try:
+        models = {m["id"] for m in json.loads(ask("curl http://localhost:8000/v1/models", port))["data"]}
+        assert {"rust", "sql", MODELS[0]} <= models
+        restart = workplace.run("mola restart --port 8000", port)
+        assert restart.returncode == 0, restart.stderr
+        assert json.loads(ask("curl http://localhost:8000/health", port))["status"] == "ok"
+    finally:
+        assert workplace.run("mola stop --port 8000", port).returncode == 0
+    with pytest.raises(OSError):
+        ask("curl http://localhost:8000/health", port)
+
+
+# --- MLX ParaLLM -------------------------------------------------------------------------------------------------
+
+
+def test_parallm_serves(workplace: Workplace) -> None:
+    with workplace.serve("mlx_parallm_serve --mode inference --share-model --model-path models/Llama-3-8B") as server:
+        body = {"model": "base-model", "prompt": "Once there was", "max_tokens": 4}
+        words = ["curl", "http://localhost:8000/v1/completions", "-H", "Content-Type: application/json"]
+        assert json.loads(curl([*words, "-d", json.dumps(body)], server.port))["choices"]
+        for later in ({"collect_trajectory": True}, {"scoring_function": "gsm8k"}, {"lora_adapter": "checkpoint-500"}):
+            with pytest.raises(OSError, match="400"):
+                curl([*words, "-d", json.dumps(body | later)], server.port)
+
+
+@pytest.mark.parametrize(
+    ("command", "line"),
+    [
+        (
+            """mlx_parallm_serve \
+  --model-path models/Llama-3-8B \
+  --enable-rl-training \
+  --lora-rank 16 \
+  --atropos-url http://localhost:8001 \
+  --port 8000""",
+            "--enable-rl-training cannot be kept: this version serves and does not learn",
+        ),
+        (
+            "mlx_parallm_train --mode rl --connect-to node1:8000",
+            "tandem: mlx_parallm_train: this version serves and does not learn",
+        ),
+        (
+            "mlx_parallm_serve --mode inference --connect-to node1:8000",
+            "cannot be kept: this server shares no model with another",
+        ),
+    ],
+)
+def test_parallm_learning_is_refused_plainly(workplace: Workplace, command: str, line: str) -> None:
+    done = workplace.run(command, free_port())
+    said = " ".join(done.stderr.replace("│", " ").split())
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False)
+    assert line in said
+
+
+# --- mlx-lm-server -----------------------------------------------------------------------------------------------
+
+LM_SERVER_DEFAULTS = """python -m mlx_lm_server --model mlx-community/Qwen3-4B-4bit \
+  --adapter-path ./path/to/rust-adapter --host 127.0.0.1 --port 8000 --api-key secret --max-request-bytes 1048576 \
+  --block-size 16 --num-blocks 2048 --kv-bits 8 --kv-group-size 64 --max-kv-size 1000 --sequence-cache-size 50 \
+  --ssd-cache-dir ./kv --no-ssd --ssd-ttl-days 7 --ssd-policy evict_only --ssd-durability best_effort \
+  --ssd-async-writes --no-ssd-async-writes --ssd-writer-queue-size 512 --ssd-persistent-max-retries 3 \
+  --ssd-flush-interval-s 1.0 --ssd-max-size-gb 50.0 --max-batch-size 8 --prefill-batch-size 4 --max-queue-size 128 \
+  --completion-batch-size 32 --default-max-tokens 12 --max-prompt-tokens 256 --max-generation-tokens 512 \
+  --request-timeout-s 120.0 --first-token-timeout-s 300.0 --max-concurrent-requests 64 \
+  --memory-pressure-threshold 0.9 --spec-decode none --num-speculative-tokens 5 --spec-decode-disable-batch-size 8 \
+  --ngram-max 4 --ngram-min 1 --no-ngram-prompt-lookup --draft-model-path ./draft --draft-model-quantize 4 \
+  --draft-context-len 128 --no-spec-decode-dynamic --spec-decode-acceptance-threshold 0.3 --no-adaptive-k \
+  --distributed-mode off --distributed-sharding tensor --distributed-strict --no-distributed-strict \
+  --distributed-hostfile hosts --distributed-ibv-devices devices --distributed-jaccl-coordinator 192.168.1.1:29500 \
+  --num-local-ranks 1"""
+
+
+def test_every_flag_of_mlx_lm_server_at_once(workplace: Workplace) -> None:
+    with workplace.serve(LM_SERVER_DEFAULTS) as server:
+        port = server.port
+        with pytest.raises(OSError, match="401"):
+            ask("curl http://localhost:8000/v1/models", port)
+        body = {
+            "model": "mlx-community/Qwen3-4B-4bit",
+            "messages": [
+                {"role": "system", "content": "You are a calculator."},
+                {"role": "user", "content": "What is 12 + 5?"},
+            ],
+            "max_tokens": 256,
+            "temperature": 0.7,
+        }
+        chat = """curl http://localhost:8000/v1/chat/completions \
+          -H "Content-Type: application/json" -H "Authorization: Bearer secret" -d '%s'"""
+        reply = json.loads(ask(chat % json.dumps(body), port))
+        assert (reply["object"], reply["model"]) == ("chat.completion", "default@1")
+        assert reply["usage"]["total_tokens"] == reply["usage"]["prompt_tokens"] + reply["usage"]["completion_tokens"]
+        assert reply["choices"][0]["message"]["content"].endswith("!")  # the adapter's way
+        del body["model"], body["max_tokens"]
+        assert json.loads(ask(chat % json.dumps(body), port))["usage"]["completion_tokens"] <= 12
+        for over in ({"max_tokens": 513}, {"messages": [{"role": "user", "content": "word " * 300}]}):
+            with pytest.raises(OSError, match="400"):
+                ask(chat % json.dumps(body | over), port)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "",
+        "--spec-decode ngram --num-speculative-tokens 5",
+        "--spec-decode draft --draft-model-path mlx-community/Qwen3-0.6B-4bit --num-speculative-tokens 5",
+    ],
+)
+def test_mlx_lm_server(workplace: Workplace, options: str) -> None:
+    with workplace.serve(f"python -m mlx_lm_server --model mlx-community/Qwen3-4B-4bit {options}") as server:
+        port = server.port
+        body: dict[str, object] = {"messages": [{"role": "user", "content": "Say hello"}], "max_tokens": 20}
+        assert json.loads(ask(CHAT % json.dumps(body), port))["choices"][0]["message"]["role"] == "assistant"
+        if options:
+            return
+        first, *rest = events(ask(CHAT % json.dumps(body | {"stream": True}), port))
+        assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}  # type: ignore[index]
+        assert rest[-1]["choices"][0]["finish_reason"] in ("stop", "length")  # type: ignore[index]
+        text = """curl http://localhost:8000/v1/completions \
+          -H "Content-Type: application/json" \
+          -d '{"prompt": "The capital of Peru is", "max_tokens": 20, "temperature": 0.0}'"""
+        assert json.loads(ask(text, port))["object"] == "text_completion"
+        assert json.loads(ask("curl http://localhost:8000/health", port))["status"] == "ok"
+        for probe in ("livez", "readyz"):
+            assert json.loads(ask(f"curl http://localhost:8000/{probe}", port))["status"] == "ok"
+        metrics = ask("curl http://localhost:8000/metrics", port).decode()
+        for name in ("active_sequences", "queued_requests", "used_blocks", "free_blocks", "cache_hit_rate"):
+            assert f"\n{name} " in metrics
+        assert "\ndist_fatal 0.0" in metrics and "\nshutdown_clean 1.0" in metrics
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--distributed-mode ring --num-local-ranks 2",
+        "--distributed-mode jaccl --distributed-ibv-devices /dev/infiniband/rdma_cm",
+    ],
+)
+def test_one_device_is_said(workplace: Workplace, options: str) -> None:
+    done = workplace.run(f"python -m mlx_lm_server --model mlx-community/Qwen3-4B-4bit {options}", free_port())
+    assert done.returncode != 0 and "--distributed-mode" in done.stderr
+
+
+# --- Jan's MLX Server --------------------------------------------------------------------------------------------
+
+MLX_SERVER = "./.build/arm64-apple-macosx/release/mlx-server"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        '--model "path/to/model" --port 8080',
+        '--model "mlx-community/Qwen3-0.6B-4bit" --port 8080',
+        '--model "path/to/model" --port 8080 --max-batch-size 8 --enable-continuous-batching',
+        '-m "path/to/model" --port 8080 --ctx-size 4096 --api-key "" --max-batch-size 0 --batch-timeout-ms 100 '
+        "--kv-block-size 16 --enable-prefix-caching",
+    ],
+)
+def test_jans_server(workplace: Workplace, options: str) -> None:
+    with workplace.serve(f"{MLX_SERVER} {options}") as server:
+        port = server.port
+        body: dict[str, object] = {
+            "model": "model",
+            "messages": [
+                {"role": "system", "content": "You are a calculator."},
+                {"role": "user", "content": "What is 12 + 5?"},
+            ],
+            "temperature": 0.7,
+            "max_tokens": 20,
+        }
+        chat = CHAT.replace("curl", "curl -X POST").replace("8000", "8080")
+        assert json.loads(ask(chat % json.dumps(body), port))["choices"]
+        assert events(ask(chat % json.dumps(body | {"stream": True}), port))
+        assert json.loads(ask("curl http://localhost:8080/v1/models", port))["data"]
+        health = json.loads(ask("curl http://localhost:8080/health", port))
+        assert health["status"] == "ok"
+        if "--ctx-size" in options:
+            assert (health["engine"]["max_num_seqs"], health["engine"]["block_size"]) == (1, 16)
+        assert ask("curl http://localhost:8080/metrics", port)
+
+
+def test_the_programs_are_installed() -> None:
+    names = {"tandem", "mola", "mlx_parallm_serve", "mlx_parallm_train", "mlx-server"}
+    folder = Path(sys.executable).parent
+    assert {n for n in names if not os.access(folder / n, os.X_OK)} == set()

@@ -1,0 +1,148 @@
+"""Adapters in the engine's memory: what may be dropped, and that nothing needed ever is."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mlx_tandem.adapters.formats import AdapterWeights
+from mlx_tandem.adapters.store import AdapterStore
+from mlx_tandem.types import AdapterInfo, AdapterSource
+
+SIZES = {"a": 10, "b": 20, "c": 30, "d": 40, "e": 100}
+LIMIT = 65
+
+
+def weights(digest: str) -> AdapterWeights:
+    return AdapterWeights(AdapterInfo(digest, 8, 1.0, "mlx-lm", ("q_proj",), 1, SIZES[digest]), {})
+
+
+def loaded(store: AdapterStore, *digests: str) -> None:
+    for d in digests:
+        store.know(d, AdapterSource(f"/{d}"), SIZES[d])
+        store.put(weights(d))
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    store = AdapterStore(held := {}, most_bytes=LIMIT)
+    loaded(store, "a", "b", "c")
+    assert list(held) == ["a", "b", "c"]
+    store.acquire("a")
+    assert store.release("a") == []
+    loaded(store, "d")  # 100 bytes of 65
+    assert list(held) == ["a", "d"]
+    assert (store.nbytes, store.evictions) == (50, 2)
+    assert store.source("b") == AdapterSource("/b")
+
+
+def test_the_number_can_be_limited_too() -> None:
+    store = AdapterStore(held := {}, most_bytes=1000, most=2)
+    loaded(store, "a", "b", "c")
+    assert list(held) == ["b", "c"]
+
+
+def test_what_is_larger_than_the_limit_can_be_used_alone() -> None:
+    store = AdapterStore(held := {}, most_bytes=LIMIT)
+    store.know("e", AdapterSource("/e"), SIZES["e"])
+    assert store.has_room("e")
+    loaded(store, "e")
+    store.acquire("e")
+    store.know("a", AdapterSource("/a"), SIZES["a"])
+    assert not store.has_room("a")
+    assert store.release("e") == ["e"]
+    assert held == {}
+
+
+def test_what_is_being_read_takes_room() -> None:
+    store = AdapterStore({}, most_bytes=LIMIT)
+    for d in "abcd":
+        store.know(d, AdapterSource(f"/{d}"), SIZES[d])
+    assert store.has_room("c", ["a", "b"])
+    assert not store.has_room("d", ["a", "b"])
+
+
+def test_nobody_waits_for_room_that_only_pins_take() -> None:
+    store = AdapterStore({}, most_bytes=LIMIT, most=1)
+    loaded(store, "a")
+    store.know("a", AdapterSource("/a"), SIZES["a"], pinned=True)
+    store.know("b", AdapterSource("/b"), SIZES["b"])
+    assert store.has_room("b")
+    assert not store.has_room("b", ["a"])
+    assert store.has_room("b", ["forgotten meanwhile"])
+
+
+def test_a_pinned_adapter_stays() -> None:
+    store = AdapterStore(held := {}, most_bytes=LIMIT)
+    loaded(store, "a")
+    store.know("a", AdapterSource("/a"), SIZES["a"], pinned=True)
+    loaded(store, "b", "d", "c")
+    assert "a" in held
+    store.know("a", AdapterSource("/a"), SIZES["a"], pinned=False)
+    loaded(store, "e")
+    assert list(held) == ["e"]
+
+
+def test_released_too_often() -> None:
+    store = AdapterStore({}, most_bytes=LIMIT)
+    loaded(store, "a")
+    with pytest.raises(AssertionError):
+        store.release("a")
+
+
+class Store(RuleBasedStateMachine):
+    """Against a plain account of users: what is used or pinned is in memory, and the limit holds for the rest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[str, AdapterWeights] = {}
+        self.store = AdapterStore(self.held, most_bytes=LIMIT)
+        self.users: Counter[str] = Counter()
+        self.pinned: set[str] = set()
+        self.forgotten: set[str] = set()
+
+    digests = st.sampled_from(sorted(SIZES))
+
+    @rule(d=digests, pinned=st.booleans())
+    def load(self, d: str, pinned: bool) -> None:
+        self.store.know(d, AdapterSource(f"/{d}"), SIZES[d], pinned)
+        self.store.put(weights(d))
+        self.forgotten.discard(d)
+        (self.pinned.add if pinned else self.pinned.discard)(d)
+
+    @rule(d=digests)
+    def use(self, d: str) -> None:
+        if d in self.store and self.store.source(d) is not None:
+            self.store.acquire(d)
+            self.users[d] += 1
+
+    @precondition(lambda self: +self.users)
+    @rule(data=st.data())
+    def let_go(self, data: st.DataObject) -> None:
+        d = data.draw(st.sampled_from(sorted(+self.users)))
+        self.store.release(d)
+        self.users[d] -= 1
+
+    @rule(d=digests)
+    def forget(self, d: str) -> None:
+        self.store.forget(d)
+        self.pinned.discard(d)
+        self.forgotten.add(d)
+
+    @invariant()
+    def holds(self) -> None:
+        self.store.check()
+        needed = set(+self.users) | self.pinned
+        assert needed <= set(self.held)
+        spare = [d for d in self.held if d not in needed]
+        assert sum(SIZES[d] for d in self.held) <= LIMIT or len(spare) <= 1
+        for d in self.forgotten:
+            assert self.store.source(d) is None
+            assert self.users[d] or d not in self.held
+
+
+TestStore = Store.TestCase
+TestStore.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)

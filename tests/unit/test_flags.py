@@ -1,0 +1,214 @@
+"""Command lines of other servers: each flag is a setting, or a warning that says what does the job, or refused."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from mlx_tandem.cli import options
+from mlx_tandem.cli.app import app
+from mlx_tandem.cli.flags import FLAGS, SPELLINGS, Refused, translate
+from mlx_tandem.cli.settings import build
+from mlx_tandem.config import Arm, Config
+
+Run = Callable[[str], Config]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The settings that a command line comes to: everything but the serving."""
+    seen: list[Config] = []
+
+    def record(file: Path | None, settings: dict[str, object], *, called_as: str, verbose: bool) -> None:
+        seen.append(build(file, settings))
+        raise SystemExit(0)
+
+    monkeypatch.setattr("mlx_tandem.cli.serve.serve", record)
+
+    def run(line: str) -> Config:
+        with pytest.raises(SystemExit) as end:
+            app(args=["serve", *shlex.split(line)], prog_name="tandem")
+        assert end.value.code == 0
+        return seen.pop()
+
+    return run
+
+
+def value(config: Config, place: str) -> Any:
+    found: Any = config
+    for part in place.split("."):
+        found = getattr(found, part)
+    return found
+
+
+SETTINGS = [  # what a user of the other server writes, and what it comes to here
+    ("--model m", "engine.model.path", "m"),
+    ("-m m", "engine.model.path", "m"),
+    ("--model-path m", "engine.model.path", "m"),
+    ("--dtype half", "engine.model.dtype", "float16"),
+    ("--dtype=float", "engine.model.dtype", "float32"),
+    ("--dtype bfloat16", "engine.model.dtype", "bfloat16"),
+    ("--ctx-size 4096", "engine.model.max_model_len", 4096),
+    ("--max-model-len 4096", "engine.model.max_model_len", 4096),
+    ("--random-weights", "engine.model.random_weights", True),
+    ("--max-loras 4", "engine.lora.max_loras", 4),
+    ("--max-lora-rank 32", "engine.lora.max_lora_rank", 32),
+    ("--max-cpu-loras 50", "engine.lora.max_cpu_loras", 50),
+    ("--max-cpu-lora-gb 1.5", "engine.lora.max_cpu_lora_gb", 1.5),
+    ("--lora-backend gather", "engine.lora.backend", "gather"),
+    ("--adapter-root r", "adapter_root", "r"),
+    ("--default-adapter a", "server.default_adapter", "a"),
+    ("--alias ab=a:9,b:1", "aliases", (("ab", (Arm("a", 9.0), Arm("b", 1.0))),)),
+    ("--alias ab=a --alias c=b@2:0.5", "aliases", (("ab", (Arm("a", 1.0),)), ("c", (Arm("b@2", 0.5),)))),
+    ("--adapter a ./x --adapter b=./y", "adapters", (("a", "./x"), ("b", "./y"))),
+    ("--adapter-path ./x", "adapters", (("default", "./x"),)),
+    ("--adapter-path ./x", "server.default_adapter", "default"),
+    ("--lora-modules a=./x b=./y --port 1", "adapters", (("a", "./x"), ("b", "./y"))),
+    ("--lora-modules a=./x --lora-modules=b=./y", "adapters", (("a", "./x"), ("b", "./y"))),
+    (
+        """--lora-modules '{"name": "a", "path": "./x", "base_model_name": "m"}' b=./y""",
+        "adapters",
+        (("a", "./x"), ("b", "./y")),
+    ),
+    ("--host localhost", "server.host", "localhost"),
+    ("--port 1234", "server.port", 1234),
+    ("m --served-model-name a b org/c --port 1", "server.served_model_names", ("a", "b", "org/c")),
+    ("--served-model-name a b -m m", "server.served_model_names", ("a", "b")),
+    ("--served-model-name a m", "server.served_model_names", ("a",)),
+    ("--served-model-name a m", "engine.model.path", "m"),
+    ("--served-model-name a --served-model-name b m", "server.served_model_names", ("a", "b")),
+    ("--api-key k", "server.api_key", "k"),
+    ("--api-key-file f", "server.api_key_file", "f"),
+    ("--allowed-host a --allowed-host b", "server.allowed_hosts", ("a", "b")),
+    ("--max-batch-size 8", "engine.scheduler.max_num_seqs", 8),
+    ("--max-batch-size 0", "engine.scheduler.max_num_seqs", 1),
+    ("--max-num-seqs 8", "engine.scheduler.max_num_seqs", 8),
+    ("--prefill-batch-size 4", "engine.scheduler.prefill_batch_size", 4),
+    ("--max-num-batched-tokens 512", "engine.scheduler.max_chunk_tokens", 512),
+    ("--max-chunk-tokens 512", "engine.scheduler.max_chunk_tokens", 512),
+    ("--max-inflight-tokens 131072", "engine.scheduler.max_inflight_tokens", 131072),
+    ("--prefill-share 0.5", "engine.scheduler.prefill_share", 0.5),
+    ("--idle-prefill-ms 50", "engine.scheduler.idle_prefill_ms", 50.0),
+    ("--heartbeat-seconds 1", "engine.heartbeat_seconds", 1.0),
+    ("--stall-seconds 9", "engine.stall_seconds", 9.0),
+    ("--block-size 32", "engine.cache.block_size", 32),
+    ("--kv-block-size 32", "engine.cache.block_size", 32),
+    ("--num-blocks 2048", "engine.cache.num_blocks", 2048),
+    ("--memory-fraction 0.5", "engine.cache.memory_fraction", 0.5),
+    ("--gpu-memory-utilization 0.9", "engine.cache.memory_fraction", 0.9),
+    ("--default-max-tokens 9", "server.default_max_tokens", 9),
+    ("--max-prompt-tokens 9", "server.max_prompt_tokens", 9),
+    ("--max-generation-tokens 9", "server.max_generation_tokens", 9),
+    ("--max-request-bytes 2048", "server.max_request_bytes", 2048),
+    ("--max-queue-size 9", "server.max_queue_size", 9),
+    ("--max-concurrent-requests 9", "server.max_concurrent_requests", 9),
+    ("--memory-pressure-threshold 0.8", "server.memory_pressure_threshold", 0.8),
+    ("--request-timeout-s 9", "server.request_timeout_s", 9.0),
+    ("--first-token-timeout-s 9", "server.first_token_timeout_s", 9.0),
+    ("--receive-timeout-s 9", "server.receive_timeout_s", 9.0),
+    ("--write-timeout-s 9", "server.write_timeout_s", 9.0),
+    ("--drain-seconds 9", "server.drain_seconds", 9.0),
+]
+
+
+@pytest.mark.parametrize(("line", "place", "expected"), SETTINGS)
+def test_a_flag_is_a_setting(
+    serve: Run, capsys: pytest.CaptureFixture[str], line: str, place: str, expected: object
+) -> None:
+    assert value(serve(line), place) == expected != value(serve("other-model"), place)
+    assert capsys.readouterr().err == ""
+
+
+def test_every_option_is_among_them() -> None:
+    written = " ".join(line for line, _, _ in SETTINGS)
+    every = {flag for panel in options.PANELS.values() for option in panel for flag in option.flags.split()}
+    assert not {
+        flag for flag in every | set(SPELLINGS) if f"{flag} " not in f"{written} " and f"{flag}=" not in written
+    }
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_flag_without_a_setting_warns_or_is_refused(
+    serve: Run, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    row = FLAGS[flag]
+    line = f"{flag} 77" if row.value else flag
+    if row.refuse:
+        with pytest.raises(SystemExit) as end:
+            app(args=["serve", *line.split()], prog_name="tandem")
+        assert end.value.code == 2
+        said = " ".join(capsys.readouterr().err.replace("│", " ").split())
+        assert f"{line} cannot be kept: {row.text}" in said
+    else:
+        assert serve(f"{line} m --port 5").server.port == 5
+        assert capsys.readouterr().err == f"tandem: warning: {flag} has no effect here: {row.text}\n"
+    for harmless in row.harmless:
+        assert serve(f"{flag} {harmless} m").engine.model.path == "m"
+        assert serve(f"{flag}={harmless} m").engine.model.path == "m"
+        assert capsys.readouterr().err == ""
+
+
+def test_a_warning_names_only_options_that_exist() -> None:
+    """The successor that a text names must be there."""
+    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    known = {flag for p in serve.params for flag in p.opts} | set(FLAGS)
+    for flag, row in FLAGS.items():
+        named = {word.strip(",.;:)") for word in row.text.split() if word.startswith("--")}
+        assert named <= known, flag
+        assert flag not in named
+
+
+def test_the_page_for_those_who_move_has_every_flag() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    assert {flag for flag in FLAGS if f"`{flag}`" not in page} == set()
+
+
+def test_no_row_hides_an_option() -> None:
+    assert not set(FLAGS) & ({f for panel in options.PANELS.values() for o in panel for f in o.flags.split()})
+
+
+@pytest.mark.parametrize(
+    ("words", "flag"),
+    [
+        (["--kv-bits"], "--kv-bits"),
+        (["--lora-modules"], "--lora-modules"),
+        (["--lora-modules", "a"], "--lora-modules"),
+        (["--lora-modules", "{}"], "--lora-modules"),
+        (["--lora-modules", json.dumps({"name": "a", "path": 3})], "--lora-modules"),
+        (["--adapter-path"], "--adapter-path"),
+        (["--served-model-name"], "--served-model-name"),
+        (["--adapter"], "--adapter"),
+        (["--dtype"], "--dtype"),
+    ],
+)
+def test_a_value_that_is_missing(words: list[str], flag: str) -> None:
+    with pytest.raises(Refused) as refused:
+        translate(words, {})
+    assert refused.value.flag == flag
+
+
+def test_values_are_never_taken_for_flags() -> None:
+    words = ["--host", "--kv-bits", "--", "--kv-bits", "8"]
+    assert translate(words, {"--host": True}) == (words, [])
+    assert translate(["--enable-lora=true", "m"], {})[0] == ["m"]
+
+
+def test_mola_s_command_line(serve: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    config = serve(
+        "--model mlx-community/Qwen3.5-9B-MLX-4bit --adapter rust ./r --adapter sql ./s --max-inflight-tokens 131072 "
+        "--max-batch-size 128 --prefill-batch-size 32 --enable-routed-decode-reference "
+        "--strict-routed-decode-reference --routed-decode-backend gather-mm --enable-mixed-decode-migration "
+        "--prestep-mixed-decode-migration --cache-routed-decode-sessions --detached-shared-decode-owner --port 8001"
+    )
+    assert config.engine.model.path == "mlx-community/Qwen3.5-9B-MLX-4bit"
+    assert config.adapters == (("rust", "./r"), ("sql", "./s"))
+    assert (config.engine.scheduler.max_num_seqs, config.server.port) == (128, 8001)
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == 7
+    assert all(line.startswith("tandem: warning: --") for line in warnings)
