@@ -1,4 +1,4 @@
-"""Write the figures in README.md: tables made of the committed files under benchmarks/results, and nothing else.
+"""Write the figures in README.md: tables and a picture made of the committed files under benchmarks/results.
 
 python scripts/figures.py [--check]
 """
@@ -13,6 +13,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+MIXES = ("skew/same", "long-decode-mixed/long-decode-same")
+PICTURE, PICTURE_OF = ROOT / "docs" / "adapters.svg", "adapters-0.13m.json"
 BEGIN, END = "<!-- figures: make figures -->\n", "<!-- end of figures -->\n"
 
 
@@ -65,14 +67,16 @@ def adapters(name: str, result: dict[str, Any]) -> str:
         at = {r["mode"]: r["median"]["tokens_per_s"] for r in result["results"] if r["concurrency"] == level}
         ratios = (f"{row[key]:.2f}" for key in ("mixed/same", "same/base", "mixed/base"))
         text += _row(str(level), *(f"{at[mode]:,.0f}" for mode in ("base", "same", "mixed")), *ratios)
-    text += (
-        "\nMixes beside one adapter with requests of the same lengths: `skew` sends four of five requests to one of\n"
-    )
-    text += "the adapters, `long-decode-mixed` asks for answers four times as long.\n\n"
-    text += _head("at once", "skew / one", "long-decode-mixed / one")
-    for row in result["ratios"]:
-        ratios = (f"{row[key]:.2f}" for key in ("skew/same", "long-decode-mixed/long-decode-same"))
-        text += _row(str(row["concurrency"]), *ratios)
+    if name == PICTURE_OF:
+        text += f"\n![The same as bars, with request times]({PICTURE.relative_to(ROOT).as_posix()})\n"
+    mixes = [(row["concurrency"], [row[key] for key in MIXES if key in row]) for row in result["ratios"]]
+    if all(len(ratios) == len(MIXES) for _, ratios in mixes):
+        text += (
+            "\nMixes beside one adapter with requests of the same lengths: `skew` sends four of five requests to one\n"
+            "adapter, `long-decode-mixed` asks for answers four times as long.\n\n"
+        ) + _head("at once", "skew / one", "long-decode-mixed / one")
+        for level, ratios in mixes:
+            text += _row(str(level), *(f"{ratio:.2f}" for ratio in ratios))
     return text
 
 
@@ -179,6 +183,16 @@ def rewritten(page: str) -> str:
     return f"{before}{BEGIN}\n{figures()}\n{END}{after}"
 
 
+def draw() -> None:
+    """The picture, the same bytes each time."""
+    import matplotlib
+
+    from mlx_tandem.cli.bench.plot import plot
+
+    with matplotlib.rc_context({"svg.hashsalt": PICTURE.name}):
+        plot(_read(PICTURE_OF), PICTURE)
+
+
 def main() -> None:
     page = PAGE.read_text(encoding="utf-8")
     new = rewritten(page)
@@ -187,6 +201,7 @@ def main() -> None:
             0 if page == new else f"{PAGE.name}: the figures are not those of benchmarks/results; run make figures"
         )
     PAGE.write_text(new, encoding="utf-8")
+    draw()
 
 
 if __name__ == "__main__":

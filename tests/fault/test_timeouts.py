@@ -24,8 +24,8 @@ STREAM = BODY | {"stream": True}
 PATIENCE = 2.0
 """Seconds of a limit that what comes at once keeps, however busy the machine is."""
 
-LONG = BODY | {"max_tokens": 1000, "n": 16, "priority": -1}
-"""Its choices have the one seat one after the other: many times as long as a waiting request is patient."""
+LONG = {"prompt": [[300]] * 16, "max_tokens": 1000, "priority": -1}
+"""Its prompts have the one seat one after the other: many times as long as a waiting request is patient."""
 
 
 def one_seat(**server: object) -> Config:
@@ -122,6 +122,7 @@ def test_a_request_that_waits_until_its_deadline_costs_no_device_work():
     """Seen by the rows of steps that ran under an adapter: only the one that waits names one."""
     with serving(one_seat(first_token_timeout_s=PATIENCE)) as server:
         with stream(server, LONG) as running:
+            assert running.status_code == 200
             lines = running.iter_lines()  # kept: its end would close the stream
             next(lines)
             waiting = server.complete("x", model="shout")
@@ -164,6 +165,7 @@ def test_a_deadline_holds_while_draining():
     ):
         replies: list[httpx.Response] = []
         with stream(server, LONG) as first:
+            assert first.status_code == 200
             lines = first.iter_lines()
             next(lines)
             waiting = post(other, BODY, replies)

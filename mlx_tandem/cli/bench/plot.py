@@ -48,4 +48,5 @@ def plot(result: dict[str, Any], path: Path) -> None:
         *left.get_legend_handles_labels(), loc="outside upper center", ncols=min(4, len(modes)), frameon=False
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    undated = {"Date": None} if path.suffix == ".svg" else None  # the same result is the same file
+    figure.savefig(path, dpi=150, metadata=undated)
