@@ -114,6 +114,12 @@ def stream(server: RunningServer, body: dict[str, object]) -> contextlib.Abstrac
     return server.client.stream("POST", "/v1/completions", json=body | {"stream": True, "ignore_eos": True})
 
 
+def compile_kernels(server: RunningServer) -> None:
+    """A machine's first tokens of a kind wait for a compiler: longer than these tests' requests may."""
+    while server.complete([300], max_tokens=2, ignore_eos=True).status_code != 200:
+        pass
+
+
 def counters(server: RunningServer) -> dict[str, int]:
     return server.client.get("/v1/engine/metrics").json()["engine"]
 
@@ -121,6 +127,7 @@ def counters(server: RunningServer) -> dict[str, int]:
 def test_a_request_that_waits_until_its_deadline_costs_no_device_work():
     """Seen by the rows of steps that ran under an adapter: only the one that waits names one."""
     with serving(one_seat(first_token_timeout_s=PATIENCE)) as server:
+        compile_kernels(server)
         with stream(server, LONG) as running:
             assert running.status_code == 200
             lines = running.iter_lines()  # kept: its end would close the stream
@@ -163,6 +170,7 @@ def test_a_deadline_holds_while_draining():
         httpx.Client(base_url=server.url, timeout=60) as other,
         httpx.Client(base_url=server.url) as probe,
     ):
+        compile_kernels(server)
         replies: list[httpx.Response] = []
         with stream(server, LONG) as first:
             assert first.status_code == 200
