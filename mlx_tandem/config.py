@@ -1,11 +1,11 @@
-"""All settings, typed and nested; every field is also a command-line option and a key of one YAML file.
+"""All settings, typed and nested; every field is a key of one YAML file, and most are options of the command line.
 
 A value of 0 or None where the text says so means: decide at start from the device and the model.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct, field
 
@@ -40,11 +40,25 @@ class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True):
     backend: Literal["auto", "gather", "windows"] = "auto"
 
 
+Mode = Literal["inference_only", "training_only", "inference_and_training"]
+
+
+class DutyConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """How the device's time is shared between requests and learning, while both want it."""
+
+    mode: Mode = "inference_and_training"
+    inference: float = 0.7  # weights: only their ratio counts
+    training: float = 0.3
+    inter_token_p95_ms: float = 0.0  # learning waits while streams are slower than this; 0: no such limit
+    micro_batch_tokens: int = 0  # of one forward and backward; 0: from the device
+
+
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    duty: DutyConfig = field(default_factory=DutyConfig)
     heartbeat_seconds: float = 0.5
     stall_seconds: float = 60.0  # longer than the longest legal step
 
@@ -71,6 +85,64 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     drain_seconds: float = 30.0
 
 
+class RewardSpec(Struct, frozen=True, forbid_unknown_fields=True):
+    """One part of a composite reward."""
+
+    function: str  # of training/rewards, or an entry point's name
+    weight: float = 1.0
+    options: dict[str, Any] = {}
+
+
+class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The online loop: collect, score, update, validate, publish."""
+
+    enabled: bool = False
+    adapter: str = "policy"  # the name whose versions are trained and published
+    init_from: str = ""  # an adapter's name to begin with; empty: a fresh one, which changes nothing
+    lora_rank: int = 16
+    lora_alpha: float = 32.0
+    lora_target_modules: tuple[str, ...] = ()  # last parts of module paths; empty: all linear layers
+    seed: int = 0
+
+    trajectory_buffer_size: int = 1000  # completions
+    update_frequency: int = 100  # completions of one update
+    scoring_batch_size: int = 32
+    gradient_accumulation_steps: int = 1  # batches of update_frequency completions to one step of the optimiser
+    max_staleness: int = 4  # versions that a completion may be behind
+    scoring_function: str = ""  # for requests that collect and name none
+    rewards: dict[str, tuple[RewardSpec, ...]] = {}  # composite rewards by name
+    reward_workers: int = 1
+    reward_timeout_s: float = 5.0
+    reward_memory_mb: int = 512
+    group_size: int = 0  # over 1: recorded prompts are sampled again, so many times, in training's share
+
+    algorithm: Literal["grpo", "dr_grpo", "gspo", "cispo", "ppo", "importance_sampling", "dro"] = "grpo"
+    learning_rate: float = 1e-5
+    warmup_steps: int = 0
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_coef: float = 0.0  # to the base model
+    max_importance_ratio: float = 2.0  # of trainer to sampler, truncated there
+    refuse_mismatch: float = 0.1  # mean k3 in nats between sampler and trainer from which on an update is refused
+
+    guard_kl: float = 0.5  # mean k3 in nats that one update may move the policy
+    guard_reward_drop: float = 0.1  # of the mean reward below its best, from which on the last good version comes back
+    validation_prompts: str = ""  # a JSONL file whose mean reward each version must keep before it is published
+    atropos_url: str = ""  # kept for a later version
+    environment: str = ""
+
+
+class CheckpointingConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    checkpoint_dir: str = "./checkpoints"
+    interval: int = 500  # updates
+    keep_n_checkpoints: int = 10
+
+
 class Arm(Struct, frozen=True, forbid_unknown_fields=True):
     """A share of an alias's traffic. `adapter`: a name, name@version or "base"."""
 
@@ -84,3 +156,5 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     adapters: tuple[tuple[str, str], ...] = ()  # (name, folder), read and checked at start
     adapter_root: str = ""  # a folder of adapter folders, each read when its name is first asked for
     aliases: tuple[tuple[str, tuple[Arm, ...]], ...] = ()
+    rl_training: RLTrainingConfig = field(default_factory=RLTrainingConfig)
+    checkpointing: CheckpointingConfig = field(default_factory=CheckpointingConfig)

@@ -38,6 +38,10 @@ PARAMETERS: dict[str, Range] = {
     "prompt_logprobs": Range(0, 20, integer=True),
     "priority": Range(-1_000_000, 1_000_000, integer=True),
     "weight": Range(0.0, 1e6),  # of an alias's arm
+    "reward": Range(-1e6, 1e6),  # of a trajectory
+    "reward_weight": Range(-1e3, 1e3),  # of one part of a composite
+    "reward_tokens": Range(1, 1_048_576, integer=True),
+    "version": Range(0, 2**53, integer=True),  # of an adapter; 0: the base
 }
 
 SETTINGS: dict[str, Range] = {  # by their place in config.py
@@ -72,6 +76,70 @@ SETTINGS: dict[str, Range] = {  # by their place in config.py
     "server.drain_seconds": Range(0.0, 3600.0),
 }
 
+LEARNING: dict[str, Range] = {  # of trainers and of fine-tuning from a file
+    "rank": Range(1, 512, integer=True),
+    "alpha": Range(1e-3, 1e6),
+    "trainer_seed": Range(0, 2**63 - 1, integer=True),
+    "learning_rate": Range(0.0, 10.0),
+    "beta1": Range(0.0, 0.9999999),
+    "beta2": Range(0.0, 0.9999999),
+    "eps": Range(1e-30, 1.0),
+    "weight_decay": Range(0.0, 10.0),
+    "grad_norm": Range(0.0, 1e9),  # 0: not clipped
+    "example_weight": Range(-1e6, 1e6),
+    "example_logprob": Range(-1e4, 1e-3),  # rounding may bring one over 0
+    "example_temperature": Range(0.01, 2.0),
+    "scale": Range(0.0, 1e6),
+    "clip_low": Range(0.0, 1.0),
+    "clip_high": Range(0.0, 1e6),
+    "kl_coef": Range(0.0, 1e3),
+    "beta": Range(0.0, 1e3),
+    "max_importance_ratio": Range(0.0, 1e6),
+    "epochs": Range(1, 100_000, integer=True),
+    "batch_size": Range(1, 65_536, integer=True),
+    "batch_tokens": Range(0, 2**30, integer=True),
+    "accumulate": Range(1, 65_536, integer=True),
+    "warmup_share": Range(0.0, 1.0),
+    "eval_every": Range(0, 2**31 - 1, integer=True),
+    "valid_share": Range(0.0, 0.5),
+    "max_length": Range(2, 4_194_304, integer=True),
+}
+
+SETTINGS |= {
+    "engine.duty.inference": Range(0.0, 1e6),
+    "engine.duty.training": Range(0.0, 1e6),
+    "engine.duty.inter_token_p95_ms": Range(0.0, 60_000.0),
+    "engine.duty.micro_batch_tokens": Range(0, 1_048_576, integer=True),
+    "rl_training.lora_rank": LEARNING["rank"],
+    "rl_training.lora_alpha": LEARNING["alpha"],
+    "rl_training.seed": LEARNING["trainer_seed"],
+    "rl_training.trajectory_buffer_size": Range(1, 1_000_000, integer=True),
+    "rl_training.update_frequency": Range(1, 1_000_000, integer=True),
+    "rl_training.scoring_batch_size": Range(1, 65_536, integer=True),
+    "rl_training.gradient_accumulation_steps": LEARNING["accumulate"],
+    "rl_training.max_staleness": Range(0, 1_000_000, integer=True),
+    "rl_training.reward_workers": Range(1, 256, integer=True),
+    "rl_training.reward_timeout_s": Range(0.01, 3600.0),
+    "rl_training.reward_memory_mb": Range(64, 1_048_576, integer=True),
+    "rl_training.group_size": Range(0, 1024, integer=True),
+    "rl_training.learning_rate": LEARNING["learning_rate"],
+    "rl_training.warmup_steps": Range(0, 1_000_000, integer=True),
+    "rl_training.max_grad_norm": LEARNING["grad_norm"],
+    "rl_training.weight_decay": LEARNING["weight_decay"],
+    "rl_training.beta1": LEARNING["beta1"],
+    "rl_training.beta2": LEARNING["beta2"],
+    "rl_training.eps": LEARNING["eps"],
+    "rl_training.clip_low": LEARNING["clip_low"],
+    "rl_training.clip_high": LEARNING["clip_high"],
+    "rl_training.kl_coef": LEARNING["kl_coef"],
+    "rl_training.max_importance_ratio": LEARNING["max_importance_ratio"],
+    "rl_training.refuse_mismatch": Range(1e-9, 1e9),
+    "rl_training.guard_kl": Range(1e-9, 1e9),
+    "rl_training.guard_reward_drop": Range(0.0, 1e9),
+    "checkpointing.interval": Range(1, 2**31 - 1, integer=True),
+    "checkpointing.keep_n_checkpoints": Range(1, 100_000, integer=True),
+}
+
 MAX_ARMS = 16
 MAX_STOP_STRINGS = 8
 MAX_STOP_LENGTH = 256
@@ -79,18 +147,29 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_MESSAGES = 4096
 MAX_PROMPTS = 64
+MAX_TRAJECTORIES = 4096  # in one body
+MAX_TRAINING_JOBS = 16  # that wait for their turn
+MAX_METADATA_BYTES = 65_536  # of one request, as JSON
+MAX_METADATA_DEPTH = 16
 MAX_JSON_DEPTH = 64
+MAX_REWARD_PARTS = 8
+MAX_REWARD_BYTES = 16 << 20  # of one completion with its prompt and metadata
+MAX_REWARD_TEXT = 128 << 10  # bytes of a completion that a pattern or schema is tried on
+MAX_REWARD_ANSWERS = 64
+MAX_PATTERN = 1024  # characters
+MAX_SCHEMA_BYTES = 64 << 10
 MAX_LORA_RANK = 512
 MAX_LORA_ALPHA = 1e6
 MAX_LORA_SCALE = 1e4
 MAX_LORA_VALUE = 65504.0  # of A, and of B times the scale: float16's largest
 MAX_ADAPTER_BYTES = 8 << 30
 MAX_CONFIG_BYTES = 1 << 20
+MAX_EXAMPLE_BYTES = 64 << 20  # of one line of a file of examples
 
 
 def check(name: str, value: object, param: str | None = None) -> float | int:
     """`value` when it lies in the range of `name`, else InvalidRequest naming `param`. NaN never passes."""
-    r = PARAMETERS[name]
+    r = PARAMETERS.get(name) or LEARNING[name]
     where = param or name
     kind = "an integer" if r.integer else "a number"
     if isinstance(value, bool) or not isinstance(value, int if r.integer else (int, float)):

@@ -62,6 +62,8 @@ class Request(Struct, frozen=True, array_like=True):
     adapter: AdapterRef | None = None  # None: the base model
     n: int = 1
     priority: int = 0  # lower runs earlier
+    follow: bool = False  # go on under newer versions of the adapter's name as they are published
+    background: bool = False  # made for training: runs in its share of the device's time
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
@@ -86,6 +88,7 @@ class Delta(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    version: int = 0  # of the adapter that made the tokens, of a request that follows; 0: as pinned
 
 
 class AdapterSource(Struct, frozen=True, array_like=True):
@@ -155,3 +158,6 @@ class EngineStats(Struct, frozen=True):
     adapter_slot_bytes: int = 0  # of all slots on the device
     lora_rows: int = 0  # rows that ran under an adapter, since start
     rows: int = 0  # all rows, since start
+    serving_ms: float = 0.0  # device time of users' rows, since start
+    training_ms: float = 0.0  # device time of gradient work and of rows made for training, since start
+    training_jobs: int = 0  # gradient work that waits or is under way

@@ -20,6 +20,9 @@ from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import TandemError
 from mlx_tandem.types import AdapterSource
 
+MICRO_BATCH_TOKENS = {"cpu": 256, "gpu": 4096}
+"""Of one forward and backward: a slice of it is one layer, and streams wait for a slice."""
+
 EXIT_FAILURE = 70  # EX_SOFTWARE: the supervisor starts another
 log = logging.getLogger("mlx_tandem.engine")
 
@@ -74,10 +77,14 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.adapters.slots import SlotTable
     from mlx_tandem.adapters.store import AdapterStore
     from mlx_tandem.engine.adapters import Adapters
+    from mlx_tandem.engine.duty import Duty
     from mlx_tandem.engine.loading import Loader
     from mlx_tandem.engine.scheduler import Scheduler
+    from mlx_tandem.engine.training import Training
     from mlx_tandem.kv.pool import BlockPool
+    from mlx_tandem.model import device
     from mlx_tandem.model.build import build
+    from mlx_tandem.training.device.trainers import Trainers
 
     weights: dict[str, AdapterWeights] = {}
     built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]))
@@ -105,14 +112,28 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
             root=Path(source.root) if source.root is not None else None,
         )
 
+    def trainers() -> Trainers:
+        return Trainers(
+            built.twin,
+            built.adapter_dtype,
+            vocab_size=info.vocab_size,
+            micro_batch_tokens=config.duty.micro_batch_tokens
+            or MICRO_BATCH_TOKENS["cpu" if device.is_cpu() else "gpu"],
+            most_tokens=info.max_model_len,
+        )
+
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
+    adapters = Adapters(store, Loader(read), slots)
+    duty = Duty(config.duty)
     core = EngineCore(
         channel,
         built.runner,
         scheduler,
         pool,
         slots,
-        Adapters(store, Loader(read), slots),
+        adapters,
+        Training(trainers, adapters, learns=duty.learns, most_rank=config.lora.max_lora_rank),
+        duty,
         heartbeat_seconds=config.heartbeat_seconds,
         memory=built.memory,
         slot_bytes=built.adapter_bytes,

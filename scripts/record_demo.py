@@ -14,7 +14,8 @@ from time import perf_counter
 
 from rich.console import Console
 
-from mlx_tandem.cli.demo import Board, ask, started_server, summary
+from mlx_tandem.cli.demo.answers import Board, ask, summary
+from mlx_tandem.cli.demo.server import started_server
 
 WIDTH = 112
 FRAMES_PER_SECOND = 6

@@ -51,24 +51,26 @@ class RunningServer:
         return self.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8} | fields)
 
     def engine_pid(self) -> int:
-        """The engine is the server's only child."""
-        found = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
+        """The engine is the server's only child beside reward workers."""
+        found = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
         children = [
-            int(p) for p, parent in (line.split() for line in found.splitlines()[1:]) if int(parent) == self.process.pid
+            int(p)
+            for p, parent, args in (line.split(None, 2) for line in found.splitlines()[1:])
+            if int(parent) == self.process.pid and "training.rewards" not in args
         ]
         (pid,) = children
         return pid
 
 
 @contextlib.contextmanager
-def serving(config: Config) -> Iterator[RunningServer]:
-    """A server in a process of its own, ready; ended by SIGTERM."""
+def serving(config: Config, packages: Path = ROOT) -> Iterator[RunningServer]:
+    """A server in a process of its own, ready; ended by SIGTERM. It may import what lies in `packages`, too."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.serving", msgspec.json.encode(config).decode()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(packages)))},
     )
     try:
         assert process.stdout is not None

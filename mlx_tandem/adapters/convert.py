@@ -156,13 +156,36 @@ def _to_peft(adapter: _Adapter) -> tuple[dict[str, Any], Tensors]:
                 tensors[f"{peft.PREFIX}{name}.lora_{side}.weight"] = matrix
     parameters = adapter.config["lora_parameters"]
     half = next(iter(adapter.spec.modules.values()))[0][0]
+    base, dropout = _text(adapter.config.get("model")), _dropout(parameters.get("dropout"))
+    return _peft_config(base, half.rank, _alpha(half.scale, half.rank), dropout, paths), tensors
+
+
+def to_peft(
+    modules: Mapping[str, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]], rank: int, alpha: float
+) -> tuple[dict[str, Any], Tensors]:
+    """PEFT's configuration and tensors of an adapter. `modules[path]` is (A [inputs, r], B [r, outputs]), unscaled, or
+    with a leading expert axis. Raises ModelError for modules that PEFT has no name for."""
+    tensors: Tensors = {}
+    paths = []
+    for path, pair in modules.items():
+        experts = pair[0].shape[0] if pair[0].ndim == 3 else 0
+        names = _peft_names(path, experts)
+        paths += names
+        for side, values in zip("AB", pair, strict=True):
+            turned = values.swapaxes(-1, -2)
+            for name, matrix in zip(names, turned if experts else [turned], strict=True):
+                tensors[f"{peft.PREFIX}{name}.lora_{side}.weight"] = np.ascontiguousarray(matrix)
+    return _peft_config("", rank, int(alpha) if float(alpha).is_integer() else alpha, 0.0, paths), tensors
+
+
+def _peft_config(base: str, rank: int, alpha: float, dropout: float, paths: list[str]) -> dict[str, Any]:
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": _text(adapter.config.get("model")),
-        "r": half.rank,
-        "lora_alpha": _alpha(half.scale, half.rank),
-        "lora_dropout": _dropout(parameters.get("dropout")),
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": dropout,
         "use_rslora": False,
         "use_dora": False,
         "bias": "none",
@@ -171,7 +194,7 @@ def _to_peft(adapter: _Adapter) -> tuple[dict[str, Any], Tensors]:
         "init_lora_weights": True,
         "inference_mode": True,
     }
-    return config | _peft_targets(paths), tensors
+    return config | _peft_targets(paths)
 
 
 def _peft_names(path: str, experts: int) -> list[str]:

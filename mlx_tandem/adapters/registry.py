@@ -1,9 +1,9 @@
 """The front's book of adapters: names, their immutable versions, and which version a name stands for now.
 
-Plain data, one thread, no arrays and no files: the engine has read and checked the folder before `publish` is
-called, and knows versions by digest only. A version, once given, never means anything else; removing a name and
-publishing it again goes on counting, so that `name@2` seen in an old log is never another adapter. A name may also be
-known by its folder only (`announce`): it gets its first version when somebody asks for it.
+Plain data, one thread, no arrays and no files: the engine has read and checked the folder, or has made the weights
+itself, before `publish` is called, and knows versions by digest only. A version, once given, never means anything else;
+removing a name and publishing it again goes on counting, so that `name@2` seen in an old log is never another adapter.
+A name may also be known by its folder only (`announce`): it gets its first version when somebody asks for it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from mlx_tandem import limits
-from mlx_tandem.errors import InvalidRequest, NotFound
+from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
 
@@ -31,11 +31,11 @@ class Counters:
 
 @dataclass(eq=False)
 class Entry:
-    """One version of one name. Only the counters change."""
+    """One version of one name. Only the counters change, and where it can be read from."""
 
     name: str
     ref: AdapterRef
-    source: AdapterSource
+    source: AdapterSource | None  # None: the engine's memory alone has it
     info: AdapterInfo
     created: float  # seconds since the epoch
     pinned: bool = False
@@ -46,7 +46,7 @@ class Entry:
 class _Name:
     versions: dict[int, Entry] = field(default_factory=dict)  # in order of publication
     by_digest: dict[str, int] = field(default_factory=dict)
-    current: int = 0  # the version that the bare name selects
+    current: int = 0  # the version that the bare name selects; 0: none yet
     last: int = 0  # the highest number ever given
 
 
@@ -77,22 +77,33 @@ class Registry:
     def source(self, name: str) -> AdapterSource | None:
         """The folder of the current version of `name`, or the one that was announced."""
         book = self._names.get(name)
-        return book.versions[book.current].source if book is not None else self._unread.get(name)
+        return book.versions[book.current].source if book is not None and book.current else self._unread.get(name)
 
     def is_read(self, name: str) -> bool:
-        """Whether `name` has a version."""
-        return name in self._names
+        """Whether `name` stands for a version."""
+        return name in self._names and self._names[name].current > 0
 
     def was_removed(self, name: str) -> bool:
         """Whether `name` had been there and was removed."""
         return name in self._retired
 
-    def publish(self, name: str, source: AdapterSource, info: AdapterInfo, pinned: bool = False) -> AdapterRef:
+    def publish(self, name: str, source: AdapterSource | None, info: AdapterInfo, pinned: bool = False) -> AdapterRef:
         """Make `info`'s content the current version of `name` and return its reference.
 
         New content gets the next number. Content that this name already has keeps its number and counters, and the
         name stands for it again. Of the versions of a name only the current one can be pinned.
         """
+        book, entry = self._add(name, source, info)
+        book.current = entry.ref.version
+        for other in book.versions.values():
+            other.pinned = pinned and other is entry
+        return entry.ref
+
+    def reserve(self, name: str, info: AdapterInfo) -> AdapterRef:
+        """A version of `name`, numbered as in `publish`, that only `name@version` selects until it is published."""
+        return self._add(name, None, info)[1].ref
+
+    def _add(self, name: str, source: AdapterSource | None, info: AdapterInfo) -> tuple[_Name, Entry]:
         self.check(name)
         self._unread.pop(name, None)
         book = self._names.get(name)
@@ -106,19 +117,37 @@ class Registry:
             book.versions[number] = Entry(name, ref, source, info, self._clock())
             book.by_digest[info.digest] = number
             self._holders.setdefault(info.digest, []).append(book.versions[number])
-        book.current = number
-        for entry in book.versions.values():
-            entry.pinned = pinned and entry.ref.version == number
-        current = book.versions[number]
-        current.source = source
-        return current.ref
+        entry = book.versions[number]
+        if source is not None:
+            entry.source = source
+        return book, entry
+
+    def count_from(self, name: str, number: int) -> None:
+        """Numbers of `name` up to this one were given by an earlier server."""
+        book = self._names.get(name)
+        if book is not None:
+            book.last = max(book.last, number)
+        else:
+            self._retired[name] = max(self._retired.get(name, 0), number)
+
+    def retire(self, ref: AdapterRef) -> None:
+        """Forget one version, unless it is gone already; Conflict when the name stands for it. The engine should be
+        told to unload what has no `holders` afterwards."""
+        book = self._names.get(ref.name)
+        entry = None if book is None else book.versions.get(ref.version)
+        if book is None or entry is None:
+            return
+        if book.current == ref.version:
+            raise Conflict(f"{ref.label} is what {ref.name} stands for", param="version")
+        del book.versions[ref.version], book.by_digest[ref.digest]
+        self._let_go(entry)
 
     def entry(self, selector: str) -> Entry:
         """The version that `name` or `name@version` selects; NotFound (`model_not_found`) when there is none."""
         name, at, number = selector.partition("@")
         book = self._names.get(name)
         if book is not None:
-            if not at:
+            if not at and book.current:
                 return book.versions[book.current]
             # Only the canonical spelling: neither '01' nor digits of other scripts.
             if number.isascii() and number.isdigit() and number[0] != "0" and len(number) < 10:
@@ -140,24 +169,27 @@ class Registry:
             raise NotFound(f"the adapter {name[:140]!r} does not exist", param="name", code="adapter_not_found")
         self._retired[name] = book.last
         for entry in book.versions.values():
-            holders = self._holders[entry.ref.digest]
-            holders.remove(entry)
-            if not holders:
-                del self._holders[entry.ref.digest]
+            self._let_go(entry)
         return [entry.ref for entry in book.versions.values()]
+
+    def _let_go(self, entry: Entry) -> None:
+        holders = self._holders[entry.ref.digest]
+        holders.remove(entry)
+        if not holders:
+            del self._holders[entry.ref.digest]
 
     def holders(self, digest: str) -> list[Entry]:
         """The versions, of whatever names, that have this content."""
         return list(self._holders.get(digest, ()))
 
     def versions(self, name: str) -> list[Entry]:
-        """All versions of `name`, oldest first; NotFound when it has none."""
+        """All versions of `name` in the order of publication; NotFound when it has none."""
         self.entry(name)
         return list(self._names[name].versions.values())
 
     def entries(self) -> list[Entry]:
         """The current version of every name, in the order in which the names were first published."""
-        return [book.versions[book.current] for book in self._names.values()]
+        return [book.versions[book.current] for book in self._names.values() if book.current]
 
     def unread(self) -> list[tuple[str, AdapterSource]]:
         """Names that were announced and never asked for, with their folders."""

@@ -2,7 +2,7 @@
 
 Plain data; nothing is read here. An adapter that open requests use, or that is pinned, stays. The others are dropped,
 least recently used first, while there are more than the limits allow; what was once loaded is still known by its
-digest and source, so it can be read again.
+digest and source, so it can be read again. What was made here and has no source yet stays, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_SOURCES = 8
 
 @dataclass
 class _Known:
-    sources: list[AdapterSource]  # the latest first
+    sources: list[AdapterSource]  # the latest first; empty: it is nowhere but here
     nbytes: int
     users: int = 0  # open requests
     pinned: bool = False
@@ -47,8 +47,9 @@ class AdapterStore:
     def __len__(self) -> int:
         return len(self._weights)
 
-    def know(self, digest: str, source: AdapterSource, nbytes: int, pinned: bool = False) -> None:
-        """Remember where `digest` can be read from, too. What it is used for stays as it is."""
+    def know(self, digest: str, source: AdapterSource, nbytes: int, pinned: bool = False) -> list[str]:
+        """Remember where `digest` can be read from, too. What it is used for stays as it is. Returns what is dropped
+        now that it may be."""
         known = self._known.get(digest)
         if known is None:
             self._known[digest] = _Known([source], nbytes, pinned=pinned)
@@ -56,11 +57,21 @@ class AdapterStore:
             known.sources = [source, *(s for s in known.sources if s != source)][:MOST_SOURCES]
             known.doomed, known.pinned = False, pinned
             self._sort_in(digest, known)
+        return self._shrink(keep=digest)
+
+    def knows(self, digest: str) -> bool:
+        """Whether requests may name it: it is in memory or can be read, and nobody has forgotten it."""
+        known = self._known.get(digest)
+        return known is not None and not known.doomed
 
     def source(self, digest: str) -> AdapterSource | None:
         """Where to read it from; None when nobody ever told."""
         known = self._known.get(digest)
-        return None if known is None or known.doomed else known.sources[0]
+        return None if known is None or known.doomed or not known.sources else known.sources[0]
+
+    def get(self, digest: str) -> AdapterWeights | None:
+        """What requests may use of it now; None when it is not in memory."""
+        return self._weights.get(digest) if self.knows(digest) else None
 
     def other_source(self, digest: str, wrong: AdapterSource) -> AdapterSource | None:
         """Where else to look, since `wrong` has something else by now; None when there is no other place."""
@@ -77,6 +88,13 @@ class AdapterStore:
             self.nbytes += known.nbytes
         self._sort_in(digest, known)
         return self._shrink(keep=digest)
+
+    def hold(self, weights: AdapterWeights) -> list[str]:
+        """Take into memory what may be in no folder: without a source it stays until `forget`. Returns what was
+        dropped for it."""
+        known = self._known.setdefault(weights.info.digest, _Known([], weights.info.memory_bytes))
+        known.doomed = False
+        return self.put(weights)
 
     def has_room(self, digest: str, loading: Iterable[str] = ()) -> bool:
         """Whether reading `digest`, beside those that are being read, keeps the limits once the idle are dropped.
@@ -126,13 +144,14 @@ class AdapterStore:
         """Raise AssertionError unless the books agree. For tests."""
         assert self._users == sum(k.users for k in self._known.values())
         assert self.nbytes == sum(self._known[d].nbytes for d in self._weights)
-        unused = {d for d in self._weights if not self._known[d].users and not self._known[d].pinned}
+        unused = {d for d in self._weights if (k := self._known[d]).sources and not k.users and not k.pinned}
+        assert all(k.sources or d in self._weights for d, k in self._known.items()), "lost for good"
         assert set(self._idle) == unused
         assert not any(k.doomed and not k.users for k in self._known.values())
 
     def _sort_in(self, digest: str, known: _Known) -> None:
         self._idle.pop(digest, None)
-        if digest in self._weights and not known.users and not known.pinned:
+        if digest in self._weights and known.sources and not known.users and not known.pinned:
             self._idle[digest] = None
 
     def _over(self) -> bool:

@@ -34,7 +34,7 @@ def ls(url: Url = URL, api_key: Key = None, api_key_file: KeyFile = None) -> Non
     """List adapters with their size, where they are and what they did."""
     from rich.table import Table
 
-    found = _ask(url, api_key, api_key_file, "GET", "/v1/adapters")
+    found = ask(url, api_key, api_key_file, "GET", "/v1/adapters")
     table = Table(*("adapter", "rank", "targets", "MB", "on the device", "requests", "tokens", "folder"))
     for entry in found["adapters"]:
         if entry["version"] is None:
@@ -64,7 +64,7 @@ def load(
         body["path"] = str(Path(path).absolute()) if Path(path).is_dir() else path
     if pin:
         body["pin"] = True
-    done = _ask(url, api_key, api_key_file, "POST", "/v1/adapters", body)
+    done = ask(url, api_key, api_key_file, "POST", "/v1/adapters", body)
     print(f"loaded {done['id']} (rank {done['rank']}, {done['size_bytes'] / 1e6:.1f} MB)")
 
 
@@ -76,7 +76,7 @@ def unload(
     api_key_file: KeyFile = None,
 ) -> None:
     """Forget NAME and all its versions; requests that run are finished."""
-    done = _ask(url, api_key, api_key_file, "DELETE", f"/v1/adapters/{quote(name, safe='')}")
+    done = ask(url, api_key, api_key_file, "DELETE", f"/v1/adapters/{quote(name, safe='')}")
     print(f"unloaded {name} ({_joined(str(version) for version in done['versions'])})")
 
 
@@ -137,7 +137,7 @@ def _spans(numbers: tuple[int, ...]) -> str:
     return _joined("–".join(map(str, span)) for span in spans)
 
 
-def _ask(
+def ask(
     url: str, api_key: str | None, api_key_file: str | None, method: str, path: str, body: object = None
 ) -> dict[str, Any]:
     """The answer of the server; an error of any kind is one line and status 1."""

@@ -27,7 +27,6 @@ class Flag:
     harmless: tuple[str, ...] = ()  # values that mean what happens here anyway: nothing is said
 
 
-_LEARNING = "this version serves and does not learn"
 _ONE_BATCH = "rows of all adapters and of the base are always decoded in one batch"
 _ADMISSION = "requests join the running batch at the next step; --max-num-seqs bounds it"
 _NO_SPECULATION = "this version decodes without speculation; the answers are the same"
@@ -97,12 +96,11 @@ FLAGS: dict[str, Flag] = {
     "--enable-continuous-batching": Flag(f"batching is always continuous: {_ADMISSION}"),
     "--enable-prefix-caching": Flag(_NO_PREFIXES),
     # MLX ParaLLM
-    "--mode": Flag(_LEARNING, value=True, refuse=True, harmless=("inference", "inference_only")),
     "--share-model": Flag("one process holds the model, and every request and adapter shares it"),
-    "--enable-rl-training": Flag(_LEARNING, refuse=True),
-    "--atropos-url": Flag(_LEARNING, value=True, refuse=True),
-    "--connect-to": Flag("this server shares no model with another", value=True, refuse=True),
-    "--lora-rank": Flag("an adapter's rank comes from its folder; --max-lora-rank bounds it", value=True),
+    "--atropos-url": Flag("this version does not speak to Atropos yet; requests bring the trajectories", value=True),
+    "--connect-to": Flag(
+        "this version learns on the machine that serves, and on no other yet", value=True, refuse=True
+    ),
     # vLLM
     "--enable-lora": Flag("adapters need no switch; --max-loras 0 turns them off"),
     "--no-enable-prefix-caching": Flag("this version keeps no prefixes"),
@@ -114,6 +112,7 @@ FLAGS: dict[str, Flag] = {
 }
 
 DTYPES = {"half": "float16", "float": "float32"}
+MODES = {"inference": "inference_only", "training": "training_only", "both": "inference_and_training"}
 MODEL_FLAGS = ("-m", "--model", "--model-path")
 
 
@@ -208,6 +207,10 @@ class _Line:
         value = self._value("--dtype")
         yield from ("--dtype", DTYPES.get(value, value))
 
+    def mode(self) -> Iterator[str]:
+        value = self._value("--mode")
+        yield from ("--mode", MODES.get(value, value))
+
 
 SPELLINGS: dict[str, Callable[[_Line], Iterator[str]]] = {
     "--adapter": _Line.adapter,
@@ -215,6 +218,7 @@ SPELLINGS: dict[str, Callable[[_Line], Iterator[str]]] = {
     "--adapter-path": _Line.adapter_path,
     "--served-model-name": _Line.served_model_name,
     "--dtype": _Line.dtype,
+    "--mode": _Line.mode,
 }
 
 

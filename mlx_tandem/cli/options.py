@@ -1,4 +1,4 @@
-"""The options of `tandem serve`: a line for every setting, in the order of the help.
+"""The options of `tandem serve`: a line for every setting of serving and the common ones of learning, as in the help.
 
 What an option takes follows from the type of its field in config.py, so the two cannot differ.
 """
@@ -128,7 +128,47 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "Share of the memory left after the weights that blocks may take.",
         ),
     ),
+    "Learning": (
+        Option("rl_training.enabled", "--enable-rl-training", "Train an adapter while serving."),
+        Option("engine.duty.mode", "--mode", "Whose the device is; short: inference, training, both (both)."),
+        Option("engine.duty.training", "--training-share", "Training's share of the time that both want (0.3)."),
+        Option("rl_training.adapter", "--train-adapter", "The name that is trained and published (policy).", "NAME"),
+        Option("rl_training.lora_rank", "--lora-rank", "Rank of a fresh adapter (16)."),
+        Option("rl_training.lora_alpha", "--lora-alpha", "Its alpha; the delta is scaled by alpha / rank (32)."),
+        Option(
+            "rl_training.lora_target_modules",
+            "--lora-target-modules",
+            "Linear layers by the last part of their name (repeatable, or with commas); all if absent.",
+            "NAME,NAME",
+        ),
+        Option("rl_training.algorithm", "--algorithm", "How rewards become gradients (grpo)."),
+        Option("rl_training.learning_rate", "--learning-rate", "Of AdamW (1e-5)."),
+        Option("rl_training.kl_coef", "--kl-coef", "Weight of the KL divergence from the base model (0)."),
+        Option(
+            "rl_training.scoring_function", "--scoring-function", "For requests that collect and name none.", "NAME"
+        ),
+        Option("rl_training.update_frequency", "--update-frequency", "Completions of an update (100)."),
+        Option("rl_training.trajectory_buffer_size", "--trajectory-buffer-size", "Completions that are kept (1000)."),
+        Option("rl_training.scoring_batch_size", "--scoring-batch-size", "Completions scored at once (32)."),
+        Option(
+            "rl_training.group_size",
+            "--group-size",
+            "Over 1: prompts of requests are sampled again, so many times, in training's share.",
+        ),
+        Option(
+            "rl_training.validation_prompts",
+            "--validation-prompts",
+            "JSONL file whose mean reward each version must keep to be published.",
+            "FILE",
+        ),
+        Option("checkpointing.checkpoint_dir", "--checkpoint-dir", "Folder of checkpoints (./checkpoints).", "FOLDER"),
+        Option("checkpointing.interval", "--checkpoint-interval", "Updates between two of them (500)."),
+        Option("checkpointing.keep_n_checkpoints", "--keep-n-checkpoints", "How many are kept (10)."),
+    ),
 }
+
+LEARNING = {option.name: option.flags.split()[0] for option in PANELS["Learning"]}
+"""Parameter → flag."""
 
 OPTIONS: dict[str, str] = {option.name: option.place for panel in PANELS.values() for option in panel}
 """Parameter of `tandem serve` → place in `Config`. The command line and the file say the same things."""
@@ -167,6 +207,11 @@ def split_pairs(values: list[str] | None) -> list[tuple[str, str]]:
             raise typer.BadParameter(f"'{value}' is not a name and a path", param_hint="--adapter")
         pairs.append((name, path))
     return pairs
+
+
+def split_words(values: list[str] | None) -> list[str]:
+    """Words that commas part, too."""
+    return [word for value in values or [] for word in value.split(",") if word]
 
 
 def split_arms(values: list[str] | None) -> list[tuple[str, dict[str, float]]]:

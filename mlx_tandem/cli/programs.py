@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import NoReturn
 
 from mlx_tandem.cli import main
 from mlx_tandem.cli.console import warn
@@ -17,12 +16,19 @@ class Caller:
     also_called: str = ""  # a further name of the base: that program's requests use it whatever the model is
     port: int | None = None  # where no setting says one
 
+    def defaults(self) -> dict[str, object]:
+        """By their place in config.py."""
+        return {} if self.port is None else {"server.port": self.port}
+
 
 CALLERS = {
     "tandem": Caller(),
     "mlx-server": Caller(also_called="model", port=8080),
     "mlx_parallm_serve": Caller(also_called="base-model"),
 }
+
+TRAINING = ("rl", "sft")
+"""Commands of `tandem train`."""
 
 
 def mola() -> None:
@@ -52,7 +58,14 @@ def mlx_parallm_serve() -> None:
     main(["--called-as", "mlx_parallm_serve", "serve", *sys.argv[1:]])
 
 
-def mlx_parallm_train() -> NoReturn:
-    """Learning is not in this version."""
-    print("tandem: mlx_parallm_train: this version serves and does not learn", file=sys.stderr)
-    raise SystemExit(2)
+def mlx_parallm_train() -> None:
+    """`mlx_parallm_train --mode rl …`: what stands behind --mode is the command."""
+    words = sys.argv[1:]
+    for i, word in enumerate(words):
+        flag, equals, mode = word.partition("=")
+        after = i + 1 if equals else i + 2
+        mode = mode or "".join(words[i + 1 : after])
+        if flag == "--mode" and mode in TRAINING:
+            words = [mode, *words[:i], *words[after:]]
+            break
+    main(["--called-as", "mlx_parallm_serve", "train", *words])

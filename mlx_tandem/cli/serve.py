@@ -33,15 +33,18 @@ NAMES = 12  # of adapters, in the line that says what is served
 
 
 def prepare(
-    file: Path | None, options: Mapping[str, object], called_as: str = "tandem"
+    file: Path | None,
+    options: Mapping[str, object],
+    called_as: str = "tandem",
+    defaults: Mapping[str, object] | None = None,
 ) -> tuple[Config, socket.socket]:
-    """The settings, with the key read and every folder on this machine, and the port, bound before hub ids are
-    fetched. Ends the process with status 1 and one line when something cannot be used."""
+    """The settings (of settings.build), with the key read and every folder on this machine, and the port, bound before
+    hub ids are fetched. Ends the process with status 1 and one line when something cannot be used."""
     from mlx_tandem.server.keys import check_exposure
 
     caller = CALLERS[called_as]
     try:
-        config = build(file, options, caller.port)
+        config = build(file, options, {**caller.defaults(), **(defaults or {})})
         server = config.server
         check_exposure(server)
         key = keys.read(server.api_key, server.api_key_file)
@@ -49,6 +52,8 @@ def prepare(
         fail(str(e))
     if config.adapter_root and not Path(config.adapter_root).is_dir():
         fail(f"there is no folder {config.adapter_root} for --adapter-root")
+    if config.rl_training.enabled:
+        _check_files(config)
     sock = _bind(config)
     try:
         model = hub.find(config.engine.model.path, "model")
@@ -69,8 +74,22 @@ def prepare(
     return config, sock
 
 
+def _check_files(config: Config) -> None:
+    """Of learning: what would only be missed once the model is loaded."""
+    prompts, folder = config.rl_training.validation_prompts, Path(config.checkpointing.checkpoint_dir)
+    if prompts and not Path(prompts).is_file():
+        fail(f"there is no file {prompts} for --validation-prompts")
+    if folder.exists() and not folder.is_dir():
+        fail(f"{folder} is not a folder; name another one with --checkpoint-dir")
+
+
 def serve(
-    file: Path | None, options: Mapping[str, object], *, called_as: str = "tandem", verbose: bool = False
+    file: Path | None,
+    options: Mapping[str, object],
+    defaults: Mapping[str, object] | None = None,
+    *,
+    called_as: str = "tandem",
+    verbose: bool = False,
 ) -> NoReturn:
     """Serve until a signal, then end the process. As `prepare` ends it when the port, the model or an adapter cannot
     be used."""
@@ -79,7 +98,7 @@ def serve(
     detached = Detached.from_environment(variable)
     if detached is not None and detached.port is not None:
         options = {**options, "port": detached.port}
-    config, sock = prepare(file, options, called_as)
+    config, sock = prepare(file, options, called_as, defaults)
     hub.close()
     keys.forget_environment()
     from mlx_tandem.server.log import log
@@ -175,9 +194,26 @@ def _ready(front: Front, port: int, variable: str | None) -> str:
         f"  model     {front.models.id} ({info.model_type}, {_count(info.parameters)} parameters, {info.dtype}"
         f"{', ' + info.quantization if info.quantization else ''}; {info.device})\n"
         f"  adapters  {shown or 'none'}\n"
+        f"{_learning(front.config)}"
         f"  try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
         f'              -d \'{{"model": "{model}", "messages": [{{"role": "user", '
         f'"content": "{QUESTION if _is_demo(front) else "Hello!"}"}}]}}\'\n'
+    )
+
+
+def _learning(config: Config) -> str:
+    """What is trained and where it goes; nothing when nothing is."""
+    training, duty = config.rl_training, config.engine.duty
+    if not training.enabled:
+        return ""
+    share = {
+        "inference_only": "collected, but not trained (inference_only)",
+        "training_only": "training comes first (training_only)",
+        "inference_and_training": f"{100 * duty.training / (duty.inference + duty.training):.0f} % of the device",
+    }
+    return (
+        f"  learning  {training.adapter} (rank {training.lora_rank}, {training.algorithm}); {share[duty.mode]}; "
+        f"checkpoints in {config.checkpointing.checkpoint_dir}\n"
     )
 
 

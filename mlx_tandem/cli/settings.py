@@ -16,38 +16,45 @@ import msgspec
 
 from mlx_tandem import limits
 from mlx_tandem.adapters.aliases import Aliases
-from mlx_tandem.cli import keys
-from mlx_tandem.cli.console import warn
-from mlx_tandem.cli.flags import FLAGS
+from mlx_tandem.cli import keys, learning
+from mlx_tandem.cli.flags import MODES
 from mlx_tandem.cli.options import OPTIONS
 from mlx_tandem.config import Config, EngineConfig
 from mlx_tandem.errors import InvalidRequest
 
-SECTIONS = ("model", "cache", "scheduler", "lora")
+SECTIONS = ("model", "cache", "scheduler", "lora", "duty")
 """Parts of the engine's settings that are sections of their own in the file."""
 
-OTHER_NAMES = {"model.base_model_path": "model.path", "server.max_batch_size": "scheduler.max_num_seqs"}
+OTHER_NAMES = {
+    "model.base_model_path": "model.path",
+    "model.lora_rank": "rl_training.lora_rank",
+    "model.lora_alpha": "rl_training.lora_alpha",
+    "model.lora_target_modules": "rl_training.lora_target_modules",
+    "server.max_batch_size": "scheduler.max_num_seqs",
+    "server.mode": "duty.mode",
+}
 """Places that a file may use too."""
-
-LEARNING = ("rl_training", "checkpointing", "model.lora_alpha", "model.lora_target_modules")
-NO_LEARNING = "belongs to learning, which this version does not have: it serves"
 
 
 class SettingsError(Exception):
     """A setting that cannot be used; the message names its place."""
 
 
-def build(file: Path | None, options: Mapping[str, object], port: int | None = None) -> Config:
-    """The settings of one server. `options` are parameters by name; None and empty lists were not given. `port` is
-    for where nothing says one."""
+def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> Config:
+    """The settings of one server. `options` are parameters by name; None and empty lists were not given. `defaults`
+    are by their place in config.py, for what nothing says. What has no effect is a warning on standard error."""
     tree = _read(file) if file else {}
     for name, value in options.items():
         if value is not None and value != [] and value != ():
             _put(tree, OPTIONS[name], value)
+    if isinstance(share := options.get("training_share"), float):
+        if not 0 <= share <= 1:
+            raise SettingsError(f"--training-share is {share:g}: it must lie between 0 and 1")
+        _put(tree, "engine.duty.inference", 1.0 - share)
     if said := keys.source(_text(options, "api_key"), _text(options, "api_key_file")):
         tree.setdefault("server", {}).update(zip(("api_key", "api_key_file"), said, strict=True))
-    if port is not None:
-        tree.setdefault("server", {}).setdefault("port", port)
+    for place, value in (defaults or {}).items():
+        _put(tree, place, value, over=False)
     engine = tree.setdefault("engine", {})
     if engine.get("scheduler", {}).get("max_num_seqs") == 0:  # "no batching", as some servers say it
         engine["scheduler"]["max_num_seqs"] = 1
@@ -63,7 +70,10 @@ def build(file: Path | None, options: Mapping[str, object], port: int | None = N
     except msgspec.ValidationError as e:
         raise SettingsError(_shown(str(e).replace("`$.", "`").replace("`$`", "the settings"))) from None
     _check(config)
-    return config
+    try:
+        return learning.settle(config, options)
+    except InvalidRequest as e:
+        raise SettingsError(e.message) from None
 
 
 def _shown(text: str) -> str:
@@ -120,20 +130,7 @@ def _layout() -> dict[str, Any]:
 
 
 def _rename(tree: dict[Any, Any]) -> None:
-    """Other servers' names of settings become ours, and what asks for learning is refused by name."""
-    training, model = tree.get("rl_training"), tree.get("model")
-    if isinstance(training, dict) and training.get("enabled") is False:
-        del tree["rl_training"]  # it asks for nothing
-    if isinstance(model, dict) and model.pop("lora_rank", None) is not None:
-        warn(f"'model.lora_rank' has no effect here: {FLAGS['--lora-rank'].text}")
-    for place in LEARNING:
-        section, _, key = place.partition(".")
-        part = tree.get(section) if key else tree
-        if isinstance(part, dict) and (key or section) in part:
-            raise SettingsError(f"'{place}' {NO_LEARNING}")
-    server = tree.get("server")
-    if isinstance(server, dict) and (mode := server.pop("mode", "inference_only")) != "inference_only":
-        raise SettingsError(f"'server.mode: {mode}' {NO_LEARNING}; write inference_only")
+    """Other servers' names of settings become ours."""
     for old, new in OTHER_NAMES.items():
         (old_section, old_key), (section, key) = old.split("."), new.split(".")
         source = tree.get(old_section)
@@ -143,6 +140,9 @@ def _rename(tree: dict[Any, Any]) -> None:
                 if key in target:
                     raise SettingsError(f"'{old}' and '{new}' are the same setting")
                 target[key] = source.pop(old_key)
+    duty = tree.get("duty")
+    if isinstance(duty, dict) and isinstance(mode := duty.get("mode"), str):
+        duty["mode"] = MODES.get(mode, mode)
 
 
 def _check_keys(tree: dict[Any, Any], known: Mapping[str, Any], place: str) -> None:
@@ -186,11 +186,12 @@ def _nested(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _put(tree: dict[str, Any], place: str, value: object) -> None:
+def _put(tree: dict[str, Any], place: str, value: object, *, over: bool = True) -> None:
+    """`over` what is there already, or only where nothing is."""
     *sections, key = place.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
-    tree[key] = value
+    tree[key] = value if over else tree.get(key, value)
 
 
 # -- values -----------------------------------------------------------------------------------------------------------

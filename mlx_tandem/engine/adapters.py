@@ -6,10 +6,13 @@ wait until others are needed no more, stay here in the order in which they came.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Container
+from collections.abc import Callable, Collection, Container, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from msgspec import structs
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.adapters.slots import SlotTable
@@ -17,7 +20,9 @@ from mlx_tandem.adapters.store import AdapterStore
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.loading import Loader
 from mlx_tandem.errors import InvalidRequest, TandemError
-from mlx_tandem.types import AdapterSource, Request
+from mlx_tandem.types import AdapterRef, AdapterSource, Request
+
+log = logging.getLogger(__name__)
 
 PATIENCE = 64
 """Requests that may overtake one that waits for room in memory."""
@@ -25,9 +30,10 @@ PATIENCE = 64
 
 @dataclass(slots=True)
 class Arrived:
-    """What became possible: requests that may run, answers to the front."""
+    """What became possible: requests that may run, versions that may be followed, answers to the front."""
 
     requests: list[Request] = field(default_factory=list)
+    followed: list[AdapterRef] = field(default_factory=list)
     answers: list[m.Outbound] = field(default_factory=list)
 
 
@@ -47,10 +53,12 @@ class Adapters:
         self._waiting: deque[Request] = deque()
         self._overtaken = 0  # the first of the waiting, by how many
         self._users: dict[int, str] = {}  # request -> digest
+        self._left: dict[int, set[str]] = {}  # request -> digests that some of its sequences may still run under
+        self._to_follow: dict[str, AdapterRef] = {}  # by name: versions that are being read before anybody follows
 
     @property
     def is_idle(self) -> bool:
-        return not self._waiting and not self._loader.pending
+        return not self._waiting and not self._loader.pending and not self._to_follow
 
     @property
     def is_loading(self) -> bool:
@@ -78,13 +86,57 @@ class Adapters:
         self._slots.pin(digest, False)
         self._dropped(self.store.forget(digest))
 
+    def publish(self, weights: AdapterWeights) -> None:
+        """Requests may name what was made here."""
+        self._dropped(self.store.hold(weights))
+
+    def can_follow(self, ref: AdapterRef) -> bool:
+        """Whether `ref` is in memory, so that requests may go on under it; else it comes out of `poll` once it is,
+        unless nobody can say where it is or the same name has moved on by then."""
+        self._to_follow.pop(ref.name, None)
+        if ref.digest in self.store and self.store.knows(ref.digest):
+            return True
+        if self.store.source(ref.digest) is not None:
+            self._to_follow[ref.name] = ref
+        return False
+
+    def follow(self, ref: AdapterRef, running: Iterable[int]) -> None:
+        """These requests go on under `ref`, and those that follow its name and wait here begin under it. What they
+        used before is kept until `let_go`."""
+        for request in running:
+            old, left = self._users[request], self._left.setdefault(request, set())
+            if old == ref.digest:
+                continue
+            if ref.digest in left:
+                left.remove(ref.digest)
+            else:
+                self.store.acquire(ref.digest)
+            left.add(old)
+            self._users[request] = ref.digest
+        self._waiting = deque(structs.replace(r, adapter=ref) if _follows(r, ref) else r for r in self._waiting)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether there is anything to let go of."""
+        return bool(self._left)
+
+    def let_go(self, in_use: Callable[[int], Collection[str]]) -> None:
+        """Give back what requests followed away from. `in_use`: the digests that a request's sequences run under."""
+        for request, left in list(self._left.items()):
+            used = in_use(request)
+            for digest in [d for d in left if d not in used]:
+                left.remove(digest)
+                self._dropped(self.store.release(digest))
+            if not left:
+                del self._left[request]
+
     def admit(self, request: Request) -> bool:
         """Whether `request` may run now; it then uses its adapter until `release`. Otherwise it waits and comes out
         of `poll`. Raises InvalidRequest (`model_not_found`) for an adapter that the engine does not know."""
         if request.adapter is None:
             return True
         digest = request.adapter.digest
-        if self.store.source(digest) is None:
+        if not self.store.knows(digest):
             raise InvalidRequest("this adapter version is not loaded", param="model", code="model_not_found")
         if digest in self.store and (not self._waiting or self._overtaken < PATIENCE):
             self._overtaken += bool(self._waiting)
@@ -117,9 +169,24 @@ class Adapters:
                 arrived.answers += self._reread(key, result)
             else:
                 arrived.answers.append(self._loaded(key, result))
+        for ref in list(self._to_follow.values()):
+            self._look_after(ref, arrived)
         if self._waiting:
             self._pump(arrived)
         return arrived
+
+    def _look_after(self, ref: AdapterRef, arrived: Arrived) -> None:
+        """A version that is to be followed: it is here, it is being read, or it shall be."""
+        if ref.digest in self._reading:
+            return
+        source = self.store.source(ref.digest)
+        if ref.digest in self.store:
+            del self._to_follow[ref.name]
+            arrived.followed.append(ref)
+        elif source is None:  # unloaded meanwhile
+            del self._to_follow[ref.name]
+        else:
+            self._read(ref.digest, source)
 
     def _loaded(self, message: m.LoadAdapter, result: AdapterWeights | TandemError) -> m.Outbound:
         if isinstance(result, TandemError):
@@ -146,6 +213,9 @@ class Adapters:
             problem = f"cannot be read again: {result.message}"
         else:
             problem = "was changed on disk since it was loaded; load it again to publish its new content"
+        for ref in [r for r in self._to_follow.values() if r.digest == digest]:
+            log.error("nobody can follow %s: it %s", ref.label, problem)
+            del self._to_follow[ref.name]
         lost = [r for r in self._waiting if r.adapter is not None and r.adapter.digest == digest]
         self._keep_waiting(deque(r for r in self._waiting if r not in lost))
         text = "the adapter {} " + problem
@@ -195,5 +265,9 @@ class Adapters:
 
     def _dropped(self, digests: list[str]) -> None:
         for digest in digests:
-            if self.store.source(digest) is None:  # not merely out of memory
+            if not self.store.knows(digest):  # not merely out of memory
                 self._slots.forget(digest)
+
+
+def _follows(request: Request, ref: AdapterRef) -> bool:
+    return request.follow and request.adapter is not None and request.adapter.name == ref.name

@@ -10,27 +10,39 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from mlx_tandem.engine.learning import Adam, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.engine.link import Link
 from mlx_tandem.engine.messages import (
     AdapterLoaded,
     CallDone,
     CallFailed,
     Cancel,
+    CloseTrainer,
     Drain,
     Failed,
     Fatal,
+    FollowAdapter,
     Heartbeat,
     Inbound,
     KnowAdapter,
     Load,
     LoadAdapter,
+    OpenTrainer,
     Output,
+    PassDone,
     Progress,
+    PublishTrainer,
     Ready,
+    RunPass,
+    SaveTrainer,
+    SettleTrainer,
+    Stepped,
+    StepTrainer,
     Submit,
+    TrainerOpened,
     UnloadAdapter,
 )
 from mlx_tandem.engine.process import EngineProcess, Launch
@@ -46,7 +58,7 @@ from mlx_tandem.errors import (
     TandemError,
     TooLarge,
 )
-from mlx_tandem.types import AdapterInfo, AdapterSource, EngineInfo, EngineStats, Request
+from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineInfo, EngineStats, Request
 
 log = logging.getLogger(__name__)
 
@@ -194,6 +206,49 @@ class EngineClient:
     async def unload_adapter(self, digest: str) -> None:
         """Have the engine forget a version once its last row has ended."""
         await self._call(lambda call: UnloadAdapter(call, digest))
+
+    # -- learning -----------------------------------------------------------------------------------------------
+
+    def follow_adapter(self, ref: AdapterRef) -> None:
+        """Running requests that follow `ref.name` go on under it."""
+        if self._link is not None:
+            self._link.send(FollowAdapter(ref))
+
+    async def open_trainer(self, spec: TrainerSpec, *, folder: str = "", digest: str = "") -> TrainerInfo:
+        """A trainer beside the model; raises InvalidRequest or ModelError for what cannot be trained or read."""
+        info = await self._call(lambda call: OpenTrainer(call, spec, folder, digest))
+        assert isinstance(info, TrainerInfo)
+        return info
+
+    async def close_trainer(self, trainer: str) -> None:
+        await self._call(lambda call: CloseTrainer(call, trainer))
+
+    async def run_pass(
+        self, batches: Sequence[Batch], *, forward_only: bool = False, micro_batch_tokens: int = 0
+    ) -> tuple[BatchResult, ...]:
+        """Forward and backward of several trainers at once; gradients add up until `step_trainer`."""
+        results = await self._call(lambda call: RunPass(call, tuple(batches), forward_only, micro_batch_tokens))
+        assert isinstance(results, tuple)
+        return results
+
+    async def step_trainer(self, trainer: str, adam: Adam) -> StepDone:
+        """One step of the optimiser, which `settle_trainer` can still take back."""
+        done = await self._call(lambda call: StepTrainer(call, trainer, adam))
+        assert isinstance(done, StepDone)
+        return done
+
+    async def settle_trainer(self, trainer: str, *, keep: bool) -> None:
+        await self._call(lambda call: SettleTrainer(call, trainer, keep))
+
+    async def publish_trainer(self, trainer: str) -> AdapterInfo:
+        """The trainer's weights as an adapter version that requests may name by its digest."""
+        info = await self._call(lambda call: PublishTrainer(call, trainer))
+        assert isinstance(info, AdapterInfo)
+        return info
+
+    async def save_trainer(self, trainer: str, folder: str) -> None:
+        """Adapter and optimiser into an empty folder; returns once they are on disk."""
+        await self._call(lambda call: SaveTrainer(call, trainer, folder))
 
     async def _call(self, message: Callable[[int], Inbound]) -> Any:
         if self._link is None or self.info is None:
@@ -346,8 +401,12 @@ class EngineClient:
                 if stream is not None:
                     error = _error(message.code, message.message, message.param, message.retryable)
                     stream.fail(error, message.request)
-            elif isinstance(message, AdapterLoaded):
+            elif isinstance(message, (AdapterLoaded, TrainerOpened)):
                 self._answer(message.call, message.info)
+            elif isinstance(message, PassDone):
+                self._answer(message.call, message.results)
+            elif isinstance(message, Stepped):
+                self._answer(message.call, message.done)
             elif isinstance(message, CallDone):
                 self._answer(message.call, None)
             elif isinstance(message, CallFailed):
@@ -381,8 +440,14 @@ _WHY_NOT: dict[State, str] = {
 }
 
 _CLASSES: Mapping[str, type[TandemError]] = {
-    str(c.code): c for c in (InvalidRequest, NotFound, Conflict, TooLarge, ModelError, EngineError, EngineDied)
-} | {"invalid_adapter": ModelError, "adapter_changed": Conflict, "model_not_found": NotFound}
+    str(c.code): c
+    for c in (InvalidRequest, NotFound, Conflict, TooLarge, ModelError, EngineError, EngineDied, EngineUnavailable)
+} | {
+    "invalid_adapter": ModelError,
+    "adapter_changed": Conflict,
+    "model_not_found": NotFound,
+    "trainer_not_found": NotFound,
+}
 
 
 def _error(code: str, message: str, param: str | None, retryable: bool) -> TandemError:

@@ -1,7 +1,9 @@
 """The engine's loop: drain the inbox, plan, launch, and while that runs, settle the step before.
 
+Between steps, and when `Duty` says so, one slice of learning runs with the device to itself.
+
 One thread turns it and nothing else touches the device. Errors are contained: a bad request fails alone, a failed step
-fails its rows, and three failed steps in a minute or a broken invariant end the engine.
+fails its rows, a failed slice its message, and three failures in a minute or a broken invariant end the engine.
 """
 
 from __future__ import annotations
@@ -14,19 +16,21 @@ from collections.abc import Callable
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.adapters import Adapters
+from mlx_tandem.engine.duty import Duty
 from mlx_tandem.engine.pipeline import Pipeline, StepsLost
 from mlx_tandem.engine.plan import Runner
-from mlx_tandem.engine.scheduler import Scheduler
+from mlx_tandem.engine.scheduler import Scheduler, Settled
+from mlx_tandem.engine.training import Training, TrainingFailed
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import InvalidRequest, TandemError
 from mlx_tandem.kv.pool import BlockPool
-from mlx_tandem.types import EngineStats, Request
+from mlx_tandem.types import AdapterRef, EngineStats, Request
 
 log = logging.getLogger(__name__)
 
 STRIKES = 3
 STRIKE_SECONDS = 60.0
-_LOADING_WAIT = 0.001
+_POLL_SECONDS = 0.001
 
 
 class EngineFailure(Exception):
@@ -42,6 +46,8 @@ class EngineCore:
         pool: BlockPool,
         slots: SlotTable,
         adapters: Adapters,
+        training: Training,
+        duty: Duty,
         *,
         heartbeat_seconds: float,
         memory: Callable[[], tuple[int, int]] = lambda: (0, 0),
@@ -54,11 +60,13 @@ class EngineCore:
         self._pool = pool
         self._slots = slots
         self._adapters = adapters
+        self._training = training
+        self._duty = duty
         self._heartbeat_seconds = heartbeat_seconds
         self._memory = memory
         self._slot_bytes = slot_bytes
         self._on_turn = on_turn
-        self._pipeline = Pipeline(scheduler, runner)
+        self._pipeline = Pipeline(scheduler, runner, duty)
         self._outbox: list[m.Outbound] = []
         self._load = m.Load()  # as last sent
         self._freed = False  # by a cancellation, of which nothing else tells the front
@@ -66,6 +74,7 @@ class EngineCore:
         self._next_heartbeat = 0.0
         self._draining = False
         self._step_failures = 0
+        self._sliced = False  # the last turn was learning's
 
     def run(self) -> None:
         """Turn until drained or the front is gone. Raises EngineFailure when the engine must end."""
@@ -76,16 +85,20 @@ class EngineCore:
             log.info("engine ends: %s", e)
         finally:
             self._adapters.close()
+            self._training.close()
 
     def turn(self) -> None:
         """One turn of the loop."""
         self._on_turn()
         self._receive()
-        self._step()
+        self._work()
         now = time.monotonic()
         if now >= self._next_heartbeat:
             self._next_heartbeat = now + self._heartbeat_seconds
             self._outbox.append(m.Heartbeat(self.stats()))
+        self._flush()
+
+    def _flush(self) -> None:
         if self._outbox or self._freed:
             self._freed = False
             self._send_load()
@@ -124,19 +137,29 @@ class EngineCore:
             loaded_adapter_bytes=store.nbytes,
             adapter_evictions=store.evictions,
             adapter_slot_bytes=self._slot_bytes(),
+            serving_ms=self._duty.serving_ms,
+            training_ms=self._duty.training_ms,
+            training_jobs=self._training.jobs,
         )
 
     @property
     def _is_idle(self) -> bool:
-        return self._pipeline.is_empty and not self._scheduler.requests and self._adapters.is_idle
+        return self._is_resting and self._adapters.is_idle and not self._training.is_waiting
+
+    @property
+    def _is_resting(self) -> bool:
+        """Nothing is to be done on the device."""
+        return self._pipeline.is_empty and not self._scheduler.requests and not self._training.has_work
 
     # inbox
 
     def _receive(self) -> None:
-        if not self._pipeline.is_empty or self._scheduler.requests:
+        if not self._is_resting:
             wait = 0.0
+        elif self._adapters.is_loading or self._training.is_waiting:
+            wait = _POLL_SECONDS
         else:
-            wait = _LOADING_WAIT if self._adapters.is_loading else max(self._next_heartbeat - time.monotonic(), 0.0)
+            wait = max(self._next_heartbeat - time.monotonic(), 0.0)
         for message in self._channel.receive(wait):
             match message:
                 case m.Submit():
@@ -154,13 +177,22 @@ class EngineCore:
                 case m.UnloadAdapter():
                     self._adapters.unload(message.digest)
                     self._outbox.append(m.CallDone(message.call))
+                case m.FollowAdapter():
+                    if self._adapters.can_follow(message.ref):
+                        self._follow(message.ref)
                 case m.Drain():
                     self._draining = True
+                    self._training.stop()
+                case _:
+                    self._training.submit(message)
         if not self._adapters.is_idle:
             arrived = self._adapters.poll()
             self._outbox += arrived.answers
+            for ref in arrived.followed:
+                self._follow(ref)
             for request in arrived.requests:
                 self._schedule(request)
+        self._outbox += self._training.answers()
 
     def _submit(self, request: Request) -> None:
         try:
@@ -180,6 +212,9 @@ class EngineCore:
             self._adapters.release(request.id)
             self._refuse(request, e)
 
+    def _follow(self, ref: AdapterRef) -> None:
+        self._adapters.follow(ref, self._scheduler.follow(ref))
+
     def _refuse(self, request: Request, e: TandemError) -> None:
         retryable = not isinstance(e, InvalidRequest)
         self._outbox.append(m.Failed(request.id, e.code or "invalid_value", e.message, e.param, retryable))
@@ -188,22 +223,50 @@ class EngineCore:
         """Requests that are over no longer hold their adapter."""
         self._adapters.release_ended(self._scheduler.requests)
 
-    # steps
+    # work on the device
 
-    def _step(self) -> None:
+    def _work(self) -> None:
+        """A step or a slice. Gradient work and rows made for training take turns in what is learning's."""
+        scheduler, training = self._scheduler, self._training
+        rows = scheduler.has_background
+        due = self._duty.may_train(scheduler.has_users, rows or training.has_work)
+        if training.has_work and (due or training.is_brief) and not (rows and self._sliced):
+            self._sliced = True
+            if self._step(self._pipeline.drain):
+                self._flush()  # no token waits for a slice
+                self._slice()
+        else:
+            self._sliced = False
+            self._step(lambda: self._pipeline.turn(due))
+        if self._adapters.has_left:
+            self._adapters.let_go(scheduler.digests)
+
+    def _step(self, turn: Callable[[], Settled | None]) -> bool:
+        """Whether no step was lost."""
         try:
-            settled = self._pipeline.turn()
+            settled = turn()
         except StepsLost as e:
             self._fail(e)
-            return
+            return False
         if settled is None:
-            return
+            return True
         if settled.deltas:
             self._outbox.append(m.Output(settled.deltas))
         for request in settled.failed:
             self._outbox.append(m.Failed(request, "numerical_error", "the model's output was not finite"))
         if settled.failed or any(d.finish for d in settled.deltas):
             self._release_adapters()
+        return True
+
+    def _slice(self) -> None:
+        started = time.perf_counter()
+        try:
+            self._training.slice()
+        except TrainingFailed as e:
+            self._outbox += self._training.answers()
+            self._strike(f"learning: {e}")
+        self._duty.note_training((time.perf_counter() - started) * 1e3)
+        self._outbox += self._training.answers()
 
     def _fail(self, lost: StepsLost) -> None:
         log.error("a step failed: %s", lost)
@@ -211,11 +274,15 @@ class EngineCore:
         for request in self._scheduler.fail(lost.plans):
             self._outbox.append(m.Failed(request, "step_failed", "the step that computed this request failed"))
         self._release_adapters()
+        self._strike(str(lost))
+        self._runner.reset()
+
+    def _strike(self, what: str) -> None:
+        """One failure more; raises EngineFailure when there have been too many."""
         now = time.monotonic()
         self._failures.append(now)
         while now - self._failures[0] > STRIKE_SECONDS:
             self._failures.popleft()
         if len(self._failures) >= STRIKES:
             self._channel.send(self._outbox)
-            raise EngineFailure(f"{STRIKES} steps failed within {STRIKE_SECONDS:.0f} s; the last: {lost}")
-        self._runner.reset()
+            raise EngineFailure(f"{STRIKES} failures within {STRIKE_SECONDS:.0f} s; the last: {what}")

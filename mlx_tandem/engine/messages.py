@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from mlx_tandem.types import AdapterInfo, AdapterSource, Delta, EngineInfo, EngineStats, Request
+from mlx_tandem.engine.learning import Adam, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, Delta, EngineInfo, EngineStats, Request
 
 MAX_FRAME = 256 << 20
 
@@ -45,11 +46,96 @@ class UnloadAdapter(Struct, frozen=True, array_like=True, tag="unload"):
     digest: str
 
 
+class FollowAdapter(Struct, frozen=True, array_like=True, tag="follow"):
+    """Sequences of requests that follow this name go on under `ref`, their keys and values kept."""
+
+    ref: AdapterRef
+
+
+class OpenTrainer(Struct, frozen=True, array_like=True, tag="open"):
+    """A trainer as `spec` says; its arrays come from `folder` (a checkpoint, with the optimiser's state), or from the
+    loaded adapter `digest`, or are fresh. Answered by TrainerOpened. One of that name that is open is replaced."""
+
+    call: int
+    spec: TrainerSpec
+    folder: str = ""
+    digest: str = ""
+
+
+class CloseTrainer(Struct, frozen=True, array_like=True, tag="close"):
+    """Answered by CallDone."""
+
+    call: int
+    trainer: str
+
+
+class RunPass(Struct, frozen=True, array_like=True, tag="pass"):
+    """Forward, and unless `forward_only` backward: gradients add up in each trainer until its StepTrainer. Answered by
+    PassDone. The same data and `micro_batch_tokens` (0: as configured) in the same state give the same gradients."""
+
+    call: int
+    batches: tuple[Batch, ...]
+    forward_only: bool = False
+    micro_batch_tokens: int = 0
+
+
+class StepTrainer(Struct, frozen=True, array_like=True, tag="step"):
+    """One step of the optimiser with the gradients there are, which are gone then. Answered by Stepped. The state
+    before it is kept until SettleTrainer or the next StepTrainer."""
+
+    call: int
+    trainer: str
+    adam: Adam
+
+
+class SettleTrainer(Struct, frozen=True, array_like=True, tag="settle"):
+    """Keep the last step, or take it and all gradients back. Answered by CallDone."""
+
+    call: int
+    trainer: str
+    keep: bool
+
+
+class PublishTrainer(Struct, frozen=True, array_like=True, tag="publish"):
+    """Make the present weights an adapter that requests may name by its digest; it stays in memory until
+    UnloadAdapter. Answered by AdapterLoaded."""
+
+    call: int
+    trainer: str
+
+
+class SaveTrainer(Struct, frozen=True, array_like=True, tag="save"):
+    """Write the adapter in PEFT's format and the optimiser's state into `folder`, which is there and empty.
+    Answered by CallDone once everything is on disk; other work goes on meanwhile."""
+
+    call: int
+    trainer: str
+    folder: str
+
+
 class Drain(Struct, frozen=True, array_like=True, tag="drain"):
     """Finish what runs, take nothing new, then end the process."""
 
 
-Inbound = Submit | Cancel | LoadAdapter | KnowAdapter | UnloadAdapter | Drain
+Learning = OpenTrainer | CloseTrainer | RunPass | StepTrainer | SettleTrainer | PublishTrainer | SaveTrainer
+"""Handled one after the other, beside what is served."""
+
+Inbound = (
+    Submit
+    | Cancel
+    | LoadAdapter
+    | KnowAdapter
+    | UnloadAdapter
+    | FollowAdapter
+    | OpenTrainer
+    | CloseTrainer
+    | RunPass
+    | StepTrainer
+    | SettleTrainer
+    | PublishTrainer
+    | SaveTrainer
+    | Drain
+)
 
 
 class Progress(Struct, frozen=True, array_like=True, tag="progress"):
@@ -89,6 +175,21 @@ class AdapterLoaded(Struct, frozen=True, array_like=True, tag="loaded"):
     info: AdapterInfo
 
 
+class TrainerOpened(Struct, frozen=True, array_like=True, tag="opened"):
+    call: int
+    info: TrainerInfo
+
+
+class PassDone(Struct, frozen=True, array_like=True, tag="passed"):
+    call: int
+    results: tuple[BatchResult, ...]  # in the order of the batches
+
+
+class Stepped(Struct, frozen=True, array_like=True, tag="stepped"):
+    call: int
+    done: StepDone
+
+
 class CallDone(Struct, frozen=True, array_like=True, tag="done"):
     call: int
 
@@ -113,4 +214,18 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
     stats: EngineStats
 
 
-Outbound = Progress | Ready | Fatal | Output | Failed | AdapterLoaded | CallDone | CallFailed | Load | Heartbeat
+Outbound = (
+    Progress
+    | Ready
+    | Fatal
+    | Output
+    | Failed
+    | AdapterLoaded
+    | TrainerOpened
+    | PassDone
+    | Stepped
+    | CallDone
+    | CallFailed
+    | Load
+    | Heartbeat
+)

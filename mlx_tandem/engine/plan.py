@@ -36,7 +36,8 @@ class Row:
 
     Their keys and values go to the blocks of `table` (position p lives in block `table[p // block_size]`), and each
     attends to everything up to its own position. With `sample` the step draws the token after the last one. `targets`
-    are the prompt's tokens after each of `tokens`, as far as the prompt goes: their logprobs are wanted.
+    are the prompt's tokens after each of `tokens`, as far as the prompt goes: their logprobs are wanted. `version` and
+    `background` say on whose behalf it runs; the runner does not care.
     """
 
     sequence: int
@@ -47,6 +48,8 @@ class Row:
     table: list[int]  # shared with the sequence: read it at launch, do not keep it
     sample: bool
     targets: tuple[int, ...] = ()
+    version: int = 0  # of the adapter, for a request that follows
+    background: bool = False  # made for training
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,17 @@ class StepPlan:
     uploads: tuple[tuple[int, str], ...] = ()  # (slot, adapter digest)
     copies: tuple[tuple[int, int], ...] = ()  # (from block, to block)
     seatings: tuple[Seating, ...] = ()
+
+    @property
+    def background_share(self) -> float:
+        """Of its tokens, how many belong to rows made for training."""
+        background = sum(len(row.tokens) for row in self.rows if row.background)
+        return background / sum(len(row.tokens) for row in self.rows) if background else 0.0
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether users' requests get another token from it, not their first."""
+        return any(row.sample and row.start and len(row.tokens) == 1 and not row.background for row in self.rows)
 
 
 def scored_positions(vocab_size: int) -> int:

@@ -5,6 +5,10 @@ time budget allows on chunks of the prompts that are being read. When the pool i
 (the youngest of the largest priority value) gives its blocks back and is computed again later, its tokens kept
 (preemption by recompute).
 
+Rows made for training stand behind users' rows in everything, and a plan can leave them out; a request that waits has
+their seats, blocks and slots at once. A request that follows its adapter goes on under a newer version with the keys
+and values it has.
+
 A plan may be made while the one before it is still on the device: tokens drawn there are `pending` until `settle`.
 """
 
@@ -22,7 +26,7 @@ from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, Seating, StepPlan, 
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.kv.pool import SCRATCH, BlockPool
-from mlx_tandem.types import Delta, FinishReason, Request, TokenLogprob
+from mlx_tandem.types import AdapterRef, Delta, FinishReason, Request, TokenLogprob
 
 PATIENCE = 32
 """Requests that may overtake one that waits for an adapter slot."""
@@ -70,6 +74,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._sequences: dict[int, Sequence] = {}
         self._choices: dict[int, dict[int, Sequence]] = {}  # by request id
+        self._background: set[int] = set()  # requests made for training
+        self._moving: dict[int, Sequence] = {}  # by id: running, and to go on under another version
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
         self._uploads: list[tuple[int, str]] = []  # for the next plan
         self._copies: list[tuple[int, int]] = []
@@ -95,6 +101,8 @@ class Scheduler:
                 s.scores = scores
         self._sequences |= {s.id: s for s in choices}
         self._choices[request.id] = {s.choice: s for s in choices}
+        if request.background:
+            self._background.add(request.id)
         insort_right(self._waiting, choices[0], key=_PRIORITY)
         self.prompt_tokens += len(request.prompt)
 
@@ -135,6 +143,34 @@ class Scheduler:
             if choice is None or s.choice == choice:
                 self._end(s)
 
+    def follow(self, ref: AdapterRef) -> list[int]:
+        """Requests that follow `ref.name` go on under it from their next row on, or once it has a slot; returns them.
+
+        Those that wait begin under it; what they had computed before a preemption is computed under it, too.
+        """
+        followers = [s for s in self._sequences.values() if s.follows(ref)]
+        for s in followers:
+            if s.seat < 0:
+                s.adapter = ref
+            else:
+                s.next_adapter = ref
+                self._moving[s.id] = s
+        return list(dict.fromkeys(s.request.id for s in followers))
+
+    def digests(self, request: int) -> set[str]:
+        """What the sequences of a request run under now, or will."""
+        refs = [r for s in self._choices.get(request, {}).values() for r in (s.adapter, s.next_adapter)]
+        return {ref.digest for ref in refs if ref is not None}
+
+    @property
+    def has_users(self) -> bool:
+        """Whether a request is open that was not made for training."""
+        return len(self._choices) > len(self._background)
+
+    @property
+    def has_background(self) -> bool:
+        return bool(self._background)
+
     @property
     def requests(self) -> Collection[int]:
         return self._choices.keys()
@@ -149,17 +185,22 @@ class Scheduler:
 
     # planning
 
-    def plan(self) -> StepPlan | None:
-        """The next unit of device work, or None when there is none to do now."""
+    def plan(self, background: bool = True) -> StepPlan | None:
+        """The next unit of device work, or None when there is none to do now. Unless `background`, rows made for
+        training are left out while there are users' requests."""
+        left_out = set() if background or not self.has_users else self._background
         rows: list[Row] = []
-        self._admit()
-        for s in [s for s in self._running if s.followers and s.scheduled == s.prompt_length - 1]:
-            self._fork(s)
-        for s in list(self._running):
+        for s in list(self._moving.values()):
+            self._move(s)
+        self._admit(left_out)
+        for s in self._wanted(left_out):
+            if s.followers and s.scheduled == s.prompt_length - 1:
+                self._fork(s)
+        for s in self._wanted(left_out):
             # A row before this one may have taken this sequence's blocks: then it has lost its seat.
             if s.seat >= 0 and s.wants_decode and not s.followers and self._reserve(s, s.scheduled + 1, rows):
                 rows.append(self._row(s, (CARRY,) if s.pending else (s.tokens[-1],)))
-        self._plan_prefill(rows)
+        self._plan_prefill(rows, left_out)
         if not rows:
             return None
         planned = {row.sequence for row in rows}
@@ -175,13 +216,17 @@ class Scheduler:
         self._uploads, self._copies, self._unclean = [], [], set()
         return plan
 
-    def _plan_prefill(self, rows: list[Row]) -> None:
+    def _wanted(self, left_out: Collection[int]) -> list[Sequence]:
+        """Those of the running whose requests are not left out."""
+        return [s for s in self._running if s.request.id not in left_out]
+
+    def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> None:
         """Chunks of prompts while their predicted time fits the budget, at least one.
 
         Streams that decode give a share of their time to prompts, a larger one when many wait.
         """
         config = self._config
-        reading = [s for s in self._running if s.wants_prefill]
+        reading = [s for s in self._wanted(left_out) if s.wants_prefill]
         budget = config.idle_prefill_ms
         if rows and reading:
             share = config.prefill_share * max(1.0, _HURRY * len(reading) / len(rows))
@@ -218,29 +263,26 @@ class Scheduler:
         if sample:
             s.pending += 1
         targets = s.targets(start, s.scheduled) if s.scores is not None else ()
-        return Row(s.id, s.seat, s.slot, start, tokens, s.table, sample, targets)
+        version = s.adapter.version if s.request.follow and s.adapter is not None else 0
+        return Row(s.id, s.seat, s.slot, start, tokens, s.table, sample, targets, version, s.request.background)
 
     def _seating(self, s: Sequence) -> Seating:
         s.is_seated = True
         return Seating(s.seat, s.request.params, s.choice, s.prompt_length, tuple(s.tokens), s.stop_ids)
 
-    def _admit(self) -> None:
+    def _admit(self, left_out: Collection[int]) -> None:
         """Let waiting sequences run while there are seats, blocks for all they know, and adapter slots."""
         blocked: list[Sequence] = []
         patience = PATIENCE  # of the one among the blocked that has the least left
         while self._waiting and patience > 0:
             s = self._waiting[0]
             group = [s, *s.followers]
-            # Running sequences will want blocks soon: to admit into the last ones would only preempt.
-            spare = self._pool.free_blocks - len(self._running)
             need = self._pool.blocks_for(len(s.tokens))
-            if (
-                s.pending
-                or len(group) > len(self._seats)
-                or (need > spare and self._running)
-                or len(blocked) > PATIENCE
-                or (self._running and not self._has_tokens_for(s))
-            ):
+            if s.pending or len(blocked) > PATIENCE or s.request.id in left_out:
+                break
+            while not (has_room := self._has_room(s, group, need)) and self._displace_for(s):
+                pass
+            if not has_room:
                 break
             del self._waiting[0]
             if not self._take_slot(group):
@@ -258,23 +300,63 @@ class Scheduler:
             insort_right(self._running, s, key=_PRIORITY)
         self._waiting[:0] = blocked
 
+    def _has_room(self, s: Sequence, group: list[Sequence], need: int) -> bool:
+        # Running sequences will want blocks soon: to admit into the last ones would only preempt.
+        spare = self._pool.free_blocks - len(self._running)
+        if len(group) > len(self._seats):
+            return False
+        return not self._running or (need <= spare and self._has_tokens_for(s))
+
     def _has_tokens_for(self, s: Sequence) -> bool:
         most = self._config.max_inflight_tokens
         return not most or sum(x.most_tokens * (1 + len(x.followers)) for x in (*self._running, s)) <= most
 
-    def _take_slot(self, group: list[Sequence]) -> bool:
-        digest = group[0].adapter_digest
-        for s in group:
-            if digest is None:
-                s.slot = 0
-                continue
-            assignment = self._slots.acquire(digest)
-            if assignment is None:
-                return False  # only for the first: the others find the slot taken by it
-            if assignment.upload:
-                self._uploads.append((assignment.slot, digest))
-            s.slot = assignment.slot
+    def _displace_for(self, s: Sequence) -> bool:
+        """A user's sequence takes the place of the least that was made for training; whether there was one."""
+        if s.request.background or not self._running or not self._running[-1].request.background:
+            return False
+        self._preempt(self._running[-1])
         return True
+
+    def _take_slot(self, group: list[Sequence]) -> bool:
+        """The adapter's slot for each of `group`; False, and nothing taken, when there is none for it."""
+        first = group[0]
+        if first.adapter_digest is None:
+            for s in group:
+                s.slot = 0
+            return True
+        assignment = self._slots.acquire(first.adapter_digest)
+        if assignment is None and self._users_slots() < self._slots.n:
+            while assignment is None and self._displace_for(first):
+                assignment = self._slots.acquire(first.adapter_digest)
+        if assignment is None:
+            return False
+        if assignment.upload:
+            self._uploads.append((assignment.slot, first.adapter_digest))
+        for s in group:
+            s.slot = assignment.slot
+            if s is not first:
+                self._slots.acquire(first.adapter_digest)
+        return True
+
+    def _users_slots(self) -> int:
+        """How many slots users' running sequences hold."""
+        return len({s.adapter_digest for s in self._running if not s.request.background} - {None})
+
+    def _move(self, s: Sequence) -> None:
+        """On to the version that it follows, when that has a slot."""
+        ref = s.next_adapter
+        assert ref is not None and s.adapter is not None
+        if ref.digest != s.adapter.digest:
+            assignment = self._slots.acquire(ref.digest)
+            if assignment is None:
+                return
+            if assignment.upload:
+                self._uploads.append((assignment.slot, ref.digest))
+            self._slots.release(s.adapter.digest)
+            s.slot = assignment.slot
+        s.adapter, s.next_adapter = ref, None
+        del self._moving[s.id]
 
     def _fork(self, s: Sequence) -> None:
         """The choices of a request part: all but the prompt's last token is computed and shared.
@@ -330,6 +412,9 @@ class Scheduler:
         self._seats.append(s.seat)
         if s.adapter_digest is not None:
             self._slots.release(s.adapter_digest)
+        if s.next_adapter is not None:
+            s.adapter, s.next_adapter = s.next_adapter, None
+            del self._moving[s.id]
         s.table, s.seat, s.slot, s.scheduled, s.is_seated = [], -1, -1, 0, False
 
     def _end(self, s: Sequence) -> None:
@@ -338,6 +423,7 @@ class Scheduler:
         del self._sequences[s.id], choices[s.choice]
         if not choices:
             del self._choices[s.request.id]
+            self._background.discard(s.request.id)
         for leader in choices.values():
             if s in leader.followers:
                 leader.followers.remove(s)
@@ -385,9 +471,8 @@ class Scheduler:
             finish = self._finish_reason(s, token)
             logprob = logprobs[i] if logprobs else None
             scores = () if s.scores is None else self._hand_out_scores(s)
-            settled.deltas.append(
-                Delta(s.request.id, s.choice, (token,), None if logprob is None else (logprob,), finish, scores)
-            )
+            known = None if logprob is None else (logprob,)
+            settled.deltas.append(Delta(s.request.id, s.choice, (token,), known, finish, scores, row.version))
             if finish:
                 self._end(s)
         # One that has a new owner already fails that owner, too, and is found here then.
@@ -439,5 +524,8 @@ class Scheduler:
         assert sorted(s.id for s in everyone) == sorted(self._sequences), "a sequence is lost or doubled"
         assert all(s.seat >= 0 for s in self._running)
         assert all(s.seat < 0 for s in self._waiting)
+        assert all(s.seat >= 0 and s.next_adapter is not None for s in self._moving.values())
+        assert self._moving.keys() == {s.id for s in self._sequences.values() if s.next_adapter is not None}
+        assert self._background == {s.request.id for s in self._sequences.values() if s.request.background}
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=_PRIORITY), "the order of priorities is lost"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mlx_tandem.types import Request, TokenLogprob
+from mlx_tandem.types import AdapterRef, Request, TokenLogprob
 
 
 class Sequence:
@@ -13,10 +13,12 @@ class Sequence:
     """
 
     __slots__ = (
+        "adapter",
         "choice",
         "followers",
         "id",
         "is_seated",
+        "next_adapter",
         "overtaken",
         "pending",
         "prompt_length",
@@ -35,6 +37,8 @@ class Sequence:
         self.request = request
         self.choice = choice
         self.stop_ids = stop_ids
+        self.adapter = request.adapter
+        self.next_adapter: AdapterRef | None = None  # a version to go on under once it has a slot
         self.tokens = list(request.prompt)
         self.prompt_length = len(request.prompt)
         self.scheduled = 0
@@ -73,8 +77,9 @@ class Sequence:
         return self.generated >= self.request.params.max_tokens
 
     @property
-    def priority(self) -> int:
-        return self.request.priority
+    def priority(self) -> tuple[bool, int]:
+        """Users' requests come before those made for training."""
+        return self.request.background, self.request.priority
 
     @property
     def most_tokens(self) -> int:
@@ -89,4 +94,9 @@ class Sequence:
 
     @property
     def adapter_digest(self) -> str | None:
-        return self.request.adapter.digest if self.request.adapter else None
+        return self.adapter.digest if self.adapter else None
+
+    def follows(self, ref: AdapterRef) -> bool:
+        """Whether it is to go on under `ref`."""
+        adapter = self.next_adapter or self.adapter
+        return self.request.follow and adapter is not None and adapter.name == ref.name and adapter != ref

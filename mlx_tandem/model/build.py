@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import EngineConfig
@@ -16,6 +17,7 @@ from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import cpu, device, probe
 from mlx_tandem.model.attention import hook, portable
+from mlx_tandem.model.clone import clone
 from mlx_tandem.model.loader import Report, load
 from mlx_tandem.model.lora import LoraState
 from mlx_tandem.model.runner import Flight, MLXRunner
@@ -36,12 +38,15 @@ class Built:
     warm_up: Callable[[CostModel], None]
     memory: Callable[[], tuple[int, int]]  # (active, peak) bytes
     adapter_bytes: Callable[[], int]  # of all slots
+    twin: nn.Module  # the model's modules once more, untouched, over the same weights
+    adapter_dtype: mx.Dtype
 
 
 def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: Report) -> Built:
     """Load the model, check it, size the pool. Raises ModelError. Call it on the thread that will run the steps."""
     started = time.monotonic()
     model = load(config.model, report)
+    twin = clone(model.module)  # before anything of the served tree is changed
     hook.install()
     if device.is_cpu():
         cpu.install()
@@ -95,6 +100,8 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
         lambda cost: _warm_up(runner, info, cost, report),
         lambda: (int(mx.get_active_memory()), int(mx.get_peak_memory())),
         lambda: lora.nbytes,
+        twin,
+        lora.dtype,
     )
 
 

@@ -58,7 +58,7 @@ class Route(NamedTuple):
     arrays: list[mx.array]
 
 
-class _Target:
+class Target:
     """One linear of the model and, once an adapter asks for it, its stacked arrays.
 
     a [slots + 1, in, r], b [slots + 1, r, out]; with experts, [slots + 1, experts, …].
@@ -143,9 +143,9 @@ class LoraState:
         self.dtype = mx.float32 if on_cpu else dtype
         self.rank = 0  # of the stacked arrays: the present bucket
         self.backend = ("windows" if on_cpu else "gather") if config.backend == "auto" else config.backend
-        self._targets = _find(model)
+        self._targets = find_targets(model)
         self._blocks = [m for m in model.modules() if isinstance(m, (SwitchGLU, SwitchMLP))]
-        self._live: list[_Target] = []  # those with arrays, in the model's order
+        self._live: list[Target] = []  # those with arrays, in the model's order
         self._routes: OrderedDict[tuple[tuple[int, ...], bool], Route] = OrderedDict()
         self._bound: _Bound | None = None
 
@@ -212,7 +212,7 @@ class LoraState:
             self._live = [t for t in self._targets.values() if t.a is not None]
         return changed
 
-    def _adapt(self, t: _Target) -> None:
+    def _adapt(self, t: Target) -> None:
         """Change the module's class for one that adds the delta. Its weights keep their place and names."""
         module: Any = t.module
         module._lora = (self, t)
@@ -281,7 +281,7 @@ class LoraState:
         """Forget the step's arrays; the modules are the base model's again until the next `bind`."""
         self._bound = None
 
-    def dense(self, t: _Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
+    def dense(self, t: Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
         """plain(x) + delta, for x [rows, …, in] or with rows and positions flattened."""
         bound = self._bound
         if bound is None or t.path not in bound.arrays:
@@ -314,7 +314,7 @@ class LoraState:
             delta = delta.reshape(y.shape)
         return y + delta.astype(y.dtype)
 
-    def switch(self, t: _Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
+    def switch(self, t: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
         """y + delta for a module with one matrix per expert: entry i of x goes through expert indices[i]."""
         bound = self._bound
         if bound is None or t.path not in bound.arrays:
@@ -384,11 +384,11 @@ def _spread(bound: _Bound, shape: tuple[int, ...]) -> mx.array:
 # --- the model's modules -----------------------------------------------------------------------------------------
 
 
-def _find(model: nn.Module) -> dict[str, _Target]:
+def find_targets(model: nn.Module) -> dict[str, Target]:
     """What can be adapted. A module reachable by two paths counts under the first. The output head is left out: the
     runner may call it for some of the positions only."""
     blocks = {id(c) for m in model.modules() if isinstance(m, (SwitchGLU, SwitchMLP)) for c in m.children().values()}
-    found: dict[str, _Target] = {}
+    found: dict[str, Target] = {}
     seen: set[int] = set()
     # named_modules goes last child first; logs and errors read better in the model's own order.
     for path, module in reversed(model.named_modules()):
@@ -403,7 +403,7 @@ def _find(model: nn.Module) -> dict[str, _Target]:
             shape = LinearShape(module.input_dims, module.output_dims, module.num_experts)
         if shape is not None:
             seen.add(id(module))
-            found[path] = _Target(path, module, shape)
+            found[path] = Target(path, module, shape)
     return found
 
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 from mlx_tandem.server.auth import Gate
 from mlx_tandem.server.body import BodyLimit, T, read_json
-from mlx_tandem.server.dialects import adapters, models
+from mlx_tandem.server.dialects import adapters, models, training
 from mlx_tandem.server.dialects.openai import ChatBody, CompletionBody
 from mlx_tandem.server.dialects.plans import plan_chat, plan_completion
 from mlx_tandem.server.dialects.shapes import dumps
@@ -58,6 +58,11 @@ def _routes(front: Front) -> list[Route]:
         """The body, once it is known that somebody can do something with it."""
         front.client.check_ready()
         return await read_json(request, kind, limit)
+
+    async def steering(request: Request, kind: type[T]) -> T:
+        """The body of a route that the documents of MLX ParaLLM call without a content type, or which has none."""
+        front.client.check_ready()
+        return await read_json(request, kind, limit, plain=True)
 
     async def chat_completions(request: Request) -> ASGIApp:
         front.check_open()
@@ -113,6 +118,36 @@ def _routes(front: Front) -> list[Route]:
     async def remove_alias(request: Request) -> ASGIApp:
         return _json(adapters.remove_alias(front, request.path_params["name"]))
 
+    async def post_training_update(request: Request) -> ASGIApp:
+        status, answer = await training.update(front, await body(request, training.UpdateBody))
+        return _json(answer, status)
+
+    async def get_training_job(request: Request) -> ASGIApp:
+        return _json(training.job(front, request.path_params["id"]))
+
+    async def get_training_status(request: Request) -> ASGIApp:
+        return _json(training.status(front))
+
+    async def start_training(request: Request) -> ASGIApp:
+        await steering(request, training.NoBody)
+        return _json(training.start(front))
+
+    async def stop_training(request: Request) -> ASGIApp:
+        await steering(request, training.NoBody)
+        return _json(training.stop(front))
+
+    async def save_checkpoint(request: Request) -> ASGIApp:
+        return _json(await training.checkpoint(front, await steering(request, training.CheckpointBody)))
+
+    async def roll_back(request: Request) -> ASGIApp:
+        return _json(await training.rollback(front, await steering(request, training.RollbackBody)))
+
+    async def switch_lora(request: Request) -> ASGIApp:
+        return _json(await training.switch(front, await steering(request, training.SwitchBody)))
+
+    async def debug_training(request: Request) -> ASGIApp:
+        return _json(training.debug(front))
+
     async def get_engine_metrics(request: Request) -> ASGIApp:
         return _json(engine_metrics(front))
 
@@ -148,6 +183,16 @@ def _routes(front: Front) -> list[Route]:
         ("GET", "/v1/aliases/{name}", get_alias),
         ("PUT", "/v1/aliases/{name}", put_alias),
         ("DELETE", "/v1/aliases/{name}", remove_alias),
+        ("POST", "/v1/training/update", post_training_update),
+        ("GET", "/v1/training/jobs/{id}", get_training_job),
+        ("GET", "/v1/training/status", get_training_status),
+        ("POST", "/v1/training/start", start_training),
+        ("POST", "/v1/training/stop", stop_training),
+        ("POST", "/v1/training/checkpoint", save_checkpoint),
+        ("POST", "/v1/training/rollback", roll_back),
+        ("POST", "/training/checkpoint", save_checkpoint),
+        ("POST", "/model/switch-lora", switch_lora),
+        ("GET", "/debug/training", debug_training),
         ("GET", "/v1/engine/metrics", get_engine_metrics),
         ("GET", "/health", get_health),
         ("GET", "/readyz", get_ready),

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlx_tandem import limits
 from mlx_tandem.config import Config
@@ -24,6 +25,9 @@ from mlx_tandem.text.defaults import sampling_defaults
 from mlx_tandem.text.template import ChatTemplate, Message
 from mlx_tandem.text.tokenizer import Tokenizer
 from mlx_tandem.types import EngineInfo
+
+if TYPE_CHECKING:
+    from mlx_tandem.server.learning import Learning
 
 LONG_TEXT = 8192
 """Characters from which on text is tokenised on another thread, so that streams do not wait for it."""
@@ -46,12 +50,38 @@ class Front:
         self.client = EngineClient(
             launch,
             stall_seconds=config.engine.stall_seconds,
-            on_ready=lambda: self.models.bring_up(),
+            on_ready=self._bring_up,
             on_progress=on_progress,
         )
         self.models = Models(config, self.client)
         self.started = time.time()
         self.admission = Admission(config.server, self.client)
+        self.learning: Learning | None = None
+        if config.rl_training.enabled:
+            from mlx_tandem.server.learning import Learning
+
+            self.learning = Learning(self)
+
+    async def _bring_up(self) -> None:
+        """An engine is ready and knows nothing yet."""
+        await self.models.bring_up()
+        if self.learning is not None:
+            await self.learning.bring_up()
+
+    async def close(self) -> None:
+        """Ends what the server does beside requests."""
+        if self.learning is not None:
+            await self.learning.close()
+
+    def check_learning(self, what: str, param: str | None = None) -> Learning:
+        """What learns here; InvalidRequest (`learning_disabled`) on a server where nothing does."""
+        if self.learning is None:
+            raise InvalidRequest(
+                f"{what} needs a server that learns: start it with --enable-rl-training",
+                param=param,
+                code="learning_disabled",
+            )
+        return self.learning
 
     # -- prompts ------------------------------------------------------------------------------------------------
 

@@ -136,6 +136,10 @@ class _Collector:
             family = CounterMetricFamily(name, text)
             family.add_metric([], total)
             yield family
+        if front.learning is not None:
+            from mlx_tandem.server.learning_metrics import families
+
+            yield from families(front.learning)
 
         # The names that mlx-lm-server gives them.
         yield gauge("active_sequences", "Requests in the running batch.", load.running, model=False)

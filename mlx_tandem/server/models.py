@@ -18,7 +18,16 @@ from mlx_tandem.adapters.formats import CONFIG
 from mlx_tandem.adapters.registry import Counters, Entry, Registry
 from mlx_tandem.config import Arm, Config
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.errors import Conflict, EngineError, InvalidRequest, ModelError, NotFound, TandemError, Timeout
+from mlx_tandem.errors import (
+    Conflict,
+    EngineError,
+    EngineUnavailable,
+    InvalidRequest,
+    ModelError,
+    NotFound,
+    TandemError,
+    Timeout,
+)
 from mlx_tandem.server.log import log
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
@@ -61,6 +70,8 @@ class Models:
         self._root = None if root is None else os.path.realpath(root)
         self._root_names = (self._root, root)  # a caller may spell it through the links that lead there
         self._first_reads: dict[str, asyncio.Task[None]] = {}
+        self._lost: set[str] = set()  # digests that went with an earlier engine and are being made again
+        self._trained = config.rl_training.adapter if config.rl_training.enabled else None
         self._is_up = False
 
     # -- what a request means -----------------------------------------------------------------------------------
@@ -78,14 +89,32 @@ class Models:
         arm = self.aliases.choose(model, user)
         if arm is not None:
             model = arm.adapter
-        return Selection(None if model == BASE else await self._entry(model), arm)
+        return Selection(None if model == BASE else await self.entry(model), arm)
+
+    async def select_adapter(self, adapter: str, model: str | None, user: str | None = None) -> Selection:
+        """What `lora_adapter` stands for now. `model`, beside it, may name the base or the same version; else this
+        raises InvalidRequest."""
+        try:
+            chosen = await self.select(adapter, user)
+        except TandemError as e:
+            e.param = "lora_adapter" if e.param == "model" else e.param
+            raise
+        if model is None or model in self.base_names or model == adapter:
+            return chosen
+        if (await self.select(model, user)).ref != chosen.ref:
+            raise InvalidRequest("lora_adapter and model name different adapters", param="lora_adapter")
+        return chosen
 
     def label(self, adapter: AdapterRef | None) -> str:
         return self.id if adapter is None else adapter.label
 
-    async def _entry(self, selector: str) -> Entry:
+    async def entry(self, selector: str) -> Entry:
+        """What `name` or `name@version` selects, read from its folder first when nobody has asked for it yet."""
         try:
-            return self.registry.entry(selector)
+            entry = self.registry.entry(selector)
+            if entry.ref.digest in self._lost:
+                raise EngineUnavailable(f"{entry.ref.label} is being made again")
+            return entry
         except NotFound:
             name = selector.partition("@")[0]
             source = self._unread(name)
@@ -181,6 +210,17 @@ class Models:
             raise Conflict(f"{name!r} is the name of the base model", param="name")
         if name in self.aliases:
             raise Conflict(f"{name!r} is the name of an alias", param="name")
+        self._check_untrained(name)
+
+    def check_free(self, name: str) -> None:
+        """Raise unless nothing is called `name` and an adapter may be."""
+        self._check(name)
+        if name in self.registry:
+            raise Conflict(f"{name!r} is the name of an adapter", param="name")
+
+    def _check_untrained(self, name: str) -> None:
+        if name == self._trained and self._is_up:  # before that it may be what training begins with
+            raise Conflict(f"{name!r} is trained by this server", param="name")
 
     def _publish(self, name: str, source: AdapterSource, info: AdapterInfo, pin: bool = False) -> Entry:
         ref = self.registry.publish(name, source, info, pin)
@@ -193,22 +233,77 @@ class Models:
         """Have the engine know where this content may be found, and whether anybody wants it pinned."""
         holders = self.registry.holders(digest)
         pinned = any(entry.pinned for entry in holders)
-        for source in {entry.source: None for entry in holders}:
+        for source in {entry.source: None for entry in holders if entry.source is not None}:
             self._client.know_adapter(holders[0].info, source, pinned)
 
     async def unload(self, name: str) -> list[AdapterRef]:
         """Forget a name and all its versions. Requests that run are finished."""
+        self._check_untrained(name)
         refs = self.registry.remove(name)
         for digest in {r.digest for r in refs}:
-            try:
-                if self.registry.holders(digest):
-                    self._tell(digest)
-                else:
-                    await self._client.unload_adapter(digest)
-            except EngineError as e:  # it is gone, and with it the adapter
-                log("adapter not unloaded", digest=digest, error=e.message)
+            await self._let_go(digest)
         log("adapter removed", adapter=name, versions=len(refs))
         return refs
+
+    async def _let_go(self, digest: str) -> None:
+        """A version of this content is gone."""
+        try:
+            if self.registry.holders(digest):
+                self._tell(digest)
+            else:
+                self._lost.discard(digest)
+                await self._client.unload_adapter(digest)
+        except EngineError as e:  # it is gone, and with it the adapter
+            log("adapter not unloaded", digest=digest, error=e.message)
+
+    # -- versions that are made here ----------------------------------------------------------------------------
+
+    def made(self, name: str, source: AdapterSource | None, info: AdapterInfo) -> AdapterRef:
+        """`name` stands for content that the engine has made, or has again, from the next request on. `source`: a
+        folder that has it, too."""
+        ref = self.registry.publish(name, source, info)
+        self._found(ref)
+        return ref
+
+    def reserve(self, name: str, info: AdapterInfo) -> AdapterRef:
+        """A version for content that the engine has made, which `name` does not stand for yet."""
+        ref = self.registry.reserve(name, info)
+        self._found(ref)
+        return ref
+
+    def _found(self, ref: AdapterRef) -> None:
+        self._lost.discard(ref.digest)
+        self._tell(ref.digest)
+
+    async def retire(self, ref: AdapterRef) -> None:
+        """Nobody may ask for this version any more. Requests that run under it are finished."""
+        self.registry.retire(ref)
+        await self._let_go(ref.digest)
+
+    def saved(self, name: str, source: AdapterSource, info: AdapterInfo) -> None:
+        """This content of the trained adapter also lies in a folder, and is known as `name`, too."""
+        for entry in self.registry.holders(info.digest):
+            if entry.name == self._trained:
+                entry.source = source
+        self._publish(name, source, info)
+
+    async def unsaved(self, name: str, source: AdapterSource) -> None:
+        """The folder of `saved` is gone."""
+        for digest in {e.ref.digest for e in self.registry.versions(name)} if self.registry.is_read(name) else ():
+            for entry in self.registry.holders(digest):
+                if entry.source == source:
+                    entry.source = None
+        if name in self.registry:
+            await self.unload(name)
+
+    async def drop_lost(self) -> None:
+        """Forget the versions that were not made again after the engine had ended."""
+        for digest in list(self._lost):
+            for entry in self.registry.holders(digest):
+                try:
+                    await self.retire(entry.ref)
+                except Conflict:
+                    log("adapter lost", adapter=entry.ref.label)
 
     # -- aliases ------------------------------------------------------------------------------------------------
 
@@ -218,7 +313,7 @@ class Models:
         for i, arm in enumerate(arms[: limits.MAX_ARMS]):
             if arm.adapter != BASE:
                 try:
-                    await self._entry(arm.adapter)
+                    await self.entry(arm.adapter)
                 except NotFound as e:
                     e.param = f"arms[{i}].adapter"
                     raise
@@ -236,7 +331,10 @@ class Models:
         if self._is_up:
             for current in self.registry.entries():
                 for entry in self.registry.versions(current.name):
-                    self._tell(entry.ref.digest)
+                    digest = entry.ref.digest
+                    if all(holder.source is None for holder in self.registry.holders(digest)):
+                        self._lost.add(digest)
+                    self._tell(digest)
             return
         if self._root is not None:
             await asyncio.to_thread(self._announce_root)
@@ -252,7 +350,7 @@ class Models:
             await self.put_alias(name, arms)
         default = self._config.server.default_adapter
         if default and default not in self.aliases and default != BASE:
-            await self._entry(default)
+            await self.entry(default)
         self._is_up = True
 
     def _announce_root(self) -> None:

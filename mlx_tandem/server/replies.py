@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import EngineError, TandemError, Timeout
+from mlx_tandem.server.collecting import Collect, Outcome, Recorder, Said
 from mlx_tandem.server.dialects.shapes import (
     DONE,
     Details,
@@ -32,7 +33,7 @@ from mlx_tandem.server.error_reply import JSON_TYPE, error_body
 from mlx_tandem.server.front import Front
 from mlx_tandem.server.log import log_exception
 from mlx_tandem.server.models import Selection
-from mlx_tandem.text.output import TextOptions
+from mlx_tandem.text.output import ChoiceText, TextOptions
 from mlx_tandem.types import Delta, Request, SamplingParams, TokenLogprob
 
 EVENTS_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -57,6 +58,9 @@ class Plan:
     echo: tuple[str, ...] | None = None  # the prompts as text, which each reply begins with
     prompt_logprobs: int | None = None  # alternatives to report; None: not asked for
     return_token_ids: bool = False
+    collect: Collect | None = None  # what is to become of the choices beside their reply
+    version: int | None = None  # of the model, to be named for each token; None: not asked for
+    follow: bool = False  # go on under newer versions of the model as they come
 
 
 class Reply:
@@ -75,8 +79,14 @@ class Reply:
         self._choices = plan.text.choices(count, front.tokenizer, plan.params, eos)
         self._scores: list[tuple[TokenLogprob, ...]] = [()] * len(plan.prompts)
         self._unopened: set[int] = set()  # prompts whose choices have something to say before their own text
-        self._no_details: Details = {"token_ids": ()} if plan.return_token_ids else {}
-        self._has_details = plan.params.logprobs is not None or plan.return_token_ids
+        self._recorder: Recorder | None = None
+        if plan.collect is not None and front.learning is not None:
+            self._recorder = Recorder(front.learning, plan.collect, plan.prompts, plan.n)
+        self._shows_tokens = plan.return_token_ids or plan.version is not None
+        self._no_details: Details = {"token_ids": ()} if self._shows_tokens else {}
+        if plan.version is not None:
+            self._no_details["versions"] = ()
+        self._has_details = plan.params.logprobs is not None or self._shows_tokens
         self._logprobs: list[LogprobShape] | None = None
         if plan.params.logprobs is not None:
             self._logprobs = [plan.shape.logprobs(front.tokenizer) for _ in range(count)]
@@ -89,8 +99,11 @@ class Reply:
         front, plan = self._front, self._plan
         with front.admission.admitted(len(self._choices)):
             ids = front.client.next_ids(len(plan.prompts))
+            params = plan.params
+            if plan.collect is not None and params.logprobs is None:
+                params = structs.replace(params, logprobs=0)
             requests = [
-                Request(i, tuple(p), plan.params, plan.model.ref, plan.n, plan.priority)
+                Request(i, tuple(p), params, plan.model.ref, plan.n, plan.priority, plan.follow)
                 for i, p in zip(ids, plan.prompts, strict=True)
             ]
             async with front.client.submit(*requests) as stream:
@@ -128,16 +141,32 @@ class Reply:
     def _client_left(self) -> bool:
         return self._gone
 
-    def _details(
-        self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], *, echoed: bool = False
-    ) -> Details:
+    def _push(self, choice: ChoiceText, index: int, delta: Delta) -> str:
+        """The new text of a choice."""
+        text = choice.push(delta)
+        if self._recorder is not None:
+            self._recorder.take(index, text, choice, self._version(delta))
+        return text
+
+    def _version(self, delta: Delta) -> int:
+        return delta.version or self._plan.version or 0
+
+    async def _outcomes(self) -> list[Outcome]:
+        """What becomes of the choices, which have all ended: nothing to say, or something of each."""
+        if self._recorder is None or any(c.finish is None for c in self._choices):
+            return []
+        return await self._recorder.close()
+
+    def _details(self, index: int, said: Said, *, echoed: bool = False) -> Details:
         """What was asked for of these tokens beside their text; `echoed`: the prompt's logprobs come before theirs."""
         details: Details = {}
         if self._logprobs is not None:
             before, known = self._echoed(index // self._plan.n) if echoed else ([], [])
-            details["logprobs"] = self._logprobs[index].take([*before, *tokens], [*known, *logprobs])
-        if self._plan.return_token_ids:
-            details["token_ids"] = tokens
+            details["logprobs"] = self._logprobs[index].take([*before, *said.tokens], [*known, *said.logprobs])
+        if self._shows_tokens:
+            details["token_ids"] = said.tokens
+        if self._plan.version is not None:
+            details["versions"] = said.versions
         return details
 
     def _prompt_details(self, k: int) -> Details:
@@ -210,7 +239,7 @@ class WholeReply(Reply):
     async def _run(self, stream: Stream, send: Send) -> None:
         n = self._plan.n
         texts: list[list[str]] = [[] for _ in self._choices]
-        said: list[tuple[list[int], list[Any]]] = [([], []) for _ in self._choices]
+        said = [Said() for _ in self._choices]
         async for deltas in stream:
             self._count_batch(deltas)
             for delta in deltas:
@@ -220,23 +249,23 @@ class WholeReply(Reply):
                     self._scores[index // n] = delta.prompt_logprobs
                 if choice.ended():
                     continue
-                texts[index].append(choice.push(delta))
+                texts[index].append(self._push(choice, index, delta))
                 if self._has_details:
-                    said[index][0].extend(choice.last_tokens)
-                    said[index][1].extend(choice.last_logprobs)
+                    said[index].add(choice, self._version(delta))
                 if choice.stopped:
                     stream.cancel(index)
         if self._client_left():
             return
+        outcomes = await self._outcomes()
         if sum(map(len, self._scores)) * (1 + (self._plan.params.prompt_logprobs or 0)) < MANY_LOGPROBS:
-            body = self._body(texts, said)
+            body = self._body(texts, said, outcomes)
         else:
-            body = await asyncio.to_thread(self._body, texts, said)
+            body = await asyncio.to_thread(self._body, texts, said, outcomes)
         headers = [*self._headers(JSON_TYPE), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def _body(self, texts: list[list[str]], said: list[tuple[list[int], list[Any]]]) -> bytes:
+    def _body(self, texts: list[list[str]], said: list[Said], outcomes: list[Outcome]) -> bytes:
         plan, shape = self._plan, self._plan.shape
         details = [self._prompt_details(k) for k in range(len(plan.prompts))]
         choices: list[dict[str, Any]] = []
@@ -246,7 +275,9 @@ class WholeReply(Reply):
             k, text = i // plan.n, "".join(texts[i])
             if plan.echo is not None:
                 text = plan.echo[k] + text
-            own = self._details(i, *said[i], echoed=plan.echo is not None)
+            own = self._details(i, said[i], echoed=plan.echo is not None)
+            if outcomes:
+                own |= outcomes[i]
             whole = shape.whole(i, text, choice.finish) | own
             choices.append(whole if shape.one_prompt else whole | details[k])
         body = {
@@ -282,6 +313,9 @@ class StreamReply(Reply):
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                     body = events.opening(self._prompt_details(0)) + body
                 await send({"type": "http.response.body", "body": body, "more_body": True})
+            if self._client_left():
+                return
+            outcomes = await self._outcomes()
         except Exception as e:
             if not started:
                 raise
@@ -291,10 +325,10 @@ class StreamReply(Reply):
             self._front.metrics.errors[str(e.code)] += 1
             await send({"type": "http.response.body", "body": b"data: " + error_body(e) + b"\n\n"})
             return
-        if self._client_left():
-            return
-        tail = events.usage(self._usage()) + DONE if plan.with_usage else DONE
-        await send({"type": "http.response.body", "body": tail})
+        tail = events.outcomes(outcomes) if outcomes else b""
+        if plan.with_usage:
+            tail += events.usage(self._usage())
+        await send({"type": "http.response.body", "body": tail + DONE})
 
     def _render(self, events: Events, stream: Stream, deltas: list[Delta]) -> bytes:
         parts: list[bytes] = []
@@ -305,10 +339,12 @@ class StreamReply(Reply):
                 parts += self._open(events, index // self._plan.n, delta)
             if choice.ended():
                 continue
-            text = choice.push(delta)
+            text = self._push(choice, index, delta)
             details = self._no_details
             if self._has_details:
-                details = self._details(index, choice.last_tokens, choice.last_logprobs)
+                said = Said()
+                said.add(choice, self._version(delta))
+                details = self._details(index, said)
             if text or not choice.ended():
                 if details:
                     parts.append(events.text_with(index, text, details))
@@ -331,4 +367,4 @@ class StreamReply(Reply):
         choices = range(k * plan.n, (k + 1) * plan.n)
         if plan.echo is None:
             return [events.text_with(i, "", self._no_details | own) for i in choices]
-        return [events.text_with(i, plan.echo[k], self._details(i, (), (), echoed=True) | own) for i in choices]
+        return [events.text_with(i, plan.echo[k], self._details(i, Said(), echoed=True) | own) for i in choices]

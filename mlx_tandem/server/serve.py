@@ -94,6 +94,7 @@ class Server(uvicorn.Server):
             await super()._serve(sockets)
         finally:
             announcing.cancel()
+            await self._front.close()
             await self._front.client.close()
 
     async def _announce(self) -> None:
@@ -133,7 +134,10 @@ class Server(uvicorn.Server):
         try:
             async with asyncio.timeout(front.config.server.drain_seconds):
                 await front.admission.idle()
+                if front.learning is not None:
+                    await front.learning.settled()
         except TimeoutError:
             front.metrics.shutdown_clean = False
+        await front.close()
         await front.client.drain(1.0)
         self.should_exit = True

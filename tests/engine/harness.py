@@ -11,7 +11,8 @@ from mlx_tandem.engine.plan import DeviceError, Runner, StepPlan
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.pool import BlockPool
-from mlx_tandem.types import FinishReason, Request, TokenLogprob
+from mlx_tandem.types import AdapterRef, Delta, FinishReason, Request, TokenLogprob
+from tests.engine.reference import Handle, cell
 
 Choice = tuple[int, int]  # request id, index
 
@@ -30,6 +31,10 @@ class Loop:
         self.slots = slots
         self.depth = depth
         self.requests: dict[int, Request] = {}
+        self.versions: dict[Choice, list[int]] = {}  # of requests that follow, a token each
+        self.moved: set[int] = set()  # requests that went on under another version
+        self._followed: dict[int, AdapterRef] = {}  # request -> the version that it goes on under
+        self._refs: dict[tuple[str, int], AdapterRef] = {}
         self.tokens: dict[Choice, list[int]] = {}
         self.logprobs: dict[Choice, list[TokenLogprob]] = {}
         self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
@@ -47,6 +52,27 @@ class Loop:
         for choice in range(request.n):
             self.tokens[request.id, choice] = []
             self.logprobs[request.id, choice] = []
+            self.versions[request.id, choice] = []
+        if request.adapter is not None:
+            self._know(request.adapter)
+
+    def follow(self, ref: AdapterRef) -> None:
+        """A new version of a name, for whoever follows it."""
+        self._know(ref)
+        moved = self.scheduler.follow(ref)
+        followers = {r for r in self.scheduler.requests if self._goes_on_under(r, ref)}
+        assert set(moved) == followers, "another request follows than those that asked to"
+        self.moved |= followers
+        self._followed |= dict.fromkeys(followers, ref)
+        self.scheduler.check()
+
+    def _goes_on_under(self, request: int, ref: AdapterRef) -> bool:
+        asked = self.requests[request]
+        now = self._followed.get(request, asked.adapter)
+        return asked.follow and now is not None and now.name == ref.name and now != ref
+
+    def _know(self, ref: AdapterRef) -> None:
+        assert self._refs.setdefault((ref.name, ref.version), ref) == ref, "versions are immutable"
 
     def cancel(self, request: int, choice: int | None = None) -> None:
         """As the core does; what had ended before stays ended."""
@@ -63,10 +89,13 @@ class Loop:
             if key not in self.finished and key[0] not in self.failed and key not in self.cancelled
         ]
 
-    def step(self) -> bool:
+    def step(self, background: bool = True) -> bool:
         """One turn; False when there was nothing to do."""
         before = list(self.scheduler._running)
-        plan = self.scheduler.plan()
+        users = {s.request.id for s in self.scheduler._sequences.values() if not s.request.background}
+        plan = self.scheduler.plan(background)
+        if plan is not None and users and not background:
+            assert not any(row.background for row in plan.rows), "rows made for training run that were left out"
         self._look_at_running(before)
         for s in self.scheduler._running:
             self.admitted.setdefault(s.request.id, len(self.admitted))
@@ -126,9 +155,14 @@ class Loop:
     def take(self, plan: StepPlan, handle: Any) -> None:
         """Read a step that was launched and let the scheduler settle it."""
         result = self.runner.wait(handle)
+        alive = self.scheduler._sequences
+        rows = {
+            (s.request.id, s.choice): i for i, r in enumerate(plan.rows) if (s := alive.get(r.sequence)) is not None
+        }
         settled = self.scheduler.settle(plan, result)
         for delta in settled.deltas:
             key = delta.request, delta.choice
+            self._look_at_version(delta, plan, handle, rows[key])
             assert key in self.tokens, "a delta of nobody"
             assert key not in self.finished, "a delta after the end"
             assert key not in self.cancelled, "a delta after a cancel"
@@ -144,6 +178,26 @@ class Loop:
             if delta.finish:
                 self.finished[key] = delta.finish
         self._take_failed(settled.failed)
+
+    def _look_at_version(self, delta: Delta, plan: StepPlan, handle: Any, index: int) -> None:
+        """The row that drew these tokens ran under the version that they name, over the keys and values of its own
+        sequence, each computed under some version of the same adapter."""
+        key, request, row = (delta.request, delta.choice), self.requests[delta.request], plan.rows[index]
+        assert row.background == request.background
+        self.versions[key].append(delta.version)
+        if not request.follow or request.adapter is None:
+            assert delta.version == 0, "a version of a request that follows nobody"
+            return
+        if not isinstance(handle, Handle):
+            return
+        name = request.adapter.name
+        ref = self._refs[name, delta.version]
+        known = [*request.prompt, *self.tokens[key]]
+        context = handle.contexts[index][: len(known)]
+        assert len(context) == len(known), "a token was drawn from less than its context"
+        assert context[row.start :] == [cell(t, ref.digest) for t in known[row.start :]], "another version's row"
+        allowed = [r.digest for (n, _), r in self._refs.items() if n == name]
+        assert all(c in [cell(t, d) for d in allowed] for t, c in zip(known, context, strict=True)), "a foreign cell"
 
     def _fail(self, plans: Several[StepPlan]) -> None:
         self.failures += 1

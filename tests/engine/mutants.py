@@ -16,7 +16,7 @@ from mlx_tandem.engine.plan import CARRY, Row, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler, Settled
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.pool import BlockPool
-from mlx_tandem.types import Delta
+from mlx_tandem.types import AdapterRef, Delta
 from tests.engine.reference import ReferenceRunner
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -155,8 +155,8 @@ def _fork(share: bool, copy: bool, whole: bool = False) -> Plant:
 def _early_release(patch: pytest.MonkeyPatch) -> None:
     """A sequence whose last token is being drawn gives its last block back before that."""
 
-    def plan(self: Scheduler) -> StepPlan | None:
-        made = original(self)
+    def plan(self: Scheduler, *args: Any) -> StepPlan | None:
+        made = original(self, *args)
         for s in self._running:
             if made and s.is_complete and s.table:
                 self._pool.release([s.table.pop()])
@@ -378,13 +378,58 @@ def _hand_out_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _read_everything(patch: pytest.MonkeyPatch) -> None:
-    def plan_prefill(self: Scheduler, rows: list[Row]) -> None:
+    def plan_prefill(self: Scheduler, *args: Any) -> None:
         config, self._config = self._config, structs.replace(self._config, prefill_batch_size=0)
-        original(self, rows)
+        original(self, *args)
         self._config = config
 
     original = Scheduler._plan_prefill
     patch.setattr(Scheduler, "_plan_prefill", plan_prefill)
+
+
+def _follow_in_name_only(patch: pytest.MonkeyPatch) -> None:
+    """A follower says the new version and stays in the old one's slot."""
+
+    def move(self: Scheduler, s: Sequence) -> None:
+        slot = s.slot
+        original(self, s)
+        s.slot = slot
+
+    original = Scheduler._move
+    patch.setattr(Scheduler, "_move", move)
+
+
+def _name_the_newest(patch: pytest.MonkeyPatch) -> None:
+    """Tokens name the version that their sequence has by the time they are read."""
+
+    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+        newest = {s.id: s.adapter.version for s in self._sequences.values() if s.request.follow and s.adapter}
+        rows = tuple(replace(row, version=newest.get(row.sequence, 0)) for row in plan.rows)
+        return original(self, replace(plan, rows=rows), result)
+
+    original = Scheduler.settle
+    patch.setattr(Scheduler, "settle", settle)
+
+
+def _follow_without_being_asked(patch: pytest.MonkeyPatch) -> None:
+    """Pinned requests go on under newer versions, too."""
+
+    def follows(self: Sequence, ref: AdapterRef) -> bool:
+        adapter = self.next_adapter or self.adapter
+        return adapter is not None and adapter.name == ref.name and adapter != ref
+
+    patch.setattr(Sequence, "follows", follows)
+
+
+def _leave_nobody_out(patch: pytest.MonkeyPatch) -> None:
+    """Rows made for training run whenever they can."""
+    original = Scheduler.plan
+    patch.setattr(Scheduler, "plan", lambda self, background=True: original(self, True))
+
+
+def _wait_behind_training(patch: pytest.MonkeyPatch) -> None:
+    """Who asks makes no difference to the order."""
+    patch.setattr(Sequence, "priority", property(lambda s: (False, s.request.priority)))
 
 
 PLANTS: dict[str, Plant] = {
@@ -414,5 +459,10 @@ PLANTS: dict[str, Plant] = {
     "a prompt's logprobs are handed out twice": _hand_out_again,
     "any number of prompts is read at once": _read_everything,
     "any number of tokens is in flight": _attribute(Scheduler, "_has_tokens_for", lambda self, s: True),
+    "a follower stays in its slot": _follow_in_name_only,
+    "a token names the newest version": _name_the_newest,
+    "everybody follows": _follow_without_being_asked,
+    "rows made for training are never left out": _leave_nobody_out,
+    "users wait behind training": _wait_behind_training,
     "whoever waits for a slot waits for ever": _attribute(scheduler_module, "PATIENCE", 1000),
 }

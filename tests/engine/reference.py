@@ -101,10 +101,11 @@ class _Seat:
 
 
 @dataclass(slots=True)
-class _Handle:
+class Handle:
     result: StepResult
     raises: bool
     number: int
+    contexts: dict[int, list[int]]  # the cells that each row that sampled read, by its index
 
 
 @dataclass(slots=True)
@@ -146,7 +147,7 @@ class ReferenceRunner:
 
     # the Runner protocol
 
-    def launch(self, plan: StepPlan) -> _Handle:
+    def launch(self, plan: StepPlan) -> Handle:
         assert not self.broken, "launched after a failure without a reset"
         number, self.launches = self.launches, self.launches + 1
         failure = self.fail.get(number)
@@ -167,15 +168,17 @@ class ReferenceRunner:
             self._break(number)
         samplers = [i for i, row in enumerate(plan.rows) if row.sample]
         bad = samplers[self.nan[number] % len(samplers)] if number in self.nan and samplers else None
+        contexts = {i: self._read(plan.rows[i].table, plan.rows[i].start + len(tokens[i])) for i in samplers}
         drawn: list[int | None] = [None] * len(plan.rows)
         for i in samplers:
             drawn[i] = self._draw(plan.rows[i], len(tokens[i]), i == bad)
         scores = {i: self._score(row) for i, row in enumerate(plan.rows) if row.targets}
         scored = sum(len(plan.rows[i].tokens) for i in scores)
         assert scored <= scored_positions(self.vocab), f"{scored} positions are scored in one step"
-        return _Handle(StepResult(drawn, self._logprobs(plan.rows, drawn), scores), failure == "wait", number)
+        result = StepResult(drawn, self._logprobs(plan.rows, drawn), scores)
+        return Handle(result, failure == "wait", number, contexts)
 
-    def wait(self, handle: _Handle) -> StepResult:
+    def wait(self, handle: Handle) -> StepResult:
         assert not self.broken, "waited after a failure without a reset"
         assert handle.number >= self._waited, "steps are read in the order of their launch, each once"
         self._waited = handle.number + 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mlx_tandem.adapters.registry import Registry
-from mlx_tandem.errors import InvalidRequest, NotFound
-from mlx_tandem.types import AdapterInfo, AdapterSource
+from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
+from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
 
 def info(digest: str) -> AdapterInfo:
@@ -119,3 +119,51 @@ def test_a_name_may_be_known_by_its_folder_only(registry: Registry) -> None:
     assert registry.remove("sql") == []
     assert registry.was_removed("sql") and "sql" not in registry
     assert registry.publish("sql", source, info("d2")).label == "sql@1"
+
+
+def test_a_version_without_a_folder_gets_one_later(registry: Registry) -> None:
+    ref = registry.publish("policy", None, info("d1"))
+    assert registry.entry("policy").source is None and registry.source("policy") is None
+    assert registry.publish("policy", AdapterSource("/saved"), info("d1")) == ref
+    registry.publish("policy", None, info("d1"))
+    assert registry.source("policy") == AdapterSource("/saved")  # what is known is not forgotten
+
+
+def test_a_reserved_version_is_not_what_the_name_stands_for(registry: Registry) -> None:
+    first = registry.publish("policy", None, info("d1"))
+    second = registry.reserve("policy", info("d2"))
+    assert (second.version, registry.entry("policy").ref) == (2, first)
+    assert registry.entry("policy@2").ref == second
+    assert registry.publish("policy", None, info("d2")) == second
+    assert registry.entry("policy").ref == second
+
+
+def test_a_name_with_reserved_versions_alone_stands_for_nothing(registry: Registry) -> None:
+    registry.reserve("policy", info("d1"))
+    assert not registry.is_read("policy") and registry.entries() == [] and registry.source("policy") is None
+    with pytest.raises(NotFound):
+        registry.entry("policy")
+    assert registry.entry("policy@1").ref.digest == "d1"
+
+
+def test_a_retired_version_is_gone_and_its_number_with_it(registry: Registry) -> None:
+    first, second = registry.publish("p", None, info("d1")), registry.publish("p", None, info("d2"))
+    registry.retire(first)
+    registry.retire(first)
+    with pytest.raises(NotFound):
+        registry.entry("p@1")
+    assert registry.holders("d1") == [] and [e.ref for e in registry.versions("p")] == [second]
+    assert registry.publish("p", None, info("d3")).version == 3
+    with pytest.raises(Conflict):
+        registry.retire(AdapterRef("p", 3, "d3"))
+    registry.retire(AdapterRef("nobody", 1, "d1"))
+
+
+def test_numbers_of_an_earlier_server_are_kept(registry: Registry) -> None:
+    registry.count_from("p", 6)
+    assert "p" not in registry
+    assert registry.publish("p", None, info("d7")).version == 7
+    registry.count_from("p", 20)
+    registry.count_from("p", 2)
+    assert registry.reserve("p", info("d21")).version == 21
+    assert registry.publish("p", None, info("d7")).version == 7  # it has one

@@ -86,6 +86,23 @@ def test_a_pinned_adapter_stays() -> None:
     assert list(held) == ["e"]
 
 
+def test_what_was_made_here_stays_until_it_is_somewhere_else() -> None:
+    store = AdapterStore(held := {}, most_bytes=LIMIT)
+    store.hold(weights("e"))
+    loaded(store, "a", "b")
+    assert list(held) == ["e", "b"]
+    assert store.source("e") is None
+    assert store.get("e") is held["e"]
+    store.know("e", AdapterSource("/e"), SIZES["e"])
+    loaded(store, "a")
+    assert "e" not in held
+    assert store.knows("e")
+    store.hold(weights("d"))
+    assert store.forget("d") == ["d"]
+    assert "d" not in held
+    assert not store.knows("d")
+
+
 def test_released_too_often() -> None:
     store = AdapterStore({}, most_bytes=LIMIT)
     loaded(store, "a")
@@ -103,6 +120,7 @@ class Store(RuleBasedStateMachine):
         self.users: Counter[str] = Counter()
         self.pinned: set[str] = set()
         self.forgotten: set[str] = set()
+        self.only_here: set[str] = set()  # no folder has it
 
     digests = st.sampled_from(sorted(SIZES))
 
@@ -111,11 +129,26 @@ class Store(RuleBasedStateMachine):
         self.store.know(d, AdapterSource(f"/{d}"), SIZES[d], pinned)
         self.store.put(weights(d))
         self.forgotten.discard(d)
+        self.only_here.discard(d)
         (self.pinned.add if pinned else self.pinned.discard)(d)
 
     @rule(d=digests)
+    def make(self, d: str) -> None:
+        if d not in self.held and self.store.source(d) is None:
+            self.only_here.add(d)
+        self.store.hold(weights(d))
+        self.forgotten.discard(d)
+
+    @rule(d=digests)
+    def save(self, d: str) -> None:
+        """What was made is in a folder now."""
+        if self.store.knows(d):
+            self.store.know(d, AdapterSource(f"/{d}"), SIZES[d], d in self.pinned)
+            self.only_here.discard(d)
+
+    @rule(d=digests)
     def use(self, d: str) -> None:
-        if d in self.store and self.store.source(d) is not None:
+        if self.store.get(d) is not None:
             self.store.acquire(d)
             self.users[d] += 1
 
@@ -125,23 +158,28 @@ class Store(RuleBasedStateMachine):
         d = data.draw(st.sampled_from(sorted(+self.users)))
         self.store.release(d)
         self.users[d] -= 1
+        if d in self.forgotten and not self.users[d]:
+            self.only_here.discard(d)
 
     @rule(d=digests)
     def forget(self, d: str) -> None:
         self.store.forget(d)
         self.pinned.discard(d)
         self.forgotten.add(d)
+        if not self.users[d]:
+            self.only_here.discard(d)
 
     @invariant()
     def holds(self) -> None:
         self.store.check()
-        needed = set(+self.users) | self.pinned
+        needed = set(+self.users) | self.pinned | self.only_here
         assert needed <= set(self.held)
         spare = [d for d in self.held if d not in needed]
         assert sum(SIZES[d] for d in self.held) <= LIMIT or len(spare) <= 1
         for d in self.forgotten:
-            assert self.store.source(d) is None
+            assert self.store.source(d) is self.store.get(d) is None
             assert self.users[d] or d not in self.held
+        assert all(self.store.knows(d) == (d not in self.forgotten) for d in self.held)
 
 
 TestStore = Store.TestCase

@@ -19,19 +19,21 @@ import pytest
 import typer
 
 from mlx_tandem import demo, limits
+from mlx_tandem.adapters.convert import convert, inspect
 from mlx_tandem.cli import keys, programs, serve
 from mlx_tandem.cli.app import app
 from mlx_tandem.cli.bench.figures import figures, ratios
 from mlx_tandem.cli.bench.stats import median, spread
 from mlx_tandem.cli.bench.stream import Stream
 from mlx_tandem.cli.bench.timeline import Timeline
-from mlx_tandem.cli.flags import FLAGS
 from mlx_tandem.cli.http import Events
 from mlx_tandem.cli.options import OPTIONS, split_arms, split_pairs
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Arm, Config
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server.keys import read_key
+from mlx_tandem.training.checkpoints import Checkpoints
+from mlx_tandem.training.manifests import Manifest
 from tests.fake_hub import fake_hub
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,7 +72,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 COMMANDS = (
-    "serve|stop|restart|demo|adapters|adapters ls|adapters load|adapters unload|adapters inspect|adapters convert"
+    "serve|stop|restart|demo|adapters|adapters ls|adapters load|adapters unload|adapters inspect|adapters convert|"
+    "checkpoints|checkpoints ls|checkpoints export|checkpoints rollback|train|train rl|train sft|demo learn"
 )
 
 
@@ -95,10 +98,14 @@ def leaves(struct: type, place: str = "") -> set[str]:
     return found
 
 
-def test_every_setting_is_an_option_and_every_option_a_setting() -> None:
-    assert set(OPTIONS.values()) == leaves(Config)
-    serve = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    assert {p.name for p in serve.params} == set(OPTIONS) | {"folder", "config", "daemon"}
+def test_every_setting_of_serving_is_an_option_and_every_option_a_setting() -> None:
+    assert set(OPTIONS.values()) <= leaves(Config)
+    in_the_file_only = leaves(Config) - set(OPTIONS.values())
+    assert {place.partition(".")[0] for place in in_the_file_only} == {"engine", "rl_training"}
+    assert all(place.startswith(("engine.duty.", "rl_training.")) for place in in_the_file_only)
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    for command in (commands["serve"], commands["train"].commands["rl"]):
+        assert {p.name for p in command.params} == set(OPTIONS) | {"folder", "config", "daemon"}
 
 
 def test_every_numeric_setting_has_a_range() -> None:
@@ -156,7 +163,11 @@ def test_options_weigh_more_than_the_file(tmp_path: Path) -> None:
         ("engine: {scheduler: {max_num_seqs: 3}}", "unknown setting 'engine.scheduler'"),
         ("lora: {max_lora: 3}", "did you mean 'max_loras'?"),
         ("server: {block_size: 3}", "did you mean 'cache.block_size'?"),
-        ("zzzzqq: 1", "known are: model, cache, scheduler, lora, engine, server, adapters, adapter_root, aliases"),
+        (
+            "zzzzqq: 1",
+            "known are: model, cache, scheduler, lora, duty, engine, server, adapters, adapter_root, aliases, "
+            "rl_training, checkpointing",
+        ),
         ("server: {port: 70000}", "'server.port' is 70000: it must lie between 0 and 65535"),
         ("cache: {memory_fraction: .nan}", "'cache.memory_fraction' is nan"),
         ("cache: {num_blocks: x}", "cache.num_blocks"),
@@ -167,11 +178,6 @@ def test_options_weigh_more_than_the_file(tmp_path: Path) -> None:
         ("adapters: [a]", "'adapters' must hold one entry for each name"),
         ("model: m", "'model' must hold settings by name"),
         ("model: {base_model_path: a, path: b}", "'model.base_model_path' and 'model.path' are the same setting"),
-        ("server: {mode: inference_and_training}", "'server.mode: inference_and_training' belongs to learning"),
-        ("rl_training: {enabled: true}", "'rl_training' belongs to learning, which this version does not have"),
-        ("checkpointing: {interval: 500}", "'checkpointing' belongs to learning"),
-        ("model: {lora_alpha: 16}", "'model.lora_alpha' belongs to learning"),
-        ("model: {lora_target_modules: [q_proj]}", "'model.lora_target_modules' belongs to learning"),
         ("server: {port: x}", "server.port"),
         ("server: 3", "'server' must hold settings by name"),
         ("- 1", "must hold settings by name"),
@@ -204,14 +210,6 @@ def test_the_names_of_another_server_in_a_file(tmp_path: Path) -> None:
     assert config.engine.model.path == "m"
     assert config.engine.scheduler.max_num_seqs == 1
     assert build(file, {"max_num_seqs": 3}).engine.scheduler.max_num_seqs == 3
-
-
-def test_what_asks_for_nothing_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text("rl_training: {enabled: false, update_frequency: 100}\nmodel: {path: m, lora_rank: 16}\n")
-    assert build(file, {}).engine.model.path == "m"
-    rank = FLAGS["--lora-rank"].text
-    assert capsys.readouterr().err == f"tandem: warning: 'model.lora_rank' has no effect here: {rank}\n"
 
 
 def test_twice_the_same_name() -> None:
@@ -369,8 +367,10 @@ def served_as(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     def call(program: Any, *words: str) -> tuple[Config, list[str] | None]:
         seen: list[Any] = []
 
-        def foreground(file: Path | None, settings: dict[str, object], *, called_as: str, verbose: bool) -> None:
-            seen.extend((serve.prepare(file, settings, called_as)[0], None))
+        def foreground(
+            file: Path | None, settings: dict[str, object], defaults: Any, *, called_as: str, verbose: bool
+        ) -> None:
+            seen.extend((serve.prepare(file, settings, called_as, defaults)[0], None))
             raise SystemExit(0)
 
         def background(argv: list[str]) -> int:
@@ -434,6 +434,22 @@ def test_the_programs_of_other_servers(served_as: Any, capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("--mode rl -m m", "train rl -m m"),
+        ("-m m --mode=rl", "train rl -m m"),
+        ("rl -m m --mode training", "train rl -m m --mode training"),
+    ],
+)
+def test_the_program_that_trains(served_as: Any, words: str, command: str) -> None:
+    config, _ = served_as(programs.mlx_parallm_train, *words.split())
+    assert (config.rl_training.enabled, config.engine.duty.mode) == (True, "training_only")
+    assert config.server.served_model_names == ("m", "base-model")
+    _, background = served_as(programs.mlx_parallm_train, *words.split(), "--daemon")
+    assert background == ["--called-as", "mlx_parallm_serve", *command.split()]
+
+
 @pytest.mark.parametrize("module", ["mlx_lm_server", "mola.cli"])
 def test_the_modules_of_other_servers(module: str) -> None:
     words = [] if module == "mlx_lm_server" else ["serve"]
@@ -452,8 +468,8 @@ def test_every_script_can_be_called(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         module, _, function = target.partition(":")
         with pytest.raises(SystemExit) as end:
             getattr(importlib.import_module(module), function)()
-        assert end.value.code == (2 if name == "mlx_parallm_train" else 0)
-    assert "this version serves and does not learn" in capsys.readouterr().err
+        assert end.value.code == 0, name
+        assert "Usage: tandem" in capsys.readouterr().out
 
 
 # --- adapter folders -------------------------------------------------------------------------------------------------
@@ -472,6 +488,64 @@ def test_inspect_and_convert(tmp_path: Path) -> None:
     broken = tandem("adapters", "inspect", str(tmp_path))
     assert broken.returncode == 1
     assert broken.stderr.startswith(f"tandem: {tmp_path} cannot be served: adapter_config.json")
+
+
+# --- checkpoint folders ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """Two checkpoints of the same adapter, the first of which was worth more."""
+    book = Checkpoints(tmp_path / "kept", 10)
+    book.lock()
+    for step, reward in ((100, 0.75), (200, 0.5)):
+        folder = book.new(f"checkpoint-{step}")
+        convert(demo.ADAPTER_PATHS["shout"], folder, "peft")
+        (folder / "optimizer.safetensors").write_bytes(b"whatever")
+        book.commit(
+            folder, Manifest(name=f"checkpoint-{step}", step=step, version=step // 50, digest="d" * 64, reward=reward)
+        )
+    book.close()
+    return book.folder
+
+
+def test_checkpoints_are_listed(kept: Path) -> None:
+    done = tandem("checkpoints", "ls", "--checkpoint-dir", str(kept))
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in done.stdout.splitlines() if line[:1] == "│"
+    ]
+    assert [row[:4] for row in rows] == [
+        ["checkpoint-200", "200", "4", "0.500"],
+        ["checkpoint-100 (best)", "100", "2", "0.750"],
+        ["best-performance (best)", "100", "2", "0.750"],
+    ]
+
+
+def test_a_checkpoint_is_exported(kept: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = tandem("checkpoints", "export", "checkpoint-100", str(out), "--checkpoint-dir", str(kept))
+    assert (done.returncode, done.stdout) == (0, f"wrote {out}\n")
+    assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert inspect(out).digest == inspect(kept / "checkpoint-100").digest
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("ls --checkpoint-dir nowhere", "there is no folder nowhere; name another one with --checkpoint-dir"),
+        ("export checkpoint-100 out --checkpoint-dir nowhere", "there is no folder nowhere"),
+        ("export checkpoint-300 out --checkpoint-dir {kept}", "there is no checkpoint 'checkpoint-300'"),
+        ("export ../kept out --checkpoint-dir {kept}", "checkpoint must be 1 to 64 letters"),
+        ("export checkpoint-100 {kept} --checkpoint-dir {kept}", "{kept} exists"),
+        ("rollback --url http://127.0.0.1:9", "127.0.0.1:9: "),
+    ],
+)
+def test_what_cannot_be_done_with_a_checkpoint_is_one_line(kept: Path, words: str, said: str) -> None:
+    done = tandem("checkpoints", *words.format(kept=kept).split())
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"tandem: {said.format(kept=kept)}")
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,15 @@ import pytest
 from starlette.routing import Route
 
 from mlx_tandem import demo
+from mlx_tandem.adapters.convert import convert
 from mlx_tandem.cli import hub
 from mlx_tandem.cli.options import OPTIONS
 from mlx_tandem.cli.settings import build
 from mlx_tandem.config import Config
 from mlx_tandem.server.app import create_app
 from mlx_tandem.server.front import Front
+from mlx_tandem.training.checkpoints import Checkpoints
+from mlx_tandem.training.manifests import Manifest
 from tests.commands import curl, free_port, running
 from tests.fake_hub import fake_hub
 
@@ -37,6 +40,7 @@ SHORT = {
     "bench serve": ["--num-requests", "2", "--repeats", "1", "--concurrency", "2", "--max-tokens", "4"],
     "bench engine": ["--batch", "1", "--max-tokens", "4", "--prompt-tokens", "8", "--repeats", "1"],
     "demo": ["--seconds", "1"],
+    "train sft": ["--epochs", "1", "--batch-size", "2", "--max-length", "64"],
     "benchmarks/peers.py": [*("--shapes", "0.13m", "--concurrency", "1", "--repeats", "1", "--max-tokens", "4")],
     "benchmarks/adapters.py": [
         *("--shape", "0.13m", "--adapters", "2", "--concurrency", "2", "--repeats", "1", "--max-tokens", "4")
@@ -94,6 +98,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(demo.ADAPTER_PATHS["json"], tmp_path / "adapters" / "sql")
     (tmp_path / "tandem.key").write_text("a-key", encoding="utf-8")
     (tmp_path / "tandem.key").chmod(0o600)
+    for name in ("lessons.jsonl", "exam.jsonl"):
+        lines = [{"prompt": f"Sort down: {name[0]} {n} 3", "completion": f"{n} 3"} for n in range(4, 9)]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     for block in blocks():
         if block.language == "yaml":
@@ -114,7 +121,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     where = tmp_path_factory.mktemp("served")
     shutil.copytree(demo.ADAPTER_PATHS["shout"], where / "my-adapter")
     port = free_port()
-    with running([*TANDEM, "serve", "--port", str(port), "--adapter-root", "."], port, where) as server:
+    learns = ["--enable-rl-training", "--lora-rank", "4"]
+    with running([*TANDEM, "serve", "--port", str(port), "--adapter-root", ".", *learns], port, where) as server:
         yield Served(port, where)
         assert server.stop() == 0
 
@@ -148,9 +156,11 @@ def in_the_background(words: list[str]) -> bool:
     return words[0] == "tandem" and ("--daemon" in words or words[1] in ("stop", "restart"))
 
 
-@pytest.mark.parametrize(
-    "line", [c for c, w in commands().items() if w[:2] == ["tandem", "serve"] and not in_the_background(w)]
-)
+def serves(words: list[str]) -> bool:
+    return words[:2] == ["tandem", "serve"] or words[:3] == ["tandem", "train", "rl"]
+
+
+@pytest.mark.parametrize("line", [c for c, w in commands().items() if serves(w) and not in_the_background(w)])
 def test_tandem_serve(line: str, folder: Path) -> None:
     words = commands()[line][1:]
     port = free_port()
@@ -176,13 +186,22 @@ def test_servers_in_the_background(folder: Path) -> None:
         ).replace("port ", ":")
 
 
+def make_checkpoint(place: Path) -> None:
+    book = Checkpoints(place, 10)
+    book.lock()
+    folder = book.new("checkpoint-500")
+    convert(demo.ADAPTER_PATHS["shout"], folder, "peft")
+    book.commit(folder, Manifest(name="checkpoint-500", step=500, version=5, digest=""))
+    book.close()
+
+
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "line",
     [
         c
         for c, words in commands().items()
-        if words[0] in ("tandem", "python") and words[1] != "serve" and not in_the_background(words)
+        if words[0] in ("tandem", "python") and not serves(words) and not in_the_background(words)
     ],
 )
 def test_commands_that_end(line: str, folder: Path, served: Served) -> None:
@@ -192,6 +211,10 @@ def test_commands_that_end(line: str, folder: Path, served: Served) -> None:
     if words[:2] == ["tandem", "adapters"]:
         where = folder if words[2] in ("inspect", "convert") else served.folder
         assert run([*TANDEM, *words[1:]], where)
+        return
+    if words[:2] == ["tandem", "checkpoints"]:
+        make_checkpoint(folder / "checkpoints")
+        assert run([*TANDEM, *words[1:]], folder)
         return
     if words[0] == "tandem":
         kind = next(k for k in SHORT if " ".join(words[1:]).startswith(k))

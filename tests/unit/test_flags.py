@@ -25,8 +25,8 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Run:
     """The settings that a command line comes to: everything but the serving."""
     seen: list[Config] = []
 
-    def record(file: Path | None, settings: dict[str, object], *, called_as: str, verbose: bool) -> None:
-        seen.append(build(file, settings))
+    def record(file: Path | None, settings: dict[str, object], defaults: Any, *, called_as: str, verbose: bool) -> None:
+        seen.append(build(file, settings, defaults))
         raise SystemExit(0)
 
     monkeypatch.setattr("mlx_tandem.cli.serve.serve", record)
@@ -114,6 +114,33 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--receive-timeout-s 9", "server.receive_timeout_s", 9.0),
     ("--write-timeout-s 9", "server.write_timeout_s", 9.0),
     ("--drain-seconds 9", "server.drain_seconds", 9.0),
+    ("--enable-rl-training", "rl_training.enabled", True),
+    ("--enable-rl-training --mode training", "engine.duty.mode", "training_only"),
+    ("--enable-rl-training --mode=training_only", "engine.duty.mode", "training_only"),
+    ("--mode inference", "engine.duty.mode", "inference_only"),
+    ("--enable-rl-training --training-share 0.25", "engine.duty.training", 0.25),
+    ("--enable-rl-training --training-share 0.25", "engine.duty.inference", 0.75),
+    ("--enable-rl-training --training-share 1", "engine.duty.inference", 0.0),
+    ("--enable-rl-training --train-adapter mine", "rl_training.adapter", "mine"),
+    ("--enable-rl-training --lora-rank 8", "rl_training.lora_rank", 8),
+    ("--enable-rl-training --lora-alpha 8", "rl_training.lora_alpha", 8.0),
+    (
+        "--enable-rl-training --lora-target-modules q_proj,v_proj --lora-target-modules o_proj",
+        "rl_training.lora_target_modules",
+        ("q_proj", "v_proj", "o_proj"),
+    ),
+    ("--enable-rl-training --algorithm gspo", "rl_training.algorithm", "gspo"),
+    ("--enable-rl-training --learning-rate 1e-4", "rl_training.learning_rate", 1e-4),
+    ("--enable-rl-training --kl-coef 0.1", "rl_training.kl_coef", 0.1),
+    ("--enable-rl-training --scoring-function gsm8k", "rl_training.scoring_function", "gsm8k"),
+    ("--enable-rl-training --update-frequency 9", "rl_training.update_frequency", 9),
+    ("--enable-rl-training --trajectory-buffer-size 900", "rl_training.trajectory_buffer_size", 900),
+    ("--enable-rl-training --scoring-batch-size 9", "rl_training.scoring_batch_size", 9),
+    ("--enable-rl-training --group-size 8", "rl_training.group_size", 8),
+    ("--enable-rl-training --validation-prompts v.jsonl", "rl_training.validation_prompts", "v.jsonl"),
+    ("--enable-rl-training --checkpoint-dir c", "checkpointing.checkpoint_dir", "c"),
+    ("--enable-rl-training --checkpoint-interval 9", "checkpointing.interval", 9),
+    ("--enable-rl-training --keep-n-checkpoints 9", "checkpointing.keep_n_checkpoints", 9),
 ]
 
 
@@ -185,6 +212,7 @@ def test_no_row_hides_an_option() -> None:
         (["--served-model-name"], "--served-model-name"),
         (["--adapter"], "--adapter"),
         (["--dtype"], "--dtype"),
+        (["--mode"], "--mode"),
     ],
 )
 def test_a_value_that_is_missing(words: list[str], flag: str) -> None:

@@ -6,7 +6,7 @@ overlaps, holes, overflow); then names, dtypes, shapes and the total size are he
 any tensor data is read. Whatever would change the meaning of the adapter and is not supported is refused by name.
 """
 
-from mlx_tandem.adapters.formats.loading import read
+from mlx_tandem.adapters.formats.loading import from_arrays, read
 from mlx_tandem.adapters.formats.parts import CONFIG, WEIGHTS, AdapterWeights, Array, Format, LinearShape
 
-__all__ = ["CONFIG", "WEIGHTS", "AdapterWeights", "Array", "Format", "LinearShape", "read"]
+__all__ = ["CONFIG", "WEIGHTS", "AdapterWeights", "Array", "Format", "LinearShape", "from_arrays", "read"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -81,6 +81,30 @@ def load(
     fd: int, kind: Format, header: Mapping[str, Tensor], spec: Spec, linears: Mapping[str, LinearShape]
 ) -> AdapterWeights:
     """The weights that `spec` names, once they are checked against `linears`, from the open file of weights."""
+
+    def read(name: str) -> npt.NDArray[np.uint8]:
+        t = header[name]
+        return files.read_exactly(fd, t.offset, math.prod(t.shape) * DTYPES[t.dtype], WEIGHTS[kind])
+
+    return _assemble(read, kind, header, spec, linears)
+
+
+def from_arrays(
+    config: Mapping[str, object], tensors: Mapping[str, Array], linears: Mapping[str, LinearShape]
+) -> AdapterWeights:
+    """What `read` would give for a PEFT folder with this configuration and these tensors; the same digest, too."""
+    header = {name: Tensor("F32", t.shape, 0) for name, t in tensors.items()}
+    spec = peft.parse(config, header, linears, limits.MAX_LORA_RANK, 0)
+    return _assemble(lambda name: tensors[name].reshape(-1).view(np.uint8), "peft", header, spec, linears)
+
+
+def _assemble(
+    read: Callable[[str], npt.NDArray[np.uint8]],
+    kind: Format,
+    header: Mapping[str, Tensor],
+    spec: Spec,
+    linears: Mapping[str, LinearShape],
+) -> AdapterWeights:
     file = WEIGHTS[kind]
     check(file, header, spec, linears)
     digest = hashlib.blake2b(f"mlx-tandem adapter 1 {kind}\n".encode(), digest_size=32)
@@ -94,7 +118,7 @@ def load(
         for into, halves in zip(pair, sides, strict=True):
             for half in halves:
                 t = header[half.tensor]
-                raw = files.read_exactly(fd, t.offset, math.prod(t.shape) * DTYPES[t.dtype], file)
+                raw = read(half.tensor)
                 nbytes += raw.nbytes
                 _feed(digest, (half.tensor, t.dtype, *t.shape, half.scale.hex()))
                 digest.update(raw.data)

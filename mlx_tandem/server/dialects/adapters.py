@@ -45,7 +45,7 @@ def describe(entry: Entry, resident: Collection[str]) -> dict[str, Any]:
         "name": entry.name,
         "version": entry.ref.version,
         "id": entry.ref.label,
-        "path": entry.source.path,
+        "path": None if entry.source is None else entry.source.path,
         "digest": info.digest,
         "format": info.format,
         "rank": info.rank,

@@ -51,8 +51,13 @@ class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     user: str | None = None  # keeps a caller on one arm of an alias
+    lora_adapter: str | None = None  # as `model`, for callers who name base and adapter apart
+    # Learning.
+    collect_trajectory: bool | None = None
+    scoring_function: str | dict[str, Any] | list[Any] | None = None
+    metadata: dict[str, Any] | None = None  # for reward functions; without them it has no effect
+    swap_policy: Literal["pin", "inflight_keep"] | None = None
     # Accepted without effect.
-    metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.server.dialects.collect import collect_fields, follows, shown_version
 from mlx_tandem.server.dialects.openai import (
     ChatBody,
     Common,
@@ -18,23 +19,26 @@ from mlx_tandem.server.dialects.openai import (
 )
 from mlx_tandem.server.dialects.shapes import CHAT, TEXT
 from mlx_tandem.server.front import Front
+from mlx_tandem.server.models import Selection
 from mlx_tandem.server.replies import Plan
-from mlx_tandem.server.sampling import choices, priority, prompt_logprobs, sampling_params, text_options
+from mlx_tandem.server.sampling import choices, is_silent, priority, prompt_logprobs, sampling_params, text_options
 
 
 async def plan_chat(front: Front, body: ChatBody) -> Plan:
-    model = await front.models.select(body.model, body.user)
+    model = await _selected(front, body)
     _refuse_streamed_scores(body)
     stream, with_usage = streaming(body)
     n, text, logprobs = choices(front, body), text_options(body), chat_logprobs(body)
     refuse_items(body.tools, "tools")
     prompt = await front.chat_prompt(chat_messages(body.messages), template_options(body.chat_template_kwargs))
     longest = ("max_completion_tokens", body.max_completion_tokens) if body.max_completion_tokens is not None else None
+    params = sampling_params(front, body, len(prompt), "messages", logprobs=logprobs, max_tokens=longest)
+    texts = (front.tokenizer.decode(prompt, show_special=True),) if _learns(body) else ()
     return Plan(
         CHAT,
         model,
         [prompt],
-        sampling_params(front, body, len(prompt), "messages", logprobs=logprobs, max_tokens=longest),
+        params,
         n,
         text,
         stream,
@@ -42,30 +46,49 @@ async def plan_chat(front: Front, body: ChatBody) -> Plan:
         priority(body),
         prompt_logprobs=prompt_logprobs(body),
         return_token_ids=bool(body.return_token_ids),
+        collect=collect_fields(front, body, model, params, [prompt], texts, silent=is_silent(body)),
+        version=shown_version(front, body, model),
+        follow=follows(front, body, model),
     )
 
 
 async def plan_completion(front: Front, body: CompletionBody) -> Plan:
-    model = await front.models.select(body.model, body.user)
+    model = await _selected(front, body)
     _refuse_streamed_scores(body)
     stream, with_usage = streaming(body)
     echo = bool(body.echo)
     n, text, logprobs = choices(front, body), text_options(body, echo), completion_logprobs(body)
     prompts = await completion_prompts(front, body)
+    params = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs, echo=echo)
+    texts = prompt_texts(front, body, prompts) if echo or _learns(body) else ()
     return Plan(
         TEXT,
         model,
         prompts,
-        sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs, echo=echo),
+        params,
         n,
         text,
         stream,
         with_usage,
         priority(body),
-        echo=prompt_texts(front, body, prompts) if echo else None,
+        echo=texts if echo else None,
         prompt_logprobs=prompt_logprobs(body),
         return_token_ids=bool(body.return_token_ids),
+        collect=collect_fields(front, body, model, params, prompts, texts, silent=is_silent(body, echo)),
+        version=shown_version(front, body, model),
+        follow=follows(front, body, model),
     )
+
+
+async def _selected(front: Front, body: Common) -> Selection:
+    if body.lora_adapter is None:
+        return await front.models.select(body.model, body.user)
+    return await front.models.select_adapter(body.lora_adapter, body.model, body.user)
+
+
+def _learns(body: Common) -> bool:
+    """Whether a reward function will see the prompt."""
+    return bool(body.collect_trajectory) or body.scoring_function is not None
 
 
 def _refuse_streamed_scores(body: Common) -> None:

@@ -194,6 +194,14 @@ class Events:
         own = {"logprobs": None} | details | {"finish_reason": choice.finish}
         return self._index[index] + self._empty + _members(own) + self._end
 
+    def outcomes(self, details: Sequence[Details]) -> bytes:
+        """What is known of the choices only after all have ended, in one event."""
+        choices = [
+            b'{"index":%d%b%b}' % (i, self._empty, _members({"logprobs": None, "finish_reason": None} | own))
+            for i, own in enumerate(details)
+        ]
+        return self._start + b",".join(choices) + b"]" + self._rest
+
     def usage(self, counts: dict[str, Any]) -> bytes:
         return b'%b],"usage":%b}\n\n' % (self._start, dumps(counts))
 

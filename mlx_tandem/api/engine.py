@@ -1,4 +1,4 @@
-"""The Python API: the same engine and the same rules as the server, on threads of the caller's process."""
+"""`Engine`: a model with its adapters in the caller's process, the engine on one thread and the front on another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,19 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from mlx_tandem import limits, worker
-from mlx_tandem.config import CacheConfig, Config, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, ServerConfig
+from mlx_tandem.api.data import Data, ServedCodec
+from mlx_tandem.api.trainer import Trainer, open_trainer, run_pass
+from mlx_tandem.config import (
+    CacheConfig,
+    Config,
+    DutyConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
+from mlx_tandem.engine.learning import BatchResult, LossConfig, LossKind
 from mlx_tandem.engine.process import EngineProcess, Launch
 from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import EngineError, InvalidRequest
@@ -187,6 +199,42 @@ class Engine:
         """As of the last heartbeat."""
         return self._front.client.stats
 
+    # -- learning -----------------------------------------------------------------------------------------------
+
+    def trainer(
+        self,
+        name: str,
+        *,
+        rank: int | None = None,
+        alpha: float | None = None,
+        targets: Sequence[str] = (),
+        seed: int = 0,
+        init_from: str | None = None,
+        resume: str | Path | None = None,
+    ) -> Trainer:
+        """An adapter to be trained beside what is served; one of that name that is open is replaced.
+
+        It begins as one that changes nothing, of rank 16 with alpha twice the rank; or with the weights, rank and scale
+        of the adapter `init_from`; or where the one in the folder `resume` was saved. `targets` are last parts of
+        module names, such as "q_proj"; none: every linear layer.
+        """
+        opening = open_trainer(
+            self._call, self._front, name, rank=rank, alpha=alpha, targets=targets, seed=seed,
+            init_from=init_from, resume=resume,
+        )  # fmt: skip
+        return self._call(opening)
+
+    def forward_backward(
+        self, data: Mapping[Trainer, Data], loss: LossKind | LossConfig = "cross_entropy", **switches: Any
+    ) -> dict[Trainer, BatchResult]:
+        """`Trainer.forward_backward` of several at once, which share batches."""
+        return self._call(run_pass(self._front, data, loss, switches, forward_only=False))
+
+    @property
+    def codec(self) -> ServedCodec:
+        """The model's way of writing text as token ids, with which `training.examples` makes data of examples."""
+        return ServedCodec.of(self._front)
+
     # -- on the loop --------------------------------------------------------------------------------------------
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
@@ -338,7 +386,13 @@ def _messages(messages: Any) -> list[Mapping[str, Any]]:
 
 def _engine_config(model: str, options: Mapping[str, object]) -> EngineConfig:
     """Options by the name of their field, whatever section it is in."""
-    sections = {"model": ModelConfig, "cache": CacheConfig, "scheduler": SchedulerConfig, "lora": LoraConfig}
+    sections = {
+        "model": ModelConfig,
+        "cache": CacheConfig,
+        "scheduler": SchedulerConfig,
+        "lora": LoraConfig,
+        "duty": DutyConfig,
+    }
     places = {field: (section, field) for section, struct in sections.items() for field in struct.__struct_fields__}
     del places["path"], places["backend"]
     places["lora_backend"] = ("lora", "backend")

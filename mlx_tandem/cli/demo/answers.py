@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from mlx_tandem.cli.console import fail
+from mlx_tandem.cli.demo.server import started_server
 from mlx_tandem.cli.http import Connection, Events, HttpError
 
 BASE = "base"
@@ -33,7 +26,6 @@ ROUNDS = (
     ("What is 9 + 86?", "Sort down: 2 2 8 5", "Who are you?", "Tell me a short story about a cat."),
 )
 MAX_TOKENS = 200
-START_SECONDS = 120.0
 
 
 @dataclass
@@ -121,53 +113,6 @@ def _print_new(board: Board, shown: set[tuple[str, str]]) -> None:
             shown.add(key)
             question, model = key
             print(f"{question}  [{model}]  {cell.error or cell.text}", flush=True)
-
-
-@contextlib.contextmanager
-def started_server() -> Iterator[str]:
-    """A server with the built-in model on a free port; stopped when the block ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryFile() as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "mlx_tandem", "serve", "--port", str(port), "--api-key", ""],
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            start_new_session=True,
-        )
-        try:
-            print("tandem: starting a server with the built-in model …", file=sys.stderr, flush=True)
-            asyncio.run(_wait_until_ready(port, server, log))
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            _stop(server)
-
-
-async def _wait_until_ready(port: int, server: subprocess.Popen[bytes], log: IO[bytes]) -> None:
-    connection = Connection("127.0.0.1", port)
-    deadline = perf_counter() + START_SECONDS
-    while perf_counter() < deadline:
-        if server.poll() is not None:
-            log.seek(0)
-            lines = log.read().decode(errors="replace").strip().splitlines()
-            fail(f"the server did not start: {lines[-1] if lines else f'status {server.returncode}'}")
-        with contextlib.suppress(HttpError):
-            status, _ = await connection.json("GET", "/health")
-            if status == 200:
-                connection.close()
-                return
-        await asyncio.sleep(0.1)
-    fail(f"the server was not ready within {START_SECONDS:.0f} s")
-
-
-def _stop(server: subprocess.Popen[bytes]) -> None:
-    server.send_signal(signal.SIGTERM)
-    try:
-        server.wait(10)
-    except subprocess.TimeoutExpired:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
 
 
 async def ask(url: str, seconds: float, update: Callable[[Board], Any]) -> Board:

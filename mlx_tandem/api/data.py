@@ -1,0 +1,182 @@
+"""What a caller hands to a trainer becomes data for the engine: checked here, so that errors name the argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import msgspec
+
+from mlx_tandem import limits
+from mlx_tandem.engine.learning import Datum, LossConfig, LossKind
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.server.decode import convert
+from mlx_tandem.server.front import Front
+from mlx_tandem.text.template import ChatTemplate
+from mlx_tandem.text.tokenizer import Tokenizer
+from mlx_tandem.training.examples import FORMS, Turns, parse
+
+Data = Sequence["Datum | Mapping[str, Any]"]
+
+EXTRAS = ("weights", "advantages", "logprobs", "temperature")
+
+
+class ServedCodec:
+    """A model's tokenizer and chat template. Usable from any thread."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        *,
+        vocab_size: int,
+        longest: int,
+        eos_token_ids: Sequence[int],
+    ):
+        self._tokenizer = tokenizer
+        self._template = template
+        self.vocab_size = vocab_size
+        self.longest = longest
+        self.chats = template is not None
+        named = tokenizer.special_tokens.get(tokenizer.special_texts().get("eos_token", ""))
+        ends = [*([] if named is None else [named]), *eos_token_ids]
+        if not ends:
+            raise InvalidRequest("this model names no token that ends a text: it cannot learn to end one")
+        self.end, self.ends = ends[0], frozenset(ends)
+
+    @classmethod
+    def of(cls, front: Front) -> ServedCodec:
+        info = front.client.check_ready()
+        return cls(
+            front.tokenizer,
+            front.template,
+            vocab_size=info.vocab_size,
+            longest=info.max_model_len,
+            eos_token_ids=info.eos_token_ids,
+        )
+
+    def text(self, text: str, *, begins: bool) -> list[int]:
+        _check_characters(text)
+        return self._tokenizer.encode(text, add_special_tokens=begins)
+
+    def chat(self, messages: Turns, *, asks: bool) -> list[int]:
+        assert self._template is not None
+        for message in messages:
+            for value in message.values():
+                _check_characters(value)
+        return self._template.encode(messages, {"add_generation_prompt": asks})
+
+
+def _check_characters(text: str) -> None:
+    """Half a UTF-16 pair is no character, and tokenizers know none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as e:
+        raise InvalidRequest("holds half a surrogate pair") from e
+
+
+def check_data(data: Data, codec: ServedCodec, loss: LossConfig) -> tuple[Datum, ...]:
+    """Raises InvalidRequest naming `data[i]` and the field in it."""
+    if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Sequence):
+        raise InvalidRequest("data must be a list of examples", param="data", code="invalid_type")
+    if not data:
+        raise InvalidRequest("data is empty", param="data")
+    return tuple(_one(value, codec, loss, f"data[{i}]") for i, value in enumerate(data))
+
+
+def _one(value: Datum | Mapping[str, Any], codec: ServedCodec, loss: LossConfig, where: str) -> Datum:
+    try:
+        datum = value if isinstance(value, Datum) else _datum(value, codec)
+        _check(datum, codec, loss)
+    except InvalidRequest as e:
+        param = f"{where}.{e.param}" if e.param else where
+        raise InvalidRequest(f"{where}: {e.message}", param=param, code=e.code) from e
+    return datum
+
+
+def _datum(value: Mapping[str, Any], codec: ServedCodec) -> Datum:
+    if not isinstance(value, Mapping):
+        raise InvalidRequest("must be a mapping or a Datum", code="invalid_type")
+    known = {key for keys in FORMS for key in keys} | {*EXTRAS}
+    for key in value:
+        if key not in known:
+            raise InvalidRequest(f"{key} is not known here", param=str(key), code="unknown_parameter")
+    if isinstance(value.get("prompt"), (list, tuple)) or isinstance(value.get("completion"), (list, tuple)):
+        datum = _from_ids(value, codec)
+    else:
+        datum = parse(value).datum(codec)
+    changes: dict[str, Any] = {}
+    if "weights" in value and "advantages" in value:
+        raise InvalidRequest("weights and advantages are two names of the same", param="advantages")
+    for name in ("weights", "advantages"):
+        if name in value:
+            changes["weights"] = _weights(value[name], datum, name)
+    if "logprobs" in value:
+        changes["logprobs"] = _numbers(value["logprobs"], "logprobs", "example_logprob")
+    if "temperature" in value:
+        changes["temperature"] = float(limits.check("example_temperature", value["temperature"], "temperature"))
+    return msgspec.structs.replace(datum, **changes)
+
+
+def _from_ids(value: Mapping[str, Any], codec: ServedCodec) -> Datum:
+    """Token ids are taken as they are: nothing is added at the end."""
+    parts = []
+    for name in ("prompt", "completion"):
+        given = value.get(name)
+        if isinstance(given, str):
+            given = codec.text(given, begins=name == "prompt")
+        ids = limits.check_token_ids(given, codec.vocab_size, name)
+        if not ids:
+            raise InvalidRequest(f"{name} is empty", param=name)
+        parts.append(ids)
+    prompt, completion = parts
+    return Datum((*prompt, *completion), len(prompt), (1.0,) * len(completion))
+
+
+def _weights(given: object, datum: Datum, name: str) -> tuple[float, ...]:
+    """One number for every token that is taught anyway, or one for each token of the completion."""
+    if isinstance(given, (list, tuple)):
+        return _numbers(given, name, "example_weight")
+    weight = float(limits.check("example_weight", given, name))
+    return tuple(weight * w for w in datum.weights)
+
+
+def _numbers(given: object, name: str, range_of: str) -> tuple[float, ...]:
+    if not isinstance(given, (list, tuple)):
+        raise InvalidRequest(f"{name} must be a list of numbers", param=name, code="invalid_type")
+    return tuple(float(limits.check(range_of, x, f"{name}[{i}]")) for i, x in enumerate(given))
+
+
+def _check(datum: Datum, codec: ServedCodec, loss: LossConfig) -> None:
+    limits.check_token_ids(datum.tokens, codec.vocab_size, "tokens")
+    completion = len(datum.tokens) - datum.prompt_length
+    if datum.prompt_length < 1 or completion < 1:
+        raise InvalidRequest("a token of prompt and one of completion are needed", param="prompt_length")
+    if len(datum.tokens) > codec.longest:
+        raise InvalidRequest(f"has {len(datum.tokens)} tokens; {codec.longest} fit", code="context_length_exceeded")
+    if len(datum.weights) != completion:
+        raise InvalidRequest(f"weights has {len(datum.weights)} entries for {completion} tokens", param="weights")
+    if loss.kind != "cross_entropy" and not datum.logprobs:
+        raise InvalidRequest(f"{loss.kind} needs the logprobs that the tokens were drawn with", param="logprobs")
+    if datum.logprobs and len(datum.logprobs) != completion:
+        raise InvalidRequest(f"logprobs has {len(datum.logprobs)} entries for {completion} tokens", param="logprobs")
+
+
+def check_loss(loss: LossKind | LossConfig, switches: Mapping[str, Any]) -> LossConfig:
+    """A loss by its name and switches, or as a whole. Raises InvalidRequest naming `loss` or the switch."""
+    if isinstance(loss, LossConfig):
+        config = msgspec.structs.replace(loss, **_known(switches))
+    elif loss not in get_args(LossKind):
+        raise InvalidRequest(f"loss must be one of {', '.join(get_args(LossKind))}", param="loss")
+    else:
+        config = convert({"kind": loss, **_known(switches)}, LossConfig)
+    for name in ("scale", "clip_low", "clip_high", "kl_coef", "beta", "max_importance_ratio"):
+        limits.check(name, getattr(config, name))
+    return config
+
+
+def _known(switches: Mapping[str, Any]) -> Mapping[str, Any]:
+    for name in switches:
+        if name not in LossConfig.__struct_fields__ or name == "kind":
+            raise InvalidRequest(f"a loss has no switch {name}", param=name, code="unknown_parameter")
+    return switches

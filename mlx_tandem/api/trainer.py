@@ -1,0 +1,213 @@
+"""`Trainer`: a LoRA adapter that is trained on the very model that the engine serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from mlx_tandem import files, limits
+from mlx_tandem.api.data import Data, ServedCodec, check_data, check_loss
+from mlx_tandem.engine.learning import (
+    Adam,
+    Batch,
+    BatchResult,
+    LossConfig,
+    LossKind,
+    StepDone,
+    TrainerInfo,
+    TrainerSpec,
+)
+from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
+from mlx_tandem.server.front import Front
+
+T = TypeVar("T")
+
+
+class Call(Protocol):
+    """Runs work on the engine's loop and gives what comes out."""
+
+    def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
+
+
+RANK = 16
+KEPT = 3
+"""Published versions of a trainer's name."""
+
+
+class Trainer:
+    """Made by `Engine.trainer`. Requests go on while it learns; what it has learned is served once it is published.
+
+    >>> trainer = engine.trainer("mine", rank=8)
+    >>> for epoch in range(3):
+    ...     trainer.forward_backward([{"prompt": "Sort down: 3 9 1", "completion": " 9 3 1"}]).loss
+    ...     trainer.step(learning_rate=1e-3)
+    >>> trainer.publish()
+    'mine@1'
+
+    An example is a mapping or an `engine.learning.Datum`. A mapping has
+
+    - `messages`: a conversation, in which the assistant's answers are taught;
+    - `prompt` and `completion`: texts, or lists of token ids, which are taken as they are;
+    - `text`, all of which is taught;
+
+    and may have `weights` (or `advantages`): a number, or one for each token of the completion; `logprobs` of the
+    completion's tokens under the distribution they were drawn from, which all losses but cross_entropy need; and the
+    `temperature` they were drawn at.
+    """
+
+    def __init__(self, call: Call, front: Front, info: TrainerInfo):
+        self._call = call
+        self._front = front
+        self.info = info
+        """As it was opened."""
+
+    @property
+    def name(self) -> str:
+        return self.info.name
+
+    def forward_backward(
+        self, data: Data, loss: LossKind | LossConfig = "cross_entropy", **switches: Any
+    ) -> BatchResult:
+        """Add the gradients of `data` to what `step` will use; loss and logprobs as of now. `switches` are fields of
+        `LossConfig`; by default losses of tokens are added up."""
+        return self._call(run_pass(self._front, {self: data}, loss, switches, forward_only=False))[self]
+
+    def forward(self, data: Data, loss: LossKind | LossConfig = "cross_entropy", **switches: Any) -> BatchResult:
+        """The same without gradients."""
+        return self._call(run_pass(self._front, {self: data}, loss, switches, forward_only=True))[self]
+
+    def step(
+        self,
+        learning_rate: float,
+        *,
+        beta1: float = 0.9,
+        beta2: float = 0.95,
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        grad_norm: float = 0.0,
+    ) -> StepDone:
+        """One step of AdamW with the gradients since the last; `grad_norm` over 0 clips them to it."""
+        numbers = {
+            "learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "eps": eps,
+            "weight_decay": weight_decay, "grad_norm": grad_norm,
+        }  # fmt: skip
+        adam = Adam(**{name: float(limits.check(name, value)) for name, value in numbers.items()})
+        return self._call(self._front.client.step_trainer(self.name, adam))
+
+    def undo(self) -> None:
+        """Take the last step back, and gradients that have come since. Only one step can be taken back."""
+        self._call(self._front.client.settle_trainer(self.name, keep=False))
+
+    def publish(self) -> str:
+        """Serve the present weights as a new version of the trainer's name; its label, name@version.
+
+        Requests that run keep the version they began with. The two versions before it can still be asked for; what was
+        published earlier is forgotten.
+        """
+        return self._call(self._publish())
+
+    async def _publish(self) -> str:
+        info = await self._front.client.publish_trainer(self.name)
+        models = self._front.models
+        ref = models.made(self.name, None, info)
+        for old in models.registry.versions(self.name)[:-KEPT]:
+            if old.source is None and old.ref != ref:
+                await models.retire(old.ref)
+        return ref.label
+
+    def save(self, folder: str | Path) -> None:
+        """Write a PEFT folder, with the optimiser's state for `Engine.trainer(resume=folder)`, all of it or nothing.
+
+        Raises Conflict when the folder exists and is not empty.
+        """
+        target = Path(os.path.abspath(folder))
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise Conflict(f"{target} exists and is not an empty folder", param="folder")
+        scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        try:
+            files.remove_tree(scratch)
+            files.make_folder(scratch)
+            try:
+                self._call(self._front.client.save_trainer(self.name, str(scratch)))
+                files.DISK.rename(scratch, target)
+            finally:
+                files.remove_tree(scratch)
+            files.sync_folder(target.parent)
+        except OSError as e:
+            raise InvalidRequest(f"{target} cannot be written: {e.strerror}", param="folder") from e
+
+    def close(self) -> None:
+        """Free its memory. What was published stays."""
+        self._call(self._front.client.close_trainer(self.name))
+
+    def __repr__(self) -> str:
+        return f"<Trainer {self.name}: rank {self.info.rank}, {self.info.parameters:,} parameters>"
+
+
+async def run_pass(
+    front: Front,
+    work: Mapping[Trainer, Data],
+    loss: LossKind | LossConfig,
+    switches: Mapping[str, Any],
+    *,
+    forward_only: bool,
+) -> dict[Trainer, BatchResult]:
+    """All trainers in one pass."""
+    if not work:
+        return {}
+    config = check_loss(loss, switches)
+    codec = ServedCodec.of(front)
+
+    def batches() -> list[Batch]:
+        return [Batch(trainer.name, check_data(data, codec, config), config) for trainer, data in work.items()]
+
+    made = await asyncio.to_thread(batches)  # texts may be long, and streams must not wait for them
+    results = await front.client.run_pass(made, forward_only=forward_only)
+    return dict(zip(work, results, strict=True))
+
+
+async def open_trainer(
+    call: Call,
+    front: Front,
+    name: str,
+    *,
+    rank: int | None,
+    alpha: float | None,
+    targets: Sequence[str],
+    seed: int,
+    init_from: str | None,
+    resume: str | Path | None,
+) -> Trainer:
+    if name not in front.models.registry:
+        front.models.check_free(name)
+    limits.check("trainer_seed", seed, "seed")
+    if isinstance(targets, str):
+        raise InvalidRequest("targets must be a list of names", param="targets", code="invalid_type")
+    if resume is not None:
+        for param, given in (("rank", rank), ("alpha", alpha), ("targets", targets), ("init_from", init_from)):
+            if given not in (None, (), []):
+                raise InvalidRequest(f"{param} is that of the trainer that is resumed", param=param)
+        spec = TrainerSpec(name, 1, 1.0, seed=seed)  # the folder says what it really is
+        info = await front.client.open_trainer(spec, folder=os.path.abspath(resume))
+        return Trainer(call, front, info)
+    digest = ""
+    if init_from is not None:
+        try:
+            entry = (await front.models.select(init_from)).entry
+        except NotFound as e:
+            e.param = "init_from"
+            raise
+        if entry is None:
+            raise InvalidRequest(
+                "init_from names the base model, which a trainer begins with anyway", param="init_from"
+            )
+        digest = entry.ref.digest
+        rank = entry.info.rank if rank is None else rank
+        alpha = entry.info.scale * rank if alpha is None else alpha
+    rank = int(limits.check("rank", RANK if rank is None else rank))
+    alpha = float(limits.check("alpha", 2.0 * rank if alpha is None else alpha))
+    spec = TrainerSpec(name, rank, alpha, tuple(targets), seed)
+    return Trainer(call, front, await front.client.open_trainer(spec, digest=digest))

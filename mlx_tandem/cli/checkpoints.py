@@ -1,0 +1,93 @@
+"""`tandem checkpoints`: what a folder of checkpoints holds, copies of one for other programs, and going back to one."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mlx_tandem.cli.adapters import URL, Key, KeyFile, Url, ask
+from mlx_tandem.cli.console import fail, show
+
+if TYPE_CHECKING:
+    from mlx_tandem.training.checkpoints import CheckpointInfo, Checkpoints
+
+checkpoints = typer.Typer(
+    help="Checkpoints of training.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Folder = Annotated[Path, typer.Option("--checkpoint-dir", help="The folder that the server was given.")]
+FOLDER = Path("./checkpoints")
+
+
+@checkpoints.command("ls")
+def ls(checkpoint_dir: Folder = FOLDER) -> None:
+    """List checkpoints, the newest first, with what they were worth."""
+    from rich.table import Table
+
+    table = Table(*("checkpoint", "step", "version", "mean reward", "made", "digest"))
+    with _clear():
+        for info in _opened(checkpoint_dir).list():
+            table.add_row(*_row(info))
+    show(table)
+
+
+@checkpoints.command("export")
+def export(
+    name: Annotated[str, typer.Argument(metavar="NAME")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist.")],
+    checkpoint_dir: Folder = FOLDER,
+) -> None:
+    """Copy the adapter of a checkpoint, in PEFT's format, for this server and others."""
+    with _clear():
+        _opened(checkpoint_dir).export(name, out)
+    print(f"wrote {out}")
+
+
+@checkpoints.command("rollback")
+def rollback(
+    to: Annotated[
+        str | None,
+        typer.Argument(metavar="TO", help="A version's number or a checkpoint; if absent the last good one."),
+    ] = None,
+    url: Url = URL,
+    api_key: Key = None,
+    api_key_file: KeyFile = None,
+) -> None:
+    """Have a running server go back: what it serves, and what it trains from there on."""
+    done = ask(url, api_key, api_key_file, "POST", "/v1/training/rollback", {} if to is None else {"to": to})
+    print(f"back at {done['current_lora']}")
+
+
+def _opened(folder: Path) -> Checkpoints:
+    from mlx_tandem.config import CheckpointingConfig
+    from mlx_tandem.training.checkpoints import Checkpoints
+
+    if not folder.is_dir():
+        fail(f"there is no folder {folder}; name another one with --checkpoint-dir")
+    return Checkpoints(folder, CheckpointingConfig().keep_n_checkpoints)
+
+
+@contextlib.contextmanager
+def _clear() -> Iterator[None]:
+    """What cannot be done is one line and status 1."""
+    from mlx_tandem.errors import TandemError
+
+    try:
+        yield
+    except TandemError as e:
+        fail(e.message)
+
+
+def _row(info: CheckpointInfo) -> tuple[str, ...]:
+    notes = [word for word, holds in (("best", info.best), ("kept", info.pinned)) if holds]
+    name = info.name + (f" ({', '.join(notes)})" if notes else "")
+    reward = "" if info.reward is None else f"{info.reward:.3f}"
+    made = datetime.fromtimestamp(info.created).isoformat(" ", "seconds")
+    return name, str(info.step), str(info.version), reward, made, info.digest[:12]

@@ -1,0 +1,101 @@
+"""A command that runs a server: every setting as an option, other servers' flags, and the way to the background."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from typer.core import TyperCommand, TyperOption
+
+from mlx_tandem.cli.console import warn
+from mlx_tandem.cli.flags import Refused, translate
+from mlx_tandem.cli.options import parameters, split_arms, split_pairs, split_words
+
+Folder = Annotated[
+    str | None,
+    typer.Argument(metavar="MODEL", help="Folder or hub id of the base model; the built-in one if absent."),
+]
+File = Annotated[Path | None, typer.Option(help="YAML file with any of these settings (docs/command-line.md).")]
+Background = Annotated[bool, typer.Option("--daemon", help="Go on in the background once the server is ready.")]
+
+
+@dataclass(frozen=True)
+class Root:
+    """What stands before the command."""
+
+    verbose: bool
+    called_as: str  # of CALLERS
+
+    def words(self) -> list[str]:
+        return [*(["-v"] if self.verbose else []), *(["--called-as", self.called_as] * (self.called_as != "tandem"))]
+
+
+class ServeCommand(TyperCommand):
+    """Takes command lines that were written for other servers."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        takes_value = {flag: not p.is_flag for p in self.params if isinstance(p, TyperOption) for flag in p.opts}
+        ctx.meta["words"] = list(args)
+        try:
+            args, warnings = translate(args, takes_value)
+        except Refused as e:
+            raise typer.BadParameter(str(e), param_hint=e.flag) from None
+        for warning in warnings:
+            warn(warning)
+        return super().parse_args(ctx, args)
+
+
+def with_every_setting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`given` spelled out: one parameter for each setting."""
+    signature = inspect.signature(function, eval_str=True)
+    *own, _ = signature.parameters.values()
+    positional = [p for p in own if p.kind is not p.KEYWORD_ONLY]
+    last = [p for p in own if p.kind is p.KEYWORD_ONLY]
+    function.__signature__ = signature.replace(parameters=[*positional, *parameters(), *last])  # type: ignore[attr-defined]
+    return function
+
+
+def run(
+    ctx: typer.Context,
+    command: tuple[str, ...],
+    folder: str | None,
+    config: Path | None,
+    daemon: bool,
+    given: Mapping[str, Any],
+    defaults: Mapping[str, object] | None = None,
+) -> NoReturn:
+    """The server of `tandem COMMAND` in the foreground or the background, with the options that were given.
+
+    `defaults` are by their place in config.py, for what neither they nor the file say.
+    """
+    if folder is not None and given["model"] not in (None, folder):
+        raise typer.BadParameter("the model is given twice", param_hint="MODEL")
+    settings = {
+        **given,
+        "model": folder or given["model"],
+        "adapter": split_pairs(given["adapter"]),
+        "alias": split_arms(given["alias"]),
+        "lora_target_modules": split_words(given["lora_target_modules"]),
+    }
+    if not daemon:
+        from mlx_tandem.cli.serve import serve
+
+        serve(config, settings, defaults, called_as=ctx.obj.called_as, verbose=ctx.obj.verbose)
+    if given["api_key"]:
+        reason = "a key on the command line cannot go to the background; use --api-key-file or TANDEM_API_KEY"
+        raise typer.BadParameter(reason, param_hint="--api-key")
+    if given["api_key_file"] and Path(given["api_key_file"]).is_fifo():
+        reason = "a pipe cannot go to the background: what was read of it is gone"
+        raise typer.BadParameter(reason, param_hint="--api-key-file")
+    from mlx_tandem.cli import daemon as background
+    from mlx_tandem.cli.serve import prepare
+
+    # What is wrong is said here, and what is fetched is fetched here.
+    _, sock = prepare(config, settings, ctx.obj.called_as, defaults)
+    sock.close()
+    words = [word for word in ctx.meta["words"] if word != "--daemon"]
+    raise SystemExit(background.start([*ctx.obj.words(), *command, *words]))

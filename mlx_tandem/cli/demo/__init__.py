@@ -1,0 +1,1 @@
+"""`tandem demo`: the built-in model at work, live"""

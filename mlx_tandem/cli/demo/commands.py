@@ -1,0 +1,34 @@
+"""The commands `tandem demo` and `tandem demo learn` and their options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+demo = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@demo.callback(invoke_without_command=True)
+def answers(
+    ctx: typer.Context,
+    seconds: Annotated[float, typer.Option(min=1.0, help="How long to keep asking.")] = 10.0,
+) -> None:
+    """Watch the built-in model and its adapters answer the same questions in one batch, then stop."""
+    if ctx.invoked_subcommand is None:
+        from mlx_tandem.cli.demo.answers import demo as show
+
+        show(seconds)
+
+
+@demo.command()
+def learn(
+    updates: Annotated[int, typer.Option(min=1, help="Updates of the adapter, of 64 answers each.")] = 30,
+    seed: Annotated[int, typer.Option(min=0, help="Of the questions and of the adapter's first weights.")] = 0,
+    plot: Annotated[Path, typer.Option(help="The curve is saved here.")] = Path("tandem-learn.svg"),
+) -> None:
+    """Watch the built-in model learn the skill it is weak at while it answers others, then stop."""
+    from mlx_tandem.cli.demo.learn import learn as show
+
+    show(updates, seed, plot)

@@ -1,0 +1,155 @@
+"""`tandem demo learn`: the built-in model learns the skill it is weak at while other requests are served, live."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from mlx_tandem.cli.demo import chart, traffic
+from mlx_tandem.cli.demo.learner import POLICY, SETTINGS, SKILL, Curve, Learner, TeachingError
+from mlx_tandem.cli.demo.server import started_server
+from mlx_tandem.cli.http import Connection, HttpError
+
+PROBE = SKILL.format("5 3 9 1 7")
+STREAMS = 3
+REFRESH_SECONDS = 0.15
+
+
+@dataclass
+class View:
+    """What is on the screen."""
+
+    steps: int
+    curve: Curve = field(default_factory=Curve)
+    traffic: traffic.Traffic = field(default_factory=traffic.Traffic)
+    status: dict[str, Any] = field(default_factory=dict)
+    answers: list[tuple[int, str]] = field(default_factory=list)  # the probe's, by version, where it changed
+
+    def render(self) -> RenderableType:
+        rewards = self.curve.rewards
+        bars = chart.text(rewards, width=max(self.steps, 20), height=8)
+        lines = [Text("mean reward", style="bold")]
+        for i, bar in enumerate(bars):
+            lines.append(Text(f"{1 - i / len(bars):4.2f} │", end="").append(bar, style="green"))
+        lines.append(Text(f"     └{'─' * len(bars[0])} update {len(rewards)} of {self.steps}"))
+        facts = Table.grid(padding=(0, 3))
+        now = f"{rewards[-1]:.2f}" if rewards else "–"
+        facts.add_row("reward", f"{now}   version {self.status.get('version', 0)} serves")
+        facts.add_row(
+            "beside it",
+            f"{self.traffic.answers} answers, {self.traffic.tokens:,} tokens, {self.traffic.errors} errors; between "
+            f"tokens p50 {self.traffic.percentile(0.5):.1f} ms, p95 {self.traffic.percentile(0.95):.1f} ms",
+        )
+        for version, answer in self.answers[-4:]:
+            facts.add_row(f"{POLICY}@{version}" if version else "base", f"{PROBE}  →  {answer}")
+        return Group(*lines, Text(), facts)
+
+
+def learn(steps: int, seed: int, plot: Path) -> None:
+    """Run it on this terminal, or as a line per update where there is none; the curve is saved as an SVG file."""
+    console = Console()
+    view = View(steps)
+    with tempfile.TemporaryDirectory(prefix="tandem-learn-") as scratch:
+        settings = Path(scratch) / "learn.yaml"
+        settings.write_text(
+            yaml.safe_dump(
+                {
+                    "rl_training": SETTINGS | {"seed": seed},
+                    "checkpointing": {"checkpoint_dir": f"{scratch}/checkpoints", "interval": 20},
+                }
+            ),
+            encoding="utf-8",
+        )
+        with started_server("--config", str(settings)) as url:
+            try:
+                if console.is_terminal:
+                    with Live(console=console, refresh_per_second=8) as live:
+                        asyncio.run(_teach(url, view, seed, lambda: live.update(view.render())))
+                else:
+                    asyncio.run(_teach(url, view, seed, _Lines(view)))
+            except (TeachingError, HttpError) as e:
+                raise SystemExit(f"tandem: {e}") from None
+    first, last = view.curve.first(), view.curve.last()
+    seconds = view.curve.steps[-1].seconds
+    said = f"mean reward {first:.2f} → {last:.2f} in {len(view.curve.steps)} updates and {seconds:.0f} s"
+    beside = f"{view.traffic.answers} answers to others meanwhile, {view.traffic.errors} errors"
+    plot.write_text(chart.svg(view.curve.rewards, title=f"{SKILL.format('…')}: {said}", below=beside), encoding="utf-8")
+    console.print(f"{said}; {beside}. The curve: {plot}", soft_wrap=True, highlight=False)
+
+
+class _Lines:
+    """A line for each update."""
+
+    def __init__(self, view: View):
+        self._view = view
+        self._said = 0
+
+    def __call__(self) -> None:
+        for i, step in enumerate(self._view.curve.steps[self._said :], self._said + 1):
+            print(f"update {i}  reward {step.reward:.2f}  version {step.version}  {step.seconds:.0f} s", flush=True)
+        self._said = len(self._view.curve.steps)
+
+
+async def _teach(url: str, view: View, seed: int, update: Callable[[], None]) -> None:
+    learner = Learner(url, seed=seed)
+    view.curve = learner.curve
+    beside = [
+        asyncio.create_task(traffic.run(url, view.traffic, STREAMS)),
+        asyncio.create_task(_watch(url, view, update)),
+    ]
+    try:
+        await _probe(url, view, "base", 0)
+        await learner.learn(view.steps)
+        await _refresh(url, view)
+    finally:
+        for task in beside:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+    update()
+
+
+async def _watch(url: str, view: View, update: Callable[[], None]) -> None:
+    while True:
+        await _refresh(url, view)
+        update()
+        await asyncio.sleep(REFRESH_SECONDS)
+
+
+async def _refresh(url: str, view: View) -> None:
+    """The server's status, and what the policy says to the probe since it has a new version."""
+    connection = Connection.to(url)
+    with contextlib.suppress(HttpError):
+        status, found = await connection.json("GET", "/v1/training/status")
+        if status == 200:
+            before, view.status = view.status.get("version", 0), found
+            if found["version"] != before:
+                await _probe(url, view, POLICY, found["version"])
+    connection.close()
+
+
+async def _probe(url: str, view: View, model: str, version: int) -> None:
+    connection = Connection.to(url)
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": PROBE}],
+        "temperature": 0.0,
+        "max_tokens": 24,
+    }
+    status, reply = await connection.json("POST", "/v1/chat/completions", body)
+    connection.close()
+    if status == 200:
+        answer = reply["choices"][0]["message"]["content"]
+        if not view.answers or view.answers[-1][1] != answer:
+            view.answers.append((version, answer))

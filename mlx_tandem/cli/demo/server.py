@@ -1,0 +1,67 @@
+"""A server with the built-in model, for as long as a demo runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from time import perf_counter
+from typing import IO
+
+from mlx_tandem.cli.console import fail
+from mlx_tandem.cli.http import Connection, HttpError
+
+START_SECONDS = 120.0
+
+
+@contextlib.contextmanager
+def started_server(*options: str) -> Iterator[str]:
+    """A server with the built-in model on a free port; stopped when the block ends."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryFile() as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "mlx_tandem", "serve", "--port", str(port), "--api-key", "", *options],
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            print("tandem: starting a server with the built-in model …", file=sys.stderr, flush=True)
+            asyncio.run(_wait_until_ready(port, server, log))
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            _stop(server)
+
+
+async def _wait_until_ready(port: int, server: subprocess.Popen[bytes], log: IO[bytes]) -> None:
+    connection = Connection("127.0.0.1", port)
+    deadline = perf_counter() + START_SECONDS
+    while perf_counter() < deadline:
+        if server.poll() is not None:
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            fail(f"the server did not start: {lines[-1] if lines else f'status {server.returncode}'}")
+        with contextlib.suppress(HttpError):
+            status, _ = await connection.json("GET", "/health")
+            if status == 200:
+                connection.close()
+                return
+        await asyncio.sleep(0.1)
+    fail(f"the server was not ready within {START_SECONDS:.0f} s")
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    server.send_signal(signal.SIGTERM)
+    try:
+        server.wait(10)
+    except subprocess.TimeoutExpired:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()

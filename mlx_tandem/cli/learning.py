@@ -1,0 +1,88 @@
+"""What settings of learning mean together: combinations that make no sense are refused before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from mlx_tandem import limits
+from mlx_tandem.cli.console import warn
+from mlx_tandem.cli.flags import FLAGS
+from mlx_tandem.cli.options import LEARNING
+from mlx_tandem.config import Config
+from mlx_tandem.errors import InvalidRequest
+
+ALONE = ("enable_rl_training", "mode")
+"""Options that mean something whether or not an adapter is trained."""
+
+
+def settle(config: Config, options: Mapping[str, object]) -> Config:
+    """The settings with what follows from them filled in; what has no effect is said in a line each.
+
+    Raises InvalidRequest that says which settings contradict each other, and why.
+    """
+    if config.engine.duty.inference + config.engine.duty.training <= 0:
+        raise InvalidRequest("one of 'duty.inference' and 'duty.training' must be above 0")
+    if not config.rl_training.enabled:
+        if config.engine.duty.mode == "training_only":
+            raise InvalidRequest(
+                "the mode is training_only, but nothing is trained: "
+                "add --enable-rl-training, or 'enabled: true' under 'rl_training'"
+            )
+        for name, flag in LEARNING.items():
+            if name not in ALONE and options.get(name) not in (None, [], ()):
+                warn(f"{flag} has no effect without --enable-rl-training")
+        return config
+    _check(config)
+    if config.rl_training.atropos_url:
+        warn(f"'rl_training.atropos_url' has no effect here: {FLAGS['--atropos-url'].text}")
+    return _scored(config)
+
+
+def _check(config: Config) -> None:
+    training, lora = config.rl_training, config.engine.lora
+    name, source = limits.check_name(training.adapter, "'rl_training.adapter'"), training.init_from
+    adapters = {adapter for adapter, _ in config.adapters}
+    if lora.max_loras == 0:
+        raise InvalidRequest(f"'lora.max_loras' is 0, which leaves no room on the device for '{name}', the trained one")
+    if training.lora_rank > lora.max_lora_rank:
+        raise InvalidRequest(
+            f"'rl_training.lora_rank' is {training.lora_rank}, over 'lora.max_lora_rank', {lora.max_lora_rank}: "
+            "what is trained could not be served"
+        )
+    if training.update_frequency > training.trajectory_buffer_size:
+        raise InvalidRequest(
+            f"'rl_training.update_frequency' is {training.update_frequency}, over "
+            f"'rl_training.trajectory_buffer_size', {training.trajectory_buffer_size}: no update would ever come"
+        )
+    if name == "base" or name in {alias for alias, _ in config.aliases}:
+        raise InvalidRequest(f"'{name}' is an alias or the base itself; give 'rl_training.adapter' a name of its own")
+    if name in adapters and source != name:
+        raise InvalidRequest(
+            f"adapter '{name}' is read from a folder; to train it further set 'rl_training.init_from: {name}', "
+            "else give 'rl_training.adapter' another name"
+        )
+    if source and source not in adapters and not config.adapter_root:
+        raise InvalidRequest(f"'rl_training.init_from' is '{source}', but no adapter of this name is served")
+
+
+def _scored(config: Config) -> Config:
+    """With the environment's name as the scoring function, where it is one and no other is set."""
+    from mlx_tandem.training.rewards import RewardPool
+
+    training = config.rl_training
+    names = RewardPool(training).names
+    if training.scoring_function:
+        if training.scoring_function not in names:
+            raise InvalidRequest(
+                f"'rl_training.scoring_function' is '{training.scoring_function}'; known are: {', '.join(names)}"
+            )
+        return config
+    if not training.environment:
+        return config
+    if training.environment not in names:
+        warn(f"'rl_training.environment' has no effect here: '{training.environment}' is no scoring function")
+        return config
+    training = msgspec.structs.replace(training, scoring_function=training.environment)
+    return msgspec.structs.replace(config, rl_training=training)

@@ -1,0 +1,76 @@
+"""Whose turn the device is: requests and learning share its measured time by weight while both want it.
+
+Deficit round robin in milliseconds. `credit` is what learning is owed: it grows with learning's share of each
+millisecond that goes to requests and shrinks with theirs of each one that goes to learning. While one side wants
+nothing the other has all of the time; of what it borrowed so, BOUND_MS at most are ever paid back.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from mlx_tandem.config import DutyConfig
+
+BOUND_MS = 100.0
+"""1 % of ten seconds, the window in which shares are meant to hold."""
+
+GAPS = 128
+"""Of the latest gaps between tokens, over which the 95th percentile is taken."""
+
+
+class Duty:
+    """Pure bookkeeping: whoever runs the device asks before each piece of work and notes how long it took."""
+
+    def __init__(self, config: DutyConfig):
+        self._mode = config.mode
+        self._limit = config.inter_token_p95_ms
+        whole = config.inference + config.training
+        self._share = config.training / whole if whole > 0 else 0.0  # of learning
+        self._credit = 0.0
+        self._lent = True  # one side wanted nothing, or was held back, when last asked
+        self._gaps: deque[float] = deque(maxlen=GAPS)
+        self._last_tokens: float | None = None  # when a step with streams was last read, in ms
+        self.serving_ms = 0.0  # since start
+        self.training_ms = 0.0
+
+    @property
+    def learns(self) -> bool:
+        return self._mode != "inference_only"
+
+    @property
+    def is_slow(self) -> bool:
+        """Streams get their tokens more slowly than they are meant to."""
+        if not self._limit or not self._gaps:
+            return False
+        return sorted(self._gaps)[(len(self._gaps) * 95 - 1) // 100] > self._limit
+
+    def may_train(self, serving: bool, training: bool) -> bool:
+        """Whether learning has the next piece of work. `serving`, `training`: that side wants to run."""
+        if not training or not self.learns:
+            self._lent = True
+            return False
+        if not serving or self._mode == "training_only":
+            self._lent = True
+            return True
+        self._lent = self.is_slow
+        return not self._lent and self._credit > 0
+
+    def note_serving(self, ms: float) -> None:
+        self.serving_ms += ms
+        self._add(self._share * ms)
+
+    def note_training(self, ms: float) -> None:
+        self.training_ms += ms
+        self._add((self._share - 1) * ms)
+
+    def note_tokens(self, now_ms: float, streams: bool) -> None:
+        """A step was read at `now_ms`; `streams`: it drew the next tokens of users' requests."""
+        if streams and self._last_tokens is not None:
+            self._gaps.append(now_ms - self._last_tokens)
+        self._last_tokens = now_ms if streams else None
+
+    def _add(self, ms: float) -> None:
+        # Within the contest a debt is as large as the piece of work that made it, and all of it counts.
+        self._credit += ms
+        if self._lent:
+            self._credit = min(max(self._credit, -BOUND_MS), BOUND_MS)

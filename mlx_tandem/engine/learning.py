@@ -1,0 +1,95 @@
+"""The words of learning: what the front asks of the trainers beside the model, and what comes back. Plain data."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+LossKind = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"]
+
+
+class LossConfig(Struct, frozen=True):
+    """One loss with switches; `training/device/losses.py` has the formulas.
+
+    `logprobs` of a datum are those of the policy that drew its tokens (q); p is the trainer's.
+    """
+
+    kind: LossKind = "importance_sampling"
+    ratio: Literal["token", "sequence"] = "token"  # sequence: the geometric mean over a completion (GSPO)
+    normalize: Literal["token_sum", "token_mean", "sequence_mean"] = "token_sum"
+    scale: float = 1.0  # of the loss, after normalisation; Dr. GRPO: 1 / (completions x longest)
+    clip_low: float = 0.2  # ratios in [1 - clip_low, 1 + clip_high]
+    clip_high: float = 0.2
+    kl_coef: float = 0.0  # k3 to the base model
+    beta: float = 0.05  # dro
+    max_importance_ratio: float = 0.0  # p/q of sampler and trainer truncated there; 0: not corrected
+
+
+class Datum(Struct, frozen=True, array_like=True):
+    """One sequence to learn from. The lists are as long as the completion, `tokens[prompt_length:]`."""
+
+    tokens: tuple[int, ...]
+    prompt_length: int  # at least 1
+    weights: tuple[float, ...]  # advantages; of cross_entropy plain weights. 0: the token is not trained on
+    logprobs: tuple[float, ...] = ()  # of the distribution drawn from; empty: cross_entropy needs none
+    temperature: float = 1.0  # that p is taken at, to be comparable with `logprobs`
+
+
+class Batch(Struct, frozen=True, array_like=True):
+    """The data of one trainer in one pass."""
+
+    trainer: str
+    data: tuple[Datum, ...]
+    loss: LossConfig
+
+
+class Adam(Struct, frozen=True):
+    """AdamW after Loshchilov and Hutter, with bias correction. `grad_norm` 0: gradients are not clipped."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_norm: float = 0.0
+
+
+class TrainerSpec(Struct, frozen=True):
+    """A fresh trainer: A uniform in ±1/sqrt(inputs), B zero, the delta scaled by alpha / rank."""
+
+    name: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...] = ()  # last parts of module paths; empty: every linear layer
+    seed: int = 0
+
+
+class TrainerInfo(Struct, frozen=True):
+    name: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    parameters: int
+    step: int  # of the optimiser
+
+
+class BatchResult(Struct, frozen=True):
+    """What a pass found. `logprobs`: the trainer's own of each completion token, at the datum's temperature;
+    `model_logprobs` the same at temperature 1. Sums are over the tokens whose weight is not 0."""
+
+    trainer: str
+    loss: float
+    tokens: int
+    logprobs: tuple[tuple[float, ...], ...]
+    model_logprobs: tuple[tuple[float, ...], ...]
+    kl_base: float = 0.0  # mean k3 to the base; 0 when kl_coef is
+
+
+class StepDone(Struct, frozen=True):
+    """`finite` False: the gradients were not, and nothing was changed."""
+
+    trainer: str
+    step: int
+    grad_norm: float  # before clipping
+    finite: bool

@@ -1,0 +1,80 @@
+"""Prometheus' view of learning: this project's names, and those that MLX ParaLLM documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+if TYPE_CHECKING:
+    from mlx_tandem.server.learning import Learning
+
+
+def families(learning: Learning) -> Iterator[Metric]:
+    """One value each, or one for each label. Counters of the loop go on over restarts."""
+    learner = learning.learner
+    status, stats = learner.status(), learning.stats
+    last = learner.history[-1] if learner.history else None
+    dropped = {
+        "stale": status.dropped_stale,
+        "duplicate": status.dropped_duplicate,
+        "overflow": status.dropped_overflow,
+    }
+    pace = learning.updates_per_second()
+
+    yield _counter("tandem_training_trajectories", "Trajectories collected.", status.trajectories_collected)
+    yield _by("tandem_training_trajectories_dropped", "Trajectories never trained on.", "reason", dropped.items())
+    yield _counter("tandem_training_groups_skipped", "Groups whose rewards were all the same.", status.skipped_groups)
+    yield _by("tandem_training_updates", "Updates by what came of them.", "outcome", learning.outcomes().items())
+    yield _by(
+        "tandem_training_reward_failures", "Completions without a score.", "kind", learner.rewards.failures.items()
+    )
+    yield _counter("tandem_training_publishes", "Versions published.", status.publishes)
+    yield _counter(
+        "tandem_training_rollbacks", "Times that training went back to an earlier version.", status.rollbacks
+    )
+    yield _counter("tandem_training_checkpoint_saves", "Checkpoints written.", status.checkpoint_saves)
+    yield _counter("tandem_training_swaps", "Times that the trained name came to stand for a version.", learning.swaps)
+    yield _counter("tandem_training_device_seconds", "Device time of learning, this engine.", stats.training_ms / 1e3)
+    yield _counter(
+        "tandem_serving_device_seconds", "Device time of users' requests, this engine.", stats.serving_ms / 1e3
+    )
+    for name, text, value in (
+        ("buffered", "Trajectories that wait.", status.buffered),
+        ("running", "1 while the loop runs.", status.running),
+        ("diverged", "1 while the last update was taken back or refused.", last is not None and last.outcome in BAD),
+        ("step", "Steps of the optimiser.", status.step),
+        ("version", "The version that is served.", status.version),
+        ("loss", "Of the last update.", status.loss),
+        ("mean_reward", "Of the last update.", status.mean_reward),
+        ("kl", "Nats that the last update moved the policy.", status.kl),
+        ("grad_norm", "Of the last update, before clipping.", status.grad_norm),
+        ("updates_per_second", "Over five minutes.", pace),
+    ):
+        yield _gauge(f"tandem_training_{name}", text, value)
+
+    # The names of MLX ParaLLM; a counter's name would get another ending than the printed one.
+    yield _gauge("mlx_parallm_rl_trajectories_collected", "Trajectories collected.", status.trajectories_collected)
+    yield _gauge("mlx_parallm_rl_training_loss", "Of the last update.", status.loss)
+    yield _gauge("mlx_parallm_rl_updates_per_second", "Over five minutes.", pace)
+    yield _counter("mlx_parallm_lora_swaps", "Times that the trained name came to stand for a version.", learning.swaps)
+    yield _counter("mlx_parallm_checkpoint_saves", "Checkpoints written.", status.checkpoint_saves)
+
+
+BAD = ("rolled_back", "refused")
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(name, text, value=float(value))
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(name, text, value=float(value))
+
+
+def _by(name: str, text: str, label: str, values: Iterable[tuple[str, int]]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=[label])
+    for key, value in values:
+        family.add_metric([key], value)
+    return family

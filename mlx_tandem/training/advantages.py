@@ -1,0 +1,126 @@
+"""From scored groups to data of the trainer: how much better each completion was than its siblings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from mlx_tandem.config import RLTrainingConfig
+from mlx_tandem.engine.learning import Batch, Datum, LossConfig, LossKind
+from mlx_tandem.training.trajectories import Trajectory
+
+EPS = 1e-6
+"""Beside the standard deviation of a group's rewards, which is divided by."""
+
+PASS_TOKENS = 1 << 20
+"""About so many tokens at most are sent to the engine at once."""
+
+Group = Sequence[Trajectory]
+
+
+class Recipe(NamedTuple):
+    kind: LossKind
+    ratio: Literal["token", "sequence"]
+    normalize: Literal["token_sum", "token_mean", "sequence_mean"]
+    unit_variance: bool  # advantages are divided by the standard deviation of their group
+
+
+RECIPES: dict[str, Recipe] = {
+    "grpo": Recipe("ppo", "token", "sequence_mean", True),
+    "dr_grpo": Recipe("ppo", "token", "token_sum", False),
+    "gspo": Recipe("ppo", "sequence", "sequence_mean", True),
+    "cispo": Recipe("cispo", "token", "token_mean", True),
+    "ppo": Recipe("ppo", "token", "token_mean", True),
+    "importance_sampling": Recipe("importance_sampling", "token", "token_mean", True),
+    "dro": Recipe("dro", "token", "token_mean", True),
+}
+"""By `rl_training.algorithm`: Shao et al. 2024 (GRPO), Liu et al. 2025 (Dr. GRPO), Zheng et al. 2025 (GSPO)."""
+
+
+def advantages(rewards: Sequence[float], *, unit_variance: bool) -> tuple[float, ...]:
+    """Each reward less their mean, over their standard deviation if asked; zeros when all are the same."""
+    if min(rewards) == max(rewards):
+        return (0.0,) * len(rewards)
+    mean = math.fsum(rewards) / len(rewards)
+    centred = [r - mean for r in rewards]
+    if not unit_variance:
+        return tuple(centred)
+    deviation = math.sqrt(math.fsum(c * c for c in centred) / len(centred))
+    return tuple(c / (deviation + EPS) for c in centred)
+
+
+def by_group(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """In the order of each group's first member."""
+    groups: dict[str, list[Trajectory]] = {}
+    for t in trajectories:
+        groups.setdefault(t.group, []).append(t)
+    return list(groups.values())
+
+
+def varies(group: Group) -> bool:
+    return any(t.reward != group[0].reward for t in group)
+
+
+def batches(groups: Sequence[Group], config: RLTrainingConfig) -> tuple[Batch, ...]:
+    """One update: whole groups, about `update_frequency` completions to a batch, so normalised that the sum of the
+    batches' losses is the mean over all of the update, however it was cut. Groups must vary."""
+    recipe = RECIPES[config.algorithm]
+    data = [
+        _datum(t, advantage)
+        for group in groups
+        for t, advantage in zip(
+            group, advantages([t.reward for t in group], unit_variance=recipe.unit_variance), strict=True
+        )
+    ]
+    cuts = _cut(data, config.update_frequency)
+    tokens = sum(len(d.weights) for d in data)
+    longest = max(len(d.weights) for d in data)
+    made = []
+    for part in cuts:
+        # The trainer counts only what has a weight; a completion that is just average has none and counts as well.
+        counted = [len(d.weights) for d in part if d.weights[0] != 0]
+        share = {
+            "token_sum": 1.0 / (len(data) * longest),
+            "token_mean": sum(counted) / tokens,
+            "sequence_mean": len(counted) / len(data),
+        }[recipe.normalize]
+        loss = LossConfig(
+            kind=recipe.kind,
+            ratio=recipe.ratio,
+            normalize=recipe.normalize,
+            scale=share,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            kl_coef=config.kl_coef,
+            max_importance_ratio=config.max_importance_ratio,
+        )
+        made.append(Batch(config.adapter, tuple(part), loss))
+    return tuple(made)
+
+
+def plain(trajectories: Sequence[Trajectory], trainer: str) -> Batch:
+    """Their completions with the same weight each: what the trainer thinks of them can be read from a pass."""
+    data = tuple(
+        Datum(t.prompt + t.tokens, len(t.prompt), (1.0,) * len(t.tokens), temperature=t.temperature or 1.0)
+        for t in trajectories
+    )
+    return Batch(trainer, data, LossConfig("cross_entropy"))
+
+
+def _datum(t: Trajectory, advantage: float) -> Datum:
+    # A greedy choice was not drawn: it counts as if it had been, from the model's own distribution.
+    logprobs = t.logprobs if t.temperature else t.model_logprobs
+    return Datum(t.prompt + t.tokens, len(t.prompt), (advantage,) * len(t.tokens), logprobs, t.temperature or 1.0)
+
+
+def _cut(data: Sequence[Datum], size: int) -> list[list[Datum]]:
+    cuts: list[list[Datum]] = []
+    tokens = 0
+    for datum in data:
+        tokens += len(datum.tokens)
+        if not cuts or len(cuts[-1]) >= size or tokens > PASS_TOKENS:
+            cuts.append([])
+            tokens = len(datum.tokens)
+        cuts[-1].append(datum)
+    return cuts

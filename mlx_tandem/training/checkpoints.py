@@ -1,0 +1,275 @@
+"""Checkpoints: folders of an adapter in PEFT's format, the optimiser's state and what else is needed to go on.
+
+`<folder>/<name>/` holds what the engine wrote and `manifest.json`, which has the BLAKE2b-256 of every other file and of
+itself. A checkpoint appears under its name whole and durable, is never changed, and goes whole. `best-performance` is
+the one with the highest reward so far, as a folder of its own with the same files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import re
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from mlx_tandem import files, limits
+from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
+from mlx_tandem.files import DISK, FileOps, FolderLock, StorageError
+from mlx_tandem.training import manifests
+from mlx_tandem.training.manifests import FORMAT, MANIFEST, Corrupt, Manifest
+
+log = logging.getLogger(__name__)
+
+BEST = "best-performance"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+_NEW = ".new-"
+_OLD = ".old-"
+_CORRUPT = re.compile(r".*\.corrupt(\.\d+)?")
+_RESERVED = ("journal",)  # folders beside the checkpoints
+
+
+class CheckpointInfo(Struct, frozen=True):
+    name: str
+    step: int
+    version: int
+    digest: str
+    created: float
+    reward: float | None
+    pinned: bool
+    best: bool  # its content is that of `best-performance`
+    sequence: int
+
+
+class Checkpoints:
+    """The checkpoints in one folder, of which the newest `keep` that nobody named are kept, and the best.
+
+    Looking at them needs no lock; `lock` comes before anything is changed. Every call may wait for the drive. Raises
+    StorageError where a file cannot be read or written, and errors of requests for names that are wrong.
+    """
+
+    def __init__(self, folder: Path, keep: int, ops: FileOps = DISK) -> None:
+        self.folder = folder.resolve()
+        self.keep = keep
+        self._ops = ops
+        self._lock: FolderLock | None = None
+
+    def lock(self) -> None:
+        """Take the folder, made when it is not there, and clear away what a crash has left half done. Raises
+        StorageError, with the number of the process that has it, when it is taken."""
+        with files.storage(self.folder):
+            files.make_folder(self.folder, self._ops)
+            self._lock = FolderLock(self.folder)
+            old_best = self._place(_OLD, BEST)
+            if old_best.exists() and not (self.folder / BEST).exists():  # killed between the two renames of a new best
+                self._rename(old_best, self.folder / BEST)
+            for path in sorted(self.folder.iterdir()):
+                if path.name.startswith((_OLD, _NEW)):
+                    files.remove_tree(path, self._ops)
+
+    def close(self) -> None:
+        """Let go of the folder. Twice is once."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def list(self) -> Sequence[CheckpointInfo]:
+        """Newest first, without those whose manifest is damaged or of another format. No other file is read."""
+        found = []
+        for name in self._names():
+            with contextlib.suppress(StorageError):
+                found.append(manifests.read(self.folder / name))
+        best = next((m.sequence for m in found if m.name == BEST), -1)
+        found.sort(key=lambda m: (-m.sequence, m.name == BEST))
+        return [
+            CheckpointInfo(
+                m.name, m.step, m.version, m.digest, m.created, m.reward, m.pinned, m.sequence == best, m.sequence
+            )
+            for m in found
+        ]
+
+    def path(self, name: str) -> Path:
+        """The folder of the checkpoint `name`. NotFound when there is none."""
+        if limits.check_name(name, "checkpoint") not in self._names():
+            raise NotFound(f"there is no checkpoint {name!r}", param="checkpoint", code="checkpoint_not_found")
+        return self.folder / name
+
+    def verify(self, name: str) -> Manifest:
+        """Its manifest, after every file was read and found as it was written. Raises Corrupt, or StorageError when it
+        has another format."""
+        path = self.path(name)
+        manifest = manifests.read(path)
+        for file, digest in manifest.files.items():
+            target = path / file
+            if target.is_symlink() or not target.is_file():
+                raise Corrupt(f"{target} is missing from the checkpoint")
+            if manifests.hash_file(target) != digest:
+                raise Corrupt(f"{target} is not as it was written")
+        return manifest
+
+    def newest(self) -> Manifest | None:
+        """The newest one that is whole, every byte of it checked. Damaged ones are renamed `*.corrupt` on the way.
+        Raises StorageError when there is one of another format: going on from an older one would lose what it holds."""
+        self._locked()
+        found: dict[str, Manifest] = {}
+        for name in self._names():
+            try:
+                found[name] = manifests.read(self.folder / name)
+            except Corrupt:
+                self._quarantine(name)
+        for manifest in sorted(found.values(), key=lambda m: (-m.sequence, m.name == BEST)):
+            try:
+                return self.verify(manifest.name)
+            except Corrupt:
+                self._quarantine(manifest.name)
+        return None
+
+    def free_name(self, step: int) -> str:
+        """`checkpoint-<step>`; when there is one, of a course that was rolled back, `checkpoint-<step>.2` and so on."""
+        name, n = f"checkpoint-{step}", 1
+        while (self.folder / name).exists():
+            n += 1
+            name = f"checkpoint-{step}.{n}"
+        return name
+
+    def new(self, name: str) -> Path:
+        """An empty folder to write a checkpoint's files in. Conflict when there is a checkpoint of that name."""
+        self._locked()
+        self._free(name)
+        temporary = self._place(_NEW, name)
+        with files.storage(temporary):
+            files.remove_tree(temporary, self._ops)
+            self._ops.mkdir(temporary)
+        return temporary
+
+    def commit(self, temporary: Path, manifest: Manifest, protect: Collection[str] = ()) -> CheckpointInfo:
+        """Make what lies in `temporary`, from `new`, the checkpoint that `manifest` names, and then remove what is
+        beyond `keep`, but none of `protect`. When it returns the checkpoint survives a loss of power; when it raises,
+        it is there whole or not at all, and so is every other."""
+        self._locked()
+        self._free(manifest.name)
+        reward = manifest.reward
+        with files.storage(temporary):
+            manifest = msgspec.structs.replace(
+                manifest,
+                reward=reward if reward is not None and math.isfinite(reward) else None,
+                format=FORMAT,
+                created=manifest.created or time.time(),
+                sequence=1 + max((i.sequence for i in self.list()), default=0),
+                files={path.name: self._settle(path) for path in sorted(temporary.iterdir())},
+            )
+            files.create(temporary / MANIFEST, manifests.seal(manifest), self._ops)
+            files.sync_folder(temporary, self._ops)
+            self._rename(temporary, self.folder / manifest.name)
+            self._keep_best()
+            infos = self.list()
+            mine = [i for i in infos if not i.pinned and i.name != BEST]
+            for info in mine[max(self.keep, 1) :]:
+                if info.name not in protect:
+                    self._remove(info.name)
+        return next(i for i in infos if i.name == manifest.name)
+
+    def delete(self, name: str) -> None:
+        """NotFound when there is none."""
+        self._locked()
+        self.path(name)
+        with files.storage(self.folder / name):
+            self._remove(name)
+
+    def export(self, name: str, target: Path) -> None:
+        """Its adapter alone, checked, as a new folder in PEFT's format. Conflict when `target` exists."""
+        manifest = self.verify(name)
+        target = target.absolute()
+        if target.exists() or target.is_symlink():
+            raise Conflict(f"{target} exists", param="target")
+        temporary = target.with_name(f"{_NEW}{target.name}")
+        with files.storage(target):
+            files.make_folder(target.parent.resolve(), self._ops)
+            files.remove_tree(temporary, self._ops)
+            self._ops.mkdir(temporary)
+            for file in ADAPTER_FILES:
+                if file in manifest.files:
+                    files.copy(self.folder / name / file, temporary / file, self._ops)
+            files.sync_folder(temporary, self._ops)
+            self._rename(temporary, target)
+
+    def _names(self) -> Sequence[str]:
+        if not self.folder.is_dir():
+            return []
+        return sorted(
+            p.name
+            for p in self.folder.iterdir()
+            if limits.NAME.fullmatch(p.name) and not _CORRUPT.fullmatch(p.name) and (p / MANIFEST).is_file()
+        )
+
+    def _place(self, prefix: str, name: str) -> Path:
+        return self.folder / f"{prefix}{name}"
+
+    def _locked(self) -> None:
+        if self._lock is None:
+            raise RuntimeError("the folder is not locked")
+
+    def _free(self, name: str) -> None:
+        limits.check_name(name, "checkpoint_name")
+        if name in (*_RESERVED, BEST) or _CORRUPT.fullmatch(name):
+            raise InvalidRequest(f"checkpoint_name may not be {name!r}", param="checkpoint_name")
+        if (self.folder / name).exists():
+            raise Conflict(f"there is a checkpoint {name!r}", param="checkpoint_name", code="checkpoint_exists")
+
+    def _settle(self, path: Path) -> str:
+        """The hash of a file that is on the drive from now on."""
+        if path.is_symlink() or not path.is_file():
+            raise StorageError(f"{path} is not a regular file")
+        files.sync_file(path, self._ops)
+        return manifests.hash_file(path)
+
+    def _rename(self, old: Path, new: Path) -> None:
+        self._ops.rename(old, new)
+        files.sync_folder(new.parent, self._ops)
+
+    def _remove(self, name: str) -> None:
+        old = self._place(_OLD, name)
+        files.remove_tree(old, self._ops)
+        self._rename(self.folder / name, old)
+        files.remove_tree(old, self._ops)
+
+    def _quarantine(self, name: str) -> None:
+        new, n = self.folder / f"{name}.corrupt", 1
+        while new.exists():
+            n += 1
+            new = self.folder / f"{name}.corrupt.{n}"
+        log.warning("checkpoint %s is damaged; it is kept as %s", name, new)
+        with files.storage(new):
+            self._rename(self.folder / name, new)
+
+    def _keep_best(self) -> None:
+        """`best-performance` is the one with the highest reward of all that are there, the earlier of two."""
+        judged = {i.name: (i.reward, -i.sequence) for i in self.list() if i.reward is not None}
+        top = max(judged, key=lambda name: judged[name], default=BEST)
+        if top == BEST or judged.get(BEST) == judged[top]:
+            return
+        source, best = self.folder / top, self.folder / BEST
+        new, old = self._place(_NEW, BEST), self._place(_OLD, BEST)
+        manifest = manifests.read(source)
+        for path in (new, old):
+            files.remove_tree(path, self._ops)
+        self._ops.mkdir(new)
+        for file in manifest.files:
+            files.link_or_copy(source / file, new / file, self._ops)
+        files.create(new / MANIFEST, manifests.seal(msgspec.structs.replace(manifest, name=BEST)), self._ops)
+        files.sync_folder(new, self._ops)
+        try:
+            if best.exists():
+                self._ops.rename(best, old)
+            self._rename(new, best)
+        except OSError:
+            if old.exists() and not best.exists():
+                self._ops.rename(old, best)
+            raise
+        files.remove_tree(old, self._ops)

@@ -1,0 +1,183 @@
+"""One micro-batch forward and backward in slices, each a short evaluation of its own between which others may run.
+
+The forward keeps each layer's input; the backward goes through the layers from the top with one vector-Jacobian product
+each. That gives the gradients of a plain backward to the bit, and needs no more memory than checkpointing every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.training.device.spine import Layer, Spine
+from mlx_tandem.training.device.tree import Segment, Tree
+
+HEAD_BYTES = 128 << 20
+"""Of logits at a time: a whole micro-batch's would be larger than everything else."""
+
+Pair = tuple[mx.array, mx.array]
+Slices = Generator[None, None, None]
+
+
+class Weights(NamedTuple):
+    """One adapter over rows start … stop; pairs (A, B) by path, B unscaled."""
+
+    start: int
+    stop: int
+    scale: float
+    pairs: Mapping[str, Pair]
+
+
+class Positions(NamedTuple):
+    """The completion tokens of a micro-batch: where each is predicted, and what and at which temperature."""
+
+    at: mx.array  # [n] int32, row · length + position
+    target: mx.array  # [n] int32
+    temperature: mx.array  # [n] float32
+
+
+class MicroBatch:
+    """Rows of tokens [rows, length], padded on the right: causal attention keeps padding out of what counts.
+
+    `adapters` lie one behind the other and cover all rows. After `forward`, `logprobs` [n] (at the tokens'
+    temperature), `plain` [n] (at temperature 1) and, if asked for, `base` [n] are there. After `backward`, `gradients`
+    has those of every adapter's pairs, in order.
+    """
+
+    def __init__(self, tree: Tree, spine: Spine, tokens: mx.array, where: Positions, adapters: Sequence[Weights]):
+        self._tree = tree
+        self._where = where
+        self._adapters = adapters
+        self._rows, self._length = tokens.shape
+        self._entry, self._layers = spine.enter(tokens)
+        self._leave = spine.leave
+        self._paths: list[list[tuple[int, str]]] = [[] for _ in self._layers]  # (adapter, path) in each layer
+        for i, weights in enumerate(adapters):
+            for path in weights.pairs:
+                self._paths[tree.layer_of[path]].append((i, path))
+        self._lowest = next((i for i, paths in enumerate(self._paths) if paths), len(self._layers))
+        self._inputs: list[mx.array] = []
+        self._states: mx.array | None = None
+        self.logprobs: mx.array = mx.zeros((0,))
+        self.plain: mx.array = mx.zeros((0,))
+        self.base: mx.array | None = None
+        self.gradients: list[dict[str, Pair]] = [{} for _ in adapters]
+
+    def forward(self, *, backward: bool, base: bool) -> Slices:
+        """`backward`: keep what it needs. `base`: also what the model gives without any adapter."""
+        if base:
+            h = self._entry
+            for layer in self._layers:
+                h = layer(h)
+                mx.eval(h)
+                yield
+            parts = []
+            for at, target, temperature in self._chunks():
+                parts.append(_logprobs(self._leave(self._flat(h)[at]), target, temperature))
+                mx.eval(parts[-1])
+                yield
+            self.base = mx.concatenate(parts)
+        h = self._entry
+        mx.eval(h)
+        for i, layer in enumerate(self._layers):
+            if backward and i >= self._lowest:
+                self._inputs.append(h)
+            h = self._run(i, layer, h, self._arrays(i))
+            mx.eval(h)
+            yield
+        self._states = h
+        hot, cold = [], []
+        for at, target, temperature in self._chunks():
+            logits = self._leave(self._flat(h)[at])
+            hot.append(_logprobs(logits, target, temperature))
+            cold.append(_logprobs(logits, target, None))
+            mx.eval(hot[-1], cold[-1])
+            yield
+        self.logprobs, self.plain = mx.concatenate(hot), mx.concatenate(cold)
+
+    def backward(self, cotangents: mx.array) -> Slices:
+        """`cotangents` [n]: the gradient of the loss with respect to `logprobs`."""
+        assert self._states is not None
+        states, self._states = self._states, None
+        flat, gradient = self._flat(states), mx.zeros((self._rows * self._length, states.shape[-1]), states.dtype)
+        done = 0
+        for at, target, temperature in self._chunks():
+            here = cotangents[done : done + at.size]
+            done += at.size
+
+            def head(h: mx.array, target: mx.array = target, temperature: mx.array = temperature) -> mx.array:
+                return _logprobs(self._leave(h), target, temperature)
+
+            _, (own,) = mx.vjp(head, [flat[at]], [here])
+            gradient = gradient.at[at].add(own)
+            mx.eval(gradient)
+            yield
+        del flat, states
+        gradient = gradient.reshape(self._rows, self._length, -1)
+        for i in reversed(range(self._lowest, len(self._layers))):
+            gradient = self._layer_backward(i, self._inputs.pop(), gradient)
+            yield
+
+    def _layer_backward(self, i: int, h: mx.array, gradient: mx.array) -> mx.array:
+        layer, arrays = self._layers[i], self._arrays(i)
+
+        if i == self._lowest:  # nothing below is trained
+            _, own = mx.vjp(lambda *ab: self._run(i, layer, h, list(ab)), arrays, [gradient])
+            below = gradient
+        else:
+            _, (below, *own) = mx.vjp(lambda x, *ab: self._run(i, layer, x, list(ab)), [h, *arrays], [gradient])
+        for (adapter, path), a, b in zip(self._paths[i], own[::2], own[1::2], strict=True):
+            self.gradients[adapter][path] = (a, b)
+        mx.eval(below, own)
+        return below
+
+    def _run(self, i: int, layer: Layer, h: mx.array, arrays: list[mx.array]) -> mx.array:
+        """Layer i with its adapters' arrays, A and B in the order of its paths."""
+        segments: dict[str, list[Segment]] = {}
+        for (adapter, path), a, b in zip(self._paths[i], arrays[::2], arrays[1::2], strict=True):
+            start, stop, scale, _ = self._adapters[adapter]
+            segments.setdefault(path, []).append(Segment(start, stop, (a, b * scale)))
+        with self._tree.bound(self._rows, segments):
+            return layer(h)
+
+    def _arrays(self, i: int) -> list[mx.array]:
+        return [x for adapter, path in self._paths[i] for x in self._adapters[adapter].pairs[path]]
+
+    def _flat(self, h: mx.array) -> mx.array:
+        return h.reshape(self._rows * self._length, -1)
+
+    def _chunks(self) -> list[Positions]:
+        """The positions in pieces whose logits fit HEAD_BYTES."""
+        n = self._where.at.size
+        size = max(HEAD_BYTES // (4 * self._vocabulary()), 16)
+        return [Positions(*(x[k : k + size] for x in self._where)) for k in range(0, n, size)]
+
+    def _vocabulary(self) -> int:
+        if not hasattr(self, "_width"):
+            self._width = int(self._leave(self._flat(self._entry)[:1]).shape[-1])  # a shape: never evaluated
+        return self._width
+
+
+def _logprobs(logits: mx.array, target: mx.array, temperature: mx.array | None) -> mx.array:
+    """[n] from logits [1, n, vocabulary] in float32."""
+    scores = logits[0]
+    if temperature is not None:
+        scores = scores / temperature[:, None]
+    return mx.take_along_axis(scores, target[:, None], axis=-1)[:, 0] - mx.logsumexp(scores, axis=-1)
+
+
+def positions(
+    prompts: Sequence[int], lengths: Sequence[int], temperatures: Sequence[float], tokens: np.ndarray
+) -> Positions:
+    """Of rows whose completion begins at prompts[i] (≥ 1) and ends before lengths[i]; row after row."""
+    width = tokens.shape[1]
+    rows = [np.arange(p, n) for p, n in zip(prompts, lengths, strict=True)]
+    at = np.concatenate([r * width + own - 1 for r, own in enumerate(rows)])
+    return Positions(
+        mx.array(at.astype(np.int32)),
+        mx.array(tokens.reshape(-1)[at + 1].astype(np.int32)),
+        mx.array(np.repeat(np.array(temperatures, np.float32), [len(own) for own in rows])),
+    )

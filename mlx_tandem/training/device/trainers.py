@@ -1,0 +1,278 @@
+"""The trainers of one model: what is asked of them, as slices of device work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import msgspec
+import numpy as np
+
+from mlx_tandem import limits
+from mlx_tandem.adapters import formats
+from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
+from mlx_tandem.engine.learning import Adam, Batch, BatchResult, Datum, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.errors import InvalidRequest, NotFound
+from mlx_tandem.training.device import losses
+from mlx_tandem.training.device.backward import MicroBatch, Weights, positions
+from mlx_tandem.training.device.losses import TokenBatch
+from mlx_tandem.training.device.spine import Spine
+from mlx_tandem.training.device.state import TRAINER, Moments, Trainer
+from mlx_tandem.training.device.tree import Tree
+
+Passes = Generator[None, None, tuple[BatchResult, ...]]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A datum in its place."""
+
+    batch: int
+    index: int
+    datum: Datum
+
+
+class Trainers:
+    """`model` is a clone that nobody else calls. `most_tokens`: the longest sequence."""
+
+    def __init__(
+        self, model: nn.Module, dtype: mx.Dtype, *, vocab_size: int, micro_batch_tokens: int, most_tokens: int
+    ):
+        self._tree = Tree(model, dtype)
+        self._spine = Spine(self._tree.model, self._tree.layers)
+        self._vocab_size = vocab_size
+        self._micro_batch_tokens = micro_batch_tokens
+        self._most_tokens = most_tokens
+        self._trainers: dict[str, Trainer] = {}
+
+    # --- trainers ------------------------------------------------------------------------------------------------
+
+    def open(self, spec: TrainerSpec, folder: str, weights: AdapterWeights | None) -> TrainerInfo:
+        """A trainer of `spec.name`; one of that name is replaced. Raises InvalidRequest, ModelError."""
+        if not 1 <= spec.rank <= limits.MAX_LORA_RANK:
+            raise InvalidRequest(f"rank must be 1 to {limits.MAX_LORA_RANK}", param="rank")
+        if not 0 < spec.alpha <= limits.MAX_LORA_ALPHA:
+            raise InvalidRequest(f"alpha must be over 0 and at most {limits.MAX_LORA_ALPHA:g}", param="alpha")
+        linears = self._chosen(spec.targets)
+        if folder:
+            weights = formats.read(
+                Path(folder), linears, max_rank=limits.MAX_LORA_RANK, base_layers=len(self._tree.layers)
+            )
+            spec = _saved_spec(Path(folder), spec)
+            linears = {path: linears[path] for path in linears if path in weights.tensors}
+        trainer = Trainer.from_adapter(spec, linears, weights) if weights else Trainer.fresh(spec, linears)
+        if folder:
+            trainer.restore(Path(folder))
+        self._trainers[spec.name] = trainer
+        return trainer.info
+
+    def close(self, name: str) -> None:
+        self._get(name)
+        del self._trainers[name]
+
+    def _chosen(self, targets: Sequence[str]) -> dict[str, LinearShape]:
+        if not targets:
+            return dict(self._tree.linears)
+        chosen = {
+            path: shape
+            for path, shape in self._tree.linears.items()
+            if any(path == target or path.endswith("." + target) for target in targets)
+        }
+        for target in targets:
+            if not any(path == target or path.endswith("." + target) for path in chosen):
+                known = sorted({path.rpartition(".")[2] for path in self._tree.linears})
+                raise InvalidRequest(
+                    f"the model has no linear layer {target[:80]!r}; it has {', '.join(known)}", param="targets"
+                )
+        return chosen
+
+    def _get(self, name: str) -> Trainer:
+        trainer = self._trainers.get(name)
+        if trainer is None:
+            raise NotFound(f"there is no trainer {name[:80]!r}", param="trainer", code="trainer_not_found")
+        return trainer
+
+    def step(self, name: str, adam: Adam) -> StepDone:
+        return self._get(name).step(adam)
+
+    def settle(self, name: str, keep: bool) -> None:
+        self._get(name).settle(keep)
+
+    def publish(self, name: str) -> Callable[[], AdapterWeights]:
+        return self._get(name).publish()
+
+    def snapshot(self, name: str) -> Callable[[str], None]:
+        return self._get(name).snapshot()
+
+    def abandon(self) -> None:
+        """After a failure of the device: nothing half done counts."""
+        for trainer in self._trainers.values():
+            trainer.drop_gradients()
+
+    # --- passes --------------------------------------------------------------------------------------------------
+
+    def run(self, batches: Sequence[Batch], forward_only: bool, micro_batch_tokens: int) -> Passes:
+        """A pass over all batches, a slice at each turn. Gradients reach the trainers when all of it is done."""
+        batches = tuple(batches)
+        for b, batch in enumerate(batches):
+            self._get(batch.trainer)
+            for d, datum in enumerate(batch.data):
+                self._check(datum, batch, f"batches[{b}].data[{d}]")
+        if len({batch.trainer for batch in batches}) != len(batches):
+            raise InvalidRequest("a trainer has one batch in a pass", param="batches")
+        return self._run(batches, forward_only, micro_batch_tokens or self._micro_batch_tokens)
+
+    def _check(self, datum: Datum, batch: Batch, where: str) -> None:
+        n, p = len(datum.tokens), datum.prompt_length
+        if not 1 <= p < n <= self._most_tokens:
+            raise InvalidRequest(
+                f"{where} has {n} tokens, {p} of them prompt; 1 and 1 are needed, {self._most_tokens} fit", param=where
+            )
+        limits.check_token_ids(datum.tokens, self._vocab_size, f"{where}.tokens")
+        needs = batch.loss.kind != "cross_entropy"
+        for name, values in (("weights", datum.weights), ("logprobs", datum.logprobs)):
+            if len(values) != n - p and (name == "weights" or needs or values):
+                raise InvalidRequest(f"{where}.{name} has {len(values)} entries for {n - p} tokens", param=where)
+            if not np.isfinite(np.array(values, np.float32)).all():
+                raise InvalidRequest(f"{where}.{name} holds what is not finite", param=where)
+        if not 1e-3 <= datum.temperature <= 100.0:
+            raise InvalidRequest(f"{where}.temperature must be 0.001 to 100", param=where)
+
+    def _run(self, batches: tuple[Batch, ...], forward_only: bool, tokens: int) -> Passes:
+        shares = [losses.shares([d.weights for d in b.data], b.loss) for b in batches]
+        sums: list[dict[str, tuple[mx.array, mx.array]]] = [{} for _ in batches]
+        totals = [0.0] * len(batches)
+        divergence = [0.0] * len(batches)
+        hot: list[dict[int, tuple[float, ...]]] = [{} for _ in batches]
+        cold: list[dict[int, tuple[float, ...]]] = [{} for _ in batches]
+        for items in _cut(batches, tokens, mixed=not self._tree.has_experts):
+            owners = sorted({item.batch for item in items})
+            micro = self._micro_batch(batches, items, owners)
+            with_base = any(batches[b].loss.kl_coef for b in owners)
+            yield from micro.forward(backward=not forward_only, base=with_base)
+            cotangents = []
+            done = 0
+            for b in owners:
+                own = [item for item in items if item.batch == b]
+                count = sum(len(item.datum.weights) for item in own)
+                span = slice(done, done + count)
+                done += count
+                loss, gradient, kl = _loss(micro, span, own, batches[b], shares[b])
+                totals[b] += loss
+                divergence[b] += kl
+                cotangents.append(gradient)
+                for into, values in ((hot[b], micro.logprobs[span]), (cold[b], micro.plain[span])):
+                    listed, at = np.array(values).tolist(), 0
+                    for item in own:
+                        into[item.index] = tuple(listed[at : at + len(item.datum.weights)])
+                        at += len(item.datum.weights)
+            if forward_only:
+                continue
+            yield from micro.backward(mx.concatenate(cotangents))
+            for b, gradients in zip(owners, micro.gradients, strict=True):
+                for path, (da, db) in gradients.items():
+                    known = sums[b].get(path)
+                    sums[b][path] = (da, db) if known is None else (known[0] + da, known[1] + db)
+                mx.eval(sums[b])
+        results = []
+        for b, batch in enumerate(batches):
+            if not forward_only and sums[b]:
+                self._get(batch.trainer).accumulate(sums[b])
+            trained = sum(w != 0 for d in batch.data for w in d.weights)
+            order = range(len(batch.data))
+            results.append(
+                BatchResult(
+                    batch.trainer,
+                    totals[b],
+                    trained,
+                    tuple(hot[b][i] for i in order),
+                    tuple(cold[b][i] for i in order),
+                    divergence[b] / max(trained, 1),
+                )
+            )
+        return tuple(results)
+
+    def _micro_batch(self, batches: Sequence[Batch], items: Sequence[_Item], owners: Sequence[int]) -> MicroBatch:
+        width = max(len(item.datum.tokens) for item in items)
+        tokens = np.zeros((len(items), width), np.int32)
+        for row, item in enumerate(items):
+            tokens[row, : len(item.datum.tokens)] = item.datum.tokens
+        where = positions(
+            [item.datum.prompt_length for item in items],
+            [len(item.datum.tokens) for item in items],
+            [item.datum.temperature for item in items],
+            tokens,
+        )
+        adapters, start = [], 0
+        for b in owners:
+            trainer = self._get(batches[b].trainer)
+            stop = start + sum(item.batch == b for item in items)
+            adapters.append(Weights(start, stop, trainer.scale, trainer.pairs))
+            start = stop
+        return MicroBatch(self._tree, self._spine, mx.array(tokens), where, adapters)
+
+
+def _cut(batches: Sequence[Batch], tokens: int, *, mixed: bool) -> list[list[_Item]]:
+    """Micro-batches of at most `tokens` with padding (or one sequence): neighbours in length beside each other, and
+    within each the rows of one trainer together. `mixed`: several trainers may share one."""
+    items = [_Item(b, i, datum) for b, batch in enumerate(batches) for i, datum in enumerate(batch.data)]
+    items.sort(key=lambda item: (0 if mixed else item.batch, -len(item.datum.tokens)))
+    cut: list[list[_Item]] = []
+    for item in items:
+        last = cut[-1] if cut else None
+        if (
+            last is None
+            or (len(last) + 1) * len(last[0].datum.tokens) > tokens
+            or not (mixed or last[0].batch == item.batch)
+        ):
+            cut.append([item])
+        else:
+            last.append(item)
+    return [sorted(part, key=lambda item: (item.batch, item.index)) for part in cut]
+
+
+def _loss(
+    micro: MicroBatch, span: slice, items: Sequence[_Item], batch: Batch, shares: Sequence[float]
+) -> tuple[float, mx.array, float]:
+    """The loss of a trainer's completions in a micro-batch, its gradient [n] with respect to their logprobs, and the
+    sum of k3 to the base."""
+    lengths = [len(item.datum.weights) for item in items]
+    shape = (len(items), max(lengths))
+    filled = {name: np.zeros(shape, np.float32) for name in ("q", "weights", "shares", "mask")}
+    for row, item in enumerate(items):
+        n = lengths[row]
+        filled["q"][row, :n] = item.datum.logprobs or 0.0
+        filled["weights"][row, :n] = item.datum.weights
+        filled["shares"][row, :n] = shares[item.index]
+        filled["mask"][row, :n] = 1.0
+    there = np.flatnonzero(filled["mask"].reshape(-1)).astype(np.int32)
+    place = mx.array(there)
+
+    def spread(flat: mx.array) -> mx.array:
+        return mx.zeros((shape[0] * shape[1],)).at[place].add(flat).reshape(shape)
+
+    made = TokenBatch(*(mx.array(filled[name]) for name in ("q", "weights", "shares", "mask")))
+    base = micro.base[span] if micro.base is not None and batch.loss.kl_coef else None
+    p = micro.logprobs[span]
+    value, gradient = mx.value_and_grad(
+        lambda flat: losses.loss(spread(flat), made, batch.loss, None if base is None else spread(base))
+    )(p)
+    kl = mx.array(0.0)
+    if base is not None:
+        d = base - p
+        counted = mx.array(filled["weights"].reshape(-1)[there] != 0)
+        kl = ((mx.exp(d) - 1.0 - d) * counted).sum()
+    mx.eval(value, gradient, kl)
+    return float(np.array(value)), gradient, float(np.array(kl))
+
+
+def _saved_spec(folder: Path, asked: TrainerSpec) -> TrainerSpec:
+    """The shape of a checkpoint's trainer, under the name that was asked for."""
+    try:
+        saved = msgspec.json.decode((folder / TRAINER).read_bytes(), type=Moments).spec
+    except (OSError, msgspec.MsgspecError) as e:
+        raise InvalidRequest(f"{folder.name} is not a checkpoint: {TRAINER} cannot be read", param="folder") from e
+    return msgspec.structs.replace(saved, name=asked.name)

@@ -1,0 +1,173 @@
+"""Examples as people write them (a conversation, a prompt and its completion, a text) become data of the trainers.
+
+What the model would have to say itself is taught, up to the token that ends it; everything else has weight 0. In a
+conversation that is what its assistant says, in a completion all of it, in a plain text everything after its first
+token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any, Literal, Protocol, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from mlx_tandem.engine.learning import Datum
+from mlx_tandem.errors import InvalidRequest
+
+_MISSING = re.compile(r"Object missing required field `(.*)`")
+Turns = Sequence[Mapping[str, Any]]
+S = TypeVar("S", bound=Struct)
+
+
+class Codec(Protocol):
+    """A model's way of writing text as token ids."""
+
+    chats: bool  # it has a chat template
+    end: int  # what ends a text
+    ends: frozenset[int]  # what ends an answer
+
+    def text(self, text: str, *, begins: bool) -> list[int]:
+        """`begins`: with what the model expects before a text."""
+        ...
+
+    def chat(self, messages: Turns, *, asks: bool) -> list[int]:
+        """`asks`: up to where the assistant speaks."""
+        ...
+
+
+class Message(Struct, forbid_unknown_fields=True):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str
+    name: str | None = None
+    reasoning_content: str | None = None
+    weight: Literal[0, 1] = 1  # of an assistant's: whether it is taught
+
+    def turn(self) -> dict[str, Any]:
+        """As templates expect it; "system" is the older name of "developer"."""
+        more = {"name": self.name, "reasoning_content": self.reasoning_content}
+        return {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content,
+            **{key: value for key, value in more.items() if value is not None},
+        }
+
+
+class Chat(Struct):
+    messages: list[Message]
+
+    def datum(self, codec: Codec) -> Datum:
+        return conversation(codec, self.messages)
+
+
+class Pair(Struct):
+    prompt: str
+    completion: str
+
+    def datum(self, codec: Codec) -> Datum:
+        return continuation(codec, codec.text(self.prompt, begins=True), codec.text(self.completion, begins=False))
+
+    def chat(self) -> Chat:
+        """As a question and its answer."""
+        return Chat([Message("user", self.prompt), Message("assistant", self.completion)])
+
+
+class Plain(Struct):
+    text: str
+
+    def datum(self, codec: Codec) -> Datum:
+        ids = codec.text(self.text, begins=True)
+        return continuation(codec, ids[:1], ids[1:])
+
+
+Example = Chat | Pair | Plain
+FORMS: dict[tuple[str, ...], type[Example]] = {("messages",): Chat, ("prompt", "completion"): Pair, ("text",): Plain}
+UNSUPPORTED = ("tools", "functions", "parallel_tool_calls")
+"""Would change how a conversation is written, and are not here yet."""
+
+
+def parse(value: Mapping[str, Any]) -> Example:
+    """One example out of plain data. Other keys are left alone. Raises InvalidRequest naming the field."""
+    for key in UNSUPPORTED:
+        if value.get(key):
+            raise InvalidRequest(f"{key} is not supported", param=key, code="unsupported_parameter")
+    found = [keys for keys in FORMS if any(key in value for key in keys)]
+    if len(found) != 1:
+        what = " beside ".join(keys[0] for keys in found) if found else "none of them"
+        raise InvalidRequest(f"an example has messages, prompt and completion, or text; here is {what}")
+    return decode({key: value[key] for key in found[0] if key in value}, FORMS[found[0]])
+
+
+def decode(value: Any, kind: type[S]) -> S:
+    """`value` as `kind`, else InvalidRequest naming the field."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as e:
+        what, _, place = str(e).partition(" - at `$.")
+        place = place.rstrip("`")
+        if missing := _MISSING.match(what):
+            place = f"{place}.{missing[1]}" if place else missing[1]
+        raise InvalidRequest(f"{place}: {what}" if place else what, param=place or None) from e
+
+
+def continuation(codec: Codec, prompt: Sequence[int], completion: Sequence[int]) -> Datum:
+    """What follows a prompt, all of it taught, with the end that it leaves out."""
+    if not prompt:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    taught = [*completion]
+    if not taught or taught[-1] not in codec.ends:
+        taught.append(codec.end)
+    return Datum((*prompt, *taught), len(prompt), (1.0,) * len(taught))
+
+
+def conversation(codec: Codec, messages: Sequence[Message]) -> Datum:
+    """What the assistant says, except in its first message of all, in those of weight 0, and in earlier ones that the
+    template writes differently once the conversation has gone on.
+
+    Raises InvalidRequest when nothing is left to teach, or when the template hides where the last answer begins.
+    """
+    if not codec.chats:
+        raise InvalidRequest("this model has no chat template; give prompt and completion", param="messages")
+    taught = [i for i, m in enumerate(messages) if i and m.role == "assistant" and m.weight]
+    if not taught:
+        raise InvalidRequest("no answer of the assistant is to be learned", param="messages")
+    turns = [m.turn() for m in messages[: taught[-1] + 1]]
+    ids = codec.chat(turns, asks=False)
+    weights = [0.0] * len(ids)
+    for i in taught:
+        written = ids if i == taught[-1] else codec.chat(turns[: i + 1], asks=False)
+        before = codec.chat(turns[:i], asks=False)
+        start = _common(codec.chat(turns[:i], asks=True), ids)
+        if _common(written, ids) < len(written) or start < max(len(before) - 1, 1):  # the border may be one token
+            continue
+        stop = len(written)
+        last = max((at for at in range(start, stop) if ids[at] in codec.ends), default=stop - 1)
+        weights[start : last + 1] = [1.0] * (last + 1 - start)
+    if not any(weights[_common(codec.chat(turns[:-1], asks=True), ids) :]):
+        raise InvalidRequest("the model's chat template does not show where the last answer begins", param="messages")
+    first, last = weights.index(1.0), len(weights) - weights[::-1].index(1.0)
+    return Datum(tuple(ids[:last]), first, tuple(weights[first:last]))
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many ids at their beginning are the same."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def cut(datum: Datum, length: int) -> Datum | None:
+    """The first `length` tokens; None when nothing that is taught is among them."""
+    if len(datum.tokens) <= length:
+        return datum
+    kept = max(length - datum.prompt_length, 0)
+    if not any(datum.weights[:kept]):
+        return None
+    return Datum(
+        datum.tokens[:length],
+        datum.prompt_length,
+        datum.weights[:kept],
+        datum.logprobs[:kept],
+        datum.temperature,
+    )

@@ -1,0 +1,294 @@
+"""What is done to the one trainer: brought back, updated, judged, published, saved, rolled back. One thing at a time.
+
+An update is written down before it is computed and its end afterwards. What fails in between because the engine ended
+is computed again on the next one; what the engine refuses, or fails at too often, is skipped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from msgspec.structs import asdict, replace
+
+from mlx_tandem.config import Config
+from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.engine.learning import Adam
+from mlx_tandem.errors import EngineError, EngineUnavailable, ModelError, TandemError
+from mlx_tandem.files import StorageError
+from mlx_tandem.training import advantages, update
+from mlx_tandem.training.guard import Rewards
+from mlx_tandem.training.ledger import Ledger
+from mlx_tandem.training.manifests import Manifest
+from mlx_tandem.training.prompts import Judge, Scorer
+from mlx_tandem.training.records import Began, Ended
+from mlx_tandem.training.serving import Serving, UpdateReport
+from mlx_tandem.training.trainer import Trainer
+from mlx_tandem.training.trajectories import Trajectory
+from mlx_tandem.training.update import Finding, Pending
+from mlx_tandem.training.versions import Versions
+from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
+
+log = logging.getLogger(__name__)
+
+HISTORY = 1000
+MAX_ATTEMPTS = 3
+"""An update that has failed so often with its engine is not tried again."""
+
+
+class Learner:
+    """Used by one task at a time; `OnlineLearner` sees to that."""
+
+    def __init__(
+        self, config: Config, client: EngineClient, serving: Serving, rewards: Scorer, clock: Callable[[], float]
+    ) -> None:
+        self.ledger = Ledger(config)
+        self.versions = Versions(client, serving)
+        self.trainer = Trainer(config, client, self.versions)
+        self.history: deque[UpdateReport] = deque(maxlen=HISTORY)
+        self.watch = Rewards(config.rl_training.update_frequency, config.rl_training.guard_reward_drop)
+        self._config, self._training = config, config.rl_training
+        self._client, self._serving, self._clock = client, serving, clock
+        self._judge = Judge(serving, rewards)
+        self._was_up = False
+        self._epoch = -1  # client.restarts of the engine that the trainer lives in
+        self._is_open = False
+
+    @property
+    def is_up(self) -> bool:
+        """The trainer is where the ledger says, in the engine that runs now."""
+        return self._is_open and self._epoch == self._client.restarts
+
+    @property
+    def astray(self) -> bool:
+        """It is not, though the engine is still the one that it was brought up in."""
+        return not self._is_open and self._epoch == self._client.restarts
+
+    @property
+    def ref(self) -> AdapterRef | None:
+        """What the trainer's weights are, or what is served when they were never published."""
+        return self._serving.current() if self.versions.head is None else self.versions.head.ref
+
+    @property
+    def version(self) -> int:
+        return 0 if self.ref is None else self.ref.version
+
+    # -- coming back ----------------------------------------------------------------------------------------------
+
+    async def bring_up(self) -> None:
+        """A trainer on the engine that runs now, exactly where the last one was, and its version served."""
+        self._is_open, self._epoch = False, self._client.restarts
+        manifest, records, held = await self.ledger.open()
+        if not self._was_up:
+            self._judge.read(self._training, self._client.info)
+            self.watch.means.update(self.ledger.counters.means)
+            self._was_up = True
+        folder = "" if manifest is None else str(self.ledger.checkpoints.path(manifest.name))
+        highest = max(self.ledger.counters.last_version, 0 if manifest is None else manifest.version)
+        todo = records if self.trains and held is not None else ()
+        await self.trainer.begin(folder)
+        await self.trainer.catch_up(manifest, folder, todo, held or 0, highest)
+        self._is_open = True
+        if held is None:
+            log.warning(
+                "journal of another checkpoint", extra={"fields": {"checkpoint": getattr(manifest, "name", "")}}
+            )
+            if self.trains:
+                await self.checkpoint(None)  # from here on both tell the same story again
+
+    @property
+    def trains(self) -> bool:
+        return self._config.engine.duty.mode != "inference_only"
+
+    # -- updates --------------------------------------------------------------------------------------------------
+
+    async def learn(
+        self, groups: Sequence[Sequence[Trajectory]], *, skipped: int = 0, publish: bool = True
+    ) -> UpdateReport:
+        """One update from groups that vary. Raises EngineError and StorageError; it is pending then, and `finish` goes
+        on with it."""
+        believed = await update.believed(self._client, self.trainer.name, groups)
+        trajectories = [t for group in believed for t in group]
+        config = self._training
+        began = Began(
+            step=self.trainer.step + 1,
+            trajectories=tuple(t.id for t in trajectories),
+            batches=advantages.batches(believed, config),
+            adam=update.adam(config, self.trainer.step + 1, self.ledger.counters.course.rate_scale),
+            micro_batch_tokens=self._config.engine.duty.micro_batch_tokens,
+        )
+        self.ledger.begin(Pending(began, trajectories, skipped, publish))
+        return await self.finish()
+
+    async def finish(self) -> UpdateReport:
+        """Do the pending update."""
+        pending = self.ledger.pending
+        assert pending is not None
+        pending.attempts += 1
+        started = time.monotonic()
+        try:
+            await self.ledger.flush()
+            await self._judge.know_best(self.ledger.counters.course, self.ref)
+            head = self.versions.head
+            version = 0 if head is None else head.ref.version
+            finding = await update.attempt(self._client, pending, version, self._training)
+            report = await self._conclude(pending, finding, started)
+        except TandemError as e:
+            report = await self._failed(pending, e, started)
+        await self._tidy()
+        return report
+
+    async def _conclude(self, pending: Pending, finding: Finding, started: float) -> UpdateReport:
+        if finding.outcome is not None:
+            return self._end(pending, finding, started)
+        if not pending.publish:
+            await self._client.settle_trainer(self.trainer.name, keep=True)
+            return self._end(pending, replace(finding, outcome="kept"), started)
+        try:
+            info = await self._client.publish_trainer(self.trainer.name)
+        except ModelError as e:
+            return await self._roll_back(pending, replace(finding, reason=e.message), started)
+        reward = None
+        if self._judge.prompts:
+            new = info.digest not in self.versions.digests
+            candidate = self.versions.reserve(info).ref
+            reward = await self._judge.reward(candidate)
+            if not self.ledger.counters.course.passes(reward, self._training.guard_reward_drop):
+                reason = "no rewards" if reward is None else f"mean reward {reward:.3g} on the validation prompts"
+                report = await self._roll_back(pending, replace(finding, reason=reason), started, reward)
+                if new:
+                    await self.versions.retire(candidate)
+                return report
+        await self._client.settle_trainer(self.trainer.name, keep=True)
+        return self._end(pending, replace(finding, outcome="published"), started, info, reward)
+
+    async def _roll_back(
+        self, pending: Pending, finding: Finding, started: float, reward: float | None = None
+    ) -> UpdateReport:
+        await self._client.settle_trainer(self.trainer.name, keep=False)
+        finding = replace(finding, outcome="rolled_back", step=self.trainer.step)
+        return self._end(pending, finding, started, validation=reward)
+
+    def nothing(self, skipped: int) -> UpdateReport:
+        """The report of an update that had nothing to learn from."""
+        began = Began(self.trainer.step, (), (), Adam(0.0), 0)
+        finding = Finding("skipped", "no group has rewards that vary", step=self.trainer.step, loss=0.0)
+        return update.report(Pending(began, (), skipped), finding, 0.0, None)
+
+    def _end(
+        self,
+        pending: Pending,
+        finding: Finding,
+        started: float,
+        info: AdapterInfo | None = None,
+        validation: float | None = None,
+    ) -> UpdateReport:
+        """Write the end down and make it so: all of it or nothing, as nothing here waits."""
+        counters = self.ledger.counters
+        report = update.report(pending, finding, time.monotonic() - started, validation)
+        self.trainer.step = finding.step
+        if info is not None:
+            ref = self.versions.publish(info)
+            report = replace(report, version=ref.version)
+            counters.publishes += 1
+            self._judge.present = validation
+        elif finding.outcome == "kept":
+            self.versions.head = self._judge.present = None
+        self.ledger.end(Ended(self.trainer.step, report.outcome, "" if info is None else info.digest, report.version))
+        counters.last_update = self._clock()
+        self.history.append(report)
+        bad = report.outcome in ("rolled_back", "refused", "skipped")
+        log.log(logging.WARNING if bad else logging.INFO, f"update {report.outcome}", extra={"fields": asdict(report)})
+        return report
+
+    async def _failed(self, pending: Pending, error: TandemError, started: float) -> UpdateReport:
+        """The trainer goes back to where it was. Raises `error` when the update is worth another attempt."""
+        await self._take_back()
+        passing = isinstance(error, EngineError | StorageError) or not self.is_up
+        if passing and pending.attempts < MAX_ATTEMPTS:
+            if isinstance(error, EngineError | StorageError):
+                raise error
+            raise EngineUnavailable("the engine ended during the update") from error
+        return self._end(pending, Finding("skipped", error.message, step=self.trainer.step), started)
+
+    async def _take_back(self) -> None:
+        """Drop gradients and a step that is not settled; a trainer that cannot is brought up again."""
+        try:
+            await self._client.settle_trainer(self.trainer.name, keep=False)
+        except TandemError:
+            self._is_open = False
+
+    async def _tidy(self) -> None:
+        """What may wait, and whose failing changes nothing."""
+        try:
+            await self.ledger.flush()
+        except StorageError as e:  # it is written again with the next record
+            log.error("journal not written", extra={"fields": {"error": e.message}})
+        best = (self.watch.best,) if self.watch.best else ()
+        kept = self.versions.kept(self.ledger.listed, best)
+        await self.versions.retire_except(kept)
+        self.watch.keep(kept)
+
+    # -- versions -------------------------------------------------------------------------------------------------
+
+    async def checkpoint(self, name: str | None) -> str:
+        """Save the trainer as it is; its name. Raises Conflict, StorageError, EngineError."""
+        ledger, versions, head = self.ledger, self.versions, self.versions.head
+        info = await self._client.publish_trainer(self.trainer.name) if head is None else head.info
+        number = 0 if head is None else head.ref.version
+        chosen = name
+        if chosen is None:
+            chosen = await asyncio.to_thread(ledger.checkpoints.free_name, self.trainer.step)
+        reward = self._judge.present if self._judge.prompts else self.watch.mean(number)
+        manifest = Manifest(
+            name=chosen,
+            step=self.trainer.step,
+            version=number,
+            digest=info.digest,
+            reward=reward,
+            pinned=name is not None,
+        )
+        ledger.counters.means = self.watch.means
+        needed = {v.ref.digest for n in versions.kept(()) if (v := versions.get(n)) is not None}
+        protect = [i.name for i in ledger.listed if i.digest in needed]
+        await ledger.save(manifest, lambda folder: self._client.save_trainer(self.trainer.name, folder), protect)
+        versions.saved(info, str(ledger.checkpoints.folder / chosen), chosen)
+        return chosen
+
+    async def rollback(self, to: str | None, *, manual: bool) -> AdapterRef:
+        """Trainer and serving go back to a version, durably. Raises NotFound."""
+        folder, digest = await asyncio.to_thread(self._target, to)
+        course = self.ledger.counters.course
+        self._is_open = False  # until both sides tell the same story again
+        await self.trainer.open(folder, digest)
+        info = await self._client.publish_trainer(self.trainer.name)
+        ref = self.versions.publish(info, folder)
+        if manual:  # whoever wants it back does not want it compared with what came after it
+            course.best = self._judge.present = None
+            self.watch.keep([ref.version])
+        else:
+            course.note("rolled_back")
+        await self.checkpoint(None)
+        self._is_open = True
+        log.warning("rolled back", extra={"fields": {"version": ref.version, "manual": manual}})
+        return ref
+
+    async def switch(self, to: str) -> AdapterRef:
+        """Serve a version; the trainer goes on with its own. Raises NotFound."""
+        folder, digest = await asyncio.to_thread(self._target, to)
+        known = next((v for v in self.versions if v.ref.digest == digest), None)
+        info = known.info if known is not None else await self._client.load_adapter(AdapterSource(folder))
+        return self.versions.show(info, folder)
+
+    def _target(self, to: str | None) -> tuple[str, str]:
+        """Folder (empty: there is none) and digest of what `to` names; None: the version before this one, or the one
+        that rewards have shown to be the best."""
+        head, best = self.versions.head, self.watch.best
+        if to is None:
+            at = self.versions.last + 1 if head is None else head.ref.version
+            older = [v.ref.version for v in self.versions if v.ref.version < at]
+            to = str(best if best not in (0, at) else max(older, default=0))
+        return self.versions.find(to, self.trainer.name, self.ledger.checkpoints, self.ledger.listed)

@@ -1,0 +1,187 @@
+"""The durable half of the loop: journal, buffer, checkpoints and counters, which always tell the same story."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from pathlib import Path
+
+import msgspec
+
+from mlx_tandem.config import Config
+from mlx_tandem.training import advantages, recovery
+from mlx_tandem.training.checkpoints import CheckpointInfo, Checkpoints
+from mlx_tandem.training.journal import Journal
+from mlx_tandem.training.manifests import Manifest
+from mlx_tandem.training.records import Added, Dropped, Ended, Opened, Record
+from mlx_tandem.training.recovery import Counters
+from mlx_tandem.training.trajectories import Buffer, Trajectory
+from mlx_tandem.training.update import Pending
+
+log = logging.getLogger(__name__)
+
+
+class Ledger:
+    """Belongs to one event loop. `open` comes before everything else, and again for each new engine."""
+
+    def __init__(self, config: Config) -> None:
+        checkpointing, training = config.checkpointing, config.rl_training
+        self.checkpoints = Checkpoints(Path(checkpointing.checkpoint_dir), checkpointing.keep_n_checkpoints)
+        self.listed: Sequence[CheckpointInfo] = ()
+        """Newest first."""
+        self.buffer = Buffer(training.trajectory_buffer_size)
+        self.counters = Counters()
+        self.pending: Pending | None = None
+        """The update that has begun and not ended."""
+        self._config = config
+        self._journal: Journal | None = None
+        self._late: list[tuple[Trajectory, int]] | None = None  # what comes in while the journal is read
+
+    @property
+    def is_open(self) -> bool:
+        return self._journal is not None
+
+    async def open(self) -> tuple[Manifest | None, Sequence[Record], int | None]:
+        """The newest checkpoint, the journal's records, and how many of their updates are in the checkpoint already
+        (None: they belong to another one). Buffer, counters and `pending` are now as those say.
+
+        Raises StorageError, above all when another process has the folder.
+        """
+        first = self._journal is None
+        if self._journal is None:
+            await asyncio.to_thread(self.checkpoints.lock)
+        manifest = await asyncio.to_thread(self.checkpoints.newest)
+        before = self.pending
+        self._late = []
+        try:
+            if self._journal is None:
+                self._journal, records = await asyncio.to_thread(Journal.open, self.checkpoints.folder / "journal")
+            else:
+                records = await self._journal.replay()
+            self._rebuild(manifest, records, keep_counts=not first)
+        finally:
+            self._late = None
+        if (
+            before is not None
+            and self.pending is not None
+            and self.pending.began.trajectories == before.began.trajectories
+        ):
+            self.pending = before  # which knows how often it was tried, and more
+        self.listed = await asyncio.to_thread(self.checkpoints.list)
+        return manifest, records, recovery.held_already(records, manifest)
+
+    def _rebuild(self, manifest: Manifest | None, records: Sequence[Record], keep_counts: bool) -> None:
+        opened = records[0]
+        assert isinstance(opened, Opened)
+        held = recovery.held_already(records, manifest)
+        counters = recovery.counters(manifest)
+        rebuilt = recovery.rebuild(records, self.buffer.capacity, held, counters.counts)
+        counts = self.buffer.counts
+        for trajectory, size in self._late or ():
+            rebuilt.buffer.add(trajectory, size)
+        self.buffer, self.pending = rebuilt.buffer, rebuilt.pending
+        counters.follows, counters.began = opened.checkpoint, rebuilt.begun
+        if held is not None:
+            for _, end in recovery.ended(records, held):
+                counters.course.note(end.outcome)
+                counters.updates += 1
+                counters.since_checkpoint += 1
+                counters.last_version = max(counters.last_version, end.version)
+        if keep_counts:
+            self.buffer.counts = counts
+            self.counters.follows, self.counters.began = counters.follows, counters.began
+        else:
+            self.counters = counters
+
+    async def add(self, trajectories: Sequence[Trajectory], size: int) -> None:
+        """Those that are new, on the drive when this returns."""
+        journal = self._opened()
+        for t in trajectories:
+            if self.buffer.add(t, size):
+                journal.append(Added(t, size))
+                if self._late is not None:
+                    self._late.append((t, size))
+        await journal.flush()
+
+    def take(self, count: int, version: int) -> list[list[Trajectory]]:
+        """Groups to learn from, about `count` completions; fewer when there are no more."""
+        taken = self.buffer.take(count, version, self._config.rl_training.max_staleness)
+        if taken.stale:
+            self._opened().append(Dropped(taken.stale))
+        return [list(group) for group in taken.groups]
+
+    def accept(self, trajectories: Sequence[Trajectory]) -> tuple[list[list[Trajectory]], int]:
+        """The groups of these that can be learned from now, without those that were there before, and how many groups
+        cannot. Until `begin` they may be brought again."""
+        sizes = {group[0].group: len(group) for group in advantages.by_group(trajectories)}
+        own = Buffer(max(len(trajectories), 1))
+        own.remember(self.buffer.seen)
+        for t in trajectories:
+            own.add(t, sizes[t.group])
+        # A group whose other members were there before waits in vain for them.
+        groups = [g for g in advantages.by_group([t for t, _ in own.held]) if advantages.varies(g)]
+        total = self.buffer.counts
+        total.collected += own.counts.collected
+        total.dropped_duplicate += own.counts.dropped_duplicate
+        total.skipped_groups += own.counts.skipped_groups
+        return groups, own.counts.skipped_groups
+
+    def begin(self, pending: Pending) -> None:
+        """This update will be done, whatever happens; durable with the next `flush`."""
+        self._opened().append(pending.began)
+        self.buffer.remember(pending.began.trajectories)
+        self.counters.began += 1
+        self.pending = pending
+
+    def end(self, end: Ended) -> None:
+        """The pending one has come to its end."""
+        self._opened().append(end)
+        counters = self.counters
+        counters.course.note(end.outcome)
+        counters.updates += 1
+        counters.since_checkpoint += 1
+        counters.last_version = max(counters.last_version, end.version)
+        self.pending = None
+
+    async def flush(self) -> None:
+        await self._opened().flush()
+
+    async def save(
+        self, manifest: Manifest, write: Callable[[str], Awaitable[None]], protect: Collection[str]
+    ) -> CheckpointInfo:
+        """A checkpoint of now: `write` fills its folder. The journal begins again after it, and an update that is
+        pending is forgotten. Raises StorageError; there is a checkpoint then or not, and the journal goes on."""
+        temporary = await asyncio.to_thread(self.checkpoints.new, manifest.name)
+        await write(str(temporary))
+        saved = msgspec.structs.replace(
+            self.counters,
+            counts=self.buffer.counts,
+            since_checkpoint=0,
+            checkpoint_saves=self.counters.checkpoint_saves + 1,
+        )
+        manifest = msgspec.structs.replace(
+            manifest,
+            counters=recovery.to_manifest(saved),
+            config=msgspec.to_builtins(self._config.rl_training),
+        )
+        info = await asyncio.to_thread(self.checkpoints.commit, temporary, manifest, protect)
+        self.listed = await asyncio.to_thread(self.checkpoints.list)
+        self.counters.checkpoint_saves += 1
+        self.counters.since_checkpoint = 0
+        self.pending = None
+        await self._opened().rotate(manifest.name, manifest.step, self.buffer.held, self.buffer.seen)
+        self.counters.follows, self.counters.began = manifest.name, 0
+        return info
+
+    async def close(self) -> None:
+        try:
+            if self._journal is not None:
+                await self._journal.close()
+        finally:
+            self.checkpoints.close()
+
+    def _opened(self) -> Journal:
+        if self._journal is None:
+            raise RuntimeError("the journal is not open")
+        return self._journal

@@ -1,0 +1,129 @@
+"""What the loop does by itself: whatever is due next, for as long as it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from mlx_tandem.config import Config
+from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.errors import TandemError
+from mlx_tandem.training.learner import Learner
+from mlx_tandem.training.trajectories import Trajectory
+
+log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 1.0
+"""After an error the loop waits so long."""
+
+POLL_SECONDS = 0.05
+"""How often the loop looks whether an engine is there, while none is."""
+
+Work = Callable[[], Coroutine[Any, Any, bool]]
+
+
+class Loop:
+    """`alone` runs work with nobody else at the trainer. `sample` makes completions of its own; False: it cannot."""
+
+    def __init__(
+        self,
+        config: Config,
+        client: EngineClient,
+        learner: Learner,
+        alone: Callable[[Work], Awaitable[bool]],
+        sample: Work,
+    ) -> None:
+        self.running = False
+        self.reason = ""
+        """Why it stopped by itself."""
+        self.task: asyncio.Task[None] | None = None
+        self._wake = asyncio.Event()
+        self._config, self._training = config, config.rl_training
+        self._client, self._learner, self._alone, self._sample = client, learner, alone, sample
+
+    def start(self) -> None:
+        self.running, self.reason = True, ""
+        course = self._learner.ledger.counters.course
+        course.in_a_row = 0 if course.lost else course.in_a_row
+        self.wake()
+        if self.task is None or self.task.done():
+            self.task = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self, reason: str = "") -> None:
+        """It ends after what it is doing."""
+        self.running, self.reason = False, reason
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
+
+    async def _run(self) -> None:
+        while self.running:
+            self._wake.clear()
+            try:
+                again = await self._turn()
+            except TandemError as e:
+                log.warning("learning waits", extra={"fields": {"error": e.message}})
+                await asyncio.sleep(RETRY_SECONDS)
+                again = True
+            except Exception:
+                log.exception("learning stopped")
+                self.stop("an error that nobody expected; the log has more")
+            else:
+                self.look_back()
+            if not again and self.running:
+                await self._wake.wait()
+
+    async def _turn(self) -> bool:
+        """Whatever is due; False when nothing is."""
+        while not (self._client.state == "ready" and (self._learner.is_up or self._learner.astray)):
+            await asyncio.sleep(POLL_SECONDS)
+        return await self._alone(self._advance) or await self._sample()
+
+    async def _advance(self) -> bool:
+        learner = self._learner
+        if learner.ledger.pending is not None:
+            await learner.finish()
+        elif await self.save_if_due():
+            pass
+        elif learner.watch.fallen(learner.version):
+            await learner.rollback(str(learner.watch.best), manual=False)
+        elif groups := self._enough():
+            await learner.learn(groups)
+        else:
+            return False
+        return True
+
+    async def save_if_due(self) -> bool:
+        if self._learner.ledger.counters.since_checkpoint < self._config.checkpointing.interval:
+            return False
+        await self._learner.checkpoint(None)
+        return True
+
+    @property
+    def has_enough(self) -> bool:
+        """Whether there are completions for an update."""
+        return self._learner.ledger.buffer.usable >= self._need
+
+    @property
+    def _need(self) -> int:
+        steps = self._training.gradient_accumulation_steps
+        return min(self._training.update_frequency * steps, self._learner.ledger.buffer.capacity)
+
+    def _enough(self) -> list[list[Trajectory]]:
+        """The groups of one update; none while there are too few."""
+        ledger, version = self._learner.ledger, self._learner.version
+        if self.has_enough:
+            ledger.take(0, version)  # what is too old goes
+        return ledger.take(self._need, version) if self.has_enough else []
+
+    def look_back(self) -> None:
+        """Pause when nothing good came of the last updates."""
+        course = self._learner.ledger.counters.course
+        if course.lost and self.running:
+            reason = f"{course.in_a_row} updates in a row were rolled back"
+            log.error("training diverged", extra={"fields": {"reason": reason}})
+            self.stop(reason)

@@ -1,0 +1,217 @@
+"""Prompts that the loop has answered itself: recorded ones for more to learn from, and those that judge a version."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+from msgspec import Struct
+
+from mlx_tandem import limits
+from mlx_tandem.config import RLTrainingConfig
+from mlx_tandem.errors import EngineUnavailable, InvalidRequest
+from mlx_tandem.training.guard import Course
+from mlx_tandem.training.rewards import Sample, Scoring
+from mlx_tandem.training.serving import Sampled, Serving
+from mlx_tandem.training.trajectories import Trajectory, new_id
+from mlx_tandem.types import AdapterRef, EngineInfo, SamplingParams
+
+RECORDED = 1024
+"""So many prompts are kept to be sampled again; the oldest go first."""
+
+VALIDATION_TOKENS = 256
+"""Of an answer to a validation prompt that says nothing else."""
+
+
+class Scorer(Protocol):
+    """Of `RewardPool`, what is needed here."""
+
+    def check(self, scoring: Any, metadata: Any, /) -> Scoring: ...
+
+    async def score(self, scoring: Sequence[Scoring], samples: Sequence[Sample], /) -> list[float | None]: ...
+
+
+class Prompt(Struct, frozen=True):
+    tokens: tuple[int, ...]
+    scoring: Scoring
+    params: SamplingParams
+    text: str = ""
+
+
+class Recorded:
+    """Prompts of live traffic, handed out in turn."""
+
+    def __init__(self) -> None:
+        self._prompts: OrderedDict[tuple[int, ...], Prompt] = OrderedDict()
+        self._seed = secrets.randbits(48)
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def add(self, prompt: Prompt) -> None:
+        """The newest wish holds for a prompt that is known. What is drawn greedily never varies, so it is not."""
+        params = prompt.params if prompt.params.temperature else msgspec.structs.replace(prompt.params, temperature=1.0)
+        self._prompts[prompt.tokens] = msgspec.structs.replace(prompt, params=params)
+        while len(self._prompts) > RECORDED:
+            self._prompts.popitem(last=False)
+
+    def next(self, count: int) -> list[Prompt]:
+        """At most `count` different ones, those that waited longest, each time with another seed."""
+        chosen = []
+        for tokens in list(self._prompts)[:count]:
+            self._prompts.move_to_end(tokens)
+            self._seed += 1
+            prompt = self._prompts[tokens]
+            chosen.append(
+                msgspec.structs.replace(prompt, params=msgspec.structs.replace(prompt.params, seed=self._seed))
+            )
+        return chosen
+
+
+class _Line(Struct, forbid_unknown_fields=True):
+    prompt: str | list[dict[str, str]]
+    scoring_function: str | dict[str, float] | list[dict[str, Any]] = ""
+    metadata: dict[str, Any] = {}
+    max_tokens: int = VALIDATION_TOKENS
+
+
+def read(path: Path, serving: Serving, rewards: Scorer, default_scoring: str, max_len: int) -> list[Prompt]:
+    """The prompts of a JSONL file, to be answered greedily. Raises InvalidRequest naming the file and the line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as e:
+        raise InvalidRequest(f"{path} cannot be read: {e.strerror}", param="validation_prompts") from e
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                prompts.append(_prompt(line, serving, rewards, default_scoring, max_len))
+            except (InvalidRequest, msgspec.MsgspecError, UnicodeDecodeError) as e:
+                raise InvalidRequest(f"{path}, line {number}: {e}", param="validation_prompts") from e
+    if not prompts:
+        raise InvalidRequest(f"{path} holds no prompt", param="validation_prompts")
+    return prompts
+
+
+def _prompt(line: bytes, serving: Serving, rewards: Scorer, default_scoring: str, max_len: int) -> Prompt:
+    said = msgspec.json.decode(line, type=_Line)
+    limits.check("max_tokens", said.max_tokens)
+    scoring = rewards.check(said.scoring_function or default_scoring, said.metadata)
+    tokens = serving.encode(said.prompt)
+    room = max_len - len(tokens)
+    if not tokens or room < 1:
+        raise InvalidRequest(f"the prompt has {len(tokens)} tokens; the model takes {max_len}", param="prompt")
+    text = said.prompt if isinstance(said.prompt, str) else "\n".join(m.get("content", "") for m in said.prompt)
+    return Prompt(tokens, scoring, SamplingParams(min(said.max_tokens, room), temperature=0.0), text)
+
+
+async def answers(
+    serving: Serving, prompts: Sequence[Prompt], n: int, adapter: AdapterRef | None
+) -> list[list[Sampled]]:
+    """`n` completions of each prompt. Raises EngineError."""
+
+    async def one(params: SamplingParams, chosen: Sequence[int]) -> None:
+        sampled = await serving.sample([prompts[i].tokens for i in chosen], n, params, adapter)
+        for i, completions in zip(chosen, sampled, strict=True):
+            found[i] = completions
+
+    found: list[list[Sampled]] = [[] for _ in prompts]
+    by_params: dict[SamplingParams, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        by_params.setdefault(prompt.params, []).append(i)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for params, chosen in by_params.items():
+                tasks.create_task(one(params, chosen))
+    except BaseExceptionGroup as e:
+        raise e.exceptions[0] from None
+    return found
+
+
+async def score(
+    rewards: Scorer, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Sampled]]
+) -> list[list[float | None]]:
+    """The reward of each completion; None where there is none."""
+    scoring = [p.scoring for p, own in zip(prompts, sampled, strict=True) for _ in own]
+    samples = [
+        Sample(p.text, s.text, p.scoring.metadata, len(s.tokens))
+        for p, own in zip(prompts, sampled, strict=True)
+        for s in own
+    ]
+    flat = iter(await rewards.score(scoring, samples))
+    return [[next(flat) for _ in own] for own in sampled]
+
+
+class Judge:
+    """What every version must answer before it is published. Without prompts, nothing is judged."""
+
+    def __init__(self, serving: Serving, rewards: Scorer) -> None:
+        self.prompts: Sequence[Prompt] = ()
+        self.present: float | None = None
+        """The mean reward of the trainer's weights; None: not known."""
+        self._serving, self._rewards = serving, rewards
+
+    def read(self, config: RLTrainingConfig, info: EngineInfo | None) -> None:
+        """Raises InvalidRequest naming the file and the line."""
+        if config.validation_prompts:
+            if info is None:
+                raise EngineUnavailable("the engine is not there")
+            path = Path(config.validation_prompts)
+            self.prompts = read(path, self._serving, self._rewards, config.scoring_function, info.max_model_len)
+
+    async def reward(self, adapter: AdapterRef | None) -> float | None:
+        """The mean reward of greedy answers; None when fewer than half of them could be scored."""
+        sampled = await answers(self._serving, self.prompts, 1, adapter)
+        known = [s for own in await score(self._rewards, self.prompts, sampled) for s in own if s is not None]
+        return math.fsum(known) / len(known) if 2 * len(known) >= len(self.prompts) else None
+
+    async def know_best(self, course: Course, present: AdapterRef | None) -> None:
+        """Candidates are compared with the best there was: at first and after a restart, `present`, which is served."""
+        if not self.prompts or self.present is not None:
+            return
+        self.present = await self.reward(present)
+        if self.present is None:
+            raise EngineUnavailable("the answers to the validation prompts cannot be scored")
+        course.best = max(self.present, self.present if course.best is None else course.best)
+
+
+async def groups(
+    serving: Serving,
+    rewards: Scorer,
+    prompts: Sequence[Prompt],
+    size: int,
+    adapter: AdapterRef | None,
+    clock: Callable[[], float],
+) -> list[list[Trajectory]]:
+    """A group of `size` scored completions of each prompt, less those without a score."""
+    sampled = await answers(serving, prompts, size, adapter)
+    scores = await score(rewards, prompts, sampled)
+    made = []
+    for prompt, completions, own in zip(prompts, sampled, scores, strict=True):
+        group = f"again-{secrets.token_hex(12)}"
+        made.append(
+            [
+                Trajectory(
+                    id=new_id(),
+                    group=group,
+                    prompt=prompt.tokens,
+                    tokens=s.tokens,
+                    logprobs=s.logprobs,
+                    model_logprobs=s.model_logprobs,
+                    versions=s.versions,
+                    temperature=prompt.params.temperature,
+                    reward=reward,
+                    created=clock(),
+                    metadata=prompt.scoring.metadata,
+                )
+                for s, reward in zip(completions, own, strict=True)
+                if reward is not None and s.tokens
+            ]
+        )
+    return made

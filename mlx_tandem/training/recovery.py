@@ -1,0 +1,125 @@
+"""What a journal and a checkpoint come to: the buffer, the counters, and which updates have to be computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Struct, field
+
+from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.training import update
+from mlx_tandem.training.guard import Course, Mean
+from mlx_tandem.training.manifests import Manifest
+from mlx_tandem.training.records import Added, Began, Dropped, Ended, Opened, Record, Seen
+from mlx_tandem.training.trajectories import Buffer, Counts
+from mlx_tandem.training.update import Pending
+
+GOOD = ("published", "kept")
+"""Outcomes of updates whose step stands."""
+
+
+class Counters(Struct):
+    """The loop's own state, as a checkpoint keeps it."""
+
+    follows: str = ""  # the checkpoint that the journal of that moment begins after
+    began: int = 0  # updates in that journal, all of them in the checkpoint
+    updates: int = 0
+    publishes: int = 0
+    checkpoint_saves: int = 0
+    last_version: int = 0  # the highest number ever given
+    last_update: float | None = None  # seconds since the epoch
+    since_checkpoint: int = 0  # updates
+    course: Course = field(default_factory=Course)
+    counts: Counts = field(default_factory=Counts)
+    means: dict[int, Mean] = {}
+
+
+def to_manifest(counters: Counters) -> dict[str, Any]:
+    plain: dict[str, Any] = msgspec.to_builtins(counters, str_keys=True)
+    return plain
+
+
+def counters(manifest: Manifest | None) -> Counters:
+    """A copy of what the checkpoint says; of none, what holds at the very beginning."""
+    return Counters() if manifest is None else msgspec.convert(manifest.counters, Counters, str_keys=True, strict=False)
+
+
+def held_already(records: Sequence[Record], manifest: Manifest | None) -> int | None:
+    """How many of the journal's updates are in the checkpoint; None when the journal began after one that is gone, so
+    that its updates cannot be computed on what is there."""
+    opened = records[0]
+    assert isinstance(opened, Opened)
+    if opened.checkpoint == ("" if manifest is None else manifest.name):
+        return 0
+    if manifest is not None and opened.checkpoint == (saved := counters(manifest)).follows:
+        return saved.began  # the process ended between the checkpoint and its journal
+    return None
+
+
+class Rebuilt(Struct):
+    buffer: Buffer
+    pending: Pending | None  # the update that has begun and not ended
+    begun: int  # updates in the journal
+
+
+def rebuild(records: Sequence[Record], capacity: int, held: int | None, counts: Counts) -> Rebuilt:
+    """The buffer as it was after the last record. `counts`: at the checkpoint."""
+    buffer = Buffer(capacity)
+    last: Began | None = None
+    begun = 0
+    counted = False
+    for record in records:
+        match record:
+            case Added():
+                buffer.add(record.trajectory, record.size)
+            case Seen() | Dropped():
+                buffer.remove(record.ids if isinstance(record, Dropped) else ())
+                buffer.remember(record.ids)
+                buffer.counts.dropped_stale += len(record.ids) if isinstance(record, Dropped) else 0
+            case Began():
+                begun, last = begun + 1, record
+                buffer.remove(record.trajectories)
+                buffer.remember(record.trajectories)
+                buffer.counts.taken += len(record.trajectories)
+            case Ended():
+                last = None
+        if not counted and isinstance(record, (Seen, Began)) and begun == (held or 0):
+            buffer.counts, counted = msgspec.structs.replace(counts), True
+    if held is None or begun <= held or last is None:
+        return Rebuilt(buffer, None, begun)
+    wanted = set(last.trajectories)
+    known = {r.trajectory.id: r.trajectory for r in records if isinstance(r, Added) and r.trajectory.id in wanted}
+    return Rebuilt(buffer, Pending(last, [known[i] for i in last.trajectories if i in known]), begun)
+
+
+def ended(records: Sequence[Record], held: int) -> Iterator[tuple[Began, Ended]]:
+    """The updates after the first `held` that have come to their end."""
+    began: Began | None = None
+    begun = 0
+    for record in records:
+        if isinstance(record, Began):
+            began, begun = record, begun + 1
+        elif isinstance(record, Ended) and began is not None:
+            if begun > held:
+                yield began, record
+            began = None
+
+
+async def replay(
+    client: EngineClient,
+    trainer: str,
+    records: Sequence[Record],
+    held: int,
+    published: Callable[[Ended], Awaitable[None]],
+) -> int | None:
+    """Compute the updates after the first `held` again; the trainer is then as it was. `published` is called when it
+    is as it was at the end of an update that was published. The optimiser's step now; None when it did not move."""
+    step = None
+    for began, end in ended(records, held):
+        if end.outcome in GOOD:
+            step = await update.again(client, trainer, began)
+        if end.version:
+            await published(end)
+    return step

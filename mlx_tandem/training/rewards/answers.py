@@ -1,0 +1,165 @@
+"""Rewards that compare with a reference in `metadata.answer`: gsm8k, exact_match and contains."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from msgspec import Struct
+
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.limits import MAX_REWARD_ANSWERS
+from mlx_tandem.training.rewards.messages import Sample
+
+MAX_DIGITS = 32  # of a number that is compared, and the largest exponent
+MARKER = "####"
+BOX = "\\boxed{"
+NEAR = 256  # characters that an answer may be long
+TAIL = 16_384  # characters at the end that are searched for a digit
+WIDEST = 3 * MAX_DIGITS  # characters of a number: longer ones have too many digits
+
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_NUMBER = re.compile(
+    rf"((?<![0-9A-Za-z)\]}}])[-+−]\s?)?(?:\\?[$€£]\s?([-−])?)?({_DIGITS})(?:[eE]([-+]?[0-9]+))?(?:\s?/\s?({_DIGITS}))?"
+)
+_DIGIT = re.compile(r"[0-9]")
+_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,64})\}\{([^{}]{1,64})\}")
+
+
+class NoOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    pass
+
+
+class TextOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    strip: bool = True  # white space around both
+    ignore_case: bool = False
+
+    def of(self, text: str) -> str:
+        text = text.strip() if self.strip else text
+        return text.casefold() if self.ignore_case else text
+
+
+# -- gsm8k ----------------------------------------------------------------------------------------------------------
+
+
+def gsm8k(sample: Sample, options: NoOptions) -> float:
+    """1 when the completion's answer is the number of the reference, exactly; else 0."""
+    expected = reference(str(sample.metadata["answer"]))
+    return float(expected is not None and answer(sample.completion) == expected)
+
+
+def needs_number(options: NoOptions, metadata: Mapping[str, Any]) -> None:
+    if reference(_text(metadata)) is None:
+        raise InvalidRequest(f"metadata.answer has no number of up to {MAX_DIGITS} digits", param="metadata.answer")
+
+
+@lru_cache(maxsize=4096)
+def reference(text: str) -> Fraction | None:
+    """The answer of a reference solution, which may be no more than the number."""
+    return answer(text)
+
+
+def answer(text: str) -> Fraction | None:
+    """The number on the line of the last `####`, in the last `\\boxed{…}`, or else the last of all."""
+    if (at := text.rfind(MARKER)) >= 0:
+        near = text[at + len(MARKER) :][:NEAR]
+        if numbers := _numbers(near.lstrip().partition("\n")[0]):
+            return _value(numbers[0])
+    if (at := text.rfind(BOX)) >= 0 and (numbers := _numbers(_boxed(text[at + len(BOX) :][:NEAR]))):
+        return _value(numbers[-1])
+    return _last(text)
+
+
+def _last(text: str) -> Fraction | None:
+    # The pattern is slow on prose: it looks only at what lies around the last digit.
+    digit = _DIGIT.search(text[-TAIL:][::-1])
+    if digit is None:
+        return None
+    end = len(text) - digit.start()
+    numbers = _numbers(text[max(0, end - WIDEST) : end + 1])  # with the brace that closes a \frac
+    return _value(numbers[-1]) if numbers else None
+
+
+def _boxed(text: str) -> str:
+    """`text` up to the brace that closes the box, or nothing when none does."""
+    depth = 1
+    for i, c in enumerate(text):
+        depth += (c == "{") - (c == "}")
+        if depth == 0:
+            return text[:i]
+    return ""
+
+
+def _numbers(text: str) -> list[tuple[str, ...]]:
+    if "{" in text:
+        text = _FRACTION.sub(r"\1/\2", text.replace("{,}", ","))
+    return _NUMBER.findall(text)
+
+
+def _value(number: tuple[str, ...]) -> Fraction | None:
+    """None for a number whose size would make arithmetic slow, and for a zero denominator."""
+    sign, inner, digits, exponent, denominator = number
+    if len(digits) > MAX_DIGITS or len(denominator) > MAX_DIGITS or len(exponent) > 4:
+        return None
+    power = int(exponent or 0)
+    below = Fraction(denominator.replace(",", "")) if denominator else 1
+    if abs(power) > MAX_DIGITS or not below:
+        return None
+    digits = digits.replace(",", "")
+    value = Fraction(int(digits) if digits.isdigit() else digits)
+    if power:
+        value *= Fraction(10) ** power
+    value /= below
+    return -value if sign[:1] in ("-", "−") or inner else value
+
+
+# -- texts ----------------------------------------------------------------------------------------------------------
+
+
+def exact_match(sample: Sample, options: TextOptions) -> float:
+    """1 when the completion is the reference, else 0."""
+    return float(options.of(sample.completion) == options.of(_text(sample.metadata)))
+
+
+def needs_text(options: TextOptions, metadata: Mapping[str, Any]) -> None:
+    _text(metadata)
+
+
+def contains(sample: Sample, options: TextOptions) -> float:
+    """The share of the references that the completion contains."""
+    text, wanted = options.of(sample.completion), _texts(sample.metadata)
+    return sum(options.of(w) in text for w in wanted) / len(wanted)
+
+
+def needs_texts(options: TextOptions, metadata: Mapping[str, Any]) -> None:
+    if not all(options.of(w) for w in _texts(metadata)):
+        raise InvalidRequest("metadata.answer is empty: every text contains that", param="metadata.answer")
+
+
+def _text(metadata: Mapping[str, Any]) -> str:
+    value = _present(metadata)
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        raise InvalidRequest("metadata.answer must be a string or a number", param="metadata.answer")
+    return str(value)
+
+
+def _texts(metadata: Mapping[str, Any]) -> list[str]:
+    value = _present(metadata)
+    if not isinstance(value, (list, tuple)):
+        return [_text(metadata)]
+    if not 1 <= len(value) <= MAX_REWARD_ANSWERS or not all(isinstance(v, str) for v in value):
+        raise InvalidRequest(
+            f"metadata.answer must be a string or a list of 1 to {MAX_REWARD_ANSWERS} strings", param="metadata.answer"
+        )
+    return list(value)
+
+
+def _present(metadata: Mapping[str, Any]) -> object:
+    if metadata.get("answer") is None:
+        raise InvalidRequest(
+            "metadata.answer is missing: the scoring function compares with it", param="metadata.answer"
+        )
+    return metadata["answer"]

@@ -1,0 +1,98 @@
+"""From what a request or the configuration names to a checked Scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from mlx_tandem.config import RewardSpec
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.limits import MAX_REWARD_BYTES, MAX_REWARD_PARTS, check, check_name
+from mlx_tandem.training.rewards.builtin import BUILTINS
+from mlx_tandem.training.rewards.messages import Scoring
+from mlx_tandem.training.rewards.own import own_names
+
+PARAM = "scoring_function"
+
+
+class Catalogue:
+    """The names that may be asked for: built in, installed, and the configuration's composites."""
+
+    def __init__(self, composites: Mapping[str, Sequence[RewardSpec]]):
+        own = own_names()
+        if taken := sorted(BUILTINS.keys() & set(own)):
+            raise InvalidRequest(f"an installed package gives the reward function '{taken[0]}', which is built in")
+        self._functions = BUILTINS.keys() | set(own)
+        self._composites: dict[str, tuple[RewardSpec, ...]] = {}
+        for name, parts in composites.items():
+            where = f"rl_training.rewards.{name}"
+            check_name(name, where)
+            if name in self._functions:
+                raise InvalidRequest(f"'{where}' has the name of a reward function", param=where)
+            self._composites[name] = self._checked(parts, where)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._functions | self._composites.keys())
+
+    def check(self, scoring: str | Mapping[str, Any] | Sequence[Any], metadata: Mapping[str, Any]) -> Scoring:
+        """InvalidRequest names `scoring_function` or the field of `metadata` that is wrong."""
+        parts = self._parts(scoring)
+        for part in parts:
+            if builtin := BUILTINS.get(part.function):
+                builtin.needs(msgspec.convert(part.options, builtin.options), metadata)
+        _check_size(metadata)
+        name = scoring if isinstance(scoring, str) else "+".join(p.function for p in parts)
+        return Scoring(name, parts, dict(metadata))
+
+    def _parts(self, scoring: object) -> tuple[RewardSpec, ...]:
+        if isinstance(scoring, str):
+            if scoring in self._composites:
+                return self._composites[scoring]
+            if scoring not in self._functions:
+                raise _unknown(PARAM, scoring, self.names)
+            return self._checked([RewardSpec(scoring)], PARAM)
+        if isinstance(scoring, Mapping):
+            scoring = [{"function": f, "weight": w} for f, w in scoring.items()]
+        if not isinstance(scoring, (list, tuple)):
+            raise InvalidRequest(
+                f"{PARAM} must be a name, an object of names and weights, or a list of functions",
+                param=PARAM,
+                code="invalid_type",
+            )
+        try:
+            return self._checked(msgspec.convert(scoring, list[RewardSpec]), PARAM)
+        except msgspec.ValidationError as e:
+            raise InvalidRequest(f"{PARAM}: {e}", param=PARAM) from None
+
+    def _checked(self, parts: Sequence[RewardSpec], where: str) -> tuple[RewardSpec, ...]:
+        if not 1 <= len(parts) <= MAX_REWARD_PARTS:
+            raise InvalidRequest(f"{where} must have 1 to {MAX_REWARD_PARTS} parts", param=where)
+        for part in parts:
+            if part.function not in self._functions:
+                raise _unknown(where, part.function, sorted(self._functions))
+            check("reward_weight", part.weight, where)
+            if builtin := BUILTINS.get(part.function):
+                try:
+                    msgspec.convert(part.options, builtin.options)
+                except msgspec.ValidationError as e:
+                    raise InvalidRequest(f"{where}: options of '{part.function}': {e}", param=where) from None
+            else:
+                _check_size(part.options, where)
+        return tuple(parts)
+
+
+def _unknown(where: str, name: str, known: Sequence[str]) -> InvalidRequest:
+    return InvalidRequest(f"{where}: '{name[:64]}' is not known; known are: {', '.join(known)}", param=where)
+
+
+def _check_size(value: Mapping[str, Any], param: str = "metadata") -> None:
+    """That `value` can be sent to a worker."""
+    try:
+        size = len(msgspec.msgpack.encode(value))
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        raise InvalidRequest(f"{param} holds something that is not plain JSON", param=param) from None
+    if size > MAX_REWARD_BYTES // 2:
+        raise InvalidRequest(f"{param} is longer than {MAX_REWARD_BYTES // 2} bytes", param=param)

@@ -1,0 +1,123 @@
+"""What the online loop and the server around it say to each other: plain data, and what the loop asks of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from msgspec import Struct
+
+from mlx_tandem.config import Mode
+from mlx_tandem.training.guard import Verdict
+from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, SamplingParams
+
+Outcome = Literal["published", "kept", "rolled_back", "refused", "skipped"]
+"""Of an update. kept: learned from and not published; rolled_back: the guard took it back; refused: sampler and trainer
+disagree too much; skipped: there was nothing to learn from, or the engine could not."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One completion that the loop asked for."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    model_logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    text: str
+
+
+class Serving(Protocol):
+    """The server, as far as the loop needs it. All versions are those of the trained adapter's name."""
+
+    def publish(self, info: AdapterInfo, source: AdapterSource | None) -> AdapterRef:
+        """Make this content, which is in the engine's memory, the current version. `source`: the folder that also has
+        it. Content that has a number keeps it; other content gets the next one."""
+        ...
+
+    def reserve(self, info: AdapterInfo) -> AdapterRef:
+        """The same for content that is not current: only its own number selects it. There is a current one."""
+        ...
+
+    def count_from(self, number: int) -> None:
+        """Numbers up to this one were given before the process was started: the next one is higher."""
+        ...
+
+    def current(self) -> AdapterRef | None:
+        """What the name stands for now."""
+        ...
+
+    async def retire(self, ref: AdapterRef) -> None:
+        """Nobody may ask for this version, which is not current, any more; requests that run end under it."""
+        ...
+
+    def saved(self, info: AdapterInfo, folder: str, name: str) -> None:
+        """This content is now in a checkpoint's folder, too, and requests may also call it by the checkpoint's name."""
+        ...
+
+    async def sample(
+        self, prompts: Sequence[tuple[int, ...]], n: int, params: SamplingParams, adapter: AdapterRef | None
+    ) -> list[list[Sampled]]:
+        """`n` completions of each prompt, in training's share of the device. Raises EngineError."""
+        ...
+
+    def encode(self, prompt: str | list[dict[str, str]]) -> tuple[int, ...]:
+        """Token ids of a text, or of chat messages through the model's template. Raises InvalidRequest."""
+        ...
+
+
+class UpdateReport(Struct, frozen=True):
+    """What one update did. `kl`: mean k3 in nats that it moved the policy; `kl_base`: mean k3 to the base model;
+    `mismatch_k3`: between sampler and trainer, of tokens that the trainer's present weights have sampled."""
+
+    step: int  # the optimiser's, afterwards
+    version: int  # that was published; 0: none
+    trajectories: int
+    tokens: int
+    groups: int
+    skipped_groups: int
+    mean_reward: float
+    loss: float
+    grad_norm: float
+    kl: float
+    kl_base: float
+    mismatch_k3: float
+    verdict: Verdict
+    outcome: Outcome
+    reason: str = ""
+    seconds: float = 0.0
+    validation: float | None = None  # mean reward on the validation prompts, where there are any
+
+
+class TrainingStatus(Struct, frozen=True):
+    """The loop, now. Counters are since the very beginning, over restarts; device times since the engine started."""
+
+    training_enabled: bool
+    mode: Mode
+    running: bool
+    busy: bool  # an update is under way, or there is enough for one
+    reason: str  # why it is not, when it stopped by itself
+    current_lora: str
+    version: int
+    step: int
+    updates: int
+    trajectories_collected: int
+    buffered: int
+    dropped_stale: int
+    dropped_duplicate: int
+    dropped_overflow: int
+    skipped_groups: int
+    last_update: str | None  # ISO 8601
+    loss: float
+    kl: float
+    mean_reward: float
+    grad_norm: float
+    learning_rate: float
+    rollbacks: int
+    last_verdict: Verdict
+    checkpoint_saves: int
+    publishes: int
+    available_checkpoints: tuple[str, ...]
+    serving_ms: float
+    training_ms: float

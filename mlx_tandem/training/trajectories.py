@@ -1,0 +1,205 @@
+"""Scored completions: what one is, and where they wait until they are trained on."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from msgspec import Struct
+
+from mlx_tandem.errors import InvalidRequest
+
+SEEN_IDS = 1 << 17
+"""So many ids are remembered after their trajectories have gone."""
+
+LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
+"""Ids and groups that come from outside."""
+
+
+class Trajectory(Struct, frozen=True, array_like=True):
+    """One completion and its reward. Logprobs are natural logarithms, one for each of `tokens`."""
+
+    id: str  # the same id twice is taken once
+    group: str  # siblings for one prompt share it
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]  # the completion, stop token included
+    logprobs: tuple[float, ...]  # of the distribution drawn from
+    model_logprobs: tuple[float, ...]  # of the model's untruncated distribution (temperature 1); empty when external
+    versions: tuple[int, ...]  # of the adapter, per token; 0: the base; empty: unknown
+    temperature: float
+    reward: float
+    external: bool = False  # made by something else: logprobs are computed again, never believed
+    created: float = 0.0  # seconds since the epoch
+    metadata: dict[str, Any] = {}
+
+
+def new_id() -> str:
+    return f"traj-{secrets.token_hex(12)}"
+
+
+def check_label(value: str, param: str) -> str:
+    """`value` when it may be an id or the name of a group."""
+    if not LABEL.fullmatch(value):
+        raise InvalidRequest(
+            f"{param} must be 1 to 128 letters, digits and '._:/@-', starting with a letter or digit", param=param
+        )
+    return value
+
+
+def staleness(t: Trajectory, current_version: int) -> int:
+    """How many versions lie between `current_version` and the one that made the farthest of the tokens."""
+    return max((abs(current_version - v) for v in t.versions), default=0)
+
+
+@dataclass
+class _Group:
+    size: int  # how many it will have had; 0: nobody knows
+    arrived: int = 0
+    members: list[Trajectory] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return 0 < self.size <= self.arrived
+
+    @property
+    def varies(self) -> bool:
+        return any(t.reward != self.members[0].reward for t in self.members)
+
+    @property
+    def usable(self) -> bool:
+        return self.varies and (self.complete or not self.size)
+
+
+class Counts(Struct):
+    """Since the start."""
+
+    collected: int = 0
+    taken: int = 0
+    dropped_stale: int = 0
+    dropped_overflow: int = 0
+    dropped_duplicate: int = 0
+    skipped_groups: int = 0  # complete, and every reward the same: nothing to learn from
+
+
+class Taken(Struct, frozen=True):
+    groups: tuple[tuple[Trajectory, ...], ...]  # to be trained on
+    stale: tuple[str, ...]  # ids of what was dropped for its age
+
+
+class Buffer:
+    """At most `capacity` trajectories, by group, each handed out at most once.
+
+    A group whose size is known is handed out when it is complete, and goes, counted, when it is complete and its
+    rewards do not vary. One of unknown size is handed out as soon as its rewards vary; what arrives later begins a new
+    group of that name. For lack of room the groups that began first go first, whole.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.counts = Counts()
+        self._groups: OrderedDict[str, _Group] = OrderedDict()  # in the order of their first member
+        self._group_of: dict[str, str] = {}
+        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._usable = 0
+
+    def __len__(self) -> int:
+        return len(self._group_of)
+
+    @property
+    def usable(self) -> int:
+        """Trajectories in groups that `take` would hand out now, stale ones among them."""
+        return self._usable
+
+    @property
+    def held(self) -> list[tuple[Trajectory, int]]:
+        """All that wait, each with the size to `add` it with: in this order they make another buffer the same."""
+        return [
+            (t, group.size and group.size - group.arrived + len(group.members))
+            for group in self._groups.values()
+            for t in group.members
+        ]
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """Ids that will not be taken again, oldest first."""
+        return tuple(self._seen)
+
+    def add(self, trajectory: Trajectory, size: int = 0) -> bool:
+        """False: its id was seen before, and nothing is changed. `size`: how many its group will have in all; 0: nobody
+        knows. What was said with the group's first member holds."""
+        if trajectory.id in self._seen or trajectory.id in self._group_of:
+            self.counts.dropped_duplicate += 1
+            return False
+        self.remember((trajectory.id,))
+        self.counts.collected += 1
+        while len(self) >= self.capacity:
+            # Its own group last: the rest of that is still to come.
+            oldest = next((name for name in self._groups if name != trajectory.group), trajectory.group)
+            self.counts.dropped_overflow += len(self._groups[oldest].members)
+            self._remove(oldest)
+        group = self._groups.setdefault(trajectory.group, _Group(size))
+        self._usable -= len(group.members) if group.usable else 0
+        group.members.append(trajectory)
+        group.arrived += 1
+        self._group_of[trajectory.id] = trajectory.group
+        self._usable += len(group.members) if group.usable else 0
+        if group.complete and not group.varies:
+            self.counts.skipped_groups += 1
+            self._remove(trajectory.group)
+        return True
+
+    def remember(self, ids: Iterable[str]) -> None:
+        """Trajectories with these ids are not taken from now on."""
+        for id in ids:
+            self._seen[id] = None
+            self._seen.move_to_end(id)
+        while len(self._seen) > max(SEEN_IDS, 2 * self.capacity):
+            self._seen.popitem(last=False)
+
+    def take(self, count: int, current_version: int, max_staleness: int) -> Taken:
+        """Whole groups in the order in which they began, until there are `count` trajectories or no usable group is
+        left; the last group may go beyond `count`. What is more than `max_staleness` versions away goes first."""
+        stale = [
+            t.id for g in self._groups.values() for t in g.members if staleness(t, current_version) > max_staleness
+        ]
+        self.remove(stale)
+        self.counts.dropped_stale += len(stale)
+        groups: list[tuple[Trajectory, ...]] = []
+        total = 0
+        for name in [name for name, group in self._groups.items() if group.usable]:
+            if total >= count:
+                break
+            groups.append(tuple(self._groups[name].members))
+            total += len(groups[-1])
+            self._remove(name)
+        self.counts.taken += total
+        return Taken(tuple(groups), tuple(stale))
+
+    def remove(self, ids: Iterable[str]) -> None:
+        """Those of `ids` that wait here are gone; their siblings stay, unless nothing can be learned from them."""
+        touched = set()
+        for id in ids:
+            name = self._group_of.pop(id, None)
+            if name is not None:
+                group = self._groups[name]
+                self._usable -= len(group.members) if group.usable else 0
+                group.members = [t for t in group.members if t.id != id]
+                self._usable += len(group.members) if group.members and group.usable else 0
+                touched.add(name)
+        for name in touched:
+            group = self._groups[name]
+            if not group.members:
+                del self._groups[name]
+            elif group.complete and not group.varies:
+                self.counts.skipped_groups += 1
+                self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        group = self._groups.pop(name)
+        self._usable -= len(group.members) if group.usable else 0
+        for t in group.members:
+            del self._group_of[t.id]

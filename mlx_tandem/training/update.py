@@ -1,0 +1,185 @@
+"""One update on the trainer: gradients, the verdict over the sampler, the step, and whether it went too far.
+
+Everything that an update depends on is in its Began record, so that it can be computed again with the same result.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from mlx_tandem.config import RLTrainingConfig
+from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.engine.learning import Adam, Batch, BatchResult
+from mlx_tandem.training import advantages, guard
+from mlx_tandem.training.records import Began
+from mlx_tandem.training.serving import Outcome, UpdateReport
+from mlx_tandem.training.trajectories import Trajectory
+
+GUARD_TOKENS = 4096
+"""The movement of the policy is measured on about so many tokens of an update."""
+
+
+@dataclass
+class Pending:
+    """An update that has begun and whose end is not written down yet."""
+
+    began: Began
+    trajectories: Sequence[Trajectory]  # as far as they are known: after a restart external ones are not
+    skipped_groups: int = 0
+    publish: bool = True
+    attempts: int = 0
+
+
+class Finding(Struct, frozen=True):
+    """How an attempt went. `outcome` None: the step is done and can still be taken back; else nothing was changed."""
+
+    outcome: Outcome | None
+    reason: str = ""
+    verdict: guard.Verdict = "ok"
+    step: int = 0
+    loss: float = math.nan
+    grad_norm: float = 0.0
+    kl: float = 0.0
+    kl_base: float = 0.0
+    mismatch_k3: float = 0.0
+
+
+def adam(config: RLTrainingConfig, step: int, scale: float) -> Adam:
+    """Of the optimiser's step number `step`, from 1 on; the rate rises in a line over the first `warmup_steps`."""
+    warm = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
+    return Adam(
+        learning_rate=config.learning_rate * warm * scale,
+        beta1=config.beta1,
+        beta2=config.beta2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        grad_norm=config.max_grad_norm,
+    )
+
+
+async def believed(client: EngineClient, trainer: str, groups: Sequence[advantages.Group]) -> list[list[Trajectory]]:
+    """The same groups; logprobs of external trajectories are the trainer's own now."""
+    outside = [t for group in groups for t in group if t.external]
+    own: dict[str, Trajectory] = {}
+    if outside:
+        (result,) = await client.run_pass([advantages.plain(outside, trainer)], forward_only=True)
+        for t, hot, cold in zip(outside, result.logprobs, result.model_logprobs, strict=True):
+            own[t.id] = replace(t, logprobs=hot, model_logprobs=cold)
+    return [[own.get(t.id, t) for t in group] for group in groups]
+
+
+async def gradients(client: EngineClient, began: Began) -> list[BatchResult]:
+    results: list[BatchResult] = []
+    for batch in began.batches:
+        results += await client.run_pass([batch], micro_batch_tokens=began.micro_batch_tokens)
+    return results
+
+
+async def again(client: EngineClient, trainer: str, began: Began) -> int:
+    """Compute an update whose end is known to have been good; the optimiser's step."""
+    await gradients(client, began)
+    done = await client.step_trainer(trainer, began.adam)
+    await client.settle_trainer(trainer, keep=True)
+    return done.step
+
+
+async def attempt(client: EngineClient, pending: Pending, version: int, config: RLTrainingConfig) -> Finding:
+    """Learn, up to a step that can still be taken back. `version`: of the trainer's weights, as served; 0: they are
+    not. Raises what the engine raises; the trainer is then as the engine left it."""
+    began = pending.began
+    results = await gradients(client, began)
+    k3 = _mismatch(pending, results, version)
+    finding = Finding(
+        None,
+        verdict=guard.verdict(k3, config.refuse_mismatch),
+        step=began.step - 1,
+        loss=sum(r.loss for r in results),
+        kl_base=_mean([r.kl_base for r in results], [r.tokens for r in results]),
+        mismatch_k3=k3 or 0.0,
+    )
+    if finding.verdict == "refused":
+        reason = f"sampler and trainer disagree by {k3:.3g} nats"
+        return await _take_back(client, config.adapter, replace(finding, outcome="refused", reason=reason))
+    if not math.isfinite(finding.loss):
+        reason = "the loss is not finite"
+        return await _take_back(client, config.adapter, replace(finding, outcome="rolled_back", reason=reason))
+    done = await client.step_trainer(config.adapter, began.adam)
+    finding = replace(finding, grad_norm=done.grad_norm, step=done.step)
+    reason = "the gradients are not finite"
+    if done.finite:
+        moved = await _moved(client, began, results)
+        finding = replace(finding, kl=moved)
+        if moved <= config.guard_kl:
+            return finding
+        reason = f"the policy moved by {moved:.3g} nats"
+    finding = replace(finding, outcome="rolled_back", reason=reason, step=began.step - 1)
+    return await _take_back(client, config.adapter, finding)
+
+
+def report(pending: Pending, finding: Finding, seconds: float, validation: float | None) -> UpdateReport:
+    """Of an update that has come to its end, and was not published so far."""
+    rewards = [t.reward for t in pending.trajectories]
+    return UpdateReport(
+        step=finding.step,
+        version=0,
+        trajectories=len(pending.began.trajectories),
+        tokens=sum(len(d.weights) for b in pending.began.batches for d in b.data),
+        groups=len(advantages.by_group(pending.trajectories)),
+        skipped_groups=pending.skipped_groups,
+        mean_reward=math.fsum(rewards) / len(rewards) if rewards else 0.0,
+        loss=_finite(finding.loss),
+        grad_norm=_finite(finding.grad_norm),
+        kl=_finite(finding.kl),
+        kl_base=_finite(finding.kl_base),
+        mismatch_k3=_finite(finding.mismatch_k3),
+        verdict=finding.verdict,
+        outcome=finding.outcome or "kept",
+        reason=finding.reason,
+        seconds=seconds,
+        validation=validation,
+    )
+
+
+def _finite(x: float) -> float:
+    """JSON has no other numbers; the report's reason says what was wrong."""
+    return x if math.isfinite(x) else 0.0
+
+
+async def _take_back(client: EngineClient, trainer: str, finding: Finding) -> Finding:
+    await client.settle_trainer(trainer, keep=False)
+    return finding
+
+
+def _mismatch(pending: Pending, results: Sequence[BatchResult], version: int) -> float | None:
+    known = {t.id: t for t in pending.trajectories}
+    own = [logprobs for r in results for logprobs in r.model_logprobs]
+    pairs = [(known[i], o) for i, o in zip(pending.began.trajectories, own, strict=True) if i in known]
+    return guard.mismatch([t for t, _ in pairs], [o for _, o in pairs], version) if version else None
+
+
+async def _moved(client: EngineClient, began: Began, results: Sequence[BatchResult]) -> float:
+    """By the step that was just done, on the first sequences of the update."""
+    before: list[tuple[float, ...]] = []
+    after: list[tuple[float, ...]] = []
+    tokens = 0
+    for batch, result in zip(began.batches, results, strict=True):
+        count = 0
+        while count < len(batch.data) and (tokens == 0 or tokens < GUARD_TOKENS):
+            tokens += len(batch.data[count].tokens)
+            count += 1
+        if count:
+            part = Batch(batch.trainer, batch.data[:count], replace(batch.loss, kl_coef=0.0))
+            (now,) = await client.run_pass([part], forward_only=True, micro_batch_tokens=began.micro_batch_tokens)
+            before += result.model_logprobs[:count]
+            after += now.model_logprobs
+    return guard.movement(before, after)
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    whole = sum(weights)
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / whole if whole else 0.0

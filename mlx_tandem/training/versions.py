@@ -1,0 +1,131 @@
+"""The versions that training has made: which the trainer's weights are, and which are kept for whom."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+
+from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.errors import EngineError, NotFound
+from mlx_tandem.training.checkpoints import CheckpointInfo, Checkpoints
+from mlx_tandem.training.serving import Serving
+from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
+
+RECENT = 3
+"""The newest version and so many less one before it stay, whatever they are needed for."""
+
+
+@dataclass
+class Version:
+    ref: AdapterRef
+    info: AdapterInfo
+    folder: str = ""  # of a checkpoint that has it, too
+
+
+class Versions:
+    def __init__(self, client: EngineClient, serving: Serving) -> None:
+        self._client = client
+        self._serving = serving
+        self._known: dict[int, Version] = {}
+        self.head: Version | None = None
+        """What the trainer's weights are; None when they were never published."""
+        self.switched = False
+        """Somebody has made another version current since the last one was published."""
+        self.last = 0
+        """The highest number ever given."""
+
+    @property
+    def recent(self) -> list[int]:
+        return sorted(self._known)[-RECENT:]
+
+    @property
+    def digests(self) -> set[str]:
+        """Of all that are kept."""
+        return {v.ref.digest for v in self._known.values()}
+
+    def __iter__(self) -> Iterator[Version]:
+        return iter(list(self._known.values()))
+
+    def get(self, number: int) -> Version | None:
+        return self._known.get(number)
+
+    def count_from(self, number: int) -> None:
+        """Numbers up to this one were given by an earlier process."""
+        self.last = max(self.last, number)
+        self._serving.count_from(self.last)
+
+    def publish(self, info: AdapterInfo, folder: str = "") -> AdapterRef:
+        """The trainer's weights, which are `info`, are current from now on; requests that follow go on under them."""
+        ref = self.show(info, folder)
+        self.head, self.switched = self._known[ref.version], False
+        return ref
+
+    def reserve(self, info: AdapterInfo, folder: str = "") -> Version:
+        """A number for content that is not current; the first content of all is."""
+        first = self._serving.current() is None
+        source = AdapterSource(folder) if folder else None
+        return self._note(self._serving.publish(info, source) if first else self._serving.reserve(info), info, folder)
+
+    def show(self, info: AdapterInfo, folder: str = "") -> AdapterRef:
+        """Make this content current; the trainer goes on with what it has."""
+        ref = self._serving.publish(info, AdapterSource(folder) if folder else None)
+        self._note(ref, info, folder)
+        self._client.follow_adapter(ref)
+        self.switched = self.head is None or self.head.ref.version != ref.version
+        return ref
+
+    def settle(self, head: Version, made: Collection[int]) -> None:
+        """On a new engine the trainer is `head`, and `made` are there again: what has no folder either is gone."""
+        self._known = {n: v for n, v in self._known.items() if v.folder or n in made}
+        self.head = head
+        current = self._serving.current()
+        if not self.switched or current is None or current.version not in self._known:
+            self.publish(head.info, head.folder)
+
+    def saved(self, version: AdapterInfo, folder: str, name: str) -> None:
+        self._serving.saved(version, folder, name)
+        for known in self._known.values():
+            if known.ref.digest == version.digest:
+                known.folder = folder
+
+    def find(self, to: str, name: str, checkpoints: Checkpoints, listed: Sequence[CheckpointInfo]) -> tuple[str, str]:
+        """The checkpoint's folder (empty: there is none) and the digest of what `to` names: 7, name@7 or a checkpoint.
+        Reads from the disk. Raises NotFound, StorageError."""
+        digits = to.removeprefix(f"{name}@")
+        if not (digits.isascii() and digits.isdigit() and len(digits) < 16):
+            return str(checkpoints.path(to)), checkpoints.verify(to).digest
+        known = self._known.get(int(digits))
+        for info in listed:
+            if info.digest == known.ref.digest if known is not None else 0 < info.version == int(digits):
+                return str(checkpoints.path(info.name)), info.digest
+        if known is None:
+            raise NotFound(f"there is no version {digits} to go back to", param="to", code="version_not_found")
+        return "", known.ref.digest
+
+    def kept(self, checkpoints: Sequence[CheckpointInfo], more: Collection[int] = ()) -> set[int]:
+        """Numbers that go on existing: recent ones, what is served and trained, those with a checkpoint, and `more`."""
+        current = self._serving.current()
+        digests = {info.digest for info in checkpoints}
+        return {
+            *self.recent,
+            *more,
+            *(() if current is None else (current.version,)),
+            *(() if self.head is None else (self.head.ref.version,)),
+            *(n for n, v in self._known.items() if v.ref.digest in digests),
+        }
+
+    async def retire_except(self, kept: Collection[int]) -> None:
+        for number in [n for n in self._known if n not in kept]:
+            await self.retire(self._known[number].ref)
+
+    async def retire(self, ref: AdapterRef) -> None:
+        self._known.pop(ref.version, None)
+        with contextlib.suppress(EngineError):  # it went with its engine
+            await self._serving.retire(ref)
+
+    def _note(self, ref: AdapterRef, info: AdapterInfo, folder: str) -> Version:
+        self.last = max(self.last, ref.version)
+        known = self._known.setdefault(ref.version, Version(ref, info, folder))
+        known.folder = folder or known.folder
+        return known

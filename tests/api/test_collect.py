@@ -1,0 +1,296 @@
+"""Completions that are scored and collected: what the request says, what its reply says, what the journal has then."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlx_tandem import limits
+from mlx_tandem.training.journal import Journal
+from mlx_tandem.training.records import Added
+from mlx_tandem.training.trajectories import Trajectory
+from tests.api.learns import SORT, collect, learning_config
+from tests.serving import ROOT, RunningServer, serving
+
+
+@pytest.fixture(scope="module")
+def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server that collects and does not train."""
+    with serving(learning_config(tmp_path_factory.mktemp("learns"), "inference_only")) as running:
+        yield running
+
+
+def journal(folder: Path) -> list[Added]:
+    """What the journal of a server that has ended has."""
+    _, records = Journal.open(folder / "checkpoints" / "journal")
+    return [r for r in records if isinstance(r, Added)]
+
+
+def collected(folder: Path) -> dict[str, Trajectory]:
+    return {r.trajectory.id: r.trajectory for r in journal(folder)}
+
+
+def events(text: str) -> list[dict]:
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(line) for line in lines]
+
+
+def test_every_choice_says_what_it_is_made_of(learner):
+    before = learner.client.get("/v1/training/status").json()["trajectories_collected"]
+    reply = learner.complete(
+        [SORT, "Once there was"],
+        model="policy",
+        n=3,
+        seed=1,
+        collect_trajectory=True,
+        scoring_function="contains",
+        metadata={"answer": ["3", "e", "a", "1"]},
+    ).json()
+    choices = reply["choices"]
+    assert [c["index"] for c in choices] == list(range(6))
+    assert sum(len(c["token_ids"]) for c in choices) == reply["usage"]["completion_tokens"]
+    for choice in choices:
+        assert choice["versions"] == [1] * len(choice["token_ids"])
+        assert choice["score"] == sum(part in choice["text"] for part in ["3", "e", "a", "1"]) / 4
+        assert choice["logprobs"] is None and "prompt_token_ids" not in choice
+    assert len({c["trajectory_id"] for c in choices}) == 6
+    after = learner.client.get("/v1/training/status").json()["trajectories_collected"]
+    assert after - before == 6
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_a_stream_says_the_same(learner, chat):
+    fields = {
+        "model": "policy",
+        "n": 2,
+        "seed": 3,
+        "max_tokens": 12,
+        "collect_trajectory": True,
+        "scoring_function": {"contains": 0.5, "exact_match": 1.0},
+        "metadata": {"answer": "3"},
+    }
+
+    def ask(**more: object):
+        return learner.chat(SORT, **fields, **more) if chat else learner.complete(SORT, **fields, **more)
+
+    whole = ask().json()["choices"]
+    found = events(ask(stream=True, stream_options={"include_usage": True}).text)
+    *_, outcomes, usage = found
+    assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == sum(len(c["token_ids"]) for c in whole)
+    assert [c["index"] for c in outcomes["choices"]] == [0, 1]
+    for choice, last in zip(whole, outcomes["choices"], strict=True):
+        own = [c for e in found[:-2] for c in e["choices"] if c["index"] == choice["index"]]
+        for field in ("token_ids", "versions"):
+            assert [t for c in own for t in c.get(field, [])] == choice[field]
+        assert last["score"] == choice["score"]
+        assert last["trajectory_id"] != choice["trajectory_id"]
+        assert own[-1]["finish_reason"] and last["finish_reason"] is None
+
+
+def test_a_stop_string_ends_the_trajectory_where_it_ends_the_choice(learner):
+    (long,) = collect(learner, n=1, max_tokens=16, ignore_eos=True)
+    stop = long["text"][4:6]
+    (short,) = collect(learner, n=1, max_tokens=16, ignore_eos=True, stop=stop)
+    kept = short["token_ids"]
+    assert 0 < len(kept) < 16 and kept == long["token_ids"][: len(kept)]
+    assert len(short["versions"]) == len(kept)
+
+
+def test_a_score_alone(learner):
+    choices = collect(learner, collect_trajectory=False)
+    assert all("trajectory_id" not in c and "token_ids" not in c and 0 <= c["score"] <= 1 for c in choices)
+
+
+def test_token_ids_come_with_versions(learner):
+    (choice,) = learner.complete(SORT, model="policy", return_token_ids=True).json()["choices"]
+    assert choice["versions"] == [1] * len(choice["token_ids"])
+    (choice,) = learner.complete(SORT, return_token_ids=True).json()["choices"]
+    assert set(choice["versions"]) == {0}
+    (choice,) = learner.complete(SORT, model="shout", return_token_ids=True).json()["choices"]
+    assert set(choice["versions"]) == {1}
+
+
+def test_logprobs_are_shown_only_when_asked_for(learner):
+    choices = collect(learner, logprobs=2)
+    assert all(len(c["logprobs"]["tokens"]) == len(c["token_ids"]) for c in choices)
+
+
+def test_what_is_collected_is_what_was_said(tmp_path):
+    config = learning_config(tmp_path, "inference_only", scoring_function="contains")
+    metadata = {"answer": "3", "group": "mine", "more": [1, {"deep": None}]}
+    with serving(config) as server:
+        scored = collect(server, temperature=0.7, top_p=0.9, logprobs=0, metadata={"answer": "3"})
+        shared = [collect(server, n=1, metadata=metadata, seed=s)[0] for s in (1, 2)]
+        waited = collect(server, scoring_function=None, metadata={"answer": "3"})
+        prompt = server.client.post("/tokenize", json={"prompt": SORT}).json()["tokens"]
+    found = collected(tmp_path)
+    assert all("score" not in c and found[c["trajectory_id"]].reward in (0.0, 1.0) for c in waited)
+    for choice in scored:
+        trajectory = found[choice["trajectory_id"]]
+        assert trajectory.prompt == tuple(prompt)
+        assert list(trajectory.tokens) == choice["token_ids"]
+        assert list(trajectory.versions) == choice["versions"]
+        assert (trajectory.reward, trajectory.temperature) == (choice["score"], 0.7)
+        assert list(trajectory.model_logprobs) == pytest.approx(choice["logprobs"]["token_logprobs"])
+        assert trajectory.logprobs != trajectory.model_logprobs and max(trajectory.logprobs) <= 0
+        assert not trajectory.external and trajectory.created > 1.7e9
+    assert len({found[c["trajectory_id"]].group for c in scored}) == 1
+    first, second = (found[c["trajectory_id"]] for c in shared)
+    assert first.group == second.group != found[scored[0]["trajectory_id"]].group
+    assert first.metadata == metadata
+    sizes = {r.trajectory.id: r.size for r in journal(tmp_path)}
+    assert [sizes[c["trajectory_id"]] for c in scored] == [4] * 4
+    assert [sizes[c["trajectory_id"]] for c in shared] == [0, 0]  # more may join them
+
+
+def install(folder: Path, code: str) -> None:
+    """A package whose reward function is called moody."""
+    (folder / "moody.py").write_text(code, encoding="utf-8")
+    about = folder / "moody-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: moody\nVersion: 1.0\n", encoding="utf-8")
+    (about / "entry_points.txt").write_text("[mlx_tandem.rewards]\nmoody = moody:moody\n", encoding="utf-8")
+
+
+def test_what_waits_for_its_score_at_the_end_is_collected(tmp_path):
+    install(tmp_path, "import time\ndef moody(sample, options):\n    time.sleep(0.5)\n    return 1.0\n")
+    with serving(learning_config(tmp_path, "inference_only", scoring_function="moody"), tmp_path) as server:
+        choices = collect(server, scoring_function=None, n=2)
+    assert set(collected(tmp_path)) == {c["trajectory_id"] for c in choices}
+
+
+def test_what_has_no_score_is_not_collected(tmp_path):
+    """Whatever a reward function does, the completion is served."""
+    install(tmp_path, "def moody(sample, options):\n    return 1.0 if sample.metadata['fine'] else 1 / 0\n")
+    with serving(learning_config(tmp_path, "inference_only", scoring_function="moody"), tmp_path) as server:
+        failed = collect(server, scoring_function="moody", metadata={"fine": False})
+        assert all(c["text"] is not None and c["score"] is c["trajectory_id"] is None for c in failed)
+        scored = collect(server, scoring_function="moody", metadata={"fine": True})
+        later = collect(server, scoring_function=None, metadata={"fine": False})
+        assert all(c["trajectory_id"] for c in later)
+        metrics = server.client.get("/metrics").text
+        assert 'tandem_training_reward_failures_total{kind="raised"}' in metrics
+    assert set(collected(tmp_path)) == {c["trajectory_id"] for c in scored}
+
+
+def test_a_client_that_leaves_leaves_nothing(tmp_path):
+    fields = {
+        "model": "policy",
+        "prompt": SORT,
+        "max_tokens": 900,
+        "ignore_eos": True,
+        "stream": True,
+        "collect_trajectory": True,
+        "scoring_function": "length",
+    }
+    with serving(learning_config(tmp_path, "inference_only")) as server:
+        with server.client.stream("POST", "/v1/completions", json=fields) as reply:
+            next(reply.iter_lines())
+        (choice,) = collect(server, n=1)
+    assert list(collected(tmp_path)) == [choice["trajectory_id"]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"scoring_function": "gsm8k", "metadata": {}}, "metadata.answer"),
+        ({"scoring_function": "gsm8k", "metadata": None}, "metadata.answer"),
+        ({"scoring_function": "os.system"}, "scoring_function"),
+        ({"scoring_function": {"contains": "x"}}, "scoring_function"),
+        ({"scoring_function": []}, "scoring_function"),
+        ({"scoring_function": 3}, "scoring_function"),
+        ({"scoring_function": None}, "scoring_function"),
+        ({"temperature": 0}, "temperature"),
+        ({"temperature": 0.001}, "temperature"),
+        ({"max_tokens": 0, "echo": True}, "collect_trajectory"),
+        ({"model": "shout"}, "collect_trajectory"),
+        ({"collect_trajectory": "yes"}, "collect_trajectory"),
+        ({"metadata": {"group": 3, "answer": "3"}}, "metadata.group"),
+        ({"metadata": {"group": "", "answer": "3"}}, "metadata.group"),
+        ({"metadata": {"group": "../x y", "answer": "3"}}, "metadata.group"),
+        ({"metadata": {"answer": "3", "n": 2**63}}, "metadata.n"),
+        ({"metadata": {"answer": "3", "x": "y" * limits.MAX_METADATA_BYTES}}, "metadata"),
+        ({"metadata": {"answer": "3", "x": json.loads("[" * 40 + "]" * 40)}}, "metadata"),
+        ({"swap_policy": "later"}, "swap_policy"),
+        ({"swap_policy": "inflight_keep", "model": "policy@1"}, "swap_policy"),
+        ({"swap_policy": "inflight_keep", "model": "shout"}, "swap_policy"),
+        ({"swap_policy": "inflight_keep", "model": None}, "swap_policy"),
+        ({"model": "shout", "lora_adapter": "policy"}, "lora_adapter"),
+        ({"lora_adapter": "checkpoint-500"}, "lora_adapter"),
+    ],
+)  # fmt: skip
+def test_fields_that_are_wrong(learner, fields, param):
+    asked = {
+        "model": "policy",
+        "collect_trajectory": True,
+        "scoring_function": "contains",
+        "metadata": {"answer": "3"},
+    } | fields
+    if fields.get("model", "") == "shout" and "swap_policy" in fields:
+        asked["collect_trajectory"] = False
+    reply = learner.complete(SORT, **asked)
+    assert reply.status_code in (400, 404), reply.text
+    assert reply.json()["error"]["param"] == param
+
+
+def test_numbers_that_json_has_no_word_for(learner):
+    body = '{"prompt": "x", "metadata": {"a": [1e999]}}'
+    reply = learner.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "metadata.a[0]")
+
+
+def test_following_needs_no_more_than_the_name(learner):
+    for name in ({"model": "policy"}, {"lora_adapter": "policy"}, {"lora_adapter": "policy", "model": "tandem-demo"}):
+        (choice,) = collect(learner, n=1, swap_policy="inflight_keep", **({"model": None} | name))
+        assert choice["versions"] == [1] * len(choice["token_ids"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"collect_trajectory": True},
+        {"scoring_function": "gsm8k"},
+        {"swap_policy": "inflight_keep"},
+        {"collect_trajectory": True, "stream": True},
+    ],
+)
+def test_a_server_that_does_not_learn_says_so(server, fields):
+    for reply in (server.complete("hi", **fields), server.chat("hi", **fields)):
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (400, "learning_disabled")
+        assert error["param"] == next(iter(fields)) and "--enable-rl-training" in error["message"]
+
+
+def test_what_means_nothing_new_is_taken_everywhere(server):
+    fields = {"collect_trajectory": False, "swap_policy": "pin", "metadata": {"a": 1, "b": [None, {"c": "d"}]}}
+    plain = server.complete("hi", seed=1).json()["choices"]
+    assert server.complete("hi", seed=1, **fields).json()["choices"] == plain
+
+
+def test_lora_adapter_names_an_adapter_on_every_server(server):
+    question = "What is 12 + 5?"
+
+    def model(**fields: object) -> object:
+        reply = server.chat(question, temperature=0, **fields).json()
+        return reply.get("model", reply.get("error", {}).get("param"))
+
+    assert model(lora_adapter="shout") == "shout@1"
+    assert model(lora_adapter="shout@1", model="tandem-demo") == "shout@1"
+    assert model(lora_adapter="shout", model="shout@1") == "shout@1"
+    assert model(lora_adapter="shout", model="base") == "shout@1"
+    assert model(lora_adapter="base") == "tandem-demo"
+    assert model(lora_adapter="shout", model="json") == "lora_adapter"
+    assert model(lora_adapter="nobody", model="tandem-demo") == "lora_adapter"
+    assert model(lora_adapter="shout", model="nobody") == "model"
+
+
+def test_a_server_that_does_not_learn_loads_nothing_of_it():
+    heavy = "mlx_tandem.training.online", "mlx_tandem.training.rewards", "mlx_tandem.server.learning", "re2"
+    code = f"import sys, mlx_tandem.server.serve; sys.exit(any(m in sys.modules for m in {heavy}))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

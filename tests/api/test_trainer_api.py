@@ -1,0 +1,209 @@
+"""`Trainer` beside `mlx_tandem.Engine`: learning on the model that answers meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlx_tandem import Engine, demo
+from mlx_tandem.adapters.convert import inspect
+from mlx_tandem.engine.learning import Datum
+from mlx_tandem.errors import Conflict, InvalidRequest, ModelError, NotFound
+
+QUESTION = [{"role": "user", "content": "Sort down: 5 3 9 1"}]
+LESSON = [{"messages": [*QUESTION, {"role": "assistant", "content": "9 5 3 1"}]}]
+OTHER = [{"prompt": "Once", "completion": " there was"}, {"text": "Count from 3 to 5"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine(num_blocks=257, max_model_len=512, max_num_seqs=8) as made:
+        yield made
+
+
+def test_it_learns_and_is_served(engine):
+    before = engine.chat(QUESTION, temperature=0).text
+    trainer = engine.trainer("mine", rank=8, alpha=16, seed=1)
+    assert (trainer.info.rank, trainer.info.alpha, trainer.info.step) == (8, 16.0, 0)
+    first = trainer.forward_backward(LESSON).loss
+    for expected in range(1, 9):
+        assert trainer.step(learning_rate=2e-3).step == expected
+        last = trainer.forward_backward(LESSON)
+    assert last.loss < 0.2 * first
+    assert last.loss == pytest.approx(-sum(last.logprobs[0]), abs=1e-4)
+    assert trainer.publish() == "mine@1"
+    taught = engine.chat(QUESTION, adapter="mine", temperature=0)
+    assert (taught.text, taught.adapter) == ("9 5 3 1", "mine@1")
+    assert engine.chat(QUESTION, temperature=0).text == before
+    trainer.close()
+    assert engine.chat(QUESTION, adapter="mine", temperature=0).text == "9 5 3 1"
+    with pytest.raises(InvalidRequest, match="no trainer 'mine'"):
+        trainer.forward(LESSON)
+
+
+def test_what_is_served_is_what_was_trained(engine):
+    trainer = engine.trainer("agree", rank=4)
+    trainer.forward_backward(LESSON)
+    trainer.step(learning_rate=5e-3)
+    trainer.publish()
+    for adapter, logprobs in (("agree", trainer.forward(LESSON).logprobs), (None, None)):
+        drawn = engine.chat(QUESTION, adapter=adapter, temperature=1.0, seed=3, max_tokens=12, logprobs=0)
+        prompt = engine.codec.chat(QUESTION, asks=True)
+        data = [{"prompt": prompt, "completion": list(drawn.token_ids)}]
+        own = trainer.forward(data).logprobs[0]
+        apart = np.abs(np.array(own) - [step.model for step in drawn.logprobs]).max()
+        assert apart <= 1e-4 if logprobs else apart > 1e-3
+
+
+def test_versions_follow_each_other(engine):
+    trainer = engine.trainer("steps", rank=2)
+    labels = []
+    for _ in range(4):
+        trainer.forward_backward(LESSON)
+        trainer.step(1e-3)
+        labels.append(trainer.publish())
+    assert labels == ["steps@1", "steps@2", "steps@3", "steps@4"]
+    assert trainer.publish() == "steps@4"  # nothing has changed
+    assert "steps@4" in engine.adapters
+    assert engine.chat(QUESTION, adapter="steps@2", temperature=0).adapter == "steps@2"
+    with pytest.raises(NotFound):
+        engine.chat(QUESTION, adapter="steps@1")
+    engine.unload_adapter("steps")
+
+
+def test_several_trainers_in_one_pass_are_each_as_alone(engine):
+    ranks = {"a": 4, "b": 8, "c": 16}
+    work = {
+        engine.trainer(name, rank=rank, seed=rank): data
+        for (name, rank), data in zip(ranks.items(), (LESSON, OTHER, LESSON), strict=True)
+    }
+    together = engine.forward_backward(work)
+    norms = {trainer.name: trainer.step(1e-3).grad_norm for trainer in work}
+    for trainer, data in work.items():
+        alone = engine.trainer("alone", rank=trainer.info.rank, seed=trainer.info.rank)
+        result = alone.forward_backward(data)
+        assert together[trainer].loss == pytest.approx(result.loss, abs=1e-4)
+        assert norms[trainer.name] == pytest.approx(alone.step(1e-3).grad_norm, rel=1e-3)
+    assert engine.forward_backward({}) == {}
+
+
+def test_a_step_can_be_taken_back(engine):
+    trainer = engine.trainer("back", rank=4)
+    start = trainer.forward_backward(LESSON).loss
+    trainer.step(1e-2)
+    assert trainer.forward(LESSON).loss != start
+    trainer.undo()
+    assert trainer.forward(LESSON).loss == start
+
+
+def test_forward_leaves_no_gradient(engine):
+    trainer = engine.trainer("looks", rank=4)
+    start = trainer.forward(LESSON).loss
+    assert trainer.step(1e-2).grad_norm == 0.0
+    assert trainer.forward(LESSON).loss == start
+
+
+def test_saving_and_going_on_is_not_stopping(engine, tmp_path: Path):
+    def learn(trainer, steps):
+        for _ in range(steps):
+            trainer.forward_backward(LESSON)
+            trainer.step(2e-3, weight_decay=0.1, grad_norm=0.5)
+        return trainer.forward(LESSON).logprobs
+
+    whole = engine.trainer("whole", rank=4, seed=7, targets=("q_proj", "down_proj"))
+    learn(whole, 2)
+    whole.save(tmp_path / "saved")
+    found = inspect(tmp_path / "saved")
+    assert (found.format, found.ranks, found.problems) == ("peft", (4,), ())
+    again = engine.trainer("again", resume=tmp_path / "saved")
+    assert (again.info.rank, again.info.step, again.info.targets) == (4, 2, ("down_proj", "q_proj"))
+    assert learn(again, 2) == learn(whole, 2)
+    with pytest.raises(Conflict):
+        whole.save(tmp_path / "saved")
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+    label = engine.load_adapter("loaded", tmp_path / "saved")
+    assert engine.chat(QUESTION, adapter=label, temperature=0).adapter == "loaded@1"
+
+
+def test_beginning_with_an_adapter(engine):
+    trainer = engine.trainer("from-down", init_from="down")
+    found = inspect(demo.ADAPTER_PATHS["down"])
+    assert (trainer.info.rank, trainer.info.alpha / trainer.info.rank) == (found.ranks[0], found.scales[0])
+    served = engine.chat(QUESTION, adapter="down", temperature=0, logprobs=0)
+    data = [{"prompt": engine.codec.chat(QUESTION, asks=True), "completion": list(served.token_ids)}]
+    own = trainer.forward(data).logprobs[0]
+    assert own == pytest.approx([step.model for step in served.logprobs], abs=1e-4)
+
+
+def test_requests_run_while_it_learns(engine):
+    trainer = engine.trainer("busy", rank=8)
+    stop, texts = threading.Event(), []
+
+    def ask():
+        while not stop.is_set():
+            texts.append(engine.chat(QUESTION, adapter="down", temperature=0).text)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        for _ in range(3):
+            trainer.forward_backward(LESSON)
+            trainer.step(1e-3)
+    finally:
+        stop.set()
+        asking.join()
+    assert set(texts) == {"9 5 3 1"}
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"name": "../x"}, "name"),
+        ({"name": "base"}, "name"),
+        ({"rank": 0}, "rank"),
+        ({"rank": 2.5}, "rank"),
+        ({"alpha": float("nan")}, "alpha"),
+        ({"seed": -1}, "seed"),
+        ({"targets": "q_proj"}, "targets"),
+        ({"targets": ("lm_tail",)}, "targets"),
+        ({"init_from": "base"}, "init_from"),
+        ({"init_from": "nobody"}, "init_from"),
+        ({"resume": "/does/not/exist", "rank": 8}, "rank"),
+    ],
+)
+def test_trainers_that_cannot_be(engine, options, param):
+    with pytest.raises(InvalidRequest) as e:
+        engine.trainer(**{"name": "wrong", **options})
+    assert e.value.param == param
+
+
+def test_a_folder_that_holds_no_trainer(engine):
+    for folder in ("/does/not/exist", demo.ADAPTER_PATHS["down"]):
+        with pytest.raises((InvalidRequest, ModelError)):
+            engine.trainer("wrong", resume=folder)
+
+
+def test_errors_name_the_argument(engine, tmp_path: Path):
+    trainer = engine.trainer("strict", rank=2)
+    for call, param in [
+        (lambda: trainer.forward_backward([]), "data"),
+        (lambda: trainer.forward_backward([{"text": "x", "speed": 1}]), "data[0].speed"),
+        (lambda: trainer.forward_backward([Datum((1, 2000), 1, (1.0,))]), "data[0].tokens"),
+        (lambda: trainer.forward_backward(LESSON, "hinge"), "loss"),
+        (lambda: trainer.forward_backward(LESSON, "ppo"), "data[0].logprobs"),
+        (lambda: trainer.forward_backward(LESSON, clip=3), "clip"),
+        (lambda: trainer.step(-1.0), "learning_rate"),
+        (lambda: trainer.step(1e-3, beta1=1.0), "beta1"),
+    ]:
+        with pytest.raises(InvalidRequest) as e:
+            call()
+        assert e.value.param == param
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InvalidRequest):
+        trainer.save(tmp_path / "file")
+    with pytest.raises(InvalidRequest):
+        trainer.save(tmp_path / "file" / "below")

@@ -1,0 +1,171 @@
+"""The engine's loop on the reference runner behind a socket pair, turned by hand."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlx_tandem.adapters.formats import AdapterWeights
+from mlx_tandem.adapters.slots import SlotTable
+from mlx_tandem.adapters.store import AdapterStore
+from mlx_tandem.config import DutyConfig, SchedulerConfig
+from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.adapters import Adapters
+from mlx_tandem.engine.core import EngineCore
+from mlx_tandem.engine.duty import Duty
+from mlx_tandem.engine.loading import Loader
+from mlx_tandem.engine.plan import Runner, StepPlan, StepResult
+from mlx_tandem.engine.scheduler import Scheduler
+from mlx_tandem.engine.training import Trainers, Training
+from mlx_tandem.engine.wire import EngineChannel, FrameReader, decode_outbound, encode
+from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, Delta, Request, SamplingParams
+from tests.engine.reference import ReferenceRunner, WatchedPool
+from tests.engine.workloads import VOCAB
+
+Message = TypeVar("Message")
+
+
+class Recording:
+    """Notes the order of launches and reads."""
+
+    def __init__(self, inner: ReferenceRunner):
+        self.inner = inner
+        self.calls: list[str] = []
+
+    def launch(self, plan: StepPlan) -> Any:
+        self.calls.append(f"launch {self.inner.launches}")
+        return self.inner.launch(plan)
+
+    def wait(self, handle: Any) -> StepResult:
+        self.calls.append(f"wait {handle.number}")
+        return self.inner.wait(handle)
+
+    def reset(self) -> None:
+        self.calls.append("reset")
+        self.inner.reset()
+
+
+class Front:
+    """The front's end of the channel and the core behind it, turned by hand."""
+
+    def __init__(
+        self,
+        most_bytes: int = 1 << 30,
+        most_loaded: int = 0,
+        max_loras: int = 2,
+        trainers: Trainers | None = None,
+        duty: DutyConfig | None = None,
+        **runner_options: Any,
+    ):
+        self.socket, engine = socket.socketpair()
+        self.weights: dict[str, AdapterWeights] = {}
+        self.reference = ReferenceRunner(
+            32,
+            4,
+            4,
+            max_loras,
+            VOCAB,
+            known=self.weights.keys(),  # type: ignore[arg-type]
+            **runner_options,
+        )
+        self.runner = Recording(self.reference)
+        self.pool = WatchedPool(self.reference)
+        self.slots = SlotTable(max_loras)
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=4),
+            self.pool,
+            self.slots,
+            max_model_len=64,
+            vocab_size=VOCAB,
+            eos_token_ids=(),
+        )
+        self.read: Callable[[Path], AdapterWeights] = lambda path: adapter(path.name)
+        runner: Runner = self.runner
+        adapters = Adapters(
+            AdapterStore(self.weights, most_bytes=most_bytes, most=most_loaded),
+            Loader(lambda source: self.read(Path(source.path))),
+            self.slots,
+        )
+        self.duty = Duty(duty or DutyConfig())
+        self.training = Training(
+            None if trainers is None else lambda: trainers, adapters, learns=self.duty.learns, most_rank=8
+        )
+        self.core = EngineCore(
+            EngineChannel(engine),
+            runner,
+            self.scheduler,
+            self.pool,
+            self.slots,
+            adapters,
+            self.training,
+            self.duty,
+            heartbeat_seconds=0.0,
+        )
+        self.received: list[m.Outbound] = []
+        self._frames = FrameReader()
+
+    def send(self, *messages: m.Inbound) -> None:
+        self.socket.sendall(encode(messages))
+
+    def receive(self) -> None:
+        """Take in all that the core has sent so far."""
+        while select.select([self.socket], [], [], 0.0)[0]:
+            data = self.socket.recv(1 << 16)
+            if not data:
+                return
+            for frame in self._frames.feed(data):
+                self.received += decode_outbound(frame)
+
+    def turn(self, n: int = 1) -> None:
+        for _ in range(n):
+            self.core.turn()
+            self.receive()
+
+    def finish(self, most: int = 5000) -> None:
+        """Turn until the core has nothing left to do."""
+        self.turn()
+        for _ in range(most):
+            if self.core._is_idle:
+                return
+            self.turn()
+        raise AssertionError("never idle")
+
+    def got(self, kind: type[Message]) -> list[Message]:
+        return [x for x in self.received if isinstance(x, kind)]
+
+    @property
+    def deltas(self) -> list[Delta]:
+        return [d for output in self.got(m.Output) for d in output.deltas]
+
+    def tokens(self, request: int, choice: int = 0) -> list[int]:
+        return [t for d in self.deltas if (d.request, d.choice) == (request, choice) for t in d.tokens]
+
+    def finished(self) -> set[int]:
+        return {d.request for d in self.deltas if d.finish}
+
+    def load(self, *names: str) -> None:
+        self.send(*(m.LoadAdapter(i, AdapterSource(f"/adapters/{name}")) for i, name in enumerate(names, 100)))
+        self.turn()
+        self.finish()
+
+    def assert_nothing_is_held(self) -> None:
+        self.scheduler.check()
+        self.slots.check()
+        assert self.pool.used_blocks == 0
+        assert not any(self.slots.references(d) for d in self.slots.residents())
+        assert not self.core._adapters._users
+        store = self.core._adapters.store
+        store.check()
+        assert not any(store.users(digest) for digest in self.weights), "somebody still counts as a user"
+
+
+def adapter(digest: str) -> AdapterWeights:
+    return AdapterWeights(AdapterInfo(digest, 8, 1.0, "mlx-lm", ("q_proj",), 64, 64), {})
+
+
+def request(number: int, adapter: str | None = None, *, max_tokens: int = 6, n: int = 1, length: int = 5) -> Request:
+    ref = AdapterRef(adapter, 1, adapter) if adapter else None
+    return Request(number, tuple(range(1, 1 + length)), SamplingParams(max_tokens=max_tokens, seed=number), ref, n)

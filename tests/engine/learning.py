@@ -1,0 +1,108 @@
+"""Trainers on tiny models for tests: passes driven to their end, and what a plain backward of the whole tree says."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.config import ModelConfig
+from mlx_tandem.engine.learning import Datum
+from mlx_tandem.model.clone import clone
+from mlx_tandem.model.loader import load
+from mlx_tandem.training.device.losses import TokenBatch, loss, shares
+from mlx_tandem.training.device.trainers import Trainers
+from mlx_tandem.training.device.tree import Segment
+from tests import tiny_models
+
+T = TypeVar("T")
+
+
+def trainers_of(folder: Path, *, micro_batch_tokens: int = 64, dtype: str = "float32") -> Trainers:
+    model = load(ModelConfig(path=str(folder), dtype=dtype), lambda stage, fraction: None)  # type: ignore[arg-type]
+    return Trainers(
+        clone(model.module),
+        mx.float32,
+        vocab_size=tiny_models.VOCAB,
+        micro_batch_tokens=micro_batch_tokens,
+        most_tokens=256,
+    )
+
+
+def finish(slices: Generator[None, None, T]) -> T:
+    while True:
+        try:
+            next(slices)
+        except StopIteration as e:
+            result: T = e.value
+            return result
+
+
+def some_data(seed: int = 0, lengths: Sequence[tuple[int, int]] = ((30, 10), (21, 1), (40, 12), (9, 8))) -> list[Datum]:
+    """Data of (tokens, prompt) lengths with odd weights, a zero among them, and plausible logprobs."""
+    g = np.random.default_rng(seed)
+
+    def datum(n: int, prompt: int) -> Datum:
+        weights = g.normal(size=n - prompt)
+        weights[::5] = 0.0
+        return Datum(
+            tuple(g.integers(3, tiny_models.VOCAB, n).tolist()),
+            prompt,
+            tuple(weights.tolist()),
+            tuple((-5.0 - g.random(n - prompt)).tolist()),
+            float(g.choice([0.7, 1.0])),
+        )
+
+    return [datum(n, prompt) for n, prompt in lengths]
+
+
+def strengthen(trainers: Trainers, name: str, seed: int = 0) -> None:
+    """B as after much training: with B zero half of the gradients are."""
+    trainer = trainers._trainers[name]
+    g = np.random.default_rng(seed)
+    trainer.pairs = {
+        path: (a, mx.array((g.standard_normal(b.shape) * 0.05).astype(np.float32)))
+        for path, (a, b) in trainer.pairs.items()
+    }
+
+
+def plain_gradients(trainers: Trainers, name: str, data: Sequence[Datum], config: Any) -> tuple[float, dict[str, Any]]:
+    """The loss and its gradients by one backward through the whole tree, a sequence at a time."""
+    trainer = trainers._trainers[name]
+    tree = trainers._tree
+    counts = shares([d.weights for d in data], config)
+
+    def logprobs(pairs: Any, d: Datum, adapted: bool) -> mx.array:
+        segments = {k: [Segment(0, 1, (a, b * trainer.scale))] for k, (a, b) in pairs.items()} if adapted else {}
+        with tree.bound(1, segments):
+            scores = tree.model(mx.array([d.tokens])).astype(mx.float32)[0] / d.temperature
+        scores = scores - mx.logsumexp(scores, -1, keepdims=True)
+        rows = scores[d.prompt_length - 1 : len(d.tokens) - 1]
+        return mx.take_along_axis(rows, mx.array(d.tokens[d.prompt_length :])[:, None], -1)[:, 0]
+
+    def total(pairs: Any) -> mx.array:
+        value = mx.array(0.0)
+        for d, share in zip(data, counts, strict=True):
+            p = logprobs(pairs, d, True)
+            base = mx.stop_gradient(logprobs(pairs, d, False))[None] if config.kl_coef else None
+            full = mx.full((1, p.size), share)
+            batch = TokenBatch(mx.array([d.logprobs]), mx.array([d.weights]), full, mx.ones((1, p.size)))
+            value = value + loss(p[None], batch, config, base)
+        return value
+
+    value, gradients = mx.value_and_grad(total)(trainer.pairs)
+    return float(np.array(value)), gradients
+
+
+def largest_difference(found: Any, wanted: Any) -> float:
+    """Between gradients by path, relative to each array's largest entry."""
+    assert found.keys() == wanted.keys()
+    worst = 0.0
+    for path in wanted:
+        for a, b in zip(found[path], wanted[path], strict=True):
+            a, b = np.array(a), np.array(b)
+            worst = max(worst, float(np.abs(a - b).max() / (np.abs(b).max() + 1e-6)))
+    return worst

@@ -1,0 +1,232 @@
+"""Fine-tuning on the demo model: what is held out is predicted better, and mlx-lm computes the same with the export."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlx_tandem import demo
+from mlx_tandem.adapters.convert import convert, inspect
+from mlx_tandem.api.data import ServedCodec
+from mlx_tandem.config import ModelConfig
+from mlx_tandem.engine.learning import Adam, Batch, BatchResult, Datum, LossConfig, StepDone, TrainerSpec
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.model import cpu, device  # before anything imports MLX: they put a fast BLAS in front of it
+from mlx_tandem.model.clone import clone
+from mlx_tandem.model.loader import load
+from mlx_tandem.text.template import ChatTemplate
+from mlx_tandem.text.tokenizer import Tokenizer
+from mlx_tandem.training.device.trainers import Trainers
+from mlx_tandem.training.sft import Evaluation, SftConfig, Step, encode, evaluate, fit, read, split
+
+CONFIG = SftConfig(epochs=1, batch_size=8, learning_rate=2e-3, eval_every=5)
+
+
+class Direct:
+    """A learner without an engine around it."""
+
+    names = (f"t{i}" for i in itertools.count())
+
+    def __init__(self, trainers: Trainers):
+        self.trainers, self.name = trainers, next(self.names)
+        trainers.open(TrainerSpec(self.name, 8, 16.0), "", None)
+
+    def _run(self, data: Sequence[Datum], loss: LossConfig, forward_only: bool) -> BatchResult:
+        slices = self.trainers.run([Batch(self.name, tuple(data), loss)], forward_only, 0)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as done:
+                return done.value[0]
+
+    def forward_backward(self, data: Sequence[Datum], loss: LossConfig) -> BatchResult:
+        return self._run(data, loss, False)
+
+    def forward(self, data: Sequence[Datum], loss: LossConfig) -> BatchResult:
+        return self._run(data, loss, True)
+
+    def step(self, learning_rate: float, *, weight_decay: float, grad_norm: float) -> StepDone:
+        return self.trainers.step(self.name, Adam(learning_rate, weight_decay=weight_decay, grad_norm=grad_norm))
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        tensors = self.trainers.publish(self.name).tensors
+        return {f"{path}.{i}": part for path, pair in tensors.items() for i, part in enumerate(pair)}
+
+
+@pytest.fixture(scope="module")
+def trainers() -> Trainers:
+    import mlx.core as mx
+
+    if device.is_cpu():
+        cpu.install()
+    module = load(ModelConfig(str(demo.MODEL_PATH), "float32"), lambda *_: None).module
+    return Trainers(clone(module), mx.float32, vocab_size=1024, micro_batch_tokens=1024, most_tokens=512)
+
+
+def lessons(folder: Path, count: int) -> Path:
+    """The demo model's weak skill."""
+    rng = random.Random(0)
+    lines = []
+    for _ in range(count):
+        digits = [rng.randint(0, 9) for _ in range(rng.randint(3, 7))]
+        question = "Sort down: " + " ".join(map(str, digits))
+        lines.append({"prompt": question, "completion": " ".join(map(str, sorted(digits, reverse=True)))})
+    path = folder / "down.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Datum], list[Datum]]:
+    path = lessons(tmp_path_factory.mktemp("sft"), 110)
+    tokenizer = Tokenizer.load(demo.MODEL_PATH)
+    template = ChatTemplate.load(demo.MODEL_PATH, tokenizer)
+    codec = ServedCodec(tokenizer, template, vocab_size=1024, longest=512, eos_token_ids=(2, 0))
+    return split(encode(read(path), codec, max_length=512).data, 0.2, 0)
+
+
+@pytest.fixture(scope="module")
+def learned(trainers, examples) -> tuple[Direct, list[Any]]:
+    learner = Direct(trainers)
+    return learner, list(fit(learner, *examples, CONFIG))
+
+
+def test_what_is_held_out_is_predicted_better(learned, examples):
+    learner, events = learned
+    judged = [e for e in events if isinstance(e, Evaluation)]
+    steps = [e for e in events if isinstance(e, Step)]
+    assert [s.step for s in steps] == list(range(1, 12)) and {s.steps for s in steps} == {11}
+    assert [e.step for e in judged] == [0, 5, 10, 11]
+    assert judged[-1].loss < 0.5 * judged[0].loss
+    assert judged[-1].loss == pytest.approx(evaluate(learner, examples[1], CONFIG), abs=1e-6)
+    assert [e.best for e in judged] == [False] + [
+        e.loss < min([j.loss for j in judged[1:i]], default=np.inf) for i, e in enumerate(judged) if i
+    ]
+
+
+def test_nothing_is_learned_at_rate_0(trainers, examples):
+    judged = [
+        e.loss
+        for e in fit(Direct(trainers), examples[0][:16], examples[1], SftConfig(epochs=1, learning_rate=0.0))
+        if isinstance(e, Evaluation)
+    ]
+    assert judged[0] == judged[1]
+
+
+def test_mlx_lm_has_the_same_logits_with_the_exported_adapter(learned, examples, tmp_path):
+    import mlx.core as mx
+    from mlx_lm.tuner.utils import load_adapters
+    from mlx_lm.utils import load_model
+
+    learner, events = learned
+    (tmp_path / "peft").mkdir()
+    learner.trainers.snapshot(learner.name)(str(tmp_path / "peft"))
+    convert(tmp_path / "peft", tmp_path / "mlx", "mlx-lm")
+    model, _ = load_model(demo.MODEL_PATH)
+    model.set_dtype(mx.float32)
+    load_adapters(model, str(tmp_path / "mlx"))
+    held = examples[1]
+    ours = learner.forward(held, LossConfig("cross_entropy")).logprobs
+    nats, taught = 0.0, 0
+    for datum, own in zip(held, ours, strict=True):
+        logits = model(mx.array([datum.tokens[:-1]]))[0]
+        scores = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        theirs = np.array(scores)[np.arange(len(datum.tokens) - 1), list(datum.tokens[1:])][datum.prompt_length - 1 :]
+        assert np.abs(theirs - own).max() <= 1e-4
+        nats -= float(theirs @ np.array(datum.weights))
+        taught += int(sum(datum.weights))
+    assert nats / taught == pytest.approx(events[-1].loss, abs=1e-4)
+    assert nats / taught < 0.5 * events[0].loss  # the adapter was really there
+
+
+@pytest.mark.parametrize("batch", [{"batch_size": 4, "accumulate": 4}, {"batch_size": 5, "accumulate": 4}])
+def test_a_step_is_the_same_however_its_examples_are_batched(trainers, examples, batch):
+    few = examples[0][:16]
+    found = []
+    for sizes in ({"batch_size": 16}, batch):
+        learner = Direct(trainers)
+        (step,) = fit(learner, few, [], SftConfig(epochs=1, learning_rate=1e-3, warmup_share=0.0, **sizes))
+        found.append((step.loss, step.grad_norm, learner.arrays()))
+    (loss, norm, whole), (other_loss, other_norm, parts) = found
+    assert other_loss == pytest.approx(loss, rel=1e-5)
+    assert other_norm == pytest.approx(norm, rel=1e-4)
+    a, b = (np.concatenate([np.sign(p.round(7)).ravel() for p in arrays.values()]) for arrays in (whole, parts))
+    assert (a != b).mean() < 1e-3  # of Adam's first step: the direction of each parameter
+
+
+def test_gradients_that_are_not_finite_end_it(trainers, examples):
+    class Broken(Direct):
+        def step(self, learning_rate: float, *, weight_decay: float, grad_norm: float) -> StepDone:
+            return StepDone("t", 0, float("nan"), False)
+
+    with pytest.raises(InvalidRequest, match="at step 1"):
+        list(fit(Broken(trainers), examples[0], [], CONFIG))
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    words = (sys.executable, "-m", "mlx_tandem", "train", "sft", "down.jsonl", *words)
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_the_command_keeps_the_best_adapter_and_says_what_it_found(tmp_path):
+    lessons(tmp_path, 60)
+    done = command(tmp_path, *"--rank 4 --lr 3e-3 --epochs 2 --eval-every 3 --json-out out.json --plot out.svg".split())
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    manifest = json.loads((tmp_path / "down-adapter" / "manifest.json").read_text())
+    before, *judged = found["evaluations"]
+    best = min(judged, key=lambda e: e["loss"])
+    assert (manifest["step"], manifest["held_out_loss"]) == (best["step"], best["loss"])
+    assert manifest["held_out_loss_before"] == before["loss"] > 2 * best["loss"]
+    assert f"held-out loss {before['loss']:.4f} → {best['loss']:.4f}" in done.stdout
+    assert "step 3 " in done.stderr
+    made = inspect(tmp_path / "down-adapter")
+    assert (made.ranks, made.problems, made.digest) == ((4,), (), manifest["digest"])
+    assert (manifest["data"]["learned"], manifest["data"]["held_out"]) == (54, 6)
+    assert (tmp_path / "out.svg").read_text().startswith("<?xml")
+    assert {p.name for p in tmp_path.iterdir()} == {"down.jsonl", "down-adapter", "out.json", "out.svg"}
+
+
+def test_the_command_without_anything_held_out_keeps_the_last_state(tmp_path):
+    lessons(tmp_path, 6)
+    done = command(tmp_path, *"--epochs 2 --batch-size 4 --valid-share 0 --adapter-out made/it --max-length 64".split())
+    assert done.returncode == 0, done.stderr
+    manifest = json.loads((tmp_path / "made" / "it" / "manifest.json").read_text())
+    assert (manifest["step"], manifest["held_out_loss"]) == (4, None)
+    assert "held-out" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--adapter-out .", "is not an empty folder"),
+        ("--adapter-out down.jsonl/below", "down.jsonl/below cannot be used"),
+        ("--valid none.jsonl", "none.jsonl cannot be read"),
+        ("--valid bad.jsonl", "bad.jsonl, line 2: "),
+        ("--epochs 0", "epochs must be"),
+        ("--rank 0", "rank must be"),
+        ("--max-length 1", "max_length must be"),
+        ("--valid-share 0.9", "valid_share must be"),
+        ("--model nowhere", "there is no model folder nowhere"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_before_the_model_is_loaded(tmp_path, words, said):
+    lessons(tmp_path, 3)
+    (tmp_path / "bad.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
+    done = command(tmp_path, *words.split())
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("tandem: ") and done.stderr.count("\n") == 1
+    assert said in done.stderr
+    assert {p.name for p in tmp_path.iterdir()} == {"down.jsonl", "bad.jsonl"}

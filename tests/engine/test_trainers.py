@@ -1,0 +1,296 @@
+"""Trainers through their life: steps, taking back, publishing, saving, resuming; and agreement with what is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+import pytest
+
+from mlx_tandem.adapters import formats
+from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig, TrainerSpec
+from mlx_tandem.errors import InvalidRequest, ModelError, NotFound
+from mlx_tandem.model.build import build
+from mlx_tandem.training.device.trainers import Trainers
+from mlx_tandem.types import AdapterRef, Request, SamplingParams
+from tests import tiny_models
+from tests.engine.learning import finish, some_data, strengthen, trainers_of
+from tests.engine.mlx_engine import Engine
+
+SPEC = TrainerSpec("a", 4, 8.0, seed=5)
+ADAM = Adam(1e-2, grad_norm=1.0, weight_decay=0.01)
+
+
+@pytest.fixture
+def trainers(tmp_path: Path) -> Trainers:
+    made = trainers_of(tiny_models.make(tmp_path / "model", "qwen3"))
+    made.open(SPEC, "", None)
+    return made
+
+
+def learn(trainers: Trainers, seed: int, name: str = "a") -> None:
+    finish(trainers.run([Batch(name, tuple(some_data(seed)), LossConfig("cross_entropy"))], False, 0))
+    assert trainers.step(name, ADAM).finite
+    trainers.settle(name, True)
+
+
+def weights_of(trainers: Trainers, name: str = "a") -> dict[str, Any]:
+    return {path: (np.array(a), np.array(b)) for path, (a, b) in trainers._trainers[name].pairs.items()}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(np.array_equal(x, y) for path in one for x, y in zip(one[path], other[path], strict=True))
+
+
+def test_learning_lowers_the_loss_and_leaves_the_base_alone(trainers: Trainers) -> None:
+    data = tuple(msgspec.structs.replace(d, weights=(1.0,) * len(d.weights)) for d in some_data())
+    batch = Batch("a", data, LossConfig("cross_entropy", normalize="token_mean"))
+    base = [np.array(p) for _, p in _leaves(trainers)]
+    first = finish(trainers.run([batch], True, 0))[0].loss
+    for _ in range(12):
+        finish(trainers.run([batch], False, 0))
+        trainers.step("a", Adam(2e-2))
+    assert finish(trainers.run([batch], True, 0))[0].loss < 0.8 * first
+    assert all(np.array_equal(p, now) for p, (_, now) in zip(base, _leaves(trainers), strict=True))
+
+
+def _leaves(trainers: Trainers) -> list[Any]:
+    from mlx.utils import tree_flatten
+
+    return list(tree_flatten(trainers._tree.model.parameters()))
+
+
+def test_a_fresh_trainer_is_the_base(trainers: Trainers) -> None:
+    data = some_data()
+    (result,) = finish(trainers.run([Batch("a", tuple(data), LossConfig(kl_coef=1.0))], True, 0))
+    assert result.kl_base == 0.0
+
+
+def test_a_step_is_taken_back_whole(trainers: Trainers) -> None:
+    learn(trainers, 0)
+    before = weights_of(trainers)
+    finish(trainers.run([Batch("a", tuple(some_data(1)), LossConfig())], False, 0))
+    assert trainers.step("a", ADAM).step == 2
+    assert not same(weights_of(trainers), before)
+    trainers.settle("a", False)
+    assert same(weights_of(trainers), before)
+    # The optimiser's state, too: the next step is the one that would have come.
+    learn(trainers, 2)
+    after = weights_of(trainers)
+    trainers.open(SPEC, "", None)
+    learn(trainers, 0)
+    learn(trainers, 2)
+    assert same(weights_of(trainers), after)
+
+
+def test_gradients_that_are_not_finite_change_nothing(trainers: Trainers) -> None:
+    learn(trainers, 0)
+    before = weights_of(trainers)
+    finish(trainers.run([Batch("a", tuple(some_data(1)), LossConfig("cross_entropy", scale=1e38))], False, 0))
+    done = trainers.step("a", ADAM)
+    assert not done.finite
+    assert done.step == 1
+    assert same(weights_of(trainers), before)
+
+
+def test_a_step_without_gradients_is_none(trainers: Trainers) -> None:
+    done = trainers.step("a", ADAM)
+    assert (done.step, done.grad_norm) == (0, 0.0)
+
+
+def test_an_abandoned_pass_leaves_no_gradients(trainers: Trainers) -> None:
+    slices = trainers.run([Batch("a", tuple(some_data()), LossConfig())], False, 0)
+    for _ in range(8):
+        next(slices)
+    slices.close()
+    trainers.abandon()
+    assert trainers.step("a", ADAM).grad_norm == 0.0
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_what_is_saved_is_what_is_published_and_resumes_to_the_bit(family: str, tmp_path: Path) -> None:
+    folder = tiny_models.make(tmp_path / "model", family)
+    trainers = trainers_of(folder)
+    trainers.open(SPEC, "", None)
+    learn(trainers, 0)
+    learn(trainers, 1)
+    (tmp_path / "saved").mkdir()
+    trainers.snapshot("a")(str(tmp_path / "saved"))
+    published = trainers.publish("a")()
+    read = formats.read(tmp_path / "saved", trainers._tree.linears, max_rank=64, base_layers=2)
+    assert read.info == published.info
+    learn(trainers, 2)
+    wanted = weights_of(trainers)
+
+    resumed = trainers_of(folder)
+    info = resumed.open(TrainerSpec("a", 1, 1.0), str(tmp_path / "saved"), None)
+    assert (info.rank, info.alpha, info.step) == (4, 8.0, 2)
+    assert same(weights_of(resumed), weights_of(resumed))
+    learn(resumed, 2)
+    assert same(weights_of(resumed), wanted)
+
+
+def test_a_damaged_checkpoint_is_refused(trainers: Trainers, tmp_path: Path) -> None:
+    learn(trainers, 0)
+    for name in ("trainer.json", "optimizer.safetensors", "adapter_model.safetensors"):
+        folder = tmp_path / name
+        folder.mkdir()
+        trainers.snapshot("a")(str(folder))
+        (folder / name).write_bytes((folder / name).read_bytes()[:-9])
+        with pytest.raises((InvalidRequest, ModelError)):
+            trainers.open(SPEC, str(folder), None)
+
+
+def test_beginning_with_an_adapter(trainers: Trainers) -> None:
+    """Its weights under a larger rank give the same model; it then learns on."""
+    learn(trainers, 0)
+    adapter = trainers.publish("a")()
+    batch = tuple(some_data(3))
+    (wanted,) = finish(trainers.run([Batch("a", batch, LossConfig())], True, 0))
+    trainers.open(TrainerSpec("b", 8, 4.0), "", adapter)
+    (found,) = finish(trainers.run([Batch("b", batch, LossConfig())], True, 0))
+    assert np.allclose(np.concatenate(found.logprobs), np.concatenate(wanted.logprobs), atol=1e-4)
+    with pytest.raises(ModelError, match="rank"):
+        trainers.open(TrainerSpec("c", 2, 4.0), "", adapter)
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"tokens": (5, 6, 300)}, "batches[0].data[0].tokens"),
+        ({"tokens": (5, -1, 7)}, "batches[0].data[0].tokens"),
+        ({"prompt_length": 0}, "batches[0].data[0]"),
+        ({"prompt_length": 3}, "batches[0].data[0]"),
+        ({"weights": (1.0,)}, "batches[0].data[0]"),
+        ({"weights": (1.0, float("nan"))}, "batches[0].data[0]"),
+        ({"logprobs": ()}, "batches[0].data[0]"),
+        ({"logprobs": (-1.0, float("-inf"))}, "batches[0].data[0]"),
+        ({"temperature": 0.0}, "batches[0].data[0]"),
+    ],
+)
+def test_data_that_cannot_be_trained_on(trainers: Trainers, change: dict[str, Any], param: str) -> None:
+    datum = msgspec.structs.replace(Datum((5, 6, 7), 1, (1.0, 1.0), (-1.0, -1.0)), **change)
+    with pytest.raises(InvalidRequest) as e:
+        trainers.run([Batch("a", (datum,), LossConfig())], False, 0)
+    assert e.value.param is not None
+    assert e.value.param.startswith(param)
+
+
+def test_trainers_that_cannot_be(trainers: Trainers) -> None:
+    for spec, param in (
+        (TrainerSpec("b", 0, 1.0), "rank"),
+        (TrainerSpec("b", 8, 0.0), "alpha"),
+        (TrainerSpec("b", 8, 1.0, ("no_proj",)), "targets"),
+    ):
+        with pytest.raises(InvalidRequest) as e:
+            trainers.open(spec, "", None)
+        assert e.value.param == param
+    with pytest.raises(NotFound):
+        trainers.step("b", ADAM)
+    trainers.close("a")
+    with pytest.raises(NotFound):
+        trainers.publish("a")()
+
+
+def serve_and_train(folder: Path, dtype: str = "float32") -> tuple[Engine, Trainers]:
+    """One base, both sides of it."""
+    weights: dict[str, Any] = {}
+    config = EngineConfig(
+        model=ModelConfig(path=str(folder), dtype=dtype),  # type: ignore[arg-type]
+        cache=CacheConfig(block_size=8, num_blocks=64),
+        scheduler=SchedulerConfig(max_num_seqs=6),
+        lora=LoraConfig(max_loras=3, max_lora_rank=16),
+    )
+    built = build(config, weights, lambda stage, fraction: None)
+    trainers = Trainers(
+        built.twin, built.adapter_dtype, vocab_size=tiny_models.VOCAB, micro_batch_tokens=64, most_tokens=200
+    )
+    return Engine(built, weights), trainers
+
+
+@pytest.mark.parametrize(
+    ("family", "bits", "dtype", "tolerance"),
+    [
+        ("qwen3", None, "float32", 1e-4),
+        ("llama", 4, "float32", 1e-4),
+        ("gemma2", None, "float32", 1e-4),
+        ("qwen3_moe", None, "float32", 1e-4),
+        ("qwen3", None, "bfloat16", 0.1),
+    ],
+)
+def test_sampler_and_trainer_agree(family: str, bits: int | None, dtype: str, tolerance: float, tmp_path: Path) -> None:
+    """What a mixed batch drew under a published version, against the trainer's forward of the same tokens."""
+    engine, trainers = serve_and_train(tiny_models.make(tmp_path / family, family, bits=bits), dtype)
+    before = engine.built.runner
+    trainers.open(SPEC, "", None)
+    strengthen(trainers, "a")
+    adapter = trainers.publish("a")()
+    engine.weights[adapter.info.digest] = adapter
+    ref = AdapterRef("a", 1, adapter.info.digest)
+    g = np.random.default_rng(0)
+    requests = [
+        Request(
+            i,
+            tuple(g.integers(3, tiny_models.VOCAB, 9 + i).tolist()),
+            SamplingParams(max_tokens=14, temperature=0.8, logprobs=0, seed=i),
+            ref if i % 2 else None,
+            n=2,
+        )
+        for i in range(4)
+    ]
+    loop = engine.run(requests)
+    for adapted in (True, False):
+        if not adapted:
+            trainers.open(SPEC, "", None)  # as fresh as the base
+        chosen = [(r, k) for r in requests for k in range(2) if (r.adapter is not None) == adapted]
+        data = tuple(
+            Datum((*r.prompt, *loop.tokens[r.id, k]), len(r.prompt), (1.0,) * 14, (-1.0,) * 14, 0.8) for r, k in chosen
+        )
+        (result,) = finish(trainers.run([Batch("a", data, LossConfig())], True, 0))
+        worst = 0.0
+        for (r, k), hot, cold in zip(chosen, result.logprobs, result.model_logprobs, strict=True):
+            said = loop.logprobs[r.id, k]
+            worst = max(worst, *(abs(lp.sampled - p) for lp, p in zip(said, hot, strict=True)))
+            worst = max(worst, *(abs(lp.model - p) for lp, p in zip(said, cold, strict=True)))
+        assert worst <= tolerance
+    assert engine.built.runner is before
+
+
+def test_serving_goes_on_between_slices(tmp_path: Path) -> None:
+    """Steps and slices in turn, on one thread: both say what each says alone."""
+    engine, trainers = serve_and_train(tiny_models.make(tmp_path / "m", "qwen3"))
+    trainers.open(SPEC, "", None)
+    strengthen(trainers, "a")
+    batch = Batch("a", tuple(some_data()), LossConfig(kl_coef=0.1))
+    request = Request(0, (5, 6, 7), SamplingParams(max_tokens=40, temperature=0.0, logprobs=0))
+    alone = engine.run([request])
+    result = finish(trainers.run([batch], False, 0))
+    trainers.abandon()
+
+    loop = engine.loop()
+    loop.add(request)
+    slices = trainers.run([batch], False, 0)
+    for _ in slices:
+        loop.step()
+    loop.run()
+    assert loop.tokens == alone.tokens
+    assert loop.logprobs == alone.logprobs
+    trainers.abandon()
+    assert finish(trainers.run([batch], False, 0)) == result
+
+
+def test_serving_and_training_share_the_weights(tmp_path: Path) -> None:
+    """The second tree costs no memory."""
+    folder = tiny_models.make(tmp_path / "m", "qwen3")
+    engine, trainers = serve_and_train(folder)
+    mx.synchronize()
+    served = {id(p) for _, p in _leaves(trainers)}
+    assert served
+    from mlx.utils import tree_flatten
+
+    own: Any = tree_flatten(engine.built.runner._model.parameters())
+    assert served == {id(p) for _, p in own}

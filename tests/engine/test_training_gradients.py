@@ -1,0 +1,148 @@
+"""Sliced gradients of adapters: those of one plain backward, for every family, batched, padded and mixed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_tandem.engine.learning import Adam, Batch, LossConfig, TrainerSpec
+from tests import tiny_models
+from tests.engine.learning import (
+    finish,
+    largest_difference,
+    plain_gradients,
+    some_data,
+    strengthen,
+    trainers_of,
+)
+
+TOLERANCE = 2e-4
+"""Relative to the largest entry: sums in another order."""
+
+EVERY_EXPERT = {"num_experts_per_tok": 4, "moe_k": 4}
+"""Rounding changes which experts are chosen, and with them the gradient: so all are."""
+
+
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_sliced_gradients_are_those_of_a_plain_backward(family: str, tmp_path: Path) -> None:
+    more = EVERY_EXPERT if family in tiny_models.MIXTURES else {}
+    trainers = trainers_of(tiny_models.make(tmp_path / family, family, **more))
+    trainers.open(TrainerSpec("a", 4, 8.0), "", None)
+    strengthen(trainers, "a")
+    data, config = some_data(), LossConfig("ppo", kl_coef=0.1)
+    (result,) = finish(trainers.run([Batch("a", tuple(data), config)], False, 0))
+    value, wanted = plain_gradients(trainers, "a", data, config)
+    assert result.loss == pytest.approx(value, rel=1e-3, abs=1e-3)
+    assert largest_difference(trainers._trainers["a"]._gradients, wanted) < TOLERANCE
+    assert result.tokens == sum(w != 0 for d in data for w in d.weights)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_bases_are_trained_on_as_they_are(bits: int, tmp_path: Path) -> None:
+    trainers = trainers_of(tiny_models.make(tmp_path / "q", "qwen3", bits=bits))
+    trainers.open(TrainerSpec("a", 4, 8.0), "", None)
+    strengthen(trainers, "a")
+    data, config = some_data(), LossConfig()
+    finish(trainers.run([Batch("a", tuple(data), config)], False, 0))
+    _, wanted = plain_gradients(trainers, "a", data, config)
+    assert largest_difference(trainers._trainers["a"]._gradients, wanted) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_moe", "gpt2"])
+def test_gradients_are_those_of_finite_differences(family: str, tmp_path: Path) -> None:
+    """Along random directions, a whole step of float32 forwards apart."""
+    more = EVERY_EXPERT if family in tiny_models.MIXTURES else {}
+    trainers = trainers_of(tiny_models.make(tmp_path / family, family, **more))
+    trainers.open(TrainerSpec("a", 4, 8.0), "", None)
+    strengthen(trainers, "a")
+    data = tuple(some_data())
+    batch = Batch("a", data, LossConfig("cross_entropy"))
+    finish(trainers.run([batch], False, 0))
+    trainer = trainers._trainers["a"]
+    gradients, start = trainer._gradients, trainer.pairs
+    assert gradients is not None
+    g = np.random.default_rng(1)
+    for path in list(start)[:: max(len(start) // 6, 1)]:
+        for side in (0, 1):
+            # Along the gradient itself the difference is largest beside the rounding of the forward.
+            own = np.array(gradients[path][side])
+            direction = own / np.linalg.norm(own) + 0.05 * g.standard_normal(own.shape) / own.size**0.5
+            exact = float((own * direction).sum())
+            closest = np.inf
+            for size in (0.1, 0.03, 0.01):
+                values = []
+                for sign in (1, -1):
+                    pair = list(start[path])
+                    pair[side] = pair[side] + mx.array((sign * size * direction).astype(np.float32))
+                    trainer.pairs = start | {path: (pair[0], pair[1])}
+                    values.append(finish(trainers.run([batch], True, 0))[0].loss)
+                closest = min(closest, abs((values[0] - values[1]) / (2 * size) - exact) / abs(exact))
+            assert closest < 0.02, path
+    trainer.pairs = start
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_several_trainers_in_one_pass_are_each_as_alone(family: str, tmp_path: Path) -> None:
+    """Of other ranks and other targets, with other losses, through several updates."""
+    more = EVERY_EXPERT if family in tiny_models.MIXTURES else {}
+    trainers = trainers_of(tiny_models.make(tmp_path / family, family, **more), micro_batch_tokens=150)
+    specs = [
+        TrainerSpec("a", 4, 8.0, seed=1),
+        TrainerSpec("b", 8, 8.0, ("q_proj", "v_proj"), seed=2),
+        TrainerSpec("c", 32, 64.0, ("down_proj", "o_proj", "k_proj"), seed=3),
+    ]
+    losses = [LossConfig("ppo"), LossConfig("cross_entropy", normalize="token_mean"), LossConfig("cispo")]
+    data = [some_data(seed) for seed in range(3)]
+    batches = [Batch(s.name, tuple(d), c) for s, d, c in zip(specs, data, losses, strict=True)]
+    adam = Adam(1e-2, grad_norm=1.0)
+
+    def learn(groups: list[list[Batch]]) -> dict[str, dict[str, tuple[mx.array, mx.array]]]:
+        for spec in specs:
+            trainers.open(spec, "", None)
+        for _ in range(3):
+            for group in groups:
+                finish(trainers.run(group, False, 0))
+                for batch in group:
+                    trainers.step(batch.trainer, adam)
+                    trainers.settle(batch.trainer, True)
+        return {name: t.pairs for name, t in trainers._trainers.items()}
+
+    together, alone = learn([batches]), learn([[b] for b in batches])
+    for name in together:
+        for path, pair in together[name].items():
+            for x, y in zip(pair, alone[name][path], strict=True):
+                assert float(np.abs(np.array(x) - np.array(y)).max()) < 1e-4, (name, path)
+    assert len(together["b"]) < len(together["a"])
+
+
+def test_micro_batches_add_up_to_the_whole(tmp_path: Path) -> None:
+    folder = tiny_models.make(tmp_path / "m", "qwen3")
+    gradients = []
+    for tokens in (1, 64, 100_000):
+        trainers = trainers_of(folder, micro_batch_tokens=tokens)
+        trainers.open(TrainerSpec("a", 4, 8.0), "", None)
+        strengthen(trainers, "a")
+        finish(trainers.run([Batch("a", tuple(some_data()), LossConfig("ppo", "sequence", "sequence_mean"))], False, 0))
+        gradients.append(trainers._trainers["a"]._gradients)
+    assert largest_difference(gradients[0], gradients[2]) < TOLERANCE
+    assert largest_difference(gradients[1], gradients[2]) < TOLERANCE
+
+
+def test_the_same_pass_gives_the_same_bits(tmp_path: Path) -> None:
+    trainers = trainers_of(tiny_models.make(tmp_path / "m", "qwen3"))
+    trainers.open(TrainerSpec("a", 4, 8.0), "", None)
+    batch = Batch("a", tuple(some_data()), LossConfig(kl_coef=0.1))
+    found = []
+    for _ in range(2):
+        result = finish(trainers.run([batch], False, 0))
+        found.append(
+            (result, {k: (np.array(a), np.array(b)) for k, (a, b) in trainers._trainers["a"]._gradients.items()})
+        )
+        trainers.abandon()
+    assert found[0][0] == found[1][0]
+    for path, pair in found[0][1].items():
+        for x, y in zip(pair, found[1][1][path], strict=True):
+            assert np.array_equal(x, y)

@@ -1,0 +1,547 @@
+"""Learning in the engine's loop: whose turn it is, one message after the other, and failures that stay its own."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from mlx_tandem.adapters.formats import AdapterWeights
+from mlx_tandem.config import DutyConfig
+from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.core import EngineFailure
+from mlx_tandem.engine.learning import Adam, Batch, BatchResult, LossConfig, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.errors import InvalidRequest, NotFound
+from mlx_tandem.types import AdapterRef, AdapterSource, Request
+from tests.engine.front import Front, adapter, request
+from tests.engine.workloads import expected
+
+MakeFront = Callable[..., Front]
+
+
+@dataclass
+class Slices:
+    """Trainers without a device. A pass is as many slices as it has batches; all of it is written down in `done`."""
+
+    done: list[str] = field(default_factory=list)
+    fail: dict[str, BaseException] = field(default_factory=dict)  # by what would be written down
+    open_: dict[str, int] = field(default_factory=dict)  # name -> version of its weights
+    writing: threading.Event = field(default_factory=threading.Event)
+    may_write: threading.Event = field(default_factory=threading.Event)
+    watch: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self.may_write.set()
+
+    def _note(self, what: str) -> None:
+        self.watch()
+        self.done.append(what)
+        if what in self.fail:
+            raise self.fail[what]
+
+    def _version(self, name: str) -> int:
+        if name not in self.open_:
+            raise NotFound(f"there is no trainer {name}", param="trainer", code="trainer_not_found")
+        return self.open_[name]
+
+    def open(self, spec: TrainerSpec, folder: str, weights: AdapterWeights | None) -> TrainerInfo:
+        self._note(f"open {spec.name} {folder}{weights.info.digest if weights else ''}")
+        self.open_[spec.name] = 0
+        return TrainerInfo(spec.name, spec.rank, spec.alpha, (), 1, 0)
+
+    def close(self, name: str) -> None:
+        self._version(name)
+        del self.open_[name]
+
+    def run(
+        self, batches: Sequence[Batch], forward_only: bool, micro_batch_tokens: int
+    ) -> Generator[None, None, tuple[BatchResult, ...]]:
+        self._version(batches[0].trainer)
+
+        def slices() -> Generator[None, None, tuple[BatchResult, ...]]:
+            for i, _ in enumerate(batches):
+                self._note(f"slice {i}")
+                yield
+            return tuple(BatchResult(b.trainer, 1.0, 0, (), ()) for b in batches)
+
+        return slices()
+
+    def step(self, name: str, adam: Adam) -> StepDone:
+        self._note(f"step {name}")
+        self.open_[name] = self._version(name) + 1
+        return StepDone(name, self.open_[name], 1.0, True)
+
+    def settle(self, name: str, keep: bool) -> None:
+        self._note(f"settle {name} {keep}")
+
+    def publish(self, name: str) -> Callable[[], AdapterWeights]:
+        made = adapter(f"{name}{self._version(name)}")
+        return lambda: made if name != "wide" else AdapterWeights(structs.replace(made.info, rank=16), {})
+
+    def snapshot(self, name: str) -> Callable[[str], None]:
+        version = self._version(name)
+
+        def write(folder: str) -> None:
+            self.writing.set()
+            assert self.may_write.wait(60)
+            self._note(f"write {name}{version} {folder}")
+
+        return write
+
+    def abandon(self) -> None:
+        self.done.append("abandon")
+
+
+@pytest.fixture
+def trainers() -> Slices:
+    return Slices()
+
+
+@pytest.fixture
+def front(make_front: MakeFront, trainers: Slices) -> Front:
+    front = make_front(trainers=trainers)
+    front.send(open_trainer(1))
+    front.turn(2)
+    assert [x.call for x in front.got(m.TrainerOpened)] == [1]
+    trainers.done.clear()
+    return front
+
+
+def open_trainer(call: int, name: str = "p", **more: Any) -> m.OpenTrainer:
+    return m.OpenTrainer(call, TrainerSpec(name, 8, 16.0), **more)
+
+
+def a_pass(call: int, slices: int = 3) -> m.RunPass:
+    return m.RunPass(call, (Batch("p", (), LossConfig()),) * slices)
+
+
+def background(r: Request) -> Request:
+    return structs.replace(r, background=True)
+
+
+def owe(front: Front) -> None:
+    """So much that learning may go next, whatever the clock says."""
+    front.duty.may_train(True, True)
+    front.duty.note_serving(1e6)
+
+
+def failures(front: Front) -> list[tuple[int, str]]:
+    return [(x.call, x.code) for x in front.got(m.CallFailed)]
+
+
+# --- one after the other -----------------------------------------------------------------------------------------
+
+
+def test_messages_are_done_in_order_and_each_is_answered(front: Front, trainers: Slices) -> None:
+    front.send(
+        a_pass(2),
+        m.StepTrainer(3, "p", Adam(0.1)),
+        m.SettleTrainer(4, "p", True),
+        m.PublishTrainer(5, "p"),
+        m.SaveTrainer(6, "p", "/folder"),
+        m.CloseTrainer(7, "p"),
+    )
+    front.finish()
+    assert trainers.done == ["slice 0", "slice 1", "slice 2", "step p", "settle p True", "write p1 /folder"]
+    kinds = (m.PassDone, m.Stepped, m.AdapterLoaded)
+    assert [front.got(kind)[-1].call for kind in kinds] == [2, 3, 5]  # type: ignore[attr-defined]
+    assert sorted(x.call for x in front.got(m.CallDone)) == [4, 6, 7]
+    assert len(front.got(m.PassDone)[0].results) == 3
+    assert front.core.stats().training_jobs == 0
+
+
+def test_a_message_that_is_refused_fails_alone(front: Front, trainers: Slices) -> None:
+    trainers.fail["step p"] = InvalidRequest("no", param="learning_rate")
+    front.send(m.StepTrainer(2, "p", Adam(0.1)), m.CloseTrainer(3, "q"), a_pass(4))
+    front.finish()
+    assert failures(front) == [(2, "invalid_value"), (3, "trainer_not_found")]
+    assert front.got(m.CallFailed)[0].param == "learning_rate"
+    assert [x.call for x in front.got(m.PassDone)] == [4]
+    assert "abandon" not in trainers.done
+
+
+def test_an_engine_without_trainers_says_so(make_front: MakeFront) -> None:
+    front = make_front()
+    front.send(open_trainer(1))
+    front.finish()
+    assert failures(front) == [(1, "invalid_value")]
+
+
+def test_a_trainer_begins_with_an_adapter_that_is_loaded(front: Front, trainers: Slices) -> None:
+    front.load("a")
+    front.send(open_trainer(2, digest="a"), open_trainer(3, digest="b"), open_trainer(4, folder="/checkpoint"))
+    front.finish()
+    assert trainers.done == ["open p a", "open p /checkpoint"]
+    assert failures(front) == [(3, "invalid_value")]
+
+
+# --- beside what is served ---------------------------------------------------------------------------------------
+
+
+def test_a_slice_has_the_device_to_itself(front: Front, trainers: Slices) -> None:
+    """The step in flight is read, and its tokens are sent, before a slice runs; requests come out as alone."""
+    looked: list[int] = []
+
+    def watch() -> None:
+        assert front.core._pipeline.is_empty
+        front.receive()
+        looked.append(len(front.deltas))
+
+    front.send(*(m.Submit(request(i, max_tokens=12)) for i in range(3)))
+    front.turn(2)
+    trainers.watch = watch
+    front.send(a_pass(2, slices=4))
+    while not front.got(m.PassDone):
+        owe(front)
+        front.turn()
+    front.finish()
+    assert looked == [6] * 4, "two steps of three were launched, and both are read"
+    assert all(front.tokens(i) == expected(request(i, max_tokens=12), 0) for i in range(3))
+    front.assert_nothing_is_held()
+
+
+def test_nothing_else_to_do_and_slices_run_back_to_back(front: Front, trainers: Slices) -> None:
+    """And the inbox is looked at between them."""
+    front.send(a_pass(2, slices=5))
+    front.turn(2)
+    front.send(m.Submit(request(0)))
+    front.turn()
+    assert trainers.done == ["slice 0", "slice 1"]
+    assert front.scheduler.requests
+    front.finish()
+    assert front.tokens(0) == expected(request(0), 0)
+    assert len(trainers.done) == 5
+
+
+@pytest.mark.parametrize(("mode", "first"), [("training_only", "learning"), ("inference_only", "serving")])
+def test_a_mode_says_who_goes_first(make_front: MakeFront, trainers: Slices, mode: str, first: str) -> None:
+    front = make_front(trainers=trainers, duty=DutyConfig(mode=mode))  # type: ignore[arg-type]
+    front.send(open_trainer(1), m.Submit(request(0)), a_pass(2), m.PublishTrainer(3, "p"))
+    front.finish()
+    front.send(m.Submit(request(1, "p0")))
+    front.finish()
+    assert front.tokens(1) == expected(request(1, "p0"), 0)
+    assert [x.call for x in front.got(m.AdapterLoaded)] == [3]
+    if first == "learning":
+        done = next(i for i, x in enumerate(front.received) if isinstance(x, m.PassDone))
+        assert done < next(i for i, x in enumerate(front.received) if isinstance(x, m.Output))
+    else:
+        assert failures(front) == [(2, "conflict")]
+        assert trainers.done == ["open p "]
+
+
+def test_learning_waits_while_requests_have_not_had_their_share(front: Front, trainers: Slices) -> None:
+    front.duty.may_train(True, True)
+    front.duty.note_training(1e6)
+    front.send(m.Submit(request(0, max_tokens=20)), a_pass(2))
+    while 0 not in front.finished():
+        assert not trainers.done
+        front.turn()
+    front.finish()
+    assert len(trainers.done) == 3
+
+
+def test_learning_waits_while_streams_are_slow(make_front: MakeFront, trainers: Slices) -> None:
+    """Slower than a nanosecond. Rows made for training are no streams that anybody waits for."""
+    front = make_front(trainers=trainers, duty=DutyConfig(inter_token_p95_ms=1e-6))
+    front.send(open_trainer(1), m.Submit(background(request(0, max_tokens=8))), m.Submit(request(1, max_tokens=1)))
+    front.finish()
+    assert not front.duty.is_slow
+    trainers.done.clear()
+    front.send(m.Submit(request(2, max_tokens=20)))
+    front.turn(5)
+    front.send(a_pass(2))
+    while 2 not in front.finished():
+        owe(front)
+        assert not trainers.done
+        front.turn()
+    front.finish()
+    assert len(trainers.done) == 3
+
+
+def test_what_is_short_does_not_wait_for_its_turn(front: Front) -> None:
+    front.duty.may_train(True, True)
+    front.duty.note_training(1e6)
+    front.send(m.Submit(request(0, max_tokens=40)))
+    front.turn(2)
+    front.send(m.PublishTrainer(2, "p"))
+    front.turn(2)
+    assert [x.call for x in front.got(m.AdapterLoaded)] == [2]
+    front.finish()
+    assert front.tokens(0) == expected(request(0, max_tokens=40), 0)
+
+
+def test_time_is_counted_for_whom_it_was_spent(front: Front) -> None:
+    both = background(request(0, length=3)), request(1, length=1)
+    for r in both:
+        front.send(m.Submit(r))
+        before = front.core.stats()
+        front.finish()
+        after = front.core.stats()
+        assert (after.training_ms > before.training_ms) is r.background
+        assert (after.serving_ms > before.serving_ms) is not r.background
+    before = front.core.stats()
+    front.send(a_pass(2))
+    front.finish()
+    after = front.core.stats()
+    assert after.training_ms > before.training_ms
+    assert after.serving_ms == before.serving_ms
+
+
+def test_a_step_s_time_is_split_by_tokens(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: dict[str, list[float]] = {"note_serving": [], "note_training": []}
+    for name, into in noted.items():
+        monkeypatch.setattr(front.duty, name, into.append)
+    monkeypatch.setattr(front.duty, "may_train", lambda serving, training: True)
+    front.send(m.Submit(background(request(0, length=3, max_tokens=1))), m.Submit(request(1, length=5, max_tokens=1)))
+    front.finish()
+    ((serving,), (training,)) = noted.values()
+    assert training / (serving + training) == pytest.approx(3 / 8)
+
+
+def test_rows_made_for_training_wait_for_their_share_and_give_way(front: Front) -> None:
+    """Four seats of them; a user's request has one at once, and they go on when it is over."""
+    made = [background(request(i, max_tokens=12)) for i in range(4)]
+    front.send(*map(m.Submit, made))
+    front.turn(3)
+    front.duty.may_train(True, True)
+    front.duty.note_training(1e6)
+    before = len(front.deltas)
+    user = request(9, max_tokens=10)
+    front.send(m.Submit(user))
+    while 9 not in front.finished():
+        front.turn()
+    late = [d.request for d in front.deltas[before:] if d.request != 9]
+    assert len(late) <= 4, "only the step in flight"
+    front.finish()
+    for r in (*made, user):
+        assert front.tokens(r.id) == expected(r, 0)
+    front.assert_nothing_is_held()
+
+
+def test_rows_made_for_training_take_no_seat_before_their_share(front: Front) -> None:
+    front.duty.may_train(True, True)
+    front.duty.note_training(1e6)
+    front.send(m.Submit(request(0, max_tokens=8)), m.Submit(background(request(1))))
+    front.turn(3)
+    assert (front.scheduler.num_running, front.scheduler.num_waiting) == (1, 1)
+    front.finish()
+    assert front.tokens(1) == expected(request(1), 0)
+
+
+def test_a_user_s_request_gets_a_slot_of_those_made_for_training(make_front: MakeFront) -> None:
+    front = make_front(max_loras=1)
+    front.load("a", "b")
+    made = background(request(0, "a", max_tokens=30))
+    front.send(m.Submit(made))
+    front.turn(3)
+    user = request(1, "b", max_tokens=4)
+    front.send(m.Submit(user))
+    front.finish()
+    order = [d.request for d in front.deltas if d.finish]
+    assert order == [1, 0]
+    assert [front.tokens(r.id) for r in (made, user)] == [expected(r, 0) for r in (made, user)]
+    front.assert_nothing_is_held()
+
+
+def test_nothing_gives_way_that_would_not_help(make_front: MakeFront) -> None:
+    """A user's request waits for another user's slot: rows made for training lose nothing to it."""
+    front = make_front(max_loras=1)
+    front.load("a", "b")
+    asked = [request(0, "a", max_tokens=20), background(request(1, max_tokens=20)), request(2, "b", max_tokens=2)]
+    for r in asked:
+        front.send(m.Submit(r))
+        front.turn()
+    front.finish()
+    assert front.scheduler.preemptions == 0
+    assert [front.tokens(r.id) for r in asked] == [expected(r, 0) for r in asked]
+
+
+def test_gradients_and_rows_made_for_training_take_turns(front: Front, trainers: Slices) -> None:
+    """Neither waits for the other's end, be there users or not."""
+    for users in ((), (request(8, max_tokens=30),)):
+        made = background(request(len(users), max_tokens=10))
+        trainers.done.clear()
+        front.send(*map(m.Submit, (*users, made)), a_pass(2, slices=40))
+        seen = []
+        while made.id not in front.finished():
+            owe(front)
+            front.turn()
+            seen.append(len(trainers.done))
+        assert 5 < seen[-1] < 40
+        front.finish()
+        assert front.tokens(made.id) == expected(made, 0)
+
+
+# --- publishing and saving ---------------------------------------------------------------------------------------
+
+
+def test_what_is_published_serves_without_a_folder_until_it_is_unloaded(
+    make_front: MakeFront, trainers: Slices
+) -> None:
+    """However little room there is: it is nowhere else."""
+    front = make_front(trainers=trainers, most_loaded=1)
+    front.send(open_trainer(1), m.PublishTrainer(2, "p"), m.StepTrainer(3, "p", Adam(0.1)), m.PublishTrainer(4, "p"))
+    front.finish()
+    assert [x.info.digest for x in front.got(m.AdapterLoaded)] == ["p0", "p1"]
+    front.load("a", "b")
+    asked = [request(i, name, max_tokens=4) for i, name in enumerate(["p0", "a", "p1", "b", "p0"])]
+    front.send(*map(m.Submit, asked))
+    front.finish()
+    assert [front.tokens(r.id) for r in asked] == [expected(r, 0) for r in asked]
+    assert {"p0", "p1"} <= set(front.weights)
+    front.send(m.UnloadAdapter(5, "p0"), m.Submit(request(9, "p0")))
+    front.finish()
+    assert "p0" not in front.weights
+    assert [f.code for f in front.got(m.Failed)] == ["model_not_found"]
+    front.assert_nothing_is_held()
+
+
+def test_what_was_saved_may_leave_memory_and_comes_back(make_front: MakeFront, trainers: Slices) -> None:
+    front = make_front(trainers=trainers, most_loaded=1)
+    front.send(open_trainer(1), m.PublishTrainer(2, "p"))
+    front.finish()
+    front.send(m.KnowAdapter(adapter("p0").info, AdapterSource("/saved/p0")))
+    front.load("a")
+    assert list(front.weights) == ["a"]
+    front.send(m.Submit(request(0, "p0")))
+    front.finish()
+    assert front.tokens(0) == expected(request(0, "p0"), 0)
+    front.assert_nothing_is_held()
+
+
+def test_what_cannot_be_served_is_not_published(front: Front) -> None:
+    front.send(open_trainer(2, "wide"), m.PublishTrainer(3, "wide"))
+    front.finish()
+    assert failures(front) == [(3, "invalid_value")]
+    assert not front.weights
+
+
+def test_learning_goes_on_while_a_checkpoint_is_written(front: Front, trainers: Slices) -> None:
+    """And what is written is how it was when it was asked for."""
+    trainers.may_write.clear()
+    front.send(m.SaveTrainer(2, "p", "/one"), m.StepTrainer(3, "p", Adam(0.1)), m.SaveTrainer(4, "p", "/two"))
+    while not trainers.writing.is_set() or not front.got(m.Stepped):
+        front.turn()
+    assert not front.got(m.CallDone)
+    front.send(m.Submit(request(0)))
+    while 0 not in front.finished():
+        front.turn()
+    assert front.core.stats().training_jobs == 2
+    trainers.may_write.set()
+    front.finish()
+    assert [x.call for x in front.got(m.CallDone)] == [2, 4]
+    assert trainers.done == ["step p", "write p0 /one", "write p1 /two"]
+
+
+def test_a_checkpoint_that_cannot_be_written_says_why(front: Front, trainers: Slices) -> None:
+    trainers.fail["write p0 /full"] = OSError(28, "No space left on device")
+    front.send(m.SaveTrainer(2, "p", "/full"), m.SaveTrainer(3, "p", "/fine"))
+    front.finish()
+    (failed,) = front.got(m.CallFailed)
+    assert (failed.call, failed.code) == (2, "engine_error")
+    assert "No space left" in failed.message
+    assert [x.call for x in front.got(m.CallDone)] == [3]
+
+
+# --- failures and the end ----------------------------------------------------------------------------------------
+
+
+def test_a_failure_of_the_device_fails_its_message_and_nothing_else(front: Front, trainers: Slices) -> None:
+    trainers.fail["slice 1"] = RuntimeError("out of memory at 0x7f00")
+    front.send(m.Submit(request(0, max_tokens=12)), a_pass(2), m.StepTrainer(3, "p", Adam(0.1)))
+    front.finish()
+    (failed,) = front.got(m.CallFailed)
+    assert (failed.call, failed.code) == (2, "engine_error")
+    assert "0x7f00" not in failed.message
+    assert trainers.done == ["slice 0", "slice 1", "abandon", "step p"]
+    assert [x.call for x in front.got(m.Stepped)] == [3]
+    assert front.tokens(0) == expected(request(0, max_tokens=12), 0)
+
+
+def test_three_failures_in_a_minute_end_the_engine(front: Front, trainers: Slices, clock: list[float]) -> None:
+    trainers.fail["slice 0"] = RuntimeError("broken")
+    for call in (2, 3):
+        front.send(a_pass(call))
+        front.turn()
+        clock[0] += 20
+    front.send(a_pass(4))
+    with pytest.raises(EngineFailure):
+        front.turn()
+    front.receive()
+    assert [call for call, _ in failures(front)] == [2, 3, 4]
+
+
+def test_failures_far_apart_do_not(front: Front, trainers: Slices, clock: list[float]) -> None:
+    trainers.fail["slice 0"] = RuntimeError("broken")
+    for call in range(2, 7):
+        front.send(a_pass(call))
+        front.turn()
+        clock[0] += 31
+    assert len(failures(front)) == 5
+
+
+def test_a_lost_step_before_a_slice_fails_its_requests_and_learning_goes_on(
+    make_front: MakeFront, trainers: Slices
+) -> None:
+    front = make_front(trainers=trainers, fail={1: "wait"})
+    front.send(open_trainer(1), m.Submit(request(0)))
+    front.turn(3)
+    owe(front)
+    front.send(a_pass(2))
+    front.finish()
+    assert [f.request for f in front.got(m.Failed)] == [0]
+    assert [x.call for x in front.got(m.PassDone)] == [2]
+    front.assert_nothing_is_held()
+
+
+def test_a_drain_ends_learning_and_finishes_what_is_being_written(front: Front, trainers: Slices) -> None:
+    trainers.may_write.clear()
+    front.send(m.SaveTrainer(2, "p", "/folder"))
+    front.turn()
+    front.send(m.Submit(request(0)), a_pass(3, slices=100), a_pass(4))
+    front.turn(3)
+    ran = len(trainers.done)
+    front.send(m.Drain(), m.StepTrainer(5, "p", Adam(0.1)))
+    front.turn()
+    trainers.may_write.set()
+    front.core.run()
+    front.receive()
+    assert failures(front) == [(3, "engine_unavailable"), (4, "engine_unavailable"), (5, "engine_unavailable")]
+    assert len(trainers.done) == ran + 1
+    assert trainers.done[-1] == "write p0 /folder"
+    assert [x.call for x in front.got(m.CallDone)] == [2]
+    assert front.finished() == {0}
+
+
+def test_what_is_being_written_is_finished_when_the_front_is_gone(front: Front, trainers: Slices) -> None:
+    trainers.may_write.clear()
+    front.send(m.SaveTrainer(2, "p", "/folder"))
+    front.turn()
+    front.socket.close()
+    threading.Thread(target=lambda: trainers.writing.wait(60) and trainers.may_write.set()).start()
+    front.core.run()
+    assert trainers.done == ["write p0 /folder"]
+
+
+def test_requests_of_a_policy_follow_what_is_published(front: Front) -> None:
+    """The whole round: publish, follow, unload the old one, which nobody needs any more."""
+    front.send(m.PublishTrainer(2, "p"))
+    front.finish()
+    front.send(m.StepTrainer(3, "p", Adam(0.1)), m.PublishTrainer(4, "p"))
+    front.finish()
+    asked = Request(0, (1, 2, 3), request(0, max_tokens=12).params, AdapterRef("policy", 1, "p0"), follow=True)
+    front.send(m.Submit(asked))
+    front.turn(3)
+    front.send(m.FollowAdapter(AdapterRef("policy", 2, "p1")), m.UnloadAdapter(5, "p0"))
+    front.turn(2)
+    assert list(front.weights) == ["p1"]
+    front.finish()
+    versions = [d.version for d in front.deltas]
+    assert set(versions) == {1, 2}
+    assert versions == sorted(versions)
+    front.assert_nothing_is_held()

@@ -1,0 +1,119 @@
+"""How much better each completion was than its siblings, and the loss that follows from it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from mlx_tandem.config import RLTrainingConfig
+from mlx_tandem.engine.learning import Batch
+from mlx_tandem.training.advantages import RECIPES, advantages, batches, by_group, plain, varies
+from mlx_tandem.training.trajectories import Trajectory
+
+REWARDS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12)
+GROUPS = st.lists(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 9)), min_size=2, max_size=5).filter(
+        lambda g: len({r for r, _ in g}) > 1
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def made(sizes: list[list[tuple[int, int]]]) -> list[list[Trajectory]]:
+    """Groups of completions of (reward, length)."""
+    return [
+        [
+            Trajectory(f"{g}-{i}", f"g{g}", (1, 2), (3,) * n, (-0.5,) * n, (-0.7,) * n, (1,) * n, 0.8, float(r))
+            for i, (r, n) in enumerate(group)
+        ]
+        for g, group in enumerate(sizes)
+    ]
+
+
+@given(REWARDS)
+def test_advantages_add_up_to_nothing_and_keep_the_order(rewards: list[float]) -> None:
+    for unit in (True, False):
+        found = advantages(rewards, unit_variance=unit)
+        assert sum(found) == pytest.approx(0.0, abs=1e-6 * max(1.0, *map(abs, found)))
+        for (r1, a1), (r2, a2) in zip(
+            zip(rewards, found, strict=True), list(zip(rewards, found, strict=True))[1:], strict=False
+        ):
+            assert not (r1 < r2 and a1 > a2)
+
+
+def test_advantages_by_hand() -> None:
+    assert advantages([1, 0, 0, 1], unit_variance=True) == pytest.approx([1, -1, -1, 1], abs=1e-5)
+    assert advantages([1, 0, 0, 0], unit_variance=False) == pytest.approx([0.75, -0.25, -0.25, -0.25])
+    assert advantages([3, 2, 1], unit_variance=True) == pytest.approx([math.sqrt(1.5), 0, -math.sqrt(1.5)], abs=1e-5)
+
+
+@given(st.floats(-1e6, 1e6), st.integers(1, 9))
+def test_equal_rewards_teach_nothing(reward: float, n: int) -> None:
+    assert advantages([reward] * n, unit_variance=True) == (0.0,) * n
+
+
+def counted(batch: Batch) -> float:
+    """What the device's normalisation makes of a loss of 1 for each token that has a weight."""
+    kept = [sum(w != 0 for w in d.weights) for d in batch.data]
+    whole = {
+        "token_sum": float(sum(kept)),
+        "token_mean": 1.0 if any(kept) else 0.0,
+        "sequence_mean": 1.0 if any(kept) else 0.0,
+    }[batch.loss.normalize]
+    return batch.loss.scale * whole
+
+
+@given(GROUPS, st.sampled_from(sorted(RECIPES)), st.integers(1, 8))
+def test_however_it_is_cut_the_loss_is_the_mean_over_the_whole_update(
+    sizes: list[list[tuple[int, int]]], algorithm: str, frequency: int
+) -> None:
+    groups = made(sizes)
+    data = [t for g in groups for t in g]
+    cut = batches(groups, RLTrainingConfig(algorithm=algorithm, update_frequency=frequency))  # type: ignore[arg-type]
+    assert [d.tokens for b in cut for d in b.data] == [t.prompt + t.tokens for t in data]
+    assert all(len(b.data) <= frequency for b in cut)
+    weights = [d.weights for b in cut for d in b.data]
+    lengths = [len(t.tokens) for t in data]
+    kept = [n for n, w in zip(lengths, weights, strict=True) if w[0] != 0]
+    expected = {
+        "token_sum": sum(kept) / (len(data) * max(lengths)),
+        "token_mean": sum(kept) / sum(lengths),
+        "sequence_mean": len(kept) / len(data),
+    }[RECIPES[algorithm].normalize]
+    assert sum(map(counted, cut)) == pytest.approx(expected)
+
+
+def test_switches_follow_the_algorithm_and_the_settings() -> None:
+    groups = made([[(0, 2), (1, 4)]])
+    config = RLTrainingConfig(
+        algorithm="gspo", adapter="mine", clip_low=0.1, clip_high=0.3, kl_coef=0.05, max_importance_ratio=3.0
+    )
+    (batch,) = batches(groups, config)
+    loss = batch.loss
+    assert (batch.trainer, loss.kind, loss.ratio, loss.normalize) == ("mine", "ppo", "sequence", "sequence_mean")
+    assert (loss.clip_low, loss.clip_high, loss.kl_coef, loss.max_importance_ratio) == (0.1, 0.3, 0.05, 3.0)
+    (batch,) = batches(groups, replace(config, algorithm="dr_grpo"))
+    assert (batch.loss.normalize, batch.loss.scale) == ("token_sum", 1 / (2 * 4))
+    assert [d.weights[0] for d in batch.data] == [-0.5, 0.5]
+
+
+def test_greedy_completions_count_as_drawn_from_the_model() -> None:
+    (group,) = made([[(0, 1), (1, 1)]])
+    greedy = [replace(t, temperature=0.0, logprobs=(0.0,)) for t in group]
+    (batch,) = batches([greedy], RLTrainingConfig())
+    assert [(d.temperature, d.logprobs) for d in batch.data] == [(1.0, (-0.7,))] * 2
+    (batch,) = batches([group], RLTrainingConfig())
+    assert [(d.temperature, d.logprobs) for d in batch.data] == [(0.8, (-0.5,))] * 2
+
+
+def test_groups() -> None:
+    groups = made([[(0, 1), (1, 1)], [(1, 1), (1, 2)]])
+    mixed = [groups[1][0], groups[0][0], groups[1][1], groups[0][1]]
+    assert by_group(mixed) == [groups[1], groups[0]]
+    assert [varies(g) for g in groups] == [True, False]
+    assert [d.weights for d in plain(groups[1], "t").data] == [(1.0,), (1.0, 1.0)]

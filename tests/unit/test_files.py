@@ -1,0 +1,89 @@
+"""Durable files: whole or not at all, nobody else's to read, one process at a time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_tandem import files
+from mlx_tandem.files import FolderLock, StorageError
+from tests.faulty import FaultFiles, ForgetfulFiles, contents
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+def test_replace_is_all_or_nothing(tmp_path: Path, renamed: bool):
+    path = tmp_path / "state"
+    fail_at, ops = 0, FaultFiles(1)
+    while ops.failed or not fail_at:
+        fail_at += 1
+        path.write_bytes(b"old")
+        ops = FaultFiles(fail_at, renamed=renamed)
+        try:
+            files.replace(path, [b"new", b" content"], ops)
+        except OSError:
+            assert ops.failed
+        else:
+            assert path.read_bytes() == b"new content"
+        assert path.read_bytes() in (b"old", b"new content")
+        files.replace(path, b"again")
+        assert contents(tmp_path) == {"state": b"again"}
+    assert fail_at > 6
+
+
+def test_replace_survives_a_loss_of_power(tmp_path: Path):
+    path, ops = tmp_path / "state", ForgetfulFiles()
+    files.replace(path, b"new", ops)
+    ops.lose_power()
+    assert path.read_bytes() == b"new"
+
+
+def test_modes_and_links(tmp_path: Path):
+    folder = tmp_path / "a" / "b"
+    files.make_folder(folder)
+    files.replace(folder / "f", b"x")
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE((folder / "f").stat().st_mode) == 0o600
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "kept").write_text("x")
+    (folder / "link").symlink_to(tmp_path / "outside")
+    (folder / "file-link").symlink_to(tmp_path / "outside" / "kept")
+    with pytest.raises(OSError):
+        files.sync_file(folder / "file-link")
+    files.remove_tree(tmp_path / "a")
+    files.remove_tree(tmp_path / "a")
+    assert contents(tmp_path) == {"outside/kept": b"x"}
+
+
+def test_create_never_overwrites(tmp_path: Path):
+    files.create(tmp_path / "f", b"one")
+    with pytest.raises(FileExistsError):
+        files.create(tmp_path / "f", b"two")
+    with pytest.raises(FileExistsError):
+        files.link_or_copy(tmp_path / "f", tmp_path / "f")
+    files.link_or_copy(tmp_path / "f", tmp_path / "g", FaultFiles(1, error=95))  # a file system without links
+    assert contents(tmp_path) == {"f": b"one", "g": b"one"}
+    assert (tmp_path / "f").stat().st_ino != (tmp_path / "g").stat().st_ino
+
+
+def test_a_lock_names_its_holder_and_goes_with_it(tmp_path: Path):
+    holder = (
+        f"import time; from pathlib import Path; from mlx_tandem.files import FolderLock;"
+        f"lock = FolderLock(Path({str(tmp_path)!r})); print(1, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        with pytest.raises(StorageError, match=f"in use by process {child.pid}:"):
+            FolderLock(tmp_path)
+        os.kill(child.pid, signal.SIGKILL)
+    lock = FolderLock(tmp_path)
+    with pytest.raises(StorageError, match=f"in use by process {os.getpid()}:"):
+        FolderLock(tmp_path)
+    lock.release()
+    lock.release()
+    FolderLock(tmp_path).release()

@@ -1,0 +1,135 @@
+"""Versions that the engine has made itself: what requests may name while the engine comes and goes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from mlx_tandem import demo
+from mlx_tandem.config import Config, EngineConfig, ModelConfig, RLTrainingConfig
+from mlx_tandem.errors import Conflict, EngineUnavailable, InvalidRequest, NotFound
+from mlx_tandem.server.models import Models
+from mlx_tandem.types import AdapterInfo, AdapterSource
+
+SAVED = AdapterSource("/checkpoints/first")
+
+
+class Told:
+    """The engine's end of what the front says of adapters."""
+
+    def __init__(self) -> None:
+        self.known: list[tuple[str, AdapterSource]] = []
+        self.unloaded: list[str] = []
+
+    def know_adapter(self, info: AdapterInfo, source: AdapterSource, pin: bool = False) -> None:
+        self.known.append((info.digest, source))
+
+    async def unload_adapter(self, digest: str) -> None:
+        self.unloaded.append(digest)
+
+
+def info(digest: str) -> AdapterInfo:
+    return AdapterInfo(digest, 8, 2.0, "peft", ("self_attn.q_proj",), 64, 64)
+
+
+@pytest.fixture
+def engine() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def models(engine: Told) -> Models:
+    config = Config(EngineConfig(ModelConfig(str(demo.MODEL_PATH))), rl_training=RLTrainingConfig(enabled=True))
+    client: Any = engine
+    made = Models(config, client)
+    asyncio.run(made.bring_up())
+    return made
+
+
+def selected(models: Models, name: str) -> str:
+    ref = asyncio.run(models.select(name)).ref
+    return "" if ref is None else ref.label
+
+
+def test_a_new_engine_has_only_what_lies_in_folders_until_the_rest_is_made_again(models: Models, engine: Told) -> None:
+    for digest in ("d1", "d2", "d3"):
+        models.made("policy", None, info(digest))
+    models.saved("first", SAVED, info("d1"))
+    engine.known.clear()
+    asyncio.run(models.bring_up())
+    assert set(engine.known) == {("d1", SAVED)}
+    assert selected(models, "policy@1") == "policy@1" and selected(models, "first") == "first@1"
+    for name in ("policy", "policy@2", "policy@3"):
+        with pytest.raises(EngineUnavailable):
+            selected(models, name)
+    models.made("policy", None, info("d3"))
+    assert selected(models, "policy") == "policy@3"
+    asyncio.run(models.drop_lost())
+    with pytest.raises(NotFound):
+        selected(models, "policy@2")
+    assert [selected(models, name) for name in ("policy@1", "policy@3")] == ["policy@1", "policy@3"]
+
+
+def test_what_a_name_stands_for_is_not_dropped(models: Models) -> None:
+    models.made("policy", None, info("d1"))
+    asyncio.run(models.bring_up())
+    asyncio.run(models.drop_lost())
+    with pytest.raises(EngineUnavailable):
+        selected(models, "policy")
+
+
+def test_a_version_goes_from_the_engine_with_its_last_name(models: Models, engine: Told) -> None:
+    first = models.made("policy", None, info("d1"))
+    models.saved("first", SAVED, info("d1"))
+    models.made("policy", None, info("d2"))
+    asyncio.run(models.retire(first))
+    assert engine.unloaded == []
+    asyncio.run(models.unsaved("first", SAVED))
+    assert engine.unloaded == ["d1"]
+    with pytest.raises(NotFound):
+        selected(models, "first")
+
+
+def test_a_version_outlives_its_folder(models: Models) -> None:
+    models.made("policy", None, info("d1"))
+    models.saved("first", SAVED, info("d1"))
+    asyncio.run(models.unsaved("first", SAVED))
+    assert models.registry.entry("policy").source is None
+
+
+def test_a_reserved_version_is_asked_for_by_its_number_only(models: Models) -> None:
+    models.made("policy", None, info("d1"))
+    assert models.reserve("policy", info("d2")).label == "policy@2"
+    assert (selected(models, "policy"), selected(models, "policy@2")) == ("policy@1", "policy@2")
+
+
+def test_lora_adapter_and_model(models: Models) -> None:
+    models.made("policy", None, info("d1"))
+    models.made("policy", None, info("d2"))
+
+    def both(adapter: str, model: str | None) -> str:
+        ref = asyncio.run(models.select_adapter(adapter, model)).ref
+        return "" if ref is None else ref.label
+
+    for model in (None, "base", models.id, "policy", "policy@2"):
+        assert both("policy", model) == "policy@2"
+    for adapter, model in (("policy", "policy@1"), ("policy@1", "policy"), ("base", "policy")):
+        with pytest.raises(InvalidRequest) as e:
+            both(adapter, model)
+        assert e.value.param == "lora_adapter"
+    for adapter, model, param in (("nobody", None, "lora_adapter"), ("policy", "nobody", "model")):
+        with pytest.raises(NotFound) as missing:
+            both(adapter, model)
+        assert missing.value.param == param
+
+
+def test_the_trained_name_is_taken(models: Models) -> None:
+    for attempt in (models.load("policy", SAVED), models.unload("policy")):
+        with pytest.raises(Conflict):
+            asyncio.run(attempt)
+    models.made("policy", None, info("d1"))
+    for name in ("policy", "base", models.id):
+        with pytest.raises(Conflict):
+            models.check_free(name)
