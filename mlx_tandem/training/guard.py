@@ -31,7 +31,7 @@ def k3(differences: Iterable[float]) -> float | None:
     total, count = 0.0, 0
     for d in differences:
         count += 1
-        total += math.exp(min(d, 60.0)) - 1.0 - d if math.isfinite(d) else math.inf
+        total += math.expm1(min(d, 60.0)) - d if math.isfinite(d) else math.inf
     return max(total / count, 0.0) if count else None
 
 

@@ -58,7 +58,7 @@ class Direct:
         return self.trainers.step(self.name, Adam(learning_rate, weight_decay=weight_decay, grad_norm=grad_norm))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        tensors = self.trainers.publish(self.name).tensors
+        tensors = self.trainers.publish(self.name)().tensors
         return {f"{path}.{i}": part for path, pair in tensors.items() for i, part in enumerate(pair)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,15 @@ def test_what_is_saved_is_what_is_published_and_resumes_to_the_bit(family: str, 
     assert same(weights_of(resumed), weights_of(resumed))
     learn(resumed, 2)
     assert same(weights_of(resumed), wanted)
+
+
+def test_other_threads_publish_and_save_a_fresh_trainer(trainers: Trainers, tmp_path: Path) -> None:
+    (tmp_path / "saved").mkdir()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(trainers.snapshot("a"), str(tmp_path / "saved")).result()
+        published = thread.submit(trainers.publish("a")).result()
+    read = formats.read(tmp_path / "saved", trainers._tree.linears, max_rank=64, base_layers=2)
+    assert read.info == published.info
 
 
 def test_a_damaged_checkpoint_is_refused(trainers: Trainers, tmp_path: Path) -> None:

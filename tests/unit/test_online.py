@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
@@ -74,6 +75,7 @@ class Side:
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
+        await self.learner.rewards.close()
         await asyncio.gather(*tasks, self.learner._loop.task or asyncio.sleep(0), return_exceptions=True)
 
     async def until(self, done: Callable[[], bool]) -> None:
@@ -258,12 +260,11 @@ async def test_an_update_that_ends_every_engine_is_given_up(tmp_path: Path) -> N
             side.points.broken = True
             raise died()
 
-        original = side.client.step_trainer
+        original, side.points.error = side.client.step_trainer, died
         side.client.step_trainer = step_trainer  # type: ignore[method-assign,assignment]
         await side.learner.add([t for n in (1, 2) for t in group(n)], 2)
         for _ in range(3):
             await side.until(lambda: side.points.broken)
-            await side.until(lambda: not side.learner._lock.locked())
             side.client.restart()
             await side.learner.bring_up()
         await side.until(lambda: side.learner.status().updates == 1)
@@ -292,11 +293,12 @@ async def test_a_damaged_checkpoint_loses_updates_and_nothing_is_learned_twice(t
     for number in range(1, 11):
         await side.learner.add(group(number), 2)
     assert side.learner.status().dropped_duplicate == 20
+    await feed(side, [12], side.learner.status().updates + 1)
     version, trained = side.version, side.trained
     await side.kill()
     async with running(config(tmp_path, interval=2)) as side:
-        assert (side.version, side.trained) == (version, trained)
-        assert side.learner.status().buffered == 2
+        await side.until(lambda: (side.version, side.trained) == (version, trained))
+        assert trained[-4:] == (1100, 1101, 1200, 1201), "what came after the damage is exact again"
 
 
 # -- the guard --------------------------------------------------------------------------------------------------------
@@ -494,10 +496,10 @@ def counted(monkeypatch: pytest.MonkeyPatch, points: list[Points]) -> None:
         monkeypatch.setattr(owner, name, around)
 
 
-async def scenario(folder: Path, points: list[Points]) -> tuple[str, tuple[int, ...], int]:
+async def scenario(folder: Path, points: list[Points], **settings: Any) -> tuple[str, tuple[int, ...], int]:
     """All batches are learned from by as many processes as it takes; what became of it."""
     for _ in range(3):
-        side = Side(config(folder, interval=2), points[-1])
+        side = Side(config(folder, interval=2, **settings), points[-1])
         try:
             await side.learner.bring_up()
             side.learner.start()
@@ -520,8 +522,8 @@ async def scenario(folder: Path, points: list[Points]) -> tuple[str, tuple[int, 
     raise AssertionError("it is killed again and again")
 
 
-def learn(folder: Path, points: list[Points]) -> tuple[str, tuple[int, ...], int]:
-    return asyncio.run(scenario(folder, points))
+def learn(folder: Path, points: list[Points], **settings: Any) -> tuple[str, tuple[int, ...], int]:
+    return asyncio.run(scenario(folder, points, **settings))
 
 
 def test_killed_at_any_point_it_goes_on_as_if_nothing_had_been(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,6 +536,18 @@ def test_killed_at_any_point_it_goes_on_as_if_nothing_had_been(tmp_path: Path, m
     for at in range(1, total):
         points.append(Points(at))
         assert learn(tmp_path / str(at), points) == whole, f"killed at {at} of {total}"
+
+
+def test_killed_while_candidates_are_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [Points()]
+    counted(monkeypatch, points)
+    prompts = str(validated(tmp_path, 1))
+    whole = learn(tmp_path / "whole", points, validation_prompts=prompts)
+    assert whole[1] == EXPECTED
+    for at in random.Random(points[0].count).sample(range(1, points[0].count), 8):
+        points.append(Points(at))
+        found = learn(tmp_path / str(at), points, validation_prompts=prompts)
+        assert found == whole, f"killed at {at} of {points[0].count}"
 
 
 @pytest.mark.parametrize("restart", [True, False], ids=["the engine ends", "one call fails"])

@@ -45,6 +45,7 @@ class Trainer:
         self._linears = linears
         self._optimizer = _optimizer()
         self._optimizer.init(pairs)
+        mx.eval(self._optimizer.state)  # other threads may read what is evaluated, and nothing else
         self._gradients: dict[str, Pair] | None = None
         self._before: tuple[dict[str, Pair], Any, int] | None = None  # the state before the last step
 
