@@ -1,6 +1,6 @@
 # make install   a virtual environment in .venv with everything the project needs, from the lock for this machine
 # make serve     the server with the built-in model and its adapters (ARGS="…" are passed on to `tandem serve`)
-# make test      all tests (ARGS="…" are passed on to pytest), with the clients that they try installed as well
+# make test      all tests, on all cores (ARGS="…" are passed on to pytest), with the clients that they try installed
 # make check     format, lint, types, import rules, the map of the modules
 # make format    rewrite the sources in the project's format, and the map of modules
 # make lock      renew locks/ from pyproject.toml
@@ -33,7 +33,7 @@ serve: $(STAMP)
 	@exec $(BIN)/tandem serve $(ARGS)
 
 test: $(CLIENTS)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n auto $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

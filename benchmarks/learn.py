@@ -4,13 +4,16 @@ python benchmarks/learn.py --json-out benchmarks/results/learn.json
 
 For each seed: a server with learning on, `steps` batches of 64 completions to `/v1/completions` with
 `collect_trajectory` and `scoring_function`. The controls: rewards that change places within each batch before they are
-learned from, and a learning rate of 0.
+learned from, and a learning rate of 0. "rate x8" is the guard's run: a learning rate that destroys the policy, beside
+held-out prompts which each version has to pass before it is served; what is served is asked other held-out questions.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import random
 import sys
 import tempfile
 from pathlib import Path
@@ -22,13 +25,17 @@ from servers import tandem
 from mlx_tandem import demo
 from mlx_tandem.cli.bench import machine
 from mlx_tandem.cli.bench.serve import write
-from mlx_tandem.cli.demo.learner import SETTINGS, Curve, Learner, Rewards
+from mlx_tandem.cli.demo.learner import MAX_TOKENS, SETTINGS, SKILL, Curve, Learner, Rewards, question
 
 RUNS: dict[str, tuple[Rewards, dict[str, Any]]] = {
     "true": ("true", {}),
     "shuffled": ("shuffled", {}),
     "rate 0": ("true", {"learning_rate": 0.0}),
+    "rate x8": ("true", {"learning_rate": 8 * SETTINGS["learning_rate"]}),
 }
+GUARDED = "rate x8"
+HELD_OUT = 32
+EVERY = 4  # batches from one look at what is served to the next
 
 
 def learned(name: str, seed: int, steps: int) -> dict[str, Any]:
@@ -36,14 +43,18 @@ def learned(name: str, seed: int, steps: int) -> dict[str, Any]:
     rewards, changes = RUNS[name]
     with tempfile.TemporaryDirectory(prefix="tandem-learn-") as scratch:
         settings = Path(scratch) / "learn.yaml"
+        if name == GUARDED:
+            changes = changes | {"validation_prompts": str(write_held_out(Path(scratch) / "held_out.jsonl"))}
         tree = {
             "rl_training": SETTINGS | {"seed": seed} | changes,
             "checkpointing": {"checkpoint_dir": f"{scratch}/checkpoints", "interval": 20},
         }
         settings.write_text(yaml.safe_dump(tree), encoding="utf-8")
         with tandem("--config", str(settings)).running(demo.MODEL_PATH) as url:
-            curve: Curve = asyncio.run(Learner(url, seed=seed, rewards=rewards).learn(steps, _say(name, seed)))
-    return {
+            learner = Learner(url, seed=seed, rewards=rewards)
+            found: dict[str, Any] = asyncio.run(_run(learner, name, seed, steps))
+    curve = learner.curve
+    return found | {
         "run": name,
         "seed": seed,
         "steps": steps,
@@ -53,6 +64,32 @@ def learned(name: str, seed: int, steps: int) -> dict[str, Any]:
         "versions": curve.steps[-1].version,
         "seconds": curve.steps[-1].seconds,
     }
+
+
+async def _run(learner: Learner, name: str, seed: int, steps: int) -> dict[str, Any]:
+    if name != GUARDED:
+        await learner.learn(steps, _say(name, seed))
+        return {}
+    questions = [question(random.Random(f"asked {i}")) for i in range(HELD_OUT)]
+    accuracy = [await learner.accuracy(questions)]
+    for _ in range(0, steps, EVERY):
+        await learner.learn(EVERY, _say(name, seed))
+        accuracy.append(await learner.accuracy(questions))
+    status = await learner.status()
+    said = {key: status[key] for key in ("rollbacks", "publishes", "updates", "running", "reason", "learning_rate")}
+    return {"served_accuracy": accuracy, "lowest_below_start": round(accuracy[0] - min(accuracy), 4)} | said
+
+
+def write_held_out(file: Path) -> Path:
+    """Prompts for `validation_prompts`, drawn apart from those that are learned from and those that are asked."""
+    lines = []
+    for i in range(HELD_OUT):
+        digits, answer = question(random.Random(f"held out {i}"))
+        prompt = [{"role": "user", "content": SKILL.format(digits)}]
+        scoring = {"scoring_function": "exact_match", "metadata": {"answer": answer}, "max_tokens": MAX_TOKENS}
+        lines.append(json.dumps({"prompt": prompt} | scoring))
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
 
 
 def _say(name: str, seed: int) -> Any:

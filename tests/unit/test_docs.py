@@ -1,7 +1,8 @@
 """What README.md and docs/ show is run as it stands there: every block marked sh, python or yaml.
 
 Only what cannot be the same is replaced: the port 8000 by that of a server of this test, how long is measured, and the
-hub by one that has the built-in model under every id. `./my-model` and `./my-adapter` exist where the commands run.
+hub by one that has the built-in model under every id. `./my-model`, `./my-adapter` and files of examples are where the
+commands run.
 """
 
 from __future__ import annotations
@@ -13,23 +14,30 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tomllib
+import urllib.error
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from msgspec import structs
 from starlette.routing import Route
 
 from mlx_tandem import demo
 from mlx_tandem.adapters.convert import convert
-from mlx_tandem.cli import hub
+from mlx_tandem.cli import hub, learning
 from mlx_tandem.cli.options import OPTIONS
 from mlx_tandem.cli.settings import build
-from mlx_tandem.config import Config
+from mlx_tandem.config import Config, Mode, RLTrainingConfig
 from mlx_tandem.server.app import create_app
 from mlx_tandem.server.front import Front
 from mlx_tandem.training.checkpoints import Checkpoints
+from mlx_tandem.training.guard import Verdict
 from mlx_tandem.training.manifests import Manifest
+from mlx_tandem.training.rewards import own
+from mlx_tandem.training.rewards.builtin import BUILTINS
 from tests.commands import curl, free_port, running
 from tests.fake_hub import fake_hub
 
@@ -39,6 +47,7 @@ TANDEM = [sys.executable, "-m", "mlx_tandem"]
 SHORT = {
     "bench serve": ["--num-requests", "2", "--repeats", "1", "--concurrency", "2", "--max-tokens", "4"],
     "bench engine": ["--batch", "1", "--max-tokens", "4", "--prompt-tokens", "8", "--repeats", "1"],
+    "demo learn": ["--updates", "1"],
     "demo": ["--seconds", "1"],
     "train sft": ["--epochs", "1", "--batch-size", "2", "--max-length", "64"],
     "benchmarks/peers.py": [*("--shapes", "0.13m", "--concurrency", "1", "--repeats", "1", "--max-tokens", "4")],
@@ -57,6 +66,9 @@ SHORT = {
         *("--promises", "1"),
     ],
 }
+
+SETTINGS = {"command-line.md": "tandem.yaml", "learning.md": "learning.yaml"}
+"""What the page calls the file that its yaml block is."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +97,16 @@ def commands() -> dict[str, list[str]]:
     return found
 
 
+def lines(chosen: Callable[[list[str]], bool]) -> list[object]:
+    """Commands whose words are `chosen`, each called by the page that has it first."""
+    found: list[object] = []
+    for line, words in commands().items():
+        if chosen(words):
+            page = next(b.page for b in blocks() if line in " ".join(b.text.replace("\\\n", " ").split()))
+            found.append(pytest.param(line, id=f"{page} {line[:80]}"))
+    return found
+
+
 def of_language(language: str) -> list[object]:
     return [pytest.param(b, id=f"{b.page}:{b.line}") for b in blocks() if b.language == language]
 
@@ -101,10 +123,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("lessons.jsonl", "exam.jsonl"):
         lines = [{"prompt": f"Sort down: {name[0]} {n} 3", "completion": f"{n} 3"} for n in range(4, 9)]
         (tmp_path / name).write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    question = {"prompt": "What is 17 + 25?", "scoring_function": "gsm8k", "metadata": {"answer": "42"}}
+    (tmp_path / "validation.jsonl").write_text(json.dumps(question), encoding="utf-8")
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     for block in blocks():
         if block.language == "yaml":
-            (tmp_path / "tandem.yaml").write_text(block.text, encoding="utf-8")
+            (tmp_path / SETTINGS[block.page]).write_text(block.text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -135,13 +159,25 @@ def run(words: list[str], where: Path, **env: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("line", [c for c, words in commands().items() if words[0] == "curl"])
+def save_checkpoint(port: int) -> None:
+    """The one that learning.md goes back to, unless its own command has made it."""
+    words = ["curl", "-H", "Content-Type: application/json", "http://localhost:8000/v1/training/checkpoint"]
+    try:
+        curl([*words, "-d", json.dumps({"name": "before-tuesday"})], port)
+    except urllib.error.HTTPError as e:
+        if e.code != 409:
+            raise
+
+
+@pytest.mark.parametrize("line", lines(lambda words: words[0] == "curl"))
 def test_curl(line: str, served: Served) -> None:
     words = commands()[line]
     place, _, name = words[next(i for i, w in enumerate(words) if w.startswith("http"))].rpartition("/")
     put = ["curl", "-H", "Content-Type: application/json"]
     if place.endswith("/v1/adapters"):  # the page loads it in the same block
         curl([*put, place, "-d", json.dumps({"name": name, "path": "./my-adapter"})], served.port)
+    if name in ("rollback", "switch-lora"):
+        save_checkpoint(served.port)
     if place.endswith("/v1/aliases") and "DELETE" in words:
         arms = {"arms": [{"adapter": "base", "weight": 1}]}
         curl([*put, "-X", "PUT", f"{place}/{name}", "-d", json.dumps(arms)], served.port)
@@ -160,7 +196,7 @@ def serves(words: list[str]) -> bool:
     return words[:2] == ["tandem", "serve"] or words[:3] == ["tandem", "train", "rl"]
 
 
-@pytest.mark.parametrize("line", [c for c, w in commands().items() if serves(w) and not in_the_background(w)])
+@pytest.mark.parametrize("line", lines(lambda words: serves(words) and not in_the_background(words)))
 def test_tandem_serve(line: str, folder: Path) -> None:
     words = commands()[line][1:]
     port = free_port()
@@ -198,11 +234,9 @@ def make_checkpoint(place: Path) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "line",
-    [
-        c
-        for c, words in commands().items()
-        if words[0] in ("tandem", "python") and not serves(words) and not in_the_background(words)
-    ],
+    lines(
+        lambda words: words[0] in ("tandem", "python") and not serves(words) and not in_the_background(words),
+    ),
 )
 def test_commands_that_end(line: str, folder: Path, served: Served) -> None:
     words = [word.replace(":8000", f":{served.port}") for word in commands()[line]]
@@ -213,6 +247,8 @@ def test_commands_that_end(line: str, folder: Path, served: Served) -> None:
         assert run([*TANDEM, *words[1:]], where)
         return
     if words[:2] == ["tandem", "checkpoints"]:
+        if words[2] == "rollback":
+            save_checkpoint(served.port)
         make_checkpoint(folder / "checkpoints")
         assert run([*TANDEM, *words[1:]], folder)
         return
@@ -245,13 +281,24 @@ def test_python(block: Block, folder: Path, served: Served) -> None:
     run([sys.executable, "-c", block.text.replace(":8000", f":{served.port}")], folder)
 
 
-@pytest.mark.parametrize("block", of_language("yaml"))
-def test_yaml(block: Block, folder: Path) -> None:
+def test_the_settings_file(folder: Path) -> None:
     """The page shows every setting, and the defaults that hold."""
+    (block,) = (b for b in blocks() if b.language == "yaml" and b.page == "command-line.md")
     shown = build(folder / "tandem.yaml", {})
     assert shown == Config(engine=build(None, {"model": "./my-model"}).engine, adapters=(("sql", "./my-adapter"),))
     for place in OPTIONS.values():
         assert re.search(rf"^ *{place.rsplit('.', 1)[-1]}:", block.text, re.MULTILINE), place
+
+
+def test_the_settings_of_learning(folder: Path) -> None:
+    config = learning.settle(build(folder / "learning.yaml", {}), {})
+    assert config.rl_training.enabled and config.rl_training.scoring_function in config.rl_training.rewards
+
+
+@pytest.mark.parametrize("block", of_language("toml"))
+def test_toml(block: Block) -> None:
+    """What a package writes to add reward functions."""
+    assert list(tomllib.loads(block.text)["project"]["entry-points"]) == [own.GROUP]
 
 
 @pytest.mark.parametrize("block", of_language("json"))
@@ -265,6 +312,21 @@ def test_the_http_page_has_every_route() -> None:
     page = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
     paths = {route.path.replace("{model:path}", "{id}") for route in app.routes if isinstance(route, Route)}
     assert {path for path in paths if f"`{path}`" not in page} == set()
+
+
+def test_the_learning_page_has_every_algorithm_and_reward() -> None:
+    page = (ROOT / "docs" / "learning.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    (algorithms,) = (f.type for f in structs.fields(RLTrainingConfig) if f.name == "algorithm")
+    assert rows >= {*BUILTINS, *get_args(algorithms), *get_args(Verdict), *get_args(Mode)}
+
+
+def test_the_learning_page_names_metrics_that_exist(served: Served) -> None:
+    page = (ROOT / "docs" / "learning.md").read_text(encoding="utf-8")
+    metrics = curl(["curl", "http://localhost:8000/metrics"], served.port).decode()
+    told = set(re.findall(r"`(tandem_\w+)`", page))
+    assert len(told) > 10
+    assert {name for name in told if not re.search(rf"^{name}[ {{]", metrics, re.MULTILINE)} == set()
 
 
 def test_what_the_readme_says_the_models_answer(served: Served) -> None:

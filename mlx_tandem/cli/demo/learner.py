@@ -36,6 +36,15 @@ SETTINGS: dict[str, Any] = {
 """`rl_training` of a server that this client teaches."""
 
 
+Question = tuple[str, str]
+"""Digits, and the same in the right order."""
+
+
+def question(rng: random.Random) -> Question:
+    digits = [rng.randint(0, 9) for _ in range(rng.randint(3, 7))]
+    return " ".join(map(str, digits)), " ".join(map(str, sorted(digits, reverse=True)))
+
+
 class TeachingError(Exception):
     """The server refused; the message says what."""
 
@@ -80,7 +89,7 @@ class Learner:
         """So many batches, each behind the update that the one before led to."""
         done = await self._updates()
         for _ in range(steps):
-            answers = await asyncio.gather(*(self._ask(*self._question()) for _ in range(self._groups)))
+            answers = await asyncio.gather(*(self._collect() for _ in range(self._groups)))
             if self._rewards == "shuffled":
                 await self._teach_shuffled(answers)
             scores = [answer["score"] for group in answers for answer in group]
@@ -90,11 +99,19 @@ class Learner:
             done = await self._wait_for_update(done)
         return self.curve
 
-    def _question(self) -> tuple[str, str]:
-        digits = [self._random.randint(0, 9) for _ in range(self._random.randint(3, 7))]
-        return " ".join(map(str, digits)), " ".join(map(str, sorted(digits, reverse=True)))
+    async def _collect(self) -> list[dict[str, Any]]:
+        collect, seed = self._rewards == "true", self._random.getrandbits(62)
+        return await self._ask(*question(self._random), answers=self._answers, seed=seed, collect=collect)
 
-    async def _ask(self, digits: str, answer: str) -> list[dict[str, Any]]:
+    async def accuracy(self, questions: Sequence[Question]) -> float:
+        """Share of right answers of the policy as it is served, sampled with fixed seeds; nothing is learned from."""
+        asked = (self._ask(*q, answers=4, seed=i, collect=False) for i, q in enumerate(questions))
+        return _mean([answer["score"] for group in await asyncio.gather(*asked) for answer in group])
+
+    async def status(self) -> Any:
+        return (await self._json("GET", "/v1/training/status"))[1]
+
+    async def _ask(self, digits: str, answer: str, *, answers: int, seed: int, collect: bool) -> list[dict[str, Any]]:
         """One question's choices as the server returned them."""
         _, prompt = await self._json(
             "POST", "/tokenize", {"messages": [{"role": "user", "content": SKILL.format(digits)}]}
@@ -102,14 +119,14 @@ class Learner:
         body = {
             "model": POLICY,
             "prompt": prompt["tokens"],
-            "n": self._answers,
+            "n": answers,
             "max_tokens": MAX_TOKENS,
             "temperature": 1.0,
-            "seed": self._random.getrandbits(62),
+            "seed": seed,
             "scoring_function": "exact_match",
             "metadata": {"answer": answer},
             "return_token_ids": True,
-            "collect_trajectory": self._rewards == "true",
+            "collect_trajectory": collect,
         }
         _, reply = await self._json("POST", "/v1/completions", body)
         return [choice | {"prompt": prompt["tokens"]} for choice in reply["choices"]]
@@ -132,13 +149,12 @@ class Learner:
         await self._json("POST", "/v1/training/update", {"trajectories": trajectories, "wait": True})
 
     async def _updates(self) -> int:
-        _, status = await self._json("GET", "/v1/training/status")
-        return int(status["updates"])
+        return int((await self.status())["updates"])
 
     async def _wait_for_update(self, done: int) -> int:
         """A batch all of whose groups are of one mind leads to none: then nothing is waited for."""
         while True:
-            _, status = await self._json("GET", "/v1/training/status")
+            status = await self.status()
             if status["updates"] > done or not status["busy"]:
                 return int(status["updates"])
             await asyncio.sleep(POLL_SECONDS)

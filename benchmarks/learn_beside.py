@@ -1,0 +1,224 @@
+"""What do running streams notice of learning beside them, and does each side get its share of the device?
+
+    python benchmarks/learn_beside.py --json-out benchmarks/results/learn_beside.json
+
+Greedy streams of the built-in model and its adapters run for a while: with nothing beside them; with updates of about
+2,048 tokens posted without a pause, which the duty cycle holds to 30 % of the device; and with 10 and 30 such updates a
+minute. The modes take turns round by round. Texts must be the same in all of them; every update publishes a version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import yaml
+from rich.table import Table
+from servers import tandem
+
+from mlx_tandem import demo
+from mlx_tandem.cli.bench.client import Client, run_loop
+from mlx_tandem.cli.bench.machine import describe
+from mlx_tandem.cli.bench.serve import write
+from mlx_tandem.cli.bench.stats import spread
+from mlx_tandem.cli.bench.workloads import Load, Workload
+from mlx_tandem.cli.console import fail, show
+from mlx_tandem.cli.http import Connection
+
+UPDATE_TOKENS = 2048
+PROMPT_TOKENS, COMPLETION_TOKENS = 24, 32
+WINDOW_SECONDS = 10.0
+MODES: dict[str, float | None] = {"idle": None, "70:30": 0.0, "10 a minute": 6.0, "30 a minute": 2.0}
+"""Seconds from the start of one update to that of the next; 0: without a pause; None: no updates."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="streams beside learning")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each mode in a round")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json-out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="tandem-beside-") as scratch:
+        settings = Path(scratch) / "learn.yaml"
+        tree = {
+            "rl_training": {"enabled": True, "learning_rate": 1e-6, "trajectory_buffer_size": 1000},
+            "checkpointing": {"checkpoint_dir": f"{scratch}/checkpoints", "interval": 50},
+        }
+        settings.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        options = ["--config", str(settings), "--dtype", "float32"]
+        for name, path in demo.ADAPTER_PATHS.items():
+            options += ["--adapter", name, str(path)]
+        with tandem(*options).running(demo.MODEL_PATH) as url:
+            load = Load(url, prompt_tokens=32, max_tokens=args.max_tokens, validate=True)
+            result = run_loop(measure(load, args.streams, args.seconds, args.repeats))
+    if args.json_out:
+        write(args.json_out, describe() | result)
+    report(result)
+    if result["failed"] or result["different"]:
+        fail("running streams failed or changed")
+
+
+async def measure(load: Load, streams: int, seconds: float, repeats: int) -> dict[str, Any]:
+    client = await Client.open(load)
+    targets = [None, *demo.ADAPTER_PATHS]
+    bodies = []
+    for i in range(streams):
+        target = targets[i % len(targets)]
+        greedy = Workload("greedy", lambda: None, load.prompt_tokens, load.max_tokens, (0.0, 1.0))
+        bodies.append(client.body(greedy) | ({"model": target} if target else {}))
+    want: dict[int, Any] = {}
+    bad = {"failed": 0, "different": 0}
+
+    async def stream(i: int, until: float, gaps: list[float]) -> int:
+        """One client's requests one after the other; its tokens."""
+        tokens = 0
+        while perf_counter() < until:
+            done = await client.send(client.connection(i), bodies[i])
+            bad["failed"] += done.problem is not None
+            if done.problem is None:
+                bad["different"] += want.setdefault(i, done.answer()) != done.answer()
+                gaps += done.gaps()
+                tokens += done.tokens
+        return tokens
+
+    learner = Updates(load.url)
+    rounds: list[dict[str, Any]] = []
+    for repeat in range(-1, repeats):  # the first is not counted: shapes are met for the first time
+        for mode in list(MODES)[:: 1 if repeat % 2 else -1]:
+            gaps: list[float] = []
+            began, until = perf_counter(), perf_counter() + (seconds if repeat >= 0 else 3.0)
+            beside = asyncio.create_task(learner.post(MODES[mode], until))
+            tokens = sum(await asyncio.gather(*(stream(i, until, gaps) for i in range(streams))))
+            took = perf_counter() - began
+            updates, shares = await beside
+            if repeat < 0:
+                continue
+            inter = spread(gaps, 1e3)
+            rounds.append(
+                {
+                    "mode": mode,
+                    "repeat": repeat,
+                    "tokens_per_s": round(tokens / took, 1),
+                    "inter_token_ms": inter,
+                    "updates_per_minute": round(60 * updates / took, 1),
+                    "training_share": shares,
+                }
+            )
+            print(f"round {repeat + 1}  {rounds[-1]}", file=sys.stderr, flush=True)
+    status = await learner.status()
+    client.close()
+    return {
+        "streams": streams,
+        "update_tokens": UPDATE_TOKENS,
+        "rounds": rounds,
+        "modes": {mode: _median(rounds, mode) for mode in MODES},
+        "published": status["publishes"],
+        **bad,
+    }
+
+
+def _median(rounds: list[dict[str, Any]], mode: str) -> dict[str, float]:
+    """Over the rounds; ratios are to the idle mode of the same round."""
+    own = [r for r in rounds if r["mode"] == mode]
+    idle = {r["repeat"]: r for r in rounds if r["mode"] == "idle"}
+
+    def ratio(place: str) -> float:
+        pairs = [(r["inter_token_ms"][place], idle[r["repeat"]]["inter_token_ms"][place]) for r in own]
+        return float(round(statistics.median(a / b for a, b in pairs), 3))
+
+    shares = [s for r in own for s in r["training_share"]]
+    return {
+        "tokens_per_s": statistics.median(r["tokens_per_s"] for r in own),
+        "of_idle": round(statistics.median(r["tokens_per_s"] / idle[r["repeat"]]["tokens_per_s"] for r in own), 3),
+        "p50_of_idle": ratio("p50"),
+        "p99_of_idle": ratio("p99"),
+        "updates_per_minute": statistics.median(r["updates_per_minute"] for r in own),
+        "training_share_lowest": min(shares, default=0.0),
+        "training_share_highest": max(shares, default=0.0),
+    }
+
+
+class Updates:
+    """Posts updates, and reads what share of the device they had."""
+
+    def __init__(self, url: str):
+        self._url = url
+        self._random = random.Random(0)
+
+    async def post(self, every: float | None, until: float) -> tuple[int, list[float]]:
+        """Updates until then; their number, and learning's share of the device in each window."""
+        watching = asyncio.create_task(self._watch(until))
+        count = 0
+        due = perf_counter()
+        while every is not None and perf_counter() < until:
+            await self._json("POST", "/v1/training/update", {"trajectories": self._trajectories(), "wait": True})
+            count += 1
+            due += every
+            await asyncio.sleep(max(min(due, until) - perf_counter(), 0.0))
+        return count, await watching
+
+    async def status(self) -> Any:
+        return await self._json("GET", "/v1/training/status")
+
+    async def _watch(self, until: float) -> list[float]:
+        shares = []
+        before = await self.status()
+        while (left := until - perf_counter()) > 0:
+            await asyncio.sleep(min(WINDOW_SECONDS, left))
+            now = await self.status()
+            serving, training = (now[k] - before[k] for k in ("serving_ms", "training_ms"))
+            if left >= WINDOW_SECONDS and serving + training > 0:
+                shares.append(round(training / (serving + training), 4))
+            before = now
+        return shares
+
+    def _trajectories(self) -> list[dict[str, Any]]:
+        """About UPDATE_TOKENS of short completions in groups of eight, their rewards drawn."""
+        found: list[dict[str, Any]] = []
+        while len(found) * (PROMPT_TOKENS + COMPLETION_TOKENS) < UPDATE_TOKENS:
+            prompt, group = self._tokens(PROMPT_TOKENS), f"group-{self._random.getrandbits(60)}"
+            for _ in range(8):
+                answer = {"token_ids": self._tokens(COMPLETION_TOKENS), "reward": self._random.random()}
+                found.append({"prompt_token_ids": prompt, "group": group} | answer)
+        return found
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._random.randint(300, 900) for _ in range(count)]
+
+    async def _json(self, method: str, path: str, body: object = None) -> Any:
+        connection = Connection.to(self._url)
+        try:
+            status, reply = await connection.json(method, path, body)
+        finally:
+            connection.close()
+        if status >= 300:
+            raise RuntimeError(f"{method} {path}: {status} {reply}")
+        return reply
+
+
+def report(result: dict[str, Any]) -> None:
+    table = Table("mode", "tok/s", "of idle", "p50 of idle", "p99 of idle", "updates/min", "training's share")
+    for mode, m in result["modes"].items():
+        share = f"{m['training_share_lowest']:.3f} … {m['training_share_highest']:.3f}"
+        table.add_row(
+            mode,
+            f"{m['tokens_per_s']:,.0f}",
+            *(f"{m[k]:.2f}" for k in ("of_idle", "p50_of_idle", "p99_of_idle")),
+            f"{m['updates_per_minute']:.1f}",
+            share,
+        )
+    show(table)
+    show(f"{result['published']} versions published; {result['failed']} failed, {result['different']} different")
+
+
+if __name__ == "__main__":
+    main()
