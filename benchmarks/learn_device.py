@@ -11,6 +11,7 @@ updates of about 2,048 tokens, each stepped and published.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import sys
@@ -25,7 +26,6 @@ from mlx_tandem import demo
 from mlx_tandem.api import Engine
 from mlx_tandem.api.trainer import Trainer
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.engine.learning import Datum
@@ -184,7 +184,9 @@ def main() -> None:
         with Engine(model, {}, **options) as engine:
             result = measure(engine, args.streams, args.seconds, args.repeats)
     if args.json_out:
-        write(args.json_out, describe() | {"shape": args.shape or "demo"} | result)
+        args.json_out.parent.mkdir(parents=True, exist_ok=True)
+        whole = describe() | {"shape": args.shape or "demo"} | result
+        args.json_out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ class Trainers(Protocol):
     ) -> Generator[None, None, tuple[BatchResult, ...]]:
         """Each `next` is one slice, evaluated when it returns."""
 
-    def step(self, name: str, adam: Adam) -> StepDone: ...
+    def step(self, name: str, adam: Adam) -> Generator[None, None, StepDone]:
+        """As a pass; nothing has changed until it is through."""
 
     def settle(self, name: str, keep: bool) -> None: ...
 
@@ -64,7 +65,7 @@ class Training:
         self._most_rank = most_rank
         self._trainers: Trainers | None = None
         self._queue: deque[m.Learning] = deque()  # the first is under way
-        self._pass: Generator[None, None, tuple[BatchResult, ...]] | None = None
+        self._under_way: Generator[None, None, m.Outbound] | None = None  # of the first message
         self._aside: list[_Aside] = []
         self._threads: dict[type, ThreadPoolExecutor] = {}  # by kind of work: no version waits for a checkpoint
         self._answers: list[m.Outbound] = []
@@ -140,18 +141,19 @@ class Training:
         except TandemError as e:
             return m.CallFailed(call, e.code or "invalid_value", e.message, e.param)
         except Exception as e:
-            log.error("an adapter could not be published or saved: %r", e)
+            what = "published" if isinstance(aside.message, m.PublishTrainer) else "saved"
+            log.error("a trainer could not be %s: %r", what, e)
             why = (e.strerror if isinstance(e, OSError) else None) or type(e).__name__
-            failure = EngineError(f"the checkpoint could not be written: {why}")
+            failure = EngineError(f"the trainer could not be {what}: {why}")
             return m.CallFailed(call, failure.code or "", failure.message)
 
     def stop(self) -> None:
         """Nothing more is done or taken; what is being written is written."""
         self._stopped = True
         waiting, self._queue = self._queue, deque()
-        if self._pass is not None:
-            self._pass.close()
-            self._pass = None
+        if self._under_way is not None:
+            self._under_way.close()
+            self._under_way = None
         for message in waiting:
             self._fail(message, EngineUnavailable("the engine is draining"))
 
@@ -173,7 +175,7 @@ class Training:
 
     def _end(self) -> None:
         self._queue.popleft()
-        self._pass = None
+        self._under_way = None
 
     def _work(self, message: m.Learning) -> m.Outbound | None:
         """The answer once there is one."""
@@ -182,16 +184,15 @@ class Training:
             self._trainers = self._make()
         trainers = self._trainers
         match message:
-            case m.RunPass():
-                if self._pass is None:
-                    self._pass = trainers.run(message.batches, message.forward_only, message.micro_batch_tokens)
+            case m.RunPass() | m.StepTrainer():
+                if self._under_way is None:
+                    self._under_way = _slices(trainers, message)
                 try:
-                    next(self._pass)
+                    next(self._under_way)
                 except StopIteration as e:
-                    return m.PassDone(message.call, e.value)
+                    answer: m.Outbound = e.value
+                    return answer
                 return None
-            case m.StepTrainer():
-                return m.Stepped(message.call, trainers.step(message.trainer, message.adam))
             case m.OpenTrainer():
                 weights = self._loaded(message.digest) if message.digest else None
                 return m.TrainerOpened(message.call, trainers.open(message.spec, message.folder, weights))
@@ -226,6 +227,13 @@ class Training:
         if thread is None:
             thread = self._threads[type(message)] = ThreadPoolExecutor(1, "tandem-training")
         self._aside.append(_Aside(message, thread.submit(work)))
+
+
+def _slices(trainers: Trainers, message: m.RunPass | m.StepTrainer) -> Generator[None, None, m.Outbound]:
+    if isinstance(message, m.StepTrainer):
+        return m.Stepped(message.call, (yield from trainers.step(message.trainer, message.adam)))
+    passing = trainers.run(message.batches, message.forward_only, message.micro_batch_tokens)
+    return m.PassDone(message.call, (yield from passing))
 
 
 class _Aside(NamedTuple):

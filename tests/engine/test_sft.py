@@ -55,7 +55,9 @@ class Direct:
         return self._run(data, loss, True)
 
     def step(self, learning_rate: float, *, weight_decay: float, grad_norm: float) -> StepDone:
-        return self.trainers.step(self.name, Adam(learning_rate, weight_decay=weight_decay, grad_norm=grad_norm))
+        return finish(
+            self.trainers.step(self.name, Adam(learning_rate, weight_decay=weight_decay, grad_norm=grad_norm))
+        )
 
     def arrays(self) -> dict[str, np.ndarray]:
         tensors = self.trainers.publish(self.name)().tensors

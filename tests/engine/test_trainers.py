@@ -16,6 +16,7 @@ from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig
 from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig, TrainerSpec
 from mlx_tandem.errors import InvalidRequest, ModelError, NotFound
 from mlx_tandem.model.build import build
+from mlx_tandem.training.device import state
 from mlx_tandem.training.device.trainers import Trainers
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_models
@@ -35,7 +36,7 @@ def trainers(tmp_path: Path) -> Trainers:
 
 def learn(trainers: Trainers, seed: int, name: str = "a") -> None:
     finish(trainers.run([Batch(name, tuple(some_data(seed)), LossConfig("cross_entropy"))], False, 0))
-    assert trainers.step(name, ADAM).finite
+    assert finish(trainers.step(name, ADAM)).finite
     trainers.settle(name, True)
 
 
@@ -54,7 +55,7 @@ def test_learning_lowers_the_loss_and_leaves_the_base_alone(trainers: Trainers) 
     first = finish(trainers.run([batch], True, 0))[0].loss
     for _ in range(12):
         finish(trainers.run([batch], False, 0))
-        trainers.step("a", Adam(2e-2))
+        finish(trainers.step("a", Adam(2e-2)))
     assert finish(trainers.run([batch], True, 0))[0].loss < 0.8 * first
     assert all(np.array_equal(p, now) for p, (_, now) in zip(base, _leaves(trainers), strict=True))
 
@@ -75,7 +76,7 @@ def test_a_step_is_taken_back_whole(trainers: Trainers) -> None:
     learn(trainers, 0)
     before = weights_of(trainers)
     finish(trainers.run([Batch("a", tuple(some_data(1)), LossConfig())], False, 0))
-    assert trainers.step("a", ADAM).step == 2
+    assert finish(trainers.step("a", ADAM)).step == 2
     assert not same(weights_of(trainers), before)
     trainers.settle("a", False)
     assert same(weights_of(trainers), before)
@@ -92,15 +93,36 @@ def test_gradients_that_are_not_finite_change_nothing(trainers: Trainers) -> Non
     learn(trainers, 0)
     before = weights_of(trainers)
     finish(trainers.run([Batch("a", tuple(some_data(1)), LossConfig("cross_entropy", scale=1e38))], False, 0))
-    done = trainers.step("a", ADAM)
+    done = finish(trainers.step("a", ADAM))
     assert not done.finite
     assert done.step == 1
     assert same(weights_of(trainers), before)
 
 
 def test_a_step_without_gradients_is_none(trainers: Trainers) -> None:
-    done = trainers.step("a", ADAM)
+    done = finish(trainers.step("a", ADAM))
     assert (done.step, done.grad_norm) == (0, 0.0)
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_a_step_that_is_dropped_half_done_changes_nothing(
+    trainers: Trainers, slices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state, "STEP_PAIRS", 8)
+    learn(trainers, 0)
+    before = weights_of(trainers)
+    finish(trainers.run([Batch("a", tuple(some_data(1)), LossConfig())], False, 0))
+    step = trainers.step("a", ADAM)
+    for _ in range(slices):
+        next(step)
+    step.close()
+    assert same(weights_of(trainers), before)
+    learn(trainers, 2)
+    after = weights_of(trainers)
+    trainers.open(SPEC, "", None)
+    learn(trainers, 0)
+    learn(trainers, 2)
+    assert same(weights_of(trainers), after)
 
 
 def test_an_abandoned_pass_leaves_no_gradients(trainers: Trainers) -> None:
@@ -109,7 +131,7 @@ def test_an_abandoned_pass_leaves_no_gradients(trainers: Trainers) -> None:
         next(slices)
     slices.close()
     trainers.abandon()
-    assert trainers.step("a", ADAM).grad_norm == 0.0
+    assert finish(trainers.step("a", ADAM)).grad_norm == 0.0
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -200,7 +222,7 @@ def test_trainers_that_cannot_be(trainers: Trainers) -> None:
             trainers.open(spec, "", None)
         assert e.value.param == param
     with pytest.raises(NotFound):
-        trainers.step("b", ADAM)
+        finish(trainers.step("b", ADAM))
     trainers.close("a")
     with pytest.raises(NotFound):
         trainers.publish("a")()

@@ -106,7 +106,7 @@ def test_several_trainers_in_one_pass_are_each_as_alone(family: str, tmp_path: P
             for group in groups:
                 finish(trainers.run(group, False, 0))
                 for batch in group:
-                    trainers.step(batch.trainer, adam)
+                    finish(trainers.step(batch.trainer, adam))
                     trainers.settle(batch.trainer, True)
         return {name: t.pairs for name, t in trainers._trainers.items()}
 

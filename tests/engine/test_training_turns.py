@@ -70,10 +70,11 @@ class Slices:
 
         return slices()
 
-    def step(self, name: str, adam: Adam) -> StepDone:
+    def step(self, name: str, adam: Adam) -> Generator[None, None, StepDone]:
         self._note(f"step {name}")
         self.open_[name] = self._version(name) + 1
         return StepDone(name, self.open_[name], 1.0, True)
+        yield
 
     def settle(self, name: str, keep: bool) -> None:
         self._note(f"settle {name} {keep}")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ Arrays = dict[str, npt.NDArray[np.float32]]
 TRAINER = "trainer.json"
 OPTIMIZER = "optimizer.safetensors"
 FORMAT = 1
+
+STEP_PAIRS = 16
+"""That the optimiser goes on by in one slice."""
 
 
 class Moments(msgspec.Struct, frozen=True):
@@ -103,27 +107,46 @@ class Trainer:
     def drop_gradients(self) -> None:
         self._gradients = None
 
-    def step(self, adam: Adam) -> StepDone:
-        """One step with the gradients there are. With gradients that are not finite, or none, nothing is changed."""
+    def step(self, adam: Adam) -> Generator[None, None, StepDone]:
+        """One step with the gradients there are, some pairs at a time. With gradients that are not finite, or none,
+        nothing is changed."""
         gradients, self._gradients = self._gradients, None
         self._before = None
         if gradients is None:
             return StepDone(self.spec.name, self.step_count, 0.0, True)
-        norm = mx.sqrt(sum((g.square().sum() for pair in gradients.values() for g in pair), mx.array(0.0)))
-        size = float(np.array(norm))
-        if not np.isfinite(size):
+        chunks = [list(gradients)[i : i + STEP_PAIRS] for i in range(0, len(gradients), STEP_PAIRS)]
+        squares = []
+        for paths in chunks:
+            squares.append(sum((g.square().sum() for path in paths for g in gradients[path]), mx.array(0.0)))
+            mx.eval(squares[-1])
+            yield
+        size = math.sqrt(sum(float(np.array(s)) for s in squares))
+        if not math.isfinite(size):
             return StepDone(self.spec.name, self.step_count, size, False)
-        if adam.grad_norm:
-            share = min(1.0, adam.grad_norm / (size + 1e-6))
-            gradients = {path: (a * share, b * share) for path, (a, b) in gradients.items()}
-        self._before = (self.pairs, _copied(self._optimizer.state), self.step_count)
-        optimizer = self._optimizer
+        share = min(1.0, adam.grad_norm / (size + 1e-6)) if adam.grad_norm else 1.0
+        before = (self.pairs, _copied(self._optimizer.state), self.step_count)
+        optimizer, state = self._optimizer, self._optimizer.state
         optimizer.learning_rate = adam.learning_rate
         optimizer.betas, optimizer.eps = [adam.beta1, adam.beta2], adam.eps
         optimizer.weight_decay = adam.weight_decay
-        self.pairs = self.pairs | optimizer.apply_gradients(gradients, {path: self.pairs[path] for path in gradients})
+        state["step"] = state["step"] + 1
+        stepped: dict[str, Pair] = {}
+        try:
+            for paths in chunks:
+                for path in paths:
+                    a, b = (
+                        optimizer.apply_single(g * share, p, moments)
+                        for g, p, moments in zip(gradients[path], self.pairs[path], state[path], strict=True)
+                    )
+                    stepped[path] = (a, b)
+                mx.eval([stepped[path] for path in paths], [state[path] for path in paths], state["step"])
+                yield
+        except BaseException:  # whoever drops a step half done drops all of it
+            optimizer.state = before[1]
+            raise
+        self.pairs = self.pairs | stepped
         self.step_count += 1
-        mx.eval(self.pairs, optimizer.state)
+        self._before = before
         return StepDone(self.spec.name, self.step_count, size, True)
 
     def settle(self, keep: bool) -> None:

@@ -95,7 +95,8 @@ class Trainers:
             raise NotFound(f"there is no trainer {name[:80]!r}", param="trainer", code="trainer_not_found")
         return trainer
 
-    def step(self, name: str, adam: Adam) -> StepDone:
+    def step(self, name: str, adam: Adam) -> Generator[None, None, StepDone]:
+        """In slices, as a pass."""
         return self._get(name).step(adam)
 
     def settle(self, name: str, keep: bool) -> None:
