@@ -27,6 +27,7 @@ from mlx_tandem.text.template import ChatTemplate
 from mlx_tandem.text.tokenizer import Tokenizer
 from mlx_tandem.training.device.trainers import Trainers
 from mlx_tandem.training.sft import Evaluation, SftConfig, Step, encode, evaluate, fit, read, split
+from tests.engine.learning import finish
 
 CONFIG = SftConfig(epochs=1, batch_size=8, learning_rate=2e-3, eval_every=5)
 
@@ -41,12 +42,7 @@ class Direct:
         trainers.open(TrainerSpec(self.name, 8, 16.0), "", None)
 
     def _run(self, data: Sequence[Datum], loss: LossConfig, forward_only: bool) -> BatchResult:
-        slices = self.trainers.run([Batch(self.name, tuple(data), loss)], forward_only, 0)
-        while True:
-            try:
-                next(slices)
-            except StopIteration as done:
-                return done.value[0]
+        return finish(self.trainers.run([Batch(self.name, tuple(data), loss)], forward_only, 0))[0]
 
     def forward_backward(self, data: Sequence[Datum], loss: LossConfig) -> BatchResult:
         return self._run(data, loss, False)
@@ -55,9 +51,8 @@ class Direct:
         return self._run(data, loss, True)
 
     def step(self, learning_rate: float, *, weight_decay: float, grad_norm: float) -> StepDone:
-        return finish(
-            self.trainers.step(self.name, Adam(learning_rate, weight_decay=weight_decay, grad_norm=grad_norm))
-        )
+        adam = Adam(learning_rate, weight_decay=weight_decay, grad_norm=grad_norm)
+        return finish(self.trainers.step(self.name, adam))
 
     def arrays(self) -> dict[str, np.ndarray]:
         tensors = self.trainers.publish(self.name)().tensors
