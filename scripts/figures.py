@@ -1,4 +1,4 @@
-"""Write the figures in README.md: tables and a picture made of the committed files under benchmarks/results.
+"""Write the figures in README.md: tables and pictures made of the committed files under benchmarks/results.
 
 python scripts/figures.py [--check]
 """
@@ -15,6 +15,7 @@ PAGE = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 MIXES = ("skew/same", "long-decode-mixed/long-decode-same")
 PICTURE, PICTURE_OF = ROOT / "docs" / "adapters.svg", "adapters-0.13m.json"
+CURVE, CURVE_OF = ROOT / "docs" / "learn.svg", "learn.json"
 BEGIN, END = "<!-- figures: make figures -->\n", "<!-- end of figures -->\n"
 
 
@@ -28,6 +29,10 @@ def figures() -> str:
         *(registry(name, _read(name)) for name in _names("registry*.json")),
         *(hot_swap(name, _read(name)) for name in _names("hot_swap*.json")),
         *(overload(name, _read(name)) for name in _names("overload*.json")),
+        *(learn(name, _read(name)) for name in _names("learn.json")),
+        *(guard(name, _read(name)) for name in _names("learn-guard.json")),
+        *(learn_beside(name, _read(name)) for name in _names("learn_beside*.json")),
+        *(learn_device(name, _read(name)) for name in _names("learn_device*.json")),
     ]
     return "\n".join(parts) if parts else "No figures are committed yet.\n"
 
@@ -146,6 +151,67 @@ def overload(name: str, result: dict[str, Any]) -> str:
     )
 
 
+def learn(name: str, result: dict[str, Any]) -> str:
+    runs = result["results"]
+    text = (
+        f"**The built-in model learns its weak skill over HTTP**, {runs[0]['steps']} batches of 64 answers, "
+        f"{_where(result)} ([data]({_link(name)})). Mean reward of the first and the last five batches; controls learn "
+        "from rewards that changed places, and with a learning rate of 0.\n\n"
+    ) + _head("seed", *(run for run in dict.fromkeys(r["run"] for r in runs)), "seconds")
+    for seed in sorted({r["seed"] for r in runs}):
+        own = [r for r in runs if r["seed"] == seed]
+        text += _row(str(seed), *(_rise(r) for r in own), f"{own[0]['seconds']:.0f}")
+    return text + "\n![The curve of the first seed](docs/learn.svg)\n"
+
+
+def _rise(run: dict[str, Any]) -> str:
+    return f"{run['first_five']:.2f} → {run['last_five']:.2f}"
+
+
+def guard(name: str, result: dict[str, Any]) -> str:
+    (run,) = result["results"]
+    served = run["served_accuracy"]
+    return (
+        f"**A learning rate eight times too high**, beside held-out prompts, {_where(result)} ([data]({_link(name)})): "
+        f"{run['rollbacks']} of {run['updates']} updates were taken back, and the rate was {run['learning_rate']:g} in "
+        f"the end. What was served answered other held-out questions rightly in {served[0]:.0%} at the start, in "
+        f"{min(served):.0%} at its worst and in {served[-1]:.0%} at the end.\n"
+    )
+
+
+def learn_beside(name: str, result: dict[str, Any]) -> str:
+    text = (
+        f"**{result['streams']} streams beside updates of {result['update_tokens']:,} tokens**, built-in model, "
+        f"{_where(result)} ([data]({_link(name)})). {result['published']} versions were published; {result['failed']} "
+        f"requests failed, {result['different']} had other tokens.\n\n"
+    ) + _head("updates", "tokens/s of idle", "p50 of idle", "p99 of idle", "updates a minute", "share of the device")
+    for mode, m in result["modes"].items():
+        if mode != "idle":
+            share = f"{m['training_share_lowest']:.3f} to {m['training_share_highest']:.3f}"
+            ratios = (f"{m[k]:.2f}" for k in ("of_idle", "p50_of_idle", "p99_of_idle"))
+            text += _row(mode, *ratios, f"{m['updates_per_minute']:.1f}", share)
+    return text
+
+
+def learn_device(name: str, result: dict[str, Any]) -> str:
+    """The last round: the first meets shapes for the first time."""
+    agrees, alone, last = result["agreement"], result["update_alone"], result["rounds"][-1]
+    idle, learning = last["idle"], last["learning"]
+    text = (
+        f"**Learning on one device**, {result['shape']}, {result['info']['dtype']}, {result['info']['device']}, "
+        f"{result['time'][:10]} ([data]({_link(name)})): updates of {result['update_tokens']:,} tokens, an adapter of "
+        f"{result['trainer_parameters'] / 1e6:.1f}M parameters, {result['streams']} streams.\n\n"
+    ) + _head("sampler and trainer, k3", "a pass", "a step", "tokens/s of idle", "p99 of idle", "share of the device")
+    return text + _row(
+        f"{agrees['k3']:.1e} nats",
+        f"{alone['pass_ms']['p50']:.0f} ms",
+        f"{alone['step_ms']['p50']:.0f} ms",
+        f"{learning['tokens_per_s'] / idle['tokens_per_s']:.2f}",
+        f"{learning['inter_token_ms']['p99'] / idle['inter_token_ms']['p99']:.2f}",
+        f"{learning['training_share']:.2f}",
+    )
+
+
 def _names(pattern: str) -> list[str]:
     return sorted(f.name for f in RESULTS.glob(pattern))
 
@@ -184,13 +250,17 @@ def rewritten(page: str) -> str:
 
 
 def draw() -> None:
-    """The picture, the same bytes each time."""
+    """The pictures, the same bytes each time."""
     import matplotlib
 
     from mlx_tandem.cli.bench.plot import plot
+    from mlx_tandem.cli.demo.chart import svg
 
     with matplotlib.rc_context({"svg.hashsalt": PICTURE.name}):
         plot(_read(PICTURE_OF), PICTURE)
+    run = _read(CURVE_OF)["results"][0]
+    title = f"mean reward, {_rise(run)} in {run['steps']} batches and {run['seconds']:.0f} s"
+    CURVE.write_text(svg(run["rewards"], title=title, below=f"benchmarks/results/{CURVE_OF}"), encoding="utf-8")
 
 
 def main() -> None:

@@ -65,6 +65,9 @@ SHORT = {
         *("--seconds", "1", "--peak-seconds", "0.5", "--batch", "4", "--queue", "4", "--max-tokens", "4"),
         *("--promises", "1"),
     ],
+    "benchmarks/learn.py": ["--seeds", "1", "--steps", "1", "--runs", "true"],
+    "benchmarks/learn_beside.py": ["--streams", "2", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4"],
+    "benchmarks/learn_device.py": ["--streams", "1", "--seconds", "0.2", "--repeats", "1"],
 }
 
 SETTINGS = {"command-line.md": "tandem.yaml", "learning.md": "learning.yaml"}
