@@ -14,7 +14,7 @@ from mlx_tandem.cli.adapters import URL, Key, KeyFile, Url, ask
 from mlx_tandem.cli.console import fail, show
 
 if TYPE_CHECKING:
-    from mlx_tandem.training.checkpoints import CheckpointInfo, Checkpoints
+    from mlx_tandem.training.store.checkpoints import CheckpointInfo, Checkpoints
 
 checkpoints = typer.Typer(
     help="Checkpoints of training.",
@@ -67,7 +67,7 @@ def rollback(
 
 def _opened(folder: Path) -> Checkpoints:
     from mlx_tandem.config import CheckpointingConfig
-    from mlx_tandem.training.checkpoints import Checkpoints
+    from mlx_tandem.training.store.checkpoints import Checkpoints
 
     if not folder.is_dir():
         fail(f"there is no folder {folder}; name another one with --checkpoint-dir")

@@ -22,10 +22,10 @@ from mlx_tandem.errors import EngineError, InvalidRequest, TandemError
 from mlx_tandem.server.jobs import Jobs
 from mlx_tandem.server.log import log, log_exception
 from mlx_tandem.text.output import TextOptions
-from mlx_tandem.training import manifests
-from mlx_tandem.training.checkpoints import BEST, Checkpoints
-from mlx_tandem.training.online import OnlineLearner
-from mlx_tandem.training.serving import Outcome, Sampled, UpdateReport
+from mlx_tandem.training.online.online import OnlineLearner
+from mlx_tandem.training.online.serving import Outcome, Sampled, UpdateReport
+from mlx_tandem.training.store import manifests
+from mlx_tandem.training.store.checkpoints import BEST, Checkpoints
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats, Request, SamplingParams
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mlx_tandem import limits
-from mlx_tandem.training.journal import Journal
-from mlx_tandem.training.records import Added
+from mlx_tandem.training.store.journal import Journal
+from mlx_tandem.training.store.records import Added
 from mlx_tandem.training.trajectories import Trajectory
 from tests.api.learns import SORT, collect, learning_config
 from tests.serving import ROOT, RunningServer, serving

@@ -8,8 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from mlx_tandem.training.journal import Journal
-from mlx_tandem.training.records import Added, Opened, Seen
+from mlx_tandem.training.store.journal import Journal
+from mlx_tandem.training.store.records import Added, Opened, Seen
 from mlx_tandem.training.trajectories import Buffer, Trajectory
 
 KILLS = 36

@@ -15,7 +15,7 @@ from mlx_tandem.adapters.registry import Registry
 from mlx_tandem.config import CheckpointingConfig, Config, DutyConfig, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.engine.learning import Adam, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.errors import EngineDied, EngineUnavailable, NotFound
-from mlx_tandem.training.serving import Sampled
+from mlx_tandem.training.online.serving import Sampled
 from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats, SamplingParams
 

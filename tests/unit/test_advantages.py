@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.learning import Batch
-from mlx_tandem.training.advantages import RECIPES, advantages, batches, by_group, plain, varies
+from mlx_tandem.training.online.advantages import RECIPES, advantages, batches, by_group, plain, varies
 from mlx_tandem.training.trajectories import Trajectory
 
 REWARDS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12)

@@ -16,9 +16,9 @@ from mlx_tandem import demo
 from mlx_tandem.adapters.convert import inspect
 from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
 from mlx_tandem.files import DISK, FileOps, StorageError
-from mlx_tandem.training import manifests
-from mlx_tandem.training.checkpoints import BEST, CheckpointInfo, Checkpoints
-from mlx_tandem.training.manifests import Corrupt, Manifest
+from mlx_tandem.training.store import manifests
+from mlx_tandem.training.store.checkpoints import BEST, CheckpointInfo, Checkpoints
+from mlx_tandem.training.store.manifests import Corrupt, Manifest
 from tests.faulty import FaultFiles, ForgetfulFiles, contents
 
 FILES = ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors", "trainer.json")

@@ -32,8 +32,8 @@ from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Arm, Config
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server.keys import read_key
-from mlx_tandem.training.checkpoints import Checkpoints
-from mlx_tandem.training.manifests import Manifest
+from mlx_tandem.training.store.checkpoints import Checkpoints
+from mlx_tandem.training.store.manifests import Manifest
 from tests.fake_hub import fake_hub
 
 ROOT = Path(__file__).resolve().parents[2]

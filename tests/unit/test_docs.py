@@ -33,11 +33,11 @@ from mlx_tandem.cli.settings import build
 from mlx_tandem.config import Config, Mode, RLTrainingConfig
 from mlx_tandem.server.app import create_app
 from mlx_tandem.server.front import Front
-from mlx_tandem.training.checkpoints import Checkpoints
-from mlx_tandem.training.guard import Verdict
-from mlx_tandem.training.manifests import Manifest
+from mlx_tandem.training.online.guard import Verdict
 from mlx_tandem.training.rewards import own
 from mlx_tandem.training.rewards.builtin import BUILTINS
+from mlx_tandem.training.store.checkpoints import Checkpoints
+from mlx_tandem.training.store.manifests import Manifest
 from tests.commands import curl, free_port, running
 from tests.fake_hub import fake_hub
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from mlx_tandem.training.guard import TOLERANCE, Course, Rewards, k3, mismatch, movement, verdict
+from mlx_tandem.training.online.guard import TOLERANCE, Course, Rewards, k3, mismatch, movement, verdict
 from mlx_tandem.training.trajectories import Trajectory
 
 LOGPROBS = st.lists(st.floats(-20, 0), min_size=1, max_size=20)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig
 from mlx_tandem.files import StorageError
-from mlx_tandem.training import records
-from mlx_tandem.training.journal import Journal
-from mlx_tandem.training.records import Added, Began, Dropped, Ended, Opened, Record, Seen
+from mlx_tandem.training.store import records
+from mlx_tandem.training.store.journal import Journal
+from mlx_tandem.training.store.records import Added, Began, Dropped, Ended, Opened, Record, Seen
 from mlx_tandem.training.trajectories import Buffer, Trajectory
 from tests.faulty import FaultFiles, ForgetfulFiles
 

@@ -18,11 +18,11 @@ import pytest
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
-from mlx_tandem.training import loop
-from mlx_tandem.training.checkpoints import Checkpoints
-from mlx_tandem.training.journal import Journal
-from mlx_tandem.training.online import OnlineLearner
-from mlx_tandem.training.records import Began, Record
+from mlx_tandem.training.online import loop
+from mlx_tandem.training.online.online import OnlineLearner
+from mlx_tandem.training.store.checkpoints import Checkpoints
+from mlx_tandem.training.store.journal import Journal
+from mlx_tandem.training.store.records import Began, Record
 from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import SamplingParams
 from tests.unit.learning_fakes import Client, Killed, Points, Server, config, died, group

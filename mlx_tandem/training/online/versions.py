@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import EngineError, NotFound
-from mlx_tandem.training.checkpoints import CheckpointInfo, Checkpoints
-from mlx_tandem.training.serving import Serving
+from mlx_tandem.training.online.serving import Serving
+from mlx_tandem.training.store.checkpoints import CheckpointInfo, Checkpoints
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
 RECENT = 3

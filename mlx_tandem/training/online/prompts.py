@@ -16,9 +16,9 @@ from msgspec import Struct
 from mlx_tandem import limits
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.errors import EngineUnavailable, InvalidRequest
-from mlx_tandem.training.guard import Course
+from mlx_tandem.training.online.guard import Course
+from mlx_tandem.training.online.serving import Sampled, Serving
 from mlx_tandem.training.rewards import Sample, Scoring
-from mlx_tandem.training.serving import Sampled, Serving
 from mlx_tandem.training.trajectories import Trajectory, new_id
 from mlx_tandem.types import AdapterRef, EngineInfo, SamplingParams
 

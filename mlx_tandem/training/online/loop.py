@@ -10,7 +10,7 @@ from typing import Any
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import TandemError
-from mlx_tandem.training.learner import Learner
+from mlx_tandem.training.online.learner import Learner
 from mlx_tandem.training.trajectories import Trajectory
 
 log = logging.getLogger(__name__)

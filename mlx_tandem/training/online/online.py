@@ -18,12 +18,12 @@ from mlx_tandem import limits
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import Conflict, EngineUnavailable, TandemError
-from mlx_tandem.training import prompts
-from mlx_tandem.training.learner import Learner
-from mlx_tandem.training.loop import Loop
-from mlx_tandem.training.prompts import Prompt, Recorded
+from mlx_tandem.training.online import prompts
+from mlx_tandem.training.online.learner import Learner
+from mlx_tandem.training.online.loop import Loop
+from mlx_tandem.training.online.prompts import Prompt, Recorded
+from mlx_tandem.training.online.serving import Sampled, Serving, TrainingStatus, UpdateReport
 from mlx_tandem.training.rewards import RewardPool, Scoring
-from mlx_tandem.training.serving import Sampled, Serving, TrainingStatus, UpdateReport
 from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import AdapterRef, SamplingParams
 

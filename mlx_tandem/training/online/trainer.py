@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.learning import TrainerSpec
-from mlx_tandem.training import recovery
-from mlx_tandem.training.manifests import Manifest
-from mlx_tandem.training.records import Ended, Record
-from mlx_tandem.training.versions import RECENT, Version, Versions
+from mlx_tandem.training.online import recovery
+from mlx_tandem.training.online.versions import RECENT, Version, Versions
+from mlx_tandem.training.store.manifests import Manifest
+from mlx_tandem.training.store.records import Ended, Record
 from mlx_tandem.types import AdapterSource
 
 log = logging.getLogger(__name__)

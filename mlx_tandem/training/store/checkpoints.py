@@ -21,8 +21,8 @@ from msgspec import Struct
 from mlx_tandem import files, limits
 from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
 from mlx_tandem.files import DISK, FileOps, FolderLock, StorageError
-from mlx_tandem.training import manifests
-from mlx_tandem.training.manifests import FORMAT, MANIFEST, Corrupt, Manifest
+from mlx_tandem.training.store import manifests
+from mlx_tandem.training.store.manifests import FORMAT, MANIFEST, Corrupt, Manifest
 
 log = logging.getLogger(__name__)
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import msgspec
 
 from mlx_tandem.config import Config
-from mlx_tandem.training import advantages, recovery
-from mlx_tandem.training.checkpoints import CheckpointInfo, Checkpoints
-from mlx_tandem.training.journal import Journal
-from mlx_tandem.training.manifests import Manifest
-from mlx_tandem.training.records import Added, Dropped, Ended, Opened, Record
-from mlx_tandem.training.recovery import Counters
+from mlx_tandem.training.online import advantages, recovery
+from mlx_tandem.training.online.recovery import Counters
+from mlx_tandem.training.online.update import Pending
+from mlx_tandem.training.store.checkpoints import CheckpointInfo, Checkpoints
+from mlx_tandem.training.store.journal import Journal
+from mlx_tandem.training.store.manifests import Manifest
+from mlx_tandem.training.store.records import Added, Dropped, Ended, Opened, Record
 from mlx_tandem.training.trajectories import Buffer, Trajectory
-from mlx_tandem.training.update import Pending
 
 log = logging.getLogger(__name__)
 

@@ -19,17 +19,17 @@ from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.learning import Adam
 from mlx_tandem.errors import EngineError, EngineUnavailable, ModelError, TandemError
 from mlx_tandem.files import StorageError
-from mlx_tandem.training import advantages, update
-from mlx_tandem.training.guard import Rewards
-from mlx_tandem.training.ledger import Ledger
-from mlx_tandem.training.manifests import Manifest
-from mlx_tandem.training.prompts import Judge, Scorer
-from mlx_tandem.training.records import Began, Ended
-from mlx_tandem.training.serving import Serving, UpdateReport
-from mlx_tandem.training.trainer import Trainer
+from mlx_tandem.training.online import advantages, update
+from mlx_tandem.training.online.guard import Rewards
+from mlx_tandem.training.online.ledger import Ledger
+from mlx_tandem.training.online.prompts import Judge, Scorer
+from mlx_tandem.training.online.serving import Serving, UpdateReport
+from mlx_tandem.training.online.trainer import Trainer
+from mlx_tandem.training.online.update import Finding, Pending
+from mlx_tandem.training.online.versions import Versions
+from mlx_tandem.training.store.manifests import Manifest
+from mlx_tandem.training.store.records import Began, Ended
 from mlx_tandem.training.trajectories import Trajectory
-from mlx_tandem.training.update import Finding, Pending
-from mlx_tandem.training.versions import Versions
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
 log = logging.getLogger(__name__)

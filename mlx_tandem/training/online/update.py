@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.learning import Adam, Batch, BatchResult
-from mlx_tandem.training import advantages, guard
-from mlx_tandem.training.records import Began
-from mlx_tandem.training.serving import Outcome, UpdateReport
+from mlx_tandem.training.online import advantages, guard
+from mlx_tandem.training.online.serving import Outcome, UpdateReport
+from mlx_tandem.training.store.records import Began
 from mlx_tandem.training.trajectories import Trajectory
 
 GUARD_TOKENS = 4096

@@ -18,8 +18,8 @@ from typing import Any
 
 from mlx_tandem import files
 from mlx_tandem.files import DISK, FileOps, StorageError
-from mlx_tandem.training import records
-from mlx_tandem.training.records import Record, Records
+from mlx_tandem.training.store import records
+from mlx_tandem.training.store.records import Record, Records
 from mlx_tandem.training.trajectories import Trajectory
 
 _NAME = re.compile(r"journal-(\d{6,})\.log")

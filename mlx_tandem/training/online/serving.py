@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from mlx_tandem.config import Mode
-from mlx_tandem.training.guard import Verdict
+from mlx_tandem.training.online.guard import Verdict
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, SamplingParams
 
 Outcome = Literal["published", "kept", "rolled_back", "refused", "skipped"]

@@ -9,12 +9,12 @@ import msgspec
 from msgspec import Struct, field
 
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.training import update
-from mlx_tandem.training.guard import Course, Mean
-from mlx_tandem.training.manifests import Manifest
-from mlx_tandem.training.records import Added, Began, Dropped, Ended, Opened, Record, Seen
+from mlx_tandem.training.online import update
+from mlx_tandem.training.online.guard import Course, Mean
+from mlx_tandem.training.online.update import Pending
+from mlx_tandem.training.store.manifests import Manifest
+from mlx_tandem.training.store.records import Added, Began, Dropped, Ended, Opened, Record, Seen
 from mlx_tandem.training.trajectories import Buffer, Counts
-from mlx_tandem.training.update import Pending
 
 GOOD = ("published", "kept")
 """Outcomes of updates whose step stands."""

@@ -1,0 +1,1 @@
+"""The online loop: collect, score, update, validate, publish, beside a server that goes on serving"""
