@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mlx_tandem.model import device  # noqa: F401  first of all: it loads a fast BLAS before MLX
 from tests.serving import RunningServer, demo_config, serving
 
 
