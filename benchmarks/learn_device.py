@@ -187,6 +187,7 @@ def main() -> None:
         args.json_out.parent.mkdir(parents=True, exist_ok=True)
         whole = describe() | {"shape": args.shape or "demo"} | result
         args.json_out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    print(f"k3 of sampler and trainer: {result['agreement']['k3']:.1e} nats; the last round: {result['rounds'][-1]}")
 
 
 if __name__ == "__main__":
