@@ -18,7 +18,9 @@ CANARY = "canary-7d1f"
 
 
 def stream(server: RunningServer, tokens: int, begun: threading.Event, result: list[str]) -> None:
-    body = {"prompt": CANARY, "max_tokens": tokens, "ignore_eos": True, "stream": True, "user": CANARY}
+    # Greedy: a drawn token may be a part of a character, which makes no event of its own.
+    body = {"prompt": CANARY, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body["user"] = CANARY
     with (
         httpx.Client(base_url=server.url, timeout=60) as client,
         client.stream("POST", "/v1/completions", json=body) as response,
