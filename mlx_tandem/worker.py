@@ -100,10 +100,10 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         eos_token_ids=info.eos_token_ids,
     )
     built.warm_up(scheduler.cost)
-    linears, layers = built.linears, built.layers  # the loader's threads must not hold the model
+    linears, layers, uploads = built.linears, built.layers, built.uploads  # other threads must not hold the model
 
     def read(source: AdapterSource) -> AdapterWeights:
-        return formats.read(
+        weights = formats.read(
             Path(source.path),
             linears,
             max_rank=config.lora.max_lora_rank,
@@ -111,6 +111,8 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
             follow_links=source.follow_links,
             root=Path(source.root) if source.root is not None else None,
         )
+        uploads.prepare(weights)
+        return weights
 
     def trainers() -> Trainers:
         return Trainers(
@@ -120,6 +122,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
             micro_batch_tokens=config.duty.micro_batch_tokens
             or MICRO_BATCH_TOKENS["cpu" if device.is_cpu() else "gpu"],
             most_tokens=info.max_model_len,
+            prepare=uploads.prepare,
         )
 
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)

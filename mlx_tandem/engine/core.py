@@ -232,9 +232,11 @@ class EngineCore:
         due = self._duty.may_train(scheduler.has_users, rows or training.has_work)
         if training.has_work and (due or training.is_brief) and not (rows and self._sliced):
             self._sliced = True
-            if self._step(self._pipeline.drain):
+            if not self._runner.one_at_a_time:
+                self._step(self._slice)
+            elif self._step(self._pipeline.drain):
                 self._flush()  # no token waits for a slice
-                self._slice()
+                self._step(self._slice)
         else:
             self._sliced = False
             self._step(lambda: self._pipeline.turn(due))
@@ -242,12 +244,17 @@ class EngineCore:
             self._adapters.let_go(scheduler.digests)
 
     def _step(self, turn: Callable[[], Settled | None]) -> bool:
-        """Whether no step was lost."""
+        """Whether no step was lost. What learning has to say since is sent with the step's tokens."""
         try:
             settled = turn()
         except StepsLost as e:
             self._fail(e)
             return False
+        except TrainingFailed as e:
+            self._outbox += self._training.answers()
+            self._strike(f"learning: {e}")
+            return True
+        self._outbox += self._training.answers()
         if settled is None:
             return True
         if settled.deltas:
@@ -258,15 +265,8 @@ class EngineCore:
             self._release_adapters()
         return True
 
-    def _slice(self) -> None:
-        started = time.perf_counter()
-        try:
-            self._training.slice()
-        except TrainingFailed as e:
-            self._outbox += self._training.answers()
-            self._strike(f"learning: {e}")
-        self._duty.note_training((time.perf_counter() - started) * 1e3)
-        self._outbox += self._training.answers()
+    def _slice(self) -> Settled | None:
+        return self._pipeline.slice(self._training.slice)
 
     def _fail(self, lost: StepsLost) -> None:
         log.error("a step failed: %s", lost)

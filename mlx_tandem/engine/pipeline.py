@@ -1,8 +1,13 @@
-"""Scheduler and runner turned one against the other, one step ahead: the device never waits for the host to decide."""
+"""Scheduler and runner turned one against the other, one step ahead: the device never waits for the host to decide.
+
+A slice of learning takes a step's place: it is launched behind the step in flight and read when the next thing is
+launched.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +25,10 @@ class StepsLost(Exception):
         self.plans = plans
 
 
+Wait = Callable[[], None]
+"""Blocks until what was launched is done; raises what went wrong with it."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Flight:
     plan: StepPlan
@@ -27,14 +36,20 @@ class _Flight:
     launched: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    wait: Wait
+    launched: float
+
+
 class Pipeline:
-    """`duty` is told how long steps took and for whom."""
+    """`duty` is told how long steps and slices took and for whom."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, duty: Duty | None = None):
         self._scheduler = scheduler
         self._runner = runner
         self._duty = duty or Duty(DutyConfig())
-        self._flight: _Flight | None = None
+        self._flight: _Flight | _Slice | None = None
         self._last_done = 0.0
         self.steps = 0
         self.rows = 0
@@ -46,10 +61,10 @@ class Pipeline:
         return self._flight is None
 
     def turn(self, background: bool = True) -> Settled | None:
-        """Launch the next step, then read the one before, which ran meanwhile. None when there was none to read.
+        """Launch the next step, then read what was launched before, which ran meanwhile. None when that was no step.
         `background`: as in `Scheduler.plan`.
 
-        Raises StepsLost; the pipeline is empty then.
+        Raises StepsLost, the pipeline is empty then; and what a slice's `Wait` does.
         """
         previous, self._flight = self._flight, None
         plan = None
@@ -58,30 +73,65 @@ class Pipeline:
             if plan is not None:
                 launched = time.perf_counter()
                 self._flight = _Flight(plan, self._runner.launch(plan), launched)
-            return self._settle(previous) if previous is not None else None
+            return self._read(previous)
         except DeviceError as e:
             self._flight = None
-            raise StepsLost([p for p in (previous.plan if previous else None, plan) if p is not None], e) from e
+            before = previous.plan if isinstance(previous, _Flight) else None
+            raise StepsLost([p for p in (before, plan) if p is not None], e) from e
+
+    def slice(self, launch: Callable[[], Wait | None]) -> Settled | None:
+        """As `turn`, with a slice of learning instead of a step; on a device that takes one thing at a time the slice
+        is read, too. `launch` returns None when it left nothing to wait for.
+
+        Raises what `turn` does, and what `launch` does: then a step in flight is still to be read.
+        """
+        previous, self._flight = self._flight, None
+        launched = time.perf_counter()
+        try:
+            wait = launch()
+        except BaseException:
+            self._flight = previous if isinstance(previous, _Flight) else None
+            raise
+        if wait is None:
+            self._last_done = time.perf_counter()
+            self._duty.note_training((self._last_done - launched) * 1e3)
+        else:
+            self._flight = _Slice(wait, launched)
+        try:
+            settled = self._read(previous)
+        except DeviceError as e:
+            assert isinstance(previous, _Flight)
+            raise StepsLost([previous.plan], e) from e
+        except BaseException:  # a slice failed: the one behind it belongs to the same work
+            self._flight = None
+            raise
+        if self._runner.one_at_a_time:
+            self.drain()
+        return settled
 
     def drain(self) -> Settled | None:
-        """Read the step in flight, if there is one, and launch none: the device has nothing to do then.
+        """Read what is in flight, if anything is, and launch nothing: the device has nothing to do then.
 
-        Raises StepsLost.
+        Raises what `turn` does.
         """
         previous, self._flight = self._flight, None
         try:
-            return self._settle(previous) if previous is not None else None
+            return self._read(previous)
         except DeviceError as e:
-            assert previous is not None
+            assert isinstance(previous, _Flight)
             raise StepsLost([previous.plan], e) from e
 
-    def _settle(self, flight: _Flight) -> Settled:
+    def _read(self, flight: _Flight | _Slice | None) -> Settled | None:
+        if flight is None:
+            return None
+        if isinstance(flight, _Slice):
+            flight.wait()
+            self._duty.note_training(self._done(flight.launched))
+            return None
         result = self._runner.wait(flight.handle)
-        done = time.perf_counter()
-        ms = (done - max(flight.launched, self._last_done)) * 1e3
-        self._last_done = done
+        ms = self._done(flight.launched)
         self.step_ms = 0.9 * self.step_ms + 0.1 * ms if self.step_ms else ms
-        self._account(flight.plan, ms, done * 1e3)
+        self._account(flight.plan, ms)
         self.steps += 1
         self.rows += len(flight.plan.rows)
         self.lora_rows += sum(1 for r in flight.plan.rows if r.slot)
@@ -89,8 +139,13 @@ class Pipeline:
             self._scheduler.observe(flight.plan, ms)
         return self._scheduler.settle(flight.plan, result)
 
-    def _account(self, plan: StepPlan, ms: float, now_ms: float) -> None:
+    def _done(self, launched: float) -> float:
+        """Milliseconds that the device had for what was just read: since its launch, or since what was read before."""
+        started, self._last_done = max(launched, self._last_done), time.perf_counter()
+        return (self._last_done - started) * 1e3
+
+    def _account(self, plan: StepPlan, ms: float) -> None:
         share = plan.background_share
         self._duty.note_serving(ms * (1 - share))
         self._duty.note_training(ms * share)
-        self._duty.note_tokens(now_ms, plan.has_streams)
+        self._duty.note_tokens(self._last_done * 1e3, plan.has_streams)

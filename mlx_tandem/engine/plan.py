@@ -98,7 +98,13 @@ class DeviceError(Exception):
 
 
 class Runner(Protocol):
-    """Executes plans in the order of their launch. Two real ones: the MLX runner and the reference runner."""
+    """Executes plans in the order of their launch. Two real ones: the MLX runner and the reference runner.
+
+    `one_at_a_time`: nothing else is to be launched on the device while a step is there.
+    """
+
+    @property
+    def one_at_a_time(self) -> bool: ...
 
     def launch(self, plan: StepPlan) -> Any:
         """Start the step and return at once with a handle. Raises DeviceError."""

@@ -17,6 +17,7 @@ from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.adapters import Adapters
 from mlx_tandem.engine.learning import Adam, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import Conflict, EngineError, EngineUnavailable, InvalidRequest, TandemError
 
 log = logging.getLogger(__name__)
@@ -32,10 +33,10 @@ class Trainers(Protocol):
 
     def run(
         self, batches: Sequence[Batch], forward_only: bool, micro_batch_tokens: int
-    ) -> Generator[None, None, tuple[BatchResult, ...]]:
-        """Each `next` is one slice, evaluated when it returns."""
+    ) -> Generator[Wait, None, tuple[BatchResult, ...]]:
+        """Each `next` launches one slice; the one before it need not be done yet."""
 
-    def step(self, name: str, adam: Adam) -> Generator[None, None, StepDone]:
+    def step(self, name: str, adam: Adam) -> Generator[Wait, None, StepDone]:
         """As a pass; nothing has changed until it is through."""
 
     def settle(self, name: str, keep: bool) -> None: ...
@@ -65,7 +66,7 @@ class Training:
         self._most_rank = most_rank
         self._trainers: Trainers | None = None
         self._queue: deque[m.Learning] = deque()  # the first is under way
-        self._under_way: Generator[None, None, m.Outbound] | None = None  # of the first message
+        self._under_way: Generator[Wait, None, m.Outbound] | None = None  # of the first message
         self._aside: list[_Aside] = []
         self._threads: dict[type, ThreadPoolExecutor] = {}  # by kind of work: no version waits for a checkpoint
         self._answers: list[m.Outbound] = []
@@ -100,26 +101,41 @@ class Training:
         else:
             self._queue.append(message)
 
-    def slice(self) -> None:
-        """One slice of device work of the first message. Raises TrainingFailed."""
+    def slice(self) -> Wait | None:
+        """Launch one slice of device work of the first message, and return what waits for it; None when there is
+        nothing to wait for. Both raise TrainingFailed."""
         message = self._queue[0]
         try:
-            answer = self._work(message)
+            done = self._work(message)
         except TandemError as e:
             self._end()
             self._fail(message, e)
+            return None
         except Exception as e:
-            log.exception("learning failed")
+            raise self._failed(message, e) from e
+        if not callable(done):
+            if done is not None:
+                self._answers.append(done)
+            self._end()
+            return None
+        wait = done
+
+        def wait_or_fail() -> None:
+            try:
+                wait()
+            except Exception as e:
+                raise self._failed(message, e) from e
+
+        return wait_or_fail
+
+    def _failed(self, message: m.Learning, e: Exception) -> TrainingFailed:
+        log.error("learning failed", exc_info=e)
+        if self._queue and self._queue[0] is message:
             self._end()
             self._fail(message, EngineError(f"learning failed: {type(e).__name__}"))
-            if self._trainers is not None:
-                self._trainers.abandon()
-            raise TrainingFailed(f"{type(message).__name__}: {type(e).__name__}") from e
-        else:
-            if answer is not None:
-                self._answers.append(answer)
-            if answer is not None or isinstance(message, m.SaveTrainer | m.PublishTrainer):
-                self._end()
+        if self._trainers is not None:
+            self._trainers.abandon()
+        return TrainingFailed(f"{type(message).__name__}: {type(e).__name__}")
 
     def answers(self) -> list[m.Outbound]:
         """What there is to say since the last time; what other threads have made ready is found out here."""
@@ -177,8 +193,9 @@ class Training:
         self._queue.popleft()
         self._under_way = None
 
-    def _work(self, message: m.Learning) -> m.Outbound | None:
-        """The answer once there is one."""
+    def _work(self, message: m.Learning) -> Wait | m.Outbound | None:
+        """What waits for the slice that was launched, or else the message is done here: its answer, unless another
+        thread will have it."""
         if self._trainers is None:
             assert self._make is not None
             self._trainers = self._make()
@@ -188,11 +205,10 @@ class Training:
                 if self._under_way is None:
                     self._under_way = _slices(trainers, message)
                 try:
-                    next(self._under_way)
+                    return next(self._under_way)
                 except StopIteration as e:
                     answer: m.Outbound = e.value
                     return answer
-                return None
             case m.OpenTrainer():
                 weights = self._loaded(message.digest) if message.digest else None
                 return m.TrainerOpened(message.call, trainers.open(message.spec, message.folder, weights))
@@ -229,7 +245,7 @@ class Training:
         self._aside.append(_Aside(message, thread.submit(work)))
 
 
-def _slices(trainers: Trainers, message: m.RunPass | m.StepTrainer) -> Generator[None, None, m.Outbound]:
+def _slices(trainers: Trainers, message: m.RunPass | m.StepTrainer) -> Generator[Wait, None, m.Outbound]:
     if isinstance(message, m.StepTrainer):
         return m.Stepped(message.call, (yield from trainers.step(message.trainer, message.adam)))
     passing = trainers.run(message.batches, message.forward_only, message.micro_batch_tokens)

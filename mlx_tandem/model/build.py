@@ -21,6 +21,7 @@ from mlx_tandem.model.clone import clone
 from mlx_tandem.model.loader import Report, load
 from mlx_tandem.model.lora import LoraState
 from mlx_tandem.model.runner import Flight, MLXRunner
+from mlx_tandem.model.uploads import Uploads
 from mlx_tandem.types import EngineInfo, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Built:
     adapter_bytes: Callable[[], int]  # of all slots
     twin: nn.Module  # the model's modules once more, untouched, over the same weights
     adapter_dtype: mx.Dtype
+    uploads: Uploads
 
 
 def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: Report) -> Built:
@@ -102,6 +104,7 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
         lambda: lora.nbytes,
         twin,
         lora.dtype,
+        lora.uploads,
     )
 
 

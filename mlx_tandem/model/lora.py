@@ -25,6 +25,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, Switch
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
+from mlx_tandem.model.uploads import Uploads
 
 SMALLEST_RANK = 8
 WINDOW = 8
@@ -86,27 +87,25 @@ class Target:
         mx.eval(a, b)  # module by module: one old pair at a time lives beside its successor
         self.a, self.b = a, b
 
-    def write(self, slot: int, pair: tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]] | None) -> None:
-        """The whole slot, padding included: nothing of an evicted adapter is left. Evaluated by the caller."""
+    def write(self, slot: int, pair: tuple[mx.array, mx.array] | None) -> None:
+        """The whole slot, padding included: nothing of an evicted adapter is left. Evaluated by the caller. `pair` may
+        be the bits of the arrays' dtype."""
         assert self.a is not None and self.b is not None
         if pair is None:
             self.a[slot] = mx.array(0, self.a.dtype)
             self.b[slot] = mx.array(0, self.b.dtype)
         else:
             rank = self.a.shape[-1]
-            self.a[slot] = mx.array(_widened(pair[0], -1, rank)).astype(self.a.dtype)
-            self.b[slot] = mx.array(_widened(pair[1], -2, rank)).astype(self.b.dtype)
+            self.a[slot] = _widened(pair[0].view(self.a.dtype), -1, rank)
+            self.b[slot] = _widened(pair[1].view(self.b.dtype), -2, rank)
 
 
-def _widened(x: npt.NDArray[np.float32], axis: int, size: int) -> npt.NDArray[np.float32]:
-    """`x` with zeros behind it up to `size` along `axis`. (np.pad takes ten times as long.)"""
-    if x.shape[axis] == size:
-        return x
-    shape = list(x.shape)
-    shape[axis] = size
-    wide = np.zeros(shape, x.dtype)
-    wide[tuple(slice(n) for n in x.shape)] = x
-    return wide
+def _widened(x: mx.array, axis: int, size: int) -> mx.array:
+    """`x` with zeros behind it up to `size` along `axis`."""
+    missing = size - x.shape[axis]
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return mx.pad(x, widths) if missing else x
 
 
 class _Windows(NamedTuple):
@@ -141,6 +140,7 @@ class LoraState:
         # MLX's CPU back end has gather_mm for float32 only, and its half-precision products are slow anyway.
         on_cpu = mx.default_device().type == mx.DeviceType.cpu
         self.dtype = mx.float32 if on_cpu else dtype
+        self.uploads = Uploads(self.dtype)
         self.rank = 0  # of the stacked arrays: the present bucket
         self.backend = ("windows" if on_cpu else "gather") if config.backend == "auto" else config.backend
         self._targets = find_targets(model)
@@ -186,10 +186,11 @@ class LoraState:
             raise ValueError(f"slot {slot} is not in 1 … {self.slots}")
 
     def _write(self, slot: int, weights: AdapterWeights | None) -> None:
+        pairs = self.uploads.take(weights) if weights is not None else {}
         self._routes.clear()  # they hold views of the arrays, which would have them copied
         mx.synchronize()
         for t in self._live:
-            t.write(slot, weights.tensors.get(t.path) if weights is not None else None)
+            t.write(slot, pairs.get(t.path))
         mx.eval(self.arrays())  # at once: nobody else holds the old arrays, so each slot is written in place
 
     def _grow(self, weights: AdapterWeights) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.engine.learning import Datum
+from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.loader import load
 from mlx_tandem.training.device.losses import TokenBatch, loss, shares
@@ -32,10 +33,10 @@ def trainers_of(folder: Path, *, micro_batch_tokens: int = 64, dtype: str = "flo
     )
 
 
-def finish(slices: Generator[None, None, T]) -> T:
+def finish(slices: Generator[Wait, None, T]) -> T:
     while True:
         try:
-            next(slices)
+            next(slices)()
         except StopIteration as e:
             result: T = e.value
             return result

@@ -286,7 +286,7 @@ def test_an_install_writes_in_place() -> None:
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     state.install(2, everything)
-    assert mx.get_peak_memory() - before < largest / 4 < stack / 10
+    assert mx.get_peak_memory() - before < largest / 2 < stack / 10  # the adapter itself, and of no stack a copy
     assert state.nbytes == stack
 
 

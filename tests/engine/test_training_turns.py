@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.core import EngineFailure
 from mlx_tandem.engine.learning import Adam, Batch, BatchResult, LossConfig, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.types import AdapterRef, AdapterSource, Request
 from tests.engine.front import Front, adapter, request
@@ -33,6 +35,8 @@ class Slices:
     writing: threading.Event = field(default_factory=threading.Event)
     may_write: threading.Event = field(default_factory=threading.Event)
     watch: Callable[[], None] = lambda: None
+    launched: int = 0  # slices of passes
+    waited: int = 0
 
     def __post_init__(self) -> None:
         self.may_write.set()
@@ -42,6 +46,11 @@ class Slices:
         self.done.append(what)
         if what in self.fail:
             raise self.fail[what]
+
+    def _wait(self, slice_: int) -> None:
+        self.waited += 1
+        if f"wait {slice_}" in self.fail:
+            raise self.fail[f"wait {slice_}"]
 
     def _version(self, name: str) -> int:
         if name not in self.open_:
@@ -59,22 +68,23 @@ class Slices:
 
     def run(
         self, batches: Sequence[Batch], forward_only: bool, micro_batch_tokens: int
-    ) -> Generator[None, None, tuple[BatchResult, ...]]:
+    ) -> Generator[Wait, None, tuple[BatchResult, ...]]:
         self._version(batches[0].trainer)
 
-        def slices() -> Generator[None, None, tuple[BatchResult, ...]]:
+        def slices() -> Generator[Wait, None, tuple[BatchResult, ...]]:
             for i, _ in enumerate(batches):
                 self._note(f"slice {i}")
-                yield
+                self.launched += 1
+                yield lambda i=i: self._wait(i)
             return tuple(BatchResult(b.trainer, 1.0, 0, (), ()) for b in batches)
 
         return slices()
 
-    def step(self, name: str, adam: Adam) -> Generator[None, None, StepDone]:
+    def step(self, name: str, adam: Adam) -> Generator[Wait, None, StepDone]:
         self._note(f"step {name}")
         self.open_[name] = self._version(name) + 1
         return StepDone(name, self.open_[name], 1.0, True)
-        yield
+        yield lambda: None
 
     def settle(self, name: str, keep: bool) -> None:
         self._note(f"settle {name} {keep}")
@@ -183,8 +193,11 @@ def test_a_trainer_begins_with_an_adapter_that_is_loaded(front: Front, trainers:
 # --- beside what is served ---------------------------------------------------------------------------------------
 
 
-def test_a_slice_has_the_device_to_itself(front: Front, trainers: Slices) -> None:
-    """The step in flight is read, and its tokens are sent, before a slice runs; requests come out as alone."""
+def test_a_slice_has_the_device_to_itself(make_front: MakeFront, trainers: Slices) -> None:
+    """Where that is needed the step in flight is read, and its tokens are sent, before a slice runs."""
+    front = make_front(trainers=trainers, one_at_a_time=True)
+    front.send(open_trainer(1))
+    front.turn(2)
     looked: list[int] = []
 
     def watch() -> None:
@@ -201,8 +214,44 @@ def test_a_slice_has_the_device_to_itself(front: Front, trainers: Slices) -> Non
         front.turn()
     front.finish()
     assert looked == [6] * 4, "two steps of three were launched, and both are read"
+    assert trainers.waited == 4
     assert all(front.tokens(i) == expected(request(i, max_tokens=12), 0) for i in range(3))
     front.assert_nothing_is_held()
+
+
+def test_a_slice_is_launched_behind_the_step_in_flight(
+    front: Front, trainers: Slices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the next step behind the slice: the device is never without work. Requests come out as alone."""
+    looked: list[tuple[int, int]] = []
+
+    def watch() -> None:
+        looked.append((front.reference.launches - len(read()), trainers.launched - trainers.waited))
+
+    def read() -> list[str]:
+        return [call for call in front.runner.calls if call.startswith("wait")]
+
+    front.send(*(m.Submit(request(i, max_tokens=12)) for i in range(3)))
+    front.turn(2)
+    trainers.watch = watch
+    front.send(a_pass(2, slices=6))
+    turns = itertools.cycle([True, False])
+    with monkeypatch.context() as patch:
+        patch.setattr(front.duty, "may_train", lambda serving, training: next(turns))
+        front.turn(8)
+    assert looked == [(1, 0)] * 4, "a step in flight, and no slice before this one"
+    front.finish()
+    assert trainers.launched == trainers.waited == 6
+    assert all(front.tokens(i) == expected(request(i, max_tokens=12), 0) for i in range(3))
+    front.assert_nothing_is_held()
+
+
+def test_slices_overlap_with_one_another(front: Front, trainers: Slices) -> None:
+    looked: list[int] = []
+    trainers.watch = lambda: looked.append(trainers.launched - trainers.waited)
+    front.send(a_pass(2, slices=4))
+    front.finish()
+    assert looked == [0, 1, 1, 1]
 
 
 def test_nothing_else_to_do_and_slices_run_back_to_back(front: Front, trainers: Slices) -> None:
@@ -462,6 +511,26 @@ def test_a_failure_of_the_device_fails_its_message_and_nothing_else(front: Front
     assert trainers.done == ["slice 0", "slice 1", "abandon", "step p"]
     assert [x.call for x in front.got(m.Stepped)] == [3]
     assert front.tokens(0) == expected(request(0, max_tokens=12), 0)
+
+
+@pytest.mark.parametrize("one_at_a_time", [False, True])
+@pytest.mark.parametrize("slice_", [0, 1, 2])
+def test_a_slice_that_fails_when_it_is_read_counts_once(
+    make_front: MakeFront, trainers: Slices, slice_: int, one_at_a_time: bool
+) -> None:
+    """Also when the next was launched already, or all were."""
+    front = make_front(trainers=trainers, one_at_a_time=one_at_a_time)
+    front.send(open_trainer(1))
+    front.turn(2)
+    trainers.fail[f"wait {slice_}"] = RuntimeError("out of memory")
+    front.send(m.Submit(request(0, max_tokens=12)), a_pass(2), m.StepTrainer(3, "p", Adam(0.1)))
+    front.finish()
+    assert trainers.done.count("abandon") == 1
+    assert len(front.core._failures) == 1
+    assert [x.call for x in front.got(m.Stepped)] == [3]
+    assert len(front.got(m.CallFailed)) + len(front.got(m.PassDone)) == 1
+    assert front.tokens(0) == expected(request(0, max_tokens=12), 0)
+    front.assert_nothing_is_held()
 
 
 def test_three_failures_in_a_minute_end_the_engine(front: Front, trainers: Slices, clock: list[float]) -> None:

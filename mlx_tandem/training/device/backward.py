@@ -6,12 +6,14 @@ each. That gives the gradients of a plain backward to the bit, and needs no more
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
+from mlx_tandem.engine.pipeline import Wait
+from mlx_tandem.training.device.slices import Slices, launched
 from mlx_tandem.training.device.spine import Layer, Spine
 from mlx_tandem.training.device.tree import Segment, Tree
 
@@ -19,7 +21,6 @@ HEAD_BYTES = 128 << 20
 """Of logits at a time: a whole micro-batch's would be larger than everything else."""
 
 Pair = tuple[mx.array, mx.array]
-Slices = Generator[None, None, None]
 
 
 class Weights(NamedTuple):
@@ -72,30 +73,25 @@ class MicroBatch:
             h = self._entry
             for layer in self._layers:
                 h = layer(h)
-                mx.eval(h)
-                yield
+                yield launched(h)
             parts = []
             for at, target, temperature in self._chunks():
                 parts.append(_logprobs(self._leave(self._flat(h)[at]), target, temperature))
-                mx.eval(parts[-1])
-                yield
+                yield launched(parts[-1])
             self.base = mx.concatenate(parts)
         h = self._entry
-        mx.eval(h)
         for i, layer in enumerate(self._layers):
             if backward and i >= self._lowest:
                 self._inputs.append(h)
             h = self._run(i, layer, h, self._arrays(i))
-            mx.eval(h)
-            yield
+            yield launched(h)
         self._states = h
         hot, cold = [], []
         for at, target, temperature in self._chunks():
             logits = self._leave(self._flat(h)[at])
             hot.append(_logprobs(logits, target, temperature))
             cold.append(_logprobs(logits, target, None))
-            mx.eval(hot[-1], cold[-1])
-            yield
+            yield launched(hot[-1], cold[-1])
         self.logprobs, self.plain = mx.concatenate(hot), mx.concatenate(cold)
 
     def backward(self, cotangents: mx.array) -> Slices:
@@ -113,15 +109,14 @@ class MicroBatch:
 
             _, (own,) = mx.vjp(head, [flat[at]], [here])
             gradient = gradient.at[at].add(own)
-            mx.eval(gradient)
-            yield
+            yield launched(gradient)
         del flat, states
         gradient = gradient.reshape(self._rows, self._length, -1)
         for i in reversed(range(self._lowest, len(self._layers))):
-            gradient = self._layer_backward(i, self._inputs.pop(), gradient)
-            yield
+            gradient, wait = self._layer_backward(i, self._inputs.pop(), gradient)
+            yield wait
 
-    def _layer_backward(self, i: int, h: mx.array, gradient: mx.array) -> mx.array:
+    def _layer_backward(self, i: int, h: mx.array, gradient: mx.array) -> tuple[mx.array, Wait]:
         layer, arrays = self._layers[i], self._arrays(i)
 
         if i == self._lowest:  # nothing below is trained
@@ -131,8 +126,7 @@ class MicroBatch:
             _, (below, *own) = mx.vjp(lambda x, *ab: self._run(i, layer, x, list(ab)), [h, *arrays], [gradient])
         for (adapter, path), a, b in zip(self._paths[i], own[::2], own[1::2], strict=True):
             self.gradients[adapter][path] = (a, b)
-        mx.eval(below, own)
-        return below
+        return below, launched(below, own)
 
     def _run(self, i: int, layer: Layer, h: mx.array, arrays: list[mx.array]) -> mx.array:
         """Layer i with its adapters' arrays, A and B in the order of its paths."""

@@ -18,7 +18,9 @@ from mlx_tandem import files
 from mlx_tandem.adapters import convert, formats
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.engine.learning import Adam, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import ModelError
+from mlx_tandem.training.device.slices import launched
 
 Pair = tuple[mx.array, mx.array]
 Arrays = dict[str, npt.NDArray[np.float32]]
@@ -107,7 +109,7 @@ class Trainer:
     def drop_gradients(self) -> None:
         self._gradients = None
 
-    def step(self, adam: Adam) -> Generator[None, None, StepDone]:
+    def step(self, adam: Adam) -> Generator[Wait, None, StepDone]:
         """One step with the gradients there are, some pairs at a time. With gradients that are not finite, or none,
         nothing is changed."""
         gradients, self._gradients = self._gradients, None
@@ -118,8 +120,7 @@ class Trainer:
         squares = []
         for paths in chunks:
             squares.append(sum((g.square().sum() for path in paths for g in gradients[path]), mx.array(0.0)))
-            mx.eval(squares[-1])
-            yield
+            yield launched(squares[-1])
         size = math.sqrt(sum(float(np.array(s)) for s in squares))
         if not math.isfinite(size):
             return StepDone(self.spec.name, self.step_count, size, False)
@@ -139,11 +140,11 @@ class Trainer:
                         for g, p, moments in zip(gradients[path], self.pairs[path], state[path], strict=True)
                     )
                     stepped[path] = (a, b)
-                mx.eval([stepped[path] for path in paths], [state[path] for path in paths], state["step"])
-                yield
+                yield launched([stepped[path] for path in paths], [state[path] for path in paths], state["step"])
         except BaseException:  # whoever drops a step half done drops all of it
             optimizer.state = before[1]
             raise
+        mx.eval(stepped)  # before it counts
         self.pairs = self.pairs | stepped
         self.step_count += 1
         self._before = before

@@ -15,6 +15,7 @@ from mlx_tandem import limits
 from mlx_tandem.adapters import formats
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.engine.learning import Adam, Batch, BatchResult, Datum, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.training.device import losses
 from mlx_tandem.training.device.backward import MicroBatch, Weights, positions
@@ -23,7 +24,7 @@ from mlx_tandem.training.device.spine import Spine
 from mlx_tandem.training.device.state import TRAINER, Moments, Trainer
 from mlx_tandem.training.device.tree import Tree
 
-Passes = Generator[None, None, tuple[BatchResult, ...]]
+Passes = Generator[Wait, None, tuple[BatchResult, ...]]
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,25 @@ class _Item:
 
 
 class Trainers:
-    """`model` is a clone that nobody else calls. `most_tokens`: the longest sequence."""
+    """`model` is a clone that nobody else calls. `most_tokens`: the longest sequence. `prepare` is told of weights that
+    are about to be published, on another thread."""
 
     def __init__(
-        self, model: nn.Module, dtype: mx.Dtype, *, vocab_size: int, micro_batch_tokens: int, most_tokens: int
+        self,
+        model: nn.Module,
+        dtype: mx.Dtype,
+        *,
+        vocab_size: int,
+        micro_batch_tokens: int,
+        most_tokens: int,
+        prepare: Callable[[AdapterWeights], None] = lambda weights: None,
     ):
         self._tree = Tree(model, dtype)
         self._spine = Spine(self._tree.model, self._tree.layers)
         self._vocab_size = vocab_size
         self._micro_batch_tokens = micro_batch_tokens
         self._most_tokens = most_tokens
+        self._prepare = prepare
         self._trainers: dict[str, Trainer] = {}
 
     # --- trainers ------------------------------------------------------------------------------------------------
@@ -95,7 +105,7 @@ class Trainers:
             raise NotFound(f"there is no trainer {name[:80]!r}", param="trainer", code="trainer_not_found")
         return trainer
 
-    def step(self, name: str, adam: Adam) -> Generator[None, None, StepDone]:
+    def step(self, name: str, adam: Adam) -> Generator[Wait, None, StepDone]:
         """In slices, as a pass."""
         return self._get(name).step(adam)
 
@@ -103,7 +113,15 @@ class Trainers:
         self._get(name).settle(keep)
 
     def publish(self, name: str) -> Callable[[], AdapterWeights]:
-        return self._get(name).publish()
+        make = self._get(name).publish()
+        prepare = self._prepare
+
+        def published() -> AdapterWeights:
+            weights = make()
+            prepare(weights)
+            return weights
+
+        return published
 
     def snapshot(self, name: str) -> Callable[[str], None]:
         return self._get(name).snapshot()
