@@ -1,0 +1,189 @@
+"""What memory does learning need beside serving, and what would two processes need for the same work?
+
+    python benchmarks/learn_memory.py --shape qwen3-8b --dtype bfloat16 --json-out benchmarks/results/learn_memory-8b.json
+
+Each way is measured in a process of its own, by MLX's count of its peak: streams alone; streams beside updates of about
+2,048 tokens, each stepped and published; the same updates in a process that serves nothing; and mlx-lm's own LoRA
+trainer on a batch of that size, with and without its checkpointing of layers. A last process runs one micro-batch's
+slices apart, to see what the activations of one layer come to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from learn_device import COMPLETION, PROMPT, RATE, UPDATE, Streams, sampled
+
+from mlx_tandem import demo
+from mlx_tandem.api import Engine
+from mlx_tandem.cli.bench.machine import describe
+from mlx_tandem.cli.bench.shapes import SHAPES, write_model
+from mlx_tandem.engine.learning import Batch, LossConfig, TrainerSpec
+
+RANK = 16
+WAYS = ("serving", "both", "learning", "slices", "mlx-lm", "mlx-lm checkpointed")
+UPDATES = 4
+
+
+def engine_of(args: argparse.Namespace, blocks: int) -> Engine:
+    return Engine(
+        Path(args.model), {}, dtype=args.dtype, max_model_len=2048, num_blocks=blocks, random_weights=args.random
+    )
+
+
+def with_engine(args: argparse.Namespace, *, serving: bool, learning: bool) -> dict[str, Any]:
+    with engine_of(args, args.blocks if serving else 64) as engine:
+        loaded = engine.stats.active_memory
+        update = None
+        found: dict[str, Any] = {}
+        if learning:
+            data, _ = sampled(engine, None, UPDATE, seed=1)
+            trainer = engine.trainer("learner", rank=RANK)
+            found["trainer_parameters"] = trainer.info.parameters
+
+            def update() -> None:
+                trainer.forward_backward(data, "importance_sampling")
+                trainer.step(RATE, grad_norm=1.0)
+                trainer.publish()
+
+        if serving:
+            Streams(engine, args.streams).run(args.seconds, update)
+        elif update:
+            for _ in range(UPDATES):
+                update()
+        return found | {"loaded_bytes": loaded, "peak_bytes": engine.stats.peak_memory}
+
+
+def slices(args: argparse.Namespace) -> dict[str, Any]:
+    """Of each slice of an update, what it needs beyond what is there when it begins and when it ends."""
+    import mlx.core as mx
+
+    from mlx_tandem.config import ModelConfig
+    from mlx_tandem.model.clone import clone
+    from mlx_tandem.model.loader import load
+    from mlx_tandem.training.device.trainers import Trainers
+
+    model = load(ModelConfig(args.model, args.dtype, random_weights=args.random), lambda stage, done: None)
+    trainers = Trainers(clone(model.module), model.dtype, vocab_size=1000, micro_batch_tokens=4096, most_tokens=2048)
+    trainers.open(TrainerSpec("learner", RANK, 2.0 * RANK), "", None)
+    data = [(tuple(range(3, 3 + PROMPT + COMPLETION)), (1.0,) * COMPLETION)] * UPDATE
+    from mlx_tandem.engine.learning import Datum
+
+    batch = Batch("learner", tuple(Datum(t, PROMPT, w) for t, w in data), LossConfig("cross_entropy"))
+    most = 0
+    run = trainers.run((batch,), False, 0)
+    begun = mx.get_active_memory()
+    while True:
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        try:
+            next(run)()
+        except StopIteration:
+            break
+        most = max(most, mx.get_peak_memory() - max(before, mx.get_active_memory()))
+    layers, hidden = len(trainers._tree.layers), model.module.args.hidden_size
+    tokens = UPDATE * (PROMPT + COMPLETION)
+    return {
+        "largest_slice_bytes": most,
+        "layer_inputs_bytes": layers * tokens * hidden * model.dtype.size,
+        "held_bytes": mx.get_active_memory() - begun,
+    }
+
+
+def mlx_lm(args: argparse.Namespace, *, checkpointed: bool) -> dict[str, Any]:
+    """mlx-lm's own LoRA layers, loss and checkpointing, and Adam, on one batch of the same size."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.optimizers import Adam
+    from mlx_lm.tuner.trainer import default_loss, grad_checkpoint
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    from mlx_tandem.config import ModelConfig
+    from mlx_tandem.model.loader import load
+
+    model: Any = load(ModelConfig(args.model, args.dtype, random_weights=args.random), lambda s, d: None).module
+    model.freeze()
+    linear_to_lora_layers(model, len(model.layers), {"rank": RANK, "scale": 2.0, "dropout": 0.0})
+    if checkpointed:
+        grad_checkpoint(model.layers[0])
+    model.train()
+    tokens = mx.ones((UPDATE, PROMPT + COMPLETION), mx.int32)
+    lengths = mx.array([[PROMPT, PROMPT + COMPLETION]] * UPDATE)
+    optimizer = Adam(RATE)
+    step = nn.value_and_grad(model, default_loss)
+    for _ in range(UPDATES):
+        _, gradients = step(model, tokens, lengths)
+        optimizer.update(model, gradients)
+        mx.eval(model.state, optimizer.state)
+    return {"peak_bytes": int(mx.get_peak_memory())}
+
+
+def one(args: argparse.Namespace) -> dict[str, Any]:
+    match args.way:
+        case "slices":
+            return slices(args)
+        case "mlx-lm" | "mlx-lm checkpointed":
+            return mlx_lm(args, checkpointed=args.way != "mlx-lm")
+        case _:
+            return with_engine(args, serving=args.way in ("serving", "both"), learning=args.way != "serving")
+
+
+def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    serving, both = found["serving"]["peak_bytes"], found["both"]["peak_bytes"]
+    parts = found["slices"]
+    state = 16 * found["both"]["trainer_parameters"]
+    allowed = serving + parts["layer_inputs_bytes"] + parts["largest_slice_bytes"] + state
+    return {
+        "allowed_bytes": allowed,
+        "of_allowed": round(both / allowed, 4),
+        "saved": {
+            way: round(1 - both / (serving + found[way]["peak_bytes"]), 4)
+            for way in ("learning", "mlx-lm", "mlx-lm checkpointed")
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="memory of learning beside serving")
+    parser.add_argument("--shape", help="a random model of this shape instead of the demo model")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--streams", type=int, default=16)
+    parser.add_argument("--blocks", type=int, default=256, help="of the KV pool")
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--way", choices=WAYS, help="measure this one here; for the processes that are started")
+    parser.add_argument("--model", help="of --way")
+    parser.add_argument("--random", action="store_true", help="of --way")
+    parser.add_argument("--json-out", type=Path)
+    args = parser.parse_args()
+    if args.way:
+        print(json.dumps(one(args)))
+        return
+    with tempfile.TemporaryDirectory(prefix="tandem-memory-") as scratch:
+        model, random = demo.MODEL_PATH, False
+        if args.shape:
+            random = SHAPES[args.shape].parameters >= 1e9
+            model = write_model(Path(scratch) / args.shape, SHAPES[args.shape], weights=not random)
+        shared = [f"--model={model}", f"--dtype={args.dtype}", f"--streams={args.streams}", f"--blocks={args.blocks}"]
+        shared += [f"--seconds={args.seconds}"] + ["--random"] * random
+        found = {}
+        for way in WAYS:
+            run = [sys.executable, __file__, f"--way={way}", *shared]
+            done = subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True)
+            found[way] = json.loads(done.stdout.splitlines()[-1])
+            print(way, found[way], file=sys.stderr, flush=True)
+    result = summary(found)
+    if args.json_out:
+        args.json_out.parent.mkdir(parents=True, exist_ok=True)
+        whole = describe() | {"shape": args.shape or "demo", "ways": found} | result
+        args.json_out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    print(f"of what is allowed {result['of_allowed']}; saved against two processes: {result['saved']}")
+
+
+if __name__ == "__main__":
+    main()
