@@ -1,11 +1,12 @@
 """What memory does learning need beside serving, and what would two processes need for the same work?
 
-    python benchmarks/learn_memory.py --shape qwen3-8b --dtype bfloat16 --json-out benchmarks/results/learn_memory-8b.json
+    python benchmarks/learn_memory.py --json-out benchmarks/results/learn_memory.json
+    python benchmarks/learn_memory.py --shape qwen3-8b --dtype bfloat16
 
-Each way is measured in a process of its own, by MLX's count of its peak: streams alone; streams beside updates of about
-2,048 tokens, each stepped and published; the same updates in a process that serves nothing; and mlx-lm's own LoRA
-trainer on a batch of that size, with and without its checkpointing of layers. A last process runs one micro-batch's
-slices apart, to see what the activations of one layer come to.
+Each way is measured in a process of its own, by MLX's count of its peak: updates of about 2,048 tokens in a process
+that serves nothing; streams of the base and of the adapter that was learned; the same streams beside the same updates,
+each stepped and published; and mlx-lm's own LoRA trainer on a batch of that size, with and without checkpointing its
+layers. One more process runs the slices of an update apart, to see what the activations of one layer come to.
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.engine.learning import Batch, LossConfig, TrainerSpec
 
 RANK = 16
-WAYS = ("serving", "both", "learning", "slices", "mlx-lm", "mlx-lm checkpointed")
+WAYS = ("learning", "serving", "both", "slices", "mlx-lm", "mlx-lm checkpointed")
 UPDATES = 4
 
 
 def engine_of(args: argparse.Namespace, blocks: int) -> Engine:
+    adapters = {"learned": Path(args.adapter)} if Path(args.adapter).exists() else {}
     return Engine(
-        Path(args.model), {}, dtype=args.dtype, max_model_len=2048, num_blocks=blocks, random_weights=args.random
+        Path(args.model), adapters, dtype=args.dtype, max_model_len=2048, num_blocks=blocks, random_weights=args.random
     )
 
 
@@ -50,13 +52,16 @@ def with_engine(args: argparse.Namespace, *, serving: bool, learning: bool) -> d
             def update() -> None:
                 trainer.forward_backward(data, "importance_sampling")
                 trainer.step(RATE, grad_norm=1.0)
-                trainer.publish()
+                if serving:
+                    trainer.publish()
 
         if serving:
+            sampled(engine, "learned", args.streams, seed=2)
             Streams(engine, args.streams).run(args.seconds, update)
         elif update:
             for _ in range(UPDATES):
                 update()
+            trainer.save(args.adapter)
         return found | {"loaded_bytes": loaded, "peak_bytes": engine.stats.peak_memory}
 
 
@@ -158,6 +163,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--way", choices=WAYS, help="measure this one here; for the processes that are started")
     parser.add_argument("--model", help="of --way")
+    parser.add_argument("--adapter", help="of --way: where the learned adapter is, or will be")
     parser.add_argument("--random", action="store_true", help="of --way")
     parser.add_argument("--json-out", type=Path)
     args = parser.parse_args()
@@ -170,7 +176,7 @@ def main() -> None:
             random = SHAPES[args.shape].parameters >= 1e9
             model = write_model(Path(scratch) / args.shape, SHAPES[args.shape], weights=not random)
         shared = [f"--model={model}", f"--dtype={args.dtype}", f"--streams={args.streams}", f"--blocks={args.blocks}"]
-        shared += [f"--seconds={args.seconds}"] + ["--random"] * random
+        shared += [f"--adapter={scratch}/learned", f"--seconds={args.seconds}"] + ["--random"] * random
         found = {}
         for way in WAYS:
             run = [sys.executable, __file__, f"--way={way}", *shared]

@@ -98,7 +98,7 @@ class Trainer:
         return self._call(self._front.client.step_trainer(self.name, adam))
 
     def undo(self) -> None:
-        """Take the last step back, and gradients that have come since. Only one step can be taken back."""
+        """Take the last step back, if no pass with gradients has begun since, and drop all gradients."""
         self._call(self._front.client.settle_trainer(self.name, keep=False))
 
     def publish(self) -> str:

@@ -142,6 +142,9 @@ class Trainers:
                 self._check(datum, batch, f"batches[{b}].data[{d}]")
         if len({batch.trainer for batch in batches}) != len(batches):
             raise InvalidRequest("a trainer has one batch in a pass", param="batches")
+        if not forward_only:
+            for batch in batches:
+                self._get(batch.trainer).settle(True)  # what a step back would need has no room beside a pass
         return self._run(batches, forward_only, micro_batch_tokens or self._micro_batch_tokens)
 
     def _check(self, datum: Datum, batch: Batch, where: str) -> None:
