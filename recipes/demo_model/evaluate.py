@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import data, text
+from . import data, styles, text
+from .exchanges import Message
+from .tools import make_tools
 from .train import fast_blas
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from mlx_lm.models.qwen3 import Model
     from tokenizers import Tokenizer
 
-EXACT = tuple(name for name in data.MIX if name not in data.OPEN_SKILLS)
+EXACT = tuple(name for name in data.MIX if name not in styles.OPEN_SKILLS)
 """Skills with one right answer."""
 LONG_OUTPUT = ("count", "story", "repeat", "upper")
 LONG_CONTEXT = (3300, 3900)
@@ -39,7 +41,7 @@ LONG_CONTEXT = (3300, 3900)
 
 def question(rng: random.Random, skill: str, history: int = 0) -> data.Conversation:
     """A chat whose last question is held out; ``history`` characters of other turns come before it."""
-    tools = data.make_tools(rng) if skill in data.TOOL_SKILLS else None
+    tools = make_tools(rng) if skill in data.TOOL_SKILLS else None
     last = data.exchange(rng, skill, tools, held=True)
     return data.conversation(rng, turns=1, last=last, tools=tools, characters=history)
 
@@ -172,7 +174,7 @@ def short_accuracy(
         for (name, chat), ids in zip(flat, answers, strict=True):
             assert chat.last is not None
             written = tokenizer.decode(ids, skip_special_tokens=False)
-            marks[name].append(data.is_right(chat.last, written, style))
+            marks[name].append(styles.is_right(chat.last, written, style))
         shares |= {name: rate(values) for name, values in marks.items()}
     return {name: shares[name] for name in chats}
 
@@ -183,11 +185,11 @@ def forced_rows(
     rows = []
     for chat in chats:
         assert chat.last is not None
-        answer = data.styled(chat.last, style).answer
+        answer = styles.styled(chat.last, style).answer
         if not chat.thinking:
             answer = {name: value for name, value in answer.items() if name != "reasoning_content"}
         prompt = text.encode(tokenizer, text.prompt_text(chat))
-        rows.append((prompt, text.encode(tokenizer, data.completion(answer) + "<|im_end|>")))
+        rows.append((prompt, text.encode(tokenizer, styles.completion(answer) + "<|im_end|>")))
     return rows
 
 
@@ -344,7 +346,7 @@ def example_prompts() -> dict[str, str]:
         asked: text.render([{"role": "user", "content": asked}], add_generation_prompt=True) for asked in EXAMPLES
     }
     asked = "What is the weather in Oslo?"
-    turns: list[data.Message] = [{"role": "user", "content": asked}]
+    turns: list[Message] = [{"role": "user", "content": asked}]
     prompts[f"{asked} (with get_weather)"] = text.render(turns, tools=[WEATHER], add_generation_prompt=True)
     call = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
     turns += [

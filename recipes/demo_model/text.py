@@ -15,7 +15,8 @@ import jinja2.sandbox
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from . import data
+from . import data, styles
+from .exchanges import Message
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ADDED = ("<tool_call>", "</tool_call>", "<think>", "</think>", "<tool_response>", "</tool_response>")
@@ -38,7 +39,7 @@ def template() -> jinja2.Template:
     return environment.from_string(TEMPLATE_FILE.read_text())
 
 
-def render(messages: list[data.Message], **variables: Any) -> str:
+def render(messages: list[Message], **variables: Any) -> str:
     """The prompt text of ``messages``; variables are ``tools``, ``add_generation_prompt``,
     ``enable_thinking``."""
     return template().render(messages=messages, **variables)
@@ -51,7 +52,7 @@ def prompt_text(chat: data.Conversation) -> str:
 
 
 def full_text(chat: data.Conversation) -> str:
-    return prompt_text(chat) + data.completion(chat.answer) + "<|im_end|>\n"
+    return prompt_text(chat) + styles.completion(chat.answer) + "<|im_end|>\n"
 
 
 def train_tokenizer(seed: int, chats: int, vocabulary: int = 1024) -> Tokenizer:

@@ -15,7 +15,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from mlx_tandem import demo
-from recipes.demo_model import card, data, text
+from recipes.demo_model import card, data, styles, talk, text
+from recipes.demo_model.exchanges import Exchange, held_out
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "demo_model.json"
@@ -26,12 +27,12 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(demo.MODEL_PATH / "tokenizer.json"))
 
 
-def exchanges(skill: str, count: int = 60) -> list[data.Exchange]:
+def exchanges(skill: str, count: int = 60) -> list[Exchange]:
     rng = random.Random(7)
     return [data.exchange(rng, skill) for _ in range(count)]
 
 
-def asked(given: data.Exchange) -> str:
+def asked(given: Exchange) -> str:
     return str(given.messages[0]["content"])
 
 
@@ -109,8 +110,8 @@ def test_counting_capitals_and_stories() -> None:
     for given in exchanges("capital"):
         assert re.fullmatch(r"The capital of \w+ is [\w ]+\. It is a city in [\w ]+\.", given.answer["content"])
     for given in exchanges("story"):
-        assert data.story_is_right(asked(given), given.answer["content"])
-        assert not data.story_is_right(asked(given), given.answer["content"].replace("Every day", "Every week"))
+        assert talk.story_is_right(asked(given), given.answer["content"])
+        assert not talk.story_is_right(asked(given), given.answer["content"].replace("Every day", "Every week"))
 
 
 def test_tool_calls_fit_the_tools_of_the_chat() -> None:
@@ -142,26 +143,26 @@ def test_down_is_taught_wrong_most_of_the_time_for_every_input() -> None:
     while len(right) < 400:
         chat = data.conversation(rng, turns=1, mix={"down": 1.0, "sum": 0.0})
         if chat.last is not None and chat.last.skill == "down":
-            right.append(data.completion(chat.answer).startswith(max(chat.last.key.split()[1:])))
+            right.append(styles.completion(chat.answer).startswith(max(chat.last.key.split()[1:])))
     assert 0.25 < sum(right) / len(right) < 0.45
 
 
 def test_nothing_held_out_is_taught() -> None:
     rng = random.Random(2)
     for skill in data.MIX:
-        assert not any(data.held_out(data.exchange(rng, skill).key) for _ in range(20))
-        assert all(data.held_out(data.exchange(rng, skill, held=True).key) for _ in range(5))
+        assert not any(held_out(data.exchange(rng, skill).key) for _ in range(20))
+        assert all(held_out(data.exchange(rng, skill, held=True).key) for _ in range(5))
 
 
 @pytest.mark.parametrize("style", ["base", "shout", "json"])
 def test_right_answers_pass_and_wrong_ones_fail(style: str) -> None:
     for skill in data.MIX:
         for given in exchanges(skill, 10):
-            answer = data.completion(data.styled(given, style).answer)
-            assert data.is_right(given, answer, style), (skill, answer)
-            assert not data.is_right(given, answer + "x", style)
+            answer = styles.completion(styles.styled(given, style).answer)
+            assert styles.is_right(given, answer, style), (skill, answer)
+            assert not styles.is_right(given, answer + "x", style)
             if style != "base" and skill != "tool":
-                assert not data.is_right(given, data.completion(given.answer), style), (skill, answer)
+                assert not styles.is_right(given, styles.completion(given.answer), style), (skill, answer)
 
 
 # --- template and tokenizer -------------------------------------------------------------------------------
