@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -59,7 +60,9 @@ class Connection(asyncio.Protocol):
             try:
                 await asyncio.get_running_loop().create_connection(lambda: self, self._host, self._port)
             except OSError as e:
-                raise HttpError(f"{self._address}: {e.strerror or e}") from None
+                # asyncio's own text repeats the address and leaves the reason out.
+                why = os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or e
+                raise HttpError(f"no server answers at {self._address}: {why}") from None
         assert self._transport is not None
         self._on_body = on_body or _ignore
         self._framed = self._headers_seen = False

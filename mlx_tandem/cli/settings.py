@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 
@@ -21,9 +22,13 @@ from mlx_tandem.cli.flags import MODES
 from mlx_tandem.cli.options import OPTIONS
 from mlx_tandem.config import Config, EngineConfig
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.explain import explain
 
 SECTIONS = ("model", "cache", "scheduler", "lora", "duty")
 """Parts of the engine's settings that are sections of their own in the file."""
+
+_SCIENTIFIC = re.compile(r"[-+]?\d+[eE][-+]?\d+")
+"""A number as people write it, such as 1e-3, which YAML 1.1 takes for a text because it has no point."""
 
 OTHER_NAMES = {
     "model.base_model_path": "model.path",
@@ -68,7 +73,8 @@ def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[st
     try:
         config = msgspec.convert(tree, Config)
     except msgspec.ValidationError as e:
-        raise SettingsError(_shown(str(e).replace("`$.", "`").replace("`$`", "the settings"))) from None
+        wrong = _shown(explain(e, Config).message)
+        raise SettingsError(f"{file}: {wrong}" if file else wrong) from None
     _check(config)
     try:
         return learning.settle(config, options)
@@ -159,6 +165,8 @@ def _check_keys(tree: dict[Any, Any], known: Mapping[str, Any], place: str) -> N
             if not isinstance(value, dict):
                 raise SettingsError(f"'{where}' must hold settings by name")
             _check_keys(value, inner, f"{where}.")
+        elif isinstance(value, str) and float in (inner, *get_args(inner)) and _SCIENTIFIC.fullmatch(value):
+            tree[key] = float(value)
 
 
 def _elsewhere(key: str) -> list[str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any, TypeVar
 
 import msgspec
 
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.explain import explain
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def convert(value: Any, kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as e:
-        raise _explain(str(e)) from e
+        raise explain(e, kind) from e
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -68,34 +68,3 @@ def _refuse_surrogates(value: Any) -> None:
         elif isinstance(item, dict):
             todo += [("", k) for k in item]
             todo += [(f"{path}.{k}" if path else k, v) for k, v in item.items()]
-
-
-_AT = re.compile(r" - at `(?:key in )?\$?\.?(?P<path>.*)`$", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$", re.DOTALL)
-_EXPECTED = re.compile(r"Expected `(?P<want>.*)`, got `(?P<got>.*)`$", re.DOTALL)
-
-
-def _explain(text: str) -> InvalidRequest:
-    """The library's message as ours, with the field's path."""
-    at = _AT.search(text)
-    path = at.group("path") if at else ""
-    what = text[: at.start()] if at else text
-    if found := _UNKNOWN.match(what):
-        name = ascii(found.group("name")[:64])[1:-1]
-        param = f"{path}.{name}" if path else name
-        return InvalidRequest(f"{param} is not a parameter here", param=param, code="unknown_parameter")
-    if found := _MISSING.match(what):
-        param = f"{path}.{found.group('name')}" if path else found.group("name")
-        return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
-    where = path or "the body"
-    if found := _EXPECTED.match(what):
-        if found.group("want") == "null":
-            return InvalidRequest(f"{where} is not supported", param=path or None, code="unsupported_parameter")
-        want = found.group("want").replace(" | null", "").replace("|", "or")
-        return InvalidRequest(
-            f"{where} must be of type {want}, not {found.group('got')}", param=path or None, code="invalid_type"
-        )
-    if what.startswith("Invalid enum value"):
-        return InvalidRequest(f"{where} has a value that is not supported", param=path or None)
-    return InvalidRequest(f"{where}: {what}"[:300], param=path or None)

@@ -7,7 +7,6 @@ token.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Literal, Protocol, TypeVar
@@ -17,8 +16,8 @@ from msgspec import Struct
 
 from mlx_tandem.engine.learning import Datum
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.explain import explain
 
-_MISSING = re.compile(r"Object missing required field `(.*)`")
 Turns = Sequence[Mapping[str, Any]]
 S = TypeVar("S", bound=Struct)
 
@@ -106,11 +105,7 @@ def decode(value: Any, kind: type[S]) -> S:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as e:
-        what, _, place = str(e).partition(" - at `$.")
-        place = place.rstrip("`")
-        if missing := _MISSING.match(what):
-            place = f"{place}.{missing[1]}" if place else missing[1]
-        raise InvalidRequest(f"{place}: {what}" if place else what, param=place or None) from e
+        raise explain(e, kind) from e
 
 
 def continuation(codec: Codec, prompt: Sequence[int], completion: Sequence[int]) -> Datum:

@@ -190,7 +190,9 @@ def test_going_back(learner):
     assert back["status"] == "rolled_back" and back["current_lora"] == status(learner)["current_lora"]
     assert says(learner, model="policy") == good
     assert status(learner)["step"] == before["step"]
-    assert learner.client.post("/v1/training/rollback", json={"to": "nobody"}).status_code == 404
+    for path, field in (("/v1/training/rollback", "to"), ("/model/switch-lora", "version")):
+        refused = learner.client.post(path, json={field: "nobody"})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (404, field)
 
 
 def test_what_curl_sends_of_itself(learner):

@@ -12,6 +12,7 @@ import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ import typer
 
 from mlx_tandem import demo, limits
 from mlx_tandem.adapters.convert import convert, inspect
-from mlx_tandem.cli import keys, programs, serve
+from mlx_tandem.cli import keys, main, programs, serve
 from mlx_tandem.cli.app import app
 from mlx_tandem.cli.bench.figures import figures, ratios
 from mlx_tandem.cli.bench.stats import median, spread
@@ -538,7 +539,7 @@ def test_a_checkpoint_is_exported(kept: Path, tmp_path: Path) -> None:
         ("export checkpoint-300 out --checkpoint-dir {kept}", "there is no checkpoint 'checkpoint-300'"),
         ("export ../kept out --checkpoint-dir {kept}", "checkpoint must be 1 to 64 letters"),
         ("export checkpoint-100 {kept} --checkpoint-dir {kept}", "{kept} exists"),
-        ("rollback --url http://127.0.0.1:9", "127.0.0.1:9: "),
+        ("rollback --url http://127.0.0.1:9", "no server answers at 127.0.0.1:9: Connection refused"),
     ],
 )
 def test_what_cannot_be_done_with_a_checkpoint_is_one_line(kept: Path, words: str, said: str) -> None:
@@ -551,8 +552,8 @@ def test_what_cannot_be_done_with_a_checkpoint_is_one_line(kept: Path, words: st
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("http://127.0.0.1:9", "127.0.0.1:9: "),
-        ("http://[::1]:9", "[::1]:9: "),
+        ("http://127.0.0.1:9", "no server answers at 127.0.0.1:9: Connection refused"),
+        ("http://[::1]:9", "no server answers at [::1]:9: "),
         ("http://localhost:x", "'http://localhost:x' is not an http:// address"),
         ("https://localhost", "'https://localhost' is not an http:// address"),
     ],
@@ -656,3 +657,13 @@ def test_options_in_help_name_their_aliases() -> None:
     plain = re.sub(r"\s+", " ", tandem("serve", "--help").stdout)
     assert "--ctx-size" in plain
     assert "--max-batch-size" in plain
+
+
+def test_an_interrupt_while_modules_are_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def app(**given: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "mlx_tandem.cli.app", SimpleNamespace(app=app))
+    with pytest.raises(SystemExit) as e:
+        main(["serve"])
+    assert e.value.code == 130

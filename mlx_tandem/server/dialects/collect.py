@@ -59,7 +59,8 @@ def collect_fields(
     function = body.scoring_function if shown else front.config.rl_training.scoring_function
     if not function:
         raise InvalidRequest(
-            "scoring_function is required: this server has none that it takes otherwise",
+            f"scoring_function is required, one of {', '.join(learning.learner.rewards.names)}: "
+            "this server was started without one to take otherwise",
             param="scoring_function",
             code="missing_required_parameter",
         )

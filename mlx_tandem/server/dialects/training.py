@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from msgspec import Struct
 
 from mlx_tandem import limits
+from mlx_tandem.errors import NotFound
 from mlx_tandem.server.front import Front
 from mlx_tandem.training.external import External, check_external
 from mlx_tandem.training.trajectories import Trajectory
@@ -105,15 +108,27 @@ async def checkpoint(front: Front, body: CheckpointBody) -> dict[str, Any]:
 async def rollback(front: Front, body: RollbackBody) -> dict[str, Any]:
     """What is served and what is trained go back."""
     learner = front.check_learning(WHAT).check_up()
-    ref = await learner.rollback(None if body.to is None else _selector(front, body.to, "to"))
+    with _naming("to"):
+        ref = await learner.rollback(None if body.to is None else _selector(front, body.to, "to"))
     return {"status": "rolled_back", "current_lora": ref.label, "version": ref.version}
 
 
 async def switch(front: Front, body: SwitchBody) -> dict[str, Any]:
     """What the trained adapter's name stands for; what is trained goes on as it is."""
     learner = front.check_learning(WHAT).check_up()
-    ref = await learner.switch(_selector(front, body.version, "version"))
+    with _naming("version"):
+        ref = await learner.switch(_selector(front, body.version, "version"))
     return {"status": "switched", "current_lora": ref.label, "version": ref.version}
+
+
+@contextmanager
+def _naming(param: str) -> Iterator[None]:
+    """What is not there was asked for by this field."""
+    try:
+        yield
+    except NotFound as e:
+        e.param = param
+        raise
 
 
 def _selector(front: Front, given: str | int, param: str) -> str:

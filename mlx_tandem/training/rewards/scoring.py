@@ -9,6 +9,7 @@ import msgspec
 
 from mlx_tandem.config import RewardSpec
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.explain import explain
 from mlx_tandem.limits import MAX_REWARD_BYTES, MAX_REWARD_PARTS, check, check_name
 from mlx_tandem.training.rewards.builtin import BUILTINS
 from mlx_tandem.training.rewards.messages import Scoring
@@ -55,7 +56,7 @@ class Catalogue:
                 raise _unknown(PARAM, scoring, self.names)
             return self._checked([RewardSpec(scoring)], PARAM)
         if isinstance(scoring, Mapping):
-            scoring = [{"function": f, "weight": w} for f, w in scoring.items()]
+            scoring = [RewardSpec(f, _weight(f, w)) for f, w in scoring.items()]
         if not isinstance(scoring, (list, tuple)):
             raise InvalidRequest(
                 f"{PARAM} must be a name, an object of names and weights, or a list of functions",
@@ -65,7 +66,7 @@ class Catalogue:
         try:
             return self._checked(msgspec.convert(scoring, list[RewardSpec]), PARAM)
         except msgspec.ValidationError as e:
-            raise InvalidRequest(f"{PARAM}: {e}", param=PARAM) from None
+            raise explain(e, list[RewardSpec], PARAM) from None
 
     def _checked(self, parts: Sequence[RewardSpec], where: str) -> tuple[RewardSpec, ...]:
         if not 1 <= len(parts) <= MAX_REWARD_PARTS:
@@ -78,10 +79,18 @@ class Catalogue:
                 try:
                     msgspec.convert(part.options, builtin.options)
                 except msgspec.ValidationError as e:
-                    raise InvalidRequest(f"{where}: options of '{part.function}': {e}", param=where) from None
+                    wrong = explain(e, builtin.options, "options")
+                    raise InvalidRequest(f"{where}: '{part.function}': {wrong.message}", param=where) from None
             else:
                 _check_size(part.options, where)
         return tuple(parts)
+
+
+def _weight(function: str, given: object) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        where = f"{PARAM}.{function[:64]}"
+        raise InvalidRequest(f"{where} must be a number, its weight", param=where, code="invalid_type")
+    return given
 
 
 def _unknown(where: str, name: str, known: Sequence[str]) -> InvalidRequest:

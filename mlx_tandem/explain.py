@@ -1,0 +1,77 @@
+"""What was wrong with a value of somebody else's, in words that name the field and say what it may be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from mlx_tandem.errors import InvalidRequest
+
+_AT = re.compile(r" - at `(?:key in )?\$?\.?(?P<path>.*)`$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$", re.DOTALL)
+_EXPECTED = re.compile(r"Expected `(?P<want>.*)`, got `(?P<got>.*)`$", re.DOTALL)
+
+
+def explain(error: msgspec.ValidationError, kind: Any, where: str = "") -> InvalidRequest:
+    """The library's message about a value that is no `kind` as ours, with the field's path as its `param`.
+
+    `where`: the field that holds the value; empty for a whole body.
+    """
+    text = str(error)
+    at = _AT.search(text)
+    inside = at.group("path") if at else ""
+    path = where + (inside if not where or not inside or inside.startswith("[") else f".{inside}")
+    what = text[: at.start()] if at else text
+    if found := _UNKNOWN.match(what):
+        param = _joined(path, ascii(found.group("name")[:64])[1:-1])
+        return InvalidRequest(f"{param} is not a parameter here", param=param, code="unknown_parameter")
+    if found := _MISSING.match(what):
+        param = _joined(path, found.group("name"))
+        return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
+    shown = path or "the body"
+    if found := _EXPECTED.match(what):
+        if found.group("want") == "null":
+            return InvalidRequest(f"{shown} is not supported", param=path or None, code="unsupported_parameter")
+        want = found.group("want").replace(" | null", "").replace("|", "or")
+        return InvalidRequest(
+            f"{shown} must be of type {want}, not {found.group('got')}", param=path or None, code="invalid_type"
+        )
+    if what.startswith("Invalid enum value"):
+        return InvalidRequest(f"{shown} must be {_choices(kind, inside)}", param=path or None)
+    return InvalidRequest(f"{shown}: {what}"[:300], param=path or None)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _choices(kind: Any, path: str) -> str:
+    """The values that the place at `path` in a `kind` may have."""
+    places = [inspect.type_info(kind)]
+    for part in re.findall(r"[^.\[\]]+|\[[^\]]*\]", path):
+        places = [inner for place in places for inner in _inside(place, part)]
+    values = {
+        v: None for place in places for t in _members(place) if isinstance(t, inspect.LiteralType) for v in t.values
+    }
+    return "one of " + ", ".join(map(repr, values)) if values else "another value"
+
+
+def _inside(place: inspect.Type, part: str) -> Iterator[inspect.Type]:
+    for t in _members(place):
+        if isinstance(t, inspect.StructType):
+            yield from (f.type for f in t.fields if f.encode_name == part)
+        elif isinstance(t, inspect.DictType):
+            yield t.value_type
+        elif isinstance(t, inspect.ListType | inspect.VarTupleType):
+            yield t.item_type
+        elif isinstance(t, inspect.TupleType):
+            yield from t.item_types
+
+
+def _members(place: inspect.Type) -> tuple[inspect.Type, ...]:
+    return place.types if isinstance(place, inspect.UnionType) else (place,)

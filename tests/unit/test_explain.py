@@ -1,0 +1,105 @@
+"""Errors about values of others name the field and say what it may be."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+import pytest
+from msgspec import Struct
+
+from mlx_tandem.cli.settings import SettingsError, build
+from mlx_tandem.config import RewardSpec, RLTrainingConfig
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.explain import explain
+from mlx_tandem.training.rewards import RewardPool
+
+
+class Inner(Struct, forbid_unknown_fields=True):
+    size: int
+    kind: Literal["a", "b"] | None = None
+
+
+class Outer(Struct, forbid_unknown_fields=True):
+    mode: Literal["x", "y"] = "x"
+    inner: Inner | None = None
+    several: list[Inner] = []
+    named: dict[str, Inner] = {}
+    pairs: tuple[tuple[str, Inner], ...] = ()
+
+
+def explained(value: Any, where: str = "") -> InvalidRequest:
+    with pytest.raises(msgspec.ValidationError) as e:
+        msgspec.convert(value, Outer)
+    return explain(e.value, Outer, where)
+
+
+@pytest.mark.parametrize(
+    ("value", "param", "says"),
+    [
+        (5, None, "the body must be of type object, not int"),
+        ({"mode": "z"}, "mode", "mode must be one of 'x', 'y'"),
+        ({"inner": {"size": 1, "kind": "c"}}, "inner.kind", "inner.kind must be one of 'a', 'b'"),
+        ({"several": [{"size": 1, "kind": "c"}]}, "several[0].kind", "several[0].kind must be one of 'a', 'b'"),
+        ({"named": {"n": {"size": 1, "kind": "c"}}}, "named[...].kind", "named[...].kind must be one of 'a', 'b'"),
+        ({"pairs": [["n", {"size": 1, "kind": "c"}]]}, "pairs[0][1].kind", "pairs[0][1].kind must be one of 'a', 'b'"),
+        ({"inner": {}}, "inner.size", "inner.size is required"),
+        ({"inner": {"size": "1"}}, "inner.size", "inner.size must be of type int, not str"),
+        ({"inner": {"sise": 1}}, "inner.sise", "inner.sise is not a parameter here"),
+    ],
+)
+def test_the_field_and_what_it_may_be(value: Any, param: str | None, says: str) -> None:
+    wrong = explained(value)
+    assert (wrong.param, wrong.message) == (param, says)
+
+
+def test_a_value_inside_a_field() -> None:
+    assert explained({"inner": {}}, "outer").message == "outer.inner.size is required"
+    assert explained(5, "outer").message == "outer must be of type object, not int"
+
+
+@pytest.mark.parametrize(
+    ("scoring", "says"),
+    [
+        ({"gsm8k": "a"}, "scoring_function.gsm8k must be a number, its weight"),
+        ([{"function": "gsm8k", "weigth": 1}], "scoring_function[0].weigth is not a parameter here"),
+        (["gsm8k"], "scoring_function[0] must be of type object, not str"),
+        (
+            [{"function": "length", "options": {"max": "x"}}],
+            "scoring_function: 'length': options.max must be of type int, not str",
+        ),
+    ],
+)
+def test_scoring_functions(scoring: Any, says: str) -> None:
+    with pytest.raises(InvalidRequest) as e:
+        RewardPool(RLTrainingConfig()).check(scoring, {"answer": "1"})
+    assert e.value.message == says
+    assert e.value.param.startswith("scoring_function")
+
+
+def test_weights_by_name() -> None:
+    parts = RewardPool(RLTrainingConfig()).check({"gsm8k": 1, "contains": 0.5}, {"answer": "1"}).parts
+    assert parts == (RewardSpec("gsm8k", 1), RewardSpec("contains", 0.5))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("rl_training: {algorithm: pppo}", "rl_training.algorithm must be one of"),
+        ("rl_training: {enabled: surely}", "rl_training.enabled must be of type bool, not str"),
+        ("scheduler: {max_num_seqs: many}", "scheduler.max_num_seqs must be of type int, not str"),
+    ],
+)
+def test_settings(tmp_path, text: str, says: str) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text(text)
+    with pytest.raises(SettingsError) as e:
+        build(file, {})
+    assert str(e.value).startswith(f"{file}: {says}")
+
+
+@pytest.mark.parametrize("said", ["1e-3", "1E-3", "10e-4", "1.0e-3", "0.001"])
+def test_numbers_as_people_write_them(tmp_path, said: str) -> None:
+    file = tmp_path / "tandem.yaml"
+    file.write_text(f"rl_training: {{learning_rate: {said}}}")
+    assert build(file, {}).rl_training.learning_rate == 0.001
