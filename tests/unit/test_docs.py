@@ -357,6 +357,22 @@ def test_links_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    found, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page not in found:
+            found.add(page)
+            links = re.findall(r"\]\(([^)#:]+\.md)[^)]*\)", page.read_text(encoding="utf-8"))
+            todo += [(page.parent / link).resolve() for link in links]
+    assert {page for page in (ROOT / "docs").rglob("*.md") if page not in found} == set()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/http-api.md", "docs/command-line.md", "docs/adapters.md"])
+def test_what_a_page_says_of_learning_leads_to_the_page_about_it(page: str) -> None:
+    assert "learning.md)" in (ROOT / page).read_text(encoding="utf-8")
+
+
 def test_the_readme_gives_the_figures_of_the_committed_files() -> None:
     done = subprocess.run([sys.executable, str(ROOT / "scripts" / "figures.py"), "--check"], check=False)
     assert done.returncode == 0
