@@ -144,7 +144,7 @@ def measure(engine: Engine, streams: int, seconds: float, repeats: int) -> dict[
     agrees = agreement(engine, trainer)
     print(f"agreement {agrees}\nalone {alone}", file=sys.stderr, flush=True)
     readers = Streams(engine, streams)
-    readers.run(5.0, None)
+    readers.run(min(5.0, seconds), None)
     rounds = []
     for _ in range(repeats):
         times.clear()

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
+
+# Tests that run side by side have a core each; threads of BLAS beside them, of every server that they start, would
+# spend half of the machine on waiting for one another. Read when BLAS is loaded, by this process and those it starts.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from mlx_tandem.model import device  # noqa: F401  first of all: it loads a fast BLAS before MLX
 from tests.serving import RunningServer, demo_config, serving

@@ -72,6 +72,16 @@ def test_a_fresh_trainer_is_the_base(trainers: Trainers) -> None:
     assert result.kl_base == 0.0
 
 
+def goes_on_from_the_first_step(trainers: Trainers) -> None:
+    """The optimiser's state is that of one step, too: the next is the one that would have come."""
+    learn(trainers, 2)
+    after = weights_of(trainers)
+    trainers.open(SPEC, "", None)
+    learn(trainers, 0)
+    learn(trainers, 2)
+    assert same(weights_of(trainers), after)
+
+
 def test_a_step_is_taken_back_whole(trainers: Trainers) -> None:
     learn(trainers, 0)
     before = weights_of(trainers)
@@ -80,13 +90,7 @@ def test_a_step_is_taken_back_whole(trainers: Trainers) -> None:
     assert not same(weights_of(trainers), before)
     trainers.settle("a", False)
     assert same(weights_of(trainers), before)
-    # The optimiser's state, too: the next step is the one that would have come.
-    learn(trainers, 2)
-    after = weights_of(trainers)
-    trainers.open(SPEC, "", None)
-    learn(trainers, 0)
-    learn(trainers, 2)
-    assert same(weights_of(trainers), after)
+    goes_on_from_the_first_step(trainers)
 
 
 def test_gradients_that_are_not_finite_change_nothing(trainers: Trainers) -> None:
@@ -117,12 +121,7 @@ def test_a_step_that_is_dropped_half_done_changes_nothing(
         next(step)
     step.close()
     assert same(weights_of(trainers), before)
-    learn(trainers, 2)
-    after = weights_of(trainers)
-    trainers.open(SPEC, "", None)
-    learn(trainers, 0)
-    learn(trainers, 2)
-    assert same(weights_of(trainers), after)
+    goes_on_from_the_first_step(trainers)
 
 
 def test_an_abandoned_pass_leaves_no_gradients(trainers: Trainers) -> None:
