@@ -16,6 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from mlx_tandem import demo
 from mlx_tandem.api import Engine
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
-from mlx_tandem.engine.learning import Batch, LossConfig, TrainerSpec
+from mlx_tandem.engine.learning import Batch, Datum, LossConfig, TrainerSpec
 
 RANK = 16
 WAYS = ("learning", "serving", "both", "slices", "mlx-lm", "mlx-lm checkpointed")
@@ -42,23 +43,24 @@ def engine_of(args: argparse.Namespace, blocks: int) -> Engine:
 def with_engine(args: argparse.Namespace, *, serving: bool, learning: bool) -> dict[str, Any]:
     with engine_of(args, args.blocks if serving else 64) as engine:
         loaded = engine.stats.active_memory
-        update = None
+        update: Callable[[], None] | None = None
         found: dict[str, Any] = {}
         if learning:
             data, _ = sampled(engine, None, UPDATE, seed=1)
             trainer = engine.trainer("learner", rank=RANK)
             found["trainer_parameters"] = trainer.info.parameters
 
-            def update() -> None:
+            def learn() -> None:
                 trainer.forward_backward(data, "importance_sampling")
                 trainer.step(RATE, grad_norm=1.0)
                 if serving:
                     trainer.publish()
 
+            update = learn
         if serving:
             sampled(engine, "learned", args.streams, seed=2)
             Streams(engine, args.streams).run(args.seconds, update)
-        elif update:
+        elif update is not None:
             for _ in range(UPDATES):
                 update()
             trainer.save(args.adapter)
@@ -77,11 +79,9 @@ def slices(args: argparse.Namespace) -> dict[str, Any]:
     model = load(ModelConfig(args.model, args.dtype, random_weights=args.random), lambda stage, done: None)
     trainers = Trainers(clone(model.module), model.dtype, vocab_size=1000, micro_batch_tokens=4096, most_tokens=2048)
     trainers.open(TrainerSpec("learner", RANK, 2.0 * RANK), "", None)
-    data = [(tuple(range(3, 3 + PROMPT + COMPLETION)), (1.0,) * COMPLETION)] * UPDATE
-    from mlx_tandem.engine.learning import Datum
-
-    batch = Batch("learner", tuple(Datum(t, PROMPT, w) for t, w in data), LossConfig("cross_entropy"))
-    most = 0
+    datum = Datum(tuple(range(3, 3 + PROMPT + COMPLETION)), PROMPT, (1.0,) * COMPLETION)
+    batch = Batch("learner", (datum,) * UPDATE, LossConfig("cross_entropy"))
+    most: list[int] = []
     run = trainers.run((batch,), False, 0)
     begun = mx.get_active_memory()
     while True:
@@ -91,11 +91,12 @@ def slices(args: argparse.Namespace) -> dict[str, Any]:
             next(run)()
         except StopIteration:
             break
-        most = max(most, mx.get_peak_memory() - max(before, mx.get_active_memory()))
+        most.append(int(mx.get_peak_memory() - max(before, mx.get_active_memory())))
     layers, hidden = len(trainers._tree.layers), model.module.args.hidden_size
     tokens = UPDATE * (PROMPT + COMPLETION)
     return {
-        "largest_slice_bytes": most,
+        "layer_bytes": max(most[:layers] + most[-layers:]),
+        "head_bytes": max(most[layers:-layers]),
         "layer_inputs_bytes": layers * tokens * hidden * model.dtype.size,
         "held_bytes": mx.get_active_memory() - begun,
     }
@@ -116,7 +117,8 @@ def mlx_lm(args: argparse.Namespace, *, checkpointed: bool) -> dict[str, Any]:
     model.freeze()
     linear_to_lora_layers(model, len(model.layers), {"rank": RANK, "scale": 2.0, "dropout": 0.0})
     if checkpointed:
-        grad_checkpoint(model.layers[0])
+        checkpoint: Any = grad_checkpoint
+        checkpoint(model.layers[0])
     model.train()
     tokens = mx.ones((UPDATE, PROMPT + COMPLETION), mx.int32)
     lengths = mx.array([[PROMPT, PROMPT + COMPLETION]] * UPDATE)
@@ -143,7 +145,7 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
     serving, both = found["serving"]["peak_bytes"], found["both"]["peak_bytes"]
     parts = found["slices"]
     state = 16 * found["both"]["trainer_parameters"]
-    allowed = serving + parts["layer_inputs_bytes"] + parts["largest_slice_bytes"] + state
+    allowed = serving + parts["layer_inputs_bytes"] + parts["layer_bytes"] + state
     return {
         "allowed_bytes": allowed,
         "of_allowed": round(both / allowed, 4),

@@ -19,7 +19,7 @@ Arrays = dict[str, tuple[mx.array, mx.array]]
 
 WORTH_BYTES = 8 << 20
 """Of an adapter's float32 arrays: smaller ones are written in less time than a thread takes to wake up."""
-KEPT = 4
+KEPT = 2
 """Adapters that wait to be written; when there are more, the oldest is made ready again when it is its turn."""
 
 
