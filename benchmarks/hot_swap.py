@@ -22,6 +22,7 @@ from typing import Any
 from rich.table import Table
 from safetensors.numpy import load_file, save_file
 from servers import tandem
+from streams import greedy, with_adapters
 
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.client import BenchError, Client, run_loop
@@ -29,7 +30,7 @@ from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.cli.bench.stream import Stream
-from mlx_tandem.cli.bench.workloads import Load, Workload
+from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.cli.console import fail, show
 from mlx_tandem.cli.http import Connection
 
@@ -48,9 +49,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-hot-") as scratch:
         root = Path(scratch)
         make_adapters(root, args.adapters)
-        options = ["--dtype", "float32", "--adapter-root", scratch, "--max-num-seqs", str(args.streams)]
-        for name, path in demo.ADAPTER_PATHS.items():
-            options += ["--adapter", name, str(path)]
+        options = [*with_adapters(), "--adapter-root", scratch, "--max-num-seqs", str(args.streams)]
         with tandem(*options).running(demo.MODEL_PATH) as url:
             load = Load(url, prompt_tokens=32, max_tokens=args.max_tokens, validate=True)
             result = run_loop(measure(load, root, args.streams, args.adapters, args.repeats))
@@ -74,12 +73,7 @@ def make_adapters(root: Path, number: int) -> None:
 
 async def measure(load: Load, root: Path, streams: int, adapters: int, repeats: int) -> dict[str, Any]:
     client = await Client.open(load)
-    targets = [None, *demo.ADAPTER_PATHS]
-    bodies = []
-    for i in range(streams):
-        target = targets[i % len(targets)]
-        greedy = Workload("greedy", lambda: None, load.prompt_tokens, load.max_tokens, (0.0, 1.0))
-        bodies.append(client.body(greedy) | ({"model": target} if target else {}))
+    bodies = greedy(client, streams)
 
     async def run() -> list[Stream]:
         return await asyncio.gather(*(client.send(client.connection(i), body) for i, body in enumerate(bodies)))

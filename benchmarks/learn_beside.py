@@ -22,18 +22,17 @@ from typing import Any
 import yaml
 from rich.table import Table
 from servers import tandem
+from streams import call, greedy, trajectories, with_adapters
 
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.client import Client, run_loop
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.stats import spread
-from mlx_tandem.cli.bench.workloads import Load, Workload
+from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.cli.console import fail, show
-from mlx_tandem.cli.http import Connection
 
 UPDATE_TOKENS = 2048
-PROMPT_TOKENS, COMPLETION_TOKENS = 24, 32
 WINDOW_SECONDS = 10.0
 MODES: dict[str, float | None] = {"idle": None, "70:30": 0.0, "10 a minute": 6.0, "30 a minute": 2.0}
 """Seconds from the start of one update to that of the next; 0: without a pause; None: no updates."""
@@ -54,10 +53,7 @@ def main() -> None:
             "checkpointing": {"checkpoint_dir": f"{scratch}/checkpoints", "interval": 50},
         }
         settings.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        options = ["--config", str(settings), "--dtype", "float32"]
-        for name, path in demo.ADAPTER_PATHS.items():
-            options += ["--adapter", name, str(path)]
-        with tandem(*options).running(demo.MODEL_PATH) as url:
+        with tandem("--config", str(settings), *with_adapters()).running(demo.MODEL_PATH) as url:
             load = Load(url, prompt_tokens=32, max_tokens=args.max_tokens, validate=True)
             result = run_loop(measure(load, args.streams, args.seconds, args.repeats))
     if args.json_out:
@@ -69,12 +65,7 @@ def main() -> None:
 
 async def measure(load: Load, streams: int, seconds: float, repeats: int) -> dict[str, Any]:
     client = await Client.open(load)
-    targets = [None, *demo.ADAPTER_PATHS]
-    bodies = []
-    for i in range(streams):
-        target = targets[i % len(targets)]
-        greedy = Workload("greedy", lambda: None, load.prompt_tokens, load.max_tokens, (0.0, 1.0))
-        bodies.append(client.body(greedy) | ({"model": target} if target else {}))
+    bodies = greedy(client, streams)
     want: dict[int, Any] = {}
     bad = {"failed": 0, "different": 0}
 
@@ -160,14 +151,15 @@ class Updates:
         count = 0
         due = perf_counter()
         while every is not None and perf_counter() < until:
-            await self._json("POST", "/v1/training/update", {"trajectories": self._trajectories(), "wait": True})
+            body = {"trajectories": trajectories(self._random, UPDATE_TOKENS), "wait": True}
+            await call(self._url, "POST", "/v1/training/update", body)
             count += 1
             due += every
             await asyncio.sleep(max(min(due, until) - perf_counter(), 0.0))
         return count, await watching
 
     async def status(self) -> Any:
-        return await self._json("GET", "/v1/training/status")
+        return await call(self._url, "GET", "/v1/training/status")
 
     async def _watch(self, until: float) -> list[float]:
         shares = []
@@ -180,29 +172,6 @@ class Updates:
                 shares.append(round(training / (serving + training), 4))
             before = now
         return shares
-
-    def _trajectories(self) -> list[dict[str, Any]]:
-        """About UPDATE_TOKENS of short completions in groups of eight, their rewards drawn."""
-        found: list[dict[str, Any]] = []
-        while len(found) * (PROMPT_TOKENS + COMPLETION_TOKENS) < UPDATE_TOKENS:
-            prompt, group = self._tokens(PROMPT_TOKENS), f"group-{self._random.getrandbits(60)}"
-            for _ in range(8):
-                answer = {"token_ids": self._tokens(COMPLETION_TOKENS), "reward": self._random.random()}
-                found.append({"prompt_token_ids": prompt, "group": group} | answer)
-        return found
-
-    def _tokens(self, count: int) -> list[int]:
-        return [self._random.randint(300, 900) for _ in range(count)]
-
-    async def _json(self, method: str, path: str, body: object = None) -> Any:
-        connection = Connection.to(self._url)
-        try:
-            status, reply = await connection.json(method, path, body)
-        finally:
-            connection.close()
-        if status >= 300:
-            raise RuntimeError(f"{method} {path}: {status} {reply}")
-        return reply
 
 
 def report(result: dict[str, Any]) -> None:
