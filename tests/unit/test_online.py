@@ -126,6 +126,7 @@ async def test_what_is_collected_is_learned_and_published(tmp_path: Path) -> Non
         assert (status.dropped_duplicate, status.skipped_groups, status.trajectories_collected) == (2, 1, 6)
         assert (status.current_lora, status.step, status.publishes, status.buffered) == ("policy@2", 1, 1, 0)
         assert status.last_update == "1970-01-01T00:00:05Z"
+        assert report.ready_ms > 0 and report.swap_ms > 0
         assert side.client.rates == [0.25], "half of the warm-up"
         assert msgspec.json.decode(msgspec.json.encode([status, report]))
 
@@ -180,6 +181,7 @@ async def test_manual_updates(tmp_path: Path) -> None:
         ]
         report = await side.learner.update(external, publish=False, checkpoint_name="mine")
         assert (report.outcome, report.version, side.version) == ("kept", 0, 1)
+        assert (report.ready_ms, report.swap_ms) == (0, 0), "nothing was published"
         assert [d.logprobs for d in side.client.passes[0].data] == [(-1.0,), (-1.0,)], "the trainer's own"
         assert side.learner.status().available_checkpoints == ("mine",)
         report = await side.learner.update(external)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from msgspec.structs import asdict, replace
 
@@ -147,10 +148,12 @@ class Learner:
         if not pending.publish:
             await self._client.settle_trainer(self.trainer.name, keep=True)
             return self._end(pending, replace(finding, outcome="kept"), started)
+        asked = time.perf_counter()
         try:
             info = await self._client.publish_trainer(self.trainer.name)
         except ModelError as e:
             return await self._roll_back(pending, replace(finding, reason=e.message), started)
+        ready = _Ready(info, (time.perf_counter() - asked) * 1e3)
         reward = None
         if self._judge.prompts:
             new = info.digest not in self.versions.digests
@@ -163,7 +166,7 @@ class Learner:
                     await self.versions.retire(candidate)
                 return report
         await self._client.settle_trainer(self.trainer.name, keep=True)
-        return self._end(pending, replace(finding, outcome="published"), started, info, reward)
+        return self._end(pending, replace(finding, outcome="published"), started, ready, reward)
 
     async def _roll_back(
         self, pending: Pending, finding: Finding, started: float, reward: float | None = None
@@ -183,21 +186,24 @@ class Learner:
         pending: Pending,
         finding: Finding,
         started: float,
-        info: AdapterInfo | None = None,
+        ready: _Ready | None = None,
         validation: float | None = None,
     ) -> UpdateReport:
         """Write the end down and make it so: all of it or nothing, as nothing here waits."""
         counters = self.ledger.counters
         report = update.report(pending, finding, time.monotonic() - started, validation)
         self.trainer.step = finding.step
-        if info is not None:
-            ref = self.versions.publish(info)
-            report = replace(report, version=ref.version)
+        if ready is not None:
+            began = time.perf_counter()
+            ref = self.versions.publish(ready.info)
+            swap_ms = (time.perf_counter() - began) * 1e3
+            report = replace(report, version=ref.version, ready_ms=ready.ms, swap_ms=swap_ms)
             counters.publishes += 1
             self._judge.present = validation
         elif finding.outcome == "kept":
             self.versions.head = self._judge.present = None
-        self.ledger.end(Ended(self.trainer.step, report.outcome, "" if info is None else info.digest, report.version))
+        digest = "" if ready is None else ready.info.digest
+        self.ledger.end(Ended(self.trainer.step, report.outcome, digest, report.version))
         counters.last_update = self._clock()
         self.history.append(report)
         bad = report.outcome in ("rolled_back", "refused", "skipped")
@@ -292,3 +298,10 @@ class Learner:
             older = [v.ref.version for v in self.versions if v.ref.version < at]
             to = str(best if best not in (0, at) else max(older, default=0))
         return self.versions.find(to, self.trainer.name, self.ledger.checkpoints, self.ledger.listed)
+
+
+class _Ready(NamedTuple):
+    """A version that the engine has, and how long it took to have it."""
+
+    info: AdapterInfo
+    ms: float

@@ -69,7 +69,9 @@ class Serving(Protocol):
 
 class UpdateReport(Struct, frozen=True):
     """What one update did. `kl`: mean k3 in nats that it moved the policy; `kl_base`: mean k3 to the base model;
-    `mismatch_k3`: between sampler and trainer, of tokens that the trainer's present weights have sampled."""
+    `mismatch_k3`: between sampler and trainer, of tokens that the trainer's present weights have sampled. Of one that
+    was published, in milliseconds: `ready_ms` until the engine had its weights as a version, beside what it served;
+    `swap_ms` until the name stood for that version."""
 
     step: int  # the optimiser's, afterwards
     version: int  # that was published; 0: none
@@ -88,6 +90,8 @@ class UpdateReport(Struct, frozen=True):
     reason: str = ""
     seconds: float = 0.0
     validation: float | None = None  # mean reward on the validation prompts, where there are any
+    ready_ms: float = 0.0
+    swap_ms: float = 0.0
 
 
 class TrainingStatus(Struct, frozen=True):
