@@ -1,4 +1,4 @@
-"""Write the figures in README.md: tables and pictures made of the committed files under benchmarks/results.
+"""Write the figures in README.md and docs/learning.md: tables and pictures made of the files in benchmarks/results.
 
 python scripts/figures.py [--check]
 """
@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "README.md"
+PAGE, LEARNING = ROOT / "README.md", ROOT / "docs" / "learning.md"
 RESULTS = ROOT / "benchmarks" / "results"
 MIXES = ("skew/same", "long-decode-mixed/long-decode-same")
 PICTURE, PICTURE_OF = ROOT / "docs" / "adapters.svg", "adapters-0.13m.json"
+PUBLISHES = "publishes.json"
 CURVE, CURVE_OF = ROOT / "docs" / "learn.svg", "learn.json"
 BEGIN, END = "<!-- figures: make figures -->\n", "<!-- end of figures -->\n"
 
@@ -212,6 +213,47 @@ def learn_device(name: str, result: dict[str, Any]) -> str:
     )
 
 
+def publishes(name: str) -> str:
+    """Of the page about learning."""
+    if not _names(name):
+        return "No figures are committed yet.\n"
+    result = _read(name)
+    again, modes = result["replay"], result["modes"]
+    text = (
+        f"{result['publishes']} versions were published beside {result['streams']} streams, built-in model, float32, "
+        f"{_where(result)} ([data](../{_link(name)})). Of {sum(result['requests'].values()):,} requests "
+        f"{result['failed']} failed, and {result['different']} had other tokens than the same request alone; "
+        f"{result['followed']['with_several_versions']} went on under newer versions, "
+        f"{result['followed']['changes']} times in all.\n\n"
+    ) + _head("ms", "p50", "p99", "longest")
+    times = {
+        "the engine makes the version, beside what it serves": result["ready_ms"],
+        "the name moves": result["swap_ms"],
+        "an alias is pointed to it over HTTP": result["alias_over_http_ms"],
+        "from token to token, streams alone": modes["idle"],
+        "beside updates that publish nothing": modes["updates"],
+        "beside updates that each publish a version": modes["publishes"],
+    }
+    text += "".join(_row(what, *(f"{t[k]:,.1f}" for k in ("p50", "p99", "max"))) for what, t in times.items()) + "\n"
+    text += _head(
+        "each token's logprob as mlx-lm computes it", "tokens", "largest difference", f"over {result['tolerance']:.0e}"
+    )
+    kinds = {
+        "greedy": "one adapter, or none",
+        "pinned": "the version that the request began with",
+        "followed": "versions as they came, with what was computed so far",
+    }
+    for kind, what in kinds.items():
+        row = again[kind]
+        text += _row(f"under {what}", f"{row['tokens']:,}", f"{row['largest']:.1e} nats", str(row["over"]))
+    before = result["controls"]["under_the_version_before"]
+    return text + (
+        f"\nThe comparison is not blind: under the version before the one that is named, {before['found']} of "
+        f"{before['replies']} replies would be over, the median of their largest differences being "
+        f"{before['median']:.1e} nats.\n"
+    )
+
+
 def _names(pattern: str) -> list[str]:
     return sorted(f.name for f in RESULTS.glob(pattern))
 
@@ -240,13 +282,13 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |\n"
 
 
-def rewritten(page: str) -> str:
+def rewritten(page: Path, text: str) -> str:
     """The page with today's figures in it."""
-    before, found, rest = page.partition(BEGIN)
+    before, found, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, found_end, after = rest.partition(END)
     if not found or not found_end:
-        raise ValueError(f"{PAGE.name} has no place for the figures: {BEGIN.strip()} … {END.strip()}")
-    return f"{before}{BEGIN}\n{figures()}\n{END}{after}"
+        raise ValueError(f"{page.name} has no place for the figures: {BEGIN.strip()} … {END.strip()}")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
 
 
 def draw() -> None:
@@ -264,13 +306,12 @@ def draw() -> None:
 
 
 def main() -> None:
-    page = PAGE.read_text(encoding="utf-8")
-    new = rewritten(page)
+    pages = {page: rewritten(page, text) for page, text in ((PAGE, figures()), (LEARNING, publishes(PUBLISHES)))}
     if "--check" in sys.argv:
-        sys.exit(
-            0 if page == new else f"{PAGE.name}: the figures are not those of benchmarks/results; run make figures"
-        )
-    PAGE.write_text(new, encoding="utf-8")
+        old = [page.name for page, new in pages.items() if page.read_text(encoding="utf-8") != new]
+        sys.exit(f"{old[0]}: the figures are not those of benchmarks/results; run make figures" if old else 0)
+    for page, new in pages.items():
+        page.write_text(new, encoding="utf-8")
     draw()
 
 

@@ -67,6 +67,9 @@ SHORT = {
     ],
     "benchmarks/learn.py": ["--seeds", "1", "--steps", "1", "--runs", "true"],
     "benchmarks/learn_beside.py": ["--streams", "2", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4"],
+    "benchmarks/publishes.py": [
+        *("--publishes", "1", "--streams", "8", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4")
+    ],
     "benchmarks/train_together.py": ["--examples", "8", "--repeats", "1"],
     "benchmarks/learn_device.py": ["--streams", "1", "--seconds", "0.2", "--repeats", "1"],
 }

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
+from collections.abc import Iterator
 from time import perf_counter
+from typing import Any
 
 _EVENT = b'data: {"'  # cannot occur inside a JSON string, where the quote would be escaped
 _TEXT = re.compile(rb'"(?:text|content|reasoning_content|reasoning)": ?"[^"]')
@@ -104,11 +106,16 @@ class Stream:
         """The text of a kept stream, and its token ids when the server gave them."""
         text: list[str] = []
         ids: list[int] = []
-        events = b"".join(self._kept or []).split(b"\n\n")
-        for choice in (c for e in events if e.startswith(_EVENT) for c in json.loads(e[6:]).get("choices", ())):
+        for choice in self.choices():
             text.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
             ids += choice.get("token_ids") or []
         return "".join(text), ids or None
+
+    def choices(self) -> Iterator[dict[str, Any]]:
+        """What each event of a kept stream says of its choices, in the server's words."""
+        for event in b"".join(self._kept or []).split(b"\n\n"):
+            if event.startswith(_EVENT):
+                yield from json.loads(event[6:]).get("choices", ())
 
     def _drop_last(self, events: int) -> None:
         while events and self.counts:
