@@ -222,8 +222,8 @@ def publishes(name: str) -> str:
     text = (
         f"{result['publishes']} versions were published beside {result['streams']} streams, built-in model, float32, "
         f"{_where(result)} ([data](../{_link(name)})). Of {sum(result['requests'].values()):,} requests "
-        f"{result['failed']} failed, and {result['different']} had other tokens than the same request alone; "
-        f"{result['followed']['with_several_versions']} went on under newer versions, "
+        f"{result['failed']} failed, and {result['different']} had other tokens than the same request when "
+        f"nothing is learned; {result['followed']['with_several_versions']} went on under newer versions, "
         f"{result['followed']['changes']} times in all.\n\n"
     ) + _head("ms", "p50", "p99", "longest")
     times = {
