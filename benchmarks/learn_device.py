@@ -41,6 +41,7 @@ class Streams:
 
     engine: Engine
     count: int
+    adapter: str | None = None  # of every second stream
     tokens: int = 0
     gaps: list[float] = field(default_factory=list)
 
@@ -75,7 +76,11 @@ class Streams:
         while perf_counter() < until:
             last = 0.0
             for _ in self.engine.stream(
-                prompt_of(rng, self.engine), max_tokens=COMPLETION, ignore_eos=True, temperature=1.0
+                prompt_of(rng, self.engine),
+                adapter=self.adapter if seed % 2 else None,
+                max_tokens=COMPLETION,
+                ignore_eos=True,
+                temperature=1.0,
             ):
                 now = perf_counter()
                 if last:
@@ -143,7 +148,7 @@ def measure(engine: Engine, streams: int, seconds: float, repeats: int) -> dict[
     alone = {name: spread(values[1:], 1.0) for name, values in times.items()}
     agrees = agreement(engine, trainer)
     print(f"agreement {agrees}\nalone {alone}", file=sys.stderr, flush=True)
-    readers = Streams(engine, streams)
+    readers = Streams(engine, streams, "learner")
     readers.run(min(5.0, seconds), None)
     rounds = []
     for _ in range(repeats):

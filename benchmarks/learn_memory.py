@@ -59,7 +59,9 @@ def with_engine(args: argparse.Namespace, *, serving: bool, learning: bool) -> d
             update = learn
         if serving:
             sampled(engine, "learned", args.streams, seed=2)
-            Streams(engine, args.streams).run(args.seconds, update)
+            if update is not None:
+                update()
+            Streams(engine, args.streams, "learner" if update else "learned").run(args.seconds, update)
         elif update is not None:
             for _ in range(UPDATES):
                 update()
