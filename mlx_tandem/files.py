@@ -38,6 +38,7 @@ class FileOps(Protocol):
     """The operations that durability rests on. Each raises OSError; tests make the n-th one fail."""
 
     def open(self, path: Path, flags: int) -> int: ...
+    def read(self, fd: int, into: bytearray | memoryview, offset: int) -> int: ...
     def write(self, fd: int, data: bytes | memoryview) -> int: ...
     def sync(self, fd: int) -> None: ...
     def truncate(self, fd: int, size: int) -> None: ...
@@ -54,6 +55,9 @@ class Disk:
 
     def open(self, path: Path, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+    def read(self, fd: int, into: bytearray | memoryview, offset: int) -> int:
+        return os.preadv(fd, [into], offset)
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
         return os.write(fd, data)
@@ -94,7 +98,15 @@ class Disk:
 DISK = Disk()
 
 
-def write_all(fd: int, data: bytes, ops: FileOps = DISK) -> None:
+def read_all(fd: int, into: bytearray | memoryview, offset: int, ops: FileOps = DISK) -> int:
+    """How much of `into` the file could fill from `offset` on, however little one read gives."""
+    rest, done = memoryview(into), 0
+    while done < len(rest) and (count := ops.read(fd, rest[done:], offset + done)):
+        done += count
+    return done
+
+
+def write_all(fd: int, data: bytes | memoryview, ops: FileOps = DISK) -> None:
     """All of `data`, however little one write takes."""
     rest = memoryview(data)
     while rest:
@@ -181,6 +193,9 @@ def copy(old: Path, new: Path, ops: FileOps = DISK) -> None:
         create(new, iter(lambda: source.read(1 << 20), b""), ops)
 
 
+LOCK = ".lock"
+
+
 class FolderLock:
     """One process at a time in a folder. The kernel lets go of it however the process ends.
 
@@ -188,7 +203,7 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / ".lock"
+        path = self._path = folder / LOCK
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -202,6 +217,13 @@ class FolderLock:
             ) from e
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+    def held(self) -> bool:
+        """Whether the folder under its name is still the one that was locked."""
+        try:
+            return os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._fd))
+        except OSError:
+            return False
 
     def release(self) -> None:
         """Twice is once."""

@@ -41,6 +41,10 @@ class FaultFiles(Disk):
         self._check()
         return super().open(path, flags)
 
+    def read(self, fd: int, into: bytearray | memoryview, offset: int) -> int:
+        self._check()
+        return super().read(fd, memoryview(into)[: max(1, len(into) // 2)], offset)  # short reads are legal
+
     def write(self, fd: int, data: bytes | memoryview) -> int:
         if self._fails():
             super().write(fd, data[: len(data) // 2])
@@ -98,6 +102,16 @@ class ForgetfulFiles(Disk):
         os.lseek(fd, len(data), os.SEEK_CUR)
         self._bytes.setdefault(os.fstat(fd).st_ino, []).append((at, bytes(data)))
         return len(data)
+
+    def read(self, fd: int, into: bytearray | memoryview, offset: int) -> int:
+        size = os.fstat(fd).st_size
+        data = bytearray(os.pread(fd, size, 0))
+        for at, written in self._bytes.get(os.fstat(fd).st_ino, []):
+            data.extend(bytes(max(0, at + len(written) - len(data))))
+            data[at : at + len(written)] = written
+        found = data[offset : offset + len(into)]
+        memoryview(into)[: len(found)] = found
+        return len(found)
 
     def sync(self, fd: int) -> None:
         status = os.fstat(fd)
