@@ -23,6 +23,21 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     memory_fraction: float = 0.6  # of what the device has left after the weights
 
 
+class DiskCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """The tier of the KV cache on the drive."""
+
+    enabled: bool = True
+    dir: str = ""  # empty: kv-cache in the user's own cache folder
+    ttl_days: float = 7.0  # 0: for ever
+    policy: Literal["evict_only", "write_through"] = "evict_only"  # when blocks go to it
+    durability: Literal["best_effort", "persistent"] = "best_effort"  # persistent: synced, retried
+    async_writes: bool = True  # else whoever gives a block waits until it is written
+    writer_queue_size: int = 512  # blocks; more are dropped
+    persistent_max_retries: int = 3
+    flush_interval_s: float = 1.0
+    max_size_gb: float = 50.0  # 0: no limit
+
+
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64
     max_chunk_tokens: int = 1024  # of one prefill step

@@ -1,0 +1,379 @@
+"""The disk tier as its owner sees it: blocks are put and read without waiting for the drive.
+
+All files belong to one thread. Reads come before writes. Whatever goes wrong there, blocks are missing, none is wrong,
+and no call raises: a failed write is dropped or tried again, a full drive makes the tier read-only for a while, a
+folder that is gone or a thread that has ended turns it off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from mlx_tandem.config import DiskCacheConfig
+from mlx_tandem.files import DISK, FileOps
+from mlx_tandem.kv.disk.folder import CacheFolder, default_folder
+from mlx_tandem.kv.disk.records import DIGEST, BlockId, Payload
+from mlx_tandem.kv.disk.segments import Segments
+
+log = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 256 << 20
+MAX_QUEUE_BYTES = 256 << 20  # of blocks that wait to be written
+PATIENCE = 10.0  # seconds that a caller waits for the drive at most
+MAX_PAUSE = 60.0  # seconds between two trials to write again
+
+_QUIET = 600.0  # seconds between two lines of log about a drive that refuses
+_END = object()
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DiskStats(Struct, frozen=True):
+    """Since the start, but for what there is now: bytes, records, segments, queued and the last three."""
+
+    bytes: int  # of all segments in the folder
+    records: int  # that can be found
+    segments: int
+    queued: int
+    hits: int  # blocks that were read
+    misses: int  # reads that ended at a block that was not there, or not right
+    written: int  # blocks
+    written_bytes: int
+    dropped: int  # blocks that were given and not written
+    evicted: int  # blocks that went with their segments
+    quarantined: int  # records and segments that were not as written
+    errors: int  # operations that the drive refused
+    reload_bytes: int
+    reload_seconds: float  # reading and checking them
+    scanning: bool  # some of what is there cannot be found yet
+    read_only: bool
+    off: str  # why there is no tier any more; empty: it works
+
+
+class Read(NamedTuple):
+    """What became of a `read`: payloads of the first so many of the blocks, in their order."""
+
+    ticket: int
+    payloads: list[memoryview]
+
+
+class _Request:
+    def __init__(self, ticket: int, blocks: Sequence[BlockId]) -> None:
+        self.ticket = ticket
+        self.blocks = tuple(blocks)
+        self.payloads: list[memoryview] = []
+        self.deadline = time.monotonic() + PATIENCE
+
+
+class DiskCache:
+    """The blocks of one base (`base`: the digest of all that they have in common) in a folder of their own.
+
+    `config.policy` is for the caller: it decides when a block is put. `finished`, if given, is called on the cache's
+    thread when `poll` has something. Raises StorageError when the folder cannot be had: see CacheFolder.
+    """
+
+    def __init__(
+        self,
+        config: DiskCacheConfig,
+        base: bytes,
+        finished: Callable[[], None] | None = None,
+        *,
+        segment_bytes: int = SEGMENT_BYTES,
+        now: Callable[[], float] = time.time,
+        ops: FileOps = DISK,
+    ) -> None:
+        if len(base) != DIGEST:
+            raise ValueError(f"digests have {DIGEST} bytes")
+        self._config, self._finished = config, finished
+        self.folder = CacheFolder(Path(config.dir).expanduser() if config.dir else default_folder(), ops)
+        limit = int(config.max_size_gb * 1e9)
+        self._segments = Segments(
+            self.folder,
+            base,
+            limit=limit,
+            segment_bytes=min(segment_bytes, max(limit // 8, 1)) if limit else segment_bytes,
+            ttl=config.ttl_days * 86_400,
+            durable=config.durability == "persistent",
+            now=now,
+            ops=ops,
+        )
+        self._trials = 1 + (config.persistent_max_retries if config.durability == "persistent" else 0)
+        self._wake = threading.Condition()  # guards all that follows
+        self._reads: deque[_Request] = deque()
+        self._tickets: dict[int, _Request] = {}  # not polled yet
+        self._done: deque[_Request] = deque()
+        self._last_ticket = 0
+        self._queue: dict[bytes, tuple[BlockId, Payload]] = {}  # by key; the first one may be being written
+        self._queue_bytes = 0
+        self._failures = 0  # of the first one in the queue
+        self._closing = False
+        self._idle = False
+        self._off = ""
+        self._read_only = False
+        self._pause, self._resume = 0.0, 0.0  # its length, and when it ends; nothing is written until then
+        self._quiet = 0.0  # no line of log before this
+        self._scan: Iterator[None] | None = self._segments.scan()
+        self._hits = self._misses = self._dropped = self._reload_bytes = 0
+        self._reload_seconds = 0.0
+        self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
+        self._thread.start()
+
+    # -- for the owner's thread -----------------------------------------------------------------------------------
+
+    def longest(self, keys: Sequence[bytes]) -> int:
+        """How many of the first blocks of a chain are there, as far as one can know without reading them."""
+        if self._off:
+            return 0
+        for i, key in enumerate(keys):
+            if key not in self._segments and key not in self._queue:
+                return i
+        return len(keys)
+
+    def put(self, block: BlockId, payload: Payload) -> bool:
+        """Takes a block to be written; `payload` must not change from now on. False: it was dropped, as the queue is
+        full or the tier off. Waits for the write where writes are not asynchronous."""
+        with self._wake:
+            if block.key in self._queue or block.key in self._segments:
+                return not self._off
+            if self._off or self._closing or not self._room(len(payload)):
+                self._dropped += 1
+                return False
+            self._queue[block.key] = block, payload
+            self._queue_bytes += len(payload)
+            self._wake.notify_all()
+            if self._config.async_writes:
+                return True
+            self._wake.wait_for(lambda: block.key not in self._queue or self._off, PATIENCE)
+            return block.key in self._segments
+
+    def read(self, blocks: Sequence[BlockId]) -> int:
+        """Begins to read a chain and returns its ticket, for `poll` or `forget`. The payloads take their room until
+        they are polled."""
+        with self._wake:
+            self._last_ticket += 1
+            request = self._tickets[self._last_ticket] = _Request(self._last_ticket, blocks)
+            if not self._off:
+                self._reads.append(request)
+                self._wake.notify_all()
+            return request.ticket
+
+    def poll(self) -> list[Read]:
+        """Reads that are finished. One that the drive has kept waiting for too long has what there is of it."""
+        with self._wake:
+            now = time.monotonic()
+            late = [r for r in self._tickets.values() if self._off or r.deadline < now]
+            done = {r.ticket: r for r in [*self._done, *late]}
+            self._done.clear()
+            for ticket in done:
+                del self._tickets[ticket]
+            return [Read(ticket, list(r.payloads)) for ticket, r in done.items()]
+
+    def forget(self, ticket: int) -> None:
+        """Nobody waits for it any more."""
+        with self._wake:
+            request = self._tickets.pop(ticket, None)
+            if request is not None and request in self._done:
+                self._done.remove(request)
+
+    def stats(self) -> DiskStats:
+        with self._wake:
+            counts = self._segments.counts
+            return DiskStats(
+                bytes=self._segments.bytes,
+                records=len(self._segments),
+                segments=self._segments.count,
+                queued=len(self._queue),
+                hits=self._hits,
+                misses=self._misses,
+                written=counts.written,
+                written_bytes=counts.written_bytes,
+                dropped=self._dropped,
+                evicted=counts.evicted,
+                quarantined=counts.quarantined,
+                errors=counts.errors,
+                reload_bytes=self._reload_bytes,
+                reload_seconds=self._reload_seconds,
+                scanning=self._scan is not None,
+                read_only=self._read_only,
+                off=self._off,
+            )
+
+    def settle(self, timeout: float = PATIENCE) -> bool:
+        """Waits until all that was asked for is done, or `timeout` seconds have passed: whether it is."""
+        with self._wake:
+            return self._wake.wait_for(lambda: bool(self._off) or (self._idle and not self._busy()), timeout)
+
+    def close(self, timeout: float = PATIENCE) -> None:
+        """What is queued is written, if the drive takes it within `timeout` seconds, and the folder let go of. Twice is
+        once."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify_all()
+        self._thread.join(timeout)
+
+    # -- the cache's thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._work()
+            self._turn_off("closed")
+        except BaseException as e:
+            log.exception("the disk cache is off: its thread has failed")
+            self._turn_off(f"its thread has failed ({type(e).__name__}: {e})")
+        finally:
+            with contextlib.suppress(OSError):
+                self._segments.close()
+            self.folder.close()
+
+    def _work(self) -> None:
+        interval = self._config.flush_interval_s
+        flush = time.monotonic() + interval
+        while not self._off:
+            with self._wake:
+                self._idle = not self._busy()
+                if self._idle:
+                    self._wake.notify_all()
+                    if self._closing:
+                        break
+                    until = min(flush, self._resume) if self._queue else flush
+                    self._wake.wait(max(0.0, until - time.monotonic()))
+                self._idle = False
+                request = self._reads.popleft() if self._reads else None
+            if request is not None:
+                self._read_one(request)
+                continue
+            if self._scan is not None and next(self._scan, _END) is _END:
+                self._scan = None
+            if self._may_write():
+                self._write_one()
+            if time.monotonic() >= flush:
+                self._flush()
+                flush = time.monotonic() + interval
+        if not self._off:
+            self._flush()
+
+    def _busy(self) -> bool:
+        return bool(self._reads) or self._scan is not None or self._may_write()
+
+    def _may_write(self) -> bool:
+        return bool(self._queue) and self._segments.ready and time.monotonic() >= self._resume
+
+    def _room(self, size: int) -> bool:
+        """A caller that waits for the write has it tried at once, or not at all."""
+        if not self._config.async_writes:
+            return not self._queue and time.monotonic() >= self._resume
+        return len(self._queue) < self._config.writer_queue_size and self._queue_bytes + size <= MAX_QUEUE_BYTES
+
+    def _read_one(self, request: _Request) -> None:
+        """One block of it, so that others have their turn."""
+        if request.ticket not in self._tickets:
+            return
+        payload: memoryview | None = None
+        if len(request.payloads) < len(request.blocks):
+            payload = self._find(request.blocks[len(request.payloads)])
+        with self._wake:
+            if payload is not None:
+                request.payloads.append(payload)
+                self._hits += 1
+            elif request.blocks:
+                self._misses += 1
+            if payload is not None and len(request.payloads) < len(request.blocks):
+                self._reads.append(request)
+                return
+            if request.ticket not in self._tickets:
+                return
+            self._done.append(request)
+        if self._finished is not None:
+            self._finished()
+
+    def _find(self, block: BlockId) -> memoryview | None:
+        with self._wake:
+            queued = self._queue.get(block.key)
+        if queued is not None:
+            return memoryview(queued[1]).toreadonly() if queued[0] == block else None
+        began = time.perf_counter()
+        payload: memoryview | None = None
+        try:
+            payload = self._segments.read(block)
+        except OSError:
+            self._segments.counts.errors += 1
+            self._check_folder()
+        if payload is not None:
+            self._reload_bytes += len(payload)
+            self._reload_seconds += time.perf_counter() - began
+        return payload
+
+    def _write_one(self) -> None:
+        with self._wake:
+            key, (block, payload) = next(iter(self._queue.items()))
+        written = False
+        try:
+            written = key in self._segments or self._segments.append(block, payload)
+        except OSError as e:
+            self._failed(e)
+            self._failures += 1
+            if self._failures < self._trials:
+                return
+        else:
+            self._works()
+        with self._wake:
+            if self._queue.pop(key, None) is not None:  # else it was turned off
+                self._queue_bytes -= len(payload)
+            self._failures = 0
+            self._dropped += not written
+            if not self._config.async_writes:
+                self._wake.notify_all()
+
+    def _flush(self) -> None:
+        self._check_folder()
+        for operation in (self._segments.sync, self._segments.expire):
+            try:
+                operation()
+            except OSError as e:
+                self._failed(e)
+
+    def _works(self) -> None:
+        self._read_only = False
+        if time.monotonic() > self._resume + MAX_PAUSE:
+            self._pause = 0.0
+
+    def _failed(self, error: OSError) -> None:
+        """Nothing is written for a while, longer each time that it fails again soon."""
+        self._segments.counts.errors += 1
+        self._check_folder()
+        if self._off:
+            return
+        if error.errno in _FULL:
+            with contextlib.suppress(OSError):
+                self._segments.free()
+        now = time.monotonic()
+        self._read_only = True
+        self._pause = min(MAX_PAUSE, max(self._config.flush_interval_s, 2 * self._pause))
+        self._resume = now + self._pause
+        if now >= self._quiet:
+            self._quiet = now + _QUIET
+            log.warning("the disk cache in %s takes nothing for a while: %s", self.folder.path, error.strerror or error)
+
+    def _check_folder(self) -> None:
+        if not self._off and not self.folder.held():
+            log.warning("the disk cache is off: %s is not there any more", self.folder.path)
+            self._turn_off("its folder is not there any more")
+
+    def _turn_off(self, why: str) -> None:
+        with self._wake:
+            self._off = self._off or why
+            self._dropped += len(self._queue)
+            self._queue.clear()
+            self._queue_bytes = 0
+            self._wake.notify_all()
+        if self._finished is not None:
+            self._finished()

@@ -1,0 +1,66 @@
+"""A cache's folder without a server: what is in it, whether it is whole, and emptying it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from msgspec import Struct
+
+from mlx_tandem import files
+from mlx_tandem.files import DISK, FileOps, read_all
+from mlx_tandem.kv.disk import records
+from mlx_tandem.kv.disk.folder import CacheFolder
+from mlx_tandem.kv.disk.records import SEGMENT_HEAD
+
+
+class SegmentInfo(Struct, frozen=True):
+    number: int
+    base: str  # first characters of the digest of what its blocks are of; empty: its head is damaged
+    created: int  # seconds since 1970
+    bytes: int
+    records: int
+    damaged: int  # records whose tag is wrong, and 1 for an end that is not whole
+
+
+def inspect(path: Path, verify: bool, ops: FileOps = DISK) -> list[SegmentInfo]:
+    """The segments in the folder, oldest first; with `verify` every byte is read and every tag checked. Nothing is
+    changed. Raises StorageError when there is no cache or a server has it."""
+    with files.storage(path), contextlib.closing(CacheFolder(path, ops, create=False)) as folder:
+        return [_inspect(folder, number, verify, ops) for number in sorted(folder.segments())]
+
+
+def clear(path: Path, ops: FileOps = DISK) -> int:
+    """Removes what a cache has put there, of any format, and returns how many bytes its segments had. Raises
+    StorageError as `inspect` does."""
+    with (
+        files.storage(path),
+        contextlib.closing(CacheFolder(path, ops, create=False, any_format=True)) as folder,
+    ):
+        size = sum(p.stat().st_size for p in folder.segments().values())
+        folder.clear(ops)
+        return size
+
+
+def _inspect(folder: CacheFolder, number: int, verify: bool, ops: FileOps) -> SegmentInfo:
+    fd = ops.open(folder.segment(number), os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        data = bytearray(SEGMENT_HEAD)
+        read_all(fd, data, 0, ops)
+        head = records.decode_segment(data, number, folder.secret)
+        if head is None:
+            return SegmentInfo(number, "", 0, size, 0, 1)
+        found = damaged = 0
+        end = SEGMENT_HEAD
+        for _, offset, length in records.walk(fd, size, ops):
+            found += 1
+            end = offset + length
+            if verify:
+                record = memoryview(bytearray(length))
+                whole = read_all(fd, record, offset, ops) == length
+                damaged += not whole or records.decode(record, folder.secret) is None
+        return SegmentInfo(number, head.base.hex()[:12], head.created, size, found, damaged + (end < size))
+    finally:
+        ops.close(fd)
