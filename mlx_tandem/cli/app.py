@@ -9,6 +9,7 @@ import typer
 from mlx_tandem import __version__
 from mlx_tandem.cli.adapters import adapters
 from mlx_tandem.cli.bench.commands import bench
+from mlx_tandem.cli.cache import cache
 from mlx_tandem.cli.checkpoints import checkpoints
 from mlx_tandem.cli.command import Background, File, Folder, Root, ServeCommand, run, with_every_setting
 from mlx_tandem.cli.demo.commands import demo
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.add_typer(adapters, name="adapters")
 app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(cache, name="cache")
 app.add_typer(train, name="train")
 app.add_typer(bench, name="bench")
 app.add_typer(demo, name="demo")

@@ -40,6 +40,7 @@ from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.manifests import Manifest
 from tests.commands import curl, free_port, running
 from tests.fake_hub import fake_hub
+from tests.unit.disk_tools import filled
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -71,6 +72,7 @@ SHORT = {
         *("--publishes", "1", "--streams", "8", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4")
     ],
     "benchmarks/train_together.py": ["--examples", "8", "--repeats", "1"],
+    "benchmarks/disk_cache.py": ["--blocks", "4", "--block-kb", "64", "--repeats", "1", "--records", "100"],
     "benchmarks/learn_device.py": ["--streams", "1", "--seconds", "0.2", "--repeats", "1"],
 }
 
@@ -257,6 +259,10 @@ def test_commands_that_end(line: str, folder: Path, served: Served) -> None:
         if words[2] == "rollback":
             save_checkpoint(served.port)
         make_checkpoint(folder / "checkpoints")
+        assert run([*TANDEM, *words[1:]], folder)
+        return
+    if words[:2] == ["tandem", "cache"]:
+        filled(folder / "kv-cache", 2)
         assert run([*TANDEM, *words[1:]], folder)
         return
     if words[0] == "tandem":
