@@ -21,6 +21,7 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 16
     num_blocks: int = 0  # 0: from memory_fraction
     memory_fraction: float = 0.6  # of what the device has left after the weights
+    prefix_caching: bool = True  # keep what is computed for prompts that begin alike
 
 
 class DiskCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):

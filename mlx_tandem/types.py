@@ -89,6 +89,7 @@ class Delta(Struct, frozen=True, array_like=True):
     finish: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     version: int = 0  # of the adapter that made the tokens, of a request that follows; 0: as pinned
+    cached: int = 0  # tokens of the prompt that did not have to be computed for the request
 
 
 class AdapterSource(Struct, frozen=True, array_like=True):
@@ -143,6 +144,10 @@ class EngineStats(Struct, frozen=True):
     waiting: int = 0
     used_blocks: int = 0
     free_blocks: int = 0
+    cached_blocks: int = 0  # that a prompt may find; those that nobody reads are free, too
+    prefix_queries: int = 0  # tokens of prompts that were looked up, since start
+    prefix_hits: int = 0  # of these, tokens that were found
+    prefix_evictions: int = 0  # blocks given to others, since start
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import secrets
 import signal
 import socket
 import sys
@@ -80,8 +81,11 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.engine.duty import Duty
     from mlx_tandem.engine.loading import Loader
     from mlx_tandem.engine.scheduler import Scheduler
+    from mlx_tandem.engine.tables import Tables
     from mlx_tandem.engine.training import Training
+    from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.kv.pool import BlockPool
+    from mlx_tandem.kv.prefix import PrefixCache
     from mlx_tandem.model import device
     from mlx_tandem.model.build import build
     from mlx_tandem.training.device.trainers import Trainers
@@ -90,10 +94,12 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]))
     info = built.info
     pool = BlockPool(info.num_blocks, info.block_size)
+    # Blocks do not outlive the engine, which has one model: what it is need not be said, only that it is this one.
+    namespace = Namespace(secrets.token_hex(16), "", info.dtype, info.block_size)
     slots = SlotTable(config.lora.max_loras)
     scheduler = Scheduler(
         config.scheduler,
-        pool,
+        Tables(pool, PrefixCache(pool, namespace) if config.cache.prefix_caching else None),
         slots,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,

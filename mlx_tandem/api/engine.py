@@ -64,6 +64,7 @@ class Completion:
     adapter: str | None  # name@version, None: the base model
     prompt_tokens: int
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # of the prompt's tokens from the second on
+    cached_tokens: int = 0  # of the prompt's, those that did not have to be computed
 
 
 class ApiSampling(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -324,6 +325,7 @@ class _Job:
         eos = front.client.check_ready().eos_token_ids
         self._texts = text_options(body).choices(count, front.tokenizer, self._params, eos)
         self._prompt_logprobs: list[tuple[TokenLogprob, ...]] = [()] * len(prompts)
+        self._cached = [0] * len(prompts)
         self._pieces: list[list[str]] = [[] for _ in range(count)]
         self._tokens: list[list[int]] = [[] for _ in range(count)]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
@@ -344,6 +346,7 @@ class _Job:
         choice = self._texts[index]
         if delta.prompt_logprobs:
             self._prompt_logprobs[index // self._n] = delta.prompt_logprobs
+        self._cached[index // self._n] = delta.cached
         if choice.ended():
             return ""
         text = choice.push(delta)
@@ -370,6 +373,7 @@ class _Job:
                     prompt_logprobs=(
                         self._prompt_logprobs[i // self._n] if self._params.prompt_logprobs is not None else None
                     ),
+                    cached_tokens=self._cached[i // self._n],
                 )
             )
         return result

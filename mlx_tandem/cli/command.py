@@ -38,7 +38,8 @@ class ServeCommand(TyperCommand):
     """Takes command lines that were written for other servers."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        takes_value = {flag: not p.is_flag for p in self.params if isinstance(p, TyperOption) for flag in p.opts}
+        options = [p for p in self.params if isinstance(p, TyperOption)]
+        takes_value = {flag: not p.is_flag for p in options for flag in (*p.opts, *p.secondary_opts)}
         ctx.meta["words"] = list(args)
         try:
             args, warnings = translate(args, takes_value)

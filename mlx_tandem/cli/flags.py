@@ -30,7 +30,7 @@ class Flag:
 _ONE_BATCH = "rows of all adapters and of the base are always decoded in one batch"
 _ADMISSION = "requests join the running batch at the next step; --max-num-seqs bounds it"
 _NO_SPECULATION = "this version decodes without speculation; the answers are the same"
-_NO_PREFIXES = "this version computes every prompt whole; the answers are the same"
+_IN_THE_POOL = "what prompts have in common is kept in the KV pool, which --num-blocks sizes"
 _NO_DISK = "this version keeps nothing on disk; the answers are the same"
 _FULL_KV = "keys and values keep the model's own precision; --memory-fraction or --num-blocks size the pool"
 _ONE_DEVICE = "this server runs on one device"
@@ -58,7 +58,7 @@ FLAGS: dict[str, Flag] = {
     "--kv-bits": Flag(_FULL_KV, value=True, harmless=("16",)),
     "--kv-group-size": Flag(_FULL_KV, value=True),
     "--max-kv-size": Flag("--num-blocks times --block-size is the pool's size in tokens", value=True),
-    "--sequence-cache-size": Flag(_NO_PREFIXES, value=True),
+    "--sequence-cache-size": Flag(_IN_THE_POOL, value=True),
     "--ssd-cache-dir": Flag(_NO_DISK, value=True),
     "--no-ssd": Flag("this version keeps nothing on disk"),
     "--ssd-ttl-days": Flag(_NO_DISK, value=True),
@@ -94,7 +94,6 @@ FLAGS: dict[str, Flag] = {
     # Jan's mlx-server
     "--batch-timeout-ms": Flag(f"no batch is waited for: {_ADMISSION}", value=True),
     "--enable-continuous-batching": Flag(f"batching is always continuous: {_ADMISSION}"),
-    "--enable-prefix-caching": Flag(_NO_PREFIXES),
     # MLX ParaLLM
     "--share-model": Flag("one process holds the model, and every request and adapter shares it"),
     "--atropos-url": Flag("this version does not speak to Atropos yet; requests bring the trajectories", value=True),
@@ -103,7 +102,6 @@ FLAGS: dict[str, Flag] = {
     ),
     # vLLM
     "--enable-lora": Flag("adapters need no switch; --max-loras 0 turns them off"),
-    "--no-enable-prefix-caching": Flag("this version keeps no prefixes"),
     "--disable-log-requests": Flag("requests are never logged"),
     "--no-enable-log-requests": Flag("requests are never logged"),
     "--enforce-eager": Flag("there is no other mode to leave"),

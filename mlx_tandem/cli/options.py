@@ -18,13 +18,13 @@ from mlx_tandem.config import Config
 @dataclass(frozen=True)
 class Option:
     place: str  # in Config
-    flags: str  # with spaces between; the first one names the parameter
+    flags: str  # with spaces between; the first one names the parameter; a switch and its opposite with a slash
     help: str
     metavar: str | None = None
 
     @property
     def name(self) -> str:
-        return self.flags.split()[0].removeprefix("--").replace("-", "_")
+        return self.flags.split()[0].partition("/")[0].removeprefix("--").replace("-", "_")
 
 
 PANELS: dict[str, tuple[Option, ...]] = {
@@ -126,6 +126,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "engine.cache.memory_fraction",
             "--memory-fraction --gpu-memory-utilization",
             "Share of the memory left after the weights that blocks may take.",
+        ),
+        Option(
+            "engine.cache.prefix_caching",
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            "Compute what prompts have in common once (on).",
         ),
     ),
     "Learning": (

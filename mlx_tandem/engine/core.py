@@ -117,11 +117,16 @@ class EngineCore:
     def stats(self) -> EngineStats:
         active, peak = self._memory()
         s, store = self._scheduler, self._adapters.store
+        prefixes = s.prefix_counts
         return EngineStats(
             running=s.num_running,
             waiting=s.num_waiting + self._adapters.num_waiting,
             used_blocks=self._pool.used_blocks,
             free_blocks=self._pool.free_blocks,
+            cached_blocks=prefixes.blocks,
+            prefix_queries=prefixes.queries,
+            prefix_hits=prefixes.hits,
+            prefix_evictions=prefixes.evictions,
             prompt_tokens=s.prompt_tokens,
             generated_tokens=s.generated_tokens,
             preemptions=s.preemptions,

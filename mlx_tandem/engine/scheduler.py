@@ -24,8 +24,9 @@ from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.cost import CostModel, padded_length
 from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, Seating, StepPlan, StepResult, scored_positions
 from mlx_tandem.engine.sequence import Sequence
+from mlx_tandem.engine.tables import Tables
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.kv.pool import SCRATCH, BlockPool
+from mlx_tandem.kv.prefix import Match, PrefixCounts
 from mlx_tandem.types import AdapterRef, Delta, FinishReason, Request, TokenLogprob
 
 PATIENCE = 32
@@ -54,7 +55,7 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        pool: BlockPool,
+        tables: Tables,
         slots: SlotTable,
         *,
         max_model_len: int,
@@ -62,7 +63,8 @@ class Scheduler:
         eos_token_ids: Iterable[int],
     ):
         self._config = config
-        self._pool = pool
+        self._tables = tables
+        self._pool = tables.pool
         self._slots = slots
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -78,8 +80,6 @@ class Scheduler:
         self._moving: dict[int, Sequence] = {}  # by id: running, and to go on under another version
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
         self._uploads: list[tuple[int, str]] = []  # for the next plan
-        self._copies: list[tuple[int, int]] = []
-        self._unclean: set[int] = set()  # blocks that may hold what is not finite
         self._next_id = 0
         self.preemptions = 0
         self.prompt_tokens = 0
@@ -151,7 +151,7 @@ class Scheduler:
         followers = [s for s in self._sequences.values() if s.follows(ref)]
         for s in followers:
             if s.seat < 0:
-                s.adapter = ref
+                s.go_under(ref)
             else:
                 s.next_adapter = ref
                 self._moving[s.id] = s
@@ -183,6 +183,10 @@ class Scheduler:
     def num_waiting(self) -> int:
         return sum(1 + len(s.followers) for s in self._waiting)
 
+    @property
+    def prefix_counts(self) -> PrefixCounts:
+        return self._tables.prefix_counts
+
     # planning
 
     def plan(self, background: bool = True) -> StepPlan | None:
@@ -205,15 +209,12 @@ class Scheduler:
             return None
         planned = {row.sequence for row in rows}
         seatings = [self._seating(s) for s in self._running if s.id in planned and not s.is_seated]
-        # A stale value of a block is masked, which NaN survives: such blocks are overwritten with the scratch block.
-        scrubs = sorted(self._unclean - {b for _, b in self._copies})
-        copies = [(SCRATCH, b) for b in scrubs] + self._copies
         # Who asked for an upload may be gone again: what nobody uses is not written, so it is not resident.
         uploads = [(slot, digest) for slot, digest in self._uploads if self._slots.references(digest)]
         for _, digest in set(self._uploads) - set(uploads):
             self._slots.lost(digest)
-        plan = StepPlan(tuple(rows), tuple(uploads), tuple(copies), tuple(seatings))
-        self._uploads, self._copies, self._unclean = [], [], set()
+        plan = StepPlan(tuple(rows), tuple(uploads), self._tables.take_copies(), tuple(seatings))
+        self._uploads = []
         return plan
 
     def _wanted(self, left_out: Collection[int]) -> list[Sequence]:
@@ -258,6 +259,8 @@ class Scheduler:
 
     def _row(self, s: Sequence, tokens: tuple[int, ...]) -> Row:
         start = s.scheduled
+        if s.cached is None:
+            self._tables.count(s)
         s.scheduled += len(tokens)
         sample = s.scheduled == s.total
         if sample:
@@ -271,41 +274,43 @@ class Scheduler:
         return Seating(s.seat, s.request.params, s.choice, s.prompt_length, tuple(s.tokens), s.stop_ids)
 
     def _admit(self, left_out: Collection[int]) -> None:
-        """Let waiting sequences run while there are seats, blocks for all they know, and adapter slots."""
+        """Let waiting sequences run while there are seats, blocks for all they know, and adapter slots. One whose
+        prompt begins as one that is being read waits for that."""
         blocked: list[Sequence] = []
         patience = PATIENCE  # of the one among the blocked that has the least left
         while self._waiting and patience > 0:
             s = self._waiting[0]
-            group = [s, *s.followers]
-            need = self._pool.blocks_for(len(s.tokens))
             if s.pending or len(blocked) > PATIENCE or s.request.id in left_out:
                 break
-            while not (has_room := self._has_room(s, group, need)) and self._displace_for(s):
-                pass
-            if not has_room:
+            group = [s, *s.followers]
+            match = self._find_room(s, group)
+            if match is None:
                 break
             del self._waiting[0]
-            if not self._take_slot(group):
+            if self._tables.leader(s, match) is not None or not self._take_slot(group):
                 blocked.append(s)
                 patience = min(patience, PATIENCE - s.overtaken)
                 continue
             for b in blocked:
                 b.overtaken += 1
             patience -= bool(blocked)
-            table = self._pool.allocate(need)
-            assert table is not None, "an empty engine has room for every request that was queued"
-            s.table = table
+            self._tables.seat(s)
             for x in group:
                 x.seat = self._seats.pop()
             insort_right(self._running, s, key=_PRIORITY)
         self._waiting[:0] = blocked
 
-    def _has_room(self, s: Sequence, group: list[Sequence], need: int) -> bool:
-        # Running sequences will want blocks soon: to admit into the last ones would only preempt.
-        spare = self._pool.free_blocks - len(self._running)
-        if len(group) > len(self._seats):
-            return False
-        return not self._running or (need <= spare and self._has_tokens_for(s))
+    def _find_room(self, s: Sequence, group: list[Sequence]) -> Match | None:
+        """What is known of `s`, when there are seats for `group` and blocks for the rest."""
+        while True:
+            if len(group) <= len(self._seats):
+                match = self._tables.match(s)
+                # Running sequences will want blocks soon: to admit into the last ones would only preempt.
+                spare = self._pool.free_blocks - len(self._running)
+                if not self._running or (self._tables.need(s, match) <= spare and self._has_tokens_for(s)):
+                    return match
+            if not self._displace_for(s):
+                return None
 
     def _has_tokens_for(self, s: Sequence) -> bool:
         most = self._config.max_inflight_tokens
@@ -355,7 +360,8 @@ class Scheduler:
                 self._uploads.append((assignment.slot, ref.digest))
             self._slots.release(s.adapter.digest)
             s.slot = assignment.slot
-        s.adapter, s.next_adapter = ref, None
+            self._tables.mix(s)
+        s.go_under(ref)
         del self._moving[s.id]
 
     def _fork(self, s: Sequence) -> None:
@@ -363,27 +369,20 @@ class Scheduler:
 
         Each then runs the last prompt token itself, which draws its own first token.
         """
-        shared, rest = divmod(s.scheduled, self._pool.block_size)
         followers, s.followers = s.followers, []
         at = self._running.index(s) + 1
         for f in followers:
-            own = self._pool.allocate(1) if rest else []
-            if own is None:
+            if self._tables.fork(s, f):
+                self._running.insert(at, f)
+                at += 1
+            else:
                 self._leave(f)
                 insort_left(self._waiting, f, key=_PRIORITY)
-                continue
-            if rest:
-                self._copies.append((s.table[shared], own[0]))
-            self._pool.share(s.table[:shared])
-            f.table = s.table[:shared] + own
-            f.scheduled = s.scheduled
-            self._running.insert(at, f)
-            at += 1
 
     def _reserve(self, s: Sequence, positions: int, rows: list[Row]) -> bool:
         """Blocks for `positions` of s, preempting the last of the running that are not in this plan yet."""
-        missing = self._pool.blocks_for(positions) - len(s.table)
-        if missing <= 0:
+        missing = self._tables.missing(s, positions)
+        if not missing:
             return True
         planned = {row.sequence for row in rows} if missing > self._pool.free_blocks else set()
         while missing > self._pool.free_blocks:
@@ -391,7 +390,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is s:
                 return False
-        s.table += self._pool.allocate(missing) or []
+        self._tables.extend(s, missing)
         return True
 
     def _preempt(self, s: Sequence) -> None:
@@ -405,17 +404,14 @@ class Scheduler:
         """Give back what a running sequence holds."""
         if s.seat < 0:
             return
-        # Rows of this plan may still copy into these blocks: a copy for nobody would overwrite their next owner.
-        held = set(s.table)
-        self._copies = [(a, b) for a, b in self._copies if b not in held]
-        self._pool.release(s.table)
+        self._tables.leave(s)
         self._seats.append(s.seat)
         if s.adapter_digest is not None:
             self._slots.release(s.adapter_digest)
         if s.next_adapter is not None:
-            s.adapter, s.next_adapter = s.next_adapter, None
+            s.go_under(s.next_adapter)
             del self._moving[s.id]
-        s.table, s.seat, s.slot, s.scheduled, s.is_seated = [], -1, -1, 0, False
+        s.seat, s.slot, s.is_seated = -1, -1, False
 
     def _end(self, s: Sequence) -> None:
         """A sequence is over, whatever it was doing."""
@@ -440,7 +436,7 @@ class Scheduler:
             heir, *others = s.followers
             for f in s.followers:
                 self._leave(f)
-            heir.followers, heir.overtaken = others, s.overtaken
+            heir.followers, heir.overtaken, heir.cached = others, s.overtaken, s.cached
             self._waiting.insert(place, heir)
 
     # results
@@ -463,20 +459,26 @@ class Scheduler:
             assert token is not None
             if token == NOT_A_NUMBER:
                 settled.failed.append(s.request.id)
+                for x in self._choices[s.request.id].values():
+                    x.is_pure = False
                 self.cancel(s.request.id)
                 continue
             s.pending -= 1
             s.tokens.append(token)
+            if not s.has_drawn and s.seat >= 0:
+                self._tables.publish(s)
             self.generated_tokens += 1
             finish = self._finish_reason(s, token)
             logprob = logprobs[i] if logprobs else None
             scores = () if s.scores is None else self._hand_out_scores(s)
             known = None if logprob is None else (logprob,)
-            settled.deltas.append(Delta(s.request.id, s.choice, (token,), known, finish, scores, row.version))
+            settled.deltas.append(
+                Delta(s.request.id, s.choice, (token,), known, finish, scores, row.version, s.cached or 0)
+            )
             if finish:
                 self._end(s)
-        # One that has a new owner already fails that owner, too, and is found here then.
-        self._unclean |= {b for b in spoiled if self._pool.count[b] == 0}
+        if spoiled:
+            self._tables.spoil(spoiled)
         return settled
 
     def _hand_out_scores(self, s: Sequence) -> tuple[TokenLogprob, ...]:
@@ -501,6 +503,9 @@ class Scheduler:
         """Steps were lost on the device: their requests end here and are returned; every other running sequence
         is computed again, since nothing in the cache can be trusted."""
         plans = list(plans)
+        for s in self._sequences.values():
+            s.is_pure = s.seat < 0
+        self._tables.distrust()
         sequences = [self._sequences.get(row.sequence) for plan in plans for row in plan.rows]
         failed = list(dict.fromkeys(s.request.id for s in sequences if s is not None))
         for request in failed:
@@ -511,12 +516,11 @@ class Scheduler:
         for _, digest in [u for plan in plans for u in plan.uploads] + self._uploads:
             self._slots.lost(digest)
         self._uploads = []
-        self._unclean = set()  # the runner starts from an empty cache
         return failed
 
     def check(self) -> None:
         """Assert the invariants; for tests, between steps."""
-        self._pool.check(s.table for s in self._sequences.values())
+        self._tables.check(self._sequences.values())
         held = [s.seat for s in self._sequences.values() if s.seat >= 0]
         assert sorted(held + self._seats) == list(range(self._config.max_num_seqs)), "a seat is lost or shared"
         followers = [f for s in (*self._running, *self._waiting) for f in s.followers]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlx_tandem.kv.hashing import Chain
 from mlx_tandem.types import AdapterRef, Request, TokenLogprob
 
 
@@ -14,14 +15,20 @@ class Sequence:
 
     __slots__ = (
         "adapter",
+        "announced",
+        "cached",
+        "chain",
         "choice",
         "followers",
+        "has_drawn",
         "id",
+        "is_pure",
         "is_seated",
         "next_adapter",
         "overtaken",
         "pending",
         "prompt_length",
+        "published",
         "request",
         "scheduled",
         "scores",
@@ -44,6 +51,12 @@ class Sequence:
         self.scheduled = 0
         self.pending = 0
         self.table: list[int] = []
+        self.chain: Chain | None = None  # the keys of its blocks under its adapter, once they are asked for
+        self.published = 0  # whole blocks of the table that others can find, as far as it knows
+        self.announced: bytes | None = None  # the key of the block under which others find that it computes it
+        self.has_drawn = False  # a token that is a number, since it was seated
+        self.is_pure = True  # what it has computed, it has computed under its adapter
+        self.cached: int | None = None  # tokens of the prompt that its request found computed, when it began
         self.seat = -1
         self.slot = -1
         self.is_seated = False  # the runner has been told of this seat
@@ -95,6 +108,12 @@ class Sequence:
     @property
     def adapter_digest(self) -> str | None:
         return self.adapter.digest if self.adapter else None
+
+    def go_under(self, ref: AdapterRef) -> None:
+        """From here on it is computed under `ref`."""
+        if ref.digest != self.adapter_digest:
+            self.chain = None
+        self.adapter, self.next_adapter = ref, None
 
     def follows(self, ref: AdapterRef) -> bool:
         """Whether it is to go on under `ref`."""

@@ -1,8 +1,11 @@
-"""The block pool: which blocks of the KV cache are free and how many sequences read each of the others."""
+"""The block pool: which blocks of the KV cache are free and how many sequences read each of the others.
+
+A free block may be kept for what it holds: it is given out after those that hold nothing, longest unread first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -15,7 +18,7 @@ class BlockPool:
 
     Promises: a block is free exactly when its count is 0; `allocate` gives all that was asked for or nothing;
     longer allocations are contiguous, in rising order, where a free run is long enough (such a sequence can be read
-    without a gather).
+    without a gather); a block that is kept is given out only when there is no other, and `on_evict` hears of it before.
     """
 
     def __init__(self, num_blocks: int, block_size: int):
@@ -29,7 +32,10 @@ class BlockPool:
         self._stack = list(range(num_blocks - 1, 0, -1))
         self._free = np.ones(num_blocks, dtype=bool)
         self._free[SCRATCH] = False
-        self.free_blocks = num_blocks - 1
+        self.free_blocks = num_blocks - 1  # kept ones among them
+        self._kept = bytearray(num_blocks)
+        self._idle: dict[int, None] = {}  # kept and free, longest unread first
+        self.on_evict: Callable[[int], None] = lambda block: None
 
     @property
     def usable_blocks(self) -> int:
@@ -46,6 +52,8 @@ class BlockPool:
         """n blocks with one reference each, or None when fewer are free."""
         if n > self.free_blocks:
             return None
+        while n > self.free_blocks - len(self._idle):
+            self._evict(next(iter(self._idle)))
         blocks = self._run(n) if n > 2 else None
         if blocks is None:
             blocks = []
@@ -60,9 +68,12 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """One more reader of each block."""
+        """One more reader of each block, which has readers or is kept."""
         for b in blocks:
-            assert self.count[b] > 0, f"block {b} is free"
+            if self.count[b] == 0:
+                assert b in self._idle, f"block {b} is free"
+                del self._idle[b]
+                self.free_blocks -= 1
             self.count[b] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -72,11 +83,39 @@ class BlockPool:
             assert b != SCRATCH
             self.count[b] -= 1
             if self.count[b] == 0:
-                self._free[b] = True
-                self._stack.append(b)
                 self.free_blocks += 1
+                if self._kept[b]:
+                    self._idle[b] = None
+                else:
+                    self._vacate(b)
         if len(self._stack) > 4 * self.num_blocks:
             self._stack = np.flatnonzero(self._free)[::-1].tolist()
+
+    def keep(self, block: int) -> None:
+        """When nobody reads this block any more, it is kept for who comes next."""
+        assert self.count[block] > 0, f"block {block} is free"
+        self._kept[block] = True
+
+    def forget(self, block: int) -> None:
+        """What a kept block holds is of no use any more."""
+        assert self._kept[block], f"block {block} is not kept"
+        self._kept[block] = False
+        if self.count[block] == 0:
+            del self._idle[block]
+            self._vacate(block)
+
+    def kept(self) -> set[int]:
+        """Blocks that are kept, or will be when nobody reads them."""
+        return {b for b, is_kept in enumerate(self._kept) if is_kept}
+
+    def _evict(self, block: int) -> None:
+        self.on_evict(block)
+        self.forget(block)
+
+    def _vacate(self, block: int) -> None:
+        """From here on the block holds nothing that anybody may read."""
+        self._free[block] = True
+        self._stack.append(block)
 
     def check(self, tables: Iterable[Iterable[int]]) -> None:
         """Assert that the counts are exactly the references of `tables`."""
@@ -87,9 +126,11 @@ class BlockPool:
                 expected[b] += 1
         assert expected == self.count, "reference counts and tables differ"
         free = {b for b, n in enumerate(expected) if n == 0}
-        assert free == set(np.flatnonzero(self._free).tolist()), "free map and counts differ"
+        idle = {b for b in free if self._kept[b]}
+        assert idle == self._idle.keys(), "a kept block is lost"
+        assert free - idle == set(np.flatnonzero(self._free).tolist()), "free map and counts differ"
         assert len(free) == self.free_blocks, "free count is off"
-        assert free <= set(self._stack), "a free block is lost"
+        assert free - idle <= set(self._stack), "a free block is lost"
 
     def _run(self, n: int) -> list[int] | None:
         """The first run of n free blocks, taken; None when there is none."""

@@ -20,7 +20,7 @@ from mlx_tandem.server.dialects.shapes import dumps
 from mlx_tandem.server.dialects.tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize, tokenizer_info
 from mlx_tandem.server.front import Front
 from mlx_tandem.server.guard import Guard, error_handlers
-from mlx_tandem.server.health import engine_metrics, health
+from mlx_tandem.server.health import cache_stats, engine_metrics, health
 from mlx_tandem.server.keys import read_key
 from mlx_tandem.server.replies import Plan, Reply, StreamReply, WholeReply
 
@@ -151,6 +151,9 @@ def _routes(front: Front) -> list[Route]:
     async def get_engine_metrics(request: Request) -> ASGIApp:
         return _json(engine_metrics(front))
 
+    async def get_cache_stats(request: Request) -> ASGIApp:
+        return _json(cache_stats(front))
+
     async def get_health(request: Request) -> ASGIApp:
         status, full = health(front)
         return _json(full if request.scope["key_shown"] else {"status": full["status"]}, status)
@@ -194,6 +197,7 @@ def _routes(front: Front) -> list[Route]:
         ("POST", "/model/switch-lora", switch_lora),
         ("GET", "/debug/training", debug_training),
         ("GET", "/v1/engine/metrics", get_engine_metrics),
+        ("GET", "/v1/cache/stats", get_cache_stats),
         ("GET", "/health", get_health),
         ("GET", "/readyz", get_ready),
         ("GET", "/livez", get_live),

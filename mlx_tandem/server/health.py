@@ -8,6 +8,7 @@ import msgspec
 
 from mlx_tandem import __version__
 from mlx_tandem.server.front import Front
+from mlx_tandem.server.metrics import hit_rate
 
 DEGRADED = 0.72
 """Share of the memory pressure threshold from which on the pool is filling up."""
@@ -63,6 +64,23 @@ def engine_metrics(front: Front) -> dict[str, Any]:
             for e in front.models.registry.entries()
             for v in front.models.registry.versions(e.name)
         },
+    }
+
+
+def cache_stats(front: Front) -> dict[str, Any]:
+    """/v1/cache/stats: what is kept in the KV pool, and how much of the prompts was found there."""
+    client = front.client
+    info, stats, load = client.check_ready(), client.stats, client.load
+    return {
+        "enabled": front.config.engine.cache.prefix_caching,
+        "block_size": info.block_size,
+        "blocks": info.num_blocks - 1,  # one is scratch
+        "used_blocks": load.used_blocks,
+        "cached_blocks": stats.cached_blocks,
+        "queried_tokens": stats.prefix_queries,
+        "hit_tokens": stats.prefix_hits,
+        "hit_rate": round(hit_rate(stats), 4),
+        "evicted_blocks": stats.prefix_evictions,
     }
 
 

@@ -13,12 +13,19 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from mlx_tandem.types import EngineStats
+
 if TYPE_CHECKING:
     from mlx_tandem.server.front import Front
 
 TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 ITL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
 E2E_BOUNDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0)
+
+
+def hit_rate(stats: EngineStats) -> float:
+    """Of the tokens of prompts that were looked up, the share that was found."""
+    return stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
 
 
 class Histogram:
@@ -106,6 +113,14 @@ class _Collector:
         preempted = CounterMetricFamily("vllm:num_preemptions", "Sequences preempted.", labels=["model_name"])
         preempted.add_metric([base], stats.preemptions)
         yield preempted
+        for name, text, total in (
+            ("queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
+            ("hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
+        ):
+            for place in ("vllm:prefix_cache_", "vllm:gpu_prefix_cache_"):  # the second is the older name
+                family = CounterMetricFamily(place + name, text, labels=["model_name"])
+                family.add_metric([base], total)
+                yield family
         yield histogram("vllm:time_to_first_token_seconds", "Until the first token.", metrics.time_to_first_token)
         yield histogram("vllm:inter_token_latency_seconds", "Between tokens.", metrics.inter_token)
         yield histogram("vllm:time_per_output_token_seconds", "The same, older name.", metrics.inter_token)
@@ -125,9 +140,11 @@ class _Collector:
         yield gauge("tandem_engine_ready", "1 while requests are taken.", front.client.state == "ready", model=False)
         yield gauge("tandem_step_milliseconds", "Moving average of a step.", stats.step_ms, model=False)
         yield gauge("tandem_active_memory_bytes", "Device memory in use.", stats.active_memory, model=False)
+        yield gauge("tandem_cached_blocks", "Blocks that a prompt may find.", stats.cached_blocks, model=False)
         yield gauge("tandem_peak_memory_bytes", "Highest device memory in use.", stats.peak_memory, model=False)
         for name, text, total in (
             ("tandem_engine_restarts", "Engines started again after a death.", front.client.restarts),
+            ("tandem_prefix_cache_evictions", "Blocks of the prefix cache given to others.", stats.prefix_evictions),
             ("tandem_steps", "Steps run by this engine.", stats.steps),
             ("tandem_step_failures", "Steps that failed.", stats.step_failures),
             ("tandem_rows", "Rows of all steps.", stats.rows),
@@ -146,7 +163,7 @@ class _Collector:
         yield gauge("queued_requests", "Requests that wait to be run.", load.waiting, model=False)
         yield gauge("used_blocks", "Blocks of the KV pool in use.", load.used_blocks, model=False)
         yield gauge("free_blocks", "Blocks of the KV pool that are free.", load.free_blocks, model=False)
-        yield gauge("cache_hit_rate", "Always 0: no prefix is kept yet.", 0.0, model=False)
+        yield gauge("cache_hit_rate", "Share of prompt tokens found computed.", hit_rate(stats), model=False)
         yield gauge("dist_fatal", "Always 0: there is one machine.", 0.0, model=False)
         yield gauge("shutdown_clean", "0 once the drain has cut requests off.", metrics.shutdown_clean, model=False)
 

@@ -73,7 +73,7 @@ class Reply:
         self._created = int(time.time())
         self._model = front.models.label(plan.model.ref)
         self._prompt_tokens = sum(map(len, plan.prompts))
-        self._cached_tokens = 0  # nothing of a prompt is reused yet
+        self._cached = [0] * len(plan.prompts)  # tokens of each that did not have to be computed
         count = len(plan.prompts) * plan.n
         eos = front.client.check_ready().eos_token_ids
         self._choices = plan.text.choices(count, front.tokenizer, plan.params, eos)
@@ -143,6 +143,7 @@ class Reply:
 
     def _push(self, choice: ChoiceText, index: int, delta: Delta) -> str:
         """The new text of a choice."""
+        self._cached[index // self._plan.n] = delta.cached
         text = choice.push(delta)
         if self._recorder is not None:
             self._recorder.take(index, text, choice, self._version(delta))
@@ -186,7 +187,7 @@ class Reply:
         return self._plan.prompts[k], [None, *(structs.replace(lp, top=lp.top[:most]) for lp in self._scores[k])]
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self._prompt_tokens, self._completion_tokens(), self._cached_tokens)
+        return usage(self._prompt_tokens, self._completion_tokens(), sum(self._cached))
 
     def _headers(self, kind: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         return [kind, (b"x-request-id", self._id.encode()), (b"cache-control", b"no-cache")]

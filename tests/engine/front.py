@@ -19,8 +19,11 @@ from mlx_tandem.engine.duty import Duty
 from mlx_tandem.engine.loading import Loader
 from mlx_tandem.engine.plan import Runner, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler
+from mlx_tandem.engine.tables import Tables
 from mlx_tandem.engine.training import Trainers, Training
 from mlx_tandem.engine.wire import EngineChannel, FrameReader, decode_outbound, encode
+from mlx_tandem.kv.hashing import Namespace
+from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, Delta, Request, SamplingParams
 from tests.engine.reference import ReferenceRunner, WatchedPool
 from tests.engine.workloads import VOCAB
@@ -77,7 +80,7 @@ class Front:
         self.slots = SlotTable(max_loras)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4),
-            self.pool,
+            Tables(self.pool, PrefixCache(self.pool, Namespace("weights", "tokenizer", "float32", 4))),
             self.slots,
             max_model_len=64,
             vocab_size=VOCAB,

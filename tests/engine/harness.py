@@ -38,6 +38,8 @@ class Loop:
         self.tokens: dict[Choice, list[int]] = {}
         self.logprobs: dict[Choice, list[TokenLogprob]] = {}
         self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        self.cached: dict[int, int] = {}  # tokens of the prompt that were there, as deltas say
+        self._begun: dict[int, int] = {}  # request -> where its first row started
         self.finished: dict[Choice, FinishReason] = {}
         self.failed: set[int] = set()
         self.cancelled: set[Choice] = set()
@@ -136,6 +138,8 @@ class Loop:
     def _look_at(self, plan: StepPlan) -> None:
         assert plan.rows, "an empty plan"
         assert len({row.sequence for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
+        for row in plan.rows:
+            self._begun.setdefault(self.scheduler._sequences[row.sequence].request.id, row.start)
         most = self.scheduler._config.prefill_batch_size
         assert not most or sum(len(row.tokens) > 1 for row in plan.rows) <= most, "too many prompts in one step"
 
@@ -168,6 +172,8 @@ class Loop:
             assert key not in self.cancelled, "a delta after a cancel"
             assert delta.request not in self.failed, "a delta after a failure"
             assert delta.tokens, "an empty delta"
+            assert delta.cached == self._begun[delta.request], "another number of cached tokens than were"
+            self.cached[delta.request] = delta.cached
             if delta.prompt_logprobs:
                 spoken = [key for key, tokens in self.tokens.items() if key[0] == delta.request and tokens]
                 assert not spoken, "a prompt's logprobs come after its first tokens"

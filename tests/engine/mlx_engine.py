@@ -18,7 +18,10 @@ from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.scheduler import Scheduler
+from mlx_tandem.engine.tables import Tables
+from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.types import Request
 from tests.engine.harness import Loop
@@ -42,7 +45,7 @@ class Engine:
         pool, slots = BlockPool(blocks or info.num_blocks, info.block_size), SlotTable(info.max_loras)
         scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=info.max_num_seqs),
-            pool,
+            Tables(pool, PrefixCache(pool, Namespace("weights", "tokenizer", info.dtype, info.block_size))),
             slots,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,

@@ -15,7 +15,11 @@ from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.plan import CARRY, Row, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler, Settled
 from mlx_tandem.engine.sequence import Sequence
+from mlx_tandem.engine.tables import Tables
+from mlx_tandem.kv import prefix
+from mlx_tandem.kv.hashing import Chain
 from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.kv.prefix import Match, PrefixCache
 from mlx_tandem.types import AdapterRef, Delta
 from tests.engine.reference import ReferenceRunner
 
@@ -104,16 +108,6 @@ CORRUPTIONS: dict[str, Callable[[], Callable[[StepPlan], StepPlan]]] = {
 }
 
 
-def _keep_scheduled(patch: pytest.MonkeyPatch) -> None:
-    def preempt(self: Scheduler, s: Sequence) -> None:
-        before = s.scheduled
-        original(self, s)
-        s.scheduled = before
-
-    original = Scheduler._preempt
-    patch.setattr(Scheduler, "_preempt", preempt)
-
-
 def _keep_seated(patch: pytest.MonkeyPatch) -> None:
     def leave(self: Scheduler, s: Sequence) -> None:
         seated = s.is_seated
@@ -127,29 +121,128 @@ def _keep_seated(patch: pytest.MonkeyPatch) -> None:
 def _fork(share: bool, copy: bool, whole: bool = False) -> Plant:
     """A fork that counts no reader, or copies nothing, or lets the choices write into one last block."""
 
-    def fork(self: Scheduler, s: Sequence) -> None:
-        followers = list(s.followers)
-        copies = len(self._copies)
-        original(self, s)
-        for f in followers:
-            shared = [b for b in f.table if b in s.table]
-            if f.seat < 0:
-                continue
-            if not share:
-                self._pool.release(shared)
-            if whole and len(f.table) > len(shared):
-                self._pool.release(f.table[-1:])
-                f.table[-1] = s.table[len(f.table) - 1]
-                self._pool.share(f.table[-1:])
+    def fork(self: Tables, s: Sequence, f: Sequence) -> bool:
+        copies = dict(self._copies)
+        if not original(self, s, f):
+            return False
+        shared = [b for b in f.table if b in s.table]
+        if not share:
+            self.pool.release(shared)
+        if whole and len(f.table) > len(shared):
+            self.pool.release(f.table[-1:])
+            f.table[-1] = s.table[len(f.table) - 1]
+            self.pool.share(f.table[-1:])
         if not copy:
-            del self._copies[copies:]
+            self._copies = copies
+        return True
 
-    original = Scheduler._fork
+    original = Tables.fork
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(Scheduler, "_fork", fork)
+        patch.setattr(Tables, "fork", fork)
 
     return plant
+
+
+def _copy_a_copy(patch: pytest.MonkeyPatch) -> None:
+    """A fork copies a block that the same plan is only about to fill."""
+
+    def fork(self: Tables, s: Sequence, f: Sequence) -> bool:
+        forked = original(self, s, f)
+        for target in self._copies:
+            if target in f.table:
+                self._copies[target] = s.table[len(f.table) - 1]
+        return forked
+
+    original = Tables.fork
+    patch.setattr(Tables, "fork", fork)
+
+
+def _hit_everything(patch: pytest.MonkeyPatch) -> None:
+    """A prompt that is there as a whole leaves nothing to compute."""
+
+    def match(self: Tables, s: Sequence) -> Match:
+        if self.prefixes is None or s.scores is not None:
+            return Match()
+        return self.prefixes.find(self._chain(s), s.tokens)
+
+    patch.setattr(Tables, "match", match)
+
+
+def _hit_scored(patch: pytest.MonkeyPatch) -> None:
+    """A prompt whose logprobs are asked for is not computed where it is there."""
+    patch.setattr(Tables, "match", lambda self, s: self.prefixes.find(self._chain(s), s.tokens[:-1]))
+
+
+def _publish_early(patch: pytest.MonkeyPatch) -> None:
+    """What a step will have computed can be found as soon as it is planned."""
+
+    def row(self: Scheduler, s: Sequence, tokens: Any) -> Row:
+        made = original(self, s, tokens)
+        known = s.tokens[: s.scheduled]
+        if s.is_pure and self._tables.prefixes is not None:
+            self._tables.prefixes.publish(self._tables._chain(s), known, s.table)
+        return made
+
+    original = Scheduler._row
+    patch.setattr(Scheduler, "_row", row)
+
+
+def _share_by_name(patch: pytest.MonkeyPatch) -> None:
+    """The name of an adapter stands for its content."""
+
+    def chain(self: Tables, s: Sequence) -> Chain:
+        if s.chain is None:
+            assert self.prefixes is not None
+            s.chain = self.prefixes.chain(s.adapter.name if s.adapter else "")
+        return s.chain
+
+    patch.setattr(Tables, "_chain", chain)
+
+
+def _write_into_hits(patch: pytest.MonkeyPatch) -> None:
+    """A block that agrees in part is shared as it is, and written to."""
+
+    def seat(self: Tables, s: Sequence) -> None:
+        match, copies = self.match(s), dict(self._copies)
+        original(self, s)
+        if match.extra and self._copies != copies:
+            self._copies = copies
+            own, at = s.table[len(match.blocks)], len(match.blocks)
+            self.pool.share((match.source,))
+            self.pool.release((own,))
+            s.table[at] = match.source
+
+    original = Tables.seat
+    patch.setattr(Tables, "seat", seat)
+
+
+def _publish_the_impure(patch: pytest.MonkeyPatch) -> None:
+    """What was computed under several versions, or is not finite, is there for others."""
+
+    def publish(self: Tables, s: Sequence) -> None:
+        s.is_pure = True
+        original(self, s)
+
+    original = Tables.publish
+    patch.setattr(Tables, "publish", publish)
+
+
+def _trust_after_failure(patch: pytest.MonkeyPatch) -> None:
+    """What was in the cache before a failed step can still be found."""
+    patch.setattr(Tables, "distrust", lambda self: self._unclean.clear())
+
+
+def _evict_in_silence(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are given to others and can still be found."""
+    patch.setattr(PrefixCache, "_on_evict", lambda self, block: None)
+    patch.setattr(PrefixCache, "check", lambda self: None)
+
+
+def _wait_for_the_gone(patch: pytest.MonkeyPatch) -> None:
+    """Who has left is still waited for."""
+    patch.setattr(Tables, "_retract", lambda self, s: None)
+    patch.setattr(Tables, "check", lambda self, sequences: None)
 
 
 def _early_release(patch: pytest.MonkeyPatch) -> None:
@@ -217,7 +310,7 @@ def _preempt_oldest(patch: pytest.MonkeyPatch) -> None:
     """Blocks are taken from the oldest sequence, whose row may be in the plan already."""
 
     def reserve(self: Scheduler, s: Sequence, positions: int, rows: list[Row]) -> bool:
-        missing = self._pool.blocks_for(positions) - len(s.table)
+        missing = self._tables.missing(s, positions)
         while missing > self._pool.free_blocks:
             victim = self._running[0]
             self._preempt(victim)
@@ -334,7 +427,7 @@ def _leave_unclean(patch: pytest.MonkeyPatch) -> None:
 
     def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
         settled = original(self, plan, result)
-        self._unclean.clear()
+        self._tables._unclean.clear()
         return settled
 
     original = Scheduler.settle
@@ -433,11 +526,21 @@ def _wait_behind_training(patch: pytest.MonkeyPatch) -> None:
 
 
 PLANTS: dict[str, Plant] = {
-    "preemption keeps `scheduled`": _keep_scheduled,
     "preemption keeps the seat's state": _keep_seated,
     "a fork counts no readers": _fork(share=False, copy=True),
     "a fork copies nothing": _fork(share=True, copy=False),
     "a fork shares the block that is written": _fork(share=True, copy=False, whole=True),
+    "a fork copies what is not there yet": _copy_a_copy,
+    "a whole prompt is a hit": _hit_everything,
+    "a scored prompt is a hit": _hit_scored,
+    "blocks are published before their step is settled": _publish_early,
+    "the name of an adapter is its namespace": _share_by_name,
+    "a hit is written to": _write_into_hits,
+    "a hit is longer than it agrees": _attribute(prefix, "_shared", lambda a, b: min(len(a), len(b))),
+    "what is not of one version can be found": _publish_the_impure,
+    "what a failed step leaves can be found": _trust_after_failure,
+    "what is given to others can be found": _evict_in_silence,
+    "whoever has left is waited for": _wait_for_the_gone,
     "blocks are released early": _early_release,
     "shared blocks are released early": _release_twice_shared,
     "settle speaks of what has ended": _speak_of_the_dead,

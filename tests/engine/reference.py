@@ -131,9 +131,11 @@ class ReferenceRunner:
     positions: int = 0  # written since start
     uploads: int = 0
     spoiled: int = 0  # rows that were not finite because of what somebody else had left behind their mask
+    infected: int = 0  # rows that read what was not finite and was another sequence's
     broken: bool = False
     freed: set[int] = field(default_factory=set)  # blocks that the pool got back since the last launch
     _waited: int = 0
+    _ill: set[int] = field(default_factory=set)  # sequences with a row that was not finite
     _cells: list[list[int | None]] = field(init=False)  # None: poison
     _slots: dict[int, str] = field(init=False)
     _seats: dict[int, _Seat] = field(init=False)
@@ -252,9 +254,11 @@ class ReferenceRunner:
         context = self._read(row.table, row.start + length)
         stale = _NAN in context[row.start + length :]
         self.spoiled += stale
+        self.infected += _NAN in context[: row.start] and row.sequence not in self._ill
         not_finite = not_finite or _NAN in context
         del context[row.start + length :]
         if not_finite:
+            self._ill.add(row.sequence)
             for at in range(row.start, row.start + length):
                 self._cells[row.table[at // self.block_size]][at % self.block_size] = _NAN
         banned = seat.stop_ids if len(context) < seat.prompt_length + seat.params.min_tokens else ()
@@ -295,7 +299,6 @@ class WatchedPool(BlockPool):
         super().__init__(runner.num_blocks, runner.block_size)
         self._runner = runner
 
-    def release(self, blocks: Iterable[int]) -> None:
-        blocks = list(blocks)
-        super().release(blocks)
-        self._runner.freed.update(b for b in blocks if self.count[b] == 0)
+    def _vacate(self, block: int) -> None:
+        super()._vacate(block)
+        self._runner.freed.add(block)

@@ -15,6 +15,7 @@ from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.pipeline import Pipeline
 from mlx_tandem.engine.scheduler import Scheduler
+from mlx_tandem.engine.tables import Tables
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.model import runner as runner_module
 from mlx_tandem.model.build import Built, build
@@ -55,7 +56,7 @@ def serve(folder: Path, prompts: list[list[int]], scatter: bool) -> tuple[list[l
         pool.release(held[::2])
     scheduler = Scheduler(
         config.scheduler,
-        pool,
+        Tables(pool),
         SlotTable(1),
         max_model_len=built.info.max_model_len,
         vocab_size=built.info.vocab_size,

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine import scheduler as scheduler_module
+from mlx_tandem.engine import tables
 from mlx_tandem.engine.plan import Runner, StepPlan
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
@@ -25,8 +26,9 @@ PATIENCE = 2
 
 @pytest.fixture(autouse=True)
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So few that random workloads reach it."""
+    """So few that random workloads reach it; and they wait for one another's prompts for little."""
     monkeypatch.setattr(scheduler_module, "PATIENCE", PATIENCE)
+    monkeypatch.setattr(tables, "WORTH_WAITING", 1)
 
 
 def request(
@@ -70,6 +72,7 @@ def test_every_sequence_is_exact_in_random_workloads(part: int) -> None:
     # The workloads are only worth something while they reach what they are for.
     assert outcome.finished > 3000
     assert min(outcome.preemptions, outcome.failures, outcome.failed, outcome.cancelled) > 200
+    assert outcome.cached > 5000
     assert min(outcome.moved, outcome.switched, outcome.held_back) > 100, outcome
 
 
@@ -440,7 +443,7 @@ def test_what_matters_more_runs_first_and_keeps_its_blocks() -> None:
 
 def test_prompts_read_in_one_step_are_limited() -> None:
     for most in (1, 3):
-        engine = make_engine(num_blocks=200, depth=0, prefill_batch_size=most)
+        engine = make_engine(num_blocks=200, depth=0, prefill_batch_size=most, prefixes=False)
         loop = engine.loop
         for i in range(6):
             loop.add(request(i, tuple(range(12))))
@@ -468,7 +471,7 @@ def test_tokens_in_flight_are_limited_and_one_request_always_runs() -> None:
 def test_a_prompt_s_logprobs_are_computed_once_in_bounded_chunks(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many choices and prompts there are; a chunk of another prompt goes beside."""
     monkeypatch.setattr(scheduler_module, "scored_positions", lambda vocabulary: 5)
-    engine = make_engine(depth=0)
+    engine = make_engine(depth=0, prefixes=False)
     loop, rows = engine.loop, []
     launch = engine.runner.launch
 

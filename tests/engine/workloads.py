@@ -16,7 +16,10 @@ from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import Runner
 from mlx_tandem.engine.scheduler import Scheduler
+from mlx_tandem.engine.tables import Tables
+from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine.harness import Loop
 from tests.engine.reference import BASE, ReferenceRunner, WatchedPool, alone, logprob_of, scores_alone
@@ -65,6 +68,7 @@ def make_engine(
     eos: tuple[int, ...] = (),
     prefill_batch_size: int = 0,
     max_inflight_tokens: int = 0,
+    prefixes: bool = True,
     wrap: Callable[[ReferenceRunner], Runner] = lambda runner: runner,
     **runner_options: object,
 ) -> Engine:
@@ -75,7 +79,7 @@ def make_engine(
         SchedulerConfig(
             max_num_seqs=max_num_seqs, prefill_batch_size=prefill_batch_size, max_inflight_tokens=max_inflight_tokens
         ),
-        pool,
+        Tables(pool, PrefixCache(pool, Namespace("weights", "tokenizer", "float32", block_size)) if prefixes else None),
         slots,
         max_model_len=max_model_len,
         vocab_size=VOCAB,
@@ -141,6 +145,7 @@ class Outcome:
     failures: int = 0  # of steps
     failed: int = 0  # requests
     cancelled: int = 0
+    cached: int = 0  # tokens of prompts that were there
     moved: int = 0  # requests that went on under a newer version
     switched: int = 0  # choices whose tokens name more than one
     held_back: int = 0  # steps with rows made for training left out
@@ -177,6 +182,9 @@ def draw_request(
     background: float = 0.0,
 ) -> Request:
     prompt = rng.choice(prompts)[: rng.randint(1, 14)]
+    if engine.loop.tokens and rng.random() < 0.3:  # a later turn of what was said
+        said = rng.choice(list(engine.loop.tokens))
+        prompt = [*engine.loop.requests[said[0]].prompt, *engine.loop.tokens[said], *prompt[:3]]
     max_tokens = rng.randint(1, 10)
     length = max(1, min(len(prompt), engine.room - max_tokens))
     max_tokens = min(max_tokens, engine.room - length)
@@ -189,7 +197,7 @@ def draw_request(
         stop_token_ids=(rng.randrange(VOCAB),) if rng.random() < 0.3 else (),
         ignore_eos=rng.random() < 0.3,
         logprobs=rng.choice((None, None, 0, 2)),
-        prompt_logprobs=rng.choice((None, None, 0, 2)),
+        prompt_logprobs=rng.choice((None, None, None, None, None, 0, 2)),
         min_tokens=rng.choice((0, 0, rng.randint(0, max_tokens))),
     )
     n = rng.choice((1, 1, 2, 3))
@@ -220,7 +228,7 @@ def play(
     priorities = rng.choice(((0,), (0,), (0, 0, -1, 5)))
     limited = rng.random() < 0.3
     engine = make_engine(
-        num_blocks=rng.choice((7, 9, 12, 30)),
+        num_blocks=rng.choice((7, 9, 12, 30, 90)),
         block_size=rng.choice((1, 2, 4, 4)),
         max_num_seqs=rng.randint(1, 6),
         max_loras=rng.randint(1, 3),
@@ -270,6 +278,7 @@ def play(
     # One step ahead, a sequence may end while the row that spoils its blocks is still on the device; else nobody meets
     # what another has spoilt.
     assert not engine.runner.spoiled or loop.depth, "one row's failure spoilt another's"
+    assert not engine.runner.infected, "what was not finite was found by another"
     assert_overtaken_at_most(loop, settings.patience)
     return Outcome(
         requests=total,
@@ -278,6 +287,7 @@ def play(
         failures=loop.failures,
         failed=len(loop.failed),
         cancelled=len(loop.cancelled),
+        cached=sum(loop.cached.values()),
         moved=len(loop.moved),
         switched=sum(len(set(versions)) > 1 for versions in loop.versions.values()),
         held_back=held_back,

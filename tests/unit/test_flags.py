@@ -47,6 +47,8 @@ def value(config: Config, place: str) -> Any:
     return found
 
 
+EVERY = {f for panel in options.PANELS.values() for o in panel for f in o.flags.replace("/", " ").split()}
+
 SETTINGS = [  # what a user of the other server writes, and what it comes to here
     ("--model m", "engine.model.path", "m"),
     ("-m m", "engine.model.path", "m"),
@@ -101,6 +103,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--kv-block-size 32", "engine.cache.block_size", 32),
     ("--num-blocks 2048", "engine.cache.num_blocks", 2048),
     ("--memory-fraction 0.5", "engine.cache.memory_fraction", 0.5),
+    ("--enable-prefix-caching --no-enable-prefix-caching", "engine.cache.prefix_caching", False),
     ("--gpu-memory-utilization 0.9", "engine.cache.memory_fraction", 0.9),
     ("--default-max-tokens 9", "server.default_max_tokens", 9),
     ("--max-prompt-tokens 9", "server.max_prompt_tokens", 9),
@@ -154,9 +157,8 @@ def test_a_flag_is_a_setting(
 
 def test_every_option_is_among_them() -> None:
     written = " ".join(line for line, _, _ in SETTINGS)
-    every = {flag for panel in options.PANELS.values() for option in panel for flag in option.flags.split()}
     assert not {
-        flag for flag in every | set(SPELLINGS) if f"{flag} " not in f"{written} " and f"{flag}=" not in written
+        flag for flag in EVERY | set(SPELLINGS) if f"{flag} " not in f"{written} " and f"{flag}=" not in written
     }
 
 
@@ -197,7 +199,7 @@ def test_the_page_for_those_who_move_has_every_flag() -> None:
 
 
 def test_no_row_hides_an_option() -> None:
-    assert not set(FLAGS) & ({f for panel in options.PANELS.values() for o in panel for f in o.flags.split()})
+    assert not set(FLAGS) & EVERY
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,199 @@
+"""The prefix cache: which blocks of the pool hold what, so that a prompt is computed once.
+
+A tree of blocks for each namespace: a full block is found by its key, and behind any block the one that begins with
+most of the tokens that come next, which may be copied as far as it agrees. Blocks that nobody reads any more stay until
+the pool has no others to give. A hit is a reader more and costs no copy.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from msgspec.structs import replace
+
+from mlx_tandem.kv.hashing import Chain, Namespace
+from mlx_tandem.kv.pool import BlockPool
+
+_TOKENS = attrgetter("tokens")
+
+MAX_ROOTS = 4096
+"""Digests of namespaces that are remembered; each is computed again when it is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What a block holds: `tokens` behind the block whose key is `parent`. Only a full block has a key."""
+
+    block: int
+    tokens: tuple[int, ...]
+    namespace: bytes
+    parent: bytes
+    key: bytes | None
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What is known of a sequence's beginning: whole blocks, and then a block whose first `extra` tokens agree."""
+
+    blocks: list[int] = field(default_factory=list)
+    source: int = 0
+    extra: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCounts:
+    blocks: int = 0  # that can be found now
+    queries: int = 0  # tokens that were looked up
+    hits: int = 0  # of these, tokens that were found
+    evictions: int = 0  # blocks
+
+
+class PrefixCache:
+    """Over one pool, for one model: `namespace` says which, its adapter aside.
+
+    Promises: a block is found only under the namespace, the tokens before it and its own tokens that it was published
+    with; each has a place for one such content at most; of idle blocks, one goes before those that come before it in
+    its sequence.
+    """
+
+    def __init__(self, pool: BlockPool, namespace: Namespace):
+        if namespace.block_size != pool.block_size:
+            raise ValueError("the namespace has another block size than the pool")
+        self._pool = pool
+        self._namespace = namespace
+        self._roots: dict[str, bytes] = {}
+        self._by_key: dict[bytes, _Entry] = {}
+        self._by_block: dict[int, _Entry] = {}
+        # Behind each block, by its namespace and key: what follows, sorted by tokens.
+        self._behind: dict[tuple[bytes, bytes], list[_Entry]] = {}
+        self._queries = self._hits = self._evictions = 0
+        pool.on_evict = self._on_evict
+
+    def note(self, queries: int, hits: int) -> None:
+        """So many tokens of a prompt were looked up, and so many of them used."""
+        self._queries += queries
+        self._hits += hits
+
+    def counts(self) -> PrefixCounts:
+        return PrefixCounts(len(self._by_block), self._queries, self._hits, self._evictions)
+
+    @property
+    def block_size(self) -> int:
+        return self._pool.block_size
+
+    def chain(self, adapter: str) -> Chain:
+        """For a sequence that runs under the adapter of this digest; "": under the base model."""
+        root = self._roots.get(adapter)
+        if root is None:
+            if len(self._roots) >= MAX_ROOTS:
+                self._roots.clear()
+            root = self._roots[adapter] = replace(self._namespace, adapter=adapter).digest()
+        return Chain(root)
+
+    def find(self, chain: Chain, tokens: Sequence[int]) -> Match:
+        """The longest beginning of `tokens` that is there. A partly agreeing block counts from half a block on: to copy
+        it costs about what it takes to compute a few tokens."""
+        size = self.block_size
+        blocks: list[int] = []
+        for i in range(len(tokens) // size):
+            entry = self._by_key.get(chain.key(i, tokens, size))
+            if entry is None or entry.tokens != tuple(tokens[i * size : (i + 1) * size]):
+                break
+            blocks.append(entry.block)
+        at = len(blocks)
+        rest = tuple(tokens[at * size : (at + 1) * size])
+        least = (size + 1) // 2
+        best = self._most_alike((chain.namespace, chain.parent(at)), rest) if len(rest) >= least else None
+        extra = _shared(best.tokens, rest) if best else 0
+        return Match(blocks, best.block, extra) if best and extra >= least else Match(blocks)
+
+    def publish(self, chain: Chain, tokens: Sequence[int], table: Sequence[int], first: int = 0) -> int:
+        """From here on the blocks of `table` are found, from number `first` on, as far as `tokens` reach. Returns how
+        many are full.
+
+        All of them have readers, and what they hold for these tokens is computed and will not change. Where another
+        block holds the same and is read, that one stays; where nobody reads it, this one takes its place.
+        """
+        size = self.block_size
+        full, rest = divmod(len(tokens), size)
+        end = full
+        while end > first and table[end - 1] not in self._by_block:  # what is known is known with all before it
+            end -= 1
+        for i in range(max(end - 1, first), full):  # the last that is known may have been known in part
+            key, own = chain.key(i, tokens, size), tuple(tokens[i * size : (i + 1) * size])
+            self._put(_Entry(table[i], own, chain.namespace, chain.parent(i), key))
+        if rest:
+            if full:
+                chain.key(full - 1, tokens, size)
+            own = tuple(tokens[full * size :])
+            self._put(_Entry(table[full], own, chain.namespace, chain.parent(full), None))
+        return full
+
+    def drop(self, blocks: Iterable[int]) -> None:
+        """These are found no more."""
+        for block in blocks:
+            if block in self._by_block:
+                self._remove(block)
+                self._pool.forget(block)
+
+    def clear(self) -> None:
+        """Nothing is found any more."""
+        self.drop(list(self._by_block))
+
+    def check(self) -> None:
+        """Assert that the books agree; for tests."""
+        assert {e.key for e in self._by_block.values() if e.key} == self._by_key.keys(), "keys and blocks differ"
+        assert all(self._by_block[e.block] is e for e in self._by_key.values())
+        behind = [e for entries in self._behind.values() for e in entries]
+        assert sorted(e.block for e in behind) == sorted(self._by_block), "the tree and the blocks differ"
+        for (namespace, parent), entries in self._behind.items():
+            assert entries, "an empty branch"
+            assert [e.tokens for e in entries] == sorted({e.tokens for e in entries}), "a branch holds one thing twice"
+            assert all((e.namespace, e.parent) == (namespace, parent) for e in entries)
+        assert self._pool.kept() == self._by_block.keys(), "the pool keeps other blocks than are found"
+
+    def _put(self, entry: _Entry) -> None:
+        entries = self._behind.get((entry.namespace, entry.parent), [])
+        at = bisect_left(entries, entry.tokens, key=_TOKENS)
+        there = entries[at] if at < len(entries) and entries[at].tokens == entry.tokens else None
+        if there is not None:
+            if there.block == entry.block or self._pool.count[there.block]:
+                return
+            self.drop((there.block,))
+        if entry.block in self._by_block:  # it has grown
+            self._remove(entry.block)
+        else:
+            self._pool.keep(entry.block)
+        entries = self._behind.setdefault((entry.namespace, entry.parent), [])
+        entries.insert(bisect_left(entries, entry.tokens, key=_TOKENS), entry)
+        self._by_block[entry.block] = entry
+        if entry.key is not None:
+            self._by_key[entry.key] = entry
+
+    def _remove(self, block: int) -> None:
+        entry = self._by_block.pop(block)
+        if entry.key is not None:
+            del self._by_key[entry.key]
+        entries = self._behind[entry.namespace, entry.parent]
+        del entries[bisect_left(entries, entry.tokens, key=_TOKENS)]
+        if not entries:
+            del self._behind[entry.namespace, entry.parent]
+
+    def _on_evict(self, block: int) -> None:
+        self._remove(block)
+        self._evictions += 1
+
+    def _most_alike(self, behind: tuple[bytes, bytes], tokens: tuple[int, ...]) -> _Entry | None:
+        """Sorted by tokens, it is a neighbour of where `tokens` would stand."""
+        entries = self._behind.get(behind, [])
+        at = bisect_left(entries, tokens, key=_TOKENS)
+        neighbours = entries[max(at - 1, 0) : at + 1]
+        return max(neighbours, key=lambda e: _shared(e.tokens, tokens), default=None)
+
+
+def _shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens agree from the first on."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

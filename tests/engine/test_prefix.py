@@ -1,0 +1,184 @@
+"""Prompts that begin alike, on the reference runner: computed once, never shared across what may not be shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import pytest
+
+from mlx_tandem.engine import tables
+from mlx_tandem.types import AdapterRef, Request, SamplingParams
+from tests.engine.workloads import Engine, assert_exact, expected, make_engine
+
+PROMPT = tuple(i * i % 13 for i in range(50))
+
+
+@pytest.fixture(autouse=True)
+def _wait_for_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "WORTH_WAITING", 8)
+
+
+def ask(
+    number: int,
+    prompt: tuple[int, ...] = PROMPT,
+    *,
+    adapter: AdapterRef | None = None,
+    max_tokens: int = 6,
+    n: int = 1,
+    follow: bool = False,
+    stop: tuple[int, ...] = (),
+    **more: bool,
+) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, seed=number, stop_token_ids=stop)
+    return Request(number, prompt, params, adapter, n, follow=follow, **more)
+
+
+def serve(engine: Engine, *requests: Request) -> None:
+    for request in requests:
+        engine.loop.add(request)
+    engine.loop.run()
+    engine.loop.assert_idle()
+    assert_exact(engine.loop)
+
+
+def steps_until(engine: Engine, there: Callable[[], bool]) -> None:
+    while not there():
+        assert engine.loop.step()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_the_turns_of_a_conversation_are_computed_once(depth: int) -> None:
+    """Each prompt is the one before with its answer and something new behind it."""
+    engine = make_engine(num_blocks=400, block_size=16, depth=depth)
+    prompt, asked, cached = PROMPT, 0, 0
+    for turn in range(20):
+        serve(engine, ask(turn, prompt, max_tokens=30))
+        if turn:
+            asked += len(prompt)
+            cached += engine.loop.cached[turn]
+        prompt += (*engine.loop.tokens[turn, 0], *PROMPT[turn : turn + 9])
+    assert cached >= 0.95 * asked, f"{cached} of {asked}"
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("length", [16, 17, 40, 48, 49])
+def test_a_group_of_sixteen_reads_its_prompt_once(depth: int, length: int) -> None:
+    """Requests of their own that come at the same time; at most half a block is computed again, and the last token."""
+    engine = make_engine(num_blocks=400, block_size=4, max_num_seqs=16, depth=depth)
+    serve(engine, *(ask(i, PROMPT[:length], max_tokens=2) for i in range(16)))
+    decoded = 16 * (2 - 1)
+    assert engine.runner.positions <= length + 15 * 3 + decoded
+    assert sum(engine.loop.cached.values()) == 16 * length + decoded - engine.runner.positions
+
+
+def test_what_is_not_worth_it_is_not_waited_for() -> None:
+    """One block in common with a long prompt."""
+    engine = make_engine(num_blocks=400, block_size=4, depth=0)
+    engine.loop.add(ask(0, PROMPT * 4))
+    engine.loop.add(ask(1, (*PROMPT[:12], 5, 5, 5)))
+    engine.loop.step()
+    assert engine.scheduler.num_running == 2
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("end", ["cancel", "launch", "half", "wait", "nan", "preempt"])
+def test_whoever_waits_for_another_s_prompt_goes_on_without_it(
+    depth: int, end: Literal["cancel", "launch", "half", "wait", "nan", "preempt"]
+) -> None:
+    """In each step of the reading the leader is lost; those that waited say what they say alone."""
+    for moment in range(1, 6):
+        fail = {moment: end} if end in ("launch", "half", "wait") else {}
+        engine = make_engine(
+            num_blocks=100, block_size=4, depth=depth, fail=fail, nan={moment: 0} if end == "nan" else {}
+        )
+        scheduler, loop = engine.scheduler, engine.loop
+        scheduler.cost.fit([(length, 0, float(length)) for length in (8, 64)], [(1, 1.0)])
+        object.__setattr__(scheduler, "_config", type(scheduler._config)(max_num_seqs=8, max_chunk_tokens=16))
+        for i in range(3):
+            loop.add(ask(i))
+        loop.step()
+        assert scheduler.num_running == 1, "two wait"
+        while loop.steps < moment:
+            loop.step()
+        if end == "cancel":
+            loop.cancel(0)
+        elif end == "preempt" and scheduler._running:
+            scheduler._preempt(scheduler._running[0])
+        loop.run()
+        loop.assert_idle()
+        assert_exact(loop)
+        assert {(1, 0), (2, 0)} <= loop.finished.keys() or end not in ("cancel", "preempt")
+
+
+def test_a_new_version_under_an_old_name_finds_nothing_of_the_old() -> None:
+    """Reloaded or trained: the digest decides; and the old version still finds what is its own."""
+    engine = make_engine(num_blocks=100)
+    old, new = AdapterRef("a", 1, "old"), AdapterRef("a", 2, "new")
+    serve(engine, ask(0, adapter=old), ask(1))
+    for number, adapter, hits in ((2, new, False), (3, old, True), (4, None, True), (5, new, True)):
+        serve(engine, ask(number, adapter=adapter))
+        assert (engine.loop.cached[number] > 0) == hits
+    serve(engine, ask(6, adapter=AdapterRef("b", 1, "old")))
+    assert engine.loop.cached[6] > 0, "the same content under another name"
+
+
+@pytest.mark.parametrize("moves", ["while it runs", "while it waits"])
+def test_what_two_versions_have_computed_is_for_nobody(moves: str) -> None:
+    engine = make_engine(num_blocks=100, depth=0)
+    loop, scheduler = engine.loop, engine.scheduler
+    old, new = AdapterRef("a", 1, "old"), AdapterRef("a", 2, "new")
+    loop.add(ask(0, adapter=old, max_tokens=12, follow=True))
+    steps_until(engine, lambda: len(loop.tokens[0, 0]) == 3)
+    if moves == "while it waits":
+        scheduler._preempt(scheduler._running[0])
+    loop.follow(new)
+    loop.run()
+    said = (*PROMPT, *loop.tokens[0, 0])
+    for i, adapter in enumerate((old, new), 1):
+        serve(engine, ask(i, (*said, 1, 2), adapter=adapter))
+    mixed = moves == "while it runs"
+    assert loop.cached[1] <= len(PROMPT) + 3
+    assert (loop.cached[2] == 0) == mixed
+
+
+def test_what_is_not_finite_is_not_found() -> None:
+    """The answer ends while its next row is on the device, which is not finite: its blocks are for nobody."""
+    answer = expected(ask(0, max_tokens=20), 0)
+    at = next(i for i in range(2, 20) if answer[i] not in answer[:i] and (len(PROMPT) + i) % 4 == 3)
+    engine = make_engine(num_blocks=100, depth=1, nan={at + 1: 0})
+    serve(engine, ask(0, max_tokens=20, stop=(answer[at],)))
+    assert engine.loop.finished == {(0, 0): "stop"}
+    assert engine.runner.launches == at + 2
+    serve(engine, ask(1, (*PROMPT, *answer[:at], 1, 1)))
+    assert engine.loop.finished[1, 0] == "length"
+    assert engine.loop.cached[1] == 0
+    assert not engine.runner.spoiled
+
+
+def test_prompts_that_are_scored_are_computed_whole_and_found_by_others() -> None:
+    engine = make_engine(num_blocks=100)
+    params = SamplingParams(max_tokens=3, prompt_logprobs=0)
+    for i in range(2):
+        serve(engine, Request(i, PROMPT, params))
+        assert engine.loop.cached[i] == 0
+    serve(engine, ask(2))
+    assert engine.loop.cached[2] == len(PROMPT) - 2  # 49 are there, 48 as whole blocks
+
+
+def test_without_the_cache_everything_is_computed() -> None:
+    engine = make_engine(num_blocks=100, prefixes=False)
+    serve(engine, ask(0), ask(1))
+    serve(engine, ask(2))
+    assert set(engine.loop.cached.values()) == {0}
+    assert engine.scheduler.prefix_counts.queries == 0
+
+
+def test_hits_and_queries_are_counted_once_a_request() -> None:
+    engine = make_engine(num_blocks=100)
+    serve(engine, ask(0, n=3))
+    serve(engine, ask(1, n=2))
+    counts = engine.scheduler.prefix_counts
+    assert counts.queries == 2 * len(PROMPT)
+    assert counts.hits == engine.loop.cached[1] > 0
+    assert counts.blocks > 0

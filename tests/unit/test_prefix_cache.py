@@ -1,0 +1,170 @@
+"""The prefix cache against a plain model of it: what is found was published under the same name, and is still there."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from mlx_tandem.kv.hashing import ROOT, Chain, Namespace, block_key
+from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.kv.prefix import PrefixCache
+
+BASE = Namespace("weights", "tokenizer", "float32", 4)
+OTHERS = {
+    "weights": "others",
+    "tokenizer": "another",
+    "dtype": "bfloat16",
+    "block_size": 8,
+    "kv_bits": 8,
+    "kv_group_size": 64,
+    "positions": "yarn",
+    "layout": "1/2",
+    "adapter": "digest",
+    "scope": "tenant",
+    "format": 2,
+}
+
+
+def test_every_part_of_the_namespace_alone_makes_another() -> None:
+    assert set(OTHERS) == set(Namespace.__struct_fields__), "a part that is not tried here"
+    digests = {BASE.digest()}
+    digests |= {msgspec.structs.replace(BASE, **{name: value}).digest() for name, value in OTHERS.items()}
+    assert len(digests) == 1 + len(OTHERS)
+    assert msgspec.structs.replace(BASE).digest() == BASE.digest()
+
+
+def test_parts_do_not_run_into_each_other() -> None:
+    assert Namespace("ab", "c", "float32", 4).digest() != Namespace("a", "bc", "float32", 4).digest()
+
+
+def test_what_is_in_one_namespace_is_not_found_in_another() -> None:
+    for name, value in OTHERS.items():
+        pool = BlockPool(8, 4)
+        cache = PrefixCache(pool, BASE)
+        table = pool.allocate(2) or []
+        cache.publish(cache.chain(""), range(8), table)
+        assert cache.find(cache.chain(""), range(9)).blocks == table
+        other = Chain(msgspec.structs.replace(BASE, **{name: value}).digest())
+        assert cache.find(other, range(9)).blocks == [], name
+        assert cache.find(other, range(7)).extra == 0, name
+
+
+def test_a_key_depends_on_namespace_parent_and_tokens() -> None:
+    one = BASE.digest()
+    keys = {
+        block_key(one, ROOT, (1, 2)),
+        block_key(one, ROOT, (2, 1)),
+        block_key(one, ROOT, (1, 2, 0)),
+        block_key(one, block_key(one, ROOT, (9,)), (1, 2)),
+        block_key(bytes(32), ROOT, (1, 2)),
+    }
+    assert len(keys) == 5
+    assert all(len(key) == 32 for key in keys)
+
+
+def test_an_equal_key_with_other_tokens_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Were the hash to collide, or be made to: tokens are compared, too."""
+    monkeypatch.setattr("mlx_tandem.kv.hashing.block_key", lambda namespace, parent, tokens: bytes(32))
+    pool = BlockPool(8, 4)
+    cache = PrefixCache(pool, BASE)
+    cache.publish(cache.chain(""), (1, 2, 3, 4), pool.allocate(1) or [])
+    assert cache.find(cache.chain(""), (4, 3, 2, 1, 0)).blocks == []
+    assert cache.find(cache.chain(""), (1, 2, 3, 4, 0)).blocks != []
+
+
+def test_another_block_size_than_the_pool_s_is_a_bug_that_says_so() -> None:
+    with pytest.raises(ValueError):
+        PrefixCache(BlockPool(8, 16), BASE)
+
+
+def test_the_longest_agreement_of_what_follows_is_found() -> None:
+    pool = BlockPool(32, 8)
+    cache = PrefixCache(pool, msgspec.structs.replace(BASE, block_size=8))
+    blocks = {}
+    for tokens in ((1, 2, 3, 4, 5), (1, 2, 3, 4, 9, 9), (1, 2, 3, 9), (1, 2, 3, 4, 5, 6, 7, 8), (0,) * 8):
+        (blocks[tokens],) = pool.allocate(1) or []
+        cache.publish(cache.chain(""), tokens, [blocks[tokens]])
+    found = cache.find(cache.chain(""), (1, 2, 3, 4, 5, 6, 7))
+    assert (found.source, found.extra) == (blocks[1, 2, 3, 4, 5, 6, 7, 8], 7)
+    found = cache.find(cache.chain(""), (1, 2, 3, 4, 9, 9, 9, 1))
+    assert (found.source, found.extra) == (blocks[1, 2, 3, 4, 9, 9], 6)
+    assert cache.find(cache.chain(""), (1, 2, 3, 8, 8, 8, 8)).extra == 0, "too few to copy"
+
+
+def test_leaves_go_before_what_they_follow_and_the_longest_unread_first() -> None:
+    pool = BlockPool(9, 4)
+    cache = PrefixCache(pool, BASE)
+    tables = []
+    for first in (0, 100):
+        tables.append(pool.allocate(4) or [])
+        cache.publish(cache.chain(""), range(first, first + 16), tables[-1])
+    for table in tables:
+        pool.release(reversed(table))
+    assert pool.free_blocks == 8
+    for left in (3, 2, 1, 0):
+        (block,) = pool.allocate(1) or []
+        assert block == tables[0][left]
+        assert len(cache.find(cache.chain(""), range(17)).blocks) == left
+    assert len(cache.find(cache.chain(""), range(100, 117)).blocks) == 4
+    assert cache.counts().evictions == 4
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """Sequences over three tokens come, find, compute, publish and go; each block remembers who wrote what into it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(14, 2)
+        self.cache = PrefixCache(self.pool, msgspec.structs.replace(BASE, block_size=2))
+        self.held: list[tuple[str, list[int], list[int]]] = []
+        self.written: dict[int, tuple[str, tuple[int, ...]]] = {}  # block → adapter, all tokens up to its end
+
+    @rule(adapter=st.sampled_from(["", "a"]), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=9))
+    def come(self, adapter: str, tokens: list[int]) -> None:
+        chain = self.cache.chain(adapter)
+        found = self.cache.find(chain, tokens)
+        for i, block in enumerate(found.blocks):
+            assert self.written[block] == (adapter, tuple(tokens[: 2 * i + 2])), "another's block"
+        if found.extra:
+            known = 2 * len(found.blocks) + found.extra
+            own, there = self.written[found.source]
+            assert (own, there[:known]) == (adapter, tuple(tokens[:known])), "another's tokens"
+        self.pool.share(found.blocks)
+        fresh = self.pool.allocate(self.pool.blocks_for(len(tokens)) - len(found.blocks))
+        if fresh is None:
+            self.pool.release(reversed(found.blocks))
+            return
+        table = found.blocks + fresh
+        for i in range(len(found.blocks), len(table)):
+            self.written[table[i]] = adapter, tuple(tokens[: 2 * i + 2])
+        self.cache.publish(chain, tokens, table, len(found.blocks))
+        again = self.cache.find(self.cache.chain(adapter), tokens)
+        assert len(again.blocks) == len(tokens) // 2, "what was published is not found"
+        self.held.append((adapter, tokens, table))
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def go(self, data: st.DataObject) -> None:
+        _, _, table = self.held.pop(data.draw(st.integers(0, len(self.held) - 1)))
+        self.pool.release(reversed(table))
+
+    @rule(block=st.integers(1, 13))
+    def spoil(self, block: int) -> None:
+        self.cache.drop([block])
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        assert self.cache.counts().blocks == 0
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.pool.check(table for _, _, table in self.held)
+        self.cache.check()
+
+
+CacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+TestCache = CacheMachine.TestCase
