@@ -47,7 +47,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-long-") as scratch:
         model = write_model(Path(scratch) / args.shape, SHAPES[args.shape], positions=POSITIONS)
-        with tandem().running(model) as url:
+        with tandem("--no-enable-prefix-caching").running(model) as url:  # each long prompt is read, not found
             lengths = [int(n) for n in args.lengths.split(",")]
             results = run_loop(measure(url, args.streams, lengths, args.repeats, args.window))
     result = describe() | {"shape": args.shape, "streams": args.streams, "results": results}

@@ -99,6 +99,13 @@ def test_adapters_in_one_batch_say_what_each_says_merged(
     )
     assert crowded.scheduler.preemptions > 0
     ties += assert_agrees(crowded, oracles, "mixed and preempted")
+    again = engine.loop()
+    for turn in range(2):  # each adapter finds its own keys and values of one prompt, and no other's
+        for i, d in enumerate([None, *served.names]):
+            again.add(ask(20 * turn + 2 * i + 1, d, prompt=1))
+        again.run()
+    assert set(again.cached.values()) == {0, len(PROMPTS[1]) - 1}
+    ties += assert_agrees(again, oracles, "mixed, a prefix that was there")
     record_property("near_ties", ties)
 
 

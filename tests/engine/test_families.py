@@ -66,7 +66,21 @@ def check_every_way(engine: Engine, oracle: Oracle, record: Callable[[str, objec
 
     # Positions of 13 tokens that end within a block, which each choice needs its own copy of; 32 end with one.
     ties += assert_agrees(engine.run([ask(0, PROMPTS[1], n=2), ask(1, PROMPTS[3][:14], n=3)]), oracle, "forked")
+    ties += check_hits(engine, oracle)
     record("near_ties", ties)
+
+
+def check_hits(engine: Engine, oracle: Oracle) -> list[str]:
+    """The same prompt again, a later turn of it, another end of it within a block, and choices of it: all hits."""
+    loop = engine.loop(chunks=7)
+    first = PROMPTS[1]
+    turns = [(first, 1), (first, 1), ((*first, *PROMPTS[0]), 1), ((*first[:30], *PROMPTS[3]), 1), (first, 3)]
+    for i, (prompt, n) in enumerate(turns):
+        loop.add(ask(2 * i + 1, prompt, n=n))
+        loop.run()
+    loop.assert_idle()
+    assert [loop.cached[2 * i + 1] for i in range(len(turns))] == [0, 32, 32, 30, 32]
+    return assert_agrees(loop, oracle, "a prefix that was there")
 
 
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)

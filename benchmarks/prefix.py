@@ -1,0 +1,128 @@
+"""What the prefix cache is worth: first tokens cold and on a hit, a conversation, and a group of one prompt.
+
+    python benchmarks/prefix.py --json-out benchmarks/results/prefix.json
+
+Random weights in the shape of the demo model, the engine in this process. Cold prompts and hits alternate; the group is
+served with the cache and without, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from rich.table import Table
+
+from mlx_tandem.api.engine import Engine
+from mlx_tandem.cli.bench.machine import describe
+from mlx_tandem.cli.bench.serve import write
+from mlx_tandem.cli.bench.shapes import SHAPES, write_model
+from mlx_tandem.cli.console import show
+
+POSITIONS = 16_384
+GROUP = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="what the prefix cache is worth")
+    parser.add_argument("--shape", default="4m")
+    parser.add_argument("--lengths", default="2048,4096", help="tokens of the prompts")
+    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json-out", type=Path)
+    args = parser.parse_args()
+    lengths = [int(n) for n in args.lengths.split(",")]
+    with tempfile.TemporaryDirectory(prefix="tandem-prefix-") as scratch:
+        model = write_model(Path(scratch) / args.shape, SHAPES[args.shape], positions=POSITIONS)
+        with Engine(model, {}) as engine, Engine(model, {}, prefix_caching=False) as without:
+            first = [first_tokens(engine, n, args.repeats) for n in lengths]
+            conversation = talk(engine, args.turns)
+            group = rollouts(engine, without, lengths[0], args.repeats)
+    result = describe() | {"shape": args.shape, "first_token": first, "conversation": conversation, "group": group}
+    if args.json_out:
+        write(args.json_out, result)
+    table = Table(title=f"{args.shape}, median of {args.repeats}", title_style="")
+    for column in ("", "without", "with", "times"):
+        table.add_column(column, justify="right")
+    for row in first:
+        name = f"first token of {row['prompt_tokens']:,}"
+        table.add_row(name, f"{row['cold_ms']:,.1f} ms", f"{row['hit_ms']:,.1f} ms", f"{row['ratio']:.1f}")
+    name = f"{GROUP} rollouts of {group['prompt_tokens']:,}"
+    table.add_row(name, f"{group['without_ms']:,.0f} ms", f"{group['with_ms']:,.0f} ms", f"{group['ratio']:.1f}")
+    show(table)
+    print(
+        f"{args.turns} turns: {conversation['cached_share']:.1%} of the prompts' tokens were there from the second on"
+    )
+
+
+def first_tokens(engine: Engine, length: int, repeats: int) -> dict[str, Any]:
+    """Each prompt twice; the first of all pays for tracing and is not counted."""
+    rounds = []
+    for repeat in range(repeats + 1):
+        prompt = _tokens(length, repeat)
+        cold, hit = (_first(engine, prompt) for _ in range(2))
+        rounds.append({"cold_ms": round(cold, 2), "hit_ms": round(hit, 2)})
+    rounds = rounds[1:]
+    cold, hit = (statistics.median(r[key] for r in rounds) for key in ("cold_ms", "hit_ms"))
+    ratio = round(cold / hit, 2)
+    return {"prompt_tokens": length, "cold_ms": cold, "hit_ms": hit, "ratio": ratio, "rounds": rounds}
+
+
+def talk(engine: Engine, turns: int) -> dict[str, Any]:
+    """Like an agent: each prompt is the one before with its answer and the result of a tool behind it."""
+    prompt = _tokens(2_000, 1_000)
+    rows: list[dict[str, int]] = []
+    for turn in range(turns):
+        done = engine.generate(prompt, max_tokens=60, ignore_eos=True, seed=turn)
+        rows.append({"prompt_tokens": done.prompt_tokens, "cached_tokens": done.cached_tokens})
+        prompt = [*prompt, *done.token_ids, *_tokens(100, 2_000 + turn)]
+    later = rows[1:]
+    share = sum(r["cached_tokens"] for r in later) / max(sum(r["prompt_tokens"] for r in later), 1)
+    # What comes new with each turn, the tool's result, was never there: this is the most that there can be.
+    new = 101 * len(later) / max(sum(r["prompt_tokens"] for r in later), 1)
+    return {"cached_share": round(share, 4), "possible_share": round(1 - new, 4), "turns": rows}
+
+
+def rollouts(engine: Engine, without: Engine, length: int, repeats: int) -> dict[str, Any]:
+    """Requests of their own, sent together, with one prompt; until all have their answers."""
+    rounds = []
+    for repeat in range(repeats + 1):
+        prompts = [_tokens(length, 3_000 + repeat)] * GROUP
+        row: dict[str, float] = {}
+        for name, one in (
+            (("with", engine), ("without", without))
+            if repeat % 2
+            else (
+                ("without", without),
+                ("with", engine),
+            )
+        ):
+            started = perf_counter()
+            done = one.generate(prompts, max_tokens=32, ignore_eos=True)
+            row[f"{name}_ms"] = round((perf_counter() - started) * 1e3, 1)
+            row[f"{name}_computed_tokens"] = sum(d.prompt_tokens - d.cached_tokens for d in done)
+        rounds.append(row)
+    rounds = rounds[1:]
+    medians = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
+    ratio = round(medians["without_ms"] / medians["with_ms"], 2)
+    return {"prompt_tokens": length, "requests": GROUP, **medians, "ratio": ratio, "rounds": rounds}
+
+
+def _first(engine: Engine, prompt: list[int]) -> float:
+    started = perf_counter()
+    engine.generate(prompt, max_tokens=1)
+    return (perf_counter() - started) * 1e3
+
+
+def _tokens(count: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 256) for _ in range(count)]
+
+
+if __name__ == "__main__":
+    main()
