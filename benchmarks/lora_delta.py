@@ -34,7 +34,7 @@ from mlx_lm.models import qwen3
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model import lora
+from mlx_tandem.model import lora, routes
 from mlx_tandem.types import AdapterInfo
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -265,14 +265,14 @@ class Trial(lora.LoraState):
     def prepare(self, variant: Variant | Product | None, slots: Sequence[int]) -> tuple[Any, list[mx.array]]:
         """(what to bind, the step's arguments)."""
         if variant is None:
-            return lora.Layout("base"), []
+            return routes.Layout("base"), []
         if isinstance(variant, Variant):
             extra = variant.prepare(self, slots)
             mx.eval(extra)
             return variant.delta, extra
         self.backend = variant.backend
         self._routes.clear()
-        with mock.patch.object(lora, "WINDOWS_FROM", lora.WINDOW):
+        with mock.patch.object(routes, "WINDOWS_FROM", routes.WINDOW):
             route = self.route(slots)
         if variant.backend == "windows" and route.layout.kind == "rows":
             raise ValueError("does not apply")
@@ -281,7 +281,7 @@ class Trial(lora.LoraState):
     @contextmanager
     def using(self, what: Any, extra: list[mx.array]) -> Iterator[None]:
         """While a step is traced."""
-        if isinstance(what, lora.Layout):
+        if isinstance(what, routes.Layout):
             if extra:
                 self.bind(extra[1:], extra[0], what)
         else:
@@ -388,7 +388,7 @@ class Prefill:
 def trial(
     work: Any, state: Trial, slots: list[int], names: Sequence[str] | None, rounds: int, seconds: float
 ) -> dict[str, Any]:
-    steps: dict[str, tuple[Callable[..., Any], list[mx.array]]] = {"base": (work.compiled(lora.Layout("base")), [])}
+    steps: dict[str, tuple[Callable[..., Any], list[mx.array]]] = {"base": (work.compiled(routes.Layout("base")), [])}
     for name, variant in (UNIFORM if len(set(slots)) == 1 else MIXED).items():
         if names and name not in names:
             continue

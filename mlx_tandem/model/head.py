@@ -7,6 +7,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_tandem.model.mixin import mix_in
+
 
 class HeadSelector:
     """Makes the model's output head look at one position a row.
@@ -39,33 +41,44 @@ class HeadSelector:
             return output[:, 0]
         return _pick(output, last)[:, 0]
 
-    def _narrow(self, h: mx.array) -> mx.array:
+    def narrow(self, h: mx.array) -> mx.array:
+        """Of the head's input [rows, length, dim] what is wanted of it."""
         if self._last is None or h.ndim != 3 or h.shape[1] == 1:
             return h
         return _pick(h, self._last)
 
     def _adapt(self, model: nn.Module) -> None:
-        narrow = self._narrow
         for _, module in model.named_modules():
             head = module.get("lm_head") if isinstance(module, dict) else None
             if isinstance(head, nn.Module):
-                _override(head, "__call__", narrow)
+                self._override(head, NarrowHead)
                 return
         for _, module in model.named_modules():
             if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding)):
-                _override(module, "as_linear", narrow)
+                self._override(module, NarrowEmbedding)
+
+    def _override(self, head: Any, mixin: type) -> None:
+        head._selector = self
+        mix_in(head, mixin)
+
+
+class NarrowHead:
+    _selector: HeadSelector
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        out: mx.array = super().__call__(self._selector.narrow(x), *args, **kwargs)  # type: ignore[misc]
+        return out
+
+
+class NarrowEmbedding:
+    """Only where it is used as the head."""
+
+    _selector: HeadSelector
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        out: mx.array = super().as_linear(self._selector.narrow(x))  # type: ignore[misc]
+        return out
 
 
 def _pick(x: mx.array, last: mx.array) -> mx.array:
     return mx.take_along_axis(x, last[:, None, None], axis=1)
-
-
-def _override(module: nn.Module, method: str, narrow: Any) -> None:
-    """Change the module's class for one whose `method` narrows its input first; weights and names stay."""
-    plain: Any = type(module)
-
-    def narrowed(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        result: mx.array = getattr(plain, method)(self, narrow(x), *args, **kwargs)
-        return result
-
-    module.__class__ = type(f"Narrow{plain.__name__}", (plain,), {method: narrowed})

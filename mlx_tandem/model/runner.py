@@ -23,8 +23,9 @@ from mlx_tandem.model import cpu, device
 from mlx_tandem.model.head import HeadSelector
 from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
 from mlx_tandem.model.loader import LoadedModel
-from mlx_tandem.model.lora import Layout, LoraState
+from mlx_tandem.model.lora import LoraState
 from mlx_tandem.model.rope import SharedAngles
+from mlx_tandem.model.routes import Layout
 from mlx_tandem.model.sampler import SamplingArrays, SamplingFlags, Seen, sample, score
 from mlx_tandem.model.seats import Seats
 from mlx_tandem.model.shapes import blocks_read, row_count, split_by_context, table_width

@@ -14,12 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import SwitchLinear
 from mlx_lm.utils import _get_classes
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model import lora
-from mlx_tandem.model.lora import Layout, LoraState
+from mlx_tandem.model import routes
+from mlx_tandem.model.lora import LoraState
+from mlx_tandem.model.routes import Layout
 from mlx_tandem.types import AdapterInfo
 
 COMMON = {
@@ -78,7 +80,7 @@ def merged(family: str, bits: int, weights: AdapterWeights) -> Any:
         if bits:
             w = mx.dequantize(w, module.scales, module.biases, module.group_size, module.bits)
         w = w + mx.array((a @ b).swapaxes(-1, -2))
-        plain = nn.Linear(1, 1, bias=False) if w.ndim == 2 else lora.SwitchLinear(1, 1, 1, bias=False)
+        plain = nn.Linear(1, 1, bias=False) if w.ndim == 2 else SwitchLinear(1, 1, 1, bias=False)
         plain.weight = w
         if "bias" in module:
             plain.bias = module.bias
@@ -158,13 +160,13 @@ def test_windows(family: str, length: int) -> None:
 @given(st.lists(st.integers(0, 5), min_size=8, max_size=70))
 @settings(max_examples=200, deadline=None)
 def test_windows_cover_every_row(slots: list[int]) -> None:
-    cut = lora._windows(np.array(slots))
+    cut = routes.cut_windows(np.array(slots))
     if cut is not None:
         first, owner, back = cut
         assert len(first) == len(owner) <= len(slots) / 2
-        assert first.min() >= 0 and first.max() + lora.WINDOW <= len(slots)
+        assert first.min() >= 0 and first.max() + routes.WINDOW <= len(slots)
         for row, slot in enumerate(slots):
-            window, within = divmod(int(back[row]), lora.WINDOW)
+            window, within = divmod(int(back[row]), routes.WINDOW)
             assert owner[window] == slot and first[window] + within == row
 
 

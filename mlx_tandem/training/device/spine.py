@@ -12,6 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_tandem.model.mixin import mix_in
+
 Layer = Callable[[mx.array], mx.array]
 
 
@@ -24,7 +26,7 @@ class Spine:
         self._entry: mx.array | None = None
         for layer in layers:
             layer._spine = self
-            layer.__class__ = _cut(type(layer))
+            mix_in(layer, Cut)
 
     def enter(self, tokens: mx.array) -> tuple[mx.array, list[Layer]]:
         """The states [rows, length, dim] that reach the first layer, and the layers as functions of states alone."""
@@ -67,20 +69,12 @@ def _plain(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layer:
     return call
 
 
-_classes: dict[type, type] = {}
+class Cut:
+    """A layer that hands on what it gets while its spine wants it to."""
 
+    _spine: Spine
 
-def _cut(plain: type) -> type:
-    if plain in _classes:
-        return _classes[plain]
-    base: Any = plain
-
-    class Cut(base):  # type: ignore[misc]
-        def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-            handed = self._spine.pass_on(self, x, args, kwargs)
-            out: mx.array = super().__call__(x, *args, **kwargs) if handed is None else handed
-            return out
-
-    Cut.__name__ = Cut.__qualname__ = f"Cut{plain.__name__}"
-    _classes[plain] = Cut
-    return Cut
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        handed = self._spine.pass_on(self, x, args, kwargs)
+        out: mx.array = super().__call__(x, *args, **kwargs) if handed is None else handed  # type: ignore[misc]
+        return out

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
+from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_tandem.adapters.formats import LinearShape
-from mlx_tandem.model.lora import find_targets
+from mlx_tandem.model.adapted import Target, adapt, find_targets
 
 
 class Segment(NamedTuple):
@@ -47,9 +47,7 @@ class Tree:
             if layer is None:
                 continue  # gradients are taken layer by layer
             self.linears[path], self.layer_of[path] = target.shape, layer
-            module: Any = target.module
-            module._adapters = (self, path)
-            module.__class__ = _trained(type(module))
+            adapt(target, self)
             self.has_experts |= bool(target.shape.experts)
         for _, module in model.named_modules():
             if isinstance(module, (SwitchGLU, SwitchMLP)):
@@ -66,9 +64,9 @@ class Tree:
         finally:
             self._bound = {}
 
-    def dense(self, path: str, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
+    def dense(self, target: Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
         y = plain(x)
-        segments = self._bound.get(path)
+        segments = self._bound.get(target.path)
         if not segments:
             return y
         if len(segments) == 1 and segments[0].stop - segments[0].start == self._rows:
@@ -103,40 +101,12 @@ class Tree:
             u = u * own
         return mx.addmm(y, u, b) if y.dtype == self.dtype else y + (u @ b).astype(y.dtype)
 
-    def switch(self, path: str, x: mx.array, y: mx.array, indices: mx.array) -> mx.array:
+    def switch(self, target: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
         """One adapter for the whole batch: its matrix of the expert that each entry goes through."""
-        segments = self._bound.get(path)
+        segments = self._bound.get(target.path)
         if not segments:
             return y
         (segment,) = segments
         a, b = (part.astype(self.dtype) for part in segment.pair)
         u = mx.gather_mm(x.astype(self.dtype), a, rhs_indices=indices)
         return y + mx.gather_mm(u, b, rhs_indices=indices).astype(y.dtype)
-
-
-_classes: dict[type, type] = {}
-
-
-def _trained(plain: type) -> type:
-    """A subclass of `plain` that goes through its tree."""
-    if plain in _classes:
-        return _classes[plain]
-    base: Any = plain
-
-    class Dense(base):  # type: ignore[misc]
-        def __call__(self, x: mx.array) -> mx.array:
-            tree, path = self._adapters
-            out: mx.array = tree.dense(path, x, super().__call__)
-            return out
-
-    class Switch(base):  # type: ignore[misc]
-        def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
-            tree, path = self._adapters
-            y = super().__call__(x, indices, sorted_indices=sorted_indices)
-            out: mx.array = tree.switch(path, x, y, indices)
-            return out
-
-    made: type = Switch if issubclass(plain, (SwitchLinear, QuantizedSwitchLinear)) else Dense
-    made.__name__ = made.__qualname__ = f"Trained{plain.__name__}"
-    _classes[plain] = made
-    return made

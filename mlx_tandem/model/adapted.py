@@ -1,0 +1,85 @@
+"""The linears of a model that an adapter can change, and how their calls reach whoever adds the change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchGLU, SwitchLinear, SwitchMLP
+
+from mlx_tandem.adapters.formats import LinearShape
+from mlx_tandem.model.mixin import mix_in
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """One linear of a model, or one with a matrix for each expert (`shape.experts`)."""
+
+    path: str
+    module: nn.Module
+    shape: LinearShape
+
+
+class Deltas(Protocol):
+    """Whoever adds adapters to the linears of a model."""
+
+    def dense(self, target: Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
+        """plain(x) + delta: what the linear gives out for x [..., inputs]."""
+
+    def switch(self, target: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
+        """y + delta for a linear that gave y for x, whose entry i went through expert indices[i]. `in_order`: the
+        entries lie by expert."""
+
+
+def find_targets(model: nn.Module) -> dict[str, Target]:
+    """What can be adapted. A module reachable by two paths counts under the first. The output head is left out: the
+    runner may call it for some of the positions only."""
+    blocks = {id(c) for m in model.modules() if isinstance(m, (SwitchGLU, SwitchMLP)) for c in m.children().values()}
+    found: dict[str, Target] = {}
+    seen: set[int] = set()
+    # named_modules goes last child first; logs and errors read better in the model's own order.
+    for path, module in reversed(model.named_modules()):
+        if id(module) in seen or path.rpartition(".")[2] == "lm_head":
+            continue
+        shape = None
+        if isinstance(module, nn.Linear):
+            shape = LinearShape(module.weight.shape[1], module.weight.shape[0])
+        elif isinstance(module, nn.QuantizedLinear):
+            shape = LinearShape(module.weight.shape[1] * 32 // module.bits, module.weight.shape[0])
+        elif isinstance(module, (SwitchLinear, QuantizedSwitchLinear)) and id(module) in blocks:
+            shape = LinearShape(module.input_dims, module.output_dims, module.num_experts)
+        if shape is not None:
+            seen.add(id(module))
+            found[path] = Target(path, module, shape)
+    return found
+
+
+def adapt(target: Target, deltas: Deltas) -> None:
+    """From here on the linear's calls go through `deltas`."""
+    module: Any = target.module
+    module._deltas, module._target = deltas, target
+    mix_in(module, AdaptedSwitch if target.shape.experts else AdaptedDense)
+
+
+class AdaptedDense:
+    """Mixed into a linear."""
+
+    _deltas: Deltas
+    _target: Target
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self._deltas.dense(self._target, x, super().__call__)  # type: ignore[misc]
+
+
+class AdaptedSwitch:
+    """Mixed into a linear of experts."""
+
+    _deltas: Deltas
+    _target: Target
+
+    def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        y = super().__call__(x, indices, sorted_indices=sorted_indices)  # type: ignore[misc]
+        return self._deltas.switch(self._target, x, y, indices, sorted_indices)

@@ -1,0 +1,41 @@
+"""The adapters of one linear, stacked over the slots."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_tandem.adapters.formats import LinearShape
+
+
+class Stack:
+    """`a` [slots + 1, inputs, r] and `b` [slots + 1, r, outputs]; with experts, [slots + 1, experts, …]. Slot 0 is the
+    base. All zeros but for what `old`, of a smaller rank, holds."""
+
+    def __init__(self, shape: LinearShape, slots: int, rank: int, dtype: mx.Dtype, old: Stack | None):
+        lead = (slots + 1, shape.experts) if shape.experts else (slots + 1,)
+        self.a = mx.zeros((*lead, shape.inputs, rank), dtype)
+        self.b = mx.zeros((*lead, rank, shape.outputs), dtype)
+        if old is not None:
+            known = old.a.shape[-1]
+            self.a[..., :known] = old.a
+            self.b[..., :known, :] = old.b
+        mx.eval(self.a, self.b)  # linear by linear: one old stack at a time lives beside its successor
+
+    def write(self, slot: int, pair: tuple[mx.array, mx.array] | None) -> None:
+        """The whole slot, padding included: nothing of an evicted adapter is left. Evaluated by the caller. `pair` may
+        be the bits of the arrays' dtype."""
+        if pair is None:
+            self.a[slot] = mx.array(0, self.a.dtype)
+            self.b[slot] = mx.array(0, self.b.dtype)
+        else:
+            rank = self.a.shape[-1]
+            self.a[slot] = _widened(pair[0].view(self.a.dtype), -1, rank)
+            self.b[slot] = _widened(pair[1].view(self.b.dtype), -2, rank)
+
+
+def _widened(x: mx.array, axis: int, size: int) -> mx.array:
+    """`x` with zeros behind it up to `size` along `axis`."""
+    missing = size - x.shape[axis]
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = (0, missing)
+    return mx.pad(x, widths) if missing else x
