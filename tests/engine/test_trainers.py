@@ -113,6 +113,7 @@ def test_a_step_that_is_dropped_half_done_changes_nothing(
     trainers: Trainers, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(state, "STEP_PAIRS", 8)
+    trainers.open(SPEC, "", None)
     learn(trainers, 0)
     before = weights_of(trainers)
     finish(trainers.run([Batch("a", tuple(some_data(1)), LossConfig())], False, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from mlx.optimizers import AdamW
 
 from mlx_tandem import files
 from mlx_tandem.adapters import convert, formats
@@ -20,6 +19,7 @@ from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.engine.learning import Adam, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import ModelError
+from mlx_tandem.training.device.adamw import Moments, flat, parts, update
 from mlx_tandem.training.device.slices import launched
 
 Pair = tuple[mx.array, mx.array]
@@ -33,7 +33,7 @@ STEP_PAIRS = 16
 """That the optimiser goes on by in one slice."""
 
 
-class Moments(msgspec.Struct, frozen=True):
+class About(msgspec.Struct, frozen=True):
     """`trainer.json`: what a checkpoint's arrays belong to."""
 
     spec: TrainerSpec
@@ -49,11 +49,13 @@ class Trainer:
         self.pairs = pairs
         self.step_count = 0
         self._linears = linears
-        self._optimizer = _optimizer()
-        self._optimizer.init(pairs)
-        mx.eval(self._optimizer.state)  # other threads may read what is evaluated, and nothing else
+        paths = list(pairs)
+        self._chunks = [paths[i : i + STEP_PAIRS] for i in range(0, len(paths), STEP_PAIRS)]
+        sizes = [sum(x.size for x in _arrays(pairs, chunk)) for chunk in self._chunks]
+        self._moments = [Moments(mx.zeros((size,)), mx.zeros((size,))) for size in sizes]  # of each chunk
+        mx.eval(self._moments)  # other threads may read what is evaluated, and nothing else
         self._gradients: dict[str, Pair] | None = None
-        self._before: tuple[dict[str, Pair], Any, int] | None = None  # the state before the last step
+        self._before: tuple[dict[str, Pair], list[Moments], int] | None = None  # the state before the last step
 
     @classmethod
     def fresh(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> Trainer:
@@ -116,38 +118,29 @@ class Trainer:
         self._before = None
         if gradients is None:
             return StepDone(self.spec.name, self.step_count, 0.0, True)
-        chunks = [list(gradients)[i : i + STEP_PAIRS] for i in range(0, len(gradients), STEP_PAIRS)]
-        squares = []
-        for paths in chunks:
-            squares.append(sum((g.square().sum() for path in paths for g in gradients[path]), mx.array(0.0)))
-            yield launched(squares[-1])
+        flats, squares = [], []
+        for chunk in self._chunks:
+            flats.append(flat(_arrays(gradients, chunk)))
+            squares.append(flats[-1].square().sum())
+            for path in chunk:
+                del gradients[path]
+            yield launched(flats[-1], squares[-1])
         size = math.sqrt(sum(float(np.array(s)) for s in squares))
         if not math.isfinite(size):
             return StepDone(self.spec.name, self.step_count, size, False)
         share = min(1.0, adam.grad_norm / (size + 1e-6)) if adam.grad_norm else 1.0
-        before = (self.pairs, _copied(self._optimizer.state), self.step_count)
-        optimizer, state = self._optimizer, self._optimizer.state
-        optimizer.learning_rate = adam.learning_rate
-        optimizer.betas, optimizer.eps = [adam.beta1, adam.beta2], adam.eps
-        optimizer.weight_decay = adam.weight_decay
-        state["step"] = state["step"] + 1
-        stepped: dict[str, Pair] = {}
-        try:
-            for paths in chunks:
-                for path in paths:
-                    a, b = (
-                        optimizer.apply_single(g * share, p, moments)
-                        for g, p, moments in zip(gradients[path], self.pairs[path], state[path], strict=True)
-                    )
-                    stepped[path] = (a, b)
-                yield launched([stepped[path] for path in paths], [state[path] for path in paths], state["step"])
-        except BaseException:  # whoever drops a step half done drops all of it
-            optimizer.state = before[1]
-            raise
-        mx.eval(stepped)  # before it counts
-        self.pairs = self.pairs | stepped
-        self.step_count += 1
-        self._before = before
+        pairs: dict[str, Pair] = {}
+        moments: list[Moments] = []
+        for chunk, known in zip(self._chunks, self._moments, strict=True):
+            old = _arrays(self.pairs, chunk)
+            new, after = update(flat(old), flats.pop(0) * share, known, self.step_count + 1, adam)
+            arrays = parts(new, old)
+            pairs |= zip(chunk, zip(arrays[::2], arrays[1::2], strict=True), strict=True)
+            moments.append(after)
+            yield launched(arrays, after)
+        mx.eval(pairs, moments)  # before it counts
+        self._before = (self.pairs, self._moments, self.step_count)
+        self.pairs, self._moments, self.step_count = pairs, moments, self.step_count + 1
         return StepDone(self.spec.name, self.step_count, size, True)
 
     def settle(self, keep: bool) -> None:
@@ -156,7 +149,7 @@ class Trainer:
         if not keep:
             self._gradients = None
             if before is not None:
-                self.pairs, self._optimizer.state, self.step_count = before
+                self.pairs, self._moments, self.step_count = before
 
     # --- in and out ----------------------------------------------------------------------------------------------
 
@@ -169,8 +162,8 @@ class Trainer:
     def snapshot(self) -> Callable[[str], None]:
         """Everything that a trainer needs to go on as if nothing had been; what is returned writes it into an empty
         folder, on any thread: a PEFT folder with the optimiser's state beside it, on the drive when it returns."""
-        pairs, about = self.pairs, Moments(self.spec, self.step_count)
-        moments = {f"{path}.{side}.{kind}": state[kind] for path, side, state in self._states() for kind in "mv"}
+        pairs, about = self.pairs, About(self.spec, self.step_count)
+        moments = list(zip(self._chunks, self._moments, strict=True))
         return lambda folder: _write(Path(folder), pairs, moments, about)
 
     def restore(self, folder: Path) -> None:
@@ -178,26 +171,34 @@ class Trainer:
         from safetensors.numpy import load_file
 
         try:
-            moments = msgspec.json.decode((folder / TRAINER).read_bytes(), type=Moments)
+            about = msgspec.json.decode((folder / TRAINER).read_bytes(), type=About)
             arrays = load_file(folder / OPTIMIZER)
         except Exception as e:
             raise ModelError(f"{folder.name}: the trainer's state cannot be read: {type(e).__name__}") from e
-        if moments.format != FORMAT:
-            raise ModelError(f"{folder.name}/{TRAINER} has format {moments.format}; this version reads {FORMAT}")
-        for path, side, state in self._states():
-            for kind in "mv":
-                found = arrays.get(f"{path}.{side}.{kind}")
-                if found is None or found.shape != state[kind].shape or found.dtype != np.float32:
-                    raise ModelError(f"{folder.name}/{OPTIMIZER} does not fit this trainer: {path}")
-                state[kind] = mx.array(found)
-        self.step_count = moments.step
-        self._optimizer.state["step"] = mx.array(moments.step, mx.uint64)
-        mx.eval(self._optimizer.state)
+        if about.format != FORMAT:
+            raise ModelError(f"{folder.name}/{TRAINER} has format {about.format}; this version reads {FORMAT}")
+        moments = []
+        for chunk in self._chunks:
+            kinds = []
+            for kind in Moments._fields:
+                named = _named(self.pairs, chunk, kind)
+                found = [arrays.get(name) for name in named]
+                for x, known in zip(found, named.values(), strict=True):
+                    if x is None or x.shape != known.shape or x.dtype != np.float32:
+                        raise ModelError(f"{folder.name}/{OPTIMIZER} does not fit this trainer")
+                kinds.append(mx.array(np.concatenate([x.reshape(-1) for x in found if x is not None])))
+            moments.append(Moments(*kinds))
+        mx.eval(moments)
+        self._moments, self.step_count = moments, about.step
 
-    def _states(self) -> list[tuple[str, str, dict[str, mx.array]]]:
-        """(path, "A" or "B", moments)."""
-        tree = self._optimizer.state
-        return [(path, side, tree[path][i]) for path in self.pairs for i, side in enumerate("AB")]
+
+def _arrays(pairs: Mapping[str, Pair], paths: Sequence[str]) -> list[mx.array]:
+    return [x for path in paths for x in pairs[path]]
+
+
+def _named(pairs: Mapping[str, Pair], paths: Sequence[str], kind: str) -> dict[str, mx.array]:
+    """The arrays in the order of `_arrays`, under the names that their moments have in a checkpoint."""
+    return {f"{path}.{side}.{kind}": x for path in paths for side, x in zip("AB", pairs[path], strict=True)}
 
 
 def _peft(pairs: Mapping[str, Pair], spec: TrainerSpec) -> tuple[dict[str, Any], Arrays]:
@@ -205,28 +206,24 @@ def _peft(pairs: Mapping[str, Pair], spec: TrainerSpec) -> tuple[dict[str, Any],
     return convert.to_peft(arrays, spec.rank, spec.alpha)
 
 
-def _write(folder: Path, pairs: Mapping[str, Pair], moments: Mapping[str, mx.array], about: Moments) -> None:
+def _write(
+    folder: Path, pairs: Mapping[str, Pair], moments: Sequence[tuple[Sequence[str], Moments]], about: About
+) -> None:
     from safetensors.numpy import save
 
+    optimizer: Arrays = {}
+    for paths, known in moments:
+        for kind, whole in zip(Moments._fields, known, strict=True):
+            flat_one, at = np.array(whole), 0
+            for name, x in _named(pairs, paths, kind).items():
+                optimizer[name] = flat_one[at : at + x.size].reshape(x.shape)
+                at += x.size
     config, tensors = _peft(pairs, about.spec)
     for name, data in (
         (formats.CONFIG, json.dumps(config, indent=2).encode() + b"\n"),
         (formats.WEIGHTS["peft"], save(tensors)),
-        (OPTIMIZER, save({name: np.array(m) for name, m in moments.items()})),
+        (OPTIMIZER, save(optimizer)),
         (TRAINER, msgspec.json.encode(about)),
     ):
         files.create(folder / name, data)
     files.sync_folder(folder)
-
-
-def _optimizer() -> Any:
-    return AdamW(learning_rate=0.0, bias_correction=True)
-
-
-def _copied(tree: Any) -> Any:
-    """The containers anew; the arrays, which nobody changes, are the same."""
-    if isinstance(tree, dict):
-        return {k: _copied(v) for k, v in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        return type(tree)(_copied(v) for v in tree)
-    return tree

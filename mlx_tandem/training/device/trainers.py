@@ -21,7 +21,7 @@ from mlx_tandem.training.device import losses
 from mlx_tandem.training.device.backward import MicroBatch, Weights, positions
 from mlx_tandem.training.device.losses import TokenBatch
 from mlx_tandem.training.device.spine import Spine
-from mlx_tandem.training.device.state import TRAINER, Moments, Trainer
+from mlx_tandem.training.device.state import TRAINER, About, Trainer
 from mlx_tandem.training.device.tree import Tree
 
 Passes = Generator[Wait, None, tuple[BatchResult, ...]]
@@ -294,7 +294,7 @@ def _loss(
 def _saved_spec(folder: Path, asked: TrainerSpec) -> TrainerSpec:
     """The shape of a checkpoint's trainer, under the name that was asked for."""
     try:
-        saved = msgspec.json.decode((folder / TRAINER).read_bytes(), type=Moments).spec
+        saved = msgspec.json.decode((folder / TRAINER).read_bytes(), type=About).spec
     except (OSError, msgspec.MsgspecError) as e:
         raise InvalidRequest(f"{folder.name} is not a checkpoint: {TRAINER} cannot be read", param="folder") from e
     return msgspec.structs.replace(saved, name=asked.name)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_tandem.adapters.formats import LinearShape
@@ -38,7 +37,6 @@ class Tree:
         self.has_experts = False
         self._bound: Mapping[str, Sequence[Segment]] = {}
         self._rows = 1
-        self._masks: dict[tuple[tuple[int, int, int], ...], mx.array] = {}
         inside = {id(m): i for i, layer in enumerate(self.layers) for m in layer.modules()}
         self.linears: dict[str, LinearShape] = {}
         self.layer_of: dict[str, int] = {}
@@ -56,8 +54,6 @@ class Tree:
     @contextmanager
     def bound(self, rows: int, segments: Mapping[str, Sequence[Segment]]) -> Iterator[None]:
         """Inside: these linears add these adapters to a batch of so many rows."""
-        if rows != self._rows:
-            self._masks.clear()
         self._bound, self._rows = segments, rows
         try:
             yield
@@ -71,34 +67,17 @@ class Tree:
             return y
         if len(segments) == 1 and segments[0].stop - segments[0].start == self._rows:
             return self._add(y, x, *segments[0].pair)
-        # All adapters side by side as one, and each row's share of it: few products, and none of them narrow.
-        a, b = (
-            mx.concatenate([s.pair[0] for s in segments], axis=-1),
-            mx.concatenate([s.pair[1] for s in segments], axis=-2),
-        )
-        own = self._mask(segments)
-        own = own[:, None] if x.ndim == 3 else mx.repeat(own, x.shape[0] // self._rows, axis=0)
-        return self._add(y, x, a, b, own)
+        # Each adapter's rows lie beside each other, so to split them is no copy. The trainers need not all be here.
+        pairs = {segment.start: segment.pair for segment in segments}
+        edges = sorted({0, self._rows}.union(*((segment.start, segment.stop) for segment in segments)))
+        cuts = [edge * (x.shape[0] // self._rows) for edge in edges[1:-1]]  # rows and positions may be one axis
+        shares = zip(edges, mx.split(y, cuts), mx.split(x, cuts), strict=False)
+        return mx.concatenate([self._add(y, x, *pairs[at]) if at in pairs else y for at, y, x in shares])
 
-    def _mask(self, segments: Sequence[Segment]) -> mx.array:
-        """[rows, ranks]: 1 where a row's own adapter is."""
-        key = tuple((s.start, s.stop, s.pair[0].shape[-1]) for s in segments)
-        made = self._masks.get(key)
-        if made is None:
-            mask = np.zeros((self._rows, sum(rank for _, _, rank in key)), np.float32)
-            at = 0
-            for start, stop, rank in key:
-                mask[start:stop, at : at + rank] = 1.0
-                at += rank
-            made = self._masks[key] = mx.array(mask).astype(self.dtype)
-        return made
-
-    def _add(self, y: mx.array, x: mx.array, a: mx.array, b: mx.array, own: mx.array | None = None) -> mx.array:
+    def _add(self, y: mx.array, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
         """As the served linear computes it, so that both agree where the same kernels run."""
-        a, b = a.astype(self.dtype), b.astype(self.dtype)
-        u = x.astype(self.dtype) @ a
-        if own is not None:
-            u = u * own
+        u = x.astype(self.dtype) @ a.astype(self.dtype)
+        b = b.astype(self.dtype)
         return mx.addmm(y, u, b) if y.dtype == self.dtype else y + (u @ b).astype(y.dtype)
 
     def switch(self, target: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
