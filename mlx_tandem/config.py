@@ -37,6 +37,8 @@ class DiskCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     persistent_max_retries: int = 3
     flush_interval_s: float = 1.0
     max_size_gb: float = 50.0  # 0: no limit
+    kv_bits: Literal[4, 8, 16] = 16  # of a cached number; 16: as the model computes it
+    kv_group_size: int = 64  # numbers that share a scale, at least; matters to 4 and 8 bits
 
 
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -128,6 +128,7 @@ class EngineInfo(Struct, frozen=True):
     block_size: int
     num_blocks: int
     kv_bytes_per_token: int
+    kv_bits: int  # of a cached number: 4, 8, or those of dtype
     max_num_seqs: int
     max_loras: int
     max_lora_rank: int

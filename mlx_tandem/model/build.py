@@ -56,6 +56,8 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
     shapes = probe.layer_shapes(model)
     vocab_size = probe.vocabulary(model)
     axes = probe.mask_axes(model, shapes, vocab_size)
+    if config.cache.kv_bits < 16:
+        shapes = [s.quantised(config.cache.kv_bits, config.cache.kv_group_size) for s in shapes]
     lora = LoraState(model.module, config.lora, model.dtype)
     per_token = sum(s.bytes_per_token() for s in shapes)
     block_size = config.cache.block_size
@@ -86,6 +88,7 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
         block_size=block_size,
         num_blocks=num_blocks,
         kv_bytes_per_token=per_token,
+        kv_bits=shapes[0].keys.bits or shapes[0].keys.dtype.size * 8,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_loras=config.lora.max_loras,
         max_lora_rank=config.lora.max_lora_rank,

@@ -1,33 +1,41 @@
 """The paged KV cache as mlx-lm's own model modules see it: one cache object a layer, arrays of the whole pool.
 
-A layer's keys live in one array [kv_heads · blocks · block_size, head_dim], head-major: the run of one head's block is
+A layer's keys live in arrays [kv_heads · blocks · block_size, width], head-major: the run of one head's block is
 contiguous, which a gather reads ten times faster on a CPU than token-major. The layer's own code calls
-`update_and_fetch`, which writes into the pool and returns the keys and values of the rows' block tables.
+`update_and_fetch`, which writes into the pool and returns the keys and values of the rows' block tables. What a row of
+an array is made of is in `kvformat.py`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.model.attention import portable
+from mlx_tandem.model.kvformat import RowFormat
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer caches: heads and widths of keys and of values (they differ in latent attention)."""
+    """What one layer caches: heads and widths of keys and of values differ in latent attention."""
 
-    key_heads: int
-    key_dim: int
-    value_heads: int
-    value_dim: int
-    dtype: mx.Dtype
+    keys: RowFormat
+    values: RowFormat
+
+    @property
+    def halves(self) -> tuple[RowFormat, RowFormat]:
+        return self.keys, self.values
 
     def bytes_per_token(self) -> int:
-        return (self.key_heads * self.key_dim + self.value_heads * self.value_dim) * self.dtype.size
+        return sum(half.bytes_per_token() for half in self.halves)
+
+    def quantised(self, bits: int, group: int) -> LayerShape:
+        """The same layer with its keys and values in so many bits."""
+        return LayerShape(*(replace(half, bits=bits, group=group) for half in self.halves))
 
 
 class StepView:
@@ -109,20 +117,17 @@ class PagedCache:
 
     def __init__(self, shape: LayerShape):
         self.shape = shape
-        self._keys: mx.array | None = None
-        self._values: mx.array | None = None
+        self._arrays: list[mx.array] = []
         self._view: StepView | None = None
 
-    def bind(self, keys: mx.array, values: mx.array, view: StepView) -> None:
-        self._keys, self._values, self._view = keys, values, view
+    def bind(self, arrays: Sequence[mx.array], view: StepView) -> None:
+        """`arrays`: those of the lines of keys, then of values."""
+        self._arrays, self._view = list(arrays), view
 
-    def release(self) -> tuple[mx.array, mx.array]:
+    def release(self) -> list[mx.array]:
         """The pool after the forward. The cache keeps no reference: the next write must find itself alone."""
-        keys, values = self._keys, self._values
-        assert keys is not None
-        assert values is not None
-        self._keys = self._values = self._view = None
-        return keys, values
+        arrays, self._arrays, self._view = self._arrays, [], None
+        return arrays
 
     # what mlx-lm's modules call
 
@@ -137,9 +142,9 @@ class PagedCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [rows, heads, length, dim] and return [rows, heads, positions, dim] of all that the rows may see."""
-        s = self.shape
-        self._keys, k = self._update(self._keys, keys, s.key_heads, s.key_dim)
-        self._values, v = self._update(self._values, values, s.value_heads, s.value_dim)
+        between = len(self.shape.keys.lines())
+        k = self._update(self.shape.keys, self._arrays[:between], keys)
+        v = self._update(self.shape.values, self._arrays[between:], values)
         return k, v
 
     def attend(
@@ -154,22 +159,30 @@ class PagedCache:
         """Where the hook sends the layer's attention."""
         return portable.attend(queries, keys, values, scale, mask, sinks)
 
-    def _update(self, pool: mx.array | None, new: mx.array, heads: int, dim: int) -> tuple[mx.array, mx.array]:
+    def _update(self, form: RowFormat, pool: list[mx.array], new: mx.array) -> mx.array:
+        """Returns what the pool holds now, of the new tokens too: it must not matter how a prompt was cut."""
         v = self._view
         assert v is not None
-        assert pool is not None
         if new.shape[2] > 1:
             # Padding behind a token that is not finite is not finite either, and in the scratch block it would reach
             # every row: a masked weight of 0 times NaN is NaN.
             new = mx.where(v.real(), new, 0)
-        pool[v.writes(heads)] = new.reshape(-1, dim)
+        writes = v.writes(form.heads)
+        for array, lines in zip(pool, form.encode(new.reshape(-1, form.dim)), strict=True):
+            array[writes] = lines
+        return form.decode([self._seen(array, form.heads, v) for array in pool])
+
+    @staticmethod
+    def _seen(array: mx.array, heads: int, v: StepView) -> mx.array:
+        """[rows, heads, positions, width] of an array of the pool."""
+        width = array.shape[1]
         if v.in_place is not None:
             first, last = v.in_place
-            return pool, pool.reshape(heads, -1, dim)[None, :, first * v.block_size : last * v.block_size]
+            return array.reshape(heads, -1, width)[None, :, first * v.block_size : last * v.block_size]
         runs = v.runs(heads)
         rows, _, blocks = runs.shape
-        gathered = pool.reshape(-1, v.block_size * dim)[runs]
-        return pool, gathered.reshape(rows, heads, blocks * v.block_size, dim)
+        gathered = array.reshape(-1, v.block_size * width)[runs]
+        return gathered.reshape(rows, heads, blocks * v.block_size, width)
 
 
 class ProbeCache:
@@ -184,6 +197,5 @@ class ProbeCache:
         return None
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        k, v = keys.shape, values.shape
-        self.shape = LayerShape(k[1], k[3], v[1], v[3], keys.dtype)
+        self.shape = LayerShape(*(RowFormat(new.shape[1], new.shape[3], new.dtype) for new in (keys, values)))
         return keys, values

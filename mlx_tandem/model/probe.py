@@ -10,6 +10,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model.blocks import KVArrays
 from mlx_tandem.model.kvcache import LayerShape, PagedCache, ProbeCache, StepView
 from mlx_tandem.model.loader import LoadedModel
 
@@ -51,7 +52,7 @@ def mask_axes(model: LoadedModel, shapes: Sequence[LayerShape], vocab_size: int)
     the paged cache, in chunks, against the model's own cache. Raises ModelError when neither is right.
     """
     rng = np.random.default_rng(0)
-    rows = max(2, min(shapes[0].key_heads, 8))
+    rows = max(2, min(shapes[0].keys.heads, 8))
     prompts = [rng.integers(0, vocab_size, 9 + 2 * i).tolist() for i in range(rows)]
     module: Any = model.module
     expected = [
@@ -77,8 +78,7 @@ def _paged_logits(module: Any, shapes: Sequence[LayerShape], prompts: list[list[
     block, width = 4, 8
     blocks = 1 + len(prompts) * width
     caches = [PagedCache(s) for s in shapes]
-    keys = [mx.zeros((s.key_heads * blocks * block, s.key_dim), s.dtype) for s in shapes]
-    values = [mx.zeros((s.value_heads * blocks * block, s.value_dim), s.dtype) for s in shapes]
+    pool = KVArrays(shapes, blocks, block)
     rows = len(prompts)
     tables = 1 + np.arange(rows * width).reshape(rows, width)
     tables = np.random.default_rng(1).permuted(tables.reshape(-1)).reshape(rows, width)
@@ -94,7 +94,6 @@ def _paged_logits(module: Any, shapes: Sequence[LayerShape], prompts: list[list[
     last_slots = (tables[np.arange(rows), lengths // block] * block + lengths % block)[:, None]
 
     def forward(tokens: Any, offset: Any, slots: Any) -> mx.array:
-        nonlocal keys, values
         view = StepView(
             mx.array(offset.astype(np.int32)),
             mx.array(slots.astype(np.int32)),
@@ -103,13 +102,12 @@ def _paged_logits(module: Any, shapes: Sequence[LayerShape], prompts: list[list[
             block_size=block,
             mask_axes=axes,
         )
-        for c, k, v in zip(caches, keys, values, strict=True):
-            c.bind(k, v, view)
+        for cache, arrays in zip(caches, pool.layers, strict=True):
+            cache.bind(arrays, view)
         try:
             output: mx.array = module(mx.array(tokens), cache=caches)
         finally:
-            released = [c.release() for c in caches]
-        keys, values = [k for k, _ in released], [v for _, v in released]
+            pool.layers = [cache.release() for cache in caches]
         return output
 
     forward(tokens, np.zeros(rows), slots)

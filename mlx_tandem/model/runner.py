@@ -20,6 +20,7 @@ from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import CARRY, DeviceError, Row, StepPlan, StepResult
 from mlx_tandem.model import cpu, device
+from mlx_tandem.model.blocks import KVArrays
 from mlx_tandem.model.head import HeadSelector
 from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
 from mlx_tandem.model.loader import LoadedModel
@@ -108,6 +109,7 @@ class MLXRunner:
         self._mask_axes = mask_axes
         self._seats = Seats(max_num_seqs, vocab_size)
         self._caches = [PagedCache(shape) for shape in layers]
+        self._pool = KVArrays(layers, num_blocks, block_size)
         self._steps: dict[_Key, Callable[..., Any]] = {}
         self._cached: dict[Any, Any] = {}  # arrays of the present set of rows
         # Where operations in flight hold their inputs' buffers (MLX's CPU back end does), a write dispatched behind a
@@ -116,19 +118,16 @@ class MLXRunner:
         self.one_at_a_time = device.is_cpu()
         self._built: deque[_Part] = deque()  # not dispatched yet
         self._running: _Part | None = None
-        self._make_state()
+        self._last = self._no_tokens()
 
-    def _make_state(self) -> None:
-        tokens = self._num_blocks * self._block_size
-        shapes = [c.shape for c in self._caches]
-        self._keys = [mx.zeros((s.key_heads * tokens, s.key_dim), s.dtype) for s in shapes]
-        self._values = [mx.zeros((s.value_heads * tokens, s.value_dim), s.dtype) for s in shapes]
-        self._last = mx.zeros((self._seats.padding + 1,), mx.int32)
-        mx.eval(self._keys, self._values, self._last)
+    def _no_tokens(self) -> mx.array:
+        last = mx.zeros((self._seats.padding + 1,), mx.int32)
+        mx.eval(last)
+        return last
 
     @property
     def pool_bytes(self) -> int:
-        return sum(a.nbytes for a in self._keys + self._values)
+        return self._pool.nbytes
 
     # the Runner protocol
 
@@ -189,7 +188,8 @@ class MLXRunner:
         self._running = None
         self._lora.unbind()
         self._head.select(None)
-        self._make_state()
+        self._pool.clear()
+        self._last = self._no_tokens()
 
     # a step
 
@@ -233,9 +233,9 @@ class MLXRunner:
         seen = [self._seats.prompt_seen, self._seats.output_count] if flags.penalties else []
         ids = [] if route.ids is None else [route.ids]
         seat_array = self._once(("seats", tuple(seats)), lambda: mx.array(seats))
-        drawn, scored, marker, self._last, counts, self._keys, self._values = step(
+        drawn, scored, marker, self._last, counts, self._pool.layers = step(
             tokens, offset, slots, tables, last, seat_array, self._last, sampling, seen, targets, route.arrays, ids,
-            self._keys, self._values,
+            self._pool.layers,
         )  # fmt: skip
         if counts:
             self._seats.output_count = counts[0]
@@ -250,7 +250,7 @@ class MLXRunner:
         def step(
             tokens: mx.array, offset: mx.array, slots: mx.array, tables: mx.array, last: mx.array, seats: mx.array,
             last_tokens: mx.array, sampling: list[mx.array], seen: list[mx.array], targets: list[mx.array],
-            lora_arrays: list[mx.array], ids: list[mx.array], keys: list[mx.array], values: list[mx.array],
+            lora_arrays: list[mx.array], ids: list[mx.array], pool: list[list[mx.array]],
         ) -> tuple[Any, ...]:  # fmt: skip
             if key.carry:
                 tokens = mx.where(tokens == CARRY, last_tokens[seats][:, None], tokens)
@@ -263,8 +263,8 @@ class MLXRunner:
                 mask_axes=self._mask_axes,
                 in_place=in_place,
             )
-            for cache, k, v in zip(caches, keys, values, strict=True):
-                cache.bind(k, v, shared)
+            for cache, arrays in zip(caches, pool, strict=True):
+                cache.bind(arrays, shared)
             lora.bind(lora_arrays, ids[0] if ids else None, layout=key.layout)
             head.select(last if key.length > 1 and not targets else None)
             try:
@@ -275,20 +275,19 @@ class MLXRunner:
                 head.select(None)
                 if angles is not None:
                     angles.clear()
-                released = [cache.release() for cache in caches]
-            keys, values = [k for k, _ in released], [v for _, v in released]
+                pool = [cache.release() for cache in caches]
             scored = score(output, targets[0], key.scores) if targets else []
             logits = head.logits(output, last)
             if not key.samples:
-                return [], scored, scored or [logits[:1, :1]], last_tokens, [], keys, values
-            arrays = SamplingArrays.unflatten(sampling, key.flags)
+                return [], scored, scored or [logits[:1, :1]], last_tokens, [], pool
+            how = SamplingArrays.unflatten(sampling, key.flags)
             met = Seen(seen[0][seats], seen[1][seats]) if seen else None
-            drawn = sample(logits, offset + last + 1, arrays, key.flags, met)
+            drawn = sample(logits, offset + last + 1, how, key.flags, met)
             token = mx.maximum(drawn.tokens, 0)
             last_tokens[seats] = token
             counts = [seen[1].at[seats, token].add(1.0)] if seen else []
             outputs = drawn.flatten()
-            return outputs, scored, [*outputs, *scored, last_tokens], last_tokens, counts, keys, values
+            return outputs, scored, [*outputs, *scored, last_tokens], last_tokens, counts, pool
 
         return step
 
@@ -364,22 +363,14 @@ class MLXRunner:
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> list[_Part]:
         """Two parts: read the blocks, then write them; in one, the write would find the pool being read."""
-        within = np.arange(self._block_size)
+        return [_Part([], SamplingFlags(), [], arrays) for arrays in self._pool.copy(copies)]
 
-        def runs(blocks: Sequence[int], heads: int) -> mx.array:
-            at = np.array(blocks)[:, None] * self._block_size + within
-            stride = self._num_blocks * self._block_size
-            return mx.array((np.arange(heads)[:, None, None] * stride + at).reshape(-1).astype(np.int32))
+    def _save_blocks(self, blocks: Sequence[int]) -> list[_Part]:
+        """When the part is done, `KVArrays.bytes_of` makes bytes of its marker."""
+        return [_Part([], SamplingFlags(), [], self._pool.read(blocks))]
 
-        sources, targets = zip(*copies, strict=True)
-        read: list[mx.array] = []
-        for pools in (self._keys, self._values):
-            for i, cache in enumerate(self._caches):
-                heads = cache.shape.key_heads if pools is self._keys else cache.shape.value_heads
-                read.append(pools[i][runs(sources, heads)])
-                pools[i][runs(targets, heads)] = read[-1]
-        written = [pool[:1, :1] + 0 for pool in self._keys + self._values]
-        return [_Part([], SamplingFlags(), [], read), _Part([], SamplingFlags(), [], written)]
+    def _load_blocks(self, loads: Sequence[tuple[int, bytes]]) -> list[_Part]:
+        return [_Part([], SamplingFlags(), [], self._pool.write(loads))]
 
     def _read_logprobs(self, handle: Flight, part: _Part, out: list[TokenLogprob | None]) -> None:
         lists: Any = [a.tolist() for a in part.drawn[1:]]

@@ -36,6 +36,7 @@ INFO = EngineInfo(
     block_size=16,
     num_blocks=65,
     kv_bytes_per_token=1,
+    kv_bits=16,
     max_num_seqs=8,
     max_loras=4,
     max_lora_rank=64,

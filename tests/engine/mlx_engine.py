@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlx_tandem.adapters.formats import AdapterWeights
@@ -23,6 +23,7 @@ from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.model.build import Built, build
+from mlx_tandem.model.kvformat import RowFormat
 from mlx_tandem.types import Request
 from tests.engine.harness import Loop
 from tests.engine.workloads import OddChunks
@@ -70,16 +71,38 @@ class Engine:
 
 
 def make_engine(
-    folder: Path, *, num_blocks: int = 48, max_num_seqs: int = 6, max_loras: int = 3, max_rank: int = 16
+    folder: Path,
+    *,
+    num_blocks: int = 48,
+    max_num_seqs: int = 6,
+    max_loras: int = 3,
+    max_rank: int = 16,
+    kv_bits: Literal[4, 8, 16] = 16,
+    kv_group_size: int = 64,
 ) -> Engine:
     weights: dict[str, AdapterWeights] = {}
     config = EngineConfig(
         model=ModelConfig(path=str(folder)),
-        cache=CacheConfig(block_size=8, num_blocks=num_blocks),
+        cache=CacheConfig(block_size=8, num_blocks=num_blocks, kv_bits=kv_bits, kv_group_size=kv_group_size),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
         lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank),
     )
     return Engine(build(config, weights, lambda stage, fraction: None), weights)
+
+
+class _RoundedCache(KVCache):
+    """mlx-lm's cache of keys and values that went through so many bits."""
+
+    def __init__(self, bits: int, group: int) -> None:
+        super().__init__()
+        self._bits, self._group = bits, group
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        return super().update_and_fetch(self._rounded(keys), self._rounded(values))
+
+    def _rounded(self, x: mx.array) -> mx.array:
+        form = RowFormat(x.shape[1], x.shape[3], x.dtype, self._bits, self._group)
+        return form.decode(form.encode(x.reshape(-1, x.shape[3]))).reshape(x.shape)
 
 
 @dataclass
@@ -87,18 +110,24 @@ class Oracle:
     """A second load of the same folder, run as mlx-lm runs one sequence."""
 
     model: nn.Module
+    kv_bits: int = 0  # what its cache keeps of keys and values, rounded before anything reads them
+    kv_group_size: int = 64
     _known: dict[Any, tuple[list[int], list[np.ndarray[Any, Any]]]] = field(default_factory=dict)
 
     @staticmethod
-    def load(folder: Path) -> Oracle:
+    def load(folder: Path, *, kv_bits: int = 0, kv_group_size: int = 64) -> Oracle:
         model, _ = load_model(folder)
-        return Oracle(model)
+        return Oracle(model, kv_bits, kv_group_size)
+
+    def cache(self) -> list[Any]:
+        own: list[Any] = make_prompt_cache(self.model)
+        return [_RoundedCache(self.kv_bits, self.kv_group_size) for _ in own] if self.kv_bits else own
 
     def prompt_logprobs(self, prompt: tuple[int, ...]) -> np.ndarray[Any, Any]:
         """[tokens, vocabulary], each row of the token after it, by one plain forward."""
         if prompt not in self._known:
             model: Any = self.model
-            logits = model(mx.array([prompt]))[0].astype(mx.float32)
+            logits = model(mx.array([prompt]), cache=self.cache())[0].astype(mx.float32)
             self._known[prompt] = np.array(logits - mx.logsumexp(logits, -1, keepdims=True))
         known: Any = self._known[prompt]
         return known
@@ -115,7 +144,7 @@ class Oracle:
     ) -> tuple[list[int], list[np.ndarray[Any, Any]]]:
         """As `greedy`, or with the tokens that are given."""
         model: Any = self.model
-        cache = make_prompt_cache(model)
+        cache = self.cache()
         tokens: list[int] = []
         logprobs: list[np.ndarray[Any, Any]] = []
         step = mx.array([prompt])
@@ -127,7 +156,13 @@ class Oracle:
         return tokens, logprobs
 
 
-def assert_agrees(loop: Loop, oracle: Mapping[str | None, Oracle] | Oracle, case: str) -> list[str]:
+def assert_agrees(
+    loop: Loop,
+    oracle: Mapping[str | None, Oracle] | Oracle,
+    case: str,
+    tolerance: float = TOLERANCE,
+    near_tie: float = NEAR_TIE,
+) -> list[str]:
     """Every greedy sequence equals the oracle's, token by token, and so do its logprobs and the likeliest tokens.
 
     Returns the near-ties at which two tokens changed places: from there on a sequence says something else, rightly.
@@ -135,7 +170,7 @@ def assert_agrees(loop: Loop, oracle: Mapping[str | None, Oracle] | Oracle, case
     ties: list[str] = []
     for request in loop.requests.values():
         name = request.adapter.digest if request.adapter else None
-        _check_prompt(loop, request, oracle if isinstance(oracle, Oracle) else oracle[name], case)
+        _check_prompt(loop, request, oracle if isinstance(oracle, Oracle) else oracle[name], case, tolerance, near_tie)
     for (number, choice), tokens in loop.tokens.items():
         request = loop.requests[number]
         name = request.adapter.digest if request.adapter else None
@@ -144,20 +179,20 @@ def assert_agrees(loop: Loop, oracle: Mapping[str | None, Oracle] | Oracle, case
         assert len(tokens) == len(want), f"{case}: request {number} has {len(tokens)} tokens"
         for i, (token, said, lp) in enumerate(zip(tokens, loop.logprobs[number, choice], logprobs, strict=True)):
             where = f"{case}: request {number}, choice {choice}, token {i}"
-            assert abs(said.model - lp[token]) < TOLERANCE, f"{where}: logprob {said.model}, should be {lp[token]}"
+            assert abs(said.model - lp[token]) < tolerance, f"{where}: logprob {said.model}, should be {lp[token]}"
             best = np.sort(lp)[::-1]
             for rank, (likely, value) in enumerate(said.top):
-                assert abs(value - lp[likely]) < TOLERANCE, f"{where}: the logprob of token {likely}"
-                assert abs(value - best[rank]) < TOLERANCE, f"{where}: the {rank}th likeliest token"
+                assert abs(value - lp[likely]) < tolerance, f"{where}: the logprob of token {likely}"
+                assert abs(value - best[rank]) < tolerance, f"{where}: the {rank}th likeliest token"
             if token != want[i]:
                 gap = lp[want[i]] - lp[token]
-                assert gap < NEAR_TIE, f"{where}: {token}, should be {want[i]}, by {gap}"
+                assert gap < near_tie, f"{where}: {token}, should be {want[i]}, by {gap}"
                 ties.append(f"{where}: {token} and {want[i]} differ by {gap:.1e}")
                 break
     return ties
 
 
-def _check_prompt(loop: Loop, request: Request, oracle: Oracle, case: str) -> None:
+def _check_prompt(loop: Loop, request: Request, oracle: Oracle, case: str, tolerance: float, near_tie: float) -> None:
     """The prompt's logprobs, ranks and likeliest tokens are those of a plain forward."""
     k = request.params.prompt_logprobs
     said = loop.prompt_logprobs.get(request.id, [])
@@ -170,10 +205,10 @@ def _check_prompt(loop: Loop, request: Request, oracle: Oracle, case: str) -> No
         zip(request.prompt[1:], said, oracle.prompt_logprobs(request.prompt), strict=False)
     ):
         where = f"{case}: request {request.id}, token {i + 1} of the prompt"
-        assert abs(own.model - lp[token]) < TOLERANCE, f"{where}: logprob {own.model}, should be {lp[token]}"
-        assert (lp > lp[token] + NEAR_TIE).sum() < own.rank <= 1 + (lp > lp[token] - NEAR_TIE).sum(), f"{where}: rank"
+        assert abs(own.model - lp[token]) < tolerance, f"{where}: logprob {own.model}, should be {lp[token]}"
+        assert (lp > lp[token] + near_tie).sum() < own.rank <= 1 + (lp > lp[token] - near_tie).sum(), f"{where}: rank"
         best = np.sort(lp)[::-1]
         assert len(own.top) == k, f"{where}: {len(own.top)} likeliest tokens"
         for rank, (likely, value) in enumerate(own.top):
-            assert abs(value - lp[likely]) < TOLERANCE, f"{where}: the logprob of token {likely}"
-            assert abs(value - best[rank]) < TOLERANCE, f"{where}: the {rank}th likeliest token"
+            assert abs(value - lp[likely]) < tolerance, f"{where}: the logprob of token {likely}"
+            assert abs(value - best[rank]) < tolerance, f"{where}: the {rank}th likeliest token"

@@ -1,0 +1,97 @@
+"""The arrays of the KV pool, and what is done to whole blocks of them: copied, read as bytes, written from bytes.
+
+Every array is [heads · blocks · block_size, width], head-major. All is written in place, for which an array must be the
+only reference to its data: a read and a write of it never go into one evaluation. Blocks are read and written in pieces
+of two bytes, which every type of an array consists of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.model.kvcache import LayerShape
+
+
+class KVArrays:
+    """`layers` holds each layer's arrays, keys before values; a step takes them all and gives them back."""
+
+    def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int):
+        self._shapes = shapes
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self.clear()
+
+    def clear(self) -> None:
+        """All arrays anew, zero everywhere."""
+        self.layers: list[list[mx.array]] = []  # the old ones go first
+        tokens = self._num_blocks * self._block_size
+        self.layers = [
+            [mx.zeros((half.heads * tokens, w), dtype) for half in shape.halves for w, dtype in half.lines()]
+            for shape in self._shapes
+        ]
+        mx.eval(self.layers)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(a.nbytes for arrays in self.layers for a in arrays)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all arrays."""
+        return self.nbytes // self._num_blocks
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> tuple[list[mx.array], list[mx.array]]:
+        """Give each second block the contents of the first. Returns what to evaluate, and what after that."""
+        sources, targets = zip(*copies, strict=True)
+        read = []
+        for array, heads in self._each():
+            read.append(array[self._rows(sources, heads)])
+            array[self._rows(targets, heads)] = read[-1]
+        return read, self._touched()
+
+    def read(self, blocks: Sequence[int]) -> list[mx.array]:
+        """What `bytes_of` makes bytes of, once it is evaluated; that must be before the next write."""
+        return [array[self._rows(blocks, heads)].view(mx.uint16) for array, heads in self._each()]
+
+    def bytes_of(self, read: Sequence[mx.array], count: int) -> list[bytes]:
+        """`block_bytes` bytes for each of the `count` blocks that were read: array by array, head by head."""
+        parts = [
+            np.asarray(a).reshape(heads, count, -1).swapaxes(0, 1).reshape(count, -1)
+            for a, (_, heads) in zip(read, self._each(), strict=True)
+        ]
+        return [block.tobytes() for block in np.concatenate(parts, 1)]
+
+    def write(self, loads: Sequence[tuple[int, bytes]]) -> list[mx.array]:
+        """Give blocks the contents that `bytes_of` made of some block. Returns what to evaluate.
+
+        Raises ValueError when the bytes are not one block's.
+        """
+        if any(len(content) != self.block_bytes for _, content in loads):
+            raise ValueError(f"a block of this cache has {self.block_bytes} bytes")
+        blocks = [block for block, _ in loads]
+        whole = np.frombuffer(b"".join(content for _, content in loads), np.uint16).reshape(len(loads), -1)
+        start = 0
+        for array, heads in self._each():
+            width = array.shape[1] * array.dtype.size // 2
+            end = start + heads * self._block_size * width
+            lines = whole[:, start:end].reshape(len(loads), heads, -1).swapaxes(0, 1).reshape(-1, width)
+            array[self._rows(blocks, heads)] = mx.array(lines).view(array.dtype)
+            start = end
+        return self._touched()
+
+    def _each(self) -> list[tuple[mx.array, int]]:
+        """All arrays with their heads."""
+        heads = [half.heads for shape in self._shapes for half in shape.halves for _ in half.lines()]
+        return list(zip((a for arrays in self.layers for a in arrays), heads, strict=True))
+
+    def _rows(self, blocks: Sequence[int], heads: int) -> mx.array:
+        at = np.array(blocks)[:, None] * self._block_size + np.arange(self._block_size)
+        stride = self._num_blocks * self._block_size
+        return mx.array((np.arange(heads)[:, None, None] * stride + at).reshape(-1).astype(np.int32))
+
+    def _touched(self) -> list[mx.array]:
+        """Evaluated with the arrays, and sharing nothing with them."""
+        return [array[:1, :1] + 0 for array, _ in self._each()]
