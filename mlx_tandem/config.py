@@ -22,6 +22,8 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int = 0  # 0: from memory_fraction
     memory_fraction: float = 0.6  # of what the device has left after the weights
     prefix_caching: bool = True  # keep what is computed for prompts that begin alike
+    kv_bits: Literal[4, 8, 16] = 16  # of a cached number; 16: as the model computes it
+    kv_group_size: int = 64  # numbers that share a scale, at least; matters to 4 and 8 bits
 
 
 class DiskCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,8 +39,6 @@ class DiskCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     persistent_max_retries: int = 3
     flush_interval_s: float = 1.0
     max_size_gb: float = 50.0  # 0: no limit
-    kv_bits: Literal[4, 8, 16] = 16  # of a cached number; 16: as the model computes it
-    kv_group_size: int = 64  # numbers that share a scale, at least; matters to 4 and 8 bits
 
 
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):

@@ -32,7 +32,6 @@ _ADMISSION = "requests join the running batch at the next step; --max-num-seqs b
 _NO_SPECULATION = "this version decodes without speculation; the answers are the same"
 _IN_THE_POOL = "what prompts have in common is kept in the KV pool, which --num-blocks sizes"
 _NO_DISK = "this version keeps nothing on disk; the answers are the same"
-_FULL_KV = "keys and values keep the model's own precision; --memory-fraction or --num-blocks size the pool"
 _ONE_DEVICE = "this server runs on one device"
 _NO_CODE = "code that comes with a model is never run"
 
@@ -55,8 +54,6 @@ FLAGS: dict[str, Flag] = {
     "--cache-routed-decode-sessions": Flag(f"{_ONE_BATCH}; adapters that --max-loras has room for stay on the device"),
     "--detached-shared-decode-owner": Flag("the engine is always a process of its own, with one decode loop"),
     # mlx-lm-server
-    "--kv-bits": Flag(_FULL_KV, value=True, harmless=("16",)),
-    "--kv-group-size": Flag(_FULL_KV, value=True),
     "--max-kv-size": Flag("--num-blocks times --block-size is the pool's size in tokens", value=True),
     "--sequence-cache-size": Flag(_IN_THE_POOL, value=True),
     "--ssd-cache-dir": Flag(_NO_DISK, value=True),

@@ -132,6 +132,8 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "--enable-prefix-caching/--no-enable-prefix-caching",
             "Compute what prompts have in common once (on).",
         ),
+        Option("engine.cache.kv_bits", "--kv-bits", "Bits of a cached number: 4, 8, or 16 for the model's own."),
+        Option("engine.cache.kv_group_size", "--kv-group-size", "Cached numbers that share a scale, at least (64)."),
     ),
     "Learning": (
         Option("rl_training.enabled", "--enable-rl-training", "Train an adapter while serving."),

@@ -83,7 +83,7 @@ def engine_pid(tandem: Tandem) -> int:
 
 
 def test_the_ready_line_says_what_to_try_and_it_works(start) -> None:  # type: ignore[no-untyped-def]
-    tandem = start("serve", "--port", "0", "--served-model-name", "little", "--kv-bits", "8")
+    tandem = start("serve", "--port", "0", "--served-model-name", "little", "--completion-batch-size", "8")
     url, text = tandem.ready()
     assert url.startswith("http://127.0.0.1:")
     assert "shout, json, down" in text
@@ -94,7 +94,7 @@ def test_the_ready_line_says_what_to_try_and_it_works(start) -> None:  # type: i
         assert json.load(reply)["data"][0]["id"] == "little"
     assert tandem.end() == 0
     errors = tandem.errors.read_text()
-    assert errors.startswith("tandem: warning: --kv-bits has no effect here: ")
+    assert errors.startswith("tandem: warning: --completion-batch-size has no effect here: ")
     assert "tandem: reading weights …" in errors
 
 

@@ -104,6 +104,8 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--num-blocks 2048", "engine.cache.num_blocks", 2048),
     ("--memory-fraction 0.5", "engine.cache.memory_fraction", 0.5),
     ("--enable-prefix-caching --no-enable-prefix-caching", "engine.cache.prefix_caching", False),
+    ("--kv-bits 8", "engine.cache.kv_bits", 8),
+    ("--kv-group-size 32", "engine.cache.kv_group_size", 32),
     ("--gpu-memory-utilization 0.9", "engine.cache.memory_fraction", 0.9),
     ("--default-max-tokens 9", "server.default_max_tokens", 9),
     ("--max-prompt-tokens 9", "server.max_prompt_tokens", 9),
@@ -205,7 +207,7 @@ def test_no_row_hides_an_option() -> None:
 @pytest.mark.parametrize(
     ("words", "flag"),
     [
-        (["--kv-bits"], "--kv-bits"),
+        (["--completion-batch-size"], "--completion-batch-size"),
         (["--lora-modules"], "--lora-modules"),
         (["--lora-modules", "a"], "--lora-modules"),
         (["--lora-modules", "{}"], "--lora-modules"),
@@ -224,7 +226,7 @@ def test_a_value_that_is_missing(words: list[str], flag: str) -> None:
 
 
 def test_values_are_never_taken_for_flags() -> None:
-    words = ["--host", "--kv-bits", "--", "--kv-bits", "8"]
+    words = ["--host", "--completion-batch-size", "--", "--completion-batch-size", "8"]
     assert translate(words, {"--host": True}) == (words, [])
     assert translate(["--enable-lora=true", "m"], {})[0] == ["m"]
 
