@@ -87,23 +87,26 @@ class Registry:
         """Whether `name` had been there and was removed."""
         return name in self._retired
 
-    def publish(self, name: str, source: AdapterSource | None, info: AdapterInfo, pinned: bool = False) -> AdapterRef:
+    def publish(
+        self, name: str, source: AdapterSource | None, info: AdapterInfo, pinned: bool = False, number: int = 0
+    ) -> AdapterRef:
         """Make `info`'s content the current version of `name` and return its reference.
 
-        New content gets the next number. Content that this name already has keeps its number and counters, and the
-        name stands for it again. Of the versions of a name only the current one can be pinned.
+        New content gets the next number, or `number`, which this very content had before, unless that is taken. Content
+        that this name already has keeps its number and counters, and the name stands for it again. Of the versions of a
+        name only the current one can be pinned.
         """
-        book, entry = self._add(name, source, info)
+        book, entry = self._add(name, source, info, number)
         book.current = entry.ref.version
         for other in book.versions.values():
             other.pinned = pinned and other is entry
         return entry.ref
 
-    def reserve(self, name: str, info: AdapterInfo) -> AdapterRef:
+    def reserve(self, name: str, info: AdapterInfo, number: int = 0) -> AdapterRef:
         """A version of `name`, numbered as in `publish`, that only `name@version` selects until it is published."""
-        return self._add(name, None, info)[1].ref
+        return self._add(name, None, info, number)[1].ref
 
-    def _add(self, name: str, source: AdapterSource | None, info: AdapterInfo) -> tuple[_Name, Entry]:
+    def _add(self, name: str, source: AdapterSource | None, info: AdapterInfo, wanted: int) -> tuple[_Name, Entry]:
         self.check(name)
         self._unread.pop(name, None)
         book = self._names.get(name)
@@ -112,7 +115,8 @@ class Registry:
             self._folded[name.casefold()] = name
         number = book.by_digest.get(info.digest)
         if number is None:
-            number = book.last = book.last + 1
+            number = wanted if wanted > 0 and wanted not in book.versions else book.last + 1
+            book.last = max(book.last, number)
             ref = AdapterRef(name, number, info.digest)
             book.versions[number] = Entry(name, ref, source, info, self._clock())
             book.by_digest[info.digest] = number
@@ -154,6 +158,10 @@ class Registry:
                 found = book.versions.get(int(number))
                 if found is not None:
                     return found
+                if int(number) <= book.last:
+                    raise NotFound(
+                        f"the version {selector!r} is no longer there", param="model", code="model_not_found"
+                    )
         raise NotFound(f"the model {selector[:140]!r} does not exist", param="model", code="model_not_found")
 
     def remove(self, name: str) -> list[AdapterRef]:

@@ -52,18 +52,26 @@ class Serving:
 
     # -- versions -----------------------------------------------------------------------------------------------
 
-    def publish(self, info: AdapterInfo, source: AdapterSource | None) -> AdapterRef:
+    def publish(self, info: AdapterInfo, source: AdapterSource | None, number: int = 0) -> AdapterRef:
         """The trained adapter's name stands for this content from the next request on."""
         before = self.current()
-        ref = self._front.models.made(self._name, source, info)
+        ref = self._front.models.made(self._name, source, info, number)
         if ref != before:
             self.swaps += 1
             log("adapter published", adapter=ref.label, digest=ref.digest)
         return ref
 
-    def reserve(self, info: AdapterInfo) -> AdapterRef:
+    def reserve(self, info: AdapterInfo, number: int = 0) -> AdapterRef:
         """A version of its own for content that is not current yet."""
-        return self._front.models.reserve(self._name, info)
+        return self._front.models.reserve(self._name, info, number)
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """These versions are being made again."""
+        self._front.models.expect(f"{self._name}@{number}" for number in numbers)
+
+    async def recovered(self) -> None:
+        """What was not made again by now is gone."""
+        await self._front.models.drop_lost()
 
     def count_from(self, number: int) -> None:
         """Versions up to this one were given by an earlier server."""
@@ -115,6 +123,7 @@ class Serving:
         found = await asyncio.to_thread(Checkpoints(Path(self._folder), 1).list)
         names = {info.name for info in found}
         self._numbers = {info.digest: info.version for info in found if info.version}
+        models.shelve({f"{self._name}@{i.version}": self._source(i.name) for i in found if i.version})
         for name in names - self._checkpoints:
             if self._takes(name):
                 models.registry.announce(name, self._source(name))
@@ -202,13 +211,13 @@ class Learning(Serving):
         self._closed = False
 
     async def bring_up(self) -> None:
-        """An engine is ready: its trainer goes on where the last one was. At the first start this raises what is
-        wrong; later, serving goes on, the learner tries again when something is asked of it, and versions that only
-        the last engine had answer with EngineUnavailable."""
+        """An engine is ready: its trainer begins with the newest checkpoint, which is served, and catches up beside
+        requests with where the last one was. At the first start this raises what is wrong; later, serving goes on, the
+        learner tries again when something is asked of it, and versions that only the last engine had answer with
+        EngineUnavailable until they are made again."""
         try:
             await self.learner.bring_up()
             await self.list_checkpoints()
-            await self._front.models.drop_lost()
         except TandemError as e:
             if self._front.client.info is None:
                 raise  # the engine is gone; the supervisor sees to it

@@ -42,6 +42,7 @@ def families(learning: Learning) -> Iterator[Metric]:
     )
     for name, text, value in (
         ("buffered", "Trajectories that wait.", status.buffered),
+        ("recovering", "Updates to compute again after a crash.", status.recovering),
         ("running", "1 while the loop runs.", status.running),
         ("diverged", "1 while the last update was taken back or refused.", last is not None and last.outcome in BAD),
         ("step", "Steps of the optimiser.", status.step),

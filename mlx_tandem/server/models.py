@@ -7,8 +7,9 @@ read when they are first asked for. Paths never come from a request unless they 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +72,9 @@ class Models:
         self._root_names = (self._root, root)  # a caller may spell it through the links that lead there
         self._first_reads: dict[str, asyncio.Task[None]] = {}
         self._lost: set[str] = set()  # digests that went with an earlier engine and are being made again
+        self._shelf: dict[str, AdapterSource] = {}  # versions of the trained adapter that lie in checkpoints
+        self._reread: set[str] = set()  # those of them that were read because somebody has asked for them
+        self._expected: frozenset[str] = frozenset()  # versions of an earlier server that are being made again
         self._trained = config.rl_training.adapter if config.rl_training.enabled else None
         self._is_up = False
 
@@ -116,8 +120,11 @@ class Models:
                 raise EngineUnavailable(f"{entry.ref.label} is being made again")
             return entry
         except NotFound:
-            name = selector.partition("@")[0]
-            source = self._unread(name)
+            if selector in self._expected:
+                raise EngineUnavailable(f"{selector} is being made again") from None
+            source = self._shelf.get(selector)
+            name = selector.partition("@")[0] if source is None else selector
+            source = source or self._unread(name)
             if source is None:
                 raise
         reading = self._first_reads.get(name)
@@ -143,7 +150,12 @@ class Models:
 
     async def _first_read(self, name: str, source: AdapterSource) -> None:
         info = await self._client.load_adapter(source)
-        if not self.registry.was_removed(name) and not self.registry.is_read(name):
+        trained, at, number = name.partition("@")
+        if at:
+            ref = self.reserve(trained, info, int(number))
+            self.registry.entry(ref.label).source = source
+            self._reread.add(ref.label)
+        elif not self.registry.was_removed(name) and not self.registry.is_read(name):
             self._publish(name, source, info)
 
     def _unread(self, name: str) -> AdapterSource | None:
@@ -258,16 +270,16 @@ class Models:
 
     # -- versions that are made here ----------------------------------------------------------------------------
 
-    def made(self, name: str, source: AdapterSource | None, info: AdapterInfo) -> AdapterRef:
+    def made(self, name: str, source: AdapterSource | None, info: AdapterInfo, number: int = 0) -> AdapterRef:
         """`name` stands for content that the engine has made, or has again, from the next request on. `source`: a
-        folder that has it, too."""
-        ref = self.registry.publish(name, source, info)
+        folder that has it, too; `number`: that it had before."""
+        ref = self.registry.publish(name, source, info, number=number)
         self._found(ref)
         return ref
 
-    def reserve(self, name: str, info: AdapterInfo) -> AdapterRef:
+    def reserve(self, name: str, info: AdapterInfo, number: int = 0) -> AdapterRef:
         """A version for content that the engine has made, which `name` does not stand for yet."""
-        ref = self.registry.reserve(name, info)
+        ref = self.registry.reserve(name, info, number)
         self._found(ref)
         return ref
 
@@ -287,8 +299,20 @@ class Models:
                 entry.source = source
         self._publish(name, source, info)
 
+    def shelve(self, versions: dict[str, AdapterSource]) -> None:
+        """All versions of the trained adapter, by label, that lie in checkpoints: each is read when it is asked for."""
+        self._shelf = versions
+
+    def shelved(self, label: str) -> AdapterSource | None:
+        """The checkpoint that has this version."""
+        return self._shelf.get(label)
+
     async def unsaved(self, name: str, source: AdapterSource) -> None:
-        """The folder of `saved` is gone."""
+        """The folder of `saved` is gone, and no longer on the shelf."""
+        for label in [label for label in self._reread if label not in self._shelf]:
+            self._reread.discard(label)
+            with contextlib.suppress(Conflict, NotFound):
+                await self.retire(self.registry.entry(label).ref)
         for digest in {e.ref.digest for e in self.registry.versions(name)} if self.registry.is_read(name) else ():
             for entry in self.registry.holders(digest):
                 if entry.source == source:
@@ -296,8 +320,13 @@ class Models:
         if name in self.registry:
             await self.unload(name)
 
+    def expect(self, labels: Iterable[str]) -> None:
+        """These versions are being made again: who asks for one is told so until `drop_lost`."""
+        self._expected = frozenset(labels)
+
     async def drop_lost(self) -> None:
         """Forget the versions that were not made again after the engine had ended."""
+        self._expected = frozenset()
         for digest in list(self._lost):
             for entry in self.registry.holders(digest):
                 try:

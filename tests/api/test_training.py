@@ -304,6 +304,8 @@ def test_after_the_engine_dies_versions_are_there_again(tmp_path: Path):
             if reply.status_code == 200:
                 break
             assert reply.status_code == 503 and time.monotonic() < deadline, reply.text
+        while status(server)["recovering"]:
+            assert time.monotonic() < deadline
         assert (status(server)["version"], status(server)["trajectories_collected"]) == (version, running)
         assert says(server, model="policy") == new
         assert says(server, model=f"policy@{version - 1}") == old

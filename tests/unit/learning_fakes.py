@@ -178,14 +178,21 @@ class Server:
         self.retired: list[int] = []
         self.saves: list[str] = []
         self.seeds: list[int] = []
+        self.expected: list[int] = []
 
-    def publish(self, info: AdapterInfo, source: AdapterSource | None) -> AdapterRef:
+    def publish(self, info: AdapterInfo, source: AdapterSource | None, number: int = 0) -> AdapterRef:
         self.client.points()
-        return self.registry.publish("policy", source, info)
+        return self.registry.publish("policy", source, info, number=number)
 
-    def reserve(self, info: AdapterInfo) -> AdapterRef:
+    def reserve(self, info: AdapterInfo, number: int = 0) -> AdapterRef:
         self.client.points()
-        return self.registry.reserve("policy", info)
+        return self.registry.reserve("policy", info, number)
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        self.expected = list(numbers)
+
+    async def recovered(self) -> None:
+        self.expected = []
 
     def count_from(self, number: int) -> None:
         self.registry.count_from("policy", number)

@@ -50,6 +50,15 @@ def test_a_number_is_never_given_twice(registry: Registry) -> None:
         registry.entry("math@2")
 
 
+def test_content_has_the_number_that_it_had_unless_that_is_taken(registry: Registry) -> None:
+    registry.count_from("math", 9)
+    assert registry.publish("math", None, info("d4"), number=4).version == 4
+    assert registry.reserve("math", info("d8"), 8).version == 8
+    assert registry.reserve("math", info("other"), 8).version == 10
+    assert registry.reserve("math", info("d8"), 9).version == 8, "content keeps the number that it has"
+    assert registry.publish("math", None, info("new")).version == 11
+
+
 def test_held_says_when_content_may_be_unloaded(registry: Registry) -> None:
     registry.publish("a", AdapterSource("/x"), info("d1"))
     registry.publish("b", AdapterSource("/x"), info("d1"))

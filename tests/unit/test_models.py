@@ -29,6 +29,10 @@ class Told:
     async def unload_adapter(self, digest: str) -> None:
         self.unloaded.append(digest)
 
+    async def load_adapter(self, source: AdapterSource, pin: bool = False) -> AdapterInfo:
+        await asyncio.sleep(0)
+        return info({SAVED.path: "d1"}[source.path])
+
 
 def info(digest: str) -> AdapterInfo:
     return AdapterInfo(digest, 8, 2.0, "peft", ("self_attn.q_proj",), 64, 64)
@@ -70,6 +74,36 @@ def test_a_new_engine_has_only_what_lies_in_folders_until_the_rest_is_made_again
     with pytest.raises(NotFound):
         selected(models, "policy@2")
     assert [selected(models, name) for name in ("policy@1", "policy@3")] == ["policy@1", "policy@3"]
+
+
+def test_versions_of_an_earlier_server(models: Models, engine: Told) -> None:
+    """One lies in a checkpoint and is read when it is asked for, one is being made again, the others are gone."""
+    models.registry.count_from("policy", 9)
+    models.made("policy", None, info("d7"), number=7)
+    models.shelve({"policy@3": SAVED})
+    models.expect(["policy@9"])
+    assert selected(models, "policy") == "policy@7"
+
+    async def twice() -> list[str]:
+        both = await asyncio.gather(models.select("policy@3"), models.select("policy@3"))
+        return [selection.ref.label for selection in both if selection.ref is not None]
+
+    assert asyncio.run(twice()) == ["policy@3", "policy@3"]
+    assert selected(models, "policy") == "policy@7"
+    with pytest.raises(EngineUnavailable, match="policy@9 is being made again"):
+        selected(models, "policy@9")
+    for number, says in ((5, "'policy@5' is no longer there"), (10, "'policy@10' does not exist")):
+        with pytest.raises(NotFound, match=says):
+            selected(models, f"policy@{number}")
+    assert models.reserve("policy", info("d9"), number=9).label == "policy@9"
+    asyncio.run(models.drop_lost())
+    assert selected(models, "policy@9") == "policy@9"
+    models.shelve({})
+    asyncio.run(models.unsaved("first", SAVED))
+    assert engine.unloaded == ["d1"], "with its checkpoint a version goes, too"
+    with pytest.raises(NotFound, match="no longer there"):
+        selected(models, "policy@3")
+    assert models.reserve("policy", info("d10")).label == "policy@10"
 
 
 def test_what_a_name_stands_for_is_not_dropped(models: Models) -> None:

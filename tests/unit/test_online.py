@@ -17,7 +17,7 @@ import pytest
 
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
+from mlx_tandem.errors import Conflict, EngineDied, InvalidRequest, ModelError, NotFound
 from mlx_tandem.training.online import loop
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.store.checkpoints import Checkpoints
@@ -78,6 +78,11 @@ class Side:
         await self.learner.rewards.close()
         await asyncio.gather(*tasks, self.learner._loop.task or asyncio.sleep(0), return_exceptions=True)
 
+    async def bring_up(self) -> None:
+        """To where it was."""
+        await self.learner.bring_up()
+        await self.until(lambda: not self.learner.status().recovering)
+
     async def until(self, done: Callable[[], bool]) -> None:
         """Let everything run until `done`, or until something has ended for good."""
         for _ in range(20_000):
@@ -92,7 +97,7 @@ async def running(
     config: Config, answer: Callable[[float], str] = lambda _: "no", *, start: bool = True
 ) -> AsyncIterator[Side]:
     side = Side(config, answer=answer)
-    await side.learner.bring_up()
+    await side.bring_up()
     if start:
         side.learner.start()
     try:
@@ -229,7 +234,7 @@ async def test_an_update_is_on_the_drive_before_it_is_computed(tmp_path: Path) -
 @on_a_loop
 async def test_what_was_learned_and_not_published_is_there_after_a_restart(tmp_path: Path) -> None:
     side = Side(config(tmp_path))
-    await side.learner.bring_up()
+    await side.bring_up()
     await side.learner.add([t for n in (1, 2) for t in group(n)], 2)
     assert (await side.learner.update(publish=False)).outcome == "kept"
     await side.kill()
@@ -241,13 +246,110 @@ async def test_what_was_learned_and_not_published_is_there_after_a_restart(tmp_p
 
 
 @on_a_loop
+async def test_an_update_that_was_not_to_be_published_is_not_after_a_restart_either(tmp_path: Path) -> None:
+    side = Side(config(tmp_path), Points(error=died))
+    await side.bring_up()
+    await side.learner.add([t for n in (1, 2) for t in group(n)], 2)
+    side.points.at = side.points.count + 1
+    with pytest.raises(EngineDied):
+        await side.learner.update(publish=False)
+    await side.kill()
+    async with running(config(tmp_path)) as side:
+        await side.until(lambda: side.learner.status().updates == 1)
+        assert (side.learner.history[-1].outcome, side.version, len(side.trained)) == ("kept", 1, 4)
+
+
+async def five_updates(folder: Path) -> tuple[int, tuple[int, ...]]:
+    """By a process that ends suddenly, with a checkpoint after the first: the version and what is learned."""
+    side = Side(config(folder))
+    await side.bring_up()
+    side.learner.start()
+    for i in range(5):
+        await feed(side, [2 * i + 1, 2 * i + 2], i + 1)
+        if i == 0:
+            await side.learner.checkpoint("first")
+    await side.learner._learner.ledger.flush()
+    found = side.version, side.trained
+    await side.kill()
+    return found
+
+
+@on_a_loop
+async def test_while_updates_are_computed_again_the_checkpoint_is_served(tmp_path: Path) -> None:
+    version, trained = await five_updates(tmp_path)
+    side = Side(config(tmp_path))
+    original, go_on = side.client.run_pass, asyncio.Event()
+
+    async def run_pass(*args: Any, **more: Any) -> Any:
+        await go_on.wait()
+        return await original(*args, **more)
+
+    side.client.run_pass = run_pass  # type: ignore[method-assign]
+    await side.learner.bring_up()
+    side.learner.start()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    status = side.learner.status()
+    assert (side.version, len(side.trained), status.recovering, status.updates) == (2, 4, 4, 5)
+    assert side.server.expected == [4, 5, 6], "the last three are there again when they have been computed"
+    asked = asyncio.create_task(side.learner.checkpoint("asked-early"))
+    go_on.set()
+    assert await asked == "asked-early"
+    assert (side.version, side.trained, side.server.expected) == (version, trained, []), "before anything new"
+    assert side.learner.status().recovering == 0
+    assert [v.ref.version for v in side.server.registry.versions("policy")] == [2, 4, 5, 6]
+    await side.learner.add([t for n in (11, 12) for t in group(n, version=2)], 2)
+    await side.until(lambda: side.learner.status().updates == 6)
+    assert (side.version, side.trained) == (7, (*trained, 1100, 1101, 1200, 1201))
+    await side.learner.close()
+
+
+@on_a_loop
+async def test_updates_that_cannot_be_computed_again_stop_learning_and_not_serving(tmp_path: Path) -> None:
+    found = await five_updates(tmp_path)
+    side = Side(config(tmp_path))
+    original = side.client.run_pass
+
+    async def run_pass(*args: Any, **more: Any) -> Any:
+        raise ModelError("no memory for this")
+
+    side.client.run_pass = run_pass  # type: ignore[method-assign]
+    await side.learner.bring_up()
+    side.learner.start()
+    await side.until(lambda: not side.learner.status().running)
+    status = side.learner.status()
+    assert "no memory for this" in status.reason and status.recovering and side.version == 2
+    side.client.run_pass = original  # type: ignore[method-assign]
+    side.learner.start()
+    await side.until(lambda: not side.learner.status().recovering)
+    assert (side.version, side.trained) == found
+    await side.learner.close()
+
+
+@on_a_loop
+async def test_what_was_switched_to_is_served_again_by_the_next_engine(tmp_path: Path) -> None:
+    async with running(config(tmp_path)) as side:
+        for i in range(4):
+            await feed(side, [2 * i + 1, 2 * i + 2], i + 1)
+        assert (await side.learner.switch("4")).version == 4
+        trained = side.trained
+        side.client.restart()
+        await side.learner.bring_up()
+        assert side.version == 1, "all that there is at first, under its own number"
+        await side.until(lambda: not side.learner.status().recovering)
+        assert (side.version, side.trained) == (4, trained)
+        await feed(side, [9, 10], 5)
+        assert side.version == 6
+
+
+@on_a_loop
 async def test_versions_that_went_with_the_engine_cannot_be_asked_for(tmp_path: Path) -> None:
     async with running(config(tmp_path, interval=2)) as side:
         for i in range(3):
             await feed(side, [2 * i + 1, 2 * i + 2], i + 1)
         await side.until(lambda: side.learner.status().checkpoint_saves == 1)
         side.client.restart()
-        await side.learner.bring_up()
+        await side.bring_up()
         assert (side.version, len(side.trained)) == (4, 12)
         with pytest.raises(NotFound):
             await side.learner.rollback("2")
@@ -268,7 +370,7 @@ async def test_an_update_that_ends_every_engine_is_given_up(tmp_path: Path) -> N
         for _ in range(3):
             await side.until(lambda: side.points.broken)
             side.client.restart()
-            await side.learner.bring_up()
+            await side.bring_up()
         await side.until(lambda: side.learner.status().updates == 1)
         assert side.learner.history[-1].outcome == "skipped"
         side.client.step_trainer = original  # type: ignore[method-assign]
@@ -279,7 +381,7 @@ async def test_an_update_that_ends_every_engine_is_given_up(tmp_path: Path) -> N
 @on_a_loop
 async def test_a_damaged_checkpoint_loses_updates_and_nothing_is_learned_twice(tmp_path: Path) -> None:
     side = Side(config(tmp_path, interval=2))
-    await side.learner.bring_up()
+    await side.bring_up()
     side.learner.start()
     for i in range(5):
         await feed(side, [2 * i + 1, 2 * i + 2], i + 1)
@@ -288,7 +390,7 @@ async def test_a_damaged_checkpoint_loses_updates_and_nothing_is_learned_twice(t
     await side.kill()
     (tmp_path / "checkpoint-4" / "trainer.json").write_text("{}")
     side = Side(config(tmp_path, interval=2))
-    await side.learner.bring_up()
+    await side.bring_up()
     side.learner.start()
     assert side.trained == tuple(n * 100 + i for n in range(1, 5) for i in range(2)), "as in checkpoint-2"
     assert side.learner.status().buffered == 2
@@ -403,7 +505,7 @@ def test_wrong_validation_prompts_are_refused_at_the_start(tmp_path: Path, line:
         side = Side(config(tmp_path / "c", validation_prompts=str(path)))
         try:
             with pytest.raises(InvalidRequest, match="line 2") as e:
-                await side.learner.bring_up()
+                await side.bring_up()
             assert says in str(e.value)
         finally:
             await side.learner.close()
@@ -503,7 +605,7 @@ async def scenario(folder: Path, points: list[Points], **settings: Any) -> tuple
     for _ in range(3):
         side = Side(config(folder, interval=2, **settings), points[-1])
         try:
-            await side.learner.bring_up()
+            await side.bring_up()
             side.learner.start()
             for i, batch in enumerate(BATCHES):
                 await side.learner.add(batch, 2)  # again, if the process before has not said that it has them
@@ -556,7 +658,7 @@ def test_killed_while_candidates_are_judged(tmp_path: Path, monkeypatch: pytest.
 def test_when_the_engine_fails_at_any_point_the_same_process_goes_on(tmp_path: Path, restart: bool) -> None:
     async def go(folder: Path, points: Points) -> tuple[str, tuple[int, ...], int]:
         side = Side(config(folder, interval=2))
-        await side.learner.bring_up()
+        await side.bring_up()
         side.points.at, side.points.error, side.points.count = points.at, died, 0
         side.learner.start()
 
@@ -565,7 +667,7 @@ def test_when_the_engine_fails_at_any_point_the_same_process_goes_on(tmp_path: P
                 await side.until(done)
                 if side.points.broken and restart:
                     side.client.restart()
-                    await side.learner.bring_up()
+                    await side.bring_up()
                 side.points.broken = False
 
         for i, batch in enumerate(BATCHES):

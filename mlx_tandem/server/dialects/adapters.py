@@ -86,7 +86,7 @@ def listing(front: Front) -> dict[str, Any]:
 
 
 def one(front: Front, selector: str) -> dict[str, Any]:
-    """One version, or a name that was never asked for."""
+    """One version, or a name, or a version in a checkpoint, that was never asked for."""
     registry = front.models.registry
     source = registry.source(selector)
     if source is not None and not registry.is_read(selector):
@@ -94,6 +94,10 @@ def one(front: Front, selector: str) -> dict[str, Any]:
     try:
         return describe(registry.entry(selector), front.client.stats.resident_adapters)
     except NotFound as e:
+        shelved = front.models.shelved(selector)
+        if shelved is not None:
+            name, _, number = selector.partition("@")
+            return {"name": name, "version": int(number), "id": selector, "path": shelved.path}
         raise NotFound(e.message, param="name", code="adapter_not_found") from None
 
 

@@ -25,7 +25,7 @@ from mlx_tandem.training.online.guard import Rewards
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.prompts import Judge, Scorer
 from mlx_tandem.training.online.serving import Serving, UpdateReport
-from mlx_tandem.training.online.trainer import Trainer
+from mlx_tandem.training.online.trainer import Behind, Trainer
 from mlx_tandem.training.online.update import Finding, Pending
 from mlx_tandem.training.online.versions import Versions
 from mlx_tandem.training.store.manifests import Manifest
@@ -57,6 +57,7 @@ class Learner:
         self._was_up = False
         self._epoch = -1  # client.restarts of the engine that the trainer lives in
         self._is_open = False
+        self._behind: Behind | None = None
 
     @property
     def is_up(self) -> bool:
@@ -65,7 +66,7 @@ class Learner:
 
     @property
     def astray(self) -> bool:
-        """It is not, though the engine is still the one that it was brought up in."""
+        """It is not, or not yet, though the engine is still the one that it was brought up in."""
         return not self._is_open and self._epoch == self._client.restarts
 
     @property
@@ -80,8 +81,9 @@ class Learner:
     # -- coming back ----------------------------------------------------------------------------------------------
 
     async def bring_up(self) -> None:
-        """A trainer on the engine that runs now, exactly where the last one was, and its version served."""
-        self._is_open, self._epoch = False, self._client.restarts
+        """A trainer on the engine that runs now, and a version served: exactly where the last one was, unless updates
+        since the checkpoint have to be computed again for that, which `catch_up` does."""
+        self._is_open, self._behind, self._epoch = False, None, self._client.restarts
         manifest, records, held = await self.ledger.open()
         if not self._was_up:
             self._judge.read(self._training, self._client.info)
@@ -90,15 +92,24 @@ class Learner:
         folder = "" if manifest is None else str(self.ledger.checkpoints.path(manifest.name))
         highest = max(self.ledger.counters.last_version, 0 if manifest is None else manifest.version)
         todo = records if self.trains and held is not None else ()
-        await self.trainer.begin(folder)
-        await self.trainer.catch_up(manifest, folder, todo, held or 0, highest)
-        self._is_open = True
+        self._behind = await self.trainer.begin(manifest, folder, todo, held or 0, highest)
+        if not self.trainer.left:
+            await self.catch_up()
         if held is None:
             log.warning(
                 "journal of another checkpoint", extra={"fields": {"checkpoint": getattr(manifest, "name", "")}}
             )
             if self.trains:
                 await self.checkpoint(None)  # from here on both tell the same story again
+
+    async def catch_up(self) -> None:
+        """The trainer, which is not up, is exactly where the last one was, and its version served."""
+        if self._behind is None:  # it has failed at this before
+            await self.bring_up()
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            await self.trainer.catch_up(behind)
+            self._is_open = True
 
     @property
     def trains(self) -> bool:
@@ -120,8 +131,9 @@ class Learner:
             batches=advantages.batches(believed, config),
             adam=update.adam(config, self.trainer.step + 1, self.ledger.counters.course.rate_scale),
             micro_batch_tokens=self._config.engine.duty.micro_batch_tokens,
+            publish=publish,
         )
-        self.ledger.begin(Pending(began, trajectories, skipped, publish))
+        self.ledger.begin(Pending(began, trajectories, skipped))
         return await self.finish()
 
     async def finish(self) -> UpdateReport:
@@ -145,7 +157,7 @@ class Learner:
     async def _conclude(self, pending: Pending, finding: Finding, started: float) -> UpdateReport:
         if finding.outcome is not None:
             return self._end(pending, finding, started)
-        if not pending.publish:
+        if not pending.began.publish:
             await self._client.settle_trainer(self.trainer.name, keep=True)
             return self._end(pending, replace(finding, outcome="kept"), started)
         asked = time.perf_counter()

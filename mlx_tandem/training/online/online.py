@@ -63,10 +63,23 @@ class OnlineLearner:
     # -- life -----------------------------------------------------------------------------------------------------
 
     async def bring_up(self) -> None:
-        """The trainer is where it was and its version is served. Raises StorageError, InvalidRequest, EngineError."""
+        """There is a trainer and a version of it is served; where updates have to be computed again before it is where
+        it was, that is done beside everything else. Raises StorageError, InvalidRequest, EngineError."""
         async with self._lock:
             await self._learner.bring_up()
+        if self._learner.trainer.left:
+            log.warning("recovering", extra={"fields": {"updates": self._learner.trainer.left}})
+            self._begin(self._caught_up).add_done_callback(self._after_recovery)
         self._loop.wake()
+
+    async def _caught_up(self) -> None:
+        log.info("recovered", extra={"fields": {"step": self._learner.trainer.step}})
+
+    def _after_recovery(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._learner.astray:  # and not because the engine has ended
+            log.error("learning cannot go on", extra={"fields": {"error": str(error)}})
+            self._loop.stop(f"updates could not be computed again: {error}")
 
     def start(self) -> None:
         """Let the loop learn from what is collected; without effect where nothing is trained."""
@@ -186,6 +199,7 @@ class OnlineLearner:
             running=self._loop.running,
             busy=self._loop.running and (bool(self._work) or self._loop.has_enough),
             reason=self._loop.reason,
+            recovering=learner.trainer.left,
             current_lora="" if current is None else current.label,
             version=0 if current is None else current.version,
             step=learner.trainer.step,
@@ -218,10 +232,13 @@ class OnlineLearner:
             raise Conflict("nothing is trained here: the mode is inference_only", param="mode")
 
     async def _alone(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        return await asyncio.shield(self._begin(work))
+
+    def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
         async def run() -> T:
             async with self._lock:
                 if self._learner.astray:
-                    await self._learner.bring_up()
+                    await self._learner.catch_up()
                 if not self._learner.is_up:
                     raise EngineUnavailable("the engine is not there")
                 return await work()
@@ -229,7 +246,7 @@ class OnlineLearner:
         task = asyncio.create_task(run())
         self._work.add(task)
         task.add_done_callback(self._done)
-        return await asyncio.shield(task)
+        return task
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._work.discard(task)

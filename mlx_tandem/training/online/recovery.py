@@ -112,14 +112,10 @@ async def replay(
     trainer: str,
     records: Sequence[Record],
     held: int,
-    published: Callable[[Ended], Awaitable[None]],
-) -> int | None:
-    """Compute the updates after the first `held` again; the trainer is then as it was. `published` is called when it
-    is as it was at the end of an update that was published. The optimiser's step now; None when it did not move."""
-    step = None
+    done: Callable[[Ended, int | None], Awaitable[None]],
+) -> None:
+    """Compute the updates after the first `held` again; the trainer is then as it was. `done` is called when it is as
+    it was at the end of each, with the optimiser's step when that has moved."""
     for began, end in ended(records, held):
-        if end.outcome in GOOD:
-            step = await update.again(client, trainer, began)
-        if end.version:
-            await published(end)
-    return step
+        step = await update.again(client, trainer, began) if end.outcome in GOOD else None
+        await done(end, step)

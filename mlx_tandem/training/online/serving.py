@@ -31,17 +31,25 @@ class Sampled:
 class Serving(Protocol):
     """The server, as far as the loop needs it. All versions are those of the trained adapter's name."""
 
-    def publish(self, info: AdapterInfo, source: AdapterSource | None) -> AdapterRef:
+    def publish(self, info: AdapterInfo, source: AdapterSource | None, number: int = 0) -> AdapterRef:
         """Make this content, which is in the engine's memory, the current version. `source`: the folder that also has
-        it. Content that has a number keeps it; other content gets the next one."""
+        it. Content that has a number keeps it; other content gets `number`, which it had before, or the next one."""
         ...
 
-    def reserve(self, info: AdapterInfo) -> AdapterRef:
+    def reserve(self, info: AdapterInfo, number: int = 0) -> AdapterRef:
         """The same for content that is not current: only its own number selects it. There is a current one."""
         ...
 
     def count_from(self, number: int) -> None:
         """Numbers up to this one were given before the process was started: the next one is higher."""
+        ...
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """These versions are being made again: who asks for one is told so until `recovered`."""
+        ...
+
+    async def recovered(self) -> None:
+        """What was not made again by now is gone."""
         ...
 
     def current(self) -> AdapterRef | None:
@@ -102,6 +110,7 @@ class TrainingStatus(Struct, frozen=True):
     running: bool
     busy: bool  # an update is under way, or there is enough for one
     reason: str  # why it is not, when it stopped by itself
+    recovering: int  # updates that have to be computed again before learning goes on where it was
     current_lora: str
     version: int
     step: int

@@ -31,7 +31,6 @@ class Pending:
     began: Began
     trajectories: Sequence[Trajectory]  # as far as they are known: after a restart external ones are not
     skipped_groups: int = 0
-    publish: bool = True
     attempts: int = 0
 
 

@@ -34,6 +34,7 @@ class Versions:
         """Somebody has made another version current since the last one was published."""
         self.last = 0
         """The highest number ever given."""
+        self._chosen: AdapterRef | None = None  # what was switched to on an engine that has ended
 
     @property
     def recent(self) -> list[int]:
@@ -55,17 +56,37 @@ class Versions:
         self.last = max(self.last, number)
         self._serving.count_from(self.last)
 
+    def expect(self, numbers: Sequence[int]) -> None:
+        """These are being made again."""
+        self._serving.expect(numbers)
+
+    async def recovered(self) -> None:
+        """What was not made again by now is gone."""
+        await self._serving.recovered()
+
     def publish(self, info: AdapterInfo, folder: str = "") -> AdapterRef:
         """The trainer's weights, which are `info`, are current from now on; requests that follow go on under them."""
         ref = self.show(info, folder)
         self.head, self.switched = self._known[ref.version], False
         return ref
 
-    def reserve(self, info: AdapterInfo, folder: str = "") -> Version:
-        """A number for content that is not current; the first content of all is."""
-        first = self._serving.current() is None
-        source = AdapterSource(folder) if folder else None
-        return self._note(self._serving.publish(info, source) if first else self._serving.reserve(info), info, folder)
+    def reserve(self, info: AdapterInfo, number: int = 0) -> Version:
+        """A number, `number` if it had that before, for content that is not current."""
+        return self._note(self._serving.reserve(info, number), info, "")
+
+    def begin(self, info: AdapterInfo, folder: str, number: int) -> Version:
+        """A new engine has nothing but this content and what lies in folders. It is served until `settle`, unless what
+        is current lies in one."""
+        current = self._serving.current()
+        if self._chosen is None and self.switched:
+            self._chosen = current
+        known = None if current is None else self._known.get(current.version)
+        if known is not None and known.folder:
+            ref = self._serving.reserve(info, number)
+        else:
+            ref = self._serving.publish(info, AdapterSource(folder) if folder else None, number)
+        self.head = self._note(ref, info, folder)
+        return self.head
 
     def show(self, info: AdapterInfo, folder: str = "") -> AdapterRef:
         """Make this content current; the trainer goes on with what it has."""
@@ -78,10 +99,11 @@ class Versions:
     def settle(self, head: Version, made: Collection[int]) -> None:
         """On a new engine the trainer is `head`, and `made` are there again: what has no folder either is gone."""
         self._known = {n: v for n, v in self._known.items() if v.folder or n in made}
-        self.head = head
-        current = self._serving.current()
-        if not self.switched or current is None or current.version not in self._known:
-            self.publish(head.info, head.folder)
+        chosen = None if self._chosen is None else self._known.get(self._chosen.version)
+        self._chosen = None
+        self.publish(head.info, head.folder)
+        if chosen is not None:
+            self.show(chosen.info, chosen.folder)
 
     def saved(self, version: AdapterInfo, folder: str, name: str) -> None:
         self._serving.saved(version, folder, name)

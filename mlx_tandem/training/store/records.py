@@ -65,6 +65,7 @@ class Began(Struct, frozen=True, array_like=True, tag="began"):
     batches: tuple[Batch, ...]
     adam: Adam
     micro_batch_tokens: int
+    publish: bool = True  # what is learned, should it stand
 
 
 class Ended(Struct, frozen=True, array_like=True, tag="ended"):
