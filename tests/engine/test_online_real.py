@@ -84,7 +84,7 @@ class Process:
         self.learner.start()
         for i in range(updates):
             await self.learner.add(batch(i), 4)
-            while self.learner.status().updates <= i:
+            while self.learner.status().updates <= i or self.learner.status().recovering:
                 await asyncio.sleep(0.005)
         ref = self.learner._serving.current()
         assert ref is not None and ref.version == updates + 1
