@@ -1,0 +1,519 @@
+"""A server that learns is killed again and again; what it has learned in the end is what it learns undisturbed.
+
+python -m tests.fault.kill_learning --kills 200 --json-out benchmarks/results/kill_learning.json
+
+A client outside the server posts updates of a fixed course, each with trajectories of its own ids, until the server
+has acknowledged it; `kill -9` comes at random moments of start, update, publish and checkpoint, to the whole server, to
+its engine, to its front, or in the middle of a drain. While it is dead every checkpoint must be whole. Once it is back
+every version that it lists must have the content that this number has in the undisturbed run, the last versions that
+were acknowledged must be among them, and the updates done must be those that were sent, each once. At the end of a
+course the trainer's files must be those of the undisturbed run, byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from mlx_tandem.cli.bench import machine
+from mlx_tandem.cli.bench.serve import write
+from mlx_tandem.files import StorageError
+from mlx_tandem.training.store import manifests, records
+from mlx_tandem.training.store.checkpoints import Checkpoints
+from mlx_tandem.training.store.records import Began, Ended
+
+ROOT = Path(__file__).parents[2]
+INTERVAL = 4  # updates from one checkpoint to the next
+RECENT = 3  # versions that are always kept
+READY_SECONDS = 120.0
+KINDS = ("server", "engine", "front", "drain")
+EVENTS = ("began", "published", "checkpoint begins", "checkpoint there", "new journal", "old goes")
+
+
+class Wrong(AssertionError):
+    """The server has broken a promise."""
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """As little work as possible to one update."""
+    return {
+        "model": {"max_model_len": 256},
+        "cache": {"num_blocks": 65},
+        "scheduler": {"max_num_seqs": 4},
+        "lora": {"max_loras": 4, "max_lora_rank": 16},
+        "engine": {"heartbeat_seconds": 0.1},
+        "rl_training": {
+            "enabled": True,
+            "lora_rank": 2,
+            "lora_alpha": 4.0,
+            "lora_target_modules": ["q_proj"],
+            "learning_rate": 1e-3,
+            "update_frequency": 1000,
+        },
+        "checkpointing": {"checkpoint_dir": str(folder), "interval": INTERVAL, "keep_n_checkpoints": 2},
+    }
+
+
+def lesson(number: int) -> list[dict[str, Any]]:
+    """Trajectories of update `number`, from 0 on: always the same."""
+    g = random.Random(number)
+    return [
+        {
+            "id": f"{number}.{i}",
+            "group": f"{number}",
+            "prompt_token_ids": [5, 6, 7],
+            "token_ids": [g.randrange(30, 200) for _ in range(g.randint(2, 6))],
+            "reward": g.random(),
+        }
+        for i in range(3)
+    ]
+
+
+class Server:
+    """One life of a server on `folder`, as `tandem serve` starts it."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        self.folder = folder
+        self.began = time.monotonic()
+        config = folder.with_suffix(".yaml")
+        config.write_text(yaml.safe_dump(settings(folder)), encoding="utf-8")
+        self.log = folder.with_suffix(".log")
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "mlx_tandem", "serve", "--config", str(config), "--port", str(port)],
+                cwd=ROOT,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"},
+            )
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=READY_SECONDS)
+
+    def children(self) -> list[int]:
+        listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
+        return [int(pid) for pid, parent in map(str.split, listed.splitlines()) if int(parent) == self.process.pid]
+
+    def wait_ready(self) -> None:
+        """Raises httpx.TransportError when it has been killed before."""
+        deadline = time.monotonic() + READY_SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.ConnectError):
+                if self.client.get("/health").status_code == 200:
+                    return
+            if self.process.poll() is not None:
+                raise httpx.ConnectError("it has ended")
+            time.sleep(0.02)
+        raise Wrong(f"not ready after {READY_SECONDS:g} s")
+
+    def kill(self, kind: str, rng: random.Random) -> None:
+        children = self.children()
+        if kind == "drain":
+            self.process.send_signal(signal.SIGTERM)
+            time.sleep(rng.uniform(0.0, 0.4))
+        if kind != "engine":
+            self.process.kill()
+        if kind != "front":
+            for pid in children:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        if kind != "engine":
+            self.process.wait()
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(READY_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.kill("server", random.Random(0))
+            raise Wrong("it does not end") from None
+
+    def complain(self) -> None:
+        print(self.log.read_text(encoding="utf-8", errors="replace")[-4000:], file=sys.stderr)
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.client.get("/v1/training/status").raise_for_status().json()
+        return found
+
+    def digest(self, number: int) -> str | None:
+        """Of a version; None when it is gone. Raises HTTPStatusError while it is being made again."""
+        reply = self.client.get(f"/v1/adapters/policy@{number}")
+        return None if reply.status_code == 404 else str(reply.raise_for_status().json()["digest"])
+
+    def answers(self, model: str) -> bool:
+        """False: it is gone."""
+        reply = self.client.post("/v1/completions", json={"model": model, "prompt": [5, 6], "max_tokens": 1})
+        if reply.status_code == 404:
+            return False
+        reply.raise_for_status()
+        return True
+
+
+class Course:
+    """All updates of one course, whatever becomes of the servers that do them. `known`: digests by number, of the
+    undisturbed run, which is the one that has none."""
+
+    def __init__(self, folder: Path, updates: int, known: dict[int, str] | None = None) -> None:
+        self.folder, self.updates = folder, updates
+        self.known = {} if known is None else known
+        self.learns = known is None
+        self.acknowledged = 0  # updates
+        self.restarts = 0
+        self.ready_s: list[float] = []
+        self.recovered_s: list[float] = []
+        self.hit: Counter[str] = Counter()
+        self.recomputed = 0
+        self.failure: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.acknowledged == self.updates
+
+    @property
+    def start_s(self) -> float:
+        """From the start of a server until it is ready, about."""
+        return self.ready_s[-1] if self.ready_s else 3.0
+
+    def drive(self, server: Server) -> None:
+        """Post what is left until all is acknowledged or the server has ended. Runs beside whoever kills."""
+        try:
+            up = -1
+            while up < 0 or not self.done:
+                try:
+                    server.wait_ready()
+                    restarts = server.client.get("/health").json()["engine_restarts"]
+                    if restarts != up:
+                        self.ready_s += [time.monotonic() - server.began] if up < 0 else []
+                        self.check(server)
+                        up = restarts
+                    if not self.done:
+                        self.post(server)
+                except httpx.HTTPStatusError as e:
+                    if e.response.status_code not in (500, 503):
+                        raise Wrong(e.response.text) from e
+        except httpx.TransportError:
+            pass  # killed
+        except Exception as e:
+            self.failure = e
+
+    def post(self, server: Server) -> None:
+        number = self.acknowledged
+        body = {"trajectories": lesson(number), "wait": True}
+        report = server.client.post("/v1/training/update", json=body).raise_for_status().json()["report"]
+        if report["outcome"] == "published":
+            self.see(number + 2, server.digest(number + 2))
+        elif report["outcome"] != "skipped" or report["trajectories"]:
+            raise Wrong(f"update {number}: {report}")
+        self.acknowledged += 1
+
+    def see(self, number: int, digest: str | None) -> None:
+        if self.learns and digest is not None:
+            self.known[number] = digest
+        if digest != self.known.get(number):
+            raise Wrong(f"version {number} is {digest}, undisturbed {self.known.get(number)}")
+
+    def check(self, server: Server) -> None:
+        """What holds once a server is ready, and what once it has caught up with itself."""
+        began = time.monotonic()
+        with contextlib.suppress(httpx.HTTPStatusError):  # some may be made again at this moment
+            self.check_versions(server)
+        while (status := server.status()).get("recovering"):
+            self.recomputed = max(self.recomputed, status["recovering"])
+            if time.monotonic() - began > READY_SECONDS:
+                raise Wrong(f"it does not recover: {status}")
+            time.sleep(0.02)
+        self.restarts += 1
+        self.recovered_s.append(time.monotonic() - began)
+        if status["updates"] not in (self.acknowledged, self.acknowledged + 1):
+            raise Wrong(f"{self.acknowledged} updates were acknowledged; it has {status}")
+        if not status["step"] == status["updates"] == status["version"] - 1:
+            raise Wrong(f"the numbers do not fit together: {status}")
+        self.check_versions(server)
+        while missing := self.missing(server, status):
+            before, status = status, server.status()
+            if all(before[key] == status[key] for key in ("version", "available_checkpoints")):
+                raise Wrong(f"{missing} is gone, or another: {status}")
+
+    def missing(self, server: Server, status: dict[str, Any]) -> str:
+        """The first of what must be there that is not; empty: it is all there."""
+        checkpoints = [name for name in status["available_checkpoints"] if name.startswith("checkpoint-")]
+        saved = [int(name.removeprefix("checkpoint-")) + 1 for name in checkpoints]
+        recent = range(max([1, *saved, status["version"] - RECENT + 1]), status["version"] + 1)
+        for number in [*saved, *recent]:  # older ones end with the process that has them
+            if not server.answers(f"policy@{number}") or server.digest(number) != self.known[number]:
+                return f"version {number}"
+        return next((name for name in checkpoints if not server.answers(name)), "")
+
+    def check_versions(self, server: Server) -> None:
+        """Every version that is listed is what it was, and answers."""
+        listed = server.client.get("/v1/adapters").raise_for_status().json()["adapters"]
+        for number in next(a["versions"] for a in listed if a["name"] == "policy"):
+            digest = server.digest(number)
+            if digest is None:
+                continue  # a version of now may just have gone
+            if number == 1 and self.learns:
+                self.known[1] = digest
+            self.see(number, digest)
+            server.answers(f"policy@{number}")
+
+    def look(self) -> None:
+        """At the folder of a server that is dead: what lies there under a name is whole."""
+        folder = self.folder
+        if not folder.exists():
+            self.hit["before anything"] += 1
+            return
+        names = {p.name for p in folder.iterdir()}
+        checkpoints = Checkpoints(folder, 1)
+        for name in sorted(names - {"journal", ".lock"}):
+            if name.startswith((".new-", ".old-")):
+                continue
+            try:
+                checkpoints.verify(name)
+                manifests.read(folder / name)
+            except Exception as e:
+                raise Wrong(f"{name} is torn: {e}") from e
+        if any(name.startswith((".new-", ".old-")) for name in names):
+            self.hit["checkpoint under way"] += 1
+        elif len([p for p in (folder / "journal").glob("*") if p.suffix == ".log"]) != 1:
+            self.hit["journal under way"] += 1
+        else:
+            self.hit["update under way" if _begun(folder) else "between updates, or start"] += 1
+
+    def finish(self, server: Server) -> dict[str, str]:
+        """Hashes of the trainer's files after the last update."""
+        name = "the-end"
+        deadline = time.monotonic() + READY_SECONDS
+        while True:
+            server.wait_ready()  # its engine may have been killed last
+            reply = server.client.post("/v1/training/checkpoint", json={"name": name})
+            if reply.status_code in (200, 409):  # there is one: of a server that was killed before it could say so
+                break
+            if reply.status_code not in (500, 503) or time.monotonic() > deadline:
+                raise Wrong(reply.text)
+        files = ("adapter_model.safetensors", "adapter_config.json", "optimizer.safetensors", "trainer.json")
+        return {f: hashlib.sha256((self.folder / name / f).read_bytes()).hexdigest() for f in files}
+
+
+def _begun(folder: Path) -> bool:
+    """Whether the journal's last update has not ended."""
+    (path,) = (folder / "journal").glob("*.log")
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        found, _ = records.read(path, fd, int(path.stem.rpartition("-")[2]))
+        updates = [r for r in found if isinstance(r, Began | Ended)]
+        return bool(updates) and isinstance(updates[-1], Began)
+    except StorageError as e:
+        raise Wrong(str(e)) from e
+    finally:
+        os.close(fd)
+
+
+class Killer:
+    """When and how servers are killed. `plan`: (how, when) of all kills; without one it is drawn."""
+
+    def __init__(self, kills: int, seed: int, plan: Sequence[tuple[str, str]] = (), seconds: float = math.inf) -> None:
+        self.rng = random.Random(seed)
+        self.plan = list(plan) or [self._draw() for _ in range(kills)]
+        self.kills: list[tuple[str, str]] = []  # done
+        self.until = time.monotonic() + seconds
+
+    def _draw(self) -> tuple[str, str]:
+        (kind,) = self.rng.choices(KINDS, (5, 3, 1, 1))
+        (moment,) = self.rng.choices(("start", "any", "event"), (2, 2, 5))
+        return kind, self.rng.choice(EVENTS) if moment == "event" else moment
+
+    @property
+    def done(self) -> bool:
+        return len(self.kills) == len(self.plan) or time.monotonic() > self.until
+
+    def strike(self, server: Server, driver: threading.Thread, start_s: float, spare_engine: bool) -> str:
+        """Kill once; how. Nothing when `driver` ends first. A server takes about `start_s` to be ready."""
+        kind, moment = self.plan[len(self.kills)]
+        kind = "server" if spare_engine and kind == "engine" else kind
+        if any(not driver.is_alive() for _ in self._wait(server, moment, start_s)) or not driver.is_alive():
+            return ""
+        server.kill(kind, self.rng)
+        self.kills.append((kind, moment))
+        return kind
+
+    def _wait(self, server: Server, moment: str, start_s: float) -> Iterator[None]:
+        if moment == "start":
+            yield from _pause(self.rng.uniform(0.0, start_s))
+            return
+        with contextlib.suppress(httpx.TransportError):
+            server.wait_ready()
+        if moment == "any":
+            yield from _pause(self.rng.uniform(0.0, 0.5 * start_s))
+            return
+        for _ in range(self.rng.randint(1, 2)):
+            before, deadline = _traces(server, moment), time.monotonic() + max(2.0, start_s)
+            while not _traces(server, moment) - before and time.monotonic() < deadline:
+                time.sleep(0.0005)
+                yield
+        time.sleep(self.rng.choice((0.0, self.rng.uniform(0.0, 0.004), self.rng.uniform(0.0, 0.03))))
+
+
+def _pause(seconds: float) -> Iterator[None]:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(left, 0.02))
+        yield
+
+
+def _traces(server: Server, event: str) -> set[str]:
+    folder = server.folder
+    with contextlib.suppress(OSError):
+        if event == "published":
+            return {str(i) for i in range(server.log.read_bytes().count(b"adapter published"))}
+        if event == "began":
+            return {f"{p.name}:{p.stat().st_size}" for p in (folder / "journal").iterdir() if p.suffix == ".log"}
+        if event == "new journal":
+            return {p.name for p in (folder / "journal").iterdir()}
+        names = {p.name for p in folder.iterdir()}
+        prefix = {"checkpoint begins": ".new-", "checkpoint there": "checkpoint-", "old goes": ".old-"}[event]
+        return {name for name in names if name.startswith(prefix)}
+    return set()
+
+
+def undisturbed(folder: Path, updates: int, port: int) -> tuple[dict[int, str], dict[str, str]]:
+    """Digests by version, and hashes at the end."""
+    course = Course(folder, updates)
+    server = Server(folder, port)
+    try:
+        course.drive(server)
+        if course.failure is not None:
+            raise course.failure
+        return course.known, course.finish(server)
+    except BaseException:
+        server.complain()
+        raise
+    finally:
+        server.end()
+        server.client.close()
+
+
+def disturbed(course: Course, killer: Killer, port: int) -> dict[str, str]:
+    """The hashes after a course in which a server is killed until all is done, or the killer."""
+    while True:
+        server = Server(course.folder, port)
+        driver = threading.Thread(target=course.drive, args=(server,))
+        driver.start()
+        engine_killed_at = -1
+        kind = ""
+        try:
+            while not killer.done:
+                spare = engine_killed_at == course.acknowledged  # an update that ends engine after engine is given up
+                kind = killer.strike(server, driver, course.start_s, spare)
+                if kind != "engine":
+                    break
+                engine_killed_at, kind = course.acknowledged, ""
+            driver.join()
+            if course.failure is not None:
+                raise course.failure
+            if not kind:
+                if not course.done:
+                    raise Wrong(f"the server ended by itself, exit status {server.process.poll()}")
+                return course.finish(server)
+            course.look()
+            print(f"{course.folder}: kill {len(killer.kills)}, {kind}", file=sys.stderr, flush=True)
+        except BaseException as e:
+            server.complain()
+            print(f"{course.folder}: {e!r}", file=sys.stderr, flush=True)
+            raise
+        finally:
+            if server.process.poll() is None:
+                server.end()
+            driver.join()
+            server.client.close()
+
+
+def courses(folder: Path, killer: Killer, updates: int, known: dict[int, str], end: dict[str, str]) -> list[Course]:
+    """As many as the killer takes. Raises Wrong."""
+    made: list[Course] = []
+    port = free_port()
+    while not killer.done:
+        made.append(Course(folder / f"course-{len(made)}", updates, known))
+        if disturbed(made[-1], killer, port) != end:
+            raise Wrong(f"{made[-1].folder} ends in other weights")
+        print(f"{folder.name}: {len(killer.kills)} kills, {len(made)} courses", file=sys.stderr, flush=True)
+    return made
+
+
+def run(folder: Path, killers: Sequence[Killer], updates: int) -> dict[str, Any]:
+    """Courses of `updates` each, those of each killer beside those of the others. Raises Wrong."""
+    known, end = undisturbed(folder / "undisturbed", updates, free_port())
+    places = [folder / f"killer-{i}" for i in range(len(killers))]
+    for place in places:
+        place.mkdir()
+    with ThreadPoolExecutor(len(killers)) as threads:
+        runs = [threads.submit(courses, *pair, updates, known, end) for pair in zip(places, killers, strict=True)]
+        done = [course for each in runs for course in each.result()]
+    ready = sorted(s for c in done for s in c.ready_s)
+    kills = [kill for killer in killers for kill in killer.kills]
+    return {
+        "kills": len(kills),
+        "how": dict(Counter(kind for kind, _ in kills)),
+        "when": dict(Counter(moment for _, moment in kills)),
+        "found_after_kill": dict(sum((c.hit for c in done), Counter())),
+        "restarts": sum(c.restarts for c in done),
+        "courses": len(done),
+        "updates": updates * len(done),
+        "torn": 0,  # or Wrong would have been raised, here as for the next two
+        "twice": 0,
+        "equal": True,
+        "digest": end["adapter_model.safetensors"],
+        "most_updates_recomputed": max(c.recomputed for c in done),
+        "ready_s": {"median": round(ready[len(ready) // 2], 2), "max": round(ready[-1], 2)} if ready else {},
+        "recovered_s_max": round(max((s for c in done for s in c.recovered_s), default=0.0), 3),
+    }
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="kill -9 while learning")
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--updates", type=int, default=24, help="of one course")
+    parser.add_argument("--jobs", type=int, default=1, help="so many servers beside each other")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no more kills are made")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json-out", type=Path)
+    args = parser.parse_args()
+    began = time.monotonic()
+    shares = [args.kills // args.jobs + (i < args.kills % args.jobs) for i in range(args.jobs)]
+    killers = [Killer(kills, 1000 * args.seed + i, seconds=60 * args.minutes) for i, kills in enumerate(shares)]
+    with tempfile.TemporaryDirectory(prefix="tandem-kill-") as folder:
+        result = run(Path(folder), killers, args.updates)
+    result["seconds"] = round(time.monotonic() - began)
+    print(json.dumps(result, indent=1))
+    if args.json_out:
+        about = {"seed": args.seed, "jobs": args.jobs, "interval": INTERVAL, "updates_of_a_course": args.updates}
+        write(args.json_out, about | result | machine.describe())
+
+
+if __name__ == "__main__":
+    main()
