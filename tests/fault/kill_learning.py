@@ -257,7 +257,7 @@ class Course:
     def missing(self, server: Server, status: dict[str, Any]) -> str:
         """The first of what must be there that is not; empty: it is all there."""
         checkpoints = [name for name in status["available_checkpoints"] if name.startswith("checkpoint-")]
-        saved = [int(name.removeprefix("checkpoint-")) + 1 for name in checkpoints]
+        saved = [int(name.removeprefix("checkpoint-").partition(".")[0]) + 1 for name in checkpoints]
         recent = range(max([1, *saved, status["version"] - RECENT + 1]), status["version"] + 1)
         for number in [*saved, *recent]:  # older ones end with the process that has them
             if not server.answers(f"policy@{number}") or server.digest(number) != self.known[number]:

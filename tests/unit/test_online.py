@@ -8,6 +8,7 @@ import json
 import os
 import random
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -324,6 +325,40 @@ async def test_updates_that_cannot_be_computed_again_stop_learning_and_not_servi
     await side.until(lambda: not side.learner.status().recovering)
     assert (side.version, side.trained) == found
     await side.learner.close()
+
+
+def test_a_server_that_ends_while_a_checkpoint_gets_its_name_lets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And does not begin another one in the same folder beside it."""
+    begun, go_on = threading.Event(), threading.Event()
+    original = Checkpoints.commit
+
+    def commit(*args: Any, **more: Any) -> Any:
+        begun.set()
+        assert go_on.wait(20)
+        return original(*args, **more)
+
+    monkeypatch.setattr(Checkpoints, "commit", commit)
+
+    async def test() -> None:
+        side = Side(config(tmp_path))
+        await side.bring_up()
+        side.learner.start()
+        await feed(side, [1, 2], 1)
+        asked = asyncio.create_task(side.learner.checkpoint())
+        await asyncio.to_thread(begun.wait, 20)
+        ending = asyncio.create_task(side.learner.close())
+        await asyncio.wait({asked})
+        assert not ending.done()
+        go_on.set()
+        await ending
+        async with running(config(tmp_path), start=False) as side:
+            assert [info.name for info in side.learner._learner.ledger.listed] == ["checkpoint-1"]
+            assert not side.learner._learner.trainer.left, "the journal begins after it"
+            assert (side.version, side.trained) == (2, (100, 101, 200, 201))
+
+    asyncio.run(test())
 
 
 @on_a_loop

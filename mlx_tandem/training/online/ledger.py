@@ -36,6 +36,7 @@ class Ledger:
         """The update that has begun and not ended."""
         self._config = config
         self._journal: Journal | None = None
+        self._saving: asyncio.Task[CheckpointInfo] | None = None
         self._late: list[tuple[Trajectory, int]] | None = None  # what comes in while the journal is read
 
     @property
@@ -151,7 +152,8 @@ class Ledger:
         self, manifest: Manifest, write: Callable[[str], Awaitable[None]], protect: Collection[str]
     ) -> CheckpointInfo:
         """A checkpoint of now: `write` fills its folder. The journal begins again after it, and an update that is
-        pending is forgotten. Raises StorageError; there is a checkpoint then or not, and the journal goes on."""
+        pending is forgotten. Raises StorageError; there is a checkpoint then or not, and the journal goes on. A caller
+        that is cancelled when its files are written does not stop it: see `settled`."""
         temporary = await asyncio.to_thread(self.checkpoints.new, manifest.name)
         await write(str(temporary))
         saved = msgspec.structs.replace(
@@ -165,6 +167,15 @@ class Ledger:
             counters=recovery.to_manifest(saved),
             config=msgspec.to_builtins(self._config.rl_training),
         )
+        self._saving = asyncio.create_task(self._commit(temporary, manifest, protect))
+        return await asyncio.shield(self._saving)
+
+    async def settled(self) -> None:
+        """Returns when no checkpoint is half way to its name: another may be begun then."""
+        if self._saving is not None:
+            await asyncio.wait({self._saving})
+
+    async def _commit(self, temporary: Path, manifest: Manifest, protect: Collection[str]) -> CheckpointInfo:
         info = await asyncio.to_thread(self.checkpoints.commit, temporary, manifest, protect)
         self.listed = await asyncio.to_thread(self.checkpoints.list)
         self.counters.checkpoint_saves += 1

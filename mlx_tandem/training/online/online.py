@@ -98,6 +98,7 @@ class OnlineLearner:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._learner.ledger.settled()
         try:
             await self._save_at_the_end()
         finally:
