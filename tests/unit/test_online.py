@@ -332,9 +332,10 @@ def test_a_server_that_ends_while_a_checkpoint_gets_its_name_lets_it(
 ) -> None:
     """And does not begin another one in the same folder beside it."""
     begun, go_on = threading.Event(), threading.Event()
-    original = Checkpoints.commit
+    original, commits = Checkpoints.commit, []
 
     def commit(*args: Any, **more: Any) -> Any:
+        commits.append(args)
         begun.set()
         assert go_on.wait(20)
         return original(*args, **more)
@@ -350,9 +351,12 @@ def test_a_server_that_ends_while_a_checkpoint_gets_its_name_lets_it(
         await asyncio.to_thread(begun.wait, 20)
         ending = asyncio.create_task(side.learner.close())
         await asyncio.wait({asked})
-        assert not ending.done()
+        for _ in range(50):
+            await asyncio.sleep(0.001)  # time enough to begin another
+        assert not ending.done() and len(commits) == 1
         go_on.set()
         await ending
+        assert len(commits) == 1
         async with running(config(tmp_path), start=False) as side:
             assert [info.name for info in side.learner._learner.ledger.listed] == ["checkpoint-1"]
             assert not side.learner._learner.trainer.left, "the journal begins after it"
