@@ -140,6 +140,10 @@ class Models:
                 f"the adapter {name} could not be read within {seconds:g} s", code="first_token_timeout"
             ) from None
         except ModelError as e:
+            if name in self._shelf and not os.path.isdir(source.path):  # its checkpoint went at this moment
+                raise NotFound(
+                    f"the version {name!r} is no longer there", param="model", code="model_not_found"
+                ) from None
             raise ModelError(f"adapter {name}: {e.message}", param="model", code=e.code) from e
         return self.registry.entry(selector)
 

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_tandem import demo
 from mlx_tandem.config import Config, EngineConfig, ModelConfig, RLTrainingConfig
-from mlx_tandem.errors import Conflict, EngineUnavailable, InvalidRequest, NotFound
+from mlx_tandem.errors import Conflict, EngineUnavailable, InvalidRequest, ModelError, NotFound
 from mlx_tandem.server.models import Models
 from mlx_tandem.types import AdapterInfo, AdapterSource
 
@@ -31,7 +31,9 @@ class Told:
 
     async def load_adapter(self, source: AdapterSource, pin: bool = False) -> AdapterInfo:
         await asyncio.sleep(0)
-        return info({SAVED.path: "d1"}[source.path])
+        if source.path != SAVED.path:
+            raise ModelError("path: does not exist", code="invalid_adapter")
+        return info("d1")
 
 
 def info(digest: str) -> AdapterInfo:
@@ -98,6 +100,9 @@ def test_versions_of_an_earlier_server(models: Models, engine: Told) -> None:
     assert models.reserve("policy", info("d9"), number=9).label == "policy@9"
     asyncio.run(models.drop_lost())
     assert selected(models, "policy@9") == "policy@9"
+    models.shelve({"policy@2": AdapterSource("/checkpoints/just removed")})
+    with pytest.raises(NotFound, match="'policy@2' is no longer there"):
+        selected(models, "policy@2")
     models.shelve({})
     asyncio.run(models.unsaved("first", SAVED))
     assert engine.unloaded == ["d1"], "with its checkpoint a version goes, too"
