@@ -47,6 +47,7 @@ INTERVAL = 4  # updates from one checkpoint to the next
 RECENT = 3  # versions that are always kept
 READY_SECONDS = 120.0
 KINDS = ("server", "engine", "front", "drain")
+SETTLE_SECONDS = 10.0
 EVENTS = ("began", "published", "checkpoint begins", "checkpoint there", "new journal", "old goes")
 
 
@@ -163,7 +164,7 @@ class Server:
     def answers(self, model: str) -> bool:
         """False: it is gone."""
         reply = self.client.post("/v1/completions", json={"model": model, "prompt": [5, 6], "max_tokens": 1})
-        if reply.status_code == 404:
+        if reply.status_code == 404 or (reply.is_error and reply.json()["error"]["code"] == "adapter_changed"):
             return False
         reply.raise_for_status()
         return True
@@ -249,10 +250,11 @@ class Course:
         if not status["step"] == status["updates"] == status["version"] - 1:
             raise Wrong(f"the numbers do not fit together: {status}")
         self.check_versions(server)
-        while missing := self.missing(server, status):
-            before, status = status, server.status()
-            if all(before[key] == status[key] for key in ("version", "available_checkpoints")):
-                raise Wrong(f"{missing} is gone, or another: {status}")
+        began = time.monotonic()
+        while missing := self.missing(server, server.status()):  # a checkpoint goes a moment before the status says so
+            if time.monotonic() - began > SETTLE_SECONDS:
+                raise Wrong(f"{missing} is gone, or another: {server.status()}")
+            time.sleep(0.05)
 
     def missing(self, server: Server, status: dict[str, Any]) -> str:
         """The first of what must be there that is not; empty: it is all there."""
