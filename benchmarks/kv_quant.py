@@ -33,6 +33,7 @@ from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
 from mlx_tandem.engine.scheduler import Scheduler
+from mlx_tandem.engine.tables import Tables
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.kvformat import RowFormat
@@ -74,7 +75,12 @@ def admitted(budget: int, bytes_per_token: int, prompt: int) -> int:
     """Sequences of `prompt` tokens that the scheduler lets run at once over a pool of `budget` bytes."""
     pool = BlockPool(budget // (bytes_per_token * BLOCK), BLOCK)
     scheduler = Scheduler(
-        SchedulerConfig(max_num_seqs=4096), pool, SlotTable(0), max_model_len=8192, vocab_size=1024, eos_token_ids=()
+        SchedulerConfig(max_num_seqs=4096),
+        Tables(pool),
+        SlotTable(0),
+        max_model_len=8192,
+        vocab_size=1024,
+        eos_token_ids=(),
     )
     for i in range(4096):
         scheduler.add(Request(i, (1 + i % 1000, 1 + i // 1000) + (5,) * (prompt - 2), SamplingParams(max_tokens=16)))

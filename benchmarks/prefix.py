@@ -31,6 +31,8 @@ GROUP = 16
 def main() -> None:
     parser = argparse.ArgumentParser(description="what the prefix cache is worth")
     parser.add_argument("--shape", default="4m")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--blocks", type=int, default=0, help="of the KV pool; 0: as a server would have")
     parser.add_argument("--lengths", default="2048,4096", help="tokens of the prompts")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
@@ -38,8 +40,11 @@ def main() -> None:
     args = parser.parse_args()
     lengths = [int(n) for n in args.lengths.split(",")]
     with tempfile.TemporaryDirectory(prefix="tandem-prefix-") as scratch:
-        model = write_model(Path(scratch) / args.shape, SHAPES[args.shape], positions=POSITIONS)
-        with Engine(model, {}) as engine, Engine(model, {}, prefix_caching=False) as without:
+        shape = SHAPES[args.shape]
+        random_weights = shape.parameters > 1e9  # too many to write
+        model = write_model(Path(scratch) / args.shape, shape, positions=POSITIONS, weights=not random_weights)
+        options: dict[str, Any] = {"dtype": args.dtype, "random_weights": random_weights, "num_blocks": args.blocks}
+        with Engine(model, {}, **options) as engine, Engine(model, {}, prefix_caching=False, **options) as without:
             first = [first_tokens(engine, n, args.repeats) for n in lengths]
             conversation = talk(engine, args.turns)
             group = rollouts(engine, without, lengths[0], args.repeats)
