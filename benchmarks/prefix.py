@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--blocks", type=int, default=0, help="of the KV pool; 0: as a server would have")
     parser.add_argument("--lengths", default="2048,4096", help="tokens of the prompts")
+    parser.add_argument("--group-tokens", type=int, default=512, help="of the prompt that a group shares")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json-out", type=Path)
@@ -47,7 +48,7 @@ def main() -> None:
         with Engine(model, {}, **options) as engine, Engine(model, {}, prefix_caching=False, **options) as without:
             first = [first_tokens(engine, n, args.repeats) for n in lengths]
             conversation = talk(engine, args.turns)
-            group = rollouts(engine, without, lengths[0], args.repeats)
+            group = rollouts(engine, without, args.group_tokens, args.repeats)
     result = describe() | {"shape": args.shape, "first_token": first, "conversation": conversation, "group": group}
     if args.json_out:
         write(args.json_out, result)

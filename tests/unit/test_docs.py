@@ -56,7 +56,9 @@ SHORT = {
         *("--shape", "0.13m", "--adapters", "2", "--concurrency", "2", "--repeats", "1", "--max-tokens", "4")
     ],
     "benchmarks/long_prompt.py": ["--lengths", "200", "--repeats", "1", "--streams", "2", "--window", "0.2"],
-    "benchmarks/prefix.py": ["--shape", "0.13m", "--lengths", "200", "--turns", "2", "--repeats", "1"],
+    "benchmarks/prefix.py": [
+        *("--shape", "0.13m", "--lengths", "200", "--group-tokens", "100", "--turns", "2", "--repeats", "1")
+    ],
     "benchmarks/make_model.py": [],
     "benchmarks/registry.py": [
         *("--adapters", "6", "--slots", "2", "--concurrency", "2", "--num-requests", "4", "--max-tokens", "4"),
