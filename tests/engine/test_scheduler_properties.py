@@ -72,7 +72,7 @@ def test_every_sequence_is_exact_in_random_workloads(part: int) -> None:
     # The workloads are only worth something while they reach what they are for.
     assert outcome.finished > 3000
     assert min(outcome.preemptions, outcome.failures, outcome.failed, outcome.cancelled) > 200
-    assert outcome.cached > 5000
+    assert outcome.cached > 1500
     assert min(outcome.moved, outcome.switched, outcome.held_back) > 100, outcome
 
 
