@@ -18,7 +18,7 @@ import pytest
 
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.errors import Conflict, EngineDied, InvalidRequest, ModelError, NotFound
+from mlx_tandem.errors import Conflict, EngineDied, EngineUnavailable, InvalidRequest, ModelError, NotFound
 from mlx_tandem.training.online import loop
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.store.checkpoints import Checkpoints
@@ -354,6 +354,8 @@ def test_a_server_that_ends_while_a_checkpoint_gets_its_name_lets_it(
         for _ in range(50):
             await asyncio.sleep(0.001)  # time enough to begin another
         assert not ending.done() and len(commits) == 1
+        with pytest.raises(EngineUnavailable):  # it would be neither in this checkpoint nor in the journal after it
+            await side.learner.update(group(3))
         go_on.set()
         await ending
         assert len(commits) == 1
@@ -361,6 +363,7 @@ def test_a_server_that_ends_while_a_checkpoint_gets_its_name_lets_it(
             assert [info.name for info in side.learner._learner.ledger.listed] == ["checkpoint-1"]
             assert not side.learner._learner.trainer.left, "the journal begins after it"
             assert (side.version, side.trained) == (2, (100, 101, 200, 201))
+            assert (await side.learner.update(group(3))).outcome == "published", "it was not taken for known"
 
     asyncio.run(test())
 

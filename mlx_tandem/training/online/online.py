@@ -54,6 +54,7 @@ class OnlineLearner:
         self._lock = asyncio.Lock()
         self._loop = Loop(config, client, self._learner, self._alone, self._sample)
         self._work: set[asyncio.Task[Any]] = set()
+        self._closed = False
 
     @property
     def history(self) -> deque[UpdateReport]:
@@ -93,6 +94,7 @@ class OnlineLearner:
     async def close(self) -> None:
         """End the loop and the reward workers, and bring what is known to the drive. What is cut off goes on at the
         next start."""
+        self._closed = True  # whatever began from here on would be forgotten by the last checkpoint
         self._loop.stop()
         tasks = [t for t in (self._loop.task, *self._work) if t is not None]
         for task in tasks:
@@ -238,6 +240,8 @@ class OnlineLearner:
     def _begin(self, work: Callable[[], Coroutine[Any, Any, T]]) -> asyncio.Task[T]:
         async def run() -> T:
             async with self._lock:
+                if self._closed:
+                    raise EngineUnavailable("the server is shutting down")
                 if self._learner.astray:
                     await self._learner.catch_up()
                 if not self._learner.is_up:
