@@ -76,6 +76,7 @@ class Models:
         self._reread: set[str] = set()  # those of them that were read because somebody has asked for them
         self._expected: frozenset[str] = frozenset()  # versions of an earlier server that are being made again
         self._trained = config.rl_training.adapter if config.rl_training.enabled else None
+        self._checkpoints = os.path.abspath(config.checkpointing.checkpoint_dir)
         self._is_up = False
 
     # -- what a request means -----------------------------------------------------------------------------------
@@ -140,10 +141,9 @@ class Models:
                 f"the adapter {name} could not be read within {seconds:g} s", code="first_token_timeout"
             ) from None
         except ModelError as e:
-            if name in self._shelf and not os.path.isdir(source.path):  # its checkpoint went at this moment
-                raise NotFound(
-                    f"the version {name!r} is no longer there", param="model", code="model_not_found"
-                ) from None
+            if os.path.dirname(source.path) == self._checkpoints and not os.path.isdir(source.path):
+                # It went at this moment.
+                raise NotFound(f"{name!r} is no longer there", param="model", code="model_not_found") from None
             raise ModelError(f"adapter {name}: {e.message}", param="model", code=e.code) from e
         return self.registry.entry(selector)
 

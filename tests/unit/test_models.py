@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from typing import Any
 
 import pytest
@@ -100,9 +101,12 @@ def test_versions_of_an_earlier_server(models: Models, engine: Told) -> None:
     assert models.reserve("policy", info("d9"), number=9).label == "policy@9"
     asyncio.run(models.drop_lost())
     assert selected(models, "policy@9") == "policy@9"
-    models.shelve({"policy@2": AdapterSource("/checkpoints/just removed")})
-    with pytest.raises(NotFound, match="'policy@2' is no longer there"):
-        selected(models, "policy@2")
+    just_removed = AdapterSource(os.path.abspath("checkpoints/just-removed"))
+    models.shelve({"policy@2": just_removed})
+    models.registry.announce("just-removed", just_removed)
+    for name in ("policy@2", "just-removed"):
+        with pytest.raises(NotFound, match=f"'{name}' is no longer there"):
+            selected(models, name)
     models.shelve({})
     asyncio.run(models.unsaved("first", SAVED))
     assert engine.unloaded == ["d1"], "with its checkpoint a version goes, too"
