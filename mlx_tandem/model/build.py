@@ -147,6 +147,7 @@ def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Repor
         measured.append((length, context, min(times[1:])))
         report("warming up", (done + 1) / (len(work) + 1))
     cost.fit(measured, [_decode_time(runner, info, rows) for rows in (1, 4, 16) if rows < info.num_blocks])
+    _draw_once(runner)
     _settle_dispatch(runner, info)
     report("warming up", 1.0)
 
@@ -166,6 +167,15 @@ def _decode_time(runner: MLXRunner, info: EngineInfo, rows: int) -> tuple[int, f
         runner.wait(runner.launch(plan))
         times.append((time.perf_counter() - started) * 1e3)
     return rows, min(times[1:])
+
+
+def _draw_once(runner: MLXRunner) -> None:
+    """A step that draws at random: its kernels are compiled when first met, and on a machine that has never run them
+    that can take longer than a step may before the engine is taken for hung."""
+    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=20, logprobs=1)
+    runner.wait(
+        runner.launch(StepPlan((Row(0, 0, 0, 0, (0,), [1], True),), seatings=(Seating(0, params, 0, 1, (0,)),)))
+    )
 
 
 def _settle_dispatch(runner: MLXRunner, info: EngineInfo) -> None:
