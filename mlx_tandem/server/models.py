@@ -15,7 +15,6 @@ from pathlib import Path
 
 from mlx_tandem import limits
 from mlx_tandem.adapters.aliases import AliasArm, Aliases
-from mlx_tandem.adapters.formats import CONFIG
 from mlx_tandem.adapters.registry import Counters, Entry, Registry
 from mlx_tandem.config import Arm, Config
 from mlx_tandem.engine.client import EngineClient
@@ -29,6 +28,7 @@ from mlx_tandem.errors import (
     TandemError,
     Timeout,
 )
+from mlx_tandem.server.adapter_root import AdapterRoot
 from mlx_tandem.server.log import log
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
@@ -67,9 +67,7 @@ class Models:
         self.aliases = Aliases()
         self._config = config
         self._client = client
-        root = os.path.abspath(config.adapter_root) if config.adapter_root else None
-        self._root = None if root is None else os.path.realpath(root)
-        self._root_names = (self._root, root)  # a caller may spell it through the links that lead there
+        self._root = AdapterRoot(config.adapter_root)
         self._first_reads: dict[str, asyncio.Task[None]] = {}
         self._lost: set[str] = set()  # digests that went with an earlier engine and are being made again
         self._shelf: dict[str, AdapterSource] = {}  # versions of the trained adapter that lie in checkpoints
@@ -170,23 +168,17 @@ class Models:
         return registry.source(name) or self._under_root(name)
 
     def _under_root(self, name: str) -> AdapterSource | None:
-        if self._root is None:
-            return None
         try:
             self.registry.check(name)
         except InvalidRequest:
             return None
-        folder = os.path.join(self._root, name)
-        if not os.path.isfile(os.path.join(folder, CONFIG)):
-            return None
-        with os.scandir(self._root) as there:  # where case does not count, another spelling is a file, too
-            return AdapterSource(folder, self._root) if any(e.name == name for e in there) else None
+        return self._root.find(name)
 
     # -- adapters -----------------------------------------------------------------------------------------------
 
     def source(self, name: str, path: str | None) -> AdapterSource:
-        """Where a caller's adapter is: the known folder of `name`, or `path` under the root, absolute or relative to
-        the root or to the server's own folder. Raises InvalidRequest naming `path`, NotFound naming `name`."""
+        """Where a caller's adapter is: the known folder of `name`, or `path` under the root. Raises InvalidRequest
+        naming `path`, NotFound naming `name`."""
         self._check(name)
         if path is None:
             found = self.registry.source(name) or self._under_root(name)
@@ -195,22 +187,7 @@ class Models:
                     f"no folder is known for the adapter {name[:140]!r}", param="name", code="adapter_not_found"
                 )
             return found
-        if self._root is None:
-            raise InvalidRequest(
-                "this server takes no paths: it was started without --adapter-root", param="path", code="no_paths"
-            )
-        if not path or "\0" in path or len(path) > 4096:
-            raise InvalidRequest("path must name a folder", param="path")
-        places = [os.path.normpath(os.path.join(start, path)) for start in (self._root, os.getcwd())]
-        inside = [
-            os.path.join(self._root, os.path.relpath(place, root))
-            for place in places
-            for root in self._root_names
-            if root is not None and os.path.commonpath((place, root)) == root and place != root
-        ]
-        if not inside:
-            raise InvalidRequest("path must lie under the server's adapter root", param="path", code="no_paths")
-        return AdapterSource(next((p for p in inside if os.path.isdir(p)), inside[0]), self._root)
+        return self._root.resolve(path)
 
     async def load(self, name: str, source: AdapterSource, pin: bool = False) -> Entry:
         """Read a folder and make it the current version of `name`; requests that run keep theirs."""
@@ -369,7 +346,7 @@ class Models:
                         self._lost.add(digest)
                     self._tell(digest)
             return
-        if self._root is not None:
+        if self._root.path is not None:
             await asyncio.to_thread(self._announce_root)
         for name, path in self._config.adapters:
             try:
@@ -388,20 +365,13 @@ class Models:
 
     def _announce_root(self) -> None:
         """Make every adapter folder under the root known by its name; what is not a legal name is passed over."""
-        assert self._root is not None
         found = 0
-        try:
-            with os.scandir(self._root) as folders:
-                for folder in folders:
-                    place = os.path.join(self._root, folder.name)
-                    if folder.name in self.base_names or not os.path.isfile(os.path.join(place, CONFIG)):
-                        continue
-                    try:
-                        self.registry.announce(folder.name, AdapterSource(place, self._root))
-                        found += 1
-                    except InvalidRequest as e:
-                        log("adapter folder passed over", folder=folder.name, reason=e.message)
-        except OSError as e:
-            problem = f"the adapter root {self._root} cannot be read: {e.strerror}"
-            raise InvalidRequest(problem, param="adapter_root") from e
-        log("adapter root read", root=self._root, adapters=found)
+        for name, source in self._root.folders():
+            if name in self.base_names:
+                continue
+            try:
+                self.registry.announce(name, source)
+                found += 1
+            except InvalidRequest as e:
+                log("adapter folder passed over", folder=name, reason=e.message)
+        log("adapter root read", root=self._root.path, adapters=found)

@@ -1,0 +1,64 @@
+"""The folder under which adapters may lie: its folders by name, and paths that callers give, never outside of it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+from mlx_tandem.adapters.formats import CONFIG
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.types import AdapterSource
+
+MAX_PATH = 4096  # characters
+
+
+class AdapterRoot:
+    """`path` as the settings have it; empty: there is none, and nothing lies under it."""
+
+    def __init__(self, path: str):
+        given = os.path.abspath(path) if path else None
+        self.path = os.path.realpath(given) if given else None
+        self._spellings = (self.path, given)  # a caller may spell it through the links that lead there
+
+    def find(self, name: str) -> AdapterSource | None:
+        """The adapter folder of exactly this name, which is a legal name of an adapter."""
+        if self.path is None:
+            return None
+        folder = os.path.join(self.path, name)
+        if not os.path.isfile(os.path.join(folder, CONFIG)):
+            return None
+        with os.scandir(self.path) as there:  # where case does not count, another spelling is a file, too
+            return AdapterSource(folder, self.path) if any(e.name == name for e in there) else None
+
+    def resolve(self, path: str) -> AdapterSource:
+        """`path`, absolute or relative to the root or to the server's own folder. Raises InvalidRequest naming `path`
+        unless it lies under the root."""
+        if self.path is None:
+            raise InvalidRequest(
+                "this server takes no paths: it was started without --adapter-root", param="path", code="no_paths"
+            )
+        if not path or "\0" in path or len(path) > MAX_PATH:
+            raise InvalidRequest("path must name a folder", param="path")
+        places = [os.path.normpath(os.path.join(start, path)) for start in (self.path, os.getcwd())]
+        inside = [
+            os.path.join(self.path, os.path.relpath(place, root))
+            for place in places
+            for root in self._spellings
+            if root is not None and os.path.commonpath((place, root)) == root and place != root
+        ]
+        if not inside:
+            raise InvalidRequest("path must lie under the server's adapter root", param="path", code="no_paths")
+        return AdapterSource(next((p for p in inside if os.path.isdir(p)), inside[0]), self.path)
+
+    def folders(self) -> Iterator[tuple[str, AdapterSource]]:
+        """Every adapter folder with its name, legal or not. Raises InvalidRequest when the root cannot be read."""
+        if self.path is None:
+            return
+        try:
+            with os.scandir(self.path) as there:
+                names = [e.name for e in there if os.path.isfile(os.path.join(e.path, CONFIG))]
+        except OSError as e:
+            problem = f"the adapter root {self.path} cannot be read: {e.strerror}"
+            raise InvalidRequest(problem, param="adapter_root") from e
+        for name in names:
+            yield name, AdapterSource(os.path.join(self.path, name), self.path)
