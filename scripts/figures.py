@@ -30,10 +30,12 @@ def figures() -> str:
         *(registry(name, _read(name)) for name in _names("registry*.json")),
         *(hot_swap(name, _read(name)) for name in _names("hot_swap*.json")),
         *(overload(name, _read(name)) for name in _names("overload*.json")),
+        *(prefix(name, _read(name)) for name in _names("prefix*.json")),
         *(learn(name, _read(name)) for name in _names("learn.json")),
         *(guard(name, _read(name)) for name in _names("learn-guard.json")),
         *(learn_beside(name, _read(name)) for name in _names("learn_beside*.json")),
         *(learn_device(name, _read(name)) for name in _names("learn_device*.json")),
+        *(learn_memory(name, _read(name)) for name in _names("learn_memory*.json")),
     ]
     return "\n".join(parts) if parts else "No figures are committed yet.\n"
 
@@ -152,6 +154,21 @@ def overload(name: str, result: dict[str, Any]) -> str:
     )
 
 
+def prefix(name: str, result: dict[str, Any]) -> str:
+    talk, group = result["conversation"], result["group"]
+    text = (
+        f"**Prompts that begin alike**, {result['shape']} model, {_where(result)} ([data]({_link(name)})). In a "
+        f"conversation of {len(talk['turns'])} turns {talk['cached_share']:.1%} of the prompts' tokens were there from "
+        "the second on.\n\n"
+    ) + _head("", "computed", "found", "times")
+    for row in result["first_token"]:
+        asked = f"first token of {row['prompt_tokens']:,}"
+        text += _row(asked, f"{row['cold_ms']:,.0f} ms", f"{row['hit_ms']:,.1f} ms", f"{row['ratio']:,.0f}")
+    asked = f"{group['requests']} answers to one prompt of {group['prompt_tokens']:,}"
+    without, found = group["without_ms"], group["with_ms"]
+    return text + _row(asked, f"{without:,.0f} ms", f"{found:,.0f} ms", f"{group['ratio']:.1f}")
+
+
 def learn(name: str, result: dict[str, Any]) -> str:
     runs = result["results"]
     text = (
@@ -211,6 +228,26 @@ def learn_device(name: str, result: dict[str, Any]) -> str:
         f"{learning['inter_token_ms']['p99'] / idle['inter_token_ms']['p99']:.2f}",
         f"{learning['training_share']:.2f}",
     )
+
+
+def learn_memory(name: str, result: dict[str, Any]) -> str:
+    ways, saved = result["ways"], result["saved"]
+    text = (
+        f"**Memory of learning beside serving**, {result['shape']}, {result['time'][:10]} ([data]({_link(name)})).\n\n"
+    )
+    text += _head("", "peak", "saved against serving and this in two processes")
+    text += _row("serving", f"{ways['serving']['peak_bytes'] / 1e9:.1f} GB", "")
+    text += _row("serving and learning", f"{ways['both']['peak_bytes'] / 1e9:.1f} GB", "")
+    for way, called in _TRAINERS:
+        text += _row(called, f"{ways[way]['peak_bytes'] / 1e9:.1f} GB", f"{saved[way]:.0%}")
+    return text
+
+
+_TRAINERS = (
+    ("learning", "learning alone"),
+    ("mlx-lm", "mlx-lm's LoRA trainer"),
+    ("mlx-lm checkpointed", "the same with checkpointing"),
+)
 
 
 def publishes(name: str) -> str:
