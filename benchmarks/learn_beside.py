@@ -38,7 +38,6 @@ from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.cli.bench.workloads import Load
 from mlx_tandem.cli.console import fail, show
 
-UPDATE_TOKENS = 2048
 WINDOW_SECONDS = 10.0
 MODES: dict[str, float | None] = {"idle": None, "70:30": 0.0, "10 a minute": 6.0, "30 a minute": 2.0}
 """Seconds from the start of one update to that of the next; 0: without a pause; None: no updates."""
@@ -50,6 +49,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each mode in a round")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--update-tokens", type=int, default=2048)
     parser.add_argument("--shape", help="a random model of this shape instead of the demo model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json-out", type=Path)
@@ -67,7 +67,7 @@ def main() -> None:
             options, targets = ["--random-weights", "--dtype", args.dtype], (None, "policy")
         with tandem("--config", str(settings), *options).running(model) as url:
             load = Load(url, prompt_tokens=32, max_tokens=args.max_tokens, validate=not args.shape)
-            result = run_loop(measure(load, targets, args.streams, args.seconds, args.repeats))
+            result = run_loop(measure(load, targets, args))
     if args.json_out:
         write(args.json_out, describe() | {"shape": args.shape or "demo"} | result)
     report(result)
@@ -75,11 +75,10 @@ def main() -> None:
         fail("running streams failed or changed")
 
 
-async def measure(
-    load: Load, targets: Sequence[str | None], streams: int, seconds: float, repeats: int
-) -> dict[str, Any]:
+async def measure(load: Load, targets: Sequence[str | None], args: argparse.Namespace) -> dict[str, Any]:
+    streams, seconds, repeats = args.streams, args.seconds, args.repeats
     client = await Client.open(load)
-    learner = Updates(load.url)
+    learner = Updates(load.url, args.update_tokens)
     await learner.post(0.0, perf_counter() + 0.1)  # the adapter that learns has a version from here on
     bodies = greedy(client, streams, targets)
     want: dict[int, Any] = {}
@@ -125,7 +124,7 @@ async def measure(
     client.close()
     return {
         "streams": streams,
-        "update_tokens": UPDATE_TOKENS,
+        "update_tokens": args.update_tokens,
         "rounds": rounds,
         "modes": {mode: _median(rounds, mode) for mode in MODES},
         "published": status["publishes"],
@@ -157,8 +156,9 @@ def _median(rounds: list[dict[str, Any]], mode: str) -> dict[str, float]:
 class Updates:
     """Posts updates, and reads what share of the device they had."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, tokens: int):
         self._url = url
+        self._tokens = tokens
         self._random = random.Random(0)
 
     async def post(self, every: float | None, until: float) -> tuple[int, list[float]]:
@@ -167,7 +167,7 @@ class Updates:
         count = 0
         due = perf_counter()
         while every is not None and perf_counter() < until:
-            body = {"trajectories": trajectories(self._random, UPDATE_TOKENS), "wait": True}
+            body = {"trajectories": trajectories(self._random, self._tokens), "wait": True}
             await call(self._url, "POST", "/v1/training/update", body)
             count += 1
             due += every

@@ -31,7 +31,6 @@ from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.engine.learning import Datum
 
 PROMPT, COMPLETION = 32, 96
-UPDATE = 16  # completions: 2,048 tokens
 RATE = 1e-4
 
 
@@ -111,10 +110,10 @@ def sampled(engine: Engine, adapter: str | None, count: int, seed: int) -> tuple
     return data, model
 
 
-def agreement(engine: Engine, trainer: Trainer) -> dict[str, float]:
+def agreement(engine: Engine, trainer: Trainer, completions: int) -> dict[str, float]:
     """Of the trainer's logprobs with the sampler's."""
     label = trainer.publish()
-    data, model = sampled(engine, label, 2 * UPDATE, seed=7)
+    data, model = sampled(engine, label, completions, seed=7)
     result = trainer.forward(data, "importance_sampling")
     d = [p - q for ps, qs in zip(result.model_logprobs, model, strict=True) for p, q in zip(ps, qs, strict=True)]
     return {
@@ -132,9 +131,9 @@ def timed(times: dict[str, list[float]], name: str, call: Any) -> Any:
     return result
 
 
-def measure(engine: Engine, streams: int, seconds: float, repeats: int) -> dict[str, Any]:
+def measure(engine: Engine, streams: int, seconds: float, repeats: int, completions: int) -> dict[str, Any]:
     trainer = engine.trainer("learner", rank=16)
-    data, _ = sampled(engine, None, UPDATE, seed=1)
+    data, _ = sampled(engine, None, completions, seed=1)
     times: dict[str, list[float]] = {}
     serving_peak = engine.stats.peak_memory
 
@@ -146,7 +145,7 @@ def measure(engine: Engine, streams: int, seconds: float, repeats: int) -> dict[
     for _ in range(4):
         update()
     alone = {name: spread(values[1:], 1.0) for name, values in times.items()}
-    agrees = agreement(engine, trainer)
+    agrees = agreement(engine, trainer, 2 * completions)
     print(f"agreement {agrees}\nalone {alone}", file=sys.stderr, flush=True)
     readers = Streams(engine, streams, "learner")
     readers.run(min(5.0, seconds), None)
@@ -159,7 +158,7 @@ def measure(engine: Engine, streams: int, seconds: float, repeats: int) -> dict[
     return {
         "info": {"device": engine.info.device, "dtype": engine.info.dtype, "parameters": engine.info.parameters},
         "trainer_parameters": trainer.info.parameters,
-        "update_tokens": UPDATE * (PROMPT + COMPLETION),
+        "update_tokens": completions * (PROMPT + COMPLETION),
         "streams": streams,
         "agreement": agrees,
         "update_alone": alone,
@@ -176,6 +175,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--completions", type=int, default=16, help="of an update; 16 are 2,048 tokens")
     parser.add_argument("--json-out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-device-") as scratch:
@@ -187,7 +187,7 @@ def main() -> None:
             model = write_model(Path(scratch) / args.shape, shape, weights=small)
             options["random_weights"] = not small
         with Engine(model, {}, **options) as engine:
-            result = measure(engine, args.streams, args.seconds, args.repeats)
+            result = measure(engine, args.streams, args.seconds, args.repeats, args.completions)
     if args.json_out:
         args.json_out.parent.mkdir(parents=True, exist_ok=True)
         whole = describe() | {"shape": args.shape or "demo"} | result

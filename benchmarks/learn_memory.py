@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from learn_device import COMPLETION, PROMPT, RATE, UPDATE, Streams, sampled
+from learn_device import COMPLETION, PROMPT, RATE, Streams, sampled
 
 from mlx_tandem import demo
 from mlx_tandem.api import Engine
@@ -29,6 +29,7 @@ from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.engine.learning import Batch, Datum, LossConfig, TrainerSpec
 
 RANK = 16
+UPDATE = 16  # completions: 2,048 tokens
 WAYS = ("learning", "serving", "both", "slices", "mlx-lm", "mlx-lm checkpointed")
 UPDATES = 4
 

@@ -49,6 +49,7 @@ SETTINGS: dict[str, Range] = {  # by their place in config.py
     "engine.cache.block_size": Range(1, 1024, integer=True),
     "engine.cache.num_blocks": Range(0, 2_147_483_647, integer=True),
     "engine.cache.memory_fraction": Range(0.01, 0.95),
+    "engine.cache.kv_bits": Range(4, 16, integer=True),
     "engine.cache.kv_group_size": Range(8, 1024, integer=True),
     "engine.scheduler.max_num_seqs": Range(1, 4096, integer=True),
     "engine.scheduler.max_chunk_tokens": Range(1, 1_048_576, integer=True),

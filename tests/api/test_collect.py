@@ -202,7 +202,7 @@ def test_a_client_that_leaves_leaves_nothing(tmp_path):
         ({"scoring_function": "gsm8k", "metadata": {}}, "metadata.answer"),
         ({"scoring_function": "gsm8k", "metadata": None}, "metadata.answer"),
         ({"scoring_function": "os.system"}, "scoring_function"),
-        ({"scoring_function": {"contains": "x"}}, "scoring_function"),
+        ({"scoring_function": {"contains": "x"}}, "scoring_function.contains"),
         ({"scoring_function": []}, "scoring_function"),
         ({"scoring_function": 3}, "scoring_function"),
         ({"scoring_function": None}, "scoring_function"),

@@ -70,13 +70,15 @@ SHORT = {
         *("--promises", "1"),
     ],
     "benchmarks/learn.py": ["--seeds", "1", "--steps", "1", "--runs", "true"],
-    "benchmarks/learn_beside.py": ["--streams", "2", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4"],
+    "benchmarks/learn_beside.py": [
+        *("--streams", "2", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4", "--update-tokens", "64")
+    ],
     "benchmarks/publishes.py": [
         *("--publishes", "1", "--streams", "8", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4")
     ],
     "benchmarks/train_together.py": ["--examples", "8", "--repeats", "1"],
     "benchmarks/disk_cache.py": ["--blocks", "4", "--block-kb", "64", "--repeats", "1", "--records", "100"],
-    "benchmarks/learn_device.py": ["--streams", "1", "--seconds", "0.2", "--repeats", "1"],
+    "benchmarks/learn_device.py": ["--streams", "1", "--seconds", "0.2", "--repeats", "1", "--completions", "2"],
 }
 
 SETTINGS = {"command-line.md": "tandem.yaml", "learning.md": "learning.yaml"}
