@@ -20,7 +20,7 @@ class ModelConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int = 16
     num_blocks: int = 0  # 0: from memory_fraction
-    memory_fraction: float = 0.6  # of what the device has left after the weights
+    memory_fraction: float = 0.6  # of what the device has left after weights and activations
     prefix_caching: bool = True  # keep what is computed for prompts that begin alike
     kv_bits: Literal[4, 8, 16] = 16  # of a cached number; 16: as the model computes it
     kv_group_size: int = 64  # numbers that share a scale, at least; matters to 4 and 8 bits
@@ -43,7 +43,7 @@ class DiskCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64
-    max_chunk_tokens: int = 1024  # of one prefill step
+    max_chunk_tokens: int = 1024  # prompt tokens of one step
     prefill_share: float = 0.6  # of a decode step's time, while others decode
     idle_prefill_ms: float = 200.0  # of one prefill step, while nobody decodes
     prefill_batch_size: int = 0  # prompts read in one step; 0: as many as the time allows
@@ -69,6 +69,7 @@ class DutyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     training: float = 0.3
     inter_token_p95_ms: float = 0.0  # learning waits while streams are slower than this; 0: no such limit
     micro_batch_tokens: int = 0  # of one forward and backward; 0: from the device
+    trainer_rank: int = 0  # memory is kept for a trainer of this rank from the start; 0: for none
 
 
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):

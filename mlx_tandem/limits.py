@@ -112,6 +112,7 @@ SETTINGS |= {
     "engine.duty.training": Range(0.0, 1e6),
     "engine.duty.inter_token_p95_ms": Range(0.0, 60_000.0),
     "engine.duty.micro_batch_tokens": Range(0, 1_048_576, integer=True),
+    "engine.duty.trainer_rank": Range(0, 512, integer=True),
     "rl_training.lora_rank": LEARNING["rank"],
     "rl_training.lora_alpha": LEARNING["alpha"],
     "rl_training.seed": LEARNING["trainer_seed"],

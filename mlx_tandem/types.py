@@ -113,6 +113,23 @@ class AdapterInfo(Struct, frozen=True):
     memory_bytes: int  # once loaded
 
 
+class MemoryBudget(Struct, frozen=True):
+    """How the device's memory is divided, decided once at start. Bytes."""
+
+    limit: int = 0  # what the device has for this process
+    weights: int = 0
+    activations: int = 0  # the most that steps need beside everything else
+    learning: int = 0  # a trainer and one micro-batch of it
+    pool: int = 0  # keys and values
+    adapter_slots: int = 0  # what they may grow to, as adapters of higher ranks and other linears come
+    adapter_slots_wanted: int = 0  # every slot at the highest rank over every linear
+    block_bytes: int = 0  # of the pool
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.learning + self.pool + self.adapter_slots
+
+
 class EngineInfo(Struct, frozen=True):
     """What a ready engine serves and on what."""
 
@@ -136,6 +153,7 @@ class EngineInfo(Struct, frozen=True):
     attention_backend: str
     lora_backend: str
     load_seconds: float
+    memory: MemoryBudget = MemoryBudget()
 
 
 class EngineStats(Struct, frozen=True):

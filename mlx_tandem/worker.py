@@ -19,10 +19,7 @@ from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.core import EngineCore, EngineFailure
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import TandemError
-from mlx_tandem.types import AdapterSource
-
-MICRO_BATCH_TOKENS = {"cpu": 256, "gpu": 4096}
-"""Of one forward and backward: a slice of it is one layer, and streams wait for a slice."""
+from mlx_tandem.types import AdapterSource, MemoryBudget
 
 EXIT_FAILURE = 70  # EX_SOFTWARE: the supervisor starts another
 log = logging.getLogger("mlx_tandem.engine")
@@ -88,6 +85,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.kv.prefix import PrefixCache
     from mlx_tandem.model import device
     from mlx_tandem.model.build import build
+    from mlx_tandem.model.footprint import MICRO_BATCH_TOKENS
     from mlx_tandem.training.device.trainers import Trainers
 
     weights: dict[str, AdapterWeights] = {}
@@ -104,9 +102,19 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
+        limits=built.step_limits,
     )
     built.warm_up(scheduler.cost)
-    linears, layers, uploads = built.linears, built.layers, built.uploads  # other threads must not hold the model
+    linears, layers, uploads, room = (
+        built.linears,
+        built.layers,
+        built.uploads,
+        built.slot_room,
+    )  # other threads must not hold the model
+
+    def prepare(weights: AdapterWeights) -> None:
+        room.promise(weights.info.rank, weights.tensors)
+        uploads.prepare(weights)
 
     def read(source: AdapterSource) -> AdapterWeights:
         weights = formats.read(
@@ -117,7 +125,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
             follow_links=source.follow_links,
             root=Path(source.root) if source.root is not None else None,
         )
-        uploads.prepare(weights)
+        prepare(weights)
         return weights
 
     def trainers() -> Trainers:
@@ -128,7 +136,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
             micro_batch_tokens=config.duty.micro_batch_tokens
             or MICRO_BATCH_TOKENS["cpu" if device.is_cpu() else "gpu"],
             most_tokens=info.max_model_len,
-            prepare=uploads.prepare,
+            prepare=prepare,
         )
 
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
@@ -150,6 +158,18 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     )
     channel.send([m.Ready(info)])
     return core
+
+
+def plan(config: EngineConfig) -> tuple[MemoryBudget, int, str]:
+    """How an engine of these settings would divide this device's memory, its longest sequence, and the device's name;
+    no weight is read. Raises ModelError. The calling thread is done with MLX after it."""
+    from mlx_tandem.model import device
+    from mlx_tandem.model.build import plan as planned
+
+    try:
+        return *planned(config), device.describe()
+    finally:
+        device.leave_thread()
 
 
 class _Watchdog:

@@ -11,7 +11,7 @@ from mlx_tandem.cli.adapters import adapters
 from mlx_tandem.cli.bench.commands import bench
 from mlx_tandem.cli.cache import cache
 from mlx_tandem.cli.checkpoints import checkpoints
-from mlx_tandem.cli.command import Background, File, Folder, Root, ServeCommand, run, with_every_setting
+from mlx_tandem.cli.command import Background, DryRun, File, Folder, Root, ServeCommand, run, with_every_setting
 from mlx_tandem.cli.demo.commands import demo
 from mlx_tandem.cli.programs import CALLERS
 from mlx_tandem.cli.train import train
@@ -57,10 +57,11 @@ def serve(
     *,
     config: File = None,
     daemon: Background = False,
+    dry_run: DryRun = False,
     **given: Any,
 ) -> None:
     """Serve a model and its adapters over HTTP. Flags of vLLM, mlx-lm-server, MOLA and mlx-server are taken too."""
-    run(ctx, ("serve",), folder, config, daemon, given)
+    run(ctx, ("serve",), folder, config, daemon, given, dry_run=dry_run)
 
 
 app.command(cls=ServeCommand)(with_every_setting(serve))

@@ -22,6 +22,10 @@ Folder = Annotated[
 File = Annotated[Path | None, typer.Option(help="YAML file with any of these settings (docs/command-line.md).")]
 Background = Annotated[bool, typer.Option("--daemon", help="Go on in the background once the server is ready.")]
 
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print how memory would be divided and what fits, and end: nothing is loaded.")
+]
+
 
 @dataclass(frozen=True)
 class Root:
@@ -68,6 +72,8 @@ def run(
     daemon: bool,
     given: Mapping[str, Any],
     defaults: Mapping[str, object] | None = None,
+    *,
+    dry_run: bool = False,
 ) -> NoReturn:
     """The server of `tandem COMMAND` in the foreground or the background, with the options that were given.
 
@@ -82,6 +88,11 @@ def run(
         "alias": split_arms(given["alias"]),
         "lora_target_modules": split_words(given["lora_target_modules"]),
     }
+    if dry_run:
+        from mlx_tandem.cli.dry_run import show
+
+        show(config, settings, ctx.obj.called_as, defaults)
+        raise SystemExit(0)
     if not daemon:
         from mlx_tandem.cli.serve import serve
 

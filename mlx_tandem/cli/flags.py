@@ -54,8 +54,6 @@ FLAGS: dict[str, Flag] = {
     "--cache-routed-decode-sessions": Flag(f"{_ONE_BATCH}; adapters that --max-loras has room for stay on the device"),
     "--detached-shared-decode-owner": Flag("the engine is always a process of its own, with one decode loop"),
     # mlx-lm-server
-    "--max-kv-size": Flag("--num-blocks times --block-size is the pool's size in tokens", value=True),
-    "--sequence-cache-size": Flag(_IN_THE_POOL, value=True),
     "--ssd-cache-dir": Flag(_NO_DISK, value=True),
     "--no-ssd": Flag("this version keeps nothing on disk"),
     "--ssd-ttl-days": Flag(_NO_DISK, value=True),
@@ -198,6 +196,14 @@ class _Line:
         while self._model_known and self._rest and not self._rest[0].startswith("-"):
             yield from ("--served-model-name", self._rest.popleft())
 
+    def sequence_cache_size(self) -> Iterator[str]:
+        """mlx-lm-server's: how many sequences it keeps; 0 is off. Here blocks are kept, as many as the pool has."""
+        value = self._value("--sequence-cache-size")
+        if value == "0":
+            yield "--no-enable-prefix-caching"
+        else:
+            self.warnings.append(f"--sequence-cache-size has no effect here: {_IN_THE_POOL}")
+
     def dtype(self) -> Iterator[str]:
         value = self._value("--dtype")
         yield from ("--dtype", DTYPES.get(value, value))
@@ -212,6 +218,7 @@ SPELLINGS: dict[str, Callable[[_Line], Iterator[str]]] = {
     "--lora-modules": _Line.lora_modules,
     "--adapter-path": _Line.adapter_path,
     "--served-model-name": _Line.served_model_name,
+    "--sequence-cache-size": _Line.sequence_cache_size,
     "--dtype": _Line.dtype,
     "--mode": _Line.mode,
 }

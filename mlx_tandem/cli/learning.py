@@ -37,7 +37,7 @@ def settle(config: Config, options: Mapping[str, object]) -> Config:
     _check(config)
     if config.rl_training.atropos_url:
         warn(f"'rl_training.atropos_url' has no effect here: {FLAGS['--atropos-url'].text}")
-    return _scored(config)
+    return _with_room(_scored(config))
 
 
 def _check(config: Config) -> None:
@@ -65,6 +65,14 @@ def _check(config: Config) -> None:
         )
     if source and source not in adapters and not config.adapter_root:
         raise InvalidRequest(f"'rl_training.init_from' is '{source}', but no adapter of this name is served")
+
+
+def _with_room(config: Config) -> Config:
+    """The engine keeps memory for the trainer that it will be asked for."""
+    replace, duty = msgspec.structs.replace, config.engine.duty
+    if not duty.trainer_rank:
+        duty = replace(duty, trainer_rank=config.rl_training.lora_rank)
+    return replace(config, engine=replace(config.engine, duty=duty))
 
 
 def _scored(config: Config) -> Config:

@@ -33,7 +33,7 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("engine.model.dtype", "--dtype", "auto: float32 on a CPU, else the model's own."),
         Option(
             "engine.model.max_model_len",
-            "--max-model-len --ctx-size",
+            "--max-model-len --ctx-size --max-kv-size",
             "Longest prompt and answer, in tokens; at most the model's own.",
         ),
         Option("engine.model.random_weights", "--random-weights", "Read the shapes only, for benchmarks."),
@@ -125,7 +125,7 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option(
             "engine.cache.memory_fraction",
             "--memory-fraction --gpu-memory-utilization",
-            "Share of the memory left after the weights that blocks may take.",
+            "Share of the memory left after weights and activations that blocks may take.",
         ),
         Option(
             "engine.cache.prefix_caching",

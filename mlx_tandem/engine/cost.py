@@ -15,6 +15,12 @@ def padded_length(tokens: int) -> int:
     return -(-tokens // LENGTHS[-1]) * LENGTHS[-1]
 
 
+def longest_within(pairs: int, context: int) -> int:
+    """The longest padded length, at least the shortest, of a chunk behind `context` tokens whose queries and the
+    positions that they see make at most so many pairs."""
+    return max((n for n in LENGTHS if n * (context + n) <= pairs), default=LENGTHS[0])
+
+
 class CostModel:
     """What parts of a step take, in milliseconds:
 

@@ -21,7 +21,8 @@ from operator import attrgetter
 
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
-from mlx_tandem.engine.cost import CostModel, padded_length
+from mlx_tandem.engine.budget import UNLIMITED, StepLimits
+from mlx_tandem.engine.cost import CostModel, longest_within, padded_length
 from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, Seating, StepPlan, StepResult, scored_positions
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.engine.tables import Tables
@@ -61,6 +62,7 @@ class Scheduler:
         max_model_len: int,
         vocab_size: int,
         eos_token_ids: Iterable[int],
+        limits: StepLimits = UNLIMITED,
     ):
         self._config = config
         self._tables = tables
@@ -71,6 +73,7 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self.cost = CostModel()
         self._scored_positions = scored_positions(vocab_size)
+        self._pairs = limits.pairs * 4 // 5  # tables are padded, by at most a quarter
         # Both by priority, then first come first.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -222,7 +225,7 @@ class Scheduler:
         return [s for s in self._running if s.request.id not in left_out]
 
     def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> None:
-        """Chunks of prompts while their predicted time fits the budget, at least one.
+        """Chunks of prompts while their predicted time and their tokens fit the budgets, at least one.
 
         Streams that decode give a share of their time to prompts, a larger one when many wait.
         """
@@ -233,26 +236,31 @@ class Scheduler:
             share = config.prefill_share * max(1.0, _HURRY * len(reading) / len(rows))
             budget = min(budget, share * self.cost.decode(len(rows)))
         most = config.prefill_batch_size or len(reading)
+        room = config.max_chunk_tokens
         chunks = scored = 0
         for s in reading:
             if s.seat < 0:
                 continue
             limit = s.prompt_length - 1 if s.followers else len(s.tokens)
-            n = min(limit - s.scheduled, config.max_chunk_tokens)
+            longest = min(config.max_chunk_tokens, longest_within(self._pairs, s.scheduled))
+            n = min(limit - s.scheduled, longest)
             if s.targets(s.scheduled, s.scheduled + n):
                 n = min(n, self._scored_positions - scored)
                 if n <= 0:
                     continue
+            if chunks and padded_length(n) > room:
+                break
             cost = self.cost.predict(padded_length(n), s.scheduled)
             if cost > _WHOLE * budget:  # else the rest goes in one chunk: cutting it costs more than it saves
                 if chunks:
                     break
-                n = min(n, self.cost.affordable(s.scheduled, budget, config.max_chunk_tokens))
+                n = min(n, self.cost.affordable(s.scheduled, budget, longest))
                 cost = self.cost.predict(padded_length(n), s.scheduled)
             if self._reserve(s, s.scheduled + n, rows):
                 rows.append(self._row(s, tuple(s.tokens[s.scheduled : s.scheduled + n])))
                 scored += padded_length(n) if rows[-1].targets else 0
                 budget -= cost
+                room -= padded_length(n)
                 chunks += 1
                 if chunks == most:
                     break

@@ -12,22 +12,26 @@ import mlx.nn as nn
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import EngineConfig
+from mlx_tandem.engine.budget import Needs, StepLimits, divide
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
-from mlx_tandem.errors import ModelError
-from mlx_tandem.model import cpu, device, probe
+from mlx_tandem.model import cpu, device, footprint, probe
 from mlx_tandem.model.attention import hook, portable
 from mlx_tandem.model.clone import clone
+from mlx_tandem.model.footprint import SlotRoom
+from mlx_tandem.model.kvcache import LayerShape
 from mlx_tandem.model.loader import Report, load
 from mlx_tandem.model.lora import LoraState
 from mlx_tandem.model.runner import Flight, MLXRunner
 from mlx_tandem.model.uploads import Uploads
-from mlx_tandem.types import EngineInfo, SamplingParams
+from mlx_tandem.types import EngineInfo, MemoryBudget, SamplingParams
 
 log = logging.getLogger(__name__)
 
 _CPU_POOL_BYTES = 512 << 20
-"""A CPU shares its memory with everything else on the machine: the pool takes at most this unless told."""
+_CPU_ACTIVATION_BYTES = 256 << 20
+"""A CPU shares its memory with everything else on the machine: the pool takes at most this unless told, and steps are
+cut from here on, unless they could not be done at all then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,14 @@ class Built:
     twin: nn.Module  # the model's modules once more, untouched, over the same weights
     adapter_dtype: mx.Dtype
     uploads: Uploads
+    step_limits: StepLimits
+    slot_room: SlotRoom
 
 
 def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: Report) -> Built:
     """Load the model, check it, size the pool. Raises ModelError. Call it on the thread that will run the steps."""
     started = time.monotonic()
+    limit = device.memory_limit()  # before anything is taken of it
     model = load(config.model, report)
     twin = clone(model.module)  # before anything of the served tree is changed
     hook.install()
@@ -56,14 +63,15 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
     shapes = probe.layer_shapes(model)
     vocab_size = probe.vocabulary(model)
     axes = probe.mask_axes(model, shapes, vocab_size)
-    if config.cache.kv_bits < 16:
-        shapes = [s.quantised(config.cache.kv_bits, config.cache.kv_group_size) for s in shapes]
+    shapes = _in_pool(config, shapes)
     lora = LoraState(model.module, config.lora, model.dtype)
+    needs = footprint.needs(config, model, shapes, vocab_size, lora.linears(), lora.dtype)
+    memory = _divide(config, limit, needs)
+    step_limits = needs.step.within(memory.activations)
+    mx.set_cache_limit(memory.activations)  # freed arrays that MLX keeps for the next ones are a step's
     per_token = sum(s.bytes_per_token() for s in shapes)
     block_size = config.cache.block_size
-    num_blocks = config.cache.num_blocks or _pool_blocks(config, per_token, model.max_model_len)
-    if num_blocks < 2:
-        raise ModelError("there is no memory left for a KV pool; choose a smaller model", param="num_blocks")
+    num_blocks = memory.pool // memory.block_bytes
     runner = MLXRunner(
         model,
         shapes,
@@ -74,6 +82,7 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
         block_size=block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
         mask_axes=axes,
+        limits=step_limits,
     )
     info = EngineInfo(
         model=config.model.path,
@@ -96,6 +105,7 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
         attention_backend=portable.NAME,
         lora_backend=lora.backend,
         load_seconds=time.monotonic() - started,
+        memory=memory,
     )
     return Built(
         runner,
@@ -108,17 +118,33 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
         twin,
         lora.dtype,
         lora.uploads,
+        step_limits,
+        SlotRoom(lora.linears(), config.lora.max_loras, lora.dtype.size, memory.adapter_slots),
     )
 
 
-def _pool_blocks(config: EngineConfig, bytes_per_token: int, max_model_len: int) -> int:
-    """As many blocks as the memory fraction holds, but no more than all sequences at full length could use."""
-    budget = max(device.memory_limit() - int(mx.get_active_memory()), 0) * config.cache.memory_fraction
-    if device.is_cpu():
-        budget = min(budget, _CPU_POOL_BYTES)
-    block = bytes_per_token * config.cache.block_size
-    most = config.scheduler.max_num_seqs * -(-max_model_len // config.cache.block_size)
-    return min(int(budget // block), most) + 1
+def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
+    """The budget that `build` would come to, and the longest sequence; no weight is read. Raises ModelError."""
+    limit = device.memory_limit()
+    model = load(config.model, lambda stage, fraction: None, evaluate=False)
+    shapes = _in_pool(config, probe.layer_shapes(model))
+    lora = LoraState(model.module, config.lora, model.dtype)
+    needs = footprint.needs(config, model, shapes, probe.vocabulary(model), lora.linears(), lora.dtype)
+    memory = _divide(config, limit, needs)
+    longest = min(model.max_model_len, (memory.pool // memory.block_bytes - 1) * config.cache.block_size)
+    return memory, longest
+
+
+def _in_pool(config: EngineConfig, shapes: list[LayerShape]) -> list[LayerShape]:
+    if config.cache.kv_bits == 16:
+        return shapes
+    return [s.quantised(config.cache.kv_bits, config.cache.kv_group_size) for s in shapes]
+
+
+def _divide(config: EngineConfig, limit: int, needs: Needs) -> MemoryBudget:
+    if not device.is_cpu():
+        return divide(config, limit, needs)
+    return divide(config, limit, needs, most_pool=_CPU_POOL_BYTES, most_activations=_CPU_ACTIVATION_BYTES)
 
 
 def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Report) -> None:
@@ -149,6 +175,7 @@ def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Repor
     cost.fit(measured, [_decode_time(runner, info, rows) for rows in (1, 4, 16) if rows < info.num_blocks])
     _draw_once(runner)
     _settle_dispatch(runner, info)
+    mx.reset_peak_memory()
     report("warming up", 1.0)
 
 

@@ -77,15 +77,27 @@ def memory_limit() -> int:
 
 
 def _available_ram() -> int:
+    """What the machine has free, or less where a container has less left."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/proc/meminfo") as f:
-            fields = dict(line.split(":", 1) for line in f)
-        total = min(total, int(fields["MemAvailable"].split()[0]) * 1024)
-        with open("/sys/fs/cgroup/memory.max") as f:
-            text = f.read().strip()
-        if text.isdigit():
-            total = min(total, int(text))
-    except (OSError, KeyError, ValueError):
-        pass
+    if (available := _fields("/proc/meminfo").get("MemAvailable:")) is not None:
+        total = min(total, available * 1024)
+    for limit, used, stat, cached in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        most, now = (_fields(f"/sys/fs/cgroup/{name}", named=False).get("", None) for name in (limit, used))
+        if most is not None and now is not None:
+            files = _fields(f"/sys/fs/cgroup/{stat}").get(cached, 0)  # given back when somebody needs it
+            total = min(total, max(most - max(now - files, 0), 0))
     return total
+
+
+def _fields(path: str, *, named: bool = True) -> dict[str, int]:
+    """The numbers of one of the kernel's files, by the word before each; none where there is no such file."""
+    try:
+        with open(path) as f:
+            lines = [line.split() for line in f]
+    except OSError:
+        return {}
+    pairs = [line[:2] if named else ["", line[0]] for line in lines if len(line) > named]
+    return {name: int(value) for name, value in pairs if value.isdigit()}

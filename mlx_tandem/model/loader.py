@@ -28,7 +28,7 @@ Report = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """An evaluated model and what its folder says of it."""
+    """A model and what its folder says of it."""
 
     module: nn.Module
     model_type: str
@@ -38,10 +38,13 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
+    heads: int  # of queries
 
 
-def load(config: ModelConfig, report: Report) -> LoadedModel:
-    """Load `config.path`; `report(stage, fraction)` is called as the weights come in. Raises ModelError."""
+def load(config: ModelConfig, report: Report, *, evaluate: bool = True) -> LoadedModel:
+    """Load `config.path`; `report(stage, fraction)` is called as the weights come in. Raises ModelError.
+
+    Unless `evaluate`, no weight is read: there are shapes, and nothing must be computed with them."""
     path = Path(config.path)
     settings = _read_settings(path)
     if "model_file" in settings:
@@ -59,7 +62,8 @@ def load(config: ModelConfig, report: Report) -> LoadedModel:
         raise ModelError(f"{path}: {_first_line(e)}") from e
     module.eval()
     dtype = _cast(module, config)
-    _evaluate(module, report)
+    if evaluate:
+        _evaluate(module, report)
     text = settings.get("text_config", settings)
     limit = int(text.get("max_position_embeddings") or DEFAULT_MAX_MODEL_LEN)
     if config.max_model_len > limit:
@@ -74,6 +78,7 @@ def load(config: ModelConfig, report: Report) -> LoadedModel:
         int(text.get("vocab_size") or settings.get("vocab_size") or 0),
         _eos(settings),
         min(config.max_model_len or limit, limit),
+        int(text.get("num_attention_heads") or text.get("n_head") or 32),
     )
 
 

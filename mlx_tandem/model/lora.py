@@ -21,12 +21,12 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.model.adapted import Target, adapt, find_targets
+from mlx_tandem.model.footprint import bucket
 from mlx_tandem.model.mixin import mix_in
 from mlx_tandem.model.routes import WINDOW, Ids, Layout, lay_out, read
 from mlx_tandem.model.stack import Stack
 from mlx_tandem.model.uploads import Uploads
 
-SMALLEST_RANK = 8
 KEEP_ROUTES = 64
 
 
@@ -119,9 +119,7 @@ class LoraState:
 
     def _grow(self, weights: AdapterWeights) -> bool:
         """Room for the rank and the modules of `weights`; True when there was none."""
-        rank = max(self.rank, SMALLEST_RANK)
-        while rank < weights.info.rank:
-            rank *= 2
+        rank = max(self.rank, bucket(weights.info.rank))
         wider = rank > self.rank
         self.rank = rank
         changed = False

@@ -8,7 +8,7 @@ go in as arguments and come back as results, written in place since nobody else 
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.adapters.formats import AdapterWeights
+from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import CARRY, DeviceError, Row, StepPlan, StepResult
 from mlx_tandem.model import cpu, device
@@ -29,7 +30,7 @@ from mlx_tandem.model.rope import SharedAngles
 from mlx_tandem.model.routes import Layout
 from mlx_tandem.model.sampler import SamplingArrays, SamplingFlags, Seen, sample, score
 from mlx_tandem.model.seats import Seats
-from mlx_tandem.model.shapes import blocks_read, row_count, split_by_context, table_width
+from mlx_tandem.model.shapes import blocks_read, cut, row_count, split_by_context, table_width
 from mlx_tandem.types import TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -40,8 +41,16 @@ VIEW_BLOCKS = 32
 MANY_TOKENS = 64
 """Tokens of a forward from which its products are worth every core."""
 
-MAX_COMPILED = 1024
-"""Compiled steps that are kept; shapes and sampling flags take few values each, but their product is large."""
+MAX_COMPILED = 256
+"""Compiled steps that are kept, those last used. Shapes and sampling flags take few values each, but their product is
+large, and a step takes 0.2 MB of the host's memory for each layer."""
+
+
+KEPT_SAMPLING = 4
+"""Sets of rows whose sampling arrays are kept: the parts of a step; each may be as wide as the vocabulary."""
+
+KEPT_ARRAYS = 64
+"""Small arrays of sets of rows that are kept: tables, tokens, seats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +107,7 @@ class MLXRunner:
         block_size: int,
         max_num_seqs: int,
         mask_axes: int,
+        limits: StepLimits = UNLIMITED,
     ):
         self._model: Any = model.module
         self._head = HeadSelector.of(model.module)
@@ -107,11 +117,14 @@ class MLXRunner:
         self._num_blocks = num_blocks
         self._block_size = block_size
         self._mask_axes = mask_axes
+        self._limits = limits
         self._seats = Seats(max_num_seqs, vocab_size)
         self._caches = [PagedCache(shape) for shape in layers]
         self._pool = KVArrays(layers, num_blocks, block_size)
-        self._steps: dict[_Key, Callable[..., Any]] = {}
+        self._steps: OrderedDict[_Key, Callable[..., Any]] = OrderedDict()
+        self._compiled = 0  # since start
         self._cached: dict[Any, Any] = {}  # arrays of the present set of rows
+        self._recent: OrderedDict[Any, tuple[SamplingFlags, list[mx.array]]] = OrderedDict()  # may be a vocabulary wide
         # Where operations in flight hold their inputs' buffers (MLX's CPU back end does), a write dispatched behind a
         # read of the pool would copy the pool. There each part is built while the one before it runs, and dispatched
         # when that is done. Whether this device needs it is measured at start.
@@ -136,7 +149,7 @@ class MLXRunner:
             for slot, digest in plan.uploads:
                 if self._lora.install(slot, self._weights[digest]):
                     self._steps.clear()
-            compiled = len(self._steps)
+            compiled = self._compiled
             parts = self._copy_blocks(plan.copies) if plan.copies else []
             for seating in plan.seatings:
                 self._seats.take(seating)
@@ -146,7 +159,7 @@ class MLXRunner:
         except Exception as e:
             log.exception("a step could not be launched")
             raise DeviceError(f"{type(e).__name__}: {e}") from e
-        return Flight(plan, parts, cold=len(self._steps) != compiled)
+        return Flight(plan, parts, cold=self._compiled != compiled)
 
     def _dispatch(self) -> None:
         while self._built and not (self.one_at_a_time and self._running is not None):
@@ -183,6 +196,7 @@ class MLXRunner:
     def reset(self) -> None:
         self._steps.clear()
         self._cached.clear()
+        self._recent.clear()
         self._seats.forget_counts()
         self._built.clear()
         self._running = None
@@ -195,13 +209,18 @@ class MLXRunner:
 
     def _rectangles(self, rows: Sequence[Row]) -> list[list[int]]:
         """Indices of rows that run as one forward: by padded length, those apart that need logits of all positions, and
-        decodes apart when contexts differ much."""
+        decodes apart when contexts differ much. What would need more memory than there is for it is cut."""
         blocks = [blocks_read(r, self._block_size) for r in rows]
         by_length: dict[tuple[int, bool], list[int]] = {}
         for i, r in enumerate(rows):
             n = len(r.tokens)
             by_length.setdefault((1 if n == 1 else padded_length(n), bool(r.targets)), []).append(i)
-        return [part for group in by_length.values() for part in split_by_context(group, blocks)]
+        pieces = []
+        for (length, _), group in by_length.items():
+            positions = min(self._limits.positions, self._limits.pairs // length)
+            for part in split_by_context(group, blocks):
+                pieces += cut(part, blocks, positions // self._block_size)
+        return pieces
 
     def _build_part(self, plan: StepPlan, indices: list[int]) -> _Part:
         indices = sorted(indices, key=lambda i: plan.rows[i].slot)  # rows of one adapter beside each other are faster
@@ -226,9 +245,11 @@ class MLXRunner:
             step = self._make_step(key, in_place)
         else:
             if key not in self._steps:
-                if len(self._steps) >= MAX_COMPILED:
-                    self._steps.clear()
                 self._steps[key] = mx.compile(self._make_step(key, None))
+                self._compiled += 1
+                if len(self._steps) > MAX_COMPILED:
+                    self._steps.popitem(last=False)
+            self._steps.move_to_end(key)
             step = self._steps[key]
         seen = [self._seats.prompt_seen, self._seats.output_count] if flags.penalties else []
         ids = [] if route.ids is None else [route.ids]
@@ -345,18 +366,21 @@ class MLXRunner:
         return out, mx.array(out)
 
     def _sampling(self, seats: tuple[int, ...]) -> tuple[SamplingFlags, list[mx.array]]:
-        def make() -> tuple[SamplingFlags, list[mx.array]]:
+        key = (self._seats.generation, seats)
+        made = self._recent.get(key)
+        if made is None:
             flags = self._seats.flags(seats)
-            return flags, self._seats.arrays(seats, flags).flatten()
-
-        made: tuple[SamplingFlags, list[mx.array]] = self._once(("sampling", self._seats.generation, seats), make)
+            made = self._recent[key] = flags, self._seats.arrays(seats, flags).flatten()
+            if len(self._recent) > KEPT_SAMPLING:
+                self._recent.popitem(last=False)
+        self._recent.move_to_end(key)
         return made
 
     def _once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Arrays that only depend on which rows run are made when those change."""
         found = self._cached.get(key)
         if found is None:
-            if len(self._cached) > 256:
+            if len(self._cached) > KEPT_ARRAYS:
                 self._cached.clear()
             found = self._cached[key] = make()
         return found

@@ -42,3 +42,17 @@ def split_by_context(rows: Sequence[int], blocks: Sequence[int]) -> list[list[in
         if cost < best:
             best, cut = cost, i
     return [order[:cut], order[cut:]] if cut else [list(rows)]
+
+
+def cut(rows: Sequence[int], blocks: Sequence[int], most: int) -> list[list[int]]:
+    """Cut rows (indices into `blocks`) into pieces whose padded tables have at most `most` blocks each, or one row."""
+    rest = sorted(rows, key=lambda i: blocks[i])
+    pieces = []
+    while rest:
+        width = table_width(blocks[rest[-1]])
+        n = len(rest)
+        while n > 1 and row_count(n) * width > most:
+            n -= 1
+        pieces.append(rest[-n:])
+        del rest[-n:]
+    return pieces

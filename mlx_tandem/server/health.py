@@ -38,6 +38,11 @@ def health(front: Front) -> tuple[int, dict[str, Any]]:
     }
     if client.state == "ready" and client.info is not None:
         body["engine"] = msgspec.to_builtins(client.info)
+        body["memory"] = {
+            "budget": client.info.memory.total,
+            "active": client.stats.active_memory,
+            "peak": client.stats.peak_memory,
+        }
     if client.state in ("starting", "restarting"):
         body["progress"] = {"stage": client.progress.stage, "fraction": client.progress.fraction}
     if client.failure is not None:

@@ -140,6 +140,8 @@ class _Collector:
         yield gauge("tandem_engine_ready", "1 while requests are taken.", front.client.state == "ready", model=False)
         yield gauge("tandem_step_milliseconds", "Moving average of a step.", stats.step_ms, model=False)
         yield gauge("tandem_active_memory_bytes", "Device memory in use.", stats.active_memory, model=False)
+        budget = front.client.info.memory.total if front.client.info is not None else 0
+        yield gauge("tandem_memory_budget_bytes", "Device memory divided at start.", budget, model=False)
         yield gauge("tandem_cached_blocks", "Blocks that a prompt may find.", stats.cached_blocks, model=False)
         yield gauge("tandem_peak_memory_bytes", "Highest device memory in use.", stats.peak_memory, model=False)
         for name, text, total in (

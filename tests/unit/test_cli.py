@@ -106,8 +106,8 @@ def test_every_setting_of_serving_is_an_option_and_every_option_a_setting() -> N
     assert {place.partition(".")[0] for place in in_the_file_only} == {"engine", "rl_training"}
     assert all(place.startswith(("engine.duty.", "rl_training.")) for place in in_the_file_only)
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for command in (commands["serve"], commands["train"].commands["rl"]):
-        assert {p.name for p in command.params} == set(OPTIONS) | {"folder", "config", "daemon"}
+    for command, own in ((commands["serve"], {"dry_run"}), (commands["train"].commands["rl"], set())):
+        assert {p.name for p in command.params} == set(OPTIONS) | {"folder", "config", "daemon"} | own
 
 
 def test_every_numeric_setting_has_a_range() -> None:

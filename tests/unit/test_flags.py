@@ -57,6 +57,8 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--dtype=float", "engine.model.dtype", "float32"),
     ("--dtype bfloat16", "engine.model.dtype", "bfloat16"),
     ("--ctx-size 4096", "engine.model.max_model_len", 4096),
+    ("--max-kv-size 4096", "engine.model.max_model_len", 4096),
+    ("--sequence-cache-size 0", "engine.cache.prefix_caching", False),
     ("--max-model-len 4096", "engine.model.max_model_len", 4096),
     ("--random-weights", "engine.model.random_weights", True),
     ("--max-loras 4", "engine.lora.max_loras", 4),

@@ -54,7 +54,7 @@ def settings(tmp_path: Path, text: str, **options: Any) -> Config:
 
 def test_the_file_of_mlx_parallm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = settings(tmp_path, PARALLM)
-    assert config.engine.duty == DutyConfig(mode="inference_and_training")
+    assert config.engine.duty == DutyConfig(mode="inference_and_training", trainer_rank=8)
     assert config.engine.scheduler.max_num_seqs == 128
     assert config.engine.model.path == "models/Llama-3-8B"
     assert config.rl_training == RLTrainingConfig(

@@ -1,0 +1,77 @@
+"""`tandem serve --dry-run`: how a server would divide the device's memory, and how many sequences would fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from mlx_tandem.cli import hub
+from mlx_tandem.cli.console import fail
+from mlx_tandem.cli.programs import CALLERS
+from mlx_tandem.cli.settings import SettingsError, build
+from mlx_tandem.config import Config, EngineConfig
+from mlx_tandem.engine.budget import sequences
+from mlx_tandem.errors import TandemError
+from mlx_tandem.types import MemoryBudget
+
+LENGTHS = (512, 2048, 8192, 32768)
+
+
+def show(
+    file: Path | None, options: Mapping[str, object], called_as: str, defaults: Mapping[str, object] | None
+) -> None:
+    """Print the budget of the server that these settings would start (as cli.serve.prepare reads them). Ends the
+    process with status 1 and one line when it could not be started."""
+    from msgspec.structs import replace
+
+    from mlx_tandem.worker import plan
+
+    try:
+        config = build(file, options, {**CALLERS[called_as].defaults(), **(defaults or {})})
+        model = hub.find(config.engine.model.path, "model")
+        engine = replace(config.engine, model=replace(config.engine.model, path=str(model.folder)))
+        memory, longest, device = plan(engine)
+    except SettingsError as e:
+        fail(str(e))
+    except hub.HubError as e:
+        fail(str(e))
+    except TandemError as e:
+        fail(e.message)
+    print("\n".join(lines(replace(config, engine=engine), memory, longest, device)))
+
+
+def lines(config: Config, memory: MemoryBudget, longest: int, device: str) -> Iterator[str]:
+    engine = config.engine
+    blocks, size = memory.pool // memory.block_bytes, engine.cache.block_size
+    yield f"device               {device}"
+    yield f"there is             {_size(memory.limit)}"
+    yield f"weights              {_size(memory.weights)}"
+    yield f"activations          {_size(memory.activations)}  at most, in steps of {_chunk(engine)} prompt tokens"
+    if memory.learning:
+        yield f"learning             {_size(memory.learning)}  a trainer of rank {engine.duty.trainer_rank}"
+    shape = f"{blocks:,} blocks of {size} tokens, {memory.block_bytes:,} bytes each"
+    yield f"KV pool              {_size(memory.pool)}  {shape}"
+    yield f"adapter slots        {_size(memory.adapter_slots)}  at most, {_slots(engine, memory)}"
+    yield f"all                  {_size(memory.total)}"
+    host = int(engine.lora.max_cpu_lora_gb * 1e9)
+    yield f"beside it            {_size(host)}  at most, for adapters that wait in the host's memory"
+    yield ""
+    yield f"tokens      sequences that fit (at most {engine.scheduler.max_num_seqs} run at once)"
+    for length in (*(n for n in LENGTHS if n < longest), longest):
+        yield f"{length:>6,}      {sequences(memory, size, length):,}"
+
+
+def _chunk(engine: EngineConfig) -> str:
+    return f"{engine.scheduler.max_chunk_tokens:,}"
+
+
+def _slots(engine: EngineConfig, memory: MemoryBudget) -> str:
+    lora = engine.lora
+    wanted = f"{lora.max_loras} of rank {lora.max_lora_rank} on every linear"
+    if memory.adapter_slots < memory.adapter_slots_wanted:
+        return f"less than the {_size(memory.adapter_slots_wanted).strip()} of {wanted}"
+    return wanted
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:9,.2f} GB" if size >= 1e9 else f"{size / 1e6:9,.1f} MB"

@@ -1,0 +1,145 @@
+"""How many bytes a model's parts will take, from shapes alone: nothing here is computed on the device.
+
+Weights, blocks and slots are exact. What a step needs is an upper estimate, whose factors were measured on the CPU back
+end with every feature on, and doubled or more for others; tests/engine/test_memory.py holds it against measured peaks.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+
+import mlx.core as mx
+
+from mlx_tandem.adapters.formats import LinearShape
+from mlx_tandem.config import EngineConfig
+from mlx_tandem.engine.budget import Needs, StepCost
+from mlx_tandem.engine.cost import padded_length
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model import device
+from mlx_tandem.model.kvcache import LayerShape
+from mlx_tandem.model.loader import LoadedModel, weights
+
+MICRO_BATCH_TOKENS = {"cpu": 256, "gpu": 4096}
+"""Of one forward and backward: a slice of it is one layer, and streams wait for a slice."""
+
+SMALLEST_RANK = 8
+
+_SAMPLING = 24  # float32 [rows, vocabulary] alive at once with every feature on
+_STATE = 25  # bytes of a row and token that seats and their arrays keep: penalties, biases, banned tokens
+_SCORED = 4 << 26  # logits of a prompt's own tokens, and what is made of them
+_TRAINER = 9  # float32 copies of an adapter: its arrays, moments, gradients, their sums, those before the last step
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+def needs(
+    config: EngineConfig,
+    model: LoadedModel,
+    layers: Sequence[LayerShape],
+    vocab_size: int,
+    linears: Mapping[str, LinearShape],
+    lora_dtype: mx.Dtype,
+) -> Needs:
+    """`layers`: as they lie in the pool."""
+    lora = config.lora
+    bytes_per_token = sum(s.bytes_per_token() for s in layers)
+    return Needs(
+        weights=sum(p.nbytes for p in weights(model.module)),
+        step=_step(config, model, layers, vocab_size, linears),
+        learning=_learning(config, model, len(layers), vocab_size, linears) if config.duty.trainer_rank else 0,
+        adapter_slots=slot_bytes(linears, linears, lora.max_loras, bucket(lora.max_lora_rank), lora_dtype.size)
+        if lora.max_loras
+        else 0,
+        block=bytes_per_token * config.cache.block_size,
+        max_model_len=model.max_model_len,
+    )
+
+
+def bucket(rank: int) -> int:
+    """The rank that stacked arrays have to hold `rank`."""
+    wide = SMALLEST_RANK
+    while wide < rank:
+        wide *= 2
+    return wide
+
+
+def slot_bytes(linears: Mapping[str, LinearShape], paths: Iterable[str], slots: int, rank: int, itemsize: int) -> int:
+    """Of the stacked arrays of the linears `paths`."""
+    widths = sum((s.inputs + s.outputs) * max(s.experts, 1) for s in (linears[p] for p in paths))
+    return (slots + 1) * rank * widths * itemsize
+
+
+class SlotRoom:
+    """How far the stacked arrays may grow. Thread-safe: adapters are read beside the engine's loop."""
+
+    def __init__(self, linears: Mapping[str, LinearShape], slots: int, itemsize: int, most: int):
+        self._linears, self._slots, self._itemsize, self._most = linears, slots, itemsize, most
+        self._rank = 0
+        self._paths: set[str] = set()
+        self._lock = threading.Lock()
+
+    def promise(self, rank: int, paths: Iterable[str]) -> None:
+        """Room for an adapter beside all that was promised before. Raises ModelError when there is none."""
+        with self._lock:
+            wide, known = max(self._rank, bucket(rank)), self._paths | set(paths)
+            size = slot_bytes(self._linears, known, self._slots, wide, self._itemsize)
+            if size > self._most:
+                raise ModelError(
+                    f"with an adapter of rank {rank} the slots would take {size / 1e6:,.1f} MB; "
+                    f"{self._most / 1e6:,.1f} MB are there for them. A lower --max-loras or --memory-fraction helps",
+                    param="rank",
+                )
+            self._rank, self._paths = wide, known
+
+
+def _flow(linears: Mapping[str, LinearShape]) -> int:
+    """Numbers that a token has as inputs and outputs of the widest layer's linears. Experts count once: a few of them
+    are used, and each is narrow."""
+    layers: defaultdict[str, int] = defaultdict(int)
+    for path, shape in linears.items():
+        found = _LAYER.search(path)
+        layers[found[1] if found else ""] += shape.inputs + shape.outputs
+    return max(layers.values(), default=1)
+
+
+def _step(
+    config: EngineConfig,
+    model: LoadedModel,
+    layers: Sequence[LayerShape],
+    vocab_size: int,
+    linears: Mapping[str, LinearShape],
+) -> StepCost:
+    cpu = device.is_cpu()
+    alive, scores, copies = (2, 9, 1.3) if cpu else (6, 3, 3.0)  # layers, matrices of scores, gathered keys and values
+    if config.cache.kv_bits < 16:
+        copies *= 2  # codes on their way to numbers
+    size, rows = model.dtype.size, config.scheduler.max_num_seqs
+    pair = scores * model.heads * max(size, 4 if cpu else 2) + 2  # a mask, too
+    read = max(sum(half.heads * half.dim * half.dtype.size for half in s.halves) for s in layers)
+    chunk = config.scheduler.max_chunk_tokens
+    return StepCost(
+        token=alive * _flow(linears) * size,
+        pair=pair,
+        position=int(copies * read) + pair,
+        sampling=rows * vocab_size * (4 * _SAMPLING + _STATE) + min(_SCORED, 16 * chunk * vocab_size),
+        tokens=max(padded_length(chunk), chunk * 5 // 4),
+        rows=rows,
+        longest=model.max_model_len * 5 // 4 + config.cache.block_size,
+    )
+
+
+def _learning(
+    config: EngineConfig, model: LoadedModel, layers: int, vocab_size: int, linears: Mapping[str, LinearShape]
+) -> int:
+    """A trainer of every linear, and a micro-batch: what the forward keeps, one layer backward, logits in pieces."""
+    tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS["cpu" if device.is_cpu() else "gpu"]
+    size = model.dtype.size
+    widths = Counter(s.inputs for s in linears.values())
+    hidden = widths.most_common(1)[0][0] if widths else 1
+    trainer = _TRAINER * slot_bytes(linears, linears, 0, config.duty.trainer_rank, 4)
+    kept = tokens * hidden * layers * size
+    layer = tokens * 8 * _flow(linears) * size + 12 * min(tokens, model.max_model_len) * tokens * model.heads * 4
+    head = 4 * min(128 << 20, tokens * vocab_size * 4)
+    return trainer + kept + max(layer, head)

@@ -1,0 +1,35 @@
+"""`tandem serve --dry-run` as a user runs it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+
+def dry_run(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mlx_tandem", "serve", "--dry-run", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_it_says_what_fits_and_ends() -> None:
+    done = dry_run("--num-blocks", "1025", "--enable-rl-training")
+    assert done.returncode == 0, done.stderr
+    for part in ("weights", "activations", "learning", "KV pool", "adapter slots", "all"):
+        assert re.search(rf"^{part} +[\d.,]+ [MG]B", done.stdout, re.M), part
+    assert "1,025 blocks of 16 tokens" in done.stdout
+    fits = dict(re.findall(r"^ *([\d,]+) +([\d,]+)$", done.stdout, re.M))
+    assert fits == {"512": "32", "2,048": "8", "8,192": "2"}
+
+
+def test_a_shorter_sequence_is_a_setting() -> None:
+    """By another server's name; the last length of the table is the longest that is served."""
+    done = dry_run("--num-blocks", "1025", "--max-kv-size", "1000")
+    fits = re.findall(r"^ *([\d,]+) +([\d,]+)$", done.stdout, re.M)
+    assert fits == [("512", "32"), ("1,000", "16")]
+
+
+def test_what_does_not_fit_is_one_line_and_status_1() -> None:
+    done = dry_run("--num-blocks", "2000000000")
+    assert done.returncode == 1 and not done.stdout
+    assert re.fullmatch(r"tandem: the device has .* weights 16\.4 MB, .* 2000000000 blocks .*\n", done.stderr)

@@ -1,0 +1,132 @@
+"""What the device really needs, against what was divided at start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from mlx_tandem import demo
+from mlx_tandem.adapters import formats
+from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.engine.plan import Row, Seating, StepPlan
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model import device
+from mlx_tandem.model.build import Built, build, plan
+from mlx_tandem.types import SamplingParams
+from tests import tiny_models
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+EVERYTHING = SamplingParams(
+    max_tokens=1, top_p=0.9, top_k=40, min_p=0.1, logprobs=5, repetition_penalty=1.1, logit_bias=((1, 1.0),)
+)
+
+
+@pytest.fixture(scope="module")
+def built() -> Built:
+    config = EngineConfig(
+        ModelConfig(str(demo.MODEL_PATH)),
+        CacheConfig(num_blocks=1025),
+        SchedulerConfig(max_num_seqs=16, max_chunk_tokens=256),
+        LoraConfig(max_loras=2, max_lora_rank=8),
+    )
+    return build(config, {}, lambda stage, fraction: None)
+
+
+def needed(built: Built, *rows: Row, params: SamplingParams = GREEDY) -> int:
+    """The most bytes beside what was there, of the rows' second step: the first traces."""
+    seatings = tuple(Seating(row.seat, params, 0, 1, (0,)) for row in rows)
+    for _ in range(2):
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        built.runner.wait(built.runner.launch(StepPlan(rows, seatings=seatings)))
+    return int(mx.get_peak_memory() - before)
+
+
+def chunk(length: int, start: int, *, apart: bool) -> Row:
+    table = list(range(1, 1 + -(-(start + length) // 16)))
+    return Row(0, 0, 0, start, (7,) * length, table[::-1] if apart else table, True)
+
+
+def decodes(rows: int, context: int, *, shared: bool) -> list[Row]:
+    width = context // 16 + 1
+    return [
+        Row(i, i, 0, context, (7,), [1 + (j if shared else i * width + j) for j in range(width)], True)
+        for i in range(rows)
+    ]
+
+
+def test_weights_and_blocks_are_what_was_said(built: Built) -> None:
+    memory = built.info.memory
+    assert built.runner.pool_bytes == memory.pool == built.info.num_blocks * memory.block_bytes
+    rest = int(mx.get_active_memory()) - memory.pool
+    assert memory.weights <= rest <= 1.1 * memory.weights + (4 << 20)
+
+
+def test_no_step_needs_more_than_activations_have(built: Built) -> None:
+    """A full chunk at the start; the longest the scheduler would give deep in a context; all rows, each of which reads
+    the same long prompt; everything that sampling can do."""
+    activations, pairs = built.info.memory.activations, built.step_limits.pairs
+    deep = 4096
+    assert 256 * (deep + 256) * 5 // 4 <= pairs, "no chunk of this size would be cut"
+    found = {
+        "first": needed(built, chunk(256, 0, apart=False)),
+        "deep": needed(built, chunk(256, deep, apart=False)),
+        "deep, apart": needed(built, chunk(256, deep, apart=True)),
+        "decode": needed(built, *decodes(16, 1000, shared=False)),
+        "decode, shared": needed(built, *decodes(16, 8000, shared=True)),
+        "sampling": needed(built, *decodes(16, 8, shared=False), params=EVERYTHING),
+    }
+    assert max(found.values()) <= activations, found
+    assert max(found.values()) >= activations / 4, found  # nor is it a wild guess
+
+
+def test_the_largest_steps_are_cut(built: Built) -> None:
+    """With less memory the same rows run in more pieces, and need less."""
+    runner, limits = built.runner, built.step_limits
+    rows = decodes(16, 4000, shared=True)
+    whole = needed(built, *rows)
+    runner._limits = limits._replace(positions=4 * 5120)
+    try:
+        assert needed(built, *rows) < whole / 2
+    finally:
+        runner._limits = limits
+
+
+def test_a_plan_reads_no_weights_and_comes_to_what_a_build_does(tmp_path: Path) -> None:
+    folder = tiny_models.make(tmp_path / "model", "qwen3", seed=1)
+    config = EngineConfig(
+        ModelConfig(str(folder)), CacheConfig(num_blocks=32), lora=LoraConfig(max_loras=2), scheduler=SchedulerConfig(4)
+    )
+    before = mx.get_active_memory()
+    memory, longest = plan(config)
+    assert mx.get_active_memory() - before < memory.weights / 4
+    info = build(config, {}, lambda stage, fraction: None).info
+    assert longest == info.max_model_len
+    assert [getattr(memory, part) for part in ("weights", "pool", "adapter_slots_wanted", "block_bytes")] == [
+        getattr(info.memory, part) for part in ("weights", "pool", "adapter_slots_wanted", "block_bytes")
+    ]
+
+
+def test_a_device_that_is_too_small_is_said_with_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_models.make(tmp_path / "model", "qwen3", seed=1)
+    monkeypatch.setattr(device, "memory_limit", lambda: 100_000)
+    with pytest.raises(ModelError, match=r"the device has 0\.1 MB .* weights 0\.\d MB"):
+        build(EngineConfig(ModelConfig(str(folder))), {}, lambda stage, fraction: None)
+
+
+def test_an_adapter_beyond_the_room_of_the_slots_is_refused(tmp_path: Path) -> None:
+    """What fits is taken; the slots are as large as was said."""
+    config = EngineConfig(
+        ModelConfig(str(demo.MODEL_PATH)), CacheConfig(num_blocks=16), SchedulerConfig(2, 64), LoraConfig(1, 32)
+    )
+    weights: dict[str, formats.AdapterWeights] = {}
+    built = build(config, weights, lambda stage, fraction: None)
+    read = formats.read(demo.ADAPTER_PATHS["shout"], built.linears, max_rank=32, base_layers=built.layers)
+    weights[read.info.digest] = read
+    built.slot_room.promise(read.info.rank, read.tensors)
+    built.runner.launch(StepPlan((), uploads=((1, read.info.digest),)))
+    assert 0 < built.adapter_bytes() <= built.info.memory.adapter_slots
+    with pytest.raises(ModelError, match="slots would take"):
+        built.slot_room.promise(64, read.tensors)

@@ -1,0 +1,151 @@
+"""How memory is divided: whatever is asked for, the parts fit the device and each other."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_tandem.adapters.formats import LinearShape
+from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.engine.budget import Needs, StepCost, divide, sequences
+from mlx_tandem.engine.cost import LENGTHS, longest_within
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model.footprint import SlotRoom, bucket, slot_bytes
+from mlx_tandem.model.shapes import cut, row_count, table_width
+
+SIZES = st.integers(0, 1 << 34)
+COSTS = st.builds(
+    StepCost,
+    token=st.integers(1, 1 << 16),
+    pair=st.integers(1, 1 << 10),
+    position=st.integers(1, 1 << 16),
+    sampling=st.integers(0, 1 << 26),
+    tokens=st.integers(8, 1 << 11),
+    rows=st.integers(1, 256),
+    longest=st.integers(1, 1 << 16),
+)
+NEEDS = st.builds(
+    Needs,
+    weights=SIZES,
+    step=COSTS,
+    learning=st.one_of(st.just(0), SIZES),
+    adapter_slots=SIZES,
+    block=st.integers(1, 1 << 22),
+    max_model_len=st.integers(1, 1 << 16),
+)
+
+
+def config(blocks: int = 0, fraction: float = 0.6, block_size: int = 16) -> EngineConfig:
+    cache = CacheConfig(num_blocks=blocks, memory_fraction=fraction, block_size=block_size)
+    return EngineConfig(ModelConfig(path=""), cache, SchedulerConfig(max_num_seqs=16))
+
+
+@given(NEEDS, st.integers(0, 1 << 37), st.sampled_from((0, 2, 100)), st.floats(0.01, 0.95))
+def test_the_parts_fit_the_device(needs: Needs, limit: int, blocks: int, fraction: float) -> None:
+    try:
+        memory = divide(config(blocks, fraction), limit, needs)
+    except ModelError:
+        least = (blocks or 2) * needs.block
+        room = limit - needs.weights - needs.learning - needs.step.least()
+        short = room - max(0, (limit - needs.weights - needs.learning) // 16)  # activations may take as much more
+        refused = short < least if blocks else fraction * max(short, 0) < needs.block
+        assert refused
+        return
+    assert memory.total <= limit
+    assert memory.pool % needs.block == 0 and memory.pool >= 2 * needs.block
+    assert not blocks or memory.pool == blocks * needs.block
+    assert memory.adapter_slots <= memory.adapter_slots_wanted == needs.adapter_slots
+    assert memory.activations >= needs.step.least()
+    limits = needs.step.within(memory.activations)
+    # A full chunk at the start, a chunk of the least length at the end, and the longest sequence: all can run.
+    assert limits.pairs >= needs.step.tokens * min(needs.step.longest, 1024)
+    assert limits.pairs >= LENGTHS[0] * needs.step.longest
+    assert limits.positions >= needs.step.longest
+
+
+@given(NEEDS, st.integers(1, 1 << 37), st.integers(1, 1 << 30))
+def test_more_memory_never_gives_less(needs: Needs, limit: int, more: int) -> None:
+    try:
+        before = divide(config(), limit, needs)
+    except ModelError:
+        return
+    after = divide(config(), limit + more, needs)
+    assert after.pool >= before.pool and after.activations >= before.activations
+
+
+@given(st.integers(2, 10_000), st.integers(1, 64), st.integers(1, 40_000))
+def test_as_many_sequences_fit_as_have_their_blocks(blocks: int, block_size: int, length: int) -> None:
+    step = StepCost(1, 1, 1, 0, 8, 16, 1)
+    memory = divide(config(blocks, block_size=block_size), 1 << 40, Needs(0, step, 0, 0, 10, 1))
+    n, each = sequences(memory, block_size, length), -(-length // block_size)
+    assert n * each <= blocks - 1 < (n + 1) * each
+
+
+def test_too_little_memory_is_refused_with_the_figures() -> None:
+    needs = Needs(16 << 30, StepCost(1, 1, 1, 1, 8, 1, 1), 0, 0, 1 << 20, 4096)
+    with pytest.raises(ModelError, match=r"has 8\.59 GB .* weights 17\.18 GB") as e:
+        divide(config(), 8 << 30, needs)
+    assert e.value.param == "num_blocks"
+
+
+@given(st.integers(64, 1 << 22), st.integers(0, 1 << 17))
+def test_a_chunk_is_as_long_as_its_pairs_allow(pairs: int, context: int) -> None:
+    n = longest_within(pairs, context)
+    assert n in LENGTHS
+    assert n == LENGTHS[0] or n * (context + n) <= pairs
+    longer = [m for m in LENGTHS if m > n]
+    assert not longer or longer[0] * (context + longer[0]) > pairs
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=80), st.integers(1, 20_000))
+def test_rows_are_cut_to_what_may_be_read(blocks: list[int], most: int) -> None:
+    pieces = cut(list(range(len(blocks))), blocks, most)
+    assert sorted(i for piece in pieces for i in piece) == list(range(len(blocks)))
+    for piece in pieces:
+        read = row_count(len(piece)) * table_width(max(blocks[i] for i in piece))
+        assert len(piece) == 1 or read <= most
+
+
+LINEARS = {f"layers.{i}.{name}": LinearShape(8, 16) for i in range(3) for name in ("a", "b")}
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 64), st.sets(st.sampled_from(sorted(LINEARS)))), max_size=8),
+    st.integers(0, 10**6),
+)
+def test_slots_never_grow_over_their_room(adapters: list[tuple[int, set[str]]], most: int) -> None:
+    """Promises count together: the widest rank over every linear of any adapter."""
+    room = SlotRoom(LINEARS, 4, 4, most)
+    rank, paths = 0, set[str]()
+    for own, targets in adapters:
+        together = max(rank, bucket(own)), paths | targets
+        fits = slot_bytes(LINEARS, together[1], 4, together[0], 4) <= most
+        if fits:
+            room.promise(own, targets)
+            rank, paths = together
+        else:
+            with pytest.raises(ModelError, match=f"rank {own}"):
+                room.promise(own, targets)
+
+
+def test_adapters_that_are_read_at_the_same_time_share_the_room() -> None:
+    one = slot_bytes(LINEARS, ["layers.0.a"], 4, 8, 4)
+    room = SlotRoom(LINEARS, 4, 4, 3 * one)
+    kept: list[str] = []
+
+    def read(path: str) -> None:
+        try:
+            room.promise(8, [path])
+            kept.append(path)
+        except ModelError:
+            pass
+
+    threads = [threading.Thread(target=read, args=(path,)) for path in LINEARS]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert len(kept) == 3
