@@ -34,6 +34,17 @@ FACTOR = 4
 SAMPLES = 200  # of memory, over the run
 CLOSE = 1.02  # of the budget
 
+EXTRAS: list[dict[str, Any]] = [{}, {}, {"top_p": 0.9, "top_k": 40}, {"logprobs": 5}, {"presence_penalty": 0.5}]
+WRONG: list[dict[str, Any]] = [
+    {"temperature": 9},
+    {"model": "nobody"},
+    {"max_tokens": -1},
+    {"max_tokens": 100_000},
+    {"prompt": [10**9]},
+    {"n": 99},
+    {"surprise": {"a": [1]}},
+]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="memory of a server under four times its load")
@@ -155,12 +166,10 @@ class Soak:
             "stream": rng.random() < 0.5,
             "temperature": rng.choice([0.0, 0.7, 1.0]),
         }
-        extra: dict[str, Any] = rng.choice([{}, {}, {"top_p": 0.9, "top_k": 40}, {"logprobs": 5}, {"presence_penalty": 0.5}])
-        body |= extra or ({"logit_bias": {"30": 2.0}} if rng.random() < 0.2 else {})
+        body |= rng.choice(EXTRAS) or ({"logit_bias": {"30": 2.0}} if rng.random() < 0.2 else {})
         kind = rng.random()
         if kind < 0.05:
-            wrong: list[dict[str, Any]] = [{"temperature": 9}, {"model": "nobody"}, {"max_tokens": -1}, {"prompt": [10**9]}, {"n": 99}]
-            return body | rng.choice([*wrong, {"max_tokens": 100_000}, {"surprise": {"a": [1]}}]), "wrong"
+            return body | rng.choice(WRONG), "wrong"
         return body, "cancelled" if kind < 0.13 else "plain"
 
     async def _sample(self) -> None:

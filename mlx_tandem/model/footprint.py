@@ -133,13 +133,15 @@ def _step(
 def _learning(
     config: EngineConfig, model: LoadedModel, layers: int, vocab_size: int, linears: Mapping[str, LinearShape]
 ) -> int:
-    """A trainer of every linear, and a micro-batch: what the forward keeps, one layer backward, logits in pieces."""
+    """A trainer of every linear, and a micro-batch: what the forward keeps, one layer backward, logits in pieces. Its
+    sequences have at most 1,024 tokens: scores grow with their length."""
     tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS["cpu" if device.is_cpu() else "gpu"]
     size = model.dtype.size
     widths = Counter(s.inputs for s in linears.values())
     hidden = widths.most_common(1)[0][0] if widths else 1
     trainer = _TRAINER * slot_bytes(linears, linears, 0, config.duty.trainer_rank, 4)
     kept = tokens * hidden * layers * size
-    layer = tokens * 8 * _flow(linears) * size + 12 * min(tokens, model.max_model_len) * tokens * model.heads * 4
+    scores = (12 if device.is_cpu() else 3) * tokens * min(tokens, model.max_model_len, 1024) * model.heads * 4
+    layer = tokens * 4 * _flow(linears) * size + scores
     head = 4 * min(128 << 20, tokens * vocab_size * 4)
     return trainer + kept + max(layer, head)

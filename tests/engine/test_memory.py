@@ -9,13 +9,17 @@ import pytest
 
 from mlx_tandem import demo
 from mlx_tandem.adapters import formats
-from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.config import CacheConfig, DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.engine.learning import Adam, Batch, LossConfig, TrainerSpec
 from mlx_tandem.engine.plan import Row, Seating, StepPlan
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
+from mlx_tandem.model import runner as runner_module
 from mlx_tandem.model.build import Built, build, plan
+from mlx_tandem.training.device.trainers import Trainers
 from mlx_tandem.types import SamplingParams
 from tests import tiny_models
+from tests.engine.learning import finish, some_data
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 EVERYTHING = SamplingParams(
@@ -130,3 +134,47 @@ def test_an_adapter_beyond_the_room_of_the_slots_is_refused(tmp_path: Path) -> N
     assert 0 < built.adapter_bytes() <= built.info.memory.adapter_slots
     with pytest.raises(ModelError, match="slots would take"):
         built.slot_room.promise(64, read.tensors)
+
+
+def test_an_update_stays_within_what_learning_has(built: Built) -> None:
+    """A trainer of every linear, two passes of full micro-batches, and two steps, the second of which can be undone."""
+    config = EngineConfig(
+        ModelConfig(str(demo.MODEL_PATH)), CacheConfig(num_blocks=16), duty=DutyConfig(trainer_rank=8)
+    )
+    learning = plan(config)[0].learning
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    trainers = Trainers(built.twin, built.adapter_dtype, vocab_size=1024, micro_batch_tokens=256, most_tokens=8192)
+    trainers.open(TrainerSpec("policy", 8, 16.0), "", None)
+    data = some_data(lengths=((250, 20), (250, 20), (120, 20), (120, 20)))
+    for _ in range(2):
+        finish(trainers.run([Batch("policy", tuple(data), LossConfig("importance_sampling"))], False, 0))
+        finish(trainers.step("policy", Adam(1e-4)))
+    needed = int(mx.get_peak_memory() - before)
+    assert learning / 5 <= needed <= learning, (needed, learning)
+
+
+def test_what_is_kept_of_steps_is_bounded(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever shapes and sampling come: compiled steps, and arrays as wide as the vocabulary."""
+    monkeypatch.setattr(runner_module, "MAX_COMPILED", 3)
+    runner = built.runner
+    runner.reset()
+    for rows in (1, 2, 3, 4, 6, 1):
+        needed(built, *decodes(rows, 8, shared=False), params=EVERYTHING)
+    assert len(runner._steps) <= 3
+    assert next(reversed(runner._steps)).rows == 1, "the last used is the last to go"
+    assert len(runner._recent) <= runner_module.KEPT_SAMPLING
+
+
+def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What files take of it is given back when it is needed."""
+    files = {
+        "/proc/meminfo": {"MemAvailable:": 8 << 20},
+        "/sys/fs/cgroup/memory.max": {"": 3 << 30},
+        "/sys/fs/cgroup/memory.current": {"": 2 << 30},
+        "/sys/fs/cgroup/memory.stat": {"inactive_file": 1 << 30},
+    }
+    monkeypatch.setattr(device, "_fields", lambda path, named=True: files.get(path, {}))
+    assert device._available_ram() == 2 << 30
+    del files["/sys/fs/cgroup/memory.max"]  # "max": none
+    assert device._available_ram() > 2 << 30

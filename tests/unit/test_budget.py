@@ -9,12 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_tandem.adapters.formats import LinearShape
+from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from mlx_tandem.engine.budget import Needs, StepCost, divide, sequences
-from mlx_tandem.engine.cost import LENGTHS, longest_within
+from mlx_tandem.engine.budget import Needs, StepCost, StepLimits, divide, sequences
+from mlx_tandem.engine.cost import LENGTHS, longest_within, padded_length
+from mlx_tandem.engine.plan import StepResult
+from mlx_tandem.engine.scheduler import Scheduler
+from mlx_tandem.engine.tables import Tables
 from mlx_tandem.errors import ModelError
+from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.model.footprint import SlotRoom, bucket, slot_bytes
 from mlx_tandem.model.shapes import cut, row_count, table_width
+from mlx_tandem.types import Request, SamplingParams
 
 SIZES = st.integers(0, 1 << 34)
 COSTS = st.builds(
@@ -149,3 +155,31 @@ def test_adapters_that_are_read_at_the_same_time_share_the_room() -> None:
     for t in threads:
         t.join()
     assert len(kept) == 3
+
+
+@given(
+    st.lists(st.integers(1, 6000), min_size=1, max_size=12), st.sampled_from((64, 100, 512)), st.integers(1, 1 << 22)
+)
+def test_a_step_s_prompts_stay_within_its_tokens_and_pairs(lengths: list[int], most: int, pairs: int) -> None:
+    """On a device so fast that time bounds nothing; and every prompt is read to its end."""
+    scheduler = Scheduler(
+        SchedulerConfig(max_num_seqs=16, max_chunk_tokens=most, idle_prefill_ms=1e9, prefill_share=1e9),
+        Tables(BlockPool(6000, 16)),
+        SlotTable(1),
+        max_model_len=8192,
+        vocab_size=10,
+        eos_token_ids=(),
+        limits=StepLimits(pairs, 1 << 40),
+    )
+    for i, n in enumerate(lengths):
+        scheduler.add(Request(i, (1,) * n, SamplingParams(max_tokens=1, temperature=0.0)))
+    read = 0
+    while plan := scheduler.plan():
+        chunks = [(len(row.tokens), row.start) for row in plan.rows if len(row.tokens) > 1]
+        assert len(chunks) < 2 or sum(padded_length(n) for n, _ in chunks) <= most
+        for n, start in chunks:
+            assert n <= most
+            assert n <= LENGTHS[0] or n * (start + n) <= pairs
+        read += sum(len(row.tokens) for row in plan.rows)
+        scheduler.settle(plan, StepResult([2 if row.sample else None for row in plan.rows], [], {}, False))
+    assert read == sum(lengths)

@@ -207,7 +207,8 @@ def in_the_background(words: list[str]) -> bool:
 
 
 def serves(words: list[str]) -> bool:
-    return words[:2] == ["tandem", "serve"] or words[:3] == ["tandem", "train", "rl"]
+    starts = words[:2] == ["tandem", "serve"] or words[:3] == ["tandem", "train", "rl"]
+    return starts and "--dry-run" not in words
 
 
 @pytest.mark.parametrize("line", lines(lambda words: serves(words) and not in_the_background(words)))
@@ -265,6 +266,9 @@ def test_commands_that_end(line: str, folder: Path, served: Served) -> None:
             save_checkpoint(served.port)
         make_checkpoint(folder / "checkpoints")
         assert run([*TANDEM, *words[1:]], folder)
+        return
+    if "--dry-run" in words:
+        assert "KV pool" in run([*TANDEM, *words[1:]], folder)
         return
     if words[:2] == ["tandem", "cache"]:
         filled(folder / "kv-cache", 2)
