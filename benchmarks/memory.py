@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--batch", type=int, default=32, help="sequences that run at once")
     parser.add_argument("--queue", type=int, default=32, help="choices that may wait")
-    parser.add_argument("--blocks", type=int, default=1500, help="of the pool: few, so that it is full")
+    parser.add_argument("--blocks", type=int, default=700, help="of the pool: few, so that it is full")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json-out", type=Path)
     args = parser.parse_args()
