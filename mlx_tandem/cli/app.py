@@ -85,3 +85,20 @@ def restart(port: _Port = 8000, timeout: _Timeout = 45.0) -> None:
     from mlx_tandem.cli.daemon import restart as again
 
     raise SystemExit(again(port, timeout))
+
+
+@app.command()
+def doctor(
+    only: Annotated[str, typer.Option(help="Names of checks with commas; what they need is checked, too.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")] = False,
+) -> None:
+    """Check that everything works on this machine, and print a report to paste into an issue. Status 1 when not."""
+    from mlx_tandem.cli.doctor.checks import CHECKS, chosen
+    from mlx_tandem.cli.doctor.command import examine
+
+    try:
+        checks = chosen(only)
+    except KeyError as e:
+        known = ", ".join(check.name for check in CHECKS)
+        raise typer.BadParameter(f"{e} is not one of {known}", param_hint="--only") from None
+    raise SystemExit(examine(checks, as_json))

@@ -207,12 +207,12 @@ def _draw_once(runner: MLXRunner) -> None:
 
 def _settle_dispatch(runner: MLXRunner, info: EngineInfo) -> None:
     """See that no step copies the pool; where steps dispatched one behind the other do, dispatch one at a time."""
-    growth = _decode_growth(runner, info)
+    growth = decode_growth(runner, info)
     allowed = max(runner.pool_bytes // 4, 64 << 20)
     if growth > allowed and not runner.one_at_a_time:
         log.warning("steps in flight copy the KV pool on this device: each is dispatched when the one before is done")
         runner.one_at_a_time = True
-        growth = _decode_growth(runner, info)
+        growth = decode_growth(runner, info)
     if growth > allowed:
         raise RuntimeError(
             f"a decode step used {growth >> 20} MiB beside the KV pool of {runner.pool_bytes >> 20} MiB: "
@@ -220,7 +220,7 @@ def _settle_dispatch(runner: MLXRunner, info: EngineInfo) -> None:
         )
 
 
-def _decode_growth(runner: MLXRunner, info: EngineInfo) -> int:
+def decode_growth(runner: MLXRunner, info: EngineInfo) -> int:
     """Bytes that a few decode steps, each planned while the one before it runs, need beyond what they start with."""
 
     def decode(position: int) -> Flight:

@@ -75,7 +75,7 @@ def test_help_imports_nothing_heavy() -> None:
 COMMANDS = (
     "serve|stop|restart|demo|adapters|adapters ls|adapters load|adapters unload|adapters inspect|adapters convert|"
     "checkpoints|checkpoints ls|checkpoints export|checkpoints rollback|cache|cache ls|cache check|cache clear|"
-    "train|train rl|train sft|demo learn"
+    "train|train rl|train sft|demo learn|doctor"
 )
 
 

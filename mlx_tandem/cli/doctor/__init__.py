@@ -1,0 +1,1 @@
+"""`tandem doctor`: does it work here, and if not, what is wrong and what to do."""

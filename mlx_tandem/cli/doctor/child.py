@@ -1,0 +1,72 @@
+"""The program that runs checks: `python -m mlx_tandem.cli.doctor.child FD`, one `module:function` a line of its input.
+
+Each is answered with one line of JSON on the descriptor. What it has made for one check, such as an engine, is there
+for the next.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import msgspec
+
+from mlx_tandem.cli.doctor.known import explain
+from mlx_tandem.cli.doctor.result import Failed, Outcome
+
+
+class Answer(msgspec.Struct):
+    """Of one check; `failed` is empty when it has not."""
+
+    outcome: Outcome
+    failed: bool = False
+    detail: str = ""
+
+
+class Bench:
+    """What checks share: `keep(name, make)` makes a thing once, and what is on `cleanup` is closed at the end."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+        self.cleanup = ExitStack()
+
+    def keep(self, name: str, make: Callable[[], Any]) -> Any:
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
+
+
+def answer(run: str, bench: Bench) -> Answer:
+    """Run one check; whatever it raises is a failure that is explained where it is known."""
+    module, _, function = run.partition(":")
+    try:
+        found, failed, detail = getattr(importlib.import_module(module), function)(bench), False, ""
+    except Failed as e:
+        found, failed, detail = Outcome(e.says, e.figures, e.advice or explain(e.says)), True, ""
+    except Exception as e:
+        trace = traceback.format_exc()
+        found, failed, detail = Outcome(f"{type(e).__name__}: {e}"[:500], {}, explain(trace)), True, trace[-2000:]
+    figures = {k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in found.figures.items()}
+    return Answer(msgspec.structs.replace(found, figures=figures), failed, detail)  # JSON knows finite numbers only
+
+
+def main(fd: int) -> None:
+    bench = Bench()
+    with os.fdopen(fd, "wb", buffering=0) as out, bench.cleanup:
+        for line in sys.stdin:
+            out.write(msgspec.json.encode(answer(line.strip(), bench)) + b"\n")
+    if "mlx.core" in sys.modules:
+        from mlx_tandem.model.device import leave_thread
+
+        with suppress(RuntimeError):
+            leave_thread()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

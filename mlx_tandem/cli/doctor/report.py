@@ -1,0 +1,74 @@
+"""What was found, for people as Markdown and for programs as plain data; neither says where it was run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from mlx_tandem.cli.doctor.redact import Redactor
+from mlx_tandem.cli.doctor.result import Finding
+
+_WORDS = {"ok": "ok", "note": "note", "failed": "**FAILED**", "skipped": "skipped"}
+
+
+def data(machine: dict[str, Any], findings: Sequence[Finding]) -> dict[str, Any]:
+    """The whole report; `machine` is `bench.machine.describe()`."""
+    kept = {key: machine[key] for key in ("time", "commit", "machine", "environment", "versions")}
+    counts = {status: sum(f.status == status for f in findings) for status in _WORDS}
+    tree = {"well": counts["failed"] == 0, "counts": counts} | kept | {"checks": msgspec.to_builtins(findings)}
+    redacted: dict[str, Any] = Redactor().tree(tree)
+    return redacted
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """Of what `data` has made; it can be pasted into an issue as it is."""
+    checks, versions, machine = report["checks"], report["versions"], report["machine"]
+    lines = [
+        f"### tandem doctor: {_sum(report['counts'])}",
+        "",
+        f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB, {machine['system']}, "
+        f"{report['time'][:10]}" + (f", commit {report['commit']}" if report["commit"] else ""),
+        "",
+        ", ".join(f"{name} {version}" for name, version in versions.items()),
+        *(
+            [""] + [f"`{name}={value}`" for name, value in report["environment"].items()]
+            if report["environment"]
+            else []
+        ),
+        "",
+        "| check | | what was found | s |",
+        "|---|---|---|---:|",
+        *(f"| {c['check']} | {_WORDS[c['status']]} | {_cell(c['says'])} | {c['seconds']:.1f} |" for c in checks),
+    ]
+    for check in checks:
+        if check["status"] == "failed" or check["advice"]:
+            lines += ["", f"**{check['check']}** ({check['meaning']}): {_cell(check['says'])}"]
+            lines += ["", check["advice"] or "This failure is not a known one: please report it with all of this."]
+        if check["detail"]:
+            lines += ["", "```", *check["detail"].replace("```", "'''").splitlines(), "```"]
+    figures = [
+        f"{c['check']}: " + ", ".join(f"{k} {_number(v)}" for k, v in c["figures"].items())
+        for c in checks
+        if c["figures"]
+    ]
+    if figures:
+        lines += ["", "<details><summary>figures</summary>", "", *(f"- {line}" for line in figures), "", "</details>"]
+    return "\n".join(lines)
+
+
+def _sum(counts: dict[str, int]) -> str:
+    well = sum(counts.values()) - counts["failed"] - counts["skipped"]
+    said = f"{well} of {sum(counts.values())} checks pass"
+    said += f", {counts['failed']} failed" if counts["failed"] else ""
+    said += f", {counts['skipped']} could not be run" if counts["skipped"] else ""
+    return said + (f", {counts['note']} with something to do" if counts["note"] else "")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _number(value: float | int | str) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

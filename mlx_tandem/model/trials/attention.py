@@ -1,0 +1,174 @@
+"""Every back end of paged attention beside plain float32: random lengths, tables, windows, head groups and types."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from mlx_tandem.model.attention import portable
+from mlx_tandem.model.blocks import KVArrays
+from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
+from mlx_tandem.model.kvformat import RowFormat
+
+TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
+"""Of the largest number of the result. A wrong mask, table or head is off by a tenth and more."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of which each has `starts` tokens in the pool and attends with `length` more.
+
+    queries: [rows, heads, length, dim]; keys, values: [rows, kv heads, positions, dim], of which a row uses as many as
+    it has tokens; tables: [rows, blocks].
+    """
+
+    dtype: str
+    queries: mx.array
+    keys: mx.array
+    values: mx.array
+    starts: npt.NDArray[np.int32]
+    tables: npt.NDArray[np.int32]
+    block_size: int
+    window: int | None
+    sinks: mx.array | None
+    bits: int  # of a cached number; 0: as it is
+
+    @property
+    def scale(self) -> float:
+        return float(np.sqrt(1.0 / self.queries.shape[-1]))
+
+    @property
+    def shape(self) -> LayerShape:
+        form = RowFormat(self.keys.shape[1], self.keys.shape[3], self.keys.dtype, self.bits, 64)
+        return LayerShape(form, form)
+
+    def __str__(self) -> str:
+        rows, heads, length, dim = self.queries.shape
+        more = [f"window {self.window}"] * (self.window is not None) + ["sinks"] * (self.sinks is not None)
+        more += [f"{self.bits} bits"] * bool(self.bits)
+        return ", ".join(
+            [f"{rows} rows of {length}", f"{heads}/{self.keys.shape[1]} heads of {dim}", self.dtype, *more]
+        )
+
+
+Backend = Callable[[Case], mx.array]
+
+
+def draw(seed: int) -> Case:
+    """The case of a number: always the same one."""
+    rng = np.random.default_rng(seed)
+    name = list(TYPES)[seed % len(TYPES)]
+    kv_heads, group = int(rng.choice([1, 2, 3, 4])), int(rng.choice([1, 2, 4, 7]))
+    dim, length, rows = (
+        int(rng.choice([64, 80, 96, 128, 256])),
+        int(rng.choice([1, 1, 2, 5, 8, 19])),
+        int(rng.integers(1, 6)),
+    )
+    block = int(rng.choice([4, 8, 16, 32]))
+    starts = rng.integers(0, 150, rows).astype(np.int32)
+    width = -(-int(starts.max() + length) // block)
+    tables = 1 + rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
+
+    def numbers(*shape: int) -> mx.array:
+        return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(TYPES[name])
+
+    return Case(
+        name,
+        numbers(rows, kv_heads * group, length, dim),
+        numbers(rows, kv_heads, int(starts.max()) + length, dim),
+        numbers(rows, kv_heads, int(starts.max()) + length, dim),
+        starts,
+        tables,
+        block,
+        int(rng.integers(1, 60)) if seed % 5 in (1, 2) else None,
+        numbers(kv_heads * group) if seed % 7 == 3 else None,
+        8 if seed % 4 == 1 else 0,
+    )
+
+
+def plain(case: Case) -> mx.array:
+    """Attention as it is written in books, one row after the other, in float32 and without a pool."""
+    heads, length = case.queries.shape[1:3]
+    kv_heads, dim = case.keys.shape[1], case.keys.shape[3]
+    outputs = []
+    for row, start in enumerate(case.starts.tolist()):
+
+        def seen(x: mx.array, form: RowFormat, row: int = row, positions: int = start + length) -> mx.array:
+            kept = x[row, :, :positions].reshape(-1, dim)
+            kept = form.decode(form.encode(kept)).reshape(kv_heads, positions, dim)
+            return mx.repeat(kept.astype(mx.float32), heads // kv_heads, axis=0)
+
+        keys, values = seen(case.keys, case.shape.keys), seen(case.values, case.shape.values)
+        scores = (case.queries[row].astype(mx.float32) * case.scale) @ keys.swapaxes(-1, -2)
+        key = np.arange(start + length)[None]
+        query = start + np.arange(length)[:, None]
+        hidden = (key > query) | (key <= query - (case.window or start + length))
+        weights = mx.exp(mx.where(mx.array(hidden), -mx.inf, scores))
+        total = weights.sum(-1, keepdims=True)
+        if case.sinks is not None:
+            total = total + mx.exp(case.sinks.astype(mx.float32))[:, None, None]
+        outputs.append((weights / total) @ values)
+    return mx.stack(outputs)
+
+
+def _portable(case: Case) -> mx.array:
+    """As the engine does it: the context is written into blocks of a pool, then the new tokens attend."""
+    rows, _, length, _ = case.queries.shape
+    block = case.block_size
+    blocks = 1 + case.tables.size
+    cache = PagedCache(case.shape)
+    pool = KVArrays([case.shape], blocks, block)
+
+    def view(positions: npt.NDArray[np.int32], real: npt.NDArray[np.bool_]) -> StepView:
+        at = case.tables[np.arange(rows)[:, None], np.where(real, positions, 0) // block] * block + positions % block
+        offset, slots = positions[:, 0].astype(np.int32), np.where(real, at, 0).astype(np.int32)
+        return StepView(
+            mx.array(offset), mx.array(slots), mx.array(case.tables), num_blocks=blocks, block_size=block, mask_axes=1
+        )
+
+    if before := int(case.starts.max()):
+        at = np.broadcast_to(np.arange(before, dtype=np.int32), (rows, before))
+        cache.bind(pool.layers[0], view(at, at < case.starts[:, None]))
+        mx.eval(cache.update_and_fetch(case.keys[:, :, :before], case.values[:, :, :before]))
+        pool.layers = [cache.release()]
+    positions = (case.starts[:, None] + np.arange(length)).astype(np.int32)
+    new = mx.array(positions)[:, None, :, None]
+    step = view(positions, np.ones_like(positions, np.bool_))
+    cache.bind(pool.layers[0], step)
+    keys, values = (mx.take_along_axis(x, new, axis=2) for x in (case.keys, case.values))
+    seen = cache.update_and_fetch(keys, values)
+    output = cache.attend(case.queries, *seen, case.scale, step.mask(length, case.window), case.sinks)
+    mx.eval(output)
+    pool.layers = [cache.release()]
+    return output
+
+
+BACKENDS: dict[str, Backend] = {portable.NAME: _portable}
+"""What `worst` can be asked about; a new back end is one more line."""
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest error of a back end in one type, of the largest number of that result, and where it was."""
+
+    error: float
+    case: str
+    allowed: float
+
+
+def worst(backend: Backend, cases: int) -> dict[str, Worst]:
+    """For each type, over so many random cases. A result that is not finite has an infinite error."""
+    found: dict[str, Worst] = {}
+    for seed in range(cases):
+        case = draw(seed)
+        expected = np.array(plain(case))
+        got = np.array(backend(case).astype(mx.float32))
+        error = float(np.abs(got - expected).max() / np.abs(expected).max()) if np.isfinite(got).all() else np.inf
+        if case.dtype not in found or error > found[case.dtype].error:
+            found[case.dtype] = Worst(error, str(case), TOLERANCE[case.dtype])
+    return found

@@ -1,0 +1,40 @@
+"""The device by itself: whether it computes, whether compiled functions do, how fast it copies."""
+
+from __future__ import annotations
+
+import time
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.model.device import is_cpu
+
+
+def product_error() -> float:
+    """Of a float32 product on the device beside float64 on the host, of its largest number."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((192, 192)).astype(np.float32) for _ in range(2))
+    expected = a.astype(np.float64) @ b
+    return float(np.abs(np.array(mx.array(a) @ mx.array(b)) - expected).max() / np.abs(expected).max())
+
+
+def compiled_error() -> float:
+    """Of a fused function beside the same operations one by one."""
+
+    def function(x: mx.array) -> mx.array:
+        return mx.sigmoid(x) * x + mx.sin(x * 3.0) / (1.0 + mx.abs(x))
+
+    x = mx.array(np.linspace(-9, 9, 4096, dtype=np.float32))
+    return float(mx.abs(mx.compile(function)(x) - function(x)).max())
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that are read and written when an array is copied, the best of a few times."""
+    source = mx.zeros(((8 << 20) if is_cpu() else (128 << 20),), mx.float32)
+    mx.eval(source)
+    times = []
+    for _ in range(4):
+        started = time.perf_counter()
+        mx.eval(source + 1.0)
+        times.append(time.perf_counter() - started)
+    return 2 * source.nbytes / min(times[1:])

@@ -1,0 +1,35 @@
+"""Whether steps write the KV pool in place on this device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig
+from mlx_tandem.engine.plan import Row, Seating, StepPlan
+from mlx_tandem.model.build import build, decode_growth
+from mlx_tandem.types import SamplingParams
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Bytes beside the pool that decode steps took. A copy of anything in it takes at least `copy`."""
+
+    pool: int
+    copy: int
+    overlapped: int | None  # each step dispatched while the one before runs; None: never done on this device
+    one_at_a_time: int
+
+
+def growth(model: str, num_blocks: int) -> Growth:
+    """Of the model in a folder, over a pool of so many blocks."""
+    config = EngineConfig(ModelConfig(model), CacheConfig(num_blocks=num_blocks))
+    built = build(config, {}, lambda stage, fraction: None)
+    runner, info = built.runner, built.info
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    runner.wait(
+        runner.launch(StepPlan((Row(0, 0, 0, 0, (0,), [1], True),), seatings=(Seating(0, greedy, 0, 1, (0,)),)))
+    )
+    overlapped = None if runner.one_at_a_time else decode_growth(runner, info)
+    runner.one_at_a_time = True
+    copy = runner.pool_bytes // (2 * info.layers)  # keys or values of one layer
+    return Growth(runner.pool_bytes, copy, overlapped, decode_growth(runner, info))
