@@ -327,6 +327,34 @@ async def test_updates_that_cannot_be_computed_again_stop_learning_and_not_servi
     await side.learner.close()
 
 
+@on_a_loop
+async def test_an_engine_that_ends_while_updates_are_computed_again_does_not_stop_learning(tmp_path: Path) -> None:
+    found = await five_updates(tmp_path)
+    side = Side(config(tmp_path))
+    original, end = side.client.run_pass, asyncio.Event()
+
+    async def run_pass(*args: Any, **more: Any) -> Any:
+        await end.wait()
+        side.points.broken = True
+        raise died()
+
+    side.client.run_pass = run_pass  # type: ignore[method-assign]
+    await side.learner.bring_up()
+    side.learner.start()
+    end.set()
+    await side.until(lambda: side.points.broken)
+    for _ in range(20):  # the engine is known to have ended a while before the next one is counted
+        await asyncio.sleep(0)
+    assert side.learner.status().running
+    side.client.run_pass = original  # type: ignore[method-assign]
+    side.client.restart()
+    await side.bring_up()
+    await side.until(lambda: not side.learner.status().recovering)
+    assert side.learner.status().running
+    assert (side.version, side.trained) == found
+    await side.learner.close()
+
+
 def test_a_server_that_ends_while_a_checkpoint_gets_its_name_lets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from mlx_tandem import limits
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.errors import Conflict, EngineUnavailable, TandemError
+from mlx_tandem.errors import Conflict, EngineDied, EngineUnavailable, TandemError
 from mlx_tandem.training.online import prompts
 from mlx_tandem.training.online.learner import Learner
 from mlx_tandem.training.online.loop import Loop
@@ -78,7 +78,9 @@ class OnlineLearner:
 
     def _after_recovery(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
-        if error is not None and self._learner.astray:  # and not because the engine has ended
+        if isinstance(error, EngineDied | EngineUnavailable):  # the next engine is brought up to there, too
+            return
+        if error is not None and self._learner.astray:
             log.error("learning cannot go on", extra={"fields": {"error": str(error)}})
             self._loop.stop(f"updates could not be computed again: {error}")
 
