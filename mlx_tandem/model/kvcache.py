@@ -17,6 +17,7 @@ import numpy as np
 
 from mlx_tandem.model.attention import portable
 from mlx_tandem.model.kvformat import RowFormat
+from mlx_tandem.model.shapes import EXACT_ROWS
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,9 +164,9 @@ class PagedCache:
         """Returns what the pool holds now, of the new tokens too: it must not matter how a prompt was cut."""
         v = self._view
         assert v is not None
-        if new.shape[2] > 1:
-            # Padding behind a token that is not finite is not finite either, and in the scratch block it would reach
-            # every row: a masked weight of 0 times NaN is NaN.
+        if new.shape[2] > 1 or new.shape[0] > EXACT_ROWS:
+            # Padding behind a token that is not finite is not finite either, nor is a row of padding under an adapter
+            # that overflows, and in the scratch block it would reach every row: a masked weight of 0 times NaN is NaN.
             new = mx.where(v.real(), new, 0)
         writes = v.writes(form.heads)
         for array, lines in zip(pool, form.encode(new.reshape(-1, form.dim)), strict=True):

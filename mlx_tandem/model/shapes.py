@@ -9,10 +9,13 @@ from mlx_tandem.engine.plan import Row
 SPLIT_GAIN = 1024
 """Padded block reads that a second forward must save to be worth its launch."""
 
+EXACT_ROWS = 4
+"""Up to so many rows, a step has none that are padding."""
+
 
 def row_count(rows: int) -> int:
-    """Rows padded up: exact to 4, then at most an eighth to a quarter more."""
-    for limit, step in ((4, 1), (16, 2), (64, 4), (128, 8), (256, 16)):
+    """Rows padded up: exact to EXACT_ROWS, then at most an eighth to a quarter more."""
+    for limit, step in ((EXACT_ROWS, 1), (16, 2), (64, 4), (128, 8), (256, 16)):
         if rows <= limit:
             return -(-rows // step) * step
     return -(-rows // 32) * 32

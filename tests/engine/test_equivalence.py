@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -340,6 +340,30 @@ def test_a_row_that_is_not_finite_harms_nobody(broken: tuple[Engine, Oracle]) ->
     for key in [key for key in loop.tokens if key[0] in loop.failed]:
         assert loop.tokens.pop(key) == []
     assert_agrees(loop, oracle, "beside rows that are not finite")
+
+
+def test_an_adapter_that_overflows_harms_nobody_beside_it(tmp_path: Path) -> None:
+    """Its rows fail. So would the rows of padding that are run under it, and what those write is read by all."""
+    folder = tiny_models.make(tmp_path / "model", "llama")
+    engine, oracle = make_engine(folder, max_num_seqs=8), {None: Oracle.load(folder)}
+    tiny_models.make_adapter(tmp_path / "adapter", engine.built.linears, "peft", rank=4, seed=1)
+    weights = formats.read(tmp_path / "adapter", engine.built.linears, max_rank=16, base_layers=engine.built.layers)
+    large = {path: (a * np.float32(1e15), b * np.float32(1e15)) for path, (a, b) in weights.tensors.items()}
+    digest = weights.info.digest
+    engine.weights[digest] = replace(weights, tensors=large)
+    greedy = SamplingParams(max_tokens=10, temperature=0.0, logprobs=5)
+    loop = engine.loop()
+    for i, prompt in enumerate(PROMPTS[:4]):
+        loop.add(Request(i, prompt, greedy))
+    for _ in range(6):
+        loop.step()
+    loop.add(Request(10, (5,), greedy, AdapterRef("large", 1, digest)))  # the fifth that decodes: five are padded to six
+    loop.run()
+    loop.assert_idle()
+    assert loop.failed == {10}
+    assert loop.tokens.pop((10, 0)) == []
+    del loop.requests[10]
+    assert_agrees(loop, oracle, "beside an adapter that overflows")
 
 
 def test_the_runner_goes_on_after_a_failed_step(sampling_engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
