@@ -357,7 +357,9 @@ def test_an_adapter_that_overflows_harms_nobody_beside_it(tmp_path: Path) -> Non
         loop.add(Request(i, prompt, greedy))
     for _ in range(6):
         loop.step()
-    loop.add(Request(10, (5,), greedy, AdapterRef("large", 1, digest)))  # the fifth that decodes: five are padded to six
+    loop.add(
+        Request(10, (5,), greedy, AdapterRef("large", 1, digest))
+    )  # the fifth that decodes: five are padded to six
     loop.run()
     loop.assert_idle()
     assert loop.failed == {10}

@@ -36,12 +36,14 @@ def read(
     base_layers: int,
     follow_links: bool = False,
     root: Path | None = None,
+    scaled: bool = True,
 ) -> AdapterWeights:
     """The adapter in `folder`, checked against the model's `linears` (by module path) and `base_layers` layers.
 
     Raises ModelError (TooLarge for a file over its limit) naming the file and the field. `follow_links` permits
     the files to be symbolic links, as in a Hugging Face cache; the folder itself may be reached by one
-    unless a `root` is given: then it lies under it, and no link on the way from there is followed.
+    unless a `root` is given: then it lies under it, and no link on the way from there is followed. Not `scaled`: every
+    B is what the file has, to the bit; who multiplies it and divides again may have something else.
     """
     with files.directory(folder, root) as directory:
         config = files.configuration(directory, follow_links)
@@ -49,7 +51,7 @@ def read(
         with files.regular_file(directory, WEIGHTS[kind], limits.MAX_ADAPTER_BYTES, follow_links) as fd:
             header = read_header(fd, WEIGHTS[kind])
             spec = PARSERS[kind](config, header, linears, max_rank, base_layers)
-            return load(fd, kind, header, spec, linears)
+            return load(fd, kind, header, spec, linears, scaled)
 
 
 def check(file: str, header: Mapping[str, Tensor], spec: Spec, linears: Mapping[str, LinearShape]) -> None:
@@ -78,7 +80,12 @@ def check(file: str, header: Mapping[str, Tensor], spec: Spec, linears: Mapping[
 
 
 def load(
-    fd: int, kind: Format, header: Mapping[str, Tensor], spec: Spec, linears: Mapping[str, LinearShape]
+    fd: int,
+    kind: Format,
+    header: Mapping[str, Tensor],
+    spec: Spec,
+    linears: Mapping[str, LinearShape],
+    scaled: bool = True,
 ) -> AdapterWeights:
     """The weights that `spec` names, once they are checked against `linears`, from the open file of weights."""
 
@@ -86,7 +93,7 @@ def load(
         t = header[name]
         return files.read_exactly(fd, t.offset, math.prod(t.shape) * DTYPES[t.dtype], WEIGHTS[kind])
 
-    return _assemble(read, kind, header, spec, linears)
+    return _assemble(read, kind, header, spec, linears, scaled)
 
 
 def from_arrays(
@@ -95,7 +102,7 @@ def from_arrays(
     """What `read` would give for a PEFT folder with this configuration and these tensors; the same digest, too."""
     header = {name: Tensor("F32", t.shape, 0) for name, t in tensors.items()}
     spec = peft.parse(config, header, linears, limits.MAX_LORA_RANK, 0)
-    return _assemble(lambda name: tensors[name].reshape(-1).view(np.uint8), "peft", header, spec, linears)
+    return _assemble(lambda name: tensors[name].reshape(-1).view(np.uint8), "peft", header, spec, linears, True)
 
 
 def _assemble(
@@ -104,6 +111,7 @@ def _assemble(
     header: Mapping[str, Tensor],
     spec: Spec,
     linears: Mapping[str, LinearShape],
+    scaled: bool,
 ) -> AdapterWeights:
     file = WEIGHTS[kind]
     check(file, header, spec, linears)
@@ -130,7 +138,7 @@ def _assemble(
                 values = values.swapaxes(-1, -2) if half.turn else values
                 whole = into if half.expert is None else into[half.expert]
                 rows, columns = values.shape[-2:]
-                np.multiply(values, np.float32(scale), out=whole[..., :rows, :columns])
+                np.multiply(values, np.float32(scale if scaled else 1.0), out=whole[..., :rows, :columns])
         tensors[path] = pair
     ranks = [half.rank for a, _ in spec.modules.values() for half in a]
     info = AdapterInfo(

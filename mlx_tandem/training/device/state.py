@@ -87,6 +87,17 @@ class Trainer:
         mx.eval(trainer.pairs)
         return trainer
 
+    @classmethod
+    def restored(
+        cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], saved: AdapterWeights, folder: Path
+    ) -> Trainer:
+        """What `snapshot` wrote into `folder`, to the bit. `saved`: its adapter, not scaled. Raises ModelError."""
+        chosen = {path: linears[path] for path in linears if path in saved.tensors}
+        pairs = {path: (mx.array(saved.tensors[path][0]), mx.array(saved.tensors[path][1])) for path in chosen}
+        trainer = cls(spec, chosen, pairs)
+        trainer._restore(folder)
+        return trainer
+
     @property
     def scale(self) -> float:
         return self.spec.alpha / self.spec.rank
@@ -166,8 +177,8 @@ class Trainer:
         moments = list(zip(self._chunks, self._moments, strict=True))
         return lambda folder: _write(Path(folder), pairs, moments, about)
 
-    def restore(self, folder: Path) -> None:
-        """The optimiser's state from a checkpoint. Raises ModelError."""
+    def _restore(self, folder: Path) -> None:
+        """The optimiser's state from a checkpoint."""
         from safetensors.numpy import load_file
 
         try:

@@ -68,14 +68,16 @@ class Trainers:
             raise InvalidRequest(f"alpha must be over 0 and at most {limits.MAX_LORA_ALPHA:g}", param="alpha")
         linears = self._chosen(spec.targets)
         if folder:
-            weights = formats.read(
-                Path(folder), linears, max_rank=limits.MAX_LORA_RANK, base_layers=len(self._tree.layers)
+            saved = formats.read(
+                Path(folder),
+                linears,
+                max_rank=limits.MAX_LORA_RANK,
+                base_layers=len(self._tree.layers),
+                scaled=False,
             )
-            spec = _saved_spec(Path(folder), spec)
-            linears = {path: linears[path] for path in linears if path in weights.tensors}
-        trainer = Trainer.from_adapter(spec, linears, weights) if weights else Trainer.fresh(spec, linears)
-        if folder:
-            trainer.restore(Path(folder))
+            trainer = Trainer.restored(_saved_spec(Path(folder), spec), linears, saved, Path(folder))
+        else:
+            trainer = Trainer.from_adapter(spec, linears, weights) if weights else Trainer.fresh(spec, linears)
         self._trainers[spec.name] = trainer
         return trainer.info
 
