@@ -29,7 +29,7 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class DiskCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """The tier of the KV cache on the drive."""
 
-    enabled: bool = True
+    enabled: bool | None = None  # None: when a folder is named
     dir: str = ""  # empty: kv-cache in the user's own cache folder
     ttl_days: float = 7.0  # 0: for ever
     policy: Literal["evict_only", "write_through"] = "evict_only"  # when blocks go to it
@@ -39,6 +39,10 @@ class DiskCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     persistent_max_retries: int = 3
     flush_interval_s: float = 1.0
     max_size_gb: float = 50.0  # 0: no limit
+
+    @property
+    def on(self) -> bool:
+        return bool(self.dir) if self.enabled is None else self.enabled
 
 
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,6 +79,7 @@ class DutyConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     model: ModelConfig
     cache: CacheConfig = field(default_factory=CacheConfig)
+    disk: DiskCacheConfig = field(default_factory=DiskCacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     duty: DutyConfig = field(default_factory=DutyConfig)

@@ -156,6 +156,29 @@ class EngineInfo(Struct, frozen=True):
     memory: MemoryBudget = MemoryBudget()
 
 
+class DiskStats(Struct, frozen=True):
+    """Of the disk tier. Since the start, but for what there is now: bytes, records, segments, queued and the last
+    three."""
+
+    bytes: int  # of all segments in the folder
+    records: int  # that can be found
+    segments: int
+    queued: int
+    hits: int  # blocks that were read
+    misses: int  # reads that ended at a block that was not there, or not right
+    written: int  # blocks
+    written_bytes: int
+    dropped: int  # blocks that were given and not written
+    evicted: int  # blocks that went with their segments
+    quarantined: int  # records and segments that were not as written
+    errors: int  # operations that the drive refused
+    reload_bytes: int
+    reload_seconds: float  # reading and checking them
+    scanning: bool  # some of what is there cannot be found yet
+    read_only: bool
+    off: str  # why there is no tier any more; empty: it works
+
+
 class EngineStats(Struct, frozen=True):
     """Counters since start and gauges of now; sent at each heartbeat."""
 
@@ -185,3 +208,6 @@ class EngineStats(Struct, frozen=True):
     serving_ms: float = 0.0  # device time of users' rows, since start
     training_ms: float = 0.0  # device time of gradient work and of rows made for training, since start
     training_jobs: int = 0  # gradient work that waits or is under way
+    disk: DiskStats | None = None  # None: there is no disk tier, or not yet
+    disk_hit_tokens: int = 0  # of prompts, that came from the drive, since start
+    disk_unsaved: int = 0  # blocks that were given to others before the drive could have them, since start

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import faulthandler
 import logging
-import secrets
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,7 +20,12 @@ from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.core import EngineCore, EngineFailure
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import TandemError
+from mlx_tandem.files import StorageError
 from mlx_tandem.types import AdapterSource, MemoryBudget
+
+if TYPE_CHECKING:
+    from mlx_tandem.kv.disk.opening import Opening
+    from mlx_tandem.kv.hashing import Namespace
 
 EXIT_FAILURE = 70  # EX_SOFTWARE: the supervisor starts another
 log = logging.getLogger("mlx_tandem.engine")
@@ -79,6 +85,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.engine.loading import Loader
     from mlx_tandem.engine.scheduler import Scheduler
     from mlx_tandem.engine.tables import Tables
+    from mlx_tandem.engine.tier import Tier
     from mlx_tandem.engine.training import Training
     from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.kv.pool import BlockPool
@@ -92,12 +99,26 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]))
     info = built.info
     pool = BlockPool(info.num_blocks, info.block_size)
-    # Blocks do not outlive the engine, which has one model: what it is need not be said, only that it is this one.
-    namespace = Namespace(secrets.token_hex(16), "", info.dtype, info.block_size)
+    # Of a model's folder all files are known by one digest, which takes a while to find out. In memory, where there is
+    # one model, keys need none; on the drive each model has an index of its own, and blocks name it: see Tier.
+    namespace = Namespace(
+        weights="",
+        tokenizer="",
+        dtype=info.dtype,
+        block_size=info.block_size,
+        kv_bits=config.cache.kv_bits,
+        kv_group_size=config.cache.kv_group_size if config.cache.kv_bits < 16 else 0,
+    )
+    prefixes = PrefixCache(pool, namespace) if config.cache.prefix_caching else None
+    opening = _open_tier(config, namespace, channel.wake) if prefixes else None
+    tier = None
+    if prefixes is not None and opening is not None:
+        write_through = config.disk.policy == "write_through"
+        tier = Tier(pool, prefixes, info.block_size * info.kv_bytes_per_token, write_through=write_through)
     slots = SlotTable(config.lora.max_loras)
     scheduler = Scheduler(
         config.scheduler,
-        Tables(pool, PrefixCache(pool, namespace) if config.cache.prefix_caching else None),
+        Tables(pool, prefixes, tier),
         slots,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
@@ -152,6 +173,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         Training(trainers, adapters, learns=duty.learns, most_rank=config.lora.max_lora_rank),
         duty,
         heartbeat_seconds=config.heartbeat_seconds,
+        opening=opening,
         memory=built.memory,
         slot_bytes=built.adapter_bytes,
         on_turn=_Watchdog(config.stall_seconds).pat if own_process else lambda: None,
@@ -170,6 +192,22 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int, str]:
         return *planned(config), device.describe()
     finally:
         device.leave_thread()
+
+
+def _open_tier(config: EngineConfig, namespace: Namespace, wake: Callable[[], None]) -> Opening | None:
+    """The drive under the cache, if there is to be one. Raises StorageError when the folder that was named cannot be
+    used; without the default one the engine does its work, too."""
+    from mlx_tandem.kv.disk.opening import Opening
+
+    if not config.disk.on or config.model.random_weights:
+        return None
+    try:
+        return Opening(config.disk, Path(config.model.path), namespace, wake)
+    except StorageError as e:
+        if config.disk.dir:
+            raise
+        log.warning("nothing is kept on the drive: %s", e.message)
+        return None
 
 
 class _Watchdog:

@@ -23,6 +23,7 @@ from mlx_tandem.engine.scheduler import Scheduler, Settled
 from mlx_tandem.engine.training import Training, TrainingFailed
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import InvalidRequest, TandemError
+from mlx_tandem.kv.disk.opening import Opening
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.types import AdapterRef, EngineStats, Request
 
@@ -30,7 +31,10 @@ log = logging.getLogger(__name__)
 
 STRIKES = 3
 STRIKE_SECONDS = 60.0
+LAST_SECONDS = 3.0
+"""That the end waits for blocks to be saved, and then for the drive to write them."""
 _POLL_SECONDS = 0.001
+_DRIVE_SECONDS = 0.02  # until a read that takes too long is looked at again
 
 
 class EngineFailure(Exception):
@@ -50,6 +54,7 @@ class EngineCore:
         duty: Duty,
         *,
         heartbeat_seconds: float,
+        opening: Opening | None = None,
         memory: Callable[[], tuple[int, int]] = lambda: (0, 0),
         slot_bytes: Callable[[], int] = lambda: 0,
         on_turn: Callable[[], None] = lambda: None,
@@ -63,6 +68,8 @@ class EngineCore:
         self._training = training
         self._duty = duty
         self._heartbeat_seconds = heartbeat_seconds
+        self._opening = opening
+        self._tier = scheduler.tier
         self._memory = memory
         self._slot_bytes = slot_bytes
         self._on_turn = on_turn
@@ -75,21 +82,45 @@ class EngineCore:
         self._draining = False
         self._step_failures = 0
         self._sliced = False  # the last turn was learning's
+        self._waits = False  # what there is to do waits for the drive
 
     def run(self) -> None:
         """Turn until drained or the front is gone. Raises EngineFailure when the engine must end."""
         try:
             while not (self._draining and self._is_idle):
                 self.turn()
+            self._save_all()
         except WireError as e:
             log.info("engine ends: %s", e)
+            self._save_all()
         finally:
             self._adapters.close()
             self._training.close()
+            if self._opening is not None:
+                self._opening.close(LAST_SECONDS)
+
+    def _save_all(self) -> None:
+        """What is in memory is on the drive for who comes next, as far as the drive takes it in a little time."""
+        if self._tier is None:
+            return
+        deadline = time.monotonic() + LAST_SECONDS
+        try:
+            for request in list(self._scheduler.requests):  # whoever asked is gone
+                self._scheduler.cancel(request)
+            self._pipeline.drain()
+            self._tier.save_all()
+            while self._tier.has_unsaved and time.monotonic() < deadline:
+                self._on_turn()
+                if self._pipeline.turn() is None and self._pipeline.is_empty:
+                    time.sleep(_POLL_SECONDS)  # the drive's queue is full
+        except (StepsLost, TrainingFailed) as e:
+            log.info("not everything was saved: %s", e)
 
     def turn(self) -> None:
         """One turn of the loop."""
         self._on_turn()
+        if self._opening is not None and self._tier is not None and (opened := self._opening.poll()):
+            self._tier.open(*opened)
         self._receive()
         self._work()
         now = time.monotonic()
@@ -117,7 +148,8 @@ class EngineCore:
     def stats(self) -> EngineStats:
         active, peak = self._memory()
         s, store = self._scheduler, self._adapters.store
-        prefixes = s.prefix_counts
+        prefixes, tier = s.prefix_counts, self._tier
+        drive = self._opening.cache if self._opening is not None else None
         return EngineStats(
             running=s.num_running,
             waiting=s.num_waiting + self._adapters.num_waiting,
@@ -145,6 +177,9 @@ class EngineCore:
             serving_ms=self._duty.serving_ms,
             training_ms=self._duty.training_ms,
             training_jobs=self._training.jobs,
+            disk=drive.stats() if drive is not None else None,
+            disk_hit_tokens=tier.hit_tokens if tier is not None else 0,
+            disk_unsaved=tier.unsaved if tier is not None else 0,
         )
 
     @property
@@ -154,12 +189,15 @@ class EngineCore:
     @property
     def _is_resting(self) -> bool:
         """Nothing is to be done on the device."""
-        return self._pipeline.is_empty and not self._scheduler.requests and not self._training.has_work
+        saving = self._tier is not None and self._tier.is_saving
+        return self._pipeline.is_empty and not (self._scheduler.requests or self._training.has_work or saving)
 
     # inbox
 
     def _receive(self) -> None:
-        if not self._is_resting:
+        if self._waits:
+            wait = _DRIVE_SECONDS
+        elif not self._is_resting:
             wait = 0.0
         elif self._adapters.is_loading or self._training.is_waiting:
             wait = _POLL_SECONDS
@@ -233,6 +271,7 @@ class EngineCore:
     def _work(self) -> None:
         """A step or a slice. Gradient work and rows made for training take turns in what is learning's."""
         scheduler, training = self._scheduler, self._training
+        was_empty = self._pipeline.is_empty
         rows = scheduler.has_background
         due = self._duty.may_train(scheduler.has_users, rows or training.has_work)
         if training.has_work and (due or training.is_brief) and not (rows and self._sliced):
@@ -245,6 +284,9 @@ class EngineCore:
         else:
             self._sliced = False
             self._step(lambda: self._pipeline.turn(due))
+        # Nothing was under way, and nothing could be begun.
+        idle = was_empty and self._pipeline.is_empty and not training.has_work
+        self._waits = idle and self._tier is not None and self._tier.is_reading
         if self._adapters.has_left:
             self._adapters.let_go(scheduler.digests)
 

@@ -14,6 +14,9 @@ CARRY = -1
 """In `Row.tokens`: the token the same seat sampled in the step before, still on the device."""
 
 
+Bytes = bytes | memoryview
+
+
 @dataclass(frozen=True, slots=True)
 class Seating:
     """A sequence takes a seat: an index into the runner's per-sequence state.
@@ -54,12 +57,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One unit of device work, done in this order: uploads, copies, seatings, rows."""
+    """One unit of device work, done in this order: saves, uploads, copies, loads, seatings, rows. A plan may have none
+    of the last."""
 
     rows: tuple[Row, ...]
     uploads: tuple[tuple[int, str], ...] = ()  # (slot, adapter digest)
     copies: tuple[tuple[int, int], ...] = ()  # (from block, to block)
     seatings: tuple[Seating, ...] = ()
+    saves: tuple[int, ...] = ()  # blocks whose bytes are wanted
+    loads: tuple[tuple[int, Bytes], ...] = ()  # (block, bytes that it gets)
 
     @property
     def background_share(self) -> float:
@@ -90,6 +96,7 @@ class StepResult:
     tokens: list[int | None]
     logprobs: list[TokenLogprob | None] = field(default_factory=list)  # empty: nobody asked
     scores: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    saves: list[bytes] = field(default_factory=list)  # of each of the plan's blocks
     cold: bool = False  # a shape was met for the first time: how long it took says nothing
 
 

@@ -26,6 +26,7 @@ from mlx_tandem.engine.cost import CostModel, longest_within, padded_length
 from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, Seating, StepPlan, StepResult, scored_positions
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.engine.tables import Tables
+from mlx_tandem.engine.tier import Tier
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.kv.prefix import Match, PrefixCounts
 from mlx_tandem.types import AdapterRef, Delta, FinishReason, Request, TokenLogprob
@@ -107,6 +108,7 @@ class Scheduler:
         if request.background:
             self._background.add(request.id)
         insort_right(self._waiting, choices[0], key=_PRIORITY)
+        self._tables.read_ahead(choices[0])
         self.prompt_tokens += len(request.prompt)
 
     def _check(self, request: Request) -> None:
@@ -154,6 +156,7 @@ class Scheduler:
         followers = [s for s in self._sequences.values() if s.follows(ref)]
         for s in followers:
             if s.seat < 0:
+                self._tables.forget(s)
                 s.go_under(ref)
             else:
                 s.next_adapter = ref
@@ -187,6 +190,10 @@ class Scheduler:
         return sum(1 + len(s.followers) for s in self._waiting)
 
     @property
+    def tier(self) -> Tier | None:
+        return self._tables.tier
+
+    @property
     def prefix_counts(self) -> PrefixCounts:
         return self._tables.prefix_counts
 
@@ -197,9 +204,11 @@ class Scheduler:
         training are left out while there are users' requests."""
         left_out = set() if background or not self.has_users else self._background
         rows: list[Row] = []
+        self._tables.poll()
         for s in list(self._moving.values()):
             self._move(s)
         self._admit(left_out)
+        loads = self._tables.take_loads()
         for s in self._wanted(left_out):
             if s.followers and s.scheduled == s.prompt_length - 1:
                 self._fork(s)
@@ -208,7 +217,8 @@ class Scheduler:
             if s.seat >= 0 and s.wants_decode and not s.followers and self._reserve(s, s.scheduled + 1, rows):
                 rows.append(self._row(s, (CARRY,) if s.pending else (s.tokens[-1],)))
         self._plan_prefill(rows, left_out)
-        if not rows:
+        saves = self._tables.take_saves(bool(rows))
+        if not (rows or loads or saves):
             return None
         planned = {row.sequence for row in rows}
         seatings = [self._seating(s) for s in self._running if s.id in planned and not s.is_seated]
@@ -216,13 +226,13 @@ class Scheduler:
         uploads = [(slot, digest) for slot, digest in self._uploads if self._slots.references(digest)]
         for _, digest in set(self._uploads) - set(uploads):
             self._slots.lost(digest)
-        plan = StepPlan(tuple(rows), tuple(uploads), self._tables.take_copies(), tuple(seatings))
+        plan = StepPlan(tuple(rows), tuple(uploads), self._tables.take_copies(), tuple(seatings), saves, loads)
         self._uploads = []
         return plan
 
     def _wanted(self, left_out: Collection[int]) -> list[Sequence]:
-        """Those of the running whose requests are not left out."""
-        return [s for s in self._running if s.request.id not in left_out]
+        """Those of the running whose requests are not left out, and whose blocks are there."""
+        return [s for s in self._running if s.request.id not in left_out and not self._tables.is_loading(s)]
 
     def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> None:
         """Chunks of prompts while their predicted time and their tokens fit the budgets, at least one.
@@ -283,7 +293,7 @@ class Scheduler:
 
     def _admit(self, left_out: Collection[int]) -> None:
         """Let waiting sequences run while there are seats, blocks for all they know, and adapter slots. One whose
-        prompt begins as one that is being read waits for that."""
+        prompt begins as one that is being read waits for that, and for the drive where that has more of it."""
         blocked: list[Sequence] = []
         patience = PATIENCE  # of the one among the blocked that has the least left
         while self._waiting and patience > 0:
@@ -295,7 +305,8 @@ class Scheduler:
             if match is None:
                 break
             del self._waiting[0]
-            if self._tables.leader(s, match) is not None or not self._take_slot(group):
+            waits = self._tables.leader(s, match) is not None or self._tables.awaits(s, match)
+            if waits or not self._take_slot(group):
                 blocked.append(s)
                 patience = min(patience, PATIENCE - s.overtaken)
                 continue
@@ -423,6 +434,7 @@ class Scheduler:
 
     def _end(self, s: Sequence) -> None:
         """A sequence is over, whatever it was doing."""
+        self._tables.forget(s)
         choices = self._choices[s.request.id]
         del self._sequences[s.id], choices[s.choice]
         if not choices:
@@ -487,6 +499,8 @@ class Scheduler:
                 self._end(s)
         if spoiled:
             self._tables.spoil(spoiled)
+        if plan.saves:
+            self._tables.saved(result.saves)
         return settled
 
     def _hand_out_scores(self, s: Sequence) -> tuple[TokenLogprob, ...]:
@@ -504,6 +518,8 @@ class Scheduler:
 
     def observe(self, plan: StepPlan, milliseconds: float) -> None:
         """A step took this long; its cost guides the next budgets."""
+        if plan.saves or plan.loads or not plan.rows:
+            return
         chunks = [(padded_length(len(r.tokens)), r.start) for r in plan.rows if len(r.tokens) > 1]
         self.cost.observe(chunks, len(plan.rows) - len(chunks), milliseconds)
 

@@ -2,14 +2,18 @@
 
 With a prefix cache a sequence begins with what others have computed, and leaves what it has computed to others. A block
 is published once a token that is a number has been drawn from everything up to it, never while its step is under way.
+With a disk tier it may begin with blocks that are loaded first, a bounded number in a plan; it runs when all are there.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable
+from itertools import islice
 
+from mlx_tandem.engine.plan import Bytes
 from mlx_tandem.engine.sequence import Sequence
+from mlx_tandem.engine.tier import Tier
 from mlx_tandem.kv.hashing import Chain
 from mlx_tandem.kv.pool import SCRATCH, BlockPool
 from mlx_tandem.kv.prefix import Match, PrefixCache, PrefixCounts
@@ -21,11 +25,13 @@ _NOTHING = Match()
 
 
 class Tables:
-    """`prefixes`: None when nothing is to be shared between requests."""
+    """`prefixes`: None when nothing is to be shared between requests. `tier`: over both, if there is one."""
 
-    def __init__(self, pool: BlockPool, prefixes: PrefixCache | None = None):
+    def __init__(self, pool: BlockPool, prefixes: PrefixCache | None = None, tier: Tier | None = None):
         self.pool = pool
         self.prefixes = prefixes
+        self.tier = tier
+        self._loads: dict[int, Bytes] = {}  # of the next plans: into which block
         self._copies: dict[int, int] = {}  # of the next plan: into which block → from which
         self._unclean: set[int] = set()  # blocks that may hold what is not finite
         self._readers: dict[bytes, Sequence] = {}  # who computes the block of this key now
@@ -60,10 +66,28 @@ class Tables:
         left = len(leader.tokens) - leader.scheduled
         return leader if saved >= max(WORTH_WAITING, left / 2) else None
 
+    def read_ahead(self, s: Sequence) -> None:
+        """A request has come: what the drive has of it is there, or under way, when its turn is."""
+        if self.tier is not None:
+            self.awaits(s, self.match(s))
+
+    def awaits(self, s: Sequence, match: Match) -> bool:
+        """Whether a waiting sequence is to wait for the drive, which is asked here for what it has."""
+        if self.tier is None or s.scores is not None:
+            return False
+        return self.tier.awaits(s.id, self._chain(s), s.tokens, len(match.blocks))
+
+    def forget(self, s: Sequence) -> None:
+        """It waits for nothing any more."""
+        if self.tier is not None:
+            self.tier.forget(s.id)
+
     def seat(self, s: Sequence) -> None:
-        """Blocks for all that `s` knows, the first of them those that are found. There is room for `need` blocks."""
+        """Blocks for all that `s` knows, the first of them those that are found, then those that have come from the
+        drive. There is room for `need` blocks."""
         match = self.match(s)
-        pool, extra = self.pool, match.extra
+        payloads = [] if self.tier is None else self.tier.take(s.id, self._chain(s), len(match.blocks))
+        pool, extra = self.pool, 0 if payloads else match.extra
         fresh = pool.blocks_for(len(s.tokens)) - len(match.blocks)
         pool.share(match.blocks)
         if extra:
@@ -77,8 +101,9 @@ class Tables:
         if extra:
             self._copies[own[0]] = self._copies.get(match.source, match.source)
         s.table = match.blocks + own
+        self._loads |= zip(own, payloads, strict=False)
         s.published = len(match.blocks)
-        s.scheduled = s.published * pool.block_size + extra
+        s.scheduled = (s.published + len(payloads)) * pool.block_size + extra
         self._announce(s)
 
     def fork(self, s: Sequence, follower: Sequence) -> bool:
@@ -132,6 +157,9 @@ class Tables:
         for b in s.table:
             self._copies.pop(b, None)
         self.pool.release(reversed(s.table))  # the last one is the first that others may take
+        for b in s.table if self._loads else ():
+            if self.pool.count[b] == 0:
+                self._loads.pop(b, None)
         s.table, s.published, s.scheduled, s.has_drawn, s.is_pure = [], 0, 0, False, True
 
     def mix(self, s: Sequence) -> None:
@@ -144,6 +172,8 @@ class Tables:
         blocks = set(blocks)
         if self.prefixes is not None:
             self.prefixes.drop(blocks)
+        if self.tier is not None:
+            self.tier.spoil(blocks)
         # One that has a new owner already fails that owner, too, and is found here then.
         self._unclean |= {b for b in blocks if self.pool.count[b] == 0}
 
@@ -152,6 +182,8 @@ class Tables:
         self._unclean = set()
         if self.prefixes is not None:
             self.prefixes.clear()
+        if self.tier is not None:
+            self.tier.distrust()
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """(from block, to block) for the plan that is being made. A stale value of a block is masked, which NaN
@@ -160,6 +192,33 @@ class Tables:
         copies = (*scrubs, *((a, b) for b, a in self._copies.items()))
         self._copies, self._unclean = {}, set()
         return copies
+
+    def poll(self) -> None:
+        """Takes in what the drive has read."""
+        if self.tier is not None:
+            self.tier.poll()
+
+    def take_saves(self, ahead: bool) -> tuple[int, ...]:
+        """Blocks whose bytes the plan that is being made is to bring: see `Tier.take_saves`."""
+        return () if self.tier is None else self.tier.take_saves(ahead)
+
+    def saved(self, payloads: Iterable[bytes]) -> None:
+        """The bytes that the oldest plan with saves has brought."""
+        assert self.tier is not None
+        self.tier.saved(payloads)
+
+    def is_loading(self, s: Sequence) -> bool:
+        """Whether it has blocks whose contents no plan has loaded yet."""
+        return bool(self._loads) and not self._loads.keys().isdisjoint(s.table)
+
+    def take_loads(self) -> tuple[tuple[int, Bytes], ...]:
+        """(block, what it gets) for the plan that is being made."""
+        if self.tier is None or not self._loads:
+            return ()
+        loads = tuple(islice(self._loads.items(), self.tier.step_blocks))
+        for block, _ in loads:
+            del self._loads[block]
+        return loads
 
     @property
     def prefix_counts(self) -> PrefixCounts:
@@ -171,6 +230,9 @@ class Tables:
         self.pool.check(s.table for s in sequences)
         if self.prefixes is not None:
             self.prefixes.check()
+        if self.tier is not None:
+            self.tier.check(s.id for s in sequences if s.seat < 0)
+        assert all(self.pool.count[b] for b in self._loads), "what nobody holds is loaded"
         readers = {id(s): s for s in sequences if s.seat >= 0 and not s.has_drawn}
         assert all(id(s) in readers and s.announced == key for key, s in self._readers.items()), "a reader is gone"
 

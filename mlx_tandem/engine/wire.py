@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import struct
@@ -59,12 +60,20 @@ class EngineChannel:
         sock.setblocking(True)
         self._socket = sock
         self._reader = FrameReader()
+        self._woken, self._waker = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
 
     def receive(self, wait: float) -> list[Inbound]:
-        """All messages that have arrived; waits up to `wait` seconds for the first. Raises WireError when
-        the front is gone."""
+        """All messages that have arrived; waits up to `wait` seconds for the first, or until `wake`. Raises WireError
+        when the front is gone."""
         messages: list[Inbound] = []
-        while select.select([self._socket], [], [], 0.0 if messages else wait)[0]:
+        while ready := select.select([self._socket, self._woken], [], [], 0.0 if messages else wait)[0]:
+            if self._woken in ready:
+                self._woken.recv(1 << 12)
+                wait = 0.0
+            if self._socket not in ready:
+                continue
             data = self._socket.recv(1 << 20)
             if not data:
                 raise WireError("the front closed the channel")
@@ -74,6 +83,11 @@ class EngineChannel:
                 continue
         return messages
 
+    def wake(self) -> None:
+        """Ends a wait in `receive`, now or the next one; from any thread."""
+        with contextlib.suppress(OSError):  # it is closed, or has been woken many times
+            self._waker.send(b"w")
+
     def send(self, messages: Sequence[Outbound]) -> None:
         try:
             self._socket.sendall(encode(messages))
@@ -81,4 +95,5 @@ class EngineChannel:
             raise WireError(f"the front is gone: {e}") from e
 
     def close(self) -> None:
-        self._socket.close()
+        for sock in (self._socket, self._woken, self._waker):
+            sock.close()

@@ -6,6 +6,7 @@ A free block may be kept for what it holds: it is given out after those that hol
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import islice
 
 import numpy as np
 
@@ -45,6 +46,15 @@ class BlockPool:
     def used_blocks(self) -> int:
         return self.usable_blocks - self.free_blocks
 
+    @property
+    def vacant_blocks(self) -> int:
+        """Free ones that hold nothing."""
+        return self.free_blocks - len(self._idle)
+
+    def oldest(self, n: int) -> list[int]:
+        """Up to n kept blocks that nobody reads, in the order in which they will be given out."""
+        return list(islice(self._idle, n))
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
@@ -52,7 +62,7 @@ class BlockPool:
         """n blocks with one reference each, or None when fewer are free."""
         if n > self.free_blocks:
             return None
-        while n > self.free_blocks - len(self._idle):
+        while n > self.vacant_blocks:
             self._evict(next(iter(self._idle)))
         blocks = self._run(n) if n > 2 else None
         if blocks is None:

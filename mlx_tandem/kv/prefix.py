@@ -8,7 +8,7 @@ the pool has no others to give. A hit is a reader more and costs no copy.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -24,7 +24,7 @@ MAX_ROOTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class Entry:
     """What a block holds: `tokens` behind the block whose key is `parent`. Only a full block has a key."""
 
     block: int
@@ -65,11 +65,14 @@ class PrefixCache:
         self._pool = pool
         self._namespace = namespace
         self._roots: dict[str, bytes] = {}
-        self._by_key: dict[bytes, _Entry] = {}
-        self._by_block: dict[int, _Entry] = {}
+        self._by_key: dict[bytes, Entry] = {}
+        self._by_block: dict[int, Entry] = {}
         # Behind each block, by its namespace and key: what follows, sorted by tokens.
-        self._behind: dict[tuple[bytes, bytes], list[_Entry]] = {}
+        self._behind: dict[tuple[bytes, bytes], list[Entry]] = {}
         self._queries = self._hits = self._evictions = 0
+        # Whole blocks that can be found from now on, and those whose block is being given to others.
+        self.on_fill: Callable[[Entry], None] = lambda entry: None
+        self.on_evict: Callable[[Entry], None] = lambda entry: None
         pool.on_evict = self._on_evict
 
     def note(self, queries: int, hits: int) -> None:
@@ -124,13 +127,21 @@ class PrefixCache:
             end -= 1
         for i in range(max(end - 1, first), full):  # the last that is known may have been known in part
             key, own = chain.key(i, tokens, size), tuple(tokens[i * size : (i + 1) * size])
-            self._put(_Entry(table[i], own, chain.namespace, chain.parent(i), key))
+            self._put(Entry(table[i], own, chain.namespace, chain.parent(i), key))
         if rest:
             if full:
                 chain.key(full - 1, tokens, size)
             own = tuple(tokens[full * size :])
-            self._put(_Entry(table[full], own, chain.namespace, chain.parent(full), None))
+            self._put(Entry(table[full], own, chain.namespace, chain.parent(full), None))
         return full
+
+    def entry(self, block: int) -> Entry | None:
+        """What a block that can be found holds."""
+        return self._by_block.get(block)
+
+    def whole(self) -> list[Entry]:
+        """All whole blocks that can be found."""
+        return list(self._by_key.values())
 
     def drop(self, blocks: Iterable[int]) -> None:
         """These are found no more."""
@@ -155,7 +166,7 @@ class PrefixCache:
             assert all((e.namespace, e.parent) == (namespace, parent) for e in entries)
         assert self._pool.kept() == self._by_block.keys(), "the pool keeps other blocks than are found"
 
-    def _put(self, entry: _Entry) -> None:
+    def _put(self, entry: Entry) -> None:
         entries = self._behind.get((entry.namespace, entry.parent), [])
         at = bisect_left(entries, entry.tokens, key=_TOKENS)
         there = entries[at] if at < len(entries) and entries[at].tokens == entry.tokens else None
@@ -172,6 +183,7 @@ class PrefixCache:
         self._by_block[entry.block] = entry
         if entry.key is not None:
             self._by_key[entry.key] = entry
+            self.on_fill(entry)
 
     def _remove(self, block: int) -> None:
         entry = self._by_block.pop(block)
@@ -183,10 +195,13 @@ class PrefixCache:
             del self._behind[entry.namespace, entry.parent]
 
     def _on_evict(self, block: int) -> None:
+        entry = self._by_block[block]
         self._remove(block)
         self._evictions += 1
+        if entry.key is not None:
+            self.on_evict(entry)
 
-    def _most_alike(self, behind: tuple[bytes, bytes], tokens: tuple[int, ...]) -> _Entry | None:
+    def _most_alike(self, behind: tuple[bytes, bytes], tokens: tuple[int, ...]) -> Entry | None:
         """Sorted by tokens, it is a neighbour of where `tokens` would stand."""
         entries = self._behind.get(behind, [])
         at = bisect_left(entries, tokens, key=_TOKENS)

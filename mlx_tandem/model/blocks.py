@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 import numpy as np
 
+from mlx_tandem.engine.plan import Bytes
 from mlx_tandem.model.kvcache import LayerShape
 
 
@@ -64,7 +65,7 @@ class KVArrays:
         ]
         return [block.tobytes() for block in np.concatenate(parts, 1)]
 
-    def write(self, loads: Sequence[tuple[int, bytes]]) -> list[mx.array]:
+    def write(self, loads: Sequence[tuple[int, Bytes]]) -> list[mx.array]:
         """Give blocks the contents that `bytes_of` made of some block. Returns what to evaluate.
 
         Raises ValueError when the bytes are not one block's.

@@ -15,6 +15,8 @@ from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine.budget import Needs, StepLimits, divide
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
+from mlx_tandem.engine.tier import READ_BYTES
+from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.model import cpu, device, footprint, probe
 from mlx_tandem.model.attention import hook, portable
 from mlx_tandem.model.clone import clone
@@ -142,6 +144,8 @@ def _in_pool(config: EngineConfig, shapes: list[LayerShape]) -> list[LayerShape]
 
 
 def _divide(config: EngineConfig, limit: int, needs: Needs) -> MemoryBudget:
+    if config.disk.on:  # blocks on their way to and from the drive may lie in the same memory
+        limit -= MAX_QUEUE_BYTES + READ_BYTES
     if not device.is_cpu():
         return divide(config, limit, needs)
     return divide(config, limit, needs, most_pool=_CPU_POOL_BYTES, most_activations=_CPU_ACTIVATION_BYTES)

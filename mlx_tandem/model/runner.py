@@ -19,7 +19,7 @@ import numpy as np
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
-from mlx_tandem.engine.plan import CARRY, DeviceError, Row, StepPlan, StepResult
+from mlx_tandem.engine.plan import CARRY, Bytes, DeviceError, Row, StepPlan, StepResult
 from mlx_tandem.model import cpu, device
 from mlx_tandem.model.blocks import KVArrays
 from mlx_tandem.model.head import HeadSelector
@@ -83,6 +83,7 @@ class _Part:
     # How many alternatives each row wants; when this is read, its seat may be somebody else's.
     wanted: list[int] = field(default_factory=list)
     wanted_scores: list[int] = field(default_factory=list)
+    saves: int = 0  # blocks that the marker holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +147,14 @@ class MLXRunner:
 
     def launch(self, plan: StepPlan) -> Flight:
         try:
+            # What is read of the pool here is dispatched before anything that writes it is.
+            parts = self._save_blocks(plan.saves) if plan.saves else []
             for slot, digest in plan.uploads:
                 if self._lora.install(slot, self._weights[digest]):
                     self._steps.clear()
             compiled = self._compiled
-            parts = self._copy_blocks(plan.copies) if plan.copies else []
+            parts += self._copy_blocks(plan.copies) if plan.copies else []
+            parts += self._load_blocks(plan.loads) if plan.loads else []
             for seating in plan.seatings:
                 self._seats.take(seating)
             parts += [self._build_part(plan, rows) for rows in self._rectangles(plan.rows)]
@@ -172,11 +176,14 @@ class MLXRunner:
         tokens: list[int | None] = [None] * len(handle.plan.rows)
         logprobs: list[TokenLogprob | None] = []
         scores: dict[int, list[TokenLogprob]] = {}
+        saves: list[bytes] = []
         try:
             for part in handle.parts:
                 mx.eval(part.marker)
                 self._running = None
                 self._dispatch()
+                if part.saves:
+                    saves = self._pool.bytes_of(part.marker, part.saves)
                 if part.scored:
                     self._read_scores(handle, part, scores)
                 if not part.drawn:
@@ -191,7 +198,7 @@ class MLXRunner:
         except Exception as e:
             log.exception("a step failed on the device")
             raise DeviceError(f"{type(e).__name__}: {e}") from e
-        return StepResult(tokens, logprobs, scores, handle.cold)
+        return StepResult(tokens, logprobs, scores, saves, handle.cold)
 
     def reset(self) -> None:
         self._steps.clear()
@@ -391,9 +398,9 @@ class MLXRunner:
 
     def _save_blocks(self, blocks: Sequence[int]) -> list[_Part]:
         """When the part is done, `KVArrays.bytes_of` makes bytes of its marker."""
-        return [_Part([], SamplingFlags(), [], self._pool.read(blocks))]
+        return [_Part([], SamplingFlags(), [], self._pool.read(blocks), saves=len(blocks))]
 
-    def _load_blocks(self, loads: Sequence[tuple[int, bytes]]) -> list[_Part]:
+    def _load_blocks(self, loads: Sequence[tuple[int, Bytes]]) -> list[_Part]:
         return [_Part([], SamplingFlags(), [], self._pool.write(loads))]
 
     def _read_logprobs(self, handle: Flight, part: _Part, out: list[TokenLogprob | None]) -> None:

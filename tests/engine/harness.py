@@ -46,6 +46,7 @@ class Loop:
         self.admitted: dict[int, int] = {}  # request -> how many ran before it
         self.steps = 0
         self.failures = 0
+        self.waits = 0  # turns in which nothing could be done but wait for the drive
         self._flights: deque[tuple[StepPlan, Any]] = deque()
 
     def add(self, request: Request) -> None:
@@ -102,8 +103,13 @@ class Loop:
         for s in self.scheduler._running:
             self.admitted.setdefault(s.request.id, len(self.admitted))
         if plan is None and not self._flights:
-            assert not self.scheduler.requests, "there is work and no plan for it"
-            return False
+            tier = self.scheduler.tier
+            waits = tier is not None and (tier.is_reading or tier.is_saving)
+            assert waits or not self.scheduler.requests, "there is work and no plan for it"
+            self.waits += waits
+            assert self.waits <= 2000, "the drive is waited for without an end"
+            self.scheduler.check()
+            return waits
         plans = [p for p, _ in self._flights] + ([plan] if plan is not None else [])
         try:
             if plan is not None:
@@ -132,11 +138,13 @@ class Loop:
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.pool.used_blocks == 0, "blocks leak"
         self.pool.check([])
+        tier = self.scheduler.tier
+        assert tier is None or not (tier.is_reading or tier._flights), "something waits for the drive"
         self.scheduler.check()
         assert not any(self.slots.references(d) for d in self.slots.residents()), "an adapter slot leaks"
 
     def _look_at(self, plan: StepPlan) -> None:
-        assert plan.rows, "an empty plan"
+        assert plan.rows or plan.saves or plan.loads, "an empty plan"
         assert len({row.sequence for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
         for row in plan.rows:
             self._begun.setdefault(self.scheduler._sequences[row.sequence].request.id, row.start)

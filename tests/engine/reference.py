@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from struct import pack, unpack
 from typing import Literal
 from zlib import crc32
 
@@ -21,6 +22,7 @@ from mlx_tandem.engine.plan import (
     StepResult,
     scored_positions,
 )
+from mlx_tandem.kv.disk.records import Payload
 from mlx_tandem.kv.pool import SCRATCH, BlockPool
 from mlx_tandem.types import SamplingParams, TokenLogprob
 
@@ -34,6 +36,17 @@ _NAN = -1
 def cell(token: int, digest: str) -> int:
     """What one position of the cache holds: which token, and computed under which adapter."""
     return (crc32(digest.encode()) << 20) | token
+
+
+def bytes_of(cells: Sequence[int | None]) -> bytes:
+    """Of one block, which must have been written."""
+    assert None not in cells, "what was not written is saved"
+    assert _NAN not in cells, "what is not finite is saved"
+    return pack(f"<{len(cells)}q", *cells)
+
+
+def cells_of(content: Payload) -> list[int]:
+    return list(unpack(f"<{len(content) // 8}q", content))
 
 
 def next_token(
@@ -130,6 +143,7 @@ class ReferenceRunner:
     launches: int = 0
     positions: int = 0  # written since start
     uploads: int = 0
+    loads: int = 0
     spoiled: int = 0  # rows that were not finite because of what somebody else had left behind their mask
     infected: int = 0  # rows that read what was not finite and was another sequence's
     broken: bool = False
@@ -156,6 +170,7 @@ class ReferenceRunner:
         failure = self.fail.get(number)
         if failure == "launch":
             self._break(number)
+        saves = [bytes_of(self._cells[b]) for b in plan.saves]
         for slot, digest in plan.uploads:
             assert 1 <= slot <= self.num_slots, f"there is no slot {slot}"
             if self.known is not None and digest not in self.known:
@@ -163,6 +178,7 @@ class ReferenceRunner:
             self._slots[slot] = digest
             self.uploads += 1
         self._copy(plan.copies)
+        self._load(plan)
         for seating in plan.seatings:
             self._take(seating)
         rows = plan.rows[: len(plan.rows) // 2] if failure == "half" else plan.rows
@@ -178,7 +194,7 @@ class ReferenceRunner:
         scores = {i: self._score(row) for i, row in enumerate(plan.rows) if row.targets}
         scored = sum(len(plan.rows[i].tokens) for i in scores)
         assert scored <= scored_positions(self.vocab), f"{scored} positions are scored in one step"
-        result = StepResult(drawn, self._logprobs(plan.rows, drawn), scores)
+        result = StepResult(drawn, self._logprobs(plan.rows, drawn), scores, saves)
         return Handle(result, failure == "wait", number, contexts)
 
     def wait(self, handle: Handle) -> StepResult:
@@ -211,6 +227,17 @@ class ReferenceRunner:
         self.freed.clear()
         for (_, b), content in zip(copies, held, strict=True):
             self._cells[b] = content
+
+    def _load(self, plan: StepPlan) -> None:
+        targets = [b for b, _ in plan.loads]
+        assert len(set(targets)) == len(targets), "two loads into one block"
+        assert SCRATCH not in targets, "a load into the scratch block"
+        assert not {a for a, b in plan.copies if a != SCRATCH and b in targets}, "a load over a copy"
+        for block, content in plan.loads:
+            cells = cells_of(content)
+            assert len(cells) == self.block_size, "not a block's bytes"
+            self._cells[block] = list(cells)
+            self.loads += 1
 
     def _take(self, seating: Seating) -> None:
         assert 0 <= seating.seat < self.num_seats, f"there is no seat {seating.seat}"

@@ -17,10 +17,12 @@ from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import Runner
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.tables import Tables
+from mlx_tandem.engine.tier import Drive, Tier
 from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
+from tests.engine import drive as drives
 from tests.engine.harness import Loop
 from tests.engine.reference import BASE, ReferenceRunner, WatchedPool, alone, logprob_of, scores_alone
 
@@ -41,6 +43,10 @@ class OddChunks(CostModel):
 
     def predict(self, length: int, context: int) -> float:
         return self._rng.choice((0.0, 1e9))  # the next chunk fits, or it does not
+
+
+def namespace_of(block_size: int) -> Namespace:
+    return Namespace("weights", "tokenizer", "float32", block_size)
 
 
 @dataclass(slots=True)
@@ -69,17 +75,26 @@ def make_engine(
     prefill_batch_size: int = 0,
     max_inflight_tokens: int = 0,
     prefixes: bool = True,
+    drive: Drive | None = None,
+    write_through: bool = False,
+    patience: float = 60.0,
     wrap: Callable[[ReferenceRunner], Runner] = lambda runner: runner,
     **runner_options: object,
 ) -> Engine:
     runner = ReferenceRunner(num_blocks, block_size, max_num_seqs, max_loras, VOCAB, **runner_options)  # type: ignore[arg-type]
     pool: BlockPool = WatchedPool(runner)
     slots = SlotTable(max_loras)
+    cache = PrefixCache(pool, namespace_of(block_size)) if prefixes else None
+    tier = (
+        Tier(pool, cache, 8 * block_size, write_through=write_through, patience=patience) if drive and cache else None
+    )
+    if tier is not None and drive is not None:
+        tier.open(drive, drives.BASE)
     scheduler = scheduler_module.Scheduler(
         SchedulerConfig(
             max_num_seqs=max_num_seqs, prefill_batch_size=prefill_batch_size, max_inflight_tokens=max_inflight_tokens
         ),
-        Tables(pool, PrefixCache(pool, Namespace("weights", "tokenizer", "float32", block_size)) if prefixes else None),
+        Tables(pool, cache, tier),
         slots,
         max_model_len=max_model_len,
         vocab_size=VOCAB,
@@ -151,6 +166,8 @@ class Outcome:
     held_back: int = 0  # steps with rows made for training left out
     steps: int = 0
     work: int = 0
+    loads: int = 0  # blocks that came from a drive
+    saves: int = 0  # blocks on it
     most_steps: float = 0.0  # of a workload, per token of work
 
     def __iadd__(self, other: Outcome) -> Outcome:
@@ -166,6 +183,7 @@ class Settings:
     """What a workload is drawn from; tests narrow it."""
 
     cancels: bool = True
+    drives: float = 0.0  # how often there is a disk tier
     faults: bool = True
     most_requests: int = 12
     patience: int = 2
@@ -221,6 +239,15 @@ def play(
     """One workload from its first request to an empty engine. Raises AssertionError for anything that is wrong."""
     settings = settings or Settings()
     steps = range(200)
+    store, drive = drives.Store(), None
+    if settings.drives and rng.random() < settings.drives:
+        drive = drives.LateDrive(
+            Random(rng.getrandbits(32)),
+            store,
+            latest=rng.choice((0, 2, 6)),
+            loses=rng.choice((0.0, 0.1, 0.5)),
+            fits=rng.random() < 0.5,
+        )
     faulty = settings.faults and rng.random() < 0.4
     fail = {i: rng.choice(("launch", "half", "wait")) for i in steps if faulty and rng.random() < 0.06}
     nan = {i: rng.randrange(8) for i in steps if faulty and rng.random() < 0.03}
@@ -228,7 +255,7 @@ def play(
     priorities = rng.choice(((0,), (0,), (0, 0, -1, 5)))
     limited = rng.random() < 0.3
     engine = make_engine(
-        num_blocks=rng.choice((7, 9, 12, 30, 90)),
+        num_blocks=rng.choice((7, 9, 12, 30, 90) if drive is None else (9, 12, 16, 30)),
         block_size=rng.choice((1, 2, 4, 4)),
         max_num_seqs=rng.randint(1, 6),
         max_loras=rng.randint(1, 3),
@@ -237,10 +264,15 @@ def play(
         prefill_batch_size=rng.randint(1, 2) if limited else 0,
         max_inflight_tokens=rng.choice((10, 40)) if limited else 0,
         wrap=wrap,
+        drive=drive,
+        write_through=drive is not None and rng.random() < 0.5,
+        patience=rng.choice((0.0, 60.0, 60.0)) if drive is not None else 0.0,
         fail=fail,
         nan=nan,
     )
     loop, scheduler = engine.loop, engine.scheduler
+    if scheduler.tier is not None:
+        scheduler.tier.step_blocks = rng.choice((1, 2, 50))
     if rng.random() < 0.8:
         scheduler.cost = OddChunks(rng, rng.choice((1, 3, 7)))
     names = ["a", "b", "c", "d", "e"][: rng.randint(0, 5)]
@@ -249,7 +281,7 @@ def play(
     background = rng.choice((0.0, 0.0, 0.5))
     held_back = 0
     prompts = [[rng.randrange(VOCAB) for _ in range(14)] for _ in range(3)]
-    total = rng.randint(1, settings.most_requests)
+    total = rng.randint(1, settings.most_requests) * (1 if drive is None else 2)
     eager = rng.choice((0.2, 0.6, 1.0))
     cancels = settings.cancels and rng.random() < 0.5
     work = 0
@@ -280,6 +312,7 @@ def play(
     assert not engine.runner.spoiled or loop.depth, "one row's failure spoilt another's"
     assert not engine.runner.infected, "what was not finite was found by another"
     assert_overtaken_at_most(loop, settings.patience)
+    assert drive is None or drive.is_idle, "a read is never forgotten"
     return Outcome(
         requests=total,
         finished=len(loop.finished),
@@ -291,6 +324,8 @@ def play(
         moved=len(loop.moved),
         switched=sum(len(set(versions)) > 1 for versions in loop.versions.values()),
         held_back=held_back,
+        loads=engine.runner.loads,
+        saves=len(store.blocks),
         steps=loop.steps,
         work=work,
         most_steps=loop.steps / max(work, 20),

@@ -17,13 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from msgspec import Struct
-
 from mlx_tandem.config import DiskCacheConfig
 from mlx_tandem.files import DISK, FileOps
 from mlx_tandem.kv.disk.folder import CacheFolder, default_folder
 from mlx_tandem.kv.disk.records import DIGEST, BlockId, Payload
 from mlx_tandem.kv.disk.segments import Segments
+from mlx_tandem.types import DiskStats
 
 log = logging.getLogger(__name__)
 
@@ -37,26 +36,9 @@ _END = object()
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class DiskStats(Struct, frozen=True):
-    """Since the start, but for what there is now: bytes, records, segments, queued and the last three."""
-
-    bytes: int  # of all segments in the folder
-    records: int  # that can be found
-    segments: int
-    queued: int
-    hits: int  # blocks that were read
-    misses: int  # reads that ended at a block that was not there, or not right
-    written: int  # blocks
-    written_bytes: int
-    dropped: int  # blocks that were given and not written
-    evicted: int  # blocks that went with their segments
-    quarantined: int  # records and segments that were not as written
-    errors: int  # operations that the drive refused
-    reload_bytes: int
-    reload_seconds: float  # reading and checking them
-    scanning: bool  # some of what is there cannot be found yet
-    read_only: bool
-    off: str  # why there is no tier any more; empty: it works
+def open_folder(config: DiskCacheConfig, ops: FileOps = DISK) -> CacheFolder:
+    """Raises StorageError: see CacheFolder."""
+    return CacheFolder(Path(config.dir).expanduser() if config.dir else default_folder(), ops)
 
 
 class Read(NamedTuple):
@@ -77,8 +59,9 @@ class _Request:
 class DiskCache:
     """The blocks of one base (`base`: the digest of all that they have in common) in a folder of their own.
 
-    `config.policy` is for the caller: it decides when a block is put. `finished`, if given, is called on the cache's
-    thread when `poll` has something. Raises StorageError when the folder cannot be had: see CacheFolder.
+    `folder`: the one that `config` names, opened; it is closed with the cache. `config.policy` is for the caller: it
+    decides when a block is put. `finished`, if given, is called on the cache's thread when `poll` has something. Raises
+    StorageError when the folder cannot be had: see CacheFolder.
     """
 
     def __init__(
@@ -87,6 +70,7 @@ class DiskCache:
         base: bytes,
         finished: Callable[[], None] | None = None,
         *,
+        folder: CacheFolder | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         now: Callable[[], float] = time.time,
         ops: FileOps = DISK,
@@ -94,7 +78,7 @@ class DiskCache:
         if len(base) != DIGEST:
             raise ValueError(f"digests have {DIGEST} bytes")
         self._config, self._finished = config, finished
-        self.folder = CacheFolder(Path(config.dir).expanduser() if config.dir else default_folder(), ops)
+        self.folder = folder or open_folder(config, ops)
         limit = int(config.max_size_gb * 1e9)
         self._segments = Segments(
             self.folder,
@@ -154,6 +138,16 @@ class DiskCache:
                 return True
             self._wake.wait_for(lambda: block.key not in self._queue or self._off, PATIENCE)
             return block.key in self._segments
+
+    def room(self, size: int) -> int:
+        """How many blocks of so many bytes would be taken now."""
+        with self._wake:
+            if self._off or self._closing or time.monotonic() < self._resume:
+                return 0
+            most = self._config.writer_queue_size
+            if self._config.async_writes:
+                most = min(most - len(self._queue), (MAX_QUEUE_BYTES - self._queue_bytes) // size)
+            return max(most, 0)
 
     def read(self, blocks: Sequence[BlockId]) -> int:
         """Begins to read a chain and returns its ticket, for `poll` or `forget`. The payloads take their room until

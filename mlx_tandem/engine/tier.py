@@ -1,0 +1,300 @@
+"""The disk tier as the books of blocks see it: which blocks go to the drive, and which come from it for whom.
+
+A block goes there when it is given to others, a little before where there is time, or as soon as it is full
+(`write_through`). What a step is asked to read for the drive is limited; what is over that is lost to the drive and
+counted. A sequence that waits may have blocks of its beginning read; it waits for them, but not for long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Protocol
+
+from mlx_tandem.kv.disk.cache import Read
+from mlx_tandem.kv.disk.records import BlockId, Payload
+from mlx_tandem.kv.hashing import ROOT, Chain
+from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.kv.prefix import Entry, PrefixCache
+
+STEP_BYTES = 32 << 20
+"""That one step reads for the drive, and that one writes from it; one block at least."""
+
+READ_BYTES = 1 << 30
+"""Of what has been read for sequences that wait; one block at least."""
+
+WORTH_READING = 64
+"""Tokens from which on the drive is asked for them."""
+
+PATIENCE = 5.0
+"""Seconds that a sequence waits for the drive."""
+
+_AHEAD = 32
+"""Blocks that are the next to be given to others, looked at in each step while few hold nothing."""
+
+_TRIALS = 2
+"""Times that the drive is asked for one sequence, until it runs."""
+
+
+class Drive(Protocol):
+    """Blocks by their ids, without waiting: see kv/disk/cache.py."""
+
+    def room(self, size: int) -> int: ...
+
+    def longest(self, keys: Sequence[bytes]) -> int: ...
+
+    def put(self, block: BlockId, payload: Payload) -> bool: ...
+
+    def read(self, blocks: Sequence[BlockId]) -> int: ...
+
+    def poll(self) -> list[Read]: ...
+
+    def forget(self, ticket: int) -> None: ...
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """Of one waiting sequence: its blocks from number `first` on, and those of them that have come once it is done."""
+
+    first: int
+    blocks: list[BlockId]
+    trial: int
+    ticket: int
+    deadline: float
+    payloads: list[memoryview] | None = None
+
+
+class Tier:
+    """Of one pool and its prefix cache; nothing happens until there is a drive. `block_bytes`: of each block.
+
+    Promises: what is saved under an id is what the block held when it could be found by that id; what comes back is
+    handed out for the sequence, the namespace and the tokens that it was read for, or not at all.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        prefixes: PrefixCache,
+        block_bytes: int,
+        *,
+        write_through: bool = False,
+        patience: float = PATIENCE,
+    ):
+        self._pool = pool
+        self._prefixes = prefixes
+        self._block_bytes = block_bytes
+        self._write_through = write_through
+        self._patience = patience
+        self._drive: Drive | None = None
+        self._base = b""
+        self._namespaces: dict[bytes, bytes] = {}
+        self.step_blocks = max(1, STEP_BYTES // block_bytes)
+        self._evicted: dict[int, Entry] = {}  # by block: to be saved in the next plan, or never
+        self._wanted: dict[int, Entry] = {}  # to be saved while they can be found
+        self._flights: deque[list[Entry | None]] = deque()  # saves of each plan on the device; None: not any more
+        self._under_way: set[bytes] = set()  # their keys
+        self._fetches: dict[int, _Fetch] = {}  # by sequence
+        self._tickets: dict[int, int] = {}  # of reads under way → sequence
+        self._firsts: dict[bytes, int] = {}  # the first key of each → sequence
+        self.hit_tokens = 0  # that came from the drive for sequences that ran
+        self.unsaved = 0  # blocks that were given to others before the drive could have them
+        prefixes.on_fill, prefixes.on_evict = self._on_fill, self._on_evict
+
+    def open(self, drive: Drive, base: bytes) -> None:
+        """From here on there is a drive. `base`: the digest of all that its blocks have in common."""
+        self._drive, self._base = drive, base
+        if self._write_through:
+            self.save_all()
+
+    # -- to the drive ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether blocks are on their way to the drive, or can be sent."""
+        if self._drive is None or not (self._wanted or self._evicted or self._flights):
+            return False
+        return bool(self._flights) or self._drive.room(self._block_bytes) > 0
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Whether there are blocks that the drive is to have and has not, though it may not take them now."""
+        return bool(self._wanted or self._flights)
+
+    def save_all(self) -> None:
+        """Everything that can be found is to be on the drive."""
+        if self._drive is not None:
+            self._wanted |= {e.block: e for e in self._prefixes.whole() if self._lacks(e)}
+
+    def take_saves(self, ahead: bool) -> tuple[int, ...]:
+        """Blocks for the plan that is being made. `ahead`: also some that will be given to others soon."""
+        if self._drive is None:
+            return ()
+        if not (ahead or self._evicted or self._wanted):
+            return ()
+        on_the_way = sum(map(len, self._flights))
+        room = max(0, min(self.step_blocks, self._drive.room(self._block_bytes) - on_the_way))
+        evicted, self._evicted = list(self._evicted.values()), {}
+        # The end of a sequence goes before its beginning, which is worth more.
+        chosen = evicted[max(len(evicted) - room, 0) :]
+        self.unsaved += len(evicted) - len(chosen)
+        if ahead and self._pool.vacant_blocks < self._pool.num_blocks // 8:
+            for block in self._pool.oldest(_AHEAD):
+                entry = self._prefixes.entry(block)
+                if entry is not None and entry.key is not None and self._lacks(entry):
+                    self._wanted.setdefault(block, entry)
+        for block in list(self._wanted) if len(chosen) < room else ():
+            entry = self._wanted.pop(block)
+            if self._prefixes.entry(block) is entry and self._lacks(entry):
+                chosen.append(entry)
+                if len(chosen) == room:
+                    break
+        if chosen:
+            self._flights.append(list(chosen))
+            self._under_way |= {entry.key for entry in chosen if entry.key is not None}
+        return tuple(entry.block for entry in chosen)
+
+    def saved(self, payloads: Iterable[Payload]) -> None:
+        """What the blocks of the oldest plan with saves held."""
+        assert self._drive is not None
+        for entry, payload in zip(self._flights.popleft(), payloads, strict=True):
+            if entry is not None:
+                assert entry.key is not None
+                self._under_way.discard(entry.key)
+                self._drive.put(self._id(entry.namespace, entry.parent, entry.key, entry.tokens), payload)
+
+    def spoil(self, blocks: set[int]) -> None:
+        """These may hold what is not finite."""
+        for block in blocks:
+            self._evicted.pop(block, None)
+            self._wanted.pop(block, None)
+        for flight in self._flights:
+            self._under_way -= {e.key for e in flight if e is not None and e.key is not None and e.block in blocks}
+            flight[:] = [None if e is None or e.block in blocks else e for e in flight]
+
+    def distrust(self) -> None:
+        """What is in the pool cannot be trusted."""
+        self._evicted, self._wanted, self._flights, self._under_way = {}, {}, deque(), set()
+
+    def _on_fill(self, entry: Entry) -> None:
+        if self._write_through and self._lacks(entry):
+            self._wanted[entry.block] = entry
+
+    def _on_evict(self, entry: Entry) -> None:
+        self._wanted.pop(entry.block, None)
+        if self._lacks(entry):
+            self._evicted[entry.block] = entry
+
+    def _lacks(self, entry: Entry) -> bool:
+        if self._drive is None or entry.key is None or entry.key in self._under_way:
+            return False
+        return not self._drive.longest((entry.key,))
+
+    def _id(self, namespace: bytes, parent: bytes, key: bytes, tokens: Iterable[int]) -> BlockId:
+        """On the drive the namespace names the model, too."""
+        own = self._namespaces.get(namespace)
+        if own is None:
+            if len(self._namespaces) > 4096:
+                self._namespaces.clear()
+            own = self._namespaces[namespace] = sha256(self._base + namespace).digest()
+        return BlockId(own, key, b"" if parent == ROOT else parent, tuple(tokens))
+
+    # -- from the drive -------------------------------------------------------------------------------------------
+
+    @property
+    def is_reading(self) -> bool:
+        return bool(self._tickets)
+
+    def poll(self) -> None:
+        """Takes in what has been read, and gives up what has taken too long."""
+        if self._drive is None or not self._tickets:
+            return
+        for ticket, payloads in self._drive.poll():
+            if ticket in self._tickets:
+                fetch = self._done(self._tickets[ticket])
+                whole = [len(p) == self._block_bytes for p in payloads]
+                fetch.payloads = payloads[: [*whole, False].index(False)]
+        now = time.monotonic()
+        for ticket, sequence in list(self._tickets.items()):
+            if self._fetches[sequence].deadline < now:
+                self._drive.forget(ticket)
+                self._done(sequence).payloads = []
+
+    def awaits(self, sequence: int, chain: Chain, tokens: Sequence[int], known: int) -> bool:
+        """Whether a sequence that waits, of which `known` whole blocks are in the pool, is to wait for more from the
+        drive. The first time and when some that were there have gone, begins to read them."""
+        fetch = self._fetches.get(sequence)
+        if fetch is None or (fetch.payloads is not None and fetch.first > known and fetch.trial < _TRIALS):
+            return self._begin(sequence, chain, tokens, known, fetch.trial + 1 if fetch else 1)
+        if fetch.payloads is None and known >= fetch.first + len(fetch.blocks):
+            self.forget(sequence)
+            return False
+        return fetch.payloads is None
+
+    def take(self, sequence: int, chain: Chain, known: int) -> list[memoryview]:
+        """The blocks that have come for a sequence behind its first `known`; it waits for nothing any more."""
+        fetch = self._fetches.get(sequence)
+        self.forget(sequence)
+        if fetch is None or fetch.payloads is None or fetch.first > known:
+            return []
+        payloads: list[memoryview] = []
+        skipped = known - fetch.first
+        came = zip(fetch.blocks[skipped:], fetch.payloads[skipped:], chain.keys[known:], strict=False)
+        for block, payload, key in came:
+            if block.key != key:  # it has gone on under another adapter
+                break
+            payloads.append(payload)
+        self.hit_tokens += len(payloads) * self._pool.block_size
+        return payloads
+
+    def forget(self, sequence: int) -> None:
+        """It does not wait any more."""
+        fetch = self._fetches.get(sequence)
+        if fetch is None:
+            return
+        if fetch.payloads is None:
+            assert self._drive is not None
+            self._drive.forget(fetch.ticket)
+            self._done(sequence)
+        del self._fetches[sequence]
+
+    def _begin(self, sequence: int, chain: Chain, tokens: Sequence[int], known: int, trial: int) -> bool:
+        size = self._pool.block_size
+        last = (len(tokens) - 1) // size
+        if self._drive is None or last <= known:
+            return False
+        chain.key(last - 1, tokens, size)
+        keys = chain.keys[known:last]
+        n = self._drive.longest(keys)
+        if n * size < WORTH_READING:
+            return False
+        if keys[0] in self._firsts:  # another reads it, and computes with it first
+            return True
+        self.forget(sequence)
+        held = sum(len(f.blocks) for f in self._fetches.values())
+        n = min(n, max(READ_BYTES // self._block_bytes, 1) - held)
+        if n * size < WORTH_READING:
+            return False
+        parents = [chain.parent(known), *keys]
+        blocks = [
+            self._id(chain.namespace, parents[i], keys[i], tokens[(known + i) * size : (known + i + 1) * size])
+            for i in range(n)
+        ]
+        ticket = self._drive.read(blocks)
+        self._fetches[sequence] = _Fetch(known, blocks, trial, ticket, time.monotonic() + self._patience)
+        self._tickets[ticket] = self._firsts[keys[0]] = sequence
+        return True
+
+    def _done(self, sequence: int) -> _Fetch:
+        fetch = self._fetches[sequence]
+        del self._tickets[fetch.ticket], self._firsts[fetch.blocks[0].key]
+        return fetch
+
+    def check(self, waiting: Iterable[int]) -> None:
+        """Assert the invariants; for tests, between steps."""
+        assert self._fetches.keys() <= set(waiting), "something is read for nobody"
+        under_way = {i: f for i, f in self._fetches.items() if f.payloads is None}
+        assert self._tickets == {f.ticket: i for i, f in under_way.items()}, "a ticket is lost"
+        assert self._firsts == {f.blocks[0].key: i for i, f in under_way.items()}, "a first key is lost"
