@@ -22,6 +22,7 @@ from mlx_tandem.api.trainer import Trainer, open_trainer, run_pass
 from mlx_tandem.config import (
     CacheConfig,
     Config,
+    DiskCacheConfig,
     DutyConfig,
     EngineConfig,
     LoraConfig,
@@ -399,6 +400,9 @@ def _engine_config(model: str, options: Mapping[str, object]) -> EngineConfig:
     }
     places = {field: (section, field) for section, struct in sections.items() for field in struct.__struct_fields__}
     del places["path"], places["backend"]
+    # Those of the disk tier by the names of their command line options.
+    places |= {f"ssd_{field}": ("disk", field) for field in DiskCacheConfig.__struct_fields__}
+    places |= {"ssd": places.pop("ssd_enabled"), "ssd_cache_dir": places.pop("ssd_dir")}
     places["lora_backend"] = ("lora", "backend")
     tree: dict[str, Any] = {"model": {"path": model}}
     for name, value in options.items():

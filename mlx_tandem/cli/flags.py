@@ -31,7 +31,6 @@ _ONE_BATCH = "rows of all adapters and of the base are always decoded in one bat
 _ADMISSION = "requests join the running batch at the next step; --max-num-seqs bounds it"
 _NO_SPECULATION = "this version decodes without speculation; the answers are the same"
 _IN_THE_POOL = "what prompts have in common is kept in the KV pool, which --num-blocks sizes"
-_NO_DISK = "this version keeps nothing on disk; the answers are the same"
 _ONE_DEVICE = "this server runs on one device"
 _NO_CODE = "code that comes with a model is never run"
 
@@ -54,17 +53,6 @@ FLAGS: dict[str, Flag] = {
     "--cache-routed-decode-sessions": Flag(f"{_ONE_BATCH}; adapters that --max-loras has room for stay on the device"),
     "--detached-shared-decode-owner": Flag("the engine is always a process of its own, with one decode loop"),
     # mlx-lm-server
-    "--ssd-cache-dir": Flag(_NO_DISK, value=True),
-    "--no-ssd": Flag("this version keeps nothing on disk"),
-    "--ssd-ttl-days": Flag(_NO_DISK, value=True),
-    "--ssd-policy": Flag(_NO_DISK, value=True),
-    "--ssd-durability": Flag(_NO_DISK, value=True),
-    "--ssd-async-writes": Flag(_NO_DISK),
-    "--no-ssd-async-writes": Flag(_NO_DISK),
-    "--ssd-writer-queue-size": Flag(_NO_DISK, value=True),
-    "--ssd-persistent-max-retries": Flag(_NO_DISK, value=True),
-    "--ssd-flush-interval-s": Flag(_NO_DISK, value=True),
-    "--ssd-max-size-gb": Flag(_NO_DISK, value=True),
     "--completion-batch-size": Flag("--max-num-seqs is the size of the one batch there is", value=True),
     "--spec-decode": _speculation(harmless=("none",)),
     "--num-speculative-tokens": _speculation(),

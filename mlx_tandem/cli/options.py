@@ -135,6 +135,33 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("engine.cache.kv_bits", "--kv-bits", "Bits of a cached number: 4, 8, or 16 for the model's own."),
         Option("engine.cache.kv_group_size", "--kv-group-size", "Cached numbers that share a scale, at least (64)."),
     ),
+    "KV cache on the drive": (
+        Option("engine.disk.enabled", "--ssd/--no-ssd", "Keep blocks on the drive (if a folder is named)."),
+        Option(
+            "engine.disk.dir",
+            "--ssd-cache-dir",
+            "Where; with --ssd alone, mlx-tandem/kv-cache in the user's cache folder.",
+            "FOLDER",
+        ),
+        Option("engine.disk.ttl_days", "--ssd-ttl-days", "Days until a block goes (7); 0: none does for its age."),
+        Option(
+            "engine.disk.policy", "--ssd-policy", "When a block is written: when its place is needed, or when full."
+        ),
+        Option("engine.disk.durability", "--ssd-durability", "persistent: synced, and tried again when that fails."),
+        Option(
+            "engine.disk.async_writes",
+            "--ssd-async-writes/--no-ssd-async-writes",
+            "Write on another thread (on); off: steps wait for the drive.",
+        ),
+        Option("engine.disk.writer_queue_size", "--ssd-writer-queue-size", "Blocks that may wait to be written (512)."),
+        Option(
+            "engine.disk.persistent_max_retries",
+            "--ssd-persistent-max-retries",
+            "Trials after the first, where durability is persistent (3).",
+        ),
+        Option("engine.disk.flush_interval_s", "--ssd-flush-interval-s", "Between two syncs, and looks at ages (1)."),
+        Option("engine.disk.max_size_gb", "--ssd-max-size-gb", "All blocks together, in GB (50); 0: no limit."),
+    ),
     "Learning": (
         Option("rl_training.enabled", "--enable-rl-training", "Train an adapter while serving."),
         Option("engine.duty.mode", "--mode", "Whose the device is; short: inference, training, both (both)."),

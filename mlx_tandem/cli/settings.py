@@ -24,7 +24,7 @@ from mlx_tandem.config import Config, EngineConfig
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.explain import explain
 
-SECTIONS = ("model", "cache", "scheduler", "lora", "duty")
+SECTIONS = ("model", "cache", "disk", "scheduler", "lora", "duty")
 """Parts of the engine's settings that are sections of their own in the file."""
 
 _SCIENTIFIC = re.compile(r"[-+]?\d+[eE][-+]?\d+")

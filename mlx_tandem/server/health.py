@@ -86,7 +86,22 @@ def cache_stats(front: Front) -> dict[str, Any]:
         "hit_tokens": stats.prefix_hits,
         "hit_rate": round(hit_rate(stats), 4),
         "evicted_blocks": stats.prefix_evictions,
+        "disk": _disk_stats(front),
     }
+
+
+def _disk_stats(front: Front) -> dict[str, Any]:
+    config, stats = front.config.engine.disk, front.client.stats
+    shown: dict[str, Any] = {"enabled": config.on, "open": stats.disk is not None}
+    if (disk := stats.disk) is not None:
+        shown |= {
+            "policy": config.policy,
+            "hit_tokens": stats.disk_hit_tokens,
+            "unsaved_blocks": stats.disk_unsaved,
+            **msgspec.to_builtins(disk),
+            "reload_gb_per_s": round(disk.reload_bytes / disk.reload_seconds / 1e9, 3) if disk.reload_seconds else 0.0,
+        }
+    return shown
 
 
 def _by_reason(front: Front, reason: str) -> int:

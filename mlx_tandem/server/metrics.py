@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from mlx_tandem.types import EngineStats
+from mlx_tandem.types import DiskStats, EngineStats
 
 if TYPE_CHECKING:
     from mlx_tandem.server.front import Front
@@ -26,6 +26,34 @@ E2E_BOUNDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.
 def hit_rate(stats: EngineStats) -> float:
     """Of the tokens of prompts that were looked up, the share that was found."""
     return stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
+
+
+def _disk_families(stats: EngineStats, disk: DiskStats) -> Iterator[Metric]:
+    for name, text, total in (
+        ("hits", "Blocks read from the drive.", disk.hits),
+        ("misses", "Reads that ended at a block that was not there or not right.", disk.misses),
+        ("hit_tokens", "Prompt tokens that came from the drive.", stats.disk_hit_tokens),
+        ("reload_bytes", "Bytes of the blocks read.", disk.reload_bytes),
+        ("reload_seconds", "Time spent reading and checking them.", disk.reload_seconds),
+        ("written", "Blocks written.", disk.written),
+        ("written_bytes", "Bytes written.", disk.written_bytes),
+        ("dropped", "Blocks that were to be written and were not.", disk.dropped + stats.disk_unsaved),
+        ("evicted", "Blocks that went with their segment.", disk.evicted),
+        ("quarantined", "Records and segments that were not as written.", disk.quarantined),
+        ("errors", "Operations that the drive refused.", disk.errors),
+    ):
+        family = CounterMetricFamily(f"tandem_disk_cache_{name}", text)
+        family.add_metric([], total)
+        yield family
+    for name, text, value in (
+        ("bytes", "Of all segments.", disk.bytes),
+        ("blocks", "That a prompt may find on the drive.", disk.records),
+        ("queued", "Blocks that wait to be written.", disk.queued),
+        ("off", "1 when the tier has been turned off.", bool(disk.off)),
+    ):
+        gauge = GaugeMetricFamily(f"tandem_disk_cache_{name}", text)
+        gauge.add_metric([], value)
+        yield gauge
 
 
 class Histogram:
@@ -155,6 +183,8 @@ class _Collector:
             family = CounterMetricFamily(name, text)
             family.add_metric([], total)
             yield family
+        if stats.disk is not None:
+            yield from _disk_families(stats, stats.disk)
         if front.learning is not None:
             from mlx_tandem.server.learning_metrics import families
 

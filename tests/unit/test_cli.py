@@ -167,7 +167,7 @@ def test_options_weigh_more_than_the_file(tmp_path: Path) -> None:
         ("server: {block_size: 3}", "did you mean 'cache.block_size'?"),
         (
             "zzzzqq: 1",
-            "known are: model, cache, scheduler, lora, duty, engine, server, adapters, adapter_root, aliases, "
+            "known are: model, cache, disk, scheduler, lora, duty, engine, server, adapters, adapter_root, aliases, "
             "rl_training, checkpointing",
         ),
         ("server: {port: 70000}", "'server.port' is 70000: it must lie between 0 and 65535"),
