@@ -19,6 +19,7 @@ from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.tables import Tables
+from mlx_tandem.engine.tier import Drive, Tier
 from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.kv.prefix import PrefixCache
@@ -39,14 +40,18 @@ class Engine:
     built: Built
     weights: dict[str, AdapterWeights]
 
-    def loop(self, *, blocks: int = 0, chunks: int = 0, depth: int = 1) -> Loop:
+    def loop(self, *, blocks: int = 0, chunks: int = 0, depth: int = 1, drive: Drive | None = None) -> Loop:
         """A scheduler of `blocks` (0: all) over the runner. `chunks`: prompts are cut into pieces of random length
-        up to this."""
+        up to this. `drive`: gets each block as soon as it is full."""
         info = self.built.info
         pool, slots = BlockPool(blocks or info.num_blocks, info.block_size), SlotTable(info.max_loras)
+        prefixes = PrefixCache(pool, Namespace("", "", info.dtype, info.block_size))
+        tier = Tier(pool, prefixes, info.kv_bytes_per_token * info.block_size, write_through=True)
+        if drive is not None:
+            tier.open(drive, bytes(32))
         scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=info.max_num_seqs),
-            Tables(pool, PrefixCache(pool, Namespace("weights", "tokenizer", info.dtype, info.block_size))),
+            Tables(pool, prefixes, tier),
             slots,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
