@@ -1,9 +1,11 @@
-"""What the prefix cache is worth: first tokens cold and on a hit, a conversation, and a group of one prompt.
+"""What the prefix cache is worth: first tokens cold, on a hit and from the drive, a conversation, and a group.
 
     python benchmarks/prefix.py --json-out benchmarks/results/prefix.json
 
 Random weights in the shape of the demo model, the engine in this process. Cold prompts and hits alternate; the group is
-served with the cache and without, in turn.
+served with the cache and without, in turn. For the drive the pool holds little more than one prompt, so that each has
+left memory when it is asked for again; then the same prompts once more in an engine that was started after. The drive's
+files are in the system's memory by then: the plain rate is that of reading the same files whole.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import argparse
 import random
 import statistics
 import tempfile
+from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 from rich.table import Table
@@ -49,7 +52,17 @@ def main() -> None:
             first = [first_tokens(engine, n, args.repeats) for n in lengths]
             conversation = talk(engine, args.turns)
             group = rollouts(engine, without, args.group_tokens, args.repeats)
-    result = describe() | {"shape": args.shape, "first_token": first, "conversation": conversation, "group": group}
+        drive = []
+        if not random_weights:  # blocks of such a model are not kept
+            kept = [(n, Path(scratch) / f"kv-{n}") for n in lengths]
+            drive = [from_drive(model, folder, n, args.repeats, dtype=args.dtype) for n, folder in kept]
+    result = describe() | {
+        "shape": args.shape,
+        "first_token": first,
+        "drive": drive,
+        "conversation": conversation,
+        "group": group,
+    }
     if args.json_out:
         write(args.json_out, result)
     table = Table(title=f"{args.shape}, median of {args.repeats}", title_style="")
@@ -58,9 +71,16 @@ def main() -> None:
     for row in first:
         name = f"first token of {row['prompt_tokens']:,}"
         table.add_row(name, f"{row['cold_ms']:,.1f} ms", f"{row['hit_ms']:,.1f} ms", f"{row['ratio']:.1f}")
+    for row in drive:
+        for when, key in (("from the drive", "evicted"), ("after a restart", "restarted")):
+            name = f"the same {when}, {row['prompt_tokens']:,}"
+            ratio = f"{row[f'{key}_ratio']:.1f}"
+            table.add_row(name, f"{row['cold_ms']:,.1f} ms", f"{row[f'{key}_ms']:,.1f} ms", ratio)
     name = f"{GROUP} rollouts of {group['prompt_tokens']:,}"
     table.add_row(name, f"{group['without_ms']:,.0f} ms", f"{group['with_ms']:,.0f} ms", f"{group['ratio']:.1f}")
     show(table)
+    for row in drive:
+        print(f"reloaded at {row['reload_gb_per_s']:.2f} GB/s; read as plain files: {row['plain_gb_per_s']:.2f} GB/s")
     print(
         f"{args.turns} turns: {conversation['cached_share']:.1%} of the prompts' tokens were there from the second on"
     )
@@ -77,6 +97,58 @@ def first_tokens(engine: Engine, length: int, repeats: int) -> dict[str, Any]:
     cold, hit = (statistics.median(r[key] for r in rounds) for key in ("cold_ms", "hit_ms"))
     ratio = round(cold / hit, 2)
     return {"prompt_tokens": length, "cold_ms": cold, "hit_ms": hit, "ratio": ratio, "rounds": rounds}
+
+
+def from_drive(model: Path, folder: Path, length: int, repeats: int, **options: Any) -> dict[str, Any]:
+    """Each prompt cold, then after another has taken its place in memory; the first pays for tracing."""
+    blocks = 1 + (length // 16 + 2) * 5 // 4
+    options |= {"ssd_cache_dir": str(folder), "num_blocks": blocks, "max_model_len": length + 16}
+    prompts = [_tokens(length, 5_000 + i) for i in range(repeats + 2)]
+    rounds: list[dict[str, float]] = []
+    with Engine(model, {}, **options) as engine:
+        _opened(engine)
+        for before, prompt in pairwise(prompts):
+            cold, evicted = _timed(engine, prompt), _timed(engine, before)
+            rounds.append({"cold_ms": cold[0], "evicted_ms": evicted[0], "evicted_cached_tokens": evicted[1]})
+    with Engine(model, {}, **options) as engine:
+        _opened(engine)
+        for row, prompt in zip(rounds, prompts, strict=False):
+            row["restarted_ms"], row["restarted_cached_tokens"] = _timed(engine, prompt)
+        while (disk := engine.stats.disk) is None or not disk.reload_bytes:
+            sleep(0.1)
+    rounds = rounds[1:]
+    medians = {key: statistics.median(r[key] for r in rounds) for key in rounds[0]}
+    return {
+        "prompt_tokens": length,
+        **medians,
+        "evicted_ratio": round(medians["cold_ms"] / medians["evicted_ms"], 2),
+        "restarted_ratio": round(medians["cold_ms"] / medians["restarted_ms"], 2),
+        "reload_gb_per_s": round(disk.reload_bytes / disk.reload_seconds / 1e9, 3),
+        "plain_gb_per_s": _plain_rate(folder),
+        "rounds": rounds,
+    }
+
+
+def _opened(engine: Engine) -> None:
+    while (disk := engine.stats.disk) is None or disk.scanning:
+        sleep(0.05)
+
+
+def _timed(engine: Engine, prompt: list[int]) -> tuple[float, int]:
+    """Milliseconds to the first token, and how many of the prompt's were there."""
+    started = perf_counter()
+    done = engine.generate(prompt, max_tokens=1)
+    return round((perf_counter() - started) * 1e3, 2), done.cached_tokens
+
+
+def _plain_rate(folder: Path) -> float:
+    """GB/s at which the segments are read whole, the best of three times."""
+    rates = []
+    for _ in range(3):
+        started = perf_counter()
+        size = sum(len(path.read_bytes()) for path in folder.glob("segment-*"))
+        rates.append(size / (perf_counter() - started) / 1e9)
+    return round(max(rates), 3)
 
 
 def talk(engine: Engine, turns: int) -> dict[str, Any]:
