@@ -40,13 +40,21 @@ class Engine:
     built: Built
     weights: dict[str, AdapterWeights]
 
-    def loop(self, *, blocks: int = 0, chunks: int = 0, depth: int = 1, drive: Drive | None = None) -> Loop:
+    def loop(
+        self,
+        *,
+        blocks: int = 0,
+        chunks: int = 0,
+        depth: int = 1,
+        drive: Drive | None = None,
+        write_through: bool = True,
+    ) -> Loop:
         """A scheduler of `blocks` (0: all) over the runner. `chunks`: prompts are cut into pieces of random length
-        up to this. `drive`: gets each block as soon as it is full."""
+        up to this. `drive`: gets each block as soon as it is full, or when it is given to others."""
         info = self.built.info
         pool, slots = BlockPool(blocks or info.num_blocks, info.block_size), SlotTable(info.max_loras)
         prefixes = PrefixCache(pool, Namespace("", "", info.dtype, info.block_size))
-        tier = Tier(pool, prefixes, info.kv_bytes_per_token * info.block_size, write_through=True)
+        tier = Tier(pool, prefixes, info.kv_bytes_per_token * info.block_size, write_through=write_through)
         if drive is not None:
             tier.open(drive, bytes(32))
         scheduler = Scheduler(

@@ -76,3 +76,24 @@ def test_a_hit_on_the_drive_is_a_hit_in_memory(
             assert_agrees(again, Oracle.load(folder), "from the drive")
     finally:
         second.close()
+
+
+@pytest.mark.parametrize(("family", "depth"), [("llama", 0), ("llama", 1), ("gemma2", 1)])
+def test_what_is_given_to_others_is_saved_before_they_write_to_it(family: str, depth: int, tmp_path: Path) -> None:
+    """A pool for one prompt: three take turns in it, each comes back as it was."""
+    folder = tiny_models.make(tmp_path / family, family)
+    engine = make_engine(folder)
+    drive = DiskCache(DiskCacheConfig(dir=str(tmp_path / "kv")), bytes(32))
+    try:
+        loop = engine.loop(blocks=8, depth=depth, drive=drive, write_through=False)
+        for number in range(9):
+            turned = PROMPT[number % 3 :] + PROMPT[: number % 3]
+            loop.add(Request(number, turned, SamplingParams(max_tokens=8, temperature=0.0, logprobs=2)))
+            assert drive.settle()
+            loop.run()
+            assert drive.settle()
+        loop.assert_idle()
+        assert_agrees(loop, Oracle.load(folder), "evicted")
+        assert [loop.cached[number] for number in range(3, 9)] == [40] * 6
+    finally:
+        drive.close()

@@ -164,3 +164,23 @@ def test_a_channel_sends_frames_larger_than_the_socket_s_buffer(ends: tuple[sock
         frames = reader.feed(front.recv(1 << 16))
     sender.join()
     assert decode_outbound(frames[0]) == [message]
+
+
+def test_a_wait_ends_when_it_is_woken() -> None:
+    """However often, before or meanwhile; and nothing happens once it is closed."""
+    front, engine = socket.socketpair()
+    channel = EngineChannel(engine)
+    for _ in range(100_000):
+        channel.wake()
+    assert channel.receive(3600) == []
+    front.sendall(encode([m.Drain()]))
+    while not (received := channel.receive(3600)):
+        channel.wake()
+    assert received == [m.Drain()]
+    waker = threading.Timer(0.01, channel.wake)
+    waker.start()
+    assert channel.receive(3600) == []
+    waker.join()
+    channel.close()
+    channel.wake()
+    front.close()

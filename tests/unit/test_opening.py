@@ -1,0 +1,94 @@
+"""The disk tier of an engine that starts: which folder it gets, and what happens when it gets none."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from mlx_tandem.config import DiskCacheConfig, EngineConfig, ModelConfig
+from mlx_tandem.files import StorageError
+from mlx_tandem.kv.disk.opening import Opening
+from mlx_tandem.kv.hashing import Namespace
+from mlx_tandem.worker import _open_tier
+
+NAMESPACE = Namespace("", "", "float32", 16)
+
+
+def config(tmp_path: Path, disk: DiskCacheConfig) -> EngineConfig:
+    model = tmp_path / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text("{}")
+    return EngineConfig(ModelConfig(str(model)), disk=disk)
+
+
+def opened(settings: EngineConfig, namespace: Namespace = NAMESPACE) -> tuple[Opening, bytes]:
+    called = threading.Event()
+    opening = _open_tier(settings, namespace, called.set)
+    assert opening is not None
+    assert opening.cache is None, "what model it is takes a while to find out"
+    assert called.wait(30)
+    made = opening.poll()
+    assert made is not None
+    assert opening.poll() is None, "once"
+    assert opening.cache is made[0]
+    return opening, made[1]
+
+
+def test_what_its_blocks_have_in_common_is_the_model_and_how_its_keys_are_kept(tmp_path: Path) -> None:
+    settings = config(tmp_path, DiskCacheConfig(dir=str(tmp_path / "kv")))
+    bases = []
+    for namespace, text in (
+        (NAMESPACE, "{}"),
+        (replace(NAMESPACE, kv_bits=8), "{}"),
+        (NAMESPACE, "{ }"),
+        (NAMESPACE, "{}"),
+    ):
+        (Path(settings.model.path) / "config.json").write_text(text)
+        opening, base = opened(settings, namespace)
+        opening.close(5)
+        bases.append(base)
+    assert len(set(bases)) == 3
+    assert bases[0] == bases[3]
+
+
+def test_nothing_is_kept_unless_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for settings in (
+        config(tmp_path, DiskCacheConfig()),
+        config(tmp_path, DiskCacheConfig(enabled=False, dir=str(tmp_path / "kv"))),
+    ):
+        assert _open_tier(settings, NAMESPACE, lambda: None) is None
+    random = config(tmp_path, DiskCacheConfig(enabled=True))
+    random = replace(random, model=replace(random.model, random_weights=True))
+    assert _open_tier(random, NAMESPACE, lambda: None) is None
+    assert {p.name for p in tmp_path.iterdir()} == {"model"}
+
+
+def test_a_folder_in_use_is_refused_if_it_was_named_and_done_without_if_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    default = config(tmp_path, DiskCacheConfig(enabled=True))
+    first, _ = opened(default)
+    with caplog.at_level(logging.WARNING):
+        assert _open_tier(default, NAMESPACE, lambda: None) is None
+    assert "in use" in caplog.text
+    named = config(tmp_path, DiskCacheConfig(dir=str(tmp_path / "mlx-tandem" / "kv-cache")))
+    with pytest.raises(StorageError) as e:
+        _open_tier(named, NAMESPACE, lambda: None)
+    assert e.value.code == "folder_in_use"
+    first.close(5)
+    again, _ = opened(named)
+    again.close(5)
+
+
+def test_a_model_that_cannot_be_read_is_served_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = config(tmp_path, DiskCacheConfig(dir=str(tmp_path / "kv")))
+    opening = Opening(settings.disk, tmp_path / "no-model", NAMESPACE, lambda: None)
+    opening.close(5)
+    again, _ = opened(settings)
+    again.close(5)
