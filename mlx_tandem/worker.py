@@ -85,7 +85,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.engine.loading import Loader
     from mlx_tandem.engine.scheduler import Scheduler
     from mlx_tandem.engine.tables import Tables
-    from mlx_tandem.engine.tier import Tier
+    from mlx_tandem.engine.tier import STEP_BYTES, Tier
     from mlx_tandem.engine.training import Training
     from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.kv.pool import BlockPool
@@ -114,7 +114,13 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     tier = None
     if prefixes is not None and opening is not None:
         write_through = config.disk.policy == "write_through"
-        tier = Tier(pool, prefixes, info.block_size * info.kv_bytes_per_token, write_through=write_through)
+        tier = Tier(
+            pool,
+            prefixes,
+            info.block_size * info.kv_bytes_per_token,
+            write_through=write_through,
+            step_bytes=STEP_BYTES["cpu" if device.is_cpu() else "gpu"],
+        )
     slots = SlotTable(config.lora.max_loras)
     scheduler = Scheduler(
         config.scheduler,

@@ -217,7 +217,7 @@ class Scheduler:
             if s.seat >= 0 and s.wants_decode and not s.followers and self._reserve(s, s.scheduled + 1, rows):
                 rows.append(self._row(s, (CARRY,) if s.pending else (s.tokens[-1],)))
         self._plan_prefill(rows, left_out)
-        saves = self._tables.take_saves(bool(rows))
+        saves = self._tables.take_saves()
         if not (rows or loads or saves):
             return None
         planned = {row.sequence for row in rows}

@@ -198,9 +198,9 @@ class Tables:
         if self.tier is not None:
             self.tier.poll()
 
-    def take_saves(self, ahead: bool) -> tuple[int, ...]:
-        """Blocks whose bytes the plan that is being made is to bring: see `Tier.take_saves`."""
-        return () if self.tier is None else self.tier.take_saves(ahead)
+    def take_saves(self) -> tuple[int, ...]:
+        """Blocks whose bytes the plan that is being made is to bring."""
+        return () if self.tier is None else self.tier.take_saves()
 
     def saved(self, payloads: Iterable[bytes]) -> None:
         """The bytes that the oldest plan with saves has brought."""

@@ -20,8 +20,8 @@ from mlx_tandem.kv.hashing import ROOT, Chain
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.kv.prefix import Entry, PrefixCache
 
-STEP_BYTES = 32 << 20
-"""That one step reads for the drive, and that one writes from it; one block at least."""
+STEP_BYTES = {"cpu": 8 << 20, "gpu": 64 << 20}
+"""That one step reads for the drive, and that one writes from it; one block at least. On a CPU these are 30 ms."""
 
 READ_BYTES = 1 << 30
 """Of what has been read for sequences that wait; one block at least."""
@@ -32,7 +32,7 @@ WORTH_READING = 64
 PATIENCE = 5.0
 """Seconds that a sequence waits for the drive."""
 
-_AHEAD = 32
+_AHEAD = 256
 """Blocks that are the next to be given to others, looked at in each step while few hold nothing."""
 
 _TRIALS = 2
@@ -81,6 +81,7 @@ class Tier:
         block_bytes: int,
         *,
         write_through: bool = False,
+        step_bytes: int = STEP_BYTES["cpu"],
         patience: float = PATIENCE,
     ):
         self._pool = pool
@@ -91,9 +92,10 @@ class Tier:
         self._drive: Drive | None = None
         self._base = b""
         self._namespaces: dict[bytes, bytes] = {}
-        self.step_blocks = max(1, STEP_BYTES // block_bytes)
+        self.step_blocks = max(1, step_bytes // block_bytes)
         self._evicted: dict[int, Entry] = {}  # by block: to be saved in the next plan, or never
         self._wanted: dict[int, Entry] = {}  # to be saved while they can be found
+        self._offered: dict[int, Entry] = {}  # saved ahead, by block: once each, whatever becomes of it
         self._flights: deque[list[Entry | None]] = deque()  # saves of each plan on the device; None: not any more
         self._under_way: set[bytes] = set()  # their keys
         self._fetches: dict[int, _Fetch] = {}  # by sequence
@@ -128,11 +130,12 @@ class Tier:
         if self._drive is not None:
             self._wanted |= {e.block: e for e in self._prefixes.whole() if self._lacks(e)}
 
-    def take_saves(self, ahead: bool) -> tuple[int, ...]:
-        """Blocks for the plan that is being made. `ahead`: also some that will be given to others soon."""
+    def take_saves(self) -> tuple[int, ...]:
+        """Blocks for the plan that is being made."""
         if self._drive is None:
             return ()
-        if not (ahead or self._evicted or self._wanted):
+        self._look_ahead()
+        if not (self._evicted or self._wanted):
             return ()
         on_the_way = sum(map(len, self._flights))
         room = max(0, min(self.step_blocks, self._drive.room(self._block_bytes) - on_the_way))
@@ -140,11 +143,6 @@ class Tier:
         # The end of a sequence goes before its beginning, which is worth more.
         chosen = evicted[max(len(evicted) - room, 0) :]
         self.unsaved += len(evicted) - len(chosen)
-        if ahead and self._pool.vacant_blocks < self._pool.num_blocks // 8:
-            for block in self._pool.oldest(_AHEAD):
-                entry = self._prefixes.entry(block)
-                if entry is not None and entry.key is not None and self._lacks(entry):
-                    self._wanted.setdefault(block, entry)
         for block in list(self._wanted) if len(chosen) < room else ():
             entry = self._wanted.pop(block)
             if self._prefixes.entry(block) is entry and self._lacks(entry):
@@ -177,6 +175,15 @@ class Tier:
     def distrust(self) -> None:
         """What is in the pool cannot be trusted."""
         self._evicted, self._wanted, self._flights, self._under_way = {}, {}, deque(), set()
+
+    def _look_ahead(self) -> None:
+        """Blocks that will be given to others soon are wanted, too."""
+        if self._pool.vacant_blocks >= self._pool.num_blocks // 8:
+            return
+        for block in self._pool.oldest(_AHEAD):
+            entry = self._prefixes.entry(block)
+            if entry is not None and self._offered.get(block) is not entry and self._lacks(entry):
+                self._wanted[block] = self._offered[block] = entry
 
     def _on_fill(self, entry: Entry) -> None:
         if self._write_through and self._lacks(entry):

@@ -148,10 +148,10 @@ def _save_a_step_late(patch: pytest.MonkeyPatch) -> None:
     original = Tier.take_saves
     held: dict[int, dict[int, Entry]] = {}
 
-    def take_saves(self: Tier, ahead: bool) -> tuple[int, ...]:
+    def take_saves(self: Tier) -> tuple[int, ...]:
         before, held[id(self)] = held.get(id(self), {}), self._evicted
         self._evicted = before
-        return original(self, ahead)
+        return original(self)
 
     patch.setattr(Tier, "take_saves", take_saves)
 
