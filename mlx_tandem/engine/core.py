@@ -101,7 +101,8 @@ class EngineCore:
 
     def _save_all(self) -> None:
         """What is in memory is on the drive for who comes next, as far as the drive takes it in a little time."""
-        if self._tier is None:
+        drive = self._opening.cache if self._opening is not None else None
+        if self._tier is None or drive is None or drive.stats().off:
             return
         deadline = time.monotonic() + LAST_SECONDS
         try:
