@@ -247,7 +247,8 @@ def test_a_drive_that_takes_nothing(tmp_path: Path, code: int, caplog: pytest.Lo
 def test_persistent_writes_are_tried_again(tmp_path: Path) -> None:
     for durability, written in (("persistent", True), ("best_effort", False)):
         drive = Sick(errno.EIO)
-        tier = cache(tmp_path / durability, drive, durability=durability, flush_interval_s=0.001)
+        often = {"flush_interval_s": 0.001, "persistent_max_retries": 1000}  # this thread may be slow
+        tier = cache(tmp_path / durability, drive, durability=durability, **often)
         assert tier.settle()
         drive.sick = "write"
         put(tier, 0)
