@@ -301,11 +301,13 @@ class Scheduler:
             if s.pending or len(blocked) > PATIENCE or s.request.id in left_out:
                 break
             group = [s, *s.followers]
-            match = self._find_room(s, group)
-            if match is None:
-                break
+            waits = not self._may_have_slot(s)
+            if not waits:
+                match = self._find_room(s, group)
+                if match is None:
+                    break
+                waits = self._tables.leader(s, match) is not None or self._tables.awaits(s, match)
             del self._waiting[0]
-            waits = self._tables.leader(s, match) is not None or self._tables.awaits(s, match)
             if waits or not self._take_slot(group):
                 blocked.append(s)
                 patience = min(patience, PATIENCE - s.overtaken)
@@ -341,6 +343,14 @@ class Scheduler:
             return False
         self._preempt(self._running[-1])
         return True
+
+    def _may_have_slot(self, s: Sequence) -> bool:
+        """Whether `_take_slot` is worth a try. Asked before the prompt is looked up, which takes milliseconds for long
+        ones, in every plan."""
+        digest = s.adapter_digest
+        if digest is None or self._slots.slot(digest) is not None or self._slots.available():
+            return True
+        return not s.request.background and self._users_slots() < self._slots.n
 
     def _take_slot(self, group: list[Sequence]) -> bool:
         """The adapter's slot for each of `group`; False, and nothing taken, when there is none for it."""
