@@ -46,7 +46,7 @@ NEEDS = st.builds(
 
 def config(blocks: int = 0, fraction: float = 0.6, block_size: int = 16) -> EngineConfig:
     cache = CacheConfig(num_blocks=blocks, memory_fraction=fraction, block_size=block_size)
-    return EngineConfig(ModelConfig(path=""), cache, SchedulerConfig(max_num_seqs=16))
+    return EngineConfig(ModelConfig(path=""), cache, scheduler=SchedulerConfig(max_num_seqs=16))
 
 
 @given(NEEDS, st.integers(0, 1 << 37), st.sampled_from((0, 2, 100)), st.floats(0.01, 0.95))

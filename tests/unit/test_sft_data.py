@@ -109,7 +109,9 @@ def test_the_tokens_are_those_that_serving_has_and_the_prompt_is_the_request(tex
     assert found.tokens[-1] == 2  # <|im_end|>
     last = len(found.tokens) - len(asked)
     assert all(found.weights[-last:])
-    assert list(found.tokens[: len(asked)]) == asked
+    # Where the answer begins with what may be joined to the end of the question, the border is one token.
+    border = texts[-1].startswith("\n")
+    assert list(found.tokens[: len(asked) - border]) == asked[: len(asked) - border]
     assert len(found.weights) == len(found.tokens) - found.prompt_length
 
 
