@@ -277,11 +277,7 @@ class EngineCore:
         due = self._duty.may_train(scheduler.has_users, rows or training.has_work)
         if training.has_work and (due or training.is_brief) and not (rows and self._sliced):
             self._sliced = True
-            if not self._runner.one_at_a_time:
-                self._step(self._slice)
-            elif self._step(self._pipeline.drain):
-                self._flush()  # no token waits for a slice
-                self._step(self._slice)
+            self._step(self._slice)
         else:
             self._sliced = False
             self._step(lambda: self._pipeline.turn(due))

@@ -80,8 +80,7 @@ class Pipeline:
             raise StepsLost([p for p in (before, plan) if p is not None], e) from e
 
     def slice(self, launch: Callable[[], Wait | None]) -> Settled | None:
-        """As `turn`, with a slice of learning instead of a step; on a device that takes one thing at a time the slice
-        is read, too. `launch` returns None when it left nothing to wait for.
+        """As `turn`, with a slice of learning instead of a step. `launch` returns None when it left nothing to wait for.
 
         Raises what `turn` does, and what `launch` does: then a step in flight is still to be read.
         """
@@ -105,8 +104,6 @@ class Pipeline:
         except BaseException:  # a slice failed: the one behind it belongs to the same work
             self._flight = None
             raise
-        if self._runner.one_at_a_time:
-            self.drain()
         return settled
 
     def drain(self) -> Settled | None:

@@ -105,13 +105,7 @@ class DeviceError(Exception):
 
 
 class Runner(Protocol):
-    """Executes plans in the order of their launch. Two real ones: the MLX runner and the reference runner.
-
-    `one_at_a_time`: nothing else is to be launched on the device while a step is there.
-    """
-
-    @property
-    def one_at_a_time(self) -> bool: ...
+    """Executes plans in the order of their launch. Two real ones: the MLX runner and the reference runner."""
 
     def launch(self, plan: StepPlan) -> Any:
         """Start the step and return at once with a handle. Raises DeviceError."""

@@ -22,7 +22,7 @@ from mlx_tandem.model import device
 from mlx_tandem.model.kvcache import LayerShape
 from mlx_tandem.model.loader import LoadedModel, weights
 
-MICRO_BATCH_TOKENS = {"cpu": 256, "gpu": 4096}
+MICRO_BATCH_TOKENS = {"cpu": 128, "gpu": 4096}
 """Of one forward and backward: a slice of it is one layer, and streams wait for a slice."""
 
 SMALLEST_RANK = 8

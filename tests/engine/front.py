@@ -37,7 +37,6 @@ class Recording:
     def __init__(self, inner: ReferenceRunner):
         self.inner = inner
         self.calls: list[str] = []
-        self.one_at_a_time = inner.one_at_a_time
 
     def launch(self, plan: StepPlan) -> Any:
         self.calls.append(f"launch {self.inner.launches}")

@@ -138,7 +138,6 @@ class ReferenceRunner:
     fail: Mapping[int, Literal["launch", "half", "wait"]] = field(default_factory=dict)
     nan: Mapping[int, int] = field(default_factory=dict)
     known: frozenset[str] | None = None  # digests that can be uploaded; None: all
-    one_at_a_time: bool = False
 
     launches: int = 0
     positions: int = 0  # written since start

@@ -193,32 +193,6 @@ def test_a_trainer_begins_with_an_adapter_that_is_loaded(front: Front, trainers:
 # --- beside what is served ---------------------------------------------------------------------------------------
 
 
-def test_a_slice_has_the_device_to_itself(make_front: MakeFront, trainers: Slices) -> None:
-    """Where that is needed the step in flight is read, and its tokens are sent, before a slice runs."""
-    front = make_front(trainers=trainers, one_at_a_time=True)
-    front.send(open_trainer(1))
-    front.turn(2)
-    looked: list[int] = []
-
-    def watch() -> None:
-        assert front.core._pipeline.is_empty
-        front.receive()
-        looked.append(len(front.deltas))
-
-    front.send(*(m.Submit(request(i, max_tokens=12)) for i in range(3)))
-    front.turn(2)
-    trainers.watch = watch
-    front.send(a_pass(2, slices=4))
-    while not front.got(m.PassDone):
-        owe(front)
-        front.turn()
-    front.finish()
-    assert looked == [6] * 4, "two steps of three were launched, and both are read"
-    assert trainers.waited == 4
-    assert all(front.tokens(i) == expected(request(i, max_tokens=12), 0) for i in range(3))
-    front.assert_nothing_is_held()
-
-
 def test_a_slice_is_launched_behind_the_step_in_flight(
     front: Front, trainers: Slices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -513,15 +487,9 @@ def test_a_failure_of_the_device_fails_its_message_and_nothing_else(front: Front
     assert front.tokens(0) == expected(request(0, max_tokens=12), 0)
 
 
-@pytest.mark.parametrize("one_at_a_time", [False, True])
 @pytest.mark.parametrize("slice_", [0, 1, 2])
-def test_a_slice_that_fails_when_it_is_read_counts_once(
-    make_front: MakeFront, trainers: Slices, slice_: int, one_at_a_time: bool
-) -> None:
+def test_a_slice_that_fails_when_it_is_read_counts_once(front: Front, trainers: Slices, slice_: int) -> None:
     """Also when the next was launched already, or all were."""
-    front = make_front(trainers=trainers, one_at_a_time=one_at_a_time)
-    front.send(open_trainer(1))
-    front.turn(2)
     trainers.fail[f"wait {slice_}"] = RuntimeError("out of memory")
     front.send(m.Submit(request(0, max_tokens=12)), a_pass(2), m.StepTrainer(3, "p", Adam(0.1)))
     front.finish()
