@@ -80,7 +80,7 @@ class Pipeline:
             raise StepsLost([p for p in (before, plan) if p is not None], e) from e
 
     def slice(self, launch: Callable[[], Wait | None]) -> Settled | None:
-        """As `turn`, with a slice of learning instead of a step. `launch` returns None when nothing is to be waited for.
+        """As `turn`, with a slice of learning instead of a step. `launch` returns None where nothing is waited for.
 
         Raises what `turn` does, and what `launch` does: then a step in flight is still to be read.
         """
