@@ -155,9 +155,9 @@ def test_an_update_stays_within_what_learning_has(built: Built) -> None:
     learning = plan(config)[0].learning
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    trainers = Trainers(built.twin, built.adapter_dtype, vocab_size=1024, micro_batch_tokens=256, most_tokens=8192)
+    trainers = Trainers(built.twin, built.adapter_dtype, vocab_size=1024, micro_batch_tokens=128, most_tokens=8192)
     trainers.open(TrainerSpec("policy", 8, 16.0), "", None)
-    data = some_data(lengths=((250, 20), (250, 20), (120, 20), (120, 20)))
+    data = some_data(lengths=((125, 20), (125, 20), (60, 20), (60, 20)))
     for _ in range(2):
         finish(trainers.run([Batch("policy", tuple(data), LossConfig("importance_sampling"))], False, 0))
         finish(trainers.step("policy", Adam(1e-4)))
