@@ -133,9 +133,9 @@ def _step(
 def _learning(
     config: EngineConfig, model: LoadedModel, layers: int, vocab_size: int, linears: Mapping[str, LinearShape]
 ) -> int:
-    """A trainer of every linear, and a micro-batch: what the forward keeps, and two slices, as one is launched before the
-    last is read: a layer backward, logits in pieces. Its sequences have at most 1,024 tokens: scores grow with their
-    length."""
+    """A trainer of every linear, and a micro-batch: what the forward keeps, and two slices, as one is launched
+    before the last is read: a layer backward, logits in pieces. Its sequences have at most 1,024 tokens: scores grow
+    with their length."""
     tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS["cpu" if device.is_cpu() else "gpu"]
     size = model.dtype.size
     widths = Counter(s.inputs for s in linears.values())
