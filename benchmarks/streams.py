@@ -9,7 +9,7 @@ from typing import Any
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.client import BenchError, Client
 from mlx_tandem.cli.bench.workloads import Workload
-from mlx_tandem.cli.http import Connection
+from mlx_tandem.cli.http import once
 
 TARGETS: tuple[str | None, ...] = (None, *demo.ADAPTER_PATHS)
 """The base and the built-in model's adapters."""
@@ -53,11 +53,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 
 async def call(url: str, method: str, path: str, body: object = None) -> Any:
     """The decoded body of the answer. Raises BenchError unless it is a success."""
-    connection = Connection.to(url)
-    try:
-        status, reply = await connection.json(method, path, body)
-    finally:
-        connection.close()
+    status, reply = await once(url, method, path, body)
     if status >= 300:
         raise BenchError(f"{method} {path}: {status} {str(reply)[:200]}")
     return reply

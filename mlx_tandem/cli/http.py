@@ -154,3 +154,12 @@ class Events:
 
 def _ignore(body: bytes) -> None:
     pass
+
+
+async def once(url: str, method: str, path: str, body: object = None) -> tuple[int, Any]:
+    """The status and the decoded body of one request, on a connection of its own to the server at `url`."""
+    connection = Connection.to(url)
+    try:
+        return await connection.json(method, path, body)
+    finally:
+        connection.close()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Literal
 
-from mlx_tandem.cli.http import Connection
+from mlx_tandem.cli.http import once
 
 SKILL = "Sort down: {}"
 POLICY = "policy"
@@ -160,11 +160,7 @@ class Learner:
             await asyncio.sleep(POLL_SECONDS)
 
     async def _json(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        connection = Connection.to(self._url)
-        try:
-            status, reply = await connection.json(method, path, body)
-        finally:
-            connection.close()
+        status, reply = await once(self._url, method, path, body)
         if status >= 300:
             raise TeachingError(f"{method} {path}: {status} {reply}")
         return status, reply
