@@ -47,7 +47,7 @@ class DiskCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64
-    max_chunk_tokens: int = 1024  # prompt tokens of one step
+    max_chunk_tokens: int = 0  # prompt tokens of one step; 0: from the device
     prefill_share: float = 0.6  # of a decode step's time, while others decode
     idle_prefill_ms: float = 200.0  # of one prefill step, while nobody decodes
     prefill_batch_size: int = 0  # prompts read in one step; 0: as many as the time allows

@@ -57,7 +57,7 @@ SETTINGS: dict[str, Range] = {  # by their place in config.py
     "engine.disk.flush_interval_s": Range(0.01, 3600.0),
     "engine.disk.max_size_gb": Range(0.0, 1_000_000.0),
     "engine.scheduler.max_num_seqs": Range(1, 4096, integer=True),
-    "engine.scheduler.max_chunk_tokens": Range(1, 1_048_576, integer=True),
+    "engine.scheduler.max_chunk_tokens": Range(0, 1_048_576, integer=True),
     "engine.scheduler.prefill_share": Range(0.01, 100.0),
     "engine.scheduler.idle_prefill_ms": Range(1.0, 60_000.0),
     "engine.scheduler.prefill_batch_size": Range(0, 4096, integer=True),

@@ -119,6 +119,7 @@ class MemoryBudget(Struct, frozen=True):
     limit: int = 0  # what the device has for this process
     weights: int = 0
     activations: int = 0  # the most that steps need beside everything else
+    chunk_tokens: int = 0  # prompt tokens of one of these steps
     learning: int = 0  # a trainer and one micro-batch of it
     pool: int = 0  # keys and values
     adapter_slots: int = 0  # what they may grow to, as adapters of higher ranks and other linears come

@@ -46,7 +46,7 @@ def lines(config: Config, memory: MemoryBudget, longest: int, device: str) -> It
     yield f"device               {device}"
     yield f"there is             {_size(memory.limit)}"
     yield f"weights              {_size(memory.weights)}"
-    yield f"activations          {_size(memory.activations)}  at most, in steps of {_chunk(engine)} prompt tokens"
+    yield f"activations          {_size(memory.activations)}  at most, steps of {memory.chunk_tokens:,} prompt tokens"
     if memory.learning:
         yield f"learning             {_size(memory.learning)}  a trainer of rank {engine.duty.trainer_rank}"
     shape = f"{blocks:,} blocks of {size} tokens, {memory.block_bytes:,} bytes each"
@@ -59,10 +59,6 @@ def lines(config: Config, memory: MemoryBudget, longest: int, device: str) -> It
     yield f"tokens      sequences that fit (at most {engine.scheduler.max_num_seqs} run at once)"
     for length in (*(n for n in LENGTHS if n < longest), longest):
         yield f"{length:>6,}      {sequences(memory, size, length):,}"
-
-
-def _chunk(engine: EngineConfig) -> str:
-    return f"{engine.scheduler.max_chunk_tokens:,}"
 
 
 def _slots(engine: EngineConfig, memory: MemoryBudget) -> str:

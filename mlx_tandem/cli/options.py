@@ -94,7 +94,7 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option(
             "engine.scheduler.max_chunk_tokens",
             "--max-chunk-tokens --max-num-batched-tokens",
-            "Prompt tokens in one step (1024).",
+            "Prompt tokens in one step (0: 1024 on a CPU, up to 4096 on a GPU).",
         ),
         Option(
             "engine.scheduler.prefill_share",

@@ -25,6 +25,7 @@ class StepLimits(NamedTuple):
 
     pairs: int = _ANY  # rows · queries · positions, which scores are made of
     positions: int = _ANY  # rows · positions, whose keys and values are gathered
+    tokens: int = 1024  # of prompts
 
 
 UNLIMITED = StepLimits()
@@ -66,6 +67,7 @@ class Needs:
     adapter_slots: int  # every slot at the highest rank over every linear
     block: int
     max_model_len: int
+    chunk_tokens: int = 1024  # that `step` is for
 
 
 def divide(
@@ -99,6 +101,7 @@ def divide(
         limit=limit,
         weights=needs.weights,
         activations=activations,
+        chunk_tokens=needs.chunk_tokens,
         learning=needs.learning,
         pool=pool,
         adapter_slots=min(needs.adapter_slots, left - pool),

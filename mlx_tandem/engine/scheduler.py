@@ -74,6 +74,7 @@ class Scheduler:
         self._eos = frozenset(eos_token_ids)
         self.cost = CostModel()
         self._scored_positions = scored_positions(vocab_size)
+        self._chunk_tokens = config.max_chunk_tokens or limits.tokens
         self._pairs = limits.pairs * 4 // 5  # tables are padded, by at most a quarter
         # Both by priority, then first come first.
         self._waiting: list[Sequence] = []
@@ -246,13 +247,13 @@ class Scheduler:
             share = config.prefill_share * max(1.0, _HURRY * len(reading) / len(rows))
             budget = min(budget, share * self.cost.decode(len(rows)))
         most = config.prefill_batch_size or len(reading)
-        room = config.max_chunk_tokens
+        room = self._chunk_tokens
         chunks = scored = 0
         for s in reading:
             if s.seat < 0:
                 continue
             limit = s.prompt_length - 1 if s.followers else len(s.tokens)
-            longest = min(config.max_chunk_tokens, longest_within(self._pairs, s.scheduled))
+            longest = min(self._chunk_tokens, longest_within(self._pairs, s.scheduled))
             n = min(limit - s.scheduled, longest)
             if s.targets(s.scheduled, s.scheduled + n):
                 n = min(n, self._scored_positions - scored)

@@ -67,9 +67,9 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
     axes = probe.mask_axes(model, shapes, vocab_size)
     shapes = _in_pool(config, shapes)
     lora = LoraState(model.module, config.lora, model.dtype)
-    needs = footprint.needs(config, model, shapes, vocab_size, lora.linears(), lora.dtype)
+    needs = footprint.needs(config, limit, model, shapes, vocab_size, lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
-    step_limits = needs.step.within(memory.activations)
+    step_limits = needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens)
     mx.set_cache_limit(memory.activations)  # freed arrays that MLX keeps for the next ones are a step's
     per_token = sum(s.bytes_per_token() for s in shapes)
     block_size = config.cache.block_size
@@ -131,7 +131,7 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     model = load(config.model, lambda stage, fraction: None, evaluate=False)
     shapes = _in_pool(config, probe.layer_shapes(model))
     lora = LoraState(model.module, config.lora, model.dtype)
-    needs = footprint.needs(config, model, shapes, probe.vocabulary(model), lora.linears(), lora.dtype)
+    needs = footprint.needs(config, limit, model, shapes, probe.vocabulary(model), lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
     longest = min(model.max_model_len, (memory.pool // memory.block_bytes - 1) * config.cache.block_size)
     return memory, longest

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_tandem.adapters.formats import LinearShape
 from mlx_tandem.config import EngineConfig
-from mlx_tandem.engine.budget import Needs, StepCost
+from mlx_tandem.engine.budget import ACTIVATION_SHARE, Needs, StepCost
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
@@ -24,6 +24,10 @@ from mlx_tandem.model.loader import LoadedModel, weights
 
 MICRO_BATCH_TOKENS = {"cpu": 128, "gpu": 4096}
 """Of one forward and backward: a slice of it is one layer, and streams wait for a slice."""
+
+CHUNK_TOKENS = {"cpu": (1024,), "gpu": (4096, 2048, 1024)}
+"""Of prompts in one step, the first whose activations are no more than their share. A GPU is at its best from about
+4,096 on; a CPU gains nothing beyond a few hundred."""
 
 SMALLEST_RANK = 8
 
@@ -36,24 +40,34 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 def needs(
     config: EngineConfig,
+    limit: int,
     model: LoadedModel,
     layers: Sequence[LayerShape],
     vocab_size: int,
     linears: Mapping[str, LinearShape],
     lora_dtype: mx.Dtype,
 ) -> Needs:
-    """`layers`: as they lie in the pool."""
+    """Of a device with `limit` bytes. `layers`: as they lie in the pool."""
     lora = config.lora
     bytes_per_token = sum(s.bytes_per_token() for s in layers)
+    weight_bytes = sum(p.nbytes for p in weights(model.module))
+    learning = _learning(config, model, len(layers), vocab_size, linears) if config.duty.trainer_rank else 0
+    share = (limit - weight_bytes - learning) // ACTIVATION_SHARE
+    asked = config.scheduler.max_chunk_tokens
+    for chunk in (asked,) if asked else CHUNK_TOKENS["cpu" if device.is_cpu() else "gpu"]:
+        step = _step(config, chunk, model, layers, vocab_size, linears)
+        if step.least() <= share:
+            break
     return Needs(
-        weights=sum(p.nbytes for p in weights(model.module)),
-        step=_step(config, model, layers, vocab_size, linears),
-        learning=_learning(config, model, len(layers), vocab_size, linears) if config.duty.trainer_rank else 0,
+        weights=weight_bytes,
+        step=step,
+        learning=learning,
         adapter_slots=slot_bytes(linears, linears, lora.max_loras, bucket(lora.max_lora_rank), lora_dtype.size)
         if lora.max_loras
         else 0,
         block=bytes_per_token * config.cache.block_size,
         max_model_len=model.max_model_len,
+        chunk_tokens=chunk,
     )
 
 
@@ -106,6 +120,7 @@ def _flow(linears: Mapping[str, LinearShape]) -> int:
 
 def _step(
     config: EngineConfig,
+    chunk: int,
     model: LoadedModel,
     layers: Sequence[LayerShape],
     vocab_size: int,
@@ -118,7 +133,6 @@ def _step(
     size, rows = model.dtype.size, config.scheduler.max_num_seqs
     pair = scores * model.heads * max(size, 4 if cpu else 2) + 2  # a mask, too
     read = max(sum(half.heads * half.dim * half.dtype.size for half in s.halves) for s in layers)
-    chunk = config.scheduler.max_chunk_tokens
     return StepCost(
         token=alive * _flow(linears) * size,
         pair=pair,

@@ -46,6 +46,10 @@ class StepView:
     each token goes; tables: [rows, blocks] int32; in_place: or instead of tables, the (first, last) block of the one
     row, whose blocks are contiguous, so that its keys are read where they are.
 
+    level: where all rows begin at this one position and none is read beyond its own tokens. The keys are then just
+    those before it and the new ones as they were computed, and the mask is "causal", which fused attention is fastest
+    with.
+
     mask_axes: axes of a mask between rows and queries: 1, or 2 for families that group queries by KV head. Indices and
     masks are made by the first layer that asks and shared by the others.
     """
@@ -60,9 +64,11 @@ class StepView:
         block_size: int,
         mask_axes: int,
         in_place: tuple[int, int] | None = None,
+        level: int | None = None,
     ):
         self.offset = offset
         self.in_place = in_place
+        self.level = level
         self.block_size = block_size
         self._slots = slots
         self._tables = tables
@@ -78,7 +84,7 @@ class StepView:
         """[rows, 1 (, 1), length, positions] bool: each query sees what is not after it (nor before its window)."""
         made = self._masks.get((length, window))
         if made is None:
-            key = arange(self._blocks * self.block_size)
+            key = arange(self._blocks * self.block_size if self.level is None else self.level + length)
             query = self.offset[:, None, None] + arange(length)[None, :, None]
             made = key <= query
             if window is not None:
@@ -137,8 +143,11 @@ class PagedCache:
         assert self._view is not None
         return self._view.offset
 
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array:
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str:
         assert self._view is not None
+        level = self._view.level
+        if level is not None and not return_array and (window_size is None or level + N <= window_size):
+            return "causal"
         return self._view.mask(N, window_size)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -154,7 +163,7 @@ class PagedCache:
         keys: mx.array,
         values: mx.array,
         scale: float,
-        mask: mx.array | None,
+        mask: mx.array | str | None,
         sinks: mx.array | None,
     ) -> mx.array:
         """Where the hook sends the layer's attention."""
@@ -169,9 +178,16 @@ class PagedCache:
             # that overflows, and in the scratch block it would reach every row: a masked weight of 0 times NaN is NaN.
             new = mx.where(v.real(), new, 0)
         writes = v.writes(form.heads)
-        for array, lines in zip(pool, form.encode(new.reshape(-1, form.dim)), strict=True):
+        encoded = form.encode(new.reshape(-1, form.dim))
+        for array, lines in zip(pool, encoded, strict=True):
             array[writes] = lines
-        return form.decode([self._seen(array, form.heads, v) for array in pool])
+        if v.level is None:
+            return form.decode([self._seen(array, form.heads, v) for array in pool])
+        own = form.decode([lines.reshape(*new.shape[:3], -1) for lines in encoded])
+        if v.level == 0:
+            return own
+        before = form.decode([self._seen(array, form.heads, v)[:, :, : v.level] for array in pool])
+        return mx.concatenate([before, own], axis=2)
 
     @staticmethod
     def _seen(array: mx.array, heads: int, v: StepView) -> mx.array:

@@ -38,6 +38,9 @@ log = logging.getLogger(__name__)
 VIEW_BLOCKS = 32
 """From this context on, a prompt chunk whose blocks are contiguous reads them in place instead of gathering."""
 
+LEVEL_TOKENS = 256
+"""A chunk of so many tokens behind a context is worth a forward of its own where masks make attention slow."""
+
 MANY_TOKENS = 64
 """Tokens of a forward from which its products are worth every core."""
 
@@ -64,6 +67,7 @@ class _Key:
     samples: bool
     flags: SamplingFlags
     layout: Layout
+    level: int | None = None  # as in `StepView`
     scores: int = -1  # likeliest tokens beside each target's logprob; -1: nothing is scored
 
 
@@ -130,6 +134,8 @@ class MLXRunner:
         # read of the pool would copy the pool. There each part is built while the one before it runs, and dispatched
         # when that is done. Whether this device needs it is measured at start.
         self.one_at_a_time = device.is_cpu()
+        # A CPU has no fused attention that a mask would be in the way of.
+        self.levels = not device.is_cpu()
         self._built: deque[_Part] = deque()  # not dispatched yet
         self._running: _Part | None = None
         self._last = self._no_tokens()
@@ -218,12 +224,14 @@ class MLXRunner:
         """Indices of rows that run as one forward: by padded length, those apart that need logits of all positions, and
         decodes apart when contexts differ much. What would need more memory than there is for it is cut."""
         blocks = [blocks_read(r, self._block_size) for r in rows]
-        by_length: dict[tuple[int, bool], list[int]] = {}
+        by_length: dict[tuple[int, bool, int | None], list[int]] = {}
         for i, r in enumerate(rows):
             n = len(r.tokens)
-            by_length.setdefault((1 if n == 1 else padded_length(n), bool(r.targets)), []).append(i)
+            level = self._level([r])
+            apart = None if level is None else i if level else -1
+            by_length.setdefault((1 if n == 1 else padded_length(n), bool(r.targets), apart), []).append(i)
         pieces = []
-        for (length, _), group in by_length.items():
+        for (length, _, _), group in by_length.items():
             positions = min(self._limits.positions, self._limits.pairs // length)
             for part in split_by_context(group, blocks):
                 pieces += cut(part, blocks, positions // self._block_size)
@@ -236,6 +244,7 @@ class MLXRunner:
         length = 1 if longest == 1 else padded_length(longest)
         count = row_count(len(rows))
         in_place = self._contiguous(rows)
+        level = self._level(rows)
         width = table_width(max(blocks_read(r, self._block_size) for r in rows))
         seats = [r.seat if r.sample else self._seats.padding for r in rows]
         seats += [self._seats.padding] * (count - len(rows))
@@ -247,8 +256,8 @@ class MLXRunner:
         carry = length == 1 and any(r.tokens[0] == CARRY for r in rows)
         scores = self._seats.scores([r.seat for r in rows]) if rows[0].targets else -1
         targets = [self._padded([r.targets for r in rows], count, length)] if scores >= 0 else []
-        key = _Key(count, length, 0 if in_place else width, carry, samples, flags, route.layout, scores)
-        if in_place:
+        key = _Key(count, length, 0 if in_place else width, carry, samples, flags, route.layout, level, scores)
+        if in_place or level:  # of too many kinds to be traced once for each
             step = self._make_step(key, in_place)
         else:
             if key not in self._steps:
@@ -290,6 +299,7 @@ class MLXRunner:
                 block_size=self._block_size,
                 mask_axes=self._mask_axes,
                 in_place=in_place,
+                level=key.level,
             )
             for cache, arrays in zip(caches, pool, strict=True):
                 cache.bind(arrays, shared)
@@ -318,6 +328,12 @@ class MLXRunner:
             return outputs, scored, [*outputs, *scored, last_tokens], last_tokens, counts, pool
 
         return step
+
+    def _level(self, rows: list[Row]) -> int | None:
+        """What `StepView` calls so, of rows that go into one forward."""
+        start = rows[0].start
+        worth = len(rows[0].tokens) > 1 if start == 0 else len(rows) == 1 and len(rows[0].tokens) >= LEVEL_TOKENS
+        return start if self.levels and worth and all(r.start == start for r in rows) else None
 
     def _contiguous(self, rows: list[Row]) -> tuple[int, int] | None:
         """The block range of a single prompt chunk that can be read in place."""

@@ -111,6 +111,28 @@ def test_a_prompt_that_lies_in_one_run_is_read_in_place(
     assert any(contiguous), "nothing was read in place"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "qwen3_moe"])
+def test_chunks_that_begin_together_need_no_mask(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs read prompts; from two tokens on here."""
+    monkeypatch.setattr(runner_module, "LEVEL_TOKENS", 2)
+    monkeypatch.setattr(runner_module, "VIEW_BLOCKS", 2)
+    folder = tiny_models.make(tmp_path / family, family)
+    levels: list[int | None] = []
+    find = MLXRunner._level
+
+    def watched(self: MLXRunner, rows: Any) -> int | None:
+        levels.append(find(self, rows))
+        return levels[-1]
+
+    monkeypatch.setattr(MLXRunner, "_level", watched)
+    engine, oracle = make_engine(folder), Oracle.load(folder)
+    engine.built.runner.levels = True
+    everyone = [ask(i, p, max_tokens=12) for i, p in enumerate((*PROMPTS, PROMPTS[1] * 3))]
+    assert_agrees(engine.run(everyone, chunks=7), oracle, "level")
+    assert 0 in levels
+    assert any(levels), "no chunk behind another"
+
+
 def test_a_long_context_beside_short_ones_runs_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the gain, here."""
     monkeypatch.setattr(shapes, "SPLIT_GAIN", 0)

@@ -14,13 +14,12 @@ def attend(
     keys: mx.array,
     values: mx.array,
     scale: float,
-    mask: mx.array | None,
+    mask: mx.array | str | None,
     sinks: mx.array | None,
 ) -> mx.array:
     """[rows, heads, length, dim]; keys and values [rows, kv heads, positions, dim]; mask as the cache made it."""
-    large = queries.shape[0] * queries.shape[1] * queries.shape[2] * keys.shape[2] >= cpu.WORTH
-    plain = queries.dtype == mx.float32 and sinks is None and mask is not None and mask.dtype == mx.bool_
-    if device.is_cpu() and large and plain:
-        assert mask is not None
-        return cpu.attend(queries, keys, values, scale, mask)
+    if device.is_cpu() and isinstance(mask, mx.array) and mask.dtype == mx.bool_ and sinks is None:
+        large = queries.shape[0] * queries.shape[1] * queries.shape[2] * keys.shape[2] >= cpu.WORTH
+        if large and queries.dtype == mx.float32:
+            return cpu.attend(queries, keys, values, scale, mask)
     return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
