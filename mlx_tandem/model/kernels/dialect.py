@@ -1,0 +1,166 @@
+"""One dialect of C++ for kernels: a body is written once, and a header for each target makes its words mean the same.
+
+A body is the inside of a kernel function. It sees its inputs and outputs as pointers, template values as constants and
+types, and these words:
+
+- `THREAD` of `THREADS` in the block, `LANE` and `WARP` (32 lanes each); `GROUP_X/Y/Z`, the block of `GROUPS_X/Y/Z`;
+- `SHARED(type, name, n)`, memory of the block; `BARRIER()` for all of its threads;
+- `SHUFFLE_XOR(x, mask)`, `SHUFFLE(x, lane)`: another lane's x; every lane of the warp takes part;
+- `LOAD16(pointer)` → uint4, `LOAD8(pointer)` → uint2, `STORE16(pointer, uint4)`: of device memory, aligned so;
+- `pair(word, T())` → float2: the two 16-bit numbers of type T in a word; `FLOAT_BITS(word)`, `WORD_BITS(x)`;
+- `float(x)` and `T(x)` convert; `EXP2`, `TANH`, `min`, `max`; `UNROLL` before a loop whose bounds are constants;
+- `DEVICE` before a function, and `GLOBAL` before what a pointer to an input or output points to.
+
+What no target lacks may be used beside them: structs, `auto`, functions, `uint`, `uint4`, `float4` and the like, made by
+`FLOAT4(a, b, c, d)`. No lambdas, no pointers to shared memory in functions, no infinities or NaN as constants (Metal's
+fast arithmetic may assume there are none). An input of fewer than eight elements lies in another address space on
+Metal: index it by its name. On Metal nothing of this was ever run (docs/doctor.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+import mlx.core as mx
+
+Target = Literal["cuda", "metal"]
+Constant = int | bool | mx.Dtype
+Shaped = tuple[Sequence[int], mx.Dtype]
+
+
+class Kernel(Protocol):
+    """`groups` blocks of `threads` threads each; `outputs` are (shape, type). What `template` has is compiled in: it
+    must take few values. Inputs are contiguous, or copied so."""
+
+    def __call__(
+        self,
+        inputs: Sequence[mx.array],
+        template: Mapping[str, Constant],
+        groups: tuple[int, int, int],
+        threads: int,
+        outputs: Sequence[Shaped],
+    ) -> list[mx.array]: ...
+
+
+class Make(Protocol):
+    """Makes a kernel of its body; `functions` stand before it. Nothing is compiled before the first call."""
+
+    def __call__(
+        self, name: str, inputs: Sequence[str], outputs: Sequence[str], body: str, functions: str = ""
+    ) -> Kernel: ...
+
+
+_CUDA = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+typedef unsigned int uint;
+#define DEVICE __device__ __forceinline__
+#define GLOBAL
+#define SHARED(type, name, n) __shared__ __align__(16) type name[n]
+#define BARRIER() __syncthreads()
+#define SHUFFLE_XOR(x, mask) __shfl_xor_sync(0xffffffffu, x, mask)
+#define SHUFFLE(x, lane) __shfl_sync(0xffffffffu, x, lane)
+#define LOAD16(p) __ldg((const uint4*)(p))
+#define LOAD8(p) __ldg((const uint2*)(p))
+#define STORE16(p, v) (*(uint4*)(p) = (v))
+#define FLOAT_BITS(w) __uint_as_float(w)
+#define WORD_BITS(x) __float_as_uint(x)
+#define TANH(x) tanhf(x)
+#define FLOAT4(a, b, c, d) make_float4(a, b, c, d)
+#define UNROLL _Pragma("unroll")
+DEVICE float EXP2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DEVICE float2 pair(uint w, __nv_bfloat16) {
+  return make_float2(__uint_as_float(w << 16), __uint_as_float(w & 0xffff0000u));
+}
+DEVICE float2 pair(uint w, __half) {
+  __half2_raw halves;
+  halves.x = (unsigned short)w;
+  halves.y = (unsigned short)(w >> 16);
+  return __half22float2(__half2(halves));
+}
+DEVICE float2 pair(uint w, float) { return make_float2(__uint_as_float(w), 0.0f); }
+"""
+
+_CUDA_START = """
+  const int THREAD = threadIdx.x, THREADS = blockDim.x, LANE = THREAD & 31, WARP = THREAD >> 5;
+  const int GROUP_X = blockIdx.x, GROUP_Y = blockIdx.y, GROUP_Z = blockIdx.z;
+  const int GROUPS_X = gridDim.x, GROUPS_Y = gridDim.y, GROUPS_Z = gridDim.z;
+"""
+
+_METAL = r"""
+#define DEVICE static inline
+#define GLOBAL device
+#define SHARED(type, name, n) threadgroup type name[n]
+#define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
+#define SHUFFLE_XOR(x, mask) simd_shuffle_xor(x, (ushort)(mask))
+#define SHUFFLE(x, lane) simd_shuffle(x, (ushort)(lane))
+#define LOAD16(p) (*(const device uint4*)(p))
+#define LOAD8(p) (*(const device uint2*)(p))
+#define STORE16(p, v) (*(device uint4*)(p) = (v))
+#define FLOAT_BITS(w) as_type<float>((uint)(w))
+#define WORD_BITS(x) as_type<uint>((float)(x))
+#define EXP2(x) fast::exp2(x)
+#define TANH(x) precise::tanh(x)
+#define FLOAT4(a, b, c, d) float4(a, b, c, d)
+#define UNROLL _Pragma("clang loop unroll(full)")
+DEVICE float2 pair(uint w, bfloat16_t) { return float2(as_type<float>(w << 16), as_type<float>(w & 0xffff0000u)); }
+DEVICE float2 pair(uint w, half) { return float2(as_type<half2>(w)); }
+DEVICE float2 pair(uint w, float) { return float2(as_type<float>(w), 0.0f); }
+"""
+
+# In the body and not in the header: MLX declares those attributes whose names it finds here.
+_METAL_START = """
+  const int THREAD = thread_position_in_threadgroup.x, THREADS = threads_per_threadgroup.x;
+  const int LANE = thread_index_in_simdgroup, WARP = simdgroup_index_in_threadgroup;
+  const int GROUP_X = threadgroup_position_in_grid.x, GROUPS_X = threadgroups_per_grid.x;
+  const int GROUP_Y = threadgroup_position_in_grid.y, GROUPS_Y = threadgroups_per_grid.y;
+  const int GROUP_Z = threadgroup_position_in_grid.z, GROUPS_Z = threadgroups_per_grid.z;
+"""
+
+
+def available() -> tuple[Target, ...]:
+    """The targets that the default device can run."""
+    if mx.default_device().type != mx.DeviceType.gpu:
+        return ()
+    return ("metal",) if mx.metal.is_available() else ("cuda",)
+
+
+def maker(target: Target) -> Make:
+    """Kernels for one target. A kernel that cannot be compiled raises when its result is evaluated."""
+
+    def make(name: str, inputs: Sequence[str], outputs: Sequence[str], body: str, functions: str = "") -> Kernel:
+        declared = _METAL if target == "metal" else _CUDA
+        start = _METAL_START if target == "metal" else _CUDA_START
+        declare: Any = mx.fast.metal_kernel if target == "metal" else mx.fast.cuda_kernel
+        kernel: Callable[..., list[mx.array]] = declare(
+            name=name,
+            input_names=list(inputs),
+            output_names=list(outputs),
+            source=start + body,
+            header=declared + functions,
+        )
+
+        def call(
+            inputs: Sequence[mx.array],
+            template: Mapping[str, Constant],
+            groups: tuple[int, int, int],
+            threads: int,
+            outputs: Sequence[Shaped],
+        ) -> list[mx.array]:
+            return kernel(
+                inputs=list(inputs),
+                template=list(template.items()),
+                grid=(groups[0] * threads, groups[1], groups[2]),
+                threadgroup=(threads, 1, 1),
+                output_shapes=[tuple(shape) for shape, _ in outputs],
+                output_dtypes=[dtype for _, dtype in outputs],
+            )
+
+        return call
+
+    return make

@@ -1,0 +1,227 @@
+// The dialect of mlx_tandem/model/kernels/dialect.py on a CPU: the threads of a block are fibres that take turns, so that
+// shuffles and barriers do what they do on a GPU. Every fibre goes on to its next meeting point, then the next one does.
+// Shared memory is filled with NaN before each block. A warp whose lanes do not meet ends the kernel with an error.
+// No header of the C++ library: each would take longer to compile than a kernel does.
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <ucontext.h>
+
+extern "C" {
+float exp2f(float);
+float tanhf(float);
+float fabsf(float);
+float ldexpf(float, int);
+float nearbyintf(float);
+}
+
+typedef unsigned int uint;
+struct alignas(16) uint4 { uint x, y, z, w; };
+struct alignas(8) uint2 { uint x, y; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+template <class X> static inline X min(X a, X b) { return b < a ? b : a; }
+template <class X> static inline X max(X a, X b) { return a < b ? b : a; }
+
+template <class To, class From> static inline To bits(From x) {
+  To y;
+  static_assert(sizeof x == sizeof y);
+  memcpy(&y, &x, sizeof y);
+  return y;
+}
+
+struct bfloat16 {
+  uint16_t raw;
+  bfloat16() : raw(0) {}
+  explicit bfloat16(float x) {
+    uint w = bits<uint>(x);
+    raw = x == x ? (w + 0x7fff + ((w >> 16) & 1)) >> 16 : 0x7fff;
+  }
+  operator float() const { return bits<float>((uint)raw << 16); }
+};
+
+struct float16 {
+  uint16_t raw;
+  float16() : raw(0) {}
+  explicit float16(float x) {
+    uint w = bits<uint>(x), sign = (w >> 16) & 0x8000;
+    float size = fabsf(x);
+    if (!(x == x)) raw = 0x7fff;
+    else if (size >= 65520.0f) raw = sign | 0x7c00;
+    else if (size < 6.103515625e-05f) raw = sign | (uint)nearbyintf(size * 16777216.0f);
+    else {
+      w = (w & 0x7fffffff) - 0x38000000;  // the exponent's bias: 127 becomes 15
+      raw = sign | ((w + 0xfff + ((w >> 13) & 1)) >> 13);
+    }
+  }
+  operator float() const {
+    uint exponent = (raw >> 10) & 31, rest = raw & 0x3ff;
+    float size = exponent == 31 ? (rest ? __builtin_nanf("") : __builtin_inff())
+        : exponent ? ldexpf(1024 + rest, (int)exponent - 25) : ldexpf(rest, -24);
+    return raw & 0x8000 ? -size : size;
+  }
+};
+
+namespace shim {
+
+enum { MOST = 1024, STACK = 128 << 10, ROOM = 64 << 10, ARRAYS = 16 };
+
+struct Fibre {
+  jmp_buf at;
+  bool started, done;
+  int meeting;       // how often it has met the others of its warp
+  int met_at;        // in which line of the source
+  uint64_t gives[2];  // at this meeting and the one before
+};
+
+struct Array {
+  const char* name;
+  char* at;
+};
+
+static Fibre fibres[MOST];
+static char* stacks;
+static char memory[ROOM] __attribute__((aligned(64)));
+static Array arrays[ARRAYS];
+static int used, named;  // bytes of the memory, arrays in it
+static jmp_buf scheduler;
+static int current, arrived, generation, alive;
+static int groups[3], group[3], threads;
+static const char* failure;
+static void (*entry)(void**);
+static void** arguments;
+
+static void fail(const char* why) {
+  if (!failure) failure = why;
+  _longjmp(scheduler, 1);
+}
+
+static void yield() {
+  if (!_setjmp(fibres[current].at)) _longjmp(scheduler, 1);
+}
+
+static void barrier() {
+  int mine = generation;
+  if (alive < threads) fail("a thread waits at a barrier that others have passed by");
+  if (++arrived == threads) {
+    arrived = 0;
+    generation++;
+    return;
+  }
+  while (generation == mine) yield();
+}
+
+template <class X> static X exchange(X x, int lane, int line) {
+  static_assert(sizeof(X) <= 8);
+  Fibre& own = fibres[current];
+  uint64_t word = 0;
+  memcpy(&word, &x, sizeof x);
+  int meeting = ++own.meeting;
+  own.gives[meeting & 1] = word;
+  own.met_at = line;
+  yield();
+  Fibre& other = fibres[(current & ~31) | lane];
+  // The other has given by now, and may be one meeting further at most.
+  bool meets = other.meeting == meeting + 1 || (other.meeting == meeting && other.met_at == line);
+  if (!meets || (lane & ~31)) fail("the lanes of a warp did not meet in a shuffle");
+  memcpy(&x, &other.gives[meeting & 1], sizeof x);
+  return x;
+}
+
+static void* shared(const char* name, int bytes) {
+  for (int i = 0; i < named; i++)
+    if (!strcmp(arrays[i].name, name)) return arrays[i].at;
+  if (named == ARRAYS || used + bytes > ROOM) fail("too much shared memory");
+  arrays[named] = {name, memory + used};
+  used += (bytes + 63) & ~63;
+  return arrays[named++].at;
+}
+
+static void start() {
+  entry(arguments);
+  fibres[current].done = true;
+  alive--;
+  if (arrived) fail("threads wait at a barrier that others have passed by");
+  _longjmp(scheduler, 1);
+}
+
+static void block(bool backwards) {
+  memset(fibres, 0, sizeof(Fibre) * threads);
+  memset(memory, 0xff, sizeof memory);
+  arrived = generation = used = named = 0;
+  alive = threads;
+  while (alive && !failure) {
+    for (int turn = 0; turn < threads && !failure; turn++) {
+      current = backwards ? threads - 1 - turn : turn;
+      Fibre& fibre = fibres[current];
+      if (fibre.done || _setjmp(scheduler)) continue;
+      if (fibre.started) _longjmp(fibre.at, 1);
+      fibre.started = true;
+      ucontext_t context;
+      getcontext(&context);
+      context.uc_stack.ss_sp = stacks + (size_t)current * STACK;
+      context.uc_stack.ss_size = STACK;
+      context.uc_link = nullptr;
+      makecontext(&context, start, 0);
+      setcontext(&context);
+    }
+  }
+}
+
+// Returns what went wrong, or null.
+static const char* launch(void (*kernel)(void**), void** args, const int* count, int size, int backwards) {
+  entry = kernel, arguments = args, threads = size, failure = nullptr;
+  memcpy(groups, count, sizeof groups);
+  if (size > MOST) return "too many threads";
+  stacks = (char*)malloc((size_t)size * STACK);
+  for (group[2] = 0; group[2] < groups[2]; group[2]++)
+    for (group[1] = 0; group[1] < groups[1]; group[1]++)
+      for (group[0] = 0; group[0] < groups[0] && !failure; group[0]++) block(backwards);
+  free(stacks);
+  return failure;
+}
+
+template <class V> static V load(const void* p) {
+  if ((uintptr_t)p % sizeof(V)) fail("a load is not aligned");
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+template <class V> static void store(void* p, V v) {
+  if ((uintptr_t)p % sizeof(V)) fail("a store is not aligned");
+  memcpy(p, &v, sizeof v);
+}
+
+}  // namespace shim
+
+#define DEVICE static inline
+#define GLOBAL
+#define SHARED(type, name, n) type* const name = (type*)shim::shared(#name, sizeof(type) * (n))
+#define BARRIER() shim::barrier()
+#define SHUFFLE_XOR(x, mask) shim::exchange(x, LANE ^ (mask), __LINE__)
+#define SHUFFLE(x, lane) shim::exchange(x, lane, __LINE__)
+#define LOAD16(p) shim::load<uint4>(p)
+#define LOAD8(p) shim::load<uint2>(p)
+#define STORE16(p, v) shim::store<uint4>(p, v)
+#define FLOAT_BITS(w) bits<float>((uint)(w))
+#define WORD_BITS(x) bits<uint>((float)(x))
+#define EXP2(x) exp2f(x)
+#define TANH(x) tanhf(x)
+#define FLOAT4(a, b, c, d) float4{a, b, c, d}
+#define UNROLL
+#define START                                                                                             \
+  const int THREAD = shim::current, THREADS = shim::threads, LANE = THREAD & 31, WARP = THREAD >> 5;       \
+  const int GROUP_X = shim::group[0], GROUP_Y = shim::group[1], GROUP_Z = shim::group[2];                  \
+  const int GROUPS_X = shim::groups[0], GROUPS_Y = shim::groups[1], GROUPS_Z = shim::groups[2];            \
+  (void)THREADS, (void)LANE, (void)WARP, (void)GROUP_X, (void)GROUP_Y, (void)GROUP_Z;                      \
+  (void)GROUPS_X, (void)GROUPS_Y, (void)GROUPS_Z;
+
+DEVICE float2 pair(uint w, bfloat16) { return {bits<float>(w << 16), bits<float>(w & 0xffff0000u)}; }
+DEVICE float2 pair(uint w, float16) {
+  float16 a, b;
+  a.raw = w, b.raw = w >> 16;
+  return {float(a), float(b)};
+}
+DEVICE float2 pair(uint w, float) { return {bits<float>(w), 0.0f}; }

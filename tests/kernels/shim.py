@@ -1,0 +1,134 @@
+"""Kernels of the dialect compiled with g++ and run on the CPU, called like those that MLX compiles for a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped
+
+HEADER = Path(__file__).with_name("shim.h")
+COMPILER = shutil.which("g++")
+FLAGS = "-std=c++17 -O1 -shared -fPIC -w -U_FORTIFY_SOURCE".split()  # which takes a jump between stacks for an attack
+GUARD = 256
+"""Bytes before and after each buffer: NaN for who reads there, and looked at again for who has written there."""
+
+_TYPES = {
+    mx.float32: "float",
+    mx.bfloat16: "bfloat16",
+    mx.float16: "float16",
+    mx.int32: "int",
+    mx.uint32: "uint",
+    mx.uint8: "unsigned char",
+}
+
+
+class KernelError(Exception):
+    pass
+
+
+def maker(folder: Path, *, backwards: bool = False) -> Make:
+    """Compiled kernels are kept in `folder`. `backwards`: the threads of a block take turns in the other order, which
+    changes the result of a kernel that lacks a barrier."""
+
+    def make(name: str, inputs: Sequence[str], outputs: Sequence[str], body: str, functions: str = "") -> Kernel:
+        def call(
+            arrays: Sequence[mx.array],
+            template: Mapping[str, Constant],
+            groups: tuple[int, int, int],
+            threads: int,
+            shaped: Sequence[Shaped],
+        ) -> list[mx.array]:
+            types = [_TYPES[a.dtype] for a in arrays], [_TYPES[dtype] for _, dtype in shaped]
+            source = _source(inputs, outputs, body, functions, template, *types)
+            library = _library(folder, name, source)
+            given = [_guarded(_bytes(a)) for a in arrays]
+            shapes = [np.array(a.shape, np.int32) for a in arrays]
+            made = [_guarded(b"\xff" * (int(np.prod(shape)) * dtype.size)) for shape, dtype in shaped]
+            pointers = [
+                p for room, shape in zip(given, shapes, strict=True) for p in (_address(room), shape.ctypes.data)
+            ]
+            pointers += [_address(room) for room in made]
+            library.run.restype = ctypes.c_char_p
+            failure = library.run(
+                (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int * 3)(*groups), threads, int(backwards)
+            )
+            if failure:
+                raise KernelError(f"{name}: {failure.decode()}")
+            for room in given + made:
+                if (room[:GUARD] != 255).any() or (room[len(room) - GUARD :] != 255).any():
+                    raise KernelError(f"{name}: wrote outside of a buffer")
+            return [_array(room, *s) for room, s in zip(made, shaped, strict=True)]
+
+        return call
+
+    return make
+
+
+def _source(
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    body: str,
+    functions: str,
+    template: Mapping[str, Constant],
+    input_types: Sequence[str],
+    output_types: Sequence[str],
+) -> str:
+    lines = [f'#include "{HEADER}"', functions, "static void kernel(void** given) {"]
+    for i, (name, kind) in enumerate(zip(inputs, input_types, strict=True)):
+        lines.append(f"  auto {name} = (const {kind}*)given[{2 * i}];")
+        lines.append(f"  auto {name}_shape = (const int*)given[{2 * i + 1}]; (void){name}_shape;")
+    for i, (name, kind) in enumerate(zip(outputs, output_types, strict=True)):
+        lines.append(f"  auto {name} = ({kind}*)given[{2 * len(inputs) + i}];")
+    for name, value in template.items():
+        if isinstance(value, mx.Dtype):
+            lines.append(f"  using {name} = {_TYPES[value]};")
+        else:
+            lines.append(f"  constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};")
+    lines += ["  START", body, "}"]
+    lines.append('extern "C" const char* run(void** given, const int* groups, int threads, int backwards) {')
+    lines.append("  return shim::launch(kernel, given, groups, threads, backwards);\n}")
+    return "\n".join(lines)
+
+
+def _library(folder: Path, name: str, source: str) -> ctypes.CDLL:
+    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+    built = folder / f"{name}-{digest}.so"
+    if not built.exists():
+        text = built.with_suffix(".cpp")
+        text.write_text(source)
+        command = [COMPILER or "g++", *FLAGS, str(text), "-o", str(built)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise KernelError(f"{name} does not compile:\n{done.stderr[:4000]}")
+    return ctypes.CDLL(str(built))
+
+
+def _bytes(array: mx.array) -> bytes:
+    wide = array.view(mx.uint16) if array.dtype in (mx.bfloat16, mx.float16) else array
+    return np.ascontiguousarray(np.array(wide)).tobytes()
+
+
+def _guarded(content: bytes) -> np.ndarray:
+    """Aligned to 64 bytes behind the guard, which the pointer to it skips."""
+    room = np.full(len(content) + 2 * GUARD + 64, 255, np.uint8)
+    start = -room.ctypes.data % 64
+    room = room[start : start + len(content) + 2 * GUARD]
+    room[GUARD : GUARD + len(content)] = np.frombuffer(content, np.uint8)
+    return room
+
+
+def _address(room: np.ndarray) -> int:
+    return int(room.ctypes.data) + GUARD
+
+
+def _array(room: np.ndarray, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
+    content = room[GUARD : len(room) - GUARD]
+    return mx.array(content.copy()).view(dtype).reshape(shape)

@@ -1,0 +1,96 @@
+"""The dialect's words on the CPU: what kernels are tested with has to be right itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_tandem.model.kernels.dialect import Make
+from tests.kernels import shim
+
+pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+WARPS = 3
+
+
+@pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
+def make(tmp_path: Path, request: pytest.FixtureRequest) -> Make:
+    return shim.maker(tmp_path, backwards=request.param)
+
+
+def block(make: Make, body: str, x: mx.array) -> np.ndarray:
+    """One block of as many threads as x has elements, each of which gives one number."""
+    kernel = make("words", ["x"], ["y"], body)
+    return np.array(kernel([x], {"T": x.dtype}, (1, 1, 1), x.size, [(x.shape, x.dtype)])[0])
+
+
+def test_lanes_of_a_warp_exchange(make: Make) -> None:
+    x = mx.arange(32 * WARPS).astype(mx.float32)
+    got = block(make, "float s = x[THREAD]; for (int m = 1; m < 32; m *= 2) s += SHUFFLE_XOR(s, m); y[THREAD] = s;", x)
+    assert (got.reshape(WARPS, 32) == np.array(x).reshape(WARPS, 32).sum(1, keepdims=True)).all()
+    got = block(make, "float s = SHUFFLE(x[THREAD], (LANE + 5) & 31); y[THREAD] = s;", x)
+    assert (got.reshape(WARPS, 32) == np.roll(np.array(x).reshape(WARPS, 32), -5, 1)).all()
+
+
+def test_warps_may_do_different_work_between_barriers(make: Make) -> None:
+    body = """
+      SHARED(float, sums, 8);
+      float s = x[THREAD];
+      for (int i = 0; i <= WARP; i++) s = SHUFFLE_XOR(s, 1) + 1;
+      for (int m = 1; m < 32; m *= 2) s += SHUFFLE_XOR(s, m);
+      if (LANE == 0) sums[WARP] = s;
+      BARRIER();
+      y[THREAD] = sums[THREADS / 32 - 1 - WARP];
+    """
+    x = mx.arange(32 * WARPS).astype(mx.float32)
+    sums = [np.array(x).reshape(WARPS, 32)[w].sum() + 32 * (w + 1) for w in range(WARPS)]
+    assert (block(make, body, x).reshape(WARPS, 32) == np.array(sums[::-1])[:, None]).all()
+
+
+def test_a_missing_barrier_shows(tmp_path: Path) -> None:
+    body = "SHARED(float, s, 96); s[THREAD] = x[THREAD]; y[THREAD] = s[THREADS - 1 - THREAD];"
+    x = mx.arange(96).astype(mx.float32)
+    for backwards in (False, True):
+        assert not np.isfinite(block(shim.maker(tmp_path, backwards=backwards), body, x)).all()
+    body = body.replace("y[", "BARRIER(); y[")
+    assert (block(shim.maker(tmp_path), body, x) == np.array(x)[::-1]).all()
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("float s = x[THREAD]; if (LANE < 7) s = SHUFFLE_XOR(s, 1); y[THREAD] = s;", "did not meet"),
+        ("if (THREAD < 7) BARRIER(); y[THREAD] = x[THREAD];", "barrier"),
+        ("y[THREAD] = x[THREAD]; if (THREAD == 0) y[THREADS] = 0;", "outside"),
+        ("uint4 w = LOAD16(x + 1); y[THREAD] = FLOAT_BITS(w.x);", "aligned"),
+        ("y[THREAD] = no_such_thing;", "compile"),
+    ],
+)
+def test_what_is_wrong_is_said(make: Make, body: str, why: str) -> None:
+    with pytest.raises(shim.KernelError, match=why):
+        block(make, body, mx.zeros((64,)))
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
+def test_numbers_of_16_bits_are_mlx_s(tmp_path: Path, dtype: mx.Dtype) -> None:
+    words = np.arange(1 << 16, dtype=np.uint16)
+    every = mx.array(words).view(dtype)
+    make = shim.maker(tmp_path)
+    widen = make("widen", ["x"], ["y"], "y[GROUP_X * THREADS + THREAD] = float(x[GROUP_X * THREADS + THREAD]);")
+    wide = widen([every], {}, (256, 1, 1), 256, [(every.shape, mx.float32)])[0]
+    assert np.array_equal(np.array(wide), np.array(every.astype(mx.float32)), equal_nan=True)
+    # Between each two of them, and exactly half-way, where the even one is taken.
+    finite = np.sort(np.array(wide)[np.isfinite(np.array(wide))])
+    between = np.concatenate([finite, (finite[1:] / 2 + finite[:-1] / 2), finite[:-1] * 0.7 + finite[1:] * 0.3])
+    between = mx.array(between[: len(between) // 256 * 256].astype(np.float32))
+    narrow = make("narrow", ["x"], ["y"], "int i = GROUP_X * THREADS + THREAD; y[i] = T(x[i]);")
+    got = narrow([between], {"T": dtype}, (between.size // 256, 1, 1), 256, [(between.shape, dtype)])[0]
+    assert np.array_equal(np.array(got.view(mx.uint16)), np.array(between.astype(dtype).view(mx.uint16)))
+    unpack = make(
+        "unpack", ["x"], ["y"], "float2 p = pair(x[THREAD], T()); y[2 * THREAD] = p.x; y[2 * THREAD + 1] = p.y;"
+    )
+    some = every[1000:1128]
+    got = unpack([some.view(mx.uint32)], {"T": dtype}, (1, 1, 1), 64, [((128,), mx.float32)])[0]
+    assert np.array_equal(np.array(got), np.array(some.astype(mx.float32)))
