@@ -210,6 +210,8 @@ template <class V> static void store(void* p, V v) {
 #define EXP2(x) exp2f(x)
 #define TANH(x) tanhf(x)
 #define FLOAT4(a, b, c, d) float4{a, b, c, d}
+#define WORDS4(a, b, c, d) uint4{a, b, c, d}
+#define BYTE(w, i) float(((w) >> (8 * (i))) & 255u)
 #define UNROLL
 #define START                                                                                             \
   const int THREAD = shim::current, THREADS = shim::threads, LANE = THREAD & 31, WARP = THREAD >> 5;       \

@@ -7,14 +7,15 @@ types, and these words:
 - `SHARED(type, name, n)`, memory of the block; `BARRIER()` for all of its threads;
 - `SHUFFLE_XOR(x, mask)`, `SHUFFLE(x, lane)`: another lane's x; every lane of the warp takes part;
 - `LOAD16(pointer)` → uint4, `LOAD8(pointer)` → uint2, `STORE16(pointer, uint4)`: of device memory, aligned so;
-- `pair(word, T())` → float2: the two 16-bit numbers of type T in a word; `FLOAT_BITS(word)`, `WORD_BITS(x)`;
+- `pair(word, T())` → float2: the two 16-bit numbers of type T in a word; `BYTE(word, i)` → float: its i-th byte;
+  `FLOAT_BITS(word)`, `WORD_BITS(x)`; `FLOAT4(a, b, c, d)`, `WORDS4(a, b, c, d)` make a float4, a uint4;
 - `float(x)` and `T(x)` convert; `EXP2`, `TANH`, `min`, `max`; `UNROLL` before a loop whose bounds are constants;
 - `DEVICE` before a function, and `GLOBAL` before what a pointer to an input or output points to.
 
-What no target lacks may be used beside them: structs, `auto`, functions, `uint`, `uint4`, `float4` and the like, made by
-`FLOAT4(a, b, c, d)`. No lambdas, no pointers to shared memory in functions, no infinities or NaN as constants (Metal's
-fast arithmetic may assume there are none). An input of fewer than eight elements lies in another address space on
-Metal: index it by its name. On Metal nothing of this was ever run (docs/doctor.md).
+What no target lacks may be used beside them: structs, templates, `auto`, `uint`, `float4` and the like. No lambdas, no
+pointers to shared memory in functions, no infinities or NaN as constants (Metal's fast arithmetic may assume there are
+none). An input of fewer than eight elements lies in another address space on Metal: index it by its name. On Metal
+nothing of this was ever run (docs/doctor.md).
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ typedef unsigned int uint;
 #define WORD_BITS(x) __float_as_uint(x)
 #define TANH(x) tanhf(x)
 #define FLOAT4(a, b, c, d) make_float4(a, b, c, d)
+#define WORDS4(a, b, c, d) make_uint4(a, b, c, d)
+#define BYTE(w, i) (__uint_as_float(__byte_perm(w, 0x4b000000u, 0x7540u | (i))) - 8388608.0f)
 #define UNROLL _Pragma("unroll")
 DEVICE float EXP2(float x) {
   float y;
@@ -107,6 +110,8 @@ _METAL = r"""
 #define EXP2(x) fast::exp2(x)
 #define TANH(x) precise::tanh(x)
 #define FLOAT4(a, b, c, d) float4(a, b, c, d)
+#define WORDS4(a, b, c, d) uint4(a, b, c, d)
+#define BYTE(w, i) float(((w) >> (8 * (i))) & 255u)
 #define UNROLL _Pragma("clang loop unroll(full)")
 DEVICE float2 pair(uint w, bfloat16_t) { return float2(as_type<float>(w << 16), as_type<float>(w & 0xffff0000u)); }
 DEVICE float2 pair(uint w, half) { return float2(as_type<half2>(w)); }

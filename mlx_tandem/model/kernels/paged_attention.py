@@ -1,0 +1,489 @@
+"""Attention of a few queries a sequence, read straight from the blocks of the KV pool.
+
+A block of threads has one row, one KV head, a few of the queries that share it, and one split of the row's keys; its
+warps take tiles of keys in turns. The lanes of a warp form teams: a team has one key at a time, each of its lanes 16 of
+the key's numbers. Every key and value is loaded once for all queries, the next tile's keys while this one's values are
+used; each team keeps a softmax of its own, and all of them are brought together at the end. Where the rows alone do not
+fill the device, the keys of a row are split, and a second kernel brings the splits together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.model.kernels.dialect import Constant, Make
+from mlx_tandem.model.kvformat import RowFormat
+
+MOST_QUERIES = 8
+"""Of a sequence in one step."""
+
+WIDEST = 256
+"""Numbers of a head."""
+
+FULL = 264
+"""Blocks of threads from which on a device is taken to be busy: two for each processor of the largest one known."""
+
+_ALIGN = 64  # keys; as in `spans`
+_NO_WINDOW = 1 << 30
+
+_SPANS = r"""
+// The keys that a row's queries see, cut into splits of one length but for the last.
+struct Spans {
+  int first, length, count;
+};
+DEVICE Spans spans(int offset, int stop, int window, int splits) {
+  Spans s;
+  s.first = max(0, offset + 1 - window) / 64 * 64;
+  s.length = ((stop - s.first + splits - 1) / splits + 63) / 64 * 64;
+  s.count = (stop - s.first + s.length - 1) / s.length;
+  return s;
+}
+"""
+
+# A lane's 16 numbers lie in runs of 16 bytes, and a team's runs beside each other.
+_PLAIN = r"""
+#define CODED 0
+template <int WORDS> struct Part {
+  uint w[WORDS];
+};
+template <class T, int D, int TEAM>
+DEVICE Part<4 * sizeof(T)> read(GLOBAL const T* pool, size_t line, int member) {
+  constexpr int RUN = 16 / sizeof(T);
+  Part<4 * sizeof(T)> part;
+  UNROLL
+  for (int r = 0; r < 16 / RUN; r++) {
+    const int number = (r * TEAM + member) * RUN;
+    uint4 w = WORDS4(0, 0, 0, 0);
+    if (D == 16 * TEAM || number < D) w = LOAD16(pool + line * D + number);
+    part.w[4 * r] = w.x, part.w[4 * r + 1] = w.y, part.w[4 * r + 2] = w.z, part.w[4 * r + 3] = w.w;
+  }
+  return part;
+}
+template <class T> DEVICE float4 quarter(Part<8> part, int i) {
+  const float2 a = pair(part.w[2 * i], T()), b = pair(part.w[2 * i + 1], T());
+  return FLOAT4(a.x, a.y, b.x, b.y);
+}
+template <class T> DEVICE float4 quarter(Part<16> part, int i) {
+  return FLOAT4(FLOAT_BITS(part.w[4 * i]), FLOAT_BITS(part.w[4 * i + 1]), FLOAT_BITS(part.w[4 * i + 2]),
+                FLOAT_BITS(part.w[4 * i + 3]));
+}
+"""
+
+# A lane's 16 numbers are one run, of 16 or 8 bytes of codes, on one grid.
+_CODED = r"""
+#define CODED 1
+template <int WORDS> struct Part {
+  uint w[WORDS], grid;
+};
+template <int BITS, int D, int GRIDS, int TEAM>
+DEVICE Part<BITS / 2> read(GLOBAL const uint* codes, GLOBAL const uint* grids, size_t line, int member) {
+  Part<BITS / 2> part;
+  uint4 w = WORDS4(0, 0, 0, 0);
+  part.grid = 0;
+  if (D == 16 * TEAM || member * 16 < D) {
+    if (BITS == 8) {
+      w = LOAD16(codes + line * (D / 4) + member * 4);
+    } else {
+      const uint2 half_of_it = LOAD8(codes + line * (D / 8) + member * 2);
+      w.x = half_of_it.x, w.y = half_of_it.y;
+    }
+    part.grid = grids[line * GRIDS + member * 16 / (D / GRIDS)];
+  }
+  part.w[0] = w.x, part.w[1] = w.y;
+  if (BITS == 8) part.w[BITS / 2 - 2] = w.z, part.w[BITS / 2 - 1] = w.w;
+  return part;
+}
+DEVICE float4 on_grid(float a, float b, float c, float d, uint grid) {
+  const float distance = FLOAT_BITS(grid & 0xffff0000u), lowest = FLOAT_BITS(grid << 16);
+  return FLOAT4(a * distance + lowest, b * distance + lowest, c * distance + lowest, d * distance + lowest);
+}
+template <class T> DEVICE float4 quarter(Part<4> part, int i) {
+  const uint w = part.w[i];
+  return on_grid(BYTE(w, 0), BYTE(w, 1), BYTE(w, 2), BYTE(w, 3), part.grid);
+}
+template <class T> DEVICE float4 quarter(Part<2> part, int i) {
+  const uint w = part.w[i / 2] >> (i % 2 * 16), even = w & 0x0f0fu, odd = (w >> 4) & 0x0f0fu;
+  return on_grid(BYTE(even, 0), BYTE(odd, 0), BYTE(even, 1), BYTE(odd, 1), part.grid);
+}
+"""
+
+_BODY = r"""
+#if CODED
+  constexpr int RUN = 16;
+#define READ(half, at) read<BITS, D, GRIDS, TEAM>(half##s, half##_grids, run + (at), member)
+#define PART Part<BITS / 2>
+#else
+  constexpr int RUN = 16 / (int)sizeof(T);
+#define READ(half, at) read<T, D, TEAM>(half##s, run + (at), member)
+#define PART Part<4 * sizeof(T)>
+#endif
+  constexpr int TEAM = D <= 32 ? 2 : D <= 64 ? 4 : D <= 128 ? 8 : 16;
+  constexpr int TEAMS = 32 / TEAM, TILE = TEAMS * DEPTH, PADDED = 16 * TEAM;
+  constexpr float LOWEST = -1e30f, HIDDEN = -3e38f;  // a maximum of nothing, a score: infinities without being any
+  const int member = LANE % TEAM, team = LANE / TEAM;
+  const int length = q_shape[2], width = tables_shape[1];
+  const int blocks = sizes[0], splits = sizes[1], window = sizes[2];
+  const int parts = (GROUP * length + QUERIES - 1) / QUERIES;
+  const int kv_heads = GROUPS_X / parts, kv_head = GROUP_X / parts, row = GROUP_Y;
+  const int from = GROUP_X % parts * QUERIES;  // of the head's queries, which lie by head, then by position
+  const int offset = offsets[row], stop = min(offset + length, width * BLOCK);
+  const Spans span = spans(offset, stop, window, splits);
+  const int begin = span.first + GROUP_Z * span.length, end = min(begin + span.length, stop);
+  if (begin >= stop) return;
+
+  // As a team reads them: [query][quarter of a lane's numbers][lane].
+  SHARED(float4, queries, QUERIES * 4 * TEAM);
+  const size_t first = ((size_t)row * kv_heads + kv_head) * GROUP * length + from;
+  for (int i = THREAD; i < QUERIES * 4 * TEAM; i += THREADS) {
+    const int lane = i % TEAM, j = i / TEAM % 4 * 4, n = i / (4 * TEAM);
+    const int number = (j / RUN * TEAM + lane) * RUN + j % RUN;
+    float4 x = FLOAT4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (from + n < GROUP * length && number < D) {
+      auto p = q + (first + n) * D + number;
+      const float scale = scales[0];
+      x = FLOAT4(float(p[0]) * scale, float(p[1]) * scale, float(p[2]) * scale, float(p[3]) * scale);
+    }
+    queries[i] = x;
+  }
+  BARRIER();
+
+  int position[QUERIES];
+  float most[QUERIES], total[QUERIES], sum[QUERIES * 16];
+  UNROLL
+  for (int n = 0; n < QUERIES; n++) {
+    position[n] = MANY ? offset + (from + n) % length : offset;
+    most[n] = LOWEST, total[n] = 0.0f;
+  }
+  UNROLL
+  for (int i = 0; i < QUERIES * 16; i++) sum[i] = 0.0f;
+
+  const size_t run = (size_t)kv_head * blocks * BLOCK;  // the head's lines in the pool
+  int tile = begin + WARP * TILE;
+  int at[DEPTH];
+  PART key[DEPTH];
+// Where the keys of a tile are. In the place of one behind the last stands the last one.
+#define FIND()                                                                                       \
+  UNROLL                                                                                             \
+  for (int u = 0; u < DEPTH; u++) {                                                                  \
+    const int k = min(tile + u * TEAMS + team, end - 1);                                             \
+    at[u] = tables[row * width + (BLOCK % TILE == 0 ? tile : k) / BLOCK] * BLOCK + k % BLOCK;        \
+  }
+  if (tile < end) {
+    FIND()
+    UNROLL
+    for (int u = 0; u < DEPTH; u++) key[u] = READ(key, at[u]);
+  }
+  while (tile < end) {
+    PART value[DEPTH];
+    UNROLL
+    for (int u = 0; u < DEPTH; u++) value[u] = READ(value, at[u]);
+
+    float score[QUERIES * DEPTH];
+    UNROLL
+    for (int i = 0; i < QUERIES * DEPTH; i++) score[i] = 0.0f;
+    UNROLL
+    for (int j = 0; j < 4; j++) {
+      float4 x[DEPTH];
+      UNROLL
+      for (int u = 0; u < DEPTH; u++) x[u] = quarter<T>(key[u], j);
+      UNROLL
+      for (int n = 0; n < QUERIES; n++) {
+        const float4 y = queries[(n * 4 + j) * TEAM + member];
+        UNROLL
+        for (int u = 0; u < DEPTH; u++)
+          score[n * DEPTH + u] += x[u].x * y.x + x[u].y * y.y + x[u].z * y.z + x[u].w * y.w;
+      }
+    }
+    const int seen = tile + team;
+    tile += THREADS / 32 * TILE;
+    if (tile < end) {
+      FIND()
+      UNROLL
+      for (int u = 0; u < DEPTH; u++) key[u] = READ(key, at[u]);
+    }
+
+    UNROLL
+    for (int mask = 1; mask < TEAM; mask *= 2) {
+      UNROLL
+      for (int i = 0; i < QUERIES * DEPTH; i++) score[i] += SHUFFLE_XOR(score[i], mask);
+    }
+    bool rises = false;
+    float greatest[QUERIES];
+    UNROLL
+    for (int n = 0; n < QUERIES; n++) {
+      greatest[n] = most[n];
+      UNROLL
+      for (int u = 0; u < DEPTH; u++) {
+        const int k = seen + u * TEAMS;
+        float s = score[n * DEPTH + u];
+        if (CAPPED) s = scales[1] * TANH(s * scales[2]);
+        s = k < end && k <= position[n] && k > position[n] - window ? s : HIDDEN;
+        score[n * DEPTH + u] = s;
+        greatest[n] = max(greatest[n], s);
+      }
+      rises = rises || greatest[n] > most[n] + 8.0f;
+    }
+    // Weights may be as large as 2^8 before everything so far is scaled down: it seldom is.
+    if (rises) {
+      UNROLL
+      for (int n = 0; n < QUERIES; n++) {
+        const float factor = EXP2(most[n] - greatest[n]);
+        most[n] = greatest[n];
+        total[n] *= factor;
+        UNROLL
+        for (int j = 0; j < 16; j++) sum[n * 16 + j] *= factor;
+      }
+    }
+    UNROLL
+    for (int n = 0; n < QUERIES; n++) {
+      UNROLL
+      for (int u = 0; u < DEPTH; u++) {
+        score[n * DEPTH + u] = EXP2(score[n * DEPTH + u] - most[n]);
+        total[n] += score[n * DEPTH + u];
+      }
+    }
+    UNROLL
+    for (int j = 0; j < 4; j++) {
+      float4 x[DEPTH];
+      UNROLL
+      for (int u = 0; u < DEPTH; u++) x[u] = quarter<T>(value[u], j);
+      UNROLL
+      for (int n = 0; n < QUERIES; n++) {
+        UNROLL
+        for (int u = 0; u < DEPTH; u++) {
+          const float weight = score[n * DEPTH + u];
+          sum[n * 16 + 4 * j] += weight * x[u].x, sum[n * 16 + 4 * j + 1] += weight * x[u].y;
+          sum[n * 16 + 4 * j + 2] += weight * x[u].z, sum[n * 16 + 4 * j + 3] += weight * x[u].w;
+        }
+      }
+    }
+  }
+
+  // The teams of a warp: each exchange leaves a lane with half of the numbers, summed over twice as many teams.
+  UNROLL
+  for (int n = 0; n < QUERIES; n++) {
+    float greatest = most[n];
+    UNROLL
+    for (int mask = TEAM; mask < 32; mask *= 2) greatest = max(greatest, SHUFFLE_XOR(greatest, mask));
+    const float factor = EXP2(most[n] - greatest);
+    most[n] = greatest;
+    total[n] *= factor;
+    UNROLL
+    for (int mask = TEAM; mask < 32; mask *= 2) total[n] += SHUFFLE_XOR(total[n], mask);
+    UNROLL
+    for (int j = 0; j < 16; j++) sum[n * 16 + j] *= factor;
+  }
+  int held = 0;
+  UNROLL
+  for (int step = 0; step < 4; step++) {
+    const int mask = TEAM << step, left = QUERIES * 8 >> step;
+    if (mask < 32) {
+      const bool upper = (LANE & mask) != 0;
+      UNROLL
+      for (int i = 0; i < left; i++) {
+        const float low = sum[i], high = sum[left + i];
+        const float other = SHUFFLE_XOR(upper ? low : high, mask);
+        sum[i] = (upper ? high : low) + other;
+      }
+      held += upper ? left : 0;
+    }
+  }
+
+  // The warps of the block.
+  SHARED(float, sums, WARPS * QUERIES * PADDED);
+  SHARED(float, states, WARPS * QUERIES * 2);
+  UNROLL
+  for (int i = 0; i < QUERIES * TEAM / 2; i++) {
+    const int n = (held + i) / 16, j = (held + i) % 16;
+    sums[(WARP * QUERIES + n) * PADDED + (j / RUN * TEAM + member) * RUN + j % RUN] = sum[i];
+  }
+  if (LANE == 0) {
+    UNROLL
+    for (int n = 0; n < QUERIES; n++) {
+      states[(WARP * QUERIES + n) * 2] = most[n];
+      states[(WARP * QUERIES + n) * 2 + 1] = total[n];
+    }
+  }
+  BARRIER();
+  for (int i = THREAD; i < QUERIES * D; i += THREADS) {
+    const int n = i / D, number = i % D;
+    if (from + n >= GROUP * length) break;
+    float greatest = LOWEST, x = 0.0f, all = 0.0f;
+    UNROLL
+    for (int w = 0; w < WARPS; w++) greatest = max(greatest, states[(w * QUERIES + n) * 2]);
+    const int head = kv_head * GROUP + (from + n) / length, heads = kv_heads * GROUP;
+#if !PARTIAL
+    if (SINKS) {
+      const float sink = float(sinks[head]) * 1.4426950408889634f;
+      greatest = max(greatest, sink);
+      all = EXP2(sink - greatest);
+    }
+#endif
+    UNROLL
+    for (int w = 0; w < WARPS; w++) {
+      const float factor = EXP2(states[(w * QUERIES + n) * 2] - greatest);
+      x += factor * sums[(w * QUERIES + n) * PADDED + number];
+      all += factor * states[(w * QUERIES + n) * 2 + 1];
+    }
+#if PARTIAL
+    const size_t to = (first + n) * splits + GROUP_Z;
+    part_sums[to * D + number] = x;
+    if (number == 0) part_states[2 * to] = greatest, part_states[2 * to + 1] = all;
+#else
+    out[(((size_t)row * length + (from + n) % length) * heads + head) * D + number] = T(x / all);
+#endif
+  }
+"""
+
+_TOGETHER = r"""
+  // A block has one query of a row, a thread one of its numbers.
+  const int length = part_sums_shape[2], splits = part_sums_shape[3], heads = part_sums_shape[1];
+  const int row = GROUP_Y, head = GROUP_X / length, query = GROUP_X % length;
+  const int offset = offsets[row], stop = min(offset + length, tables_shape[1] * BLOCK);
+  const int count = spans(offset, stop, sizes[2], splits).count;
+  const size_t at = (((size_t)row * heads + head) * length + query) * splits;
+  float greatest = -1e30f, x = 0.0f, all = 0.0f;
+  for (int s = 0; s < count; s++) greatest = max(greatest, part_states[2 * (at + s)]);
+  if (SINKS) {
+    const float sink = float(sinks[head]) * 1.4426950408889634f;
+    greatest = max(greatest, sink);
+    all = EXP2(sink - greatest);
+  }
+  for (int s = 0; s < count; s++) {
+    const float factor = EXP2(part_states[2 * (at + s)] - greatest);
+    all += factor * part_states[2 * (at + s) + 1];
+    if (THREAD < D) x += factor * part_sums[(at + s) * D + THREAD];
+  }
+  if (THREAD < D) out[(((size_t)row * length + query) * heads + head) * D + THREAD] = T(x / all);
+"""
+
+
+class PagedAttention:
+    """Attention over one layer's rows of the pool, for rows in one form. Kernels are made by `make`."""
+
+    def __init__(self, make: Make, form: RowFormat, block_size: int):
+        """Raises ValueError when rows of this form cannot be read."""
+        if why := unreadable(form):
+            raise ValueError(why)
+        self._form = form
+        self._block_size = block_size
+        pool = ["keys", "key_grids", "values", "value_grids"] if form.bits else ["keys", "values"]
+        inputs = ["q", *pool, "tables", "offsets", "sizes", "scales", "sinks"]
+        functions = _SPANS + (_CODED if form.bits else _PLAIN)
+        self._whole = make("paged_attention", inputs, ["out"], _BODY, functions + "#define PARTIAL 0\n")
+        self._part = make(
+            "paged_attention_part", inputs, ["part_sums", "part_states"], _BODY, functions + "#define PARTIAL 1\n"
+        )
+        self._together = make(
+            "paged_attention_together",
+            ["part_sums", "part_states", "tables", "offsets", "sizes", "sinks"],
+            ["out"],
+            _TOGETHER,
+            _SPANS,
+        )
+
+    def __call__(
+        self,
+        queries: mx.array,
+        pool: Sequence[mx.array],
+        tables: mx.array,
+        offsets: mx.array,
+        scale: float,
+        *,
+        window: int | None = None,
+        sinks: mx.array | None = None,
+        cap: float = 0.0,
+        splits: int = 0,
+        warps: int = 0,
+    ) -> mx.array:
+        """[rows, heads, length, dim], at most MOST_QUERIES long; query i of a row is at position offset + i and sees
+        what is not after it. pool: the arrays of keys, then of values, with the new ones in them; tables: [rows, width]
+        int32; offsets: [rows] int32. cap: scores are cap · tanh(score / cap). splits, warps: how the work is divided;
+        0: as the shapes suggest."""
+        form, block = self._form, self._block_size
+        rows, heads, length, dim = queries.shape
+        group = heads // form.heads
+        together = queries_together(group * length, dim)
+        across = form.heads * -(-group * length // together)
+        positions = min(tables.shape[1] * block, (window or _NO_WINDOW) + _ALIGN)
+        splits = splits or split_count(rows * across, positions)
+        warps = warps or (8 if rows * across * splits <= FULL // 2 else 4)
+        blocks = pool[0].shape[0] // (form.heads * block)
+        sizes = constant((blocks, splits, window or _NO_WINDOW), mx.int32)
+        inner = math.log2(math.e) * (scale / cap if cap else scale)
+        scales = constant((scale / cap if cap else inner, cap * math.log2(math.e), 1.0), mx.float32)
+        template: dict[str, Constant] = {
+            "T": queries.dtype,
+            "D": dim,
+            "BLOCK": block,
+            "GROUP": group,
+            "QUERIES": together,
+            "MANY": length > 1,
+            "DEPTH": depth(form, together),
+            "WARPS": warps,
+            "CAPPED": cap > 0,
+            "SINKS": sinks is not None,
+        }
+        if form.bits:
+            template |= {"BITS": form.bits, "GRIDS": form.groups}
+        sinks = scales if sinks is None else sinks
+        inputs = [queries, *pool, tables, offsets, sizes, scales, sinks]
+        shape = (rows, length, heads, dim)
+        if splits == 1:
+            (out,) = self._whole(inputs, template, (across, rows, 1), 32 * warps, [(shape, queries.dtype)])
+            return out.swapaxes(1, 2)
+        lines = (rows, heads, length, splits)
+        parts = self._part(
+            inputs, template, (across, rows, splits), 32 * warps, [((*lines, dim), mx.float32), ((*lines, 2), mx.float32)]
+        )
+        template = {name: template[name] for name in ("T", "D", "BLOCK", "SINKS")}
+        (out,) = self._together(
+            [*parts, tables, offsets, sizes, sinks],
+            template,
+            (heads * length, rows, 1),
+            -(-dim // 32) * 32,
+            [(shape, queries.dtype)],
+        )
+        return out.swapaxes(1, 2)
+
+
+def unreadable(form: RowFormat) -> str:
+    """Why the kernels cannot read rows of this form; empty: they can."""
+    if form.dim > WIDEST or form.dim % 16:
+        return f"heads of {form.dim} numbers"
+    if form.bits and form.dim // form.groups % 16:
+        return f"{form.dim // form.groups} cached numbers on a grid"
+    return ""
+
+
+def queries_together(queries: int, dim: int) -> int:
+    """How many of a KV head's queries a block of threads has: what its registers hold."""
+    most = 8 if dim <= 128 else 4
+    return next(n for n in (1, 2, 4, 8) if n >= min(queries, most))
+
+
+def depth(form: RowFormat, together: int) -> int:
+    """Keys of a team that are on their way at once."""
+    if form.bits:
+        return 4 if together <= 4 else 2
+    if form.dtype == mx.float32:
+        return 2 if together <= 4 else 1
+    return 4 if together <= 4 else 2
+
+
+def split_count(blocks: int, positions: int) -> int:
+    """Into how many the keys of each row are split, when there are `blocks` blocks of threads without that."""
+    return max(1, min(FULL // blocks, positions // (2 * _ALIGN)))
+
+
+@lru_cache(maxsize=4096)
+def constant(values: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
+    """Evaluated, and made once: a constant of whatever graph uses it."""
+    made = mx.array(np.array(values)).astype(dtype)
+    mx.eval(made)
+    return made
