@@ -282,16 +282,16 @@ _BODY = r"""
   UNROLL
   for (int step = 0; step < 4; step++) {
     const int mask = TEAM << step, left = QUERIES * 8 >> step;
-    if (mask < 32) {
-      const bool upper = (LANE & mask) != 0;
-      UNROLL
-      for (int i = 0; i < left; i++) {
+    const bool upper = (LANE & mask) != 0;
+    UNROLL
+    for (int i = 0; i < QUERIES * 8; i++) {
+      if (mask < 32 && i < left) {
         const float low = sum[i], high = sum[left + i];
         const float other = SHUFFLE_XOR(upper ? low : high, mask);
         sum[i] = (upper ? high : low) + other;
       }
-      held += upper ? left : 0;
     }
+    if (mask < 32) held += upper ? left : 0;
   }
 
   // The warps of the block.
@@ -439,7 +439,11 @@ class PagedAttention:
             return out.swapaxes(1, 2)
         lines = (rows, heads, length, splits)
         parts = self._part(
-            inputs, template, (across, rows, splits), 32 * warps, [((*lines, dim), mx.float32), ((*lines, 2), mx.float32)]
+            inputs,
+            template,
+            (across, rows, splits),
+            32 * warps,
+            [((*lines, dim), mx.float32), ((*lines, 2), mx.float32)],
         )
         template = {name: template[name] for name in ("T", "D", "BLOCK", "SINKS")}
         (out,) = self._together(
