@@ -195,7 +195,7 @@ class LoraState:
         if bound is None or target.path not in bound.arrays:
             return plain(x)
         a, b = bound.arrays[target.path]
-        kind, rows, _ = bound.layout
+        kind, rows = bound.layout.kind, bound.layout.rows
         if kind == "uniform":
             # In two dimensions from end to end: each further axis costs a flatten and an unflatten per product.
             flat = x.reshape(-1, x.shape[-1])
@@ -207,7 +207,7 @@ class LoraState:
         x = x.astype(self.dtype)
         if x.ndim != 3 or x.shape[0] != rows:
             x = x.reshape(rows, -1, x.shape[-1])
-        slots, order, windows = bound.ids
+        slots, order, windows = bound.ids.slots, bound.ids.order, bound.ids.windows
         if windows is not None:
             length, width = x.shape[1:]
             shape, strides = (rows - WINDOW + 1, WINDOW * length, width), (length * width, width, 1)

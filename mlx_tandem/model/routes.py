@@ -20,17 +20,22 @@ WINDOW = 8
 WINDOWS_FROM = 24
 """Rows of a step from which windows are worth the nodes that they add."""
 
+TILE = 8
+"""Tokens of a tile at most: each number of an adapter that a fused kernel loads is used for all of them."""
+
 
 class Layout(NamedTuple):
     """The static half of a step's route: part of the key of a compiled step.
 
     kind: "base", no row has an adapter; "uniform", all rows have the same; "rows", each row has its own; "windows",
-    too, but A is applied to `windows` windows of WINDOW neighbouring rows, each for the rows of one adapter in it.
+    too, but A is applied to `pieces` windows of WINDOW neighbouring rows, each for the rows of one adapter in it;
+    "tiles", too, and its `tokens` are cut into `pieces` tiles.
     """
 
-    kind: Literal["base", "uniform", "rows", "windows"]
+    kind: Literal["base", "uniform", "rows", "windows", "tiles"]
     rows: int = 0
-    windows: int = 0
+    pieces: int = 0
+    tokens: int = 0
 
 
 class Windows(NamedTuple):
@@ -46,19 +51,26 @@ class Ids(NamedTuple):
 
     slots: mx.array  # [rows]; unused when uniform
     order: mx.array  # [rows]: 0, 1, 2 …; gather_mm makes its own at every call when it gets none
-    windows: Windows | None
+    windows: Windows | None = None
+    tiles: mx.array | None = None  # int32 [pieces, 3]: first token, tokens (0: none, padding) and slot of each tile
 
 
-def lay_out(slots: Ints, length: int, *, windows: bool) -> tuple[Layout, mx.array | None]:
-    """The layout of a step whose row i uses `slots[i]` (0: base) for `length` tokens, and its ids (uint32, one axis;
-    None for the base). `windows`: they may be used."""
+def lay_out(slots: Ints, length: int, *, windows: bool = False, tiles: int = 0) -> tuple[Layout, mx.array | None]:
+    """The layout of a step whose row i uses `slots[i]` (0: base) for `length` tokens, and its ids (int32 with tiles,
+    else uint32, one axis; None for the base). `windows`: they may be used. `tiles`: so is a step of one adapter up to
+    so many tokens, and every mixed one when there are any."""
     if not slots.any():
         return Layout("base"), None
-    if (slots == slots[0]).all():
-        return Layout("uniform"), mx.array([int(slots[0])], mx.uint32)
     rows = len(slots)
-    layout = Layout("rows", rows)
     parts = [slots, np.arange(rows)]
+    same = bool((slots == slots[0]).all())
+    if tiles and (not same or rows * length <= tiles):
+        made = cut_tiles(slots, length)
+        packed = np.concatenate([*parts, made.reshape(-1)]).astype(np.int32)
+        return Layout("tiles", rows, len(made), rows * length), mx.array(packed)
+    if same:
+        return Layout("uniform"), mx.array([int(slots[0])], mx.uint32)
+    layout = Layout("rows", rows)
     if windows and length == 1 and rows >= WINDOWS_FROM:
         cut = cut_windows(slots)
         if cut is not None:
@@ -68,9 +80,12 @@ def lay_out(slots: Ints, length: int, *, windows: bool) -> tuple[Layout, mx.arra
 
 
 def read(ids: mx.array, layout: Layout) -> Ids:
-    kind, rows, count = layout
+    kind, rows, count = layout.kind, layout.rows, layout.pieces
     if kind == "uniform":
-        return Ids(ids, ids, None)
+        return Ids(ids, ids)
+    if kind == "tiles":
+        slots, order = (part.view(mx.uint32) for part in (ids[:rows], ids[rows : 2 * rows]))
+        return Ids(slots, order, tiles=ids[2 * rows :].reshape(count, 3))
     windows = None
     if kind == "windows":
         rest = ids[2 * rows :]
@@ -102,3 +117,24 @@ def cut_windows(slots: Ints) -> tuple[Ints, Ints, Ints] | None:
         return None
     pad = count - len(first)
     return np.array(first + [0] * pad), np.array(owner + [0] * pad), back
+
+
+def cut_tiles(slots: Ints, length: int) -> Ints:
+    """[tiles, 3]: first token, number of tokens and slot of tiles that cover every token once, each with TILE
+    neighbouring tokens of one slot at most.
+
+    Their number is the least that so many tokens may need, or that doubled a few times, so that a batch that changes
+    a little keeps its compiled step; those that are left over have no tokens.
+    """
+    starts = np.flatnonzero(np.diff(slots, prepend=-1)) * length
+    ends = np.append(starts[1:], len(slots) * length)
+    counts = -(-(ends - starts) // TILE)
+    run = np.repeat(np.arange(len(starts)), counts)
+    within = np.arange(len(run)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = starts[run] + within * TILE
+    size = -(-len(slots) * length // TILE)
+    while size < len(first):
+        size *= 2
+    tiles = np.zeros((size, 3), np.int64)
+    tiles[: len(first)] = np.stack([first, np.minimum(ends[run] - first, TILE), slots[first // length]], 1)
+    return tiles

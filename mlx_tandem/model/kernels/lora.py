@@ -1,0 +1,215 @@
+"""Adapters added to what the linears of one input gave: two kernels for all of them, any mixture of slots.
+
+Tokens come in tiles of TILE neighbours of one slot at most (`model/routes.py`), and a block of threads does one tile:
+what it loads of an adapter serves all of them. *Shrink* multiplies by A and leaves sums over SPAN inputs each, as many
+as there are; *expand* adds these up, multiplies by B and adds the linears' own outputs. Sums are float32, and their
+order depends on the linear alone, so that a token gets the same bits in any company. Slot 0 costs a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import mlx.core as mx
+
+from mlx_tandem.model.kernels.dialect import Kernel, Make
+
+MOST_MEMBERS = 8
+"""Linears of one call: Metal gives a kernel 31 arrays, and each needs three."""
+
+_SPAN = 512  # inputs that a block takes at once: 64 threads with 8 each
+_MOST_PARTS = 12  # sums that expand has to add up, whatever the width
+_WIDE = 8192  # outputs from which expand has blocks of twice as many threads
+
+
+def fits(inputs: int, outputs: int) -> bool:
+    """Whether a linear of this shape can be computed: its rows are loaded 16 bytes at a time."""
+    return inputs % 8 == 0 and outputs % 8 == 0
+
+
+class LoraKernels:
+    """Both kernels for one target. Every array but the sums and the tiles is of one type."""
+
+    def __init__(self, make: Make):
+        self._shrink = cache(lambda members: _shrink(make, members))
+        self._expand = cache(lambda members, joined: _expand(make, members, joined))
+
+    def add(
+        self, x: mx.array, tiles: mx.array, a: Sequence[mx.array], b: Sequence[mx.array], y: Sequence[mx.array]
+    ) -> list[mx.array]:
+        """y[m] + x @ a[m][slot] @ b[m][slot], each of the shape [*x.shape[:-1], outputs].
+
+        `x` [..., inputs], of as many tokens as the `tiles` int32 [tiles, 3] cover; `a` [slots, inputs, rank] and `b`
+        [slots, rank, outputs] for each member, the rank a multiple of 8 and the same for all; `y` a member's own
+        outputs each, or one array that has them side by side.
+        """
+        return self.expand(self.shrink(x, tiles, a), tiles, b, y, x.shape[:-1])
+
+    def shrink(self, x: mx.array, tiles: mx.array, a: Sequence[mx.array]) -> mx.array:
+        """Parts of x @ a[m][slot]: float32 [tokens, members, parts, rank]; nothing is written for slot 0."""
+        _, inputs, rank = a[0].shape
+        lanes = 2 if rank % 16 == 0 else 1
+        passes = -(-inputs // (_SPAN * _MOST_PARTS))
+        parts = -(-inputs // (_SPAN * passes))
+        (sums,) = self._shrink(len(a))(
+            [x, tiles, *a],
+            {"T": x.dtype, "LANES": lanes, "PASSES": passes},
+            (parts, len(a) * rank // (8 * lanes), tiles.shape[0]),
+            64 * lanes,
+            [((x.size // inputs, len(a), parts, rank), mx.float32)],
+        )
+        return sums
+
+    def expand(
+        self, sums: mx.array, tiles: mx.array, b: Sequence[mx.array], y: Sequence[mx.array], lead: Sequence[int]
+    ) -> list[mx.array]:
+        """y[m] + sums' @ b[m][slot] in the shape [*lead, outputs]."""
+        rank = b[0].shape[1]
+        outputs = [one.shape[2] for one in b]
+        threads = 128 if sum(outputs) >= _WIDE else 64
+        return self._expand(len(b), len(y) < len(b))(
+            [sums, tiles, *b, *y],
+            {"T": y[0].dtype, "DEPTH": 16 if rank % 16 == 0 else 8},
+            (sum(-(-n // (4 * threads)) for n in outputs), tiles.shape[0], 1),
+            threads,
+            [((*lead, n), y[0].dtype) for n in outputs],
+        )
+
+
+def _shrink(make: Make, members: int) -> Kernel:
+    a = _names("a", members)
+    return make(f"lora_shrink_{members}", ["x", "tiles", *a], ["sums"], _choices(A=a) + _SHRINK, _FUNCTIONS)
+
+
+def _expand(make: Make, members: int, joined: bool) -> Kernel:
+    b, y, z = (_names(letter, members) for letter in "byz")
+    outputs = [f"{name}_shape[2]" for name in b]
+    choices = _choices(B=b, Y=["y0 + before"] if joined else y, Z=z, OUTPUTS=outputs)
+    stride = f"#define STRIDE ({' + '.join(outputs) if joined else 'N'})\n"
+    name = f"lora_expand_{members}{'_joined' if joined else ''}"
+    return make(name, ["sums", "tiles", *b, *y[: 1 if joined else members]], z, choices + stride + _EXPAND, _FUNCTIONS)
+
+
+def _names(letter: str, count: int) -> list[str]:
+    return [f"{letter}{i}" for i in range(count)]
+
+
+def _choices(**words: Sequence[str]) -> str:
+    """Words of a body that take a member's number: WORD(m) is the m-th expression, or the only one."""
+    text = ""
+    for word, (*others, last) in words.items():
+        chosen = "".join(f"(m) == {i} ? {one} : " for i, one in enumerate(others))
+        text += f"#define {word}(m) ({chosen}{last})\n"
+    return text
+
+
+_FUNCTIONS = """
+template <typename T, int n>
+struct alignas(n * sizeof(T) < 16 ? n * sizeof(T) : 16) Pack {
+  T at[n];
+};
+template <int n, typename T>
+DEVICE Pack<T, n> load(const GLOBAL T* from) {
+  return *(const GLOBAL Pack<T, n>*)from;
+}
+"""
+
+# GROUP_X: which part of the inputs; GROUP_Y: 8 * LANES columns of a member's A; GROUP_Z: the tile. 64 * LANES threads:
+# each multiplies 8 tokens by 8 columns over 8 inputs, then those with the same columns add up what they have.
+_SHRINK = """
+  const int first = tiles[3 * GROUP_Z], count = tiles[3 * GROUP_Z + 1], slot = tiles[3 * GROUP_Z + 2];
+  if (count == 0 || slot == 0) return;
+  const int K = a0_shape[1], R = a0_shape[2], width = 8 * LANES;
+  const int slices = R / width, m = GROUP_Y / slices, column = GROUP_Y % slices * width, mine = THREAD % LANES * 8;
+  const GLOBAL T* a = A(m) + (size_t)slot * K * R + column + mine;
+  float sum[64];
+  UNROLL for (int i = 0; i < 64; i++) sum[i] = 0.0f;
+  for (int pass = 0; pass < PASSES; pass++) {
+    const int k = ((GROUP_X * PASSES + pass) * 64 + THREAD / LANES) * 8;
+    if (k < K) {
+      Pack<T, 8> xs[8], as[8];
+      UNROLL for (int j = 0; j < 8; j++) as[j] = load<8>(a + (size_t)(k + j) * R);
+      UNROLL for (int i = 0; i < 8; i++) xs[i] = load<8>(x + (size_t)(first + min(i, count - 1)) * K + k);
+      UNROLL for (int j = 0; j < 8; j++) {
+        UNROLL for (int i = 0; i < 8; i++) {
+          UNROLL for (int e = 0; e < 8; e++) sum[8 * i + e] += float(xs[i].at[j]) * float(as[j].at[e]);
+        }
+      }
+    }
+  }
+  // Each lane gives half of its sums away and keeps the other half, until a few are left, whole for the warp.
+  #define HALVE(half, mask) UNROLL for (int i = 0; i < half; i++) { \\
+    const bool upper = LANE & mask; \\
+    const float kept = upper ? sum[i + half] : sum[i], given = upper ? sum[i] : sum[i + half]; \\
+    sum[i] = kept + SHUFFLE_XOR(given, mask); \\
+  }
+  HALVE(32, 16) HALVE(16, 8) HALVE(8, 4) HALVE(4, 2)
+  if (LANES == 1) { HALVE(2, 1) }
+  SHARED(float, warps, 16 * LANES * 8 * LANES);
+  const int left = LANE / LANES * 2 * LANES;
+  UNROLL for (int i = 0; i < 2 * LANES; i++) warps[(WARP * 8 + left / 8) * width + mine + left % 8 + i] = sum[i];
+  BARRIER();
+  float total = warps[THREAD];
+  UNROLL for (int w = 1; w < 2 * LANES; w++) total += warps[w * 8 * width + THREAD];
+  const int i = THREAD / width;
+  if (i < count) {
+    sums[((size_t)((first + i) * (GROUPS_Y / slices) + m) * GROUPS_X + GROUP_X) * R + column + THREAD % width] = total;
+  }
+"""
+
+# GROUP_X: 4 * THREADS outputs of a member; GROUP_Y: the tile. A thread does 4 outputs of all tokens.
+_EXPAND = """
+  const int first = tiles[3 * GROUP_Y], count = tiles[3 * GROUP_Y + 1], slot = tiles[3 * GROUP_Y + 2];
+  if (count == 0) return;
+  const int parts = sums_shape[2], R = sums_shape[3];
+  int m = 0, group = GROUP_X, N = OUTPUTS(0), before = 0;
+  while (group * THREADS * 4 >= N) {
+    group -= (N + THREADS * 4 - 1) / (THREADS * 4);
+    before += N;
+    m++;
+    N = OUTPUTS(m);
+  }
+  const int o = (group * THREADS + THREAD) * 4;
+  const bool inside = o < N;
+  const GLOBAL T* b = B(m) + (size_t)slot * R * N + o;
+  const GLOBAL T* y = Y(m) + (size_t)first * STRIDE + o;
+  GLOBAL T* z = Z(m) + (size_t)first * N + o;
+  Pack<T, 4> ys[8];
+  float out[8][4];
+  if (inside) UNROLL for (int i = 0; i < 8; i++) ys[i] = load<4>(y + (size_t)min(i, count - 1) * STRIDE);
+  UNROLL for (int i = 0; i < 8; i++) {
+    UNROLL for (int e = 0; e < 4; e++) out[i][e] = 0.0f;
+  }
+  SHARED(float, shrunk, 64 * 8);  // by rank, then token
+  for (int r = 0; r < R && slot; r += DEPTH) {
+    Pack<T, 4> bs[DEPTH];
+    if (inside) UNROLL for (int j = 0; j < DEPTH; j++) bs[j] = load<4>(b + (size_t)(r + j) * N);
+    if (r % 64 == 0) {
+      if (r) BARRIER();
+      for (int q = THREAD; q < min(64, R - r) * 2; q += THREADS) {
+        const int token = first + min(q % 8, count - 1);
+        const GLOBAL float* part = sums + (size_t)(token * sums_shape[1] + m) * parts * R + r + q / 8 * 4;
+        Pack<float, 4> total = load<4>(part);
+        for (int s = 1; s < parts; s++) {
+          const Pack<float, 4> more = load<4>(part + s * R);
+          UNROLL for (int e = 0; e < 4; e++) total.at[e] += more.at[e];
+        }
+        UNROLL for (int e = 0; e < 4; e++) shrunk[(q / 8 * 4 + e) * 8 + q % 8] = total.at[e];
+      }
+      BARRIER();
+    }
+    UNROLL for (int j = 0; j < DEPTH; j++) {
+      UNROLL for (int i = 0; i < 8; i++) {
+        UNROLL for (int e = 0; e < 4; e++) out[i][e] += shrunk[(r % 64 + j) * 8 + i] * float(bs[j].at[e]);
+      }
+    }
+  }
+  if (inside) UNROLL for (int i = 0; i < 8; i++) {
+    if (i < count) {
+      Pack<T, 4> done;
+      UNROLL for (int e = 0; e < 4; e++) done.at[e] = T(float(ys[i].at[e]) + out[i][e]);
+      *(GLOBAL Pack<T, 4>*)(z + (size_t)i * N) = done;
+    }
+  }
+"""
