@@ -6,6 +6,10 @@ For each seed: a server with learning on, `steps` batches of 64 completions to `
 `collect_trajectory` and `scoring_function`. The controls: rewards that change places within each batch before they are
 learned from, and a learning rate of 0. "rate x8" is the guard's run: a learning rate that destroys the policy, beside
 held-out prompts which each version has to pass before it is served; what is served is asked other held-out questions.
+
+On another device, with the time told:
+
+    python benchmarks/learn.py --runs true --seeds 1 --dtype auto --seconds 90 --json-out ./learn-here.json
 """
 
 from __future__ import annotations
@@ -16,16 +20,16 @@ import json
 import random
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
+from partial import Results, stop_cleanly
 from servers import tandem
 
 from mlx_tandem import demo
-from mlx_tandem.cli.bench import machine
-from mlx_tandem.cli.bench.serve import write
-from mlx_tandem.cli.demo.learner import MAX_TOKENS, SETTINGS, SKILL, Curve, Learner, Rewards, question
+from mlx_tandem.cli.demo.learner import MAX_TOKENS, SETTINGS, SKILL, Learner, Rewards, question
 
 RUNS: dict[str, tuple[Rewards, dict[str, Any]]] = {
     "true": ("true", {}),
@@ -38,7 +42,10 @@ HELD_OUT = 32
 EVERY = 4  # batches from one look at what is served to the next
 
 
-def learned(name: str, seed: int, steps: int) -> dict[str, Any]:
+Progress = Callable[[dict[str, Any]], None]
+
+
+def learned(name: str, seed: int, args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """One run on a fresh server."""
     rewards, changes = RUNS[name]
     with tempfile.TemporaryDirectory(prefix="tandem-learn-") as scratch:
@@ -50,34 +57,53 @@ def learned(name: str, seed: int, steps: int) -> dict[str, Any]:
             "checkpointing": {"checkpoint_dir": f"{scratch}/checkpoints", "interval": 20},
         }
         settings.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        with tandem("--config", str(settings)).running(demo.MODEL_PATH) as url:
-            learner = Learner(url, seed=seed, rewards=rewards)
-            found: dict[str, Any] = asyncio.run(_run(learner, name, seed, steps))
-    curve = learner.curve
-    return found | {
-        "run": name,
-        "seed": seed,
-        "steps": steps,
-        "first_five": curve.first(),
-        "last_five": curve.last(),
-        "rewards": curve.rewards,
-        "versions": curve.steps[-1].version,
-        "seconds": curve.steps[-1].seconds,
-    }
+        with tandem("--config", str(settings), "--dtype", args.dtype).started(demo.MODEL_PATH) as server:
+            run = Run(Learner(server.url, seed=seed, rewards=rewards), name, seed, round(server.start_s, 1))
+            return asyncio.run(run.done(args.steps, args.seconds, progress))
 
 
-async def _run(learner: Learner, name: str, seed: int, steps: int) -> dict[str, Any]:
-    if name != GUARDED:
-        await learner.learn(steps, _say(name, seed))
-        return {}
-    questions = [question(random.Random(f"asked {i}")) for i in range(HELD_OUT)]
-    accuracy = [await learner.accuracy(questions)]
-    for _ in range(0, steps, EVERY):
-        await learner.learn(EVERY, _say(name, seed))
-        accuracy.append(await learner.accuracy(questions))
-    status = await learner.status()
-    said = {key: status[key] for key in ("rollbacks", "publishes", "updates", "running", "reason", "learning_rate")}
-    return {"served_accuracy": accuracy, "lowest_below_start": round(accuracy[0] - min(accuracy), 4)} | said
+class Run:
+    """One course of learning, with what was found of it so far."""
+
+    def __init__(self, learner: Learner, name: str, seed: int, start_s: float):
+        self._learner = learner
+        self._name = name
+        self._about = {"run": name, "seed": seed, "server_start_s": start_s}
+        self._accuracy: list[float] = []
+        self._questions = [question(random.Random(f"asked {i}")) for i in range(HELD_OUT)]
+
+    async def done(self, steps: int, seconds: float, progress: Progress) -> dict[str, Any]:
+        """So many batches, or as many as begin within `seconds`."""
+        curve = self._learner.curve
+        await self._look()
+        while len(curve.steps) < steps and (not curve.steps or curve.steps[-1].seconds < seconds):
+            await self._learner.learn(min(EVERY, steps - len(curve.steps)))
+            await self._look()
+            progress(self._found())
+        return self._found() | await self._said()
+
+    async def _look(self) -> None:
+        if self._name == GUARDED:
+            self._accuracy.append(await self._learner.accuracy(self._questions))
+
+    def _found(self) -> dict[str, Any]:
+        curve = self._learner.curve
+        found = self._about | {
+            "steps": len(curve.steps),
+            "first_five": curve.first(),
+            "last_five": curve.last(),
+            "rewards": curve.rewards,
+            "versions": curve.steps[-1].version,
+            "seconds": curve.steps[-1].seconds,
+        }
+        if self._accuracy:
+            lowest = round(self._accuracy[0] - min(self._accuracy), 4)
+            found |= {"served_accuracy": self._accuracy, "lowest_below_start": lowest}
+        return found
+
+    async def _said(self) -> dict[str, Any]:
+        status = await self._learner.status()
+        return {key: status[key] for key in ("rollbacks", "publishes", "updates", "running", "reason", "learning_rate")}
 
 
 def write_held_out(file: Path) -> Path:
@@ -92,28 +118,38 @@ def write_held_out(file: Path) -> Path:
     return file
 
 
-def _say(name: str, seed: int) -> Any:
-    def on_step(curve: Curve) -> None:
-        if len(curve.steps) % 10 == 0:
-            print(
-                f"{name}  seed {seed}  step {len(curve.steps)}  reward {curve.last():.2f}", file=sys.stderr, flush=True
-            )
-
-    return on_step
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="learning over HTTP, and controls")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="of a run, after which no batch begins")
     parser.add_argument("--runs", default=",".join(RUNS))
+    parser.add_argument("--dtype", default="auto", help="that the server computes in")
     parser.add_argument("--json-out", type=Path)
     args = parser.parse_args()
-    results = [learned(name, seed, args.steps) for seed in range(args.seeds) for name in args.runs.split(",")]
-    for r in results:
-        print(f"{r['run']:<10} seed {r['seed']}  {r['first_five']:.3f} → {r['last_five']:.3f}  {r['seconds']:.0f} s")
-    if args.json_out:
-        write(args.json_out, {"settings": SETTINGS, "results": results} | machine.describe())
+    stop_cleanly()
+    results = Results(args.json_out, settings=SETTINGS)
+    finished: list[dict[str, Any]] = []
+
+    def progress(run: dict[str, Any]) -> None:
+        results.add(results=[*finished, run])
+        print(_line(run), file=sys.stderr, flush=True)
+
+    for seed in range(args.seeds):
+        for name in args.runs.split(","):
+            finished.append(learned(name, seed, args, progress))
+    results.finish(results=finished)
+    for run in finished:
+        print(_line(run))
+
+
+def _line(run: dict[str, Any]) -> str:
+    line = (
+        f"{run['run']:<10} seed {run['seed']}  {run['steps']} batches  {run['first_five']:.3f} → {run['last_five']:.3f}"
+    )
+    served = f"  served at least start - {run['lowest_below_start']:.3f}" if "served_accuracy" in run else ""
+    back = f", {run['rollbacks']} taken back" if "rollbacks" in run else ""
+    return f"{line}  {run['seconds']:.0f} s after a start of {run['server_start_s']:.0f} s{served}{back}"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ Greedy streams of the built-in model and its adapters run for a while: with noth
 minute. The modes take turns round by round. Texts must be the same in all of them; every update publishes a version.
 
 With `--shape`, a random model is served, its streams are of the base and of the adapter that learns, and texts are not
-compared: they are another version's, and in less than float32 the number of rows picks the kernels.
+compared: they are another version's, and in less than float32 the number of rows picks the kernels. Every round is in
+the file when it ends; `--modes`, `--seconds` and `--repeats` bound how long that takes.
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ from time import perf_counter
 from typing import Any
 
 import yaml
+from partial import Results, stop_cleanly
 from rich.table import Table
 from servers import tandem
 from streams import TARGETS, call, greedy, trajectories, with_adapters
 
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.client import Client, run_loop
-from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.bench.stats import spread
 from mlx_tandem.cli.bench.workloads import Load
@@ -48,12 +48,18 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=20.0, help="of each mode in a round")
+    parser.add_argument("--warm-up-seconds", type=float, default=3.0, help="the same before the first round")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--modes", default=",".join(MODES), help="idle is always one of them")
     parser.add_argument("--update-tokens", type=int, default=2048)
     parser.add_argument("--shape", help="a random model of this shape instead of the demo model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json-out", type=Path)
     args = parser.parse_args()
+    if unknown := set(args.modes.split(",")) - set(MODES):
+        parser.error(f"--modes: {', '.join(unknown)} is none of {', '.join(MODES)}")
+    stop_cleanly()
+    results = Results(args.json_out, shape=args.shape or "demo", streams=args.streams, update_tokens=args.update_tokens)
     with tempfile.TemporaryDirectory(prefix="tandem-beside-") as scratch:
         settings = Path(scratch) / "learn.yaml"
         tree = {
@@ -65,21 +71,25 @@ def main() -> None:
         if args.shape:
             model = write_model(Path(scratch) / args.shape, SHAPES[args.shape], weights=False)
             options, targets = ["--random-weights", "--dtype", args.dtype], (None, "policy")
-        with tandem("--config", str(settings), *options).running(model) as url:
-            load = Load(url, prompt_tokens=32, max_tokens=args.max_tokens, validate=not args.shape)
-            result = run_loop(measure(load, targets, args))
-    if args.json_out:
-        write(args.json_out, describe() | {"shape": args.shape or "demo"} | result)
+        with tandem("--config", str(settings), *options).started(model) as server:
+            _say(f"ready after {server.start_s:.1f} s")
+            load = Load(server.url, prompt_tokens=32, max_tokens=args.max_tokens, validate=not args.shape)
+            run_loop(measure(load, targets, args, results))
+    results.finish()
+    result = results.found
     report(result)
     if result["failed"] or result["different"]:
         fail("running streams failed or changed")
 
 
-async def measure(load: Load, targets: Sequence[str | None], args: argparse.Namespace) -> dict[str, Any]:
-    streams, seconds, repeats = args.streams, args.seconds, args.repeats
+async def measure(load: Load, targets: Sequence[str | None], args: argparse.Namespace, results: Results) -> None:
+    streams, repeats = args.streams, args.repeats
+    modes = [mode for mode in MODES if mode in {"idle", *args.modes.split(",")}]
     client = await Client.open(load)
     learner = Updates(load.url, args.update_tokens)
-    await learner.post(0.0, perf_counter() + 0.1)  # the adapter that learns has a version from here on
+    began = perf_counter()
+    await learner.post(0.0, began + 0.1)  # the adapter that learns has a version from here on
+    _say(f"first update after {perf_counter() - began:.1f} s")
     bodies = greedy(client, streams, targets)
     want: dict[int, Any] = {}
     bad = {"failed": 0, "different": 0}
@@ -99,14 +109,16 @@ async def measure(load: Load, targets: Sequence[str | None], args: argparse.Name
 
     rounds: list[dict[str, Any]] = []
     for repeat in range(-1, repeats):  # the first is not counted: shapes are met for the first time
-        for mode in list(MODES)[:: 1 if repeat % 2 else -1]:
+        for mode in modes[:: -1 if repeat % 2 else 1]:
             gaps: list[float] = []
-            began, until = perf_counter(), perf_counter() + (seconds if repeat >= 0 else 3.0)
+            began = perf_counter()
+            until = began + (args.seconds if repeat >= 0 else args.warm_up_seconds)
             beside = asyncio.create_task(learner.post(MODES[mode], until))
             tokens = sum(await asyncio.gather(*(stream(i, until, gaps) for i in range(streams))))
             took = perf_counter() - began
             updates, shares = await beside
             if repeat < 0:
+                _say(f"warm-up  {mode}  {tokens} tokens, {updates} updates in {took:.1f} s")
                 continue
             inter = spread(gaps, 1e3)
             rounds.append(
@@ -119,23 +131,26 @@ async def measure(load: Load, targets: Sequence[str | None], args: argparse.Name
                     "training_share": shares,
                 }
             )
-            print(f"round {repeat + 1}  {rounds[-1]}", file=sys.stderr, flush=True)
-    status = await learner.status()
+            _say(f"round {repeat + 1}  {rounds[-1]}")
+            measured = {mode: _median(rounds, mode) for mode in modes if _has(rounds, mode)}
+            results.add(rounds=rounds, modes=measured, published=(await learner.status())["publishes"], **bad)
     client.close()
-    return {
-        "streams": streams,
-        "update_tokens": args.update_tokens,
-        "rounds": rounds,
-        "modes": {mode: _median(rounds, mode) for mode in MODES},
-        "published": status["publishes"],
-        **bad,
-    }
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _has(rounds: list[dict[str, Any]], mode: str) -> bool:
+    """Whether a round of it has its idle one."""
+    idle = {r["repeat"] for r in rounds if r["mode"] == "idle"}
+    return any(r["mode"] == mode and r["repeat"] in idle for r in rounds)
 
 
 def _median(rounds: list[dict[str, Any]], mode: str) -> dict[str, float]:
     """Over the rounds; ratios are to the idle mode of the same round."""
-    own = [r for r in rounds if r["mode"] == mode]
     idle = {r["repeat"]: r for r in rounds if r["mode"] == "idle"}
+    own = [r for r in rounds if r["mode"] == mode and r["repeat"] in idle]
 
     def ratio(place: str) -> float:
         pairs = [(r["inter_token_ms"][place], idle[r["repeat"]]["inter_token_ms"][place]) for r in own]

@@ -6,7 +6,8 @@
 Each way is measured in a process of its own, by MLX's count of its peak: updates of about 2,048 tokens in a process
 that serves nothing; streams of the base and of the adapter that was learned; the same streams beside the same updates,
 each stepped and published; and mlx-lm's own LoRA trainer on a batch of that size, with and without checkpointing its
-layers. One more process runs the slices of an update apart, to see what the activations of one layer come to.
+layers. One more process runs the slices of an update apart, to see what the activations of one layer come to. What each
+way found is in the file when it ends; `--ways` leaves some out.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from learn_device import COMPLETION, PROMPT, RATE, Streams, sampled
+from partial import Results, stop_cleanly
 
 from mlx_tandem import demo
 from mlx_tandem.api import Engine
-from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.engine.learning import Batch, Datum, LossConfig, TrainerSpec
 
@@ -145,6 +147,9 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What can be said of the ways that were measured."""
+    if not {"serving", "both", "slices"} <= found.keys():
+        return {}
     serving, both = found["serving"]["peak_bytes"], found["both"]["peak_bytes"]
     parts = found["slices"]
     state = 16 * found["both"]["trainer_parameters"]
@@ -155,6 +160,7 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "saved": {
             way: round(1 - both / (serving + found[way]["peak_bytes"]), 4)
             for way in ("learning", "mlx-lm", "mlx-lm checkpointed")
+            if way in found
         },
     }
 
@@ -165,7 +171,8 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--blocks", type=int, default=256, help="of the KV pool")
-    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of streams")
+    parser.add_argument("--ways", default=",".join(WAYS), help="learning comes before serving: it makes the adapter")
     parser.add_argument("--way", choices=WAYS, help="measure this one here; for the processes that are started")
     parser.add_argument("--model", help="of --way")
     parser.add_argument("--adapter", help="of --way: where the learned adapter is, or will be")
@@ -175,6 +182,8 @@ def main() -> None:
     if args.way:
         print(json.dumps(one(args)))
         return
+    stop_cleanly()
+    results = Results(args.json_out, shape=args.shape or "demo")
     with tempfile.TemporaryDirectory(prefix="tandem-memory-") as scratch:
         model, random = demo.MODEL_PATH, False
         if args.shape:
@@ -182,18 +191,17 @@ def main() -> None:
             model = write_model(Path(scratch) / args.shape, SHAPES[args.shape], weights=not random)
         shared = [f"--model={model}", f"--dtype={args.dtype}", f"--streams={args.streams}", f"--blocks={args.blocks}"]
         shared += [f"--adapter={scratch}/learned", f"--seconds={args.seconds}"] + ["--random"] * random
-        found = {}
-        for way in WAYS:
+        found: dict[str, dict[str, Any]] = {}
+        for way in args.ways.split(","):
+            began = perf_counter()
             run = [sys.executable, __file__, f"--way={way}", *shared]
             done = subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True)
             found[way] = json.loads(done.stdout.splitlines()[-1])
-            print(way, found[way], file=sys.stderr, flush=True)
-    result = summary(found)
-    if args.json_out:
-        args.json_out.parent.mkdir(parents=True, exist_ok=True)
-        whole = describe() | {"shape": args.shape or "demo", "ways": found} | result
-        args.json_out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    print(f"of what is allowed {result['of_allowed']}; saved against two processes: {result['saved']}")
+            print(f"{way}  {perf_counter() - began:.1f} s  {found[way]}", file=sys.stderr, flush=True)
+            results.add(ways=found, **summary(found))
+    results.finish()
+    if result := summary(found):
+        print(f"of what is allowed {result['of_allowed']}; saved against two processes: {result['saved']}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@
 Random weights in the shape of the demo model, the engine in this process. Cold prompts and hits alternate; the group is
 served with the cache and without, in turn. For the drive the pool holds little more than one prompt, so that each has
 left memory when it is asked for again; then the same prompts once more in an engine that was started after. The drive's
-files are in the system's memory by then: the plain rate is that of reading the same files whole.
+files are in the system's memory by then: the plain rate is that of reading the same files whole. What each part found
+is in the file when it ends; `--parts` leaves some out.
 """
 
 from __future__ import annotations
@@ -13,22 +14,23 @@ from __future__ import annotations
 import argparse
 import random
 import statistics
+import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
+from partial import Results, stop_cleanly
 from rich.table import Table
 
 from mlx_tandem.api.engine import Engine
-from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.console import show
 
 POSITIONS = 16_384
 GROUP = 16
+PARTS = ("first_token", "conversation", "group", "drive")
 
 
 def main() -> None:
@@ -40,35 +42,49 @@ def main() -> None:
     parser.add_argument("--group-tokens", type=int, default=512, help="of the prompt that a group shares")
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--json-out", type=Path)
     args = parser.parse_args()
-    lengths = [int(n) for n in args.lengths.split(",")]
+    stop_cleanly()
+    results = Results(args.json_out, shape=args.shape, dtype=args.dtype, repeats=args.repeats)
     with tempfile.TemporaryDirectory(prefix="tandem-prefix-") as scratch:
         shape = SHAPES[args.shape]
         random_weights = shape.parameters > 1e9  # too many to write
         model = write_model(Path(scratch) / args.shape, shape, positions=POSITIONS, weights=not random_weights)
-        options: dict[str, Any] = {"dtype": args.dtype, "random_weights": random_weights, "num_blocks": args.blocks}
-        with Engine(model, {}, **options) as engine, Engine(model, {}, prefix_caching=False, **options) as without:
-            first = [first_tokens(engine, n, args.repeats) for n in lengths]
-            conversation = talk(engine, args.turns)
-            group = rollouts(engine, without, args.group_tokens, args.repeats)
-        drive = []
-        if not random_weights:  # blocks of such a model are not kept
-            kept = [(n, Path(scratch) / f"kv-{n}") for n in lengths]
-            drive = [from_drive(model, folder, n, args.repeats, dtype=args.dtype) for n, folder in kept]
-    result = describe() | {
-        "shape": args.shape,
-        "first_token": first,
-        "drive": drive,
-        "conversation": conversation,
-        "group": group,
-    }
-    if args.json_out:
-        write(args.json_out, result)
+        measure(model, args, results, random_weights=random_weights)
+    results.finish()
+    report(results.found, args)
+
+
+def measure(model: Path, args: argparse.Namespace, results: Results, *, random_weights: bool) -> None:
+    options: dict[str, Any] = {"dtype": args.dtype, "random_weights": random_weights, "num_blocks": args.blocks}
+    lengths = [int(n) for n in args.lengths.split(",")]
+    parts = args.parts.split(",")
+    began = perf_counter()
+    with Engine(model, {}, **options) as engine:
+        print(f"ready after {perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+        if "first_token" in parts:
+            for length in lengths:
+                rows = [first_tokens(engine, length, args.repeats)]
+                results.add(first_token=results.found.get("first_token", []) + rows)
+        if "conversation" in parts:
+            results.add(conversation=talk(engine, args.turns))
+        if "group" in parts:
+            with Engine(model, {}, prefix_caching=False, **options) as without:
+                results.add(group=rollouts(engine, without, args.group_tokens, args.repeats))
+    if "drive" in parts and not random_weights:  # blocks of such a model are not kept
+        for length in lengths:
+            folder = model.parent / f"kv-{length}"
+            rows = [from_drive(model, folder, length, args.repeats, dtype=args.dtype)]
+            results.add(drive=results.found.get("drive", []) + rows)
+
+
+def report(found: dict[str, Any], args: argparse.Namespace) -> None:
     table = Table(title=f"{args.shape}, median of {args.repeats}", title_style="")
     for column in ("", "without", "with", "times"):
         table.add_column(column, justify="right")
-    for row in first:
+    drive = found.get("drive", [])
+    for row in found.get("first_token", []):
         name = f"first token of {row['prompt_tokens']:,}"
         table.add_row(name, f"{row['cold_ms']:,.1f} ms", f"{row['hit_ms']:,.1f} ms", f"{row['ratio']:.1f}")
     for row in drive:
@@ -76,14 +92,15 @@ def main() -> None:
             name = f"the same {when}, {row['prompt_tokens']:,}"
             ratio = f"{row[f'{key}_ratio']:.1f}"
             table.add_row(name, f"{row['cold_ms']:,.1f} ms", f"{row[f'{key}_ms']:,.1f} ms", ratio)
-    name = f"{GROUP} rollouts of {group['prompt_tokens']:,}"
-    table.add_row(name, f"{group['without_ms']:,.0f} ms", f"{group['with_ms']:,.0f} ms", f"{group['ratio']:.1f}")
+    if group := found.get("group"):
+        name = f"{GROUP} rollouts of {group['prompt_tokens']:,}"
+        table.add_row(name, f"{group['without_ms']:,.0f} ms", f"{group['with_ms']:,.0f} ms", f"{group['ratio']:.1f}")
     show(table)
     for row in drive:
         print(f"reloaded at {row['reload_gb_per_s']:.2f} GB/s; read as plain files: {row['plain_gb_per_s']:.2f} GB/s")
-    print(
-        f"{args.turns} turns: {conversation['cached_share']:.1%} of the prompts' tokens were there from the second on"
-    )
+    if talked := found.get("conversation"):
+        share = talked["cached_share"]
+        print(f"{args.turns} turns: {share:.1%} of the prompts' tokens were there from the second on")
 
 
 def first_tokens(engine: Engine, length: int, repeats: int) -> dict[str, Any]:

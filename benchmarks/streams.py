@@ -48,7 +48,7 @@ def trajectories(rng: random.Random, total: int, lengths: tuple[int, int] = (24,
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randint(300, 900) for _ in range(count)]
+    return [rng.randint(300, 500) for _ in range(count)]  # in every vocabulary
 
 
 async def call(url: str, method: str, path: str, body: object = None) -> Any:
