@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
+
+import pytest
+from msgspec import structs
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_tandem import demo
+from tests.api.learns import learning_config, trajectories
 from tests.api.test_chat import events
+from tests.serving import RunningServer, serving
 
 LONG = "Sort these numbers: " + " ".join(str(n * 37 % 100) for n in range(40))
 
@@ -61,3 +68,44 @@ def test_an_adapter_that_is_loaded_again_under_its_name_answers_as_if_nothing_wa
         assert cached(own) > 0, "the same content under another name"
         assert own["choices"][0]["message"] == first["choices"][0]["message"]
     server.client.delete("/v1/adapters/again")
+
+
+def test_a_version_that_is_published_while_its_prompt_is_cached_answers_as_a_server_without_a_cache(tmp_path: Path):
+    config = learning_config(tmp_path, learning_rate=2e-2, guard_kl=50.0)
+
+    def learn(server: RunningServer, name: str) -> None:
+        body = {"trajectories": trajectories(), "wait": True, "checkpoint_name": name}
+        report = server.client.post("/v1/training/update", json=body).json()["report"]
+        assert report["outcome"] == "published"
+
+    def ask(server: RunningServer, model: str) -> tuple[list[int], list[float], int]:
+        """Tokens, their logprobs, and how much of the prompt was there."""
+        fields = {"temperature": 0, "max_tokens": 24, "ignore_eos": True, "return_token_ids": True, "logprobs": 0}
+        reply = server.complete(LONG, model=model, **fields).json()
+        (choice,) = reply["choices"]
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"], cached(reply)
+
+    with serving(config) as server:
+        learn(server, "old")
+        before = ask(server, "policy")
+        published, beside = threading.Event(), []
+
+        def others() -> None:
+            while not published.is_set():
+                beside.append(ask(server, "old")[2])
+
+        asking = threading.Thread(target=others)
+        asking.start()  # the prompt's blocks are read while the next version is made
+        learn(server, "new")
+        first, hit = ask(server, "policy"), ask(server, "policy")
+        published.set()
+        asking.join()
+        pinned = ask(server, "old")
+    assert before[2] == first[2] == 0 and min(hit[2], pinned[2], *beside) > 0
+    without = structs.replace(config.engine, cache=structs.replace(config.engine.cache, prefix_caching=False))
+    with serving(structs.replace(config, engine=without)) as server:
+        cold, cold_old = ask(server, "new"), ask(server, "old")
+    assert cold[2] == 0 and cold[0] != cold_old[0], "the update changes what is said"
+    for answer, alone in ((first, cold), (hit, cold), (before, cold_old), (pinned, cold_old)):
+        assert answer[0] == alone[0]
+        assert answer[1] == pytest.approx(alone[1], abs=1e-4)
