@@ -26,7 +26,7 @@ from typing import Any
 
 import yaml
 from partial import Results, stop_cleanly
-from servers import tandem
+from servers import Running, tandem
 
 from mlx_tandem import demo
 from mlx_tandem.cli.demo.learner import MAX_TOKENS, SETTINGS, SKILL, Learner, Rewards, question
@@ -58,17 +58,17 @@ def learned(name: str, seed: int, args: argparse.Namespace, progress: Progress) 
         }
         settings.write_text(yaml.safe_dump(tree), encoding="utf-8")
         with tandem("--config", str(settings), "--dtype", args.dtype).started(demo.MODEL_PATH) as server:
-            run = Run(Learner(server.url, seed=seed, rewards=rewards), name, seed, round(server.start_s, 1))
+            run = Run(Learner(server.url, seed=seed, rewards=rewards), name, seed, server)
             return asyncio.run(run.done(args.steps, args.seconds, progress))
 
 
 class Run:
     """One course of learning, with what was found of it so far."""
 
-    def __init__(self, learner: Learner, name: str, seed: int, start_s: float):
+    def __init__(self, learner: Learner, name: str, seed: int, server: Running):
         self._learner = learner
         self._name = name
-        self._about = {"run": name, "seed": seed, "server_start_s": start_s}
+        self._about = {"run": name, "seed": seed, "device": server.device(), "server_start_s": round(server.start_s, 1)}
         self._accuracy: list[float] = []
         self._questions = [question(random.Random(f"asked {i}")) for i in range(HELD_OUT)]
 

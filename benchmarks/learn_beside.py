@@ -72,6 +72,7 @@ def main() -> None:
             model = write_model(Path(scratch) / args.shape, SHAPES[args.shape], weights=False)
             options, targets = ["--random-weights", "--dtype", args.dtype], (None, "policy")
         with tandem("--config", str(settings), *options).started(model) as server:
+            results.add(device=server.device())
             _say(f"ready after {server.start_s:.1f} s")
             load = Load(server.url, prompt_tokens=32, max_tokens=args.max_tokens, validate=not args.shape)
             run_loop(measure(load, targets, args, results))

@@ -62,6 +62,7 @@ def measure(model: Path, args: argparse.Namespace, results: Results, *, random_w
     parts = args.parts.split(",")
     began = perf_counter()
     with Engine(model, {}, **options) as engine:
+        results.add(device=engine.info.device)
         print(f"ready after {perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
         if "first_token" in parts:
             for length in lengths:

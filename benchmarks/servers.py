@@ -32,6 +32,12 @@ class Running:
     pid: int
     start_s: float  # from the start of the process until it was ready
 
+    def device(self) -> str:
+        """What it computes on, in its own words."""
+        connection = Connection.to(self.url)
+        _, health = asyncio.run(connection.json("GET", "/health"))
+        return str(health["engine"]["device"])
+
     def rss(self) -> int:
         """Bytes of memory of the process and of those that it started."""
         listed = subprocess.run(["ps", "-eo", "pid=,ppid=,rss="], capture_output=True, text=True, check=True).stdout

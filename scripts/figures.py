@@ -32,7 +32,9 @@ def figures() -> str:
         *(overload(name, _read(name)) for name in _names("overload*.json")),
         *(prefix(name, _read(name)) for name in _names("prefix*.json")),
         *(learn(name, _read(name)) for name in _names("learn.json")),
+        *(learn_here(name, _read(name)) for name in _names("learn-on-*.json")),
         *(guard(name, _read(name)) for name in _names("learn-guard.json")),
+        *(groups(name, _read(name)) for name in _names("groups*.json")),
         *(learn_beside(name, _read(name)) for name in _names("learn_beside*.json")),
         *(learn_device(name, _read(name)) for name in _names("learn_device*.json")),
         *(learn_memory(name, _read(name)) for name in _names("learn_memory*.json")),
@@ -155,15 +157,17 @@ def overload(name: str, result: dict[str, Any]) -> str:
 
 
 def prefix(name: str, result: dict[str, Any]) -> str:
-    talk, group = result["conversation"], result["group"]
-    text = (
-        f"**Prompts that begin alike**, {result['shape']} model, {_where(result)} ([data]({_link(name)})). In a "
-        f"conversation of {len(talk['turns'])} turns {talk['cached_share']:.1%} of the prompts' tokens were there from "
-        "the second on.\n\n"
-    ) + _head("", "computed", "found", "times")
+    talk, group = result.get("conversation"), result.get("group")
+    text = f"**Prompts that begin alike**, {result['shape']} model, {_where(result)} ([data]({_link(name)}))."
+    if talk:
+        text += f" In a conversation of {len(talk['turns'])} turns {talk['cached_share']:.1%} of the prompts' tokens "
+        text += "were there from the second on."
+    text += "\n\n" + _head("", "computed", "found", "times")
     for row in result["first_token"]:
         asked = f"first token of {row['prompt_tokens']:,}"
         text += _row(asked, f"{row['cold_ms']:,.0f} ms", f"{row['hit_ms']:,.1f} ms", f"{row['ratio']:,.0f}")
+    if not group:
+        return text
     asked = f"{group['requests']} answers to one prompt of {group['prompt_tokens']:,}"
     without, found = group["without_ms"], group["with_ms"]
     return text + _row(asked, f"{without:,.0f} ms", f"{found:,.0f} ms", f"{group['ratio']:.1f}")
@@ -186,20 +190,52 @@ def _rise(run: dict[str, Any]) -> str:
     return f"{run['first_five']:.2f} → {run['last_five']:.2f}"
 
 
+def learn_here(name: str, result: dict[str, Any]) -> str:
+    """On another device, without the controls."""
+    runs = result["results"]
+    text = (
+        f"**The same on {runs[0]['device']}**, {result['time'][:10]} ([data]({_link(name)})), "
+        f"by a server that was ready after {runs[0]['server_start_s']:.0f} s.\n\n"
+    ) + _head("seed", "batches", "mean reward", "seconds")
+    for run in runs:
+        text += _row(str(run["seed"]), str(run["steps"]), _rise(run), f"{run['seconds']:.0f}")
+    return text
+
+
 def guard(name: str, result: dict[str, Any]) -> str:
-    (run,) = result["results"]
-    served = run["served_accuracy"]
-    return (
+    text = (
         f"**A learning rate eight times too high**, beside held-out prompts, {_where(result)} ([data]({_link(name)})): "
-        f"{run['rollbacks']} of {run['updates']} updates were taken back, and the rate was {run['learning_rate']:g} in "
-        f"the end. What was served answered other held-out questions rightly in {served[0]:.0%} at the start, in "
-        f"{min(served):.0%} at its worst and in {served[-1]:.0%} at the end.\n"
-    )
+        "updates that the guard took back by itself, the rate that this left, and the share of other held-out "
+        "questions that what was served answered rightly.\n\n"
+    ) + _head("seed", "taken back", "rate at the end", "right at the start", "at its worst", "at the end")
+    for run in result["results"]:
+        served = run["served_accuracy"]
+        back = f"{run['rollbacks']} of {run['updates']}"
+        shares = (f"{share:.0%}" for share in (served[0], min(served), served[-1]))
+        text += _row(str(run["seed"]), back, f"{run['learning_rate']:g}", *shares)
+    return text
+
+
+def groups(name: str, result: dict[str, Any]) -> str:
+    text = (
+        f"**Learning from groups**, updates of {result['prompts']} × {result['rollouts']} rollouts of "
+        f"{result['completion_tokens']} tokens, built-in model, {_where(result)} ([data]({_link(name)})), with the prefix cache and without.\n\n"
+    ) + _head("", "without", "with", "times")
+    for row in result["lengths"]:
+        sides = [row["medians"][side] for side in ("without", "with")]
+        for what, key, unit in (
+            (f"tokens computed for prompts of {row['prompt_tokens']:,}", "computed_prompt_tokens", ""),
+            ("rollouts", "rollouts_ms", " ms"),
+        ):
+            text += _row(what, *(f"{s[key]:,.0f}{unit}" for s in sides), f"{row['times'][key]:.1f}")
+        minutes = (f"{row['updates_per_minute'][side]:.1f}" for side in ("without", "with"))
+        text += _row("updates a minute", *minutes, f"{row['times']['update_ms']:.2f}")
+    return text
 
 
 def learn_beside(name: str, result: dict[str, Any]) -> str:
     text = (
-        f"**{result['streams']} streams beside updates of {result['update_tokens']:,} tokens**, built-in model, "
+        f"**{result['streams']} streams beside updates of {result['update_tokens']:,} tokens**, {_model(result)}, "
         f"{_where(result)} ([data]({_link(name)})). {result['published']} versions were published; {result['failed']} "
         f"requests failed, {result['different']} had other tokens.\n\n"
     ) + _head("updates", "tokens/s of idle", "p50 of idle", "p99 of idle", "updates a minute", "share of the device")
@@ -239,6 +275,8 @@ def learn_memory(name: str, result: dict[str, Any]) -> str:
     text += _row("serving", f"{ways['serving']['peak_bytes'] / 1e9:.1f} GB", "")
     text += _row("serving and learning", f"{ways['both']['peak_bytes'] / 1e9:.1f} GB", "")
     for way, called in _TRAINERS:
+        if way not in ways:
+            continue
         text += _row(called, f"{ways[way]['peak_bytes'] / 1e9:.1f} GB", f"{saved[way]:.0%}")
     return text
 
@@ -304,8 +342,14 @@ def _link(name: str) -> str:
     return (RESULTS / name).relative_to(ROOT).as_posix()
 
 
+def _model(result: dict[str, Any]) -> str:
+    return "built-in model" if result["shape"] == "demo" else f"{result['shape']} model"
+
+
 def _where(result: dict[str, Any]) -> str:
-    machine = result["machine"]
+    machine, device = result["machine"], result.get("device", "CPU")
+    if not device.startswith("CPU"):
+        return f"{device}, {result['time'][:10]}"
     kernels = result.get("environment", {}).get("OPENBLAS_CORETYPE")
     blas = f", OpenBLAS held to its {kernels} kernels" if kernels else ""
     return f"{machine['cores']} cores of {machine['cpu']}{blas}, {result['time'][:10]}"
