@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from mlx_tandem.cli.bench import sides as bench
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, LEARNING = ROOT / "README.md", ROOT / "docs" / "learning.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -57,13 +59,26 @@ def peers(name: str, result: dict[str, Any]) -> str:
 
 
 def engine(name: str, result: dict[str, Any]) -> str:
+    rows, load = result["results"], result.get("load", {})
+    sides = [side for side in bench.NAMES if any(side in row for row in rows)]
+    how = "greedy" if load.get("sampling") == "greedy" else "a different sampler per row"
+    where = _where(result) if "core" in result["engine"]["device"] else _device(result)
+    beside = " beside mlx-lm's BatchGenerator" if bench.PEER in sides else ""
     text = (
-        f"**The engine without HTTP, {result['model']} model**, decoded tokens per second beside mlx-lm's "
-        f"BatchGenerator, a different sampler per row, {_where(result)} ([data]({_link(name)})).\n\n"
-    ) + _head("batch", "tandem", "BatchGenerator", "ratio")
-    for row in result["results"]:
-        sides = (f"{row[side]['decode_tokens_per_s']:,.0f}" for side in ("tandem", "batch_generator"))
-        text += _row(str(row["batch"]), *sides, f"{row['ratio']['decode']:.2f}")
+        f"**The engine without HTTP, {result['model']} model**, decoded tokens per second{beside}, {how}, {where} "
+        f"([data]({_link(name)})).\n\n"
+    )
+    ratios = [
+        key for key in ("decode", "same/base", "mixed/base", "mixed/same") if any(key in r["ratio"] for r in rows)
+    ]
+    heads = {"decode": "ratio", "same/base": "one / base", "mixed/base": "mixed / base", "mixed/same": "mixed / one"}
+    timed = ("a step", "its floor") if "step_ms" in rows[0]["tandem"] else ()
+    text += _head("batch", *(bench.NAMES[side] for side in sides), *(heads[key] for key in ratios), *timed)
+    for row in rows:
+        cells = [f"{row[side]['decode_tokens_per_s']:,.0f}" if side in row else "" for side in sides]
+        cells += [f"{row['ratio'][key]:.2f}" if key in row["ratio"] else "" for key in ratios]
+        cells += [f"{row['tandem'][key]:.2f} ms" for key in ("step_ms", "floor_ms") if timed]
+        text += _row(bench.label(row) if "prompt_tokens" in row else str(row["batch"]), *cells)
     return text
 
 
@@ -353,6 +368,10 @@ def _where(result: dict[str, Any]) -> str:
     kernels = result.get("environment", {}).get("OPENBLAS_CORETYPE")
     blas = f", OpenBLAS held to its {kernels} kernels" if kernels else ""
     return f"{machine['cores']} cores of {machine['cpu']}{blas}, {result['time'][:10]}"
+
+
+def _device(result: dict[str, Any]) -> str:
+    return f"{result['engine']['device']}, {result['time'][:10]}"
 
 
 def _head(*cells: str) -> str:

@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from mlx_tandem.adapters.formats import LinearShape
 from mlx_tandem.config import EngineConfig
@@ -19,6 +20,7 @@ from mlx_tandem.engine.budget import ACTIVATION_SHARE, Needs, StepCost
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
+from mlx_tandem.model.adapted import find_targets
 from mlx_tandem.model.kvcache import LayerShape
 from mlx_tandem.model.loader import LoadedModel, weights
 
@@ -83,6 +85,21 @@ def slot_bytes(linears: Mapping[str, LinearShape], paths: Iterable[str], slots: 
     """Of the stacked arrays of the linears `paths`."""
     widths = sum((s.inputs + s.outputs) * max(s.experts, 1) for s in (linears[p] for p in paths))
     return (slots + 1) * rank * widths * itemsize
+
+
+def adapter_bytes(model: nn.Module, rank: int, itemsize: int) -> int:
+    """Of one adapter on every linear, as it lies on the device."""
+    linears = {path: target.shape for path, target in find_targets(model).items()}
+    return slot_bytes(linears, linears, 0, bucket(rank), itemsize)
+
+
+def read_by_a_step(model: nn.Module) -> int:
+    """Bytes of the weights that a step reads, however many rows it has: all but an embedding of which only the rows'
+    own lines are looked up. Of experts all count, since rows that are many enough use each of them."""
+    modules = model.named_modules()
+    headed = any(path.rpartition(".")[2] == "lm_head" for path, _ in modules)
+    looked_up = {id(m): m for _, m in modules if headed and isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))}
+    return sum(p.nbytes for p in weights(model)) - sum(p.nbytes for m in looked_up.values() for p in weights(m))
 
 
 class SlotRoom:

@@ -275,6 +275,9 @@ def test_what_cannot_be_served_is_one_clear_line(args: tuple[str, ...], said: st
         ("bench", "serve", "--concurrency", "1,x"),
         ("bench", "engine"),
         ("bench", "engine", "m", "--shape", "4m"),
+        ("bench", "engine", "m", "--adapters", "2"),
+        ("bench", "engine", "--shape", "4m", "--batch", "8x"),
+        ("bench", "engine", "--shape", "4m", "--plot", "a.gif"),
     ],
 )
 def test_wrong_usage_is_status_2(args: tuple[str, ...]) -> None:
@@ -648,10 +651,16 @@ def test_a_timeline_counts_while_all_rows_run(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("mlx_tandem.cli.bench.timeline.perf_counter", lambda: float(next(clock)))
     # Row 1 starts late: decoding of both is counted from its first token to the end of row 0.
     timeline = Timeline.of(2, [[0], [0, 1], [0, 1], [0, 1], [1]])
-    found = timeline.figures(prompt_tokens=10, max_tokens=4)
-    assert found == {"decode_tokens_per_s": 2.0, "prefill_tokens_per_s": 5.0, "total_tokens_per_s": 8 / 5}
+    assert timeline.prefill(prompt_tokens=10) == {"prefill_ms": 2000.0, "prefill_tokens_per_s": 5.0}
+    assert timeline.decode(max_tokens=4) == {
+        "decode_tokens_per_s": 2.0,
+        "step_ms": 1000.0,
+        "generated_before": 2.0,  # 2 and 1, then 3 and 2
+    }
     with pytest.raises(RuntimeError, match="3 tokens instead of 4"):
-        Timeline.of(1, [[0]] * 3).figures(1, 4)
+        Timeline.of(1, [[0]] * 3).decode(4)
+    with pytest.raises(RuntimeError, match="1 rows got no token"):
+        Timeline.of(2, [[0]] * 3).prefill(4)
 
 
 def test_options_in_help_name_their_aliases() -> None:

@@ -23,10 +23,12 @@ class BatchGeneratorPeer:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sequence[tuple[float, float]]
     ) -> Iterator[list[int]]:
-        """For each step the rows that got a token. A sampler of its own per row, since (temperature, top_p) differ."""
+        """For each step the rows that got a token. Rows of different (temperature, top_p) have samplers of their own;
+        rows that are alike share one, which the peer calls once for all of them."""
         batch = len(prompts)
         generator: Any = BatchGenerator(self._model, completion_batch_size=batch, prefill_batch_size=batch)
-        samplers = [make_sampler(t, top_p=p if p < 1.0 else 0.0) for t, p in sampling]
+        of = {(t, p): make_sampler(t, top_p=p if p < 1.0 else 0.0) for t, p in sampling}
+        samplers = [of[pair] for pair in sampling]
         ids = generator.insert([list(p) for p in prompts], max_tokens=[max_tokens] * batch, samplers=samplers)
         rows = {uid: row for row, uid in enumerate(ids)}
         try:

@@ -35,7 +35,16 @@ def _picture(path: Path | None) -> Path | None:
     return path
 
 
-_LOAD, _CHECKS, _REPORT = "Load", "Checks", "Report"
+def _batches(text: str, prompt_tokens: int) -> list[tuple[int, int]]:
+    """(rows, prompt tokens) of each."""
+    found = []
+    for part in text.split(","):
+        rows, cross, length = part.partition("x")
+        found.append((_numbers(rows, "--batch")[0], _numbers(length, "--batch")[0] if cross else prompt_tokens))
+    return found
+
+
+_LOAD, _ENGINE, _CHECKS, _REPORT = "Load", "Engine", "Checks", "Report"
 
 
 @bench.command("serve")
@@ -158,24 +167,76 @@ def bench_engine(
         str | None, typer.Option(help="A model of this shape, made on the spot: 0.13m, 4m, qwen3-8b.")
     ] = None,
     random_weights: Annotated[bool, typer.Option("--random-weights", help="Read the shapes of MODEL only.")] = False,
-    batch: Annotated[str, typer.Option(help="Sequences at once; a list is measured in turn.")] = "1,8,32",
-    prompt_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 128,
-    repeats: Annotated[int, typer.Option(min=1, help="Alternating rounds; the median is reported.")] = 3,
-    json_out: Annotated[Path | None, typer.Option(help="Write everything measured here.")] = None,
+    batch: Annotated[
+        str,
+        typer.Option(
+            help="Sequences at once, with a number of prompt tokens of their own or without: 1,64,32x4096. All are "
+            "measured in turn.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = "1,8,32",
+    prompt_tokens: Annotated[
+        int, typer.Option(min=1, help="Where --batch says nothing else.", rich_help_panel=_LOAD)
+    ] = 64,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.", rich_help_panel=_LOAD)] = 128,
+    sampling: Annotated[
+        Literal["mixed", "greedy"],
+        typer.Option(help="mixed: neighbours differ in temperature and top_p.", rich_help_panel=_LOAD),
+    ] = "mixed",
+    adapters: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            max=256,
+            help="Random ones of rank 16 on all linears; each batch runs without any, with one for all rows, and with "
+            "all in turn (needs --shape).",
+            rich_help_panel=_LOAD,
+        ),
+    ] = 0,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Alternating rounds; the median is reported.", rich_help_panel=_LOAD)
+    ] = 3,
+    max_chunk_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Of the engine, as for serve.", rich_help_panel=_ENGINE)
+    ] = None,
+    kv_bits: Annotated[
+        Literal["16", "8", "4"], typer.Option(help="Of the engine, as for serve.", rich_help_panel=_ENGINE)
+    ] = "16",
+    no_peer: Annotated[
+        bool, typer.Option("--no-peer", help="Leave BatchGenerator out.", rich_help_panel=_ENGINE)
+    ] = False,
+    json_out: Annotated[
+        Path | None,
+        typer.Option(help="Write everything measured here, after each batch.", rich_help_panel=_REPORT),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw it into this .png or .svg file (needs matplotlib).", rich_help_panel=_REPORT),
+    ] = None,
 ) -> None:
-    """Measure the engine without HTTP, beside mlx-lm's BatchGenerator on the same weights and prompts."""
+    """Measure the engine without HTTP, beside mlx-lm's BatchGenerator on the same weights and prompts, and beside what
+    this device's memory bandwidth allows."""
     if (model is None) == (shape is None):
         raise typer.BadParameter("give either a model's folder or --shape", param_hint="MODEL")
-    from mlx_tandem.cli.bench.engine import run
+    if adapters and shape is None:
+        raise typer.BadParameter("adapters are made for a --shape", param_hint="--adapters")
+    batches, picture = _batches(batch, prompt_tokens), _picture(plot)
+    from mlx_tandem.cli.bench.engine import Batch, EngineLoad, run
 
     run(
+        EngineLoad(
+            tuple(Batch(*b) for b in batches),
+            max_tokens=max_tokens,
+            repeats=repeats,
+            sampling=sampling,
+            adapters=adapters,
+            peer=not no_peer,
+        ),
         model=model,
         shape=shape,
         random_weights=random_weights,
-        batches=_numbers(batch, "--batch"),
-        prompt_tokens=prompt_tokens,
-        max_tokens=max_tokens,
-        repeats=repeats,
+        max_chunk_tokens=max_chunk_tokens,
+        kv_bits=int(kv_bits),
         json_out=json_out,
+        picture=picture,
     )

@@ -1,216 +1,245 @@
 """`tandem bench engine`: the engine's loop in this process, in turn with mlx-lm's BatchGenerator.
 
-The engine runs as it does behind the server, except that its channel is a list in memory: a script takes the place of
-the front, hands a batch in, notes when its tokens come out, and gives the device to the peer in between.
+The engine runs as it does behind the server, with a script in the place of the front (script.py): it hands a batch in,
+notes when its tokens come out, and gives the device to the peer in between.
 """
 
 from __future__ import annotations
 
 import contextlib
 import random
-import statistics
 import sys
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
+from mlx_tandem.cli.bench.floor import Floor
 from mlx_tandem.cli.bench.machine import describe
+from mlx_tandem.cli.bench.script import Answers, Script, ScriptChannel
 from mlx_tandem.cli.bench.serve import write
+from mlx_tandem.cli.bench.sides import BASE, MIXED, PEER, SAME, Rounds, line, summary
 from mlx_tandem.cli.bench.timeline import Timeline
 from mlx_tandem.cli.bench.workloads import SAMPLING
 from mlx_tandem.cli.console import fail, show
-from mlx_tandem.config import EngineConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.wire import EngineChannel, WireError
-from mlx_tandem.errors import EngineError, TandemError
-from mlx_tandem.types import EngineInfo, Request, SamplingParams
+from mlx_tandem.engine.wire import WireError
+from mlx_tandem.errors import TandemError
+from mlx_tandem.types import AdapterRef, AdapterSource, EngineInfo, Request, SamplingParams
 
-Rounds = Generator[list[Request], Timeline | None, None]
-"""Yields a batch for the engine, is sent the timeline of it."""
+RANK = 16
+"""Of the random adapters, which change every linear."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """So many sequences at once, each with a prompt of so many tokens."""
+
+    rows: int
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """What is measured. With `adapters`, each batch runs without any, with one for all rows, and with all in turn."""
+
+    batches: tuple[Batch, ...]
+    max_tokens: int = 128
+    repeats: int = 3
+    sampling: Literal["mixed", "greedy"] = "mixed"
+    adapters: int = 0
+    peer: bool = True
+
+    @property
+    def longest(self) -> int:
+        return max(batch.prompt_tokens for batch in self.batches) + self.max_tokens
+
+    @property
+    def sides(self) -> tuple[str, ...]:
+        """What takes turns."""
+        return (BASE, *((SAME, MIXED) if self.adapters else ()), *((PEER,) if self.peer else ()))
 
 
 def run(
+    load: EngineLoad,
     *,
     model: str | None,
     shape: str | None,
     random_weights: bool,
-    batches: Sequence[int],
-    prompt_tokens: int,
-    max_tokens: int,
-    repeats: int,
+    max_chunk_tokens: int | None,
+    kv_bits: int,
     json_out: Path | None,
+    picture: Path | None,
 ) -> None:
-    """Measure, show a table, write the JSON file."""
-    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch:
-        if shape is not None:
-            model, random_weights = _make(Path(scratch), shape)
-        assert model is not None
-        bench = EngineBench(
-            EngineConfig(
-                model=ModelConfig(path=model, random_weights=random_weights),
-                scheduler=SchedulerConfig(max_num_seqs=max(batches)),
-            ),
-            batches,
-            prompt_tokens,
-            max_tokens,
-            repeats,
-        )
+    """Measure, show a table, write the JSON file after each batch, and draw the picture."""
+    if picture is not None:
+        from mlx_tandem.cli.bench.plot import MissingLibrary, require
+
         try:
-            results = bench.measure()
+            require()
+        except MissingLibrary as e:
+            fail(str(e))
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch:
+        folders: list[Path] = []
+        if shape is not None:
+            model, random_weights, folders = _make(Path(scratch), shape, load)
+        assert model is not None
+        scheduler = SchedulerConfig(max_num_seqs=max(batch.rows for batch in load.batches))
+        if max_chunk_tokens:
+            scheduler = msgspec.structs.replace(scheduler, max_chunk_tokens=max_chunk_tokens)
+        config = EngineConfig(
+            model=ModelConfig(path=model, random_weights=random_weights),
+            cache=CacheConfig(kv_bits=cast("Any", kv_bits)),
+            scheduler=scheduler,
+            lora=LoraConfig(max_loras=max(load.adapters, LoraConfig().max_loras), max_cpu_lora_gb=64.0),
+        )
+        result = describe() | {"model": shape or model, "load": msgspec.to_builtins(load)}
+
+        def keep(found: dict[str, Any]) -> None:
+            result.update(found)
+            if json_out:
+                write(json_out, result)
+
+        try:
+            EngineBench(config, load, folders, keep).measure()
         except TandemError as e:
             fail(e.message)
-    result = describe() | {
-        "model": shape or model,
-        "engine": msgspec.to_builtins(bench.info),
-        "prompt_tokens": prompt_tokens,
-        "max_tokens": max_tokens,
-        "repeats": repeats,
-        "results": results,
-    }
-    if json_out:
-        write(json_out, result)
     from mlx_tandem.cli.bench.report import engine_table
 
     show(engine_table(result))
+    if picture is not None:
+        from mlx_tandem.cli.bench.plot import plot_engine
+
+        plot_engine(result, picture)
 
 
-def _make(folder: Path, name: str) -> tuple[str, bool]:
-    """A folder of the named shape, and whether its weights have to be drawn when it is loaded."""
-    from mlx_tandem.cli.bench.shapes import SHAPES, write_model
+def _make(folder: Path, name: str, load: EngineLoad) -> tuple[str, bool, list[Path]]:
+    """A folder of the named shape, whether its weights have to be drawn when it is loaded, and folders of adapters."""
+    from mlx_tandem.cli.bench.shapes import POSITIONS, SHAPES, write_adapter, write_model
 
     if name not in SHAPES:
         fail(f"there is no shape '{name}'; known are: {', '.join(SHAPES)}")
-    drawn = SHAPES[name].dtype != "float32"
-    write_model(folder, SHAPES[name], weights=not drawn)
-    return str(folder), drawn
+    shape = SHAPES[name]
+    drawn = shape.dtype != "float32"
+    model = write_model(folder / name, shape, positions=max(POSITIONS, load.longest), weights=not drawn)
+    with ThreadPoolExecutor() as pool:
+        adapters = list(
+            pool.map(lambda i: write_adapter(folder / f"a{i}", shape, rank=RANK, seed=i), range(load.adapters))
+        )
+    return str(model), drawn, adapters
 
 
 class EngineBench:
-    """All rounds of one run. The peer is loaded from the same folder in the precision that the engine computes in."""
+    """All rounds of one run. `keep` is given what there is to keep of the results whenever there is more of it."""
 
-    def __init__(self, config: EngineConfig, batches: Sequence[int], prompt_tokens: int, max_tokens: int, repeats: int):
+    def __init__(
+        self, config: EngineConfig, load: EngineLoad, adapters: Sequence[Path], keep: Callable[[dict[str, Any]], None]
+    ):
         self._config = config
-        self._batches = batches
-        self._prompt_tokens = prompt_tokens
-        self._max_tokens = max_tokens
-        self._repeats = repeats
-        self._results: list[dict[str, Any]] = []
-        self.info: EngineInfo | None = None
+        self._load = load
+        self._folders = adapters
+        self._keep = keep
+        self._refs: list[AdapterRef] = []
+        self._ids = count(1)
+        self._rng = random.Random(0)
+        self._peer: Any = None
+        self._without_peer = ""  # why it has been given up
 
-    def measure(self) -> list[dict[str, Any]]:
-        """One entry per batch size: medians, ratios and raw figures of both. Raises TandemError."""
+    def measure(self) -> None:
+        """Raises TandemError."""
         from mlx_tandem.worker import serve
 
-        channel = _Script(self)
         with contextlib.suppress(WireError):
-            serve(channel, self._config, False)
-        return self._results
+            serve(ScriptChannel(self._script), self._config, False)
 
-    def rounds(self, info: EngineInfo) -> Rounds:
-        """The script: for each batch size a warm-up, then both in turn."""
+    def _script(self, info: EngineInfo) -> Script:
+        """The adapters are read, then for each batch size there is a warm-up, then all sides take turns."""
+        floor = Floor.of(self._config, info, RANK)
+        self._keep({"engine": msgspec.to_builtins(info), "copy_bytes_per_s": round(floor.bandwidth), "results": []})
+        if self._folders:
+            answers = yield [m.LoadAdapter(i, AdapterSource(str(f))) for i, f in enumerate(self._folders)]
+            assert answers is not None
+            infos = [answers.adapters[call] for call in range(len(self._folders))]
+            self._refs = [AdapterRef(f"a{i}", 1, info.digest) for i, info in enumerate(infos)]
+        results = []
+        for batch in self._load.batches:
+            rounds: Rounds = {side: [] for side in self._load.sides}
+            for repeat in range(-1, self._load.repeats):  # the first is a warm-up
+                for side in self._load.sides[:: -1 if repeat % 2 else 1]:
+                    if figures := (yield from self._round(info, batch, side)):
+                        rounds[side] += [figures] if repeat >= 0 else []
+            results.append(summary(batch.rows, batch.prompt_tokens, rounds, floor, self._load.adapters))
+            self._keep({"results": results} | ({"no_peer": self._without_peer} if self._without_peer else {}))
+            print(line(results[-1]), file=sys.stderr, flush=True)
+
+    def _round(
+        self, info: EngineInfo, batch: Batch, side: str
+    ) -> Generator[Sequence[m.Submit | m.LoadAdapter], Answers | None, dict[str, float] | None]:
+        """Prompts alone, answered with one token each, then the same with all tokens: by then the engine knows them, so
+        that its rows start together. None: the peer was given up."""
+        prompts = [self._prompt(info, batch.prompt_tokens) for _ in range(batch.rows)]
+        sampling = [self._sampling(row) for row in range(batch.rows)]
+        timelines = []
+        for max_tokens in (1, self._load.max_tokens):
+            if side == PEER:
+                timeline = self._run_peer(info, prompts, max_tokens, sampling)
+                if timeline is None:
+                    return None
+            else:
+                answers = yield [
+                    m.Submit(
+                        Request(
+                            next(self._ids),
+                            prompt,
+                            SamplingParams(max_tokens, temperature=t, top_p=p, seed=row, ignore_eos=True),
+                            adapter=self._adapter(side, row),
+                        )
+                    )
+                    for row, (prompt, (t, p)) in enumerate(zip(prompts, sampling, strict=True))
+                ]
+                assert answers is not None
+                timeline = answers.timeline
+            timelines.append(timeline)
+        prefill, decode = timelines
+        return prefill.prefill(batch.rows * batch.prompt_tokens) | decode.decode(self._load.max_tokens)
+
+    def _run_peer(
+        self,
+        info: EngineInfo,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        sampling: Sequence[tuple[float, float]],
+    ) -> Timeline | None:
+        """The peer is loaded from the same folder in the precision that the engine computes in. Whatever ends it, want
+        of memory for one, ends its part only."""
+        if self._without_peer:
+            return None
         from mlx_tandem.cli.bench.batch_generator import BatchGeneratorPeer
 
-        self.info = info
-        model = ModelConfig(
-            path=self._config.model.path,
-            dtype=cast("Any", info.dtype),
-            random_weights=self._config.model.random_weights,
-        )
-        peer = BatchGeneratorPeer(model)
-        rng = random.Random(0)
-        ids = count(1)
-        for batch in self._batches:
-            raw: dict[str, list[dict[str, float]]] = {"tandem": [], "batch_generator": []}
-            for repeat in range(-1, self._repeats):  # the first is a warm-up
-                prompts = [
-                    tuple(rng.randrange(min(info.vocab_size, 256)) for _ in range(self._prompt_tokens))
-                    for _ in range(batch)
-                ]
-                sampling = [SAMPLING[(row + 2) % len(SAMPLING)] for row in range(batch)]
-                timelines = {}
-                for side in ("tandem", "batch_generator") if repeat % 2 else ("batch_generator", "tandem"):
-                    if side == "tandem":
-                        timelines[side] = yield [
-                            Request(next(ids), prompt, self._params(t, p, row))
-                            for row, (prompt, (t, p)) in enumerate(zip(prompts, sampling, strict=True))
-                        ]
-                    else:
-                        timelines[side] = Timeline.of(batch, peer.generate(prompts, self._max_tokens, sampling))
-                if repeat >= 0:
-                    for side, timeline in timelines.items():
-                        assert timeline is not None
-                        raw[side].append(timeline.figures(batch * self._prompt_tokens, self._max_tokens))
-            self._results.append(_summary(batch, raw))
-            print(_line(self._results[-1]), file=sys.stderr, flush=True)
-
-    def _params(self, temperature: float, top_p: float, seed: int) -> SamplingParams:
-        return SamplingParams(self._max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=True)
-
-
-class _Script(EngineChannel):
-    """The engine's channel with the bench at the other end, on the same thread."""
-
-    def __init__(self, bench: EngineBench):
-        self._bench = bench
-        self._rounds: Rounds | None = None
-        self._timeline: Timeline | None = None
-        self._rows: dict[int, int] = {}
-        self._open = 0
-
-    def receive(self, wait: float) -> list[m.Inbound]:
-        if self._open:
-            return []
-        assert self._rounds is not None
         try:
-            requests = self._rounds.send(self._timeline)
-        except StopIteration:
-            raise WireError("all is measured") from None
-        self._rows = {request.id: row for row, request in enumerate(requests)}
-        self._open = len(requests)
-        self._timeline = Timeline(len(requests))
-        return [m.Submit(request) for request in requests]
+            if self._peer is None:
+                model = msgspec.structs.replace(self._config.model, dtype=cast("Any", info.dtype))
+                self._peer = BatchGeneratorPeer(model)
+            return Timeline.of(len(prompts), self._peer.generate(prompts, max_tokens, sampling))
+        except Exception as e:
+            self._peer = None
+            self._without_peer = f"{type(e).__name__}: {e}"
+            print(f"BatchGenerator is left out from here on: {self._without_peer}", file=sys.stderr, flush=True)
+            return None
 
-    def send(self, messages: Sequence[m.Inbound | m.Outbound]) -> None:
-        for message in messages:
-            if isinstance(message, m.Output):
-                assert self._timeline is not None
-                self._timeline.add([self._rows[d.request] for d in message.deltas for _ in d.tokens])
-                self._open -= sum(delta.finish is not None for delta in message.deltas)
-            elif isinstance(message, m.Ready):
-                self._rounds = self._bench.rounds(message.info)
-            elif isinstance(message, m.Failed | m.Fatal):
-                raise EngineError(message.message)
+    def _prompt(self, info: EngineInfo, length: int) -> tuple[int, ...]:
+        return tuple(self._rng.randrange(min(info.vocab_size, 256)) for _ in range(length))
 
-    def close(self) -> None:
-        pass
+    def _sampling(self, row: int) -> tuple[float, float]:
+        return (0.0, 1.0) if self._load.sampling == "greedy" else SAMPLING[(row + 2) % len(SAMPLING)]
 
-
-def _summary(batch: int, raw: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    ours, theirs = raw["tandem"], raw["batch_generator"]
-
-    def ratio(field: str) -> float:
-        return round(
-            statistics.median(a[field] / b[field] if b[field] else 0.0 for a, b in zip(ours, theirs, strict=True)), 3
-        )
-
-    def medians(side: list[dict[str, float]]) -> dict[str, float]:
-        return {field: round(statistics.median(r[field] for r in side), 1) for field in side[0]}
-
-    return {
-        "batch": batch,
-        "tandem": medians(ours),
-        "batch_generator": medians(theirs),
-        "ratio": {kind: ratio(f"{kind}_tokens_per_s") for kind in ("decode", "prefill", "total")},
-        "rounds": raw,
-    }
-
-
-def _line(row: dict[str, Any]) -> str:
-    return (
-        f"batch {row['batch']:>3}  decode tok/s  tandem {row['tandem']['decode_tokens_per_s']:>9,.0f}  "
-        f"BatchGenerator {row['batch_generator']['decode_tokens_per_s']:>9,.0f}  ratio {row['ratio']['decode']:.2f}"
-    )
+    def _adapter(self, side: str, row: int) -> AdapterRef | None:
+        if side == BASE:
+            return None
+        return self._refs[row % len(self._refs) if side == MIXED else 0]

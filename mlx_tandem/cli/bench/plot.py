@@ -1,10 +1,17 @@
-"""The picture of a `tandem bench serve`: throughput and request times of each mode by concurrency."""
+"""Pictures of `tandem bench serve` (throughput and request times of each mode by concurrency) and of `tandem bench
+engine` (throughput and steps of each side by batch)."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from mlx_tandem.cli.bench.sides import NAMES, label
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
 WIDTH = 0.8  # of a group of bars, the groups being 1 apart
@@ -40,13 +47,37 @@ def plot(result: dict[str, Any], path: Path) -> None:
         right.bar(places, [m["latency_ms"]["p50"] for m in found], width, color=color)
     left.set_ylabel("tokens per second")
     right.set_ylabel("request latency, ms (pale: p99)")
+    _finish(figure, left, right, [str(level) for level in levels], "requests at once", path)
+
+
+def plot_engine(result: dict[str, Any], path: Path) -> None:
+    """As `plot`, of the engine without HTTP. A line over a bar is the least time that a step could take."""
+    from matplotlib.figure import Figure
+
+    rows = result["results"]
+    sides = [side for side in NAMES if any(side in row for row in rows)]
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    width = WIDTH / len(sides)
+    for i, side in enumerate(sides):
+        found = [(n + WIDTH * ((i + 0.5) / len(sides) - 0.5), row[side]) for n, row in enumerate(rows) if side in row]
+        places = [place for place, _ in found]
+        bars = left.bar(places, [m["decode_tokens_per_s"] for _, m in found], width, label=NAMES[side])
+        right.bar(places, [m["step_ms"] for _, m in found], width, color=bars.patches[0].get_facecolor())
+        ends = [place - width / 2 for place in places], [place + width / 2 for place in places]
+        right.hlines([m["floor_ms"] for _, m in found], *ends, colors="black", linewidth=1)
+    left.set_ylabel("decoded tokens per second")
+    right.set_ylabel("ms per step (line: bytes over bandwidth)")
+    _finish(figure, left, right, [label(row) for row in rows], "sequences × tokens of a prompt", path)
+
+
+def _finish(figure: Figure, left: Axes, right: Axes, ticks: list[str], below: str, path: Path) -> None:
     for axes in (left, right):
-        axes.set_xticks(range(len(levels)), [str(level) for level in levels])
-        axes.set_xlabel("requests at once")
+        axes.set_xticks(range(len(ticks)), ticks)
+        axes.set_xlabel(below)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(
-        *left.get_legend_handles_labels(), loc="outside upper center", ncols=min(4, len(modes)), frameon=False
-    )
+    handles = left.get_legend_handles_labels()
+    figure.legend(*handles, loc="outside upper center", ncols=min(4, len(handles[0])), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     undated = {"Date": None} if path.suffix == ".svg" else None  # the same result is the same file
     figure.savefig(path, dpi=150, metadata=undated)

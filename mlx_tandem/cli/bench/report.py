@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from mlx_tandem.cli.bench.figures import overheads
+from mlx_tandem.cli.bench.sides import BASE, NAMES, label, ran
 
 
 def serve_table(result: dict[str, Any]) -> RenderableType:
@@ -84,16 +85,27 @@ def _ratios(ratios: list[dict[str, Any]]) -> Table:
 
 
 def engine_table(result: dict[str, Any]) -> RenderableType:
-    """Medians of `tandem bench engine`."""
-    table = Table(title=f"{result['model']}, {result['max_tokens']} tokens each, tokens per second", title_style="")
-    table.add_column("batch", justify="right")
-    for kind in ("decode", "prefill", "total"):
-        for column in (f"{kind} tandem", "BatchGenerator", "ratio"):
-            table.add_column(column, justify="right")
+    """Medians of `tandem bench engine`: a line for each batch and side."""
+    load = result["load"]
+    title = f"{result['model']}, {load['max_tokens']} tokens each, median of {load['repeats']}"
+    table = Table(title=title, title_style="")
+    columns = ("batch", "", "tok/s", "of tandem", "ms/step", "floor", "MB/step", "bandwidth", "prompts")
+    for column in columns:
+        table.add_column(column, justify="left" if not column else "right")
     for row in result["results"]:
-        cells = [str(row["batch"])]
-        for kind in ("decode", "prefill", "total"):
-            cells += [f"{row[side][f'{kind}_tokens_per_s']:,.0f}" for side in ("tandem", "batch_generator")]
-            cells.append(f"{row['ratio'][kind]:.2f}")
-        table.add_row(*cells)
+        base = row[BASE]["decode_tokens_per_s"]
+        for side in ran(row):
+            m = row[side]
+            moved = m["weight_bytes"] + m["cache_bytes"] + m["adapter_bytes"]
+            table.add_row(
+                label(row) if side == BASE else "",
+                NAMES[side],
+                f"{m['decode_tokens_per_s']:,.0f}",
+                f"{m['decode_tokens_per_s'] / base:.2f}" if side != BASE and base else "",
+                f"{m['step_ms']:.2f}",
+                f"{m['floor_ms']:.2f}",
+                f"{moved / 1e6:,.1f}",
+                f"{m['bandwidth_share']:.0%}",
+                f"{m['prefill_ms']:,.1f} ms",
+            )
     return table

@@ -20,6 +20,7 @@ _TEMPLATE = (
     "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor -%}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}"
 )
+POSITIONS = 8192
 _MAX_WRITTEN = 1_000_000_000
 _SPREAD = 5.0  # of the logits; a token whose row is zero is then drawn less than once in 10^8
 
@@ -77,7 +78,7 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def write_model(folder: Path, shape: Shape, *, positions: int = 8192, weights: bool = True, seed: int = 0) -> Path:
+def write_model(folder: Path, shape: Shape, *, positions: int = POSITIONS, weights: bool = True, seed: int = 0) -> Path:
     """A model folder: config, tokenizer, chat template, and float32 weights unless told to leave them out."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = _write_tokenizer(folder, shape.vocab, positions)

@@ -25,18 +25,30 @@ class Timeline:
             timeline.add(rows)
         return timeline
 
-    def figures(self, prompt_tokens: int, max_tokens: int) -> dict[str, float]:
-        """Decode: tokens per second from the step that gave the last row its first token to the one that gave a
-        first row its last, all rows running; 0 when that never was. Prefill: prompt tokens per second up to the first
-        of these steps. Total: tokens per second from start to end."""
+    def prefill(self, prompt_tokens: int) -> dict[str, float]:
+        """Milliseconds until every row had its first token, and tokens of all prompts per second up to there."""
+        waiting = set(range(self._batch))
+        for when, rows in self._steps:
+            waiting -= set(rows)
+            if not waiting:
+                took = when - self._start
+                return {"prefill_ms": took * 1e3, "prefill_tokens_per_s": prompt_tokens / took}
+        raise RuntimeError(f"{len(waiting)} rows got no token")
+
+    def decode(self, max_tokens: int) -> dict[str, float]:
+        """The steady state: from the step that gave the last row its first token to the one that gave a first row its
+        last. Tokens per second and milliseconds a step in it, 0 when it never was, and how many tokens a row had got
+        before a step, on average."""
         got = [0] * self._batch
         waiting = self._batch
         begin = end = 0.0
-        counted = 0
+        counted = steps = before = 0
         ended = False
         for when, rows in self._steps:
-            if not ended and begin:
+            if begin and not ended:
                 counted += len(rows)
+                before += sum(got[row] for row in rows)
+                steps += 1
                 end = when
             for row in rows:
                 got[row] += 1
@@ -44,11 +56,10 @@ class Timeline:
                 ended = ended or got[row] == max_tokens
             if not waiting and not begin:
                 begin = when
-        total = sum(got)
         if min(got) != max_tokens:
             raise RuntimeError(f"a row got {min(got)} tokens instead of {max_tokens}")
         return {
             "decode_tokens_per_s": counted / (end - begin) if end > begin else 0.0,
-            "prefill_tokens_per_s": prompt_tokens / (begin - self._start),
-            "total_tokens_per_s": total / (self._steps[-1][0] - self._start),
+            "step_ms": (end - begin) * 1e3 / steps if steps else 0.0,
+            "generated_before": before / counted if counted else 0.0,
         }

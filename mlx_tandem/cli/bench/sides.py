@@ -1,0 +1,61 @@
+"""What the rounds of `tandem bench engine` came to: medians of each side, and how the sides compare."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlx_tandem.cli.bench.floor import Floor
+
+BASE, SAME, MIXED, PEER = "tandem", "same", "mixed", "batch_generator"
+"""The engine without adapters, with one for all rows, and with all in turn; mlx-lm's BatchGenerator."""
+
+NAMES = {BASE: "tandem", SAME: "one adapter", MIXED: "mixed", PEER: "BatchGenerator"}
+
+Rounds = dict[str, list[dict[str, float]]]
+"""By side."""
+
+_OVER = {"same/base": (SAME, BASE), "mixed/base": (MIXED, BASE), "mixed/same": (MIXED, SAME)}
+
+
+def summary(rows: int, prompt_tokens: int, rounds: Rounds, floor: Floor, adapters: int) -> dict[str, Any]:
+    """One batch: of each side that ran medians, the bytes that its steps have to move and the share of the copying
+    bandwidth that this is; ratios are medians over neighbours in time, those of kinds are tandem / BatchGenerator."""
+    found: dict[str, Any] = {"batch": rows, "prompt_tokens": prompt_tokens}
+    read = {SAME: min(adapters, 1), MIXED: min(adapters, rows)}
+    for side, raw in rounds.items():
+        if raw:
+            medians = {field: round(statistics.median(r[field] for r in raw), 3) for field in raw[0]}
+            context = prompt_tokens + medians["generated_before"]
+            found[side] = medians | floor.of_step(rows, context, read.get(side, 0), medians["step_ms"])
+    ratios = {kind: _ratio(rounds, f"{kind}_tokens_per_s", BASE, PEER) for kind in ("decode", "prefill")}
+    ratios |= {name: _ratio(rounds, "decode_tokens_per_s", *sides) for name, sides in _OVER.items()}
+    return found | {"ratio": {name: ratio for name, ratio in ratios.items() if ratio is not None}, "rounds": rounds}
+
+
+def _ratio(rounds: Mapping[str, Sequence[Mapping[str, float]]], field: str, over: str, under: str) -> float | None:
+    pairs = list(zip(rounds.get(over, ()), rounds.get(under, ()), strict=False))
+    if not pairs:
+        return None
+    return round(statistics.median(a[field] / b[field] if b[field] else 0.0 for a, b in pairs), 3)
+
+
+def ran(row: Mapping[str, Any]) -> list[str]:
+    """The sides that a batch has figures of."""
+    return [side for side in NAMES if side in row]
+
+
+def label(row: Mapping[str, Any]) -> str:
+    """Of a batch, for people."""
+    return f"{row['batch']} × {row['prompt_tokens']:,}"
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """What a batch came to, while others are still measured."""
+    parts = [f"{NAMES[side]} {row[side]['decode_tokens_per_s']:,.0f}" for side in ran(row)]
+    own = row[BASE]
+    return (
+        f"{label(row):>12}  tok/s  {'  '.join(parts)}  |  {own['step_ms']:.2f} ms a step, "
+        f"{own['bandwidth_share']:.0%} of the bandwidth, prompts in {own['prefill_ms']:,.1f} ms"
+    )

@@ -1,0 +1,126 @@
+"""`tandem bench engine` on a real engine: what takes turns, what is counted, and what is kept when the peer ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_tandem.cli.bench.batch_generator import BatchGeneratorPeer
+from mlx_tandem.cli.bench.engine import Batch, EngineBench, EngineLoad
+from mlx_tandem.cli.bench.floor import Floor
+from mlx_tandem.cli.bench.plot import plot_engine
+from mlx_tandem.cli.bench.shapes import SHAPES, write_model
+from mlx_tandem.cli.bench.sides import label, summary
+from mlx_tandem.config import EngineConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.model import footprint, loader
+
+SHAPE = SHAPES["0.13m"]
+
+
+def test_sides_take_turns_on_the_same_work(tmp_path: Path) -> None:
+    out, picture = tmp_path / "engine.json", tmp_path / "engine.svg"
+    command = [sys.executable, "-m", "mlx_tandem", "bench", "engine", "--shape", "0.13m", "--batch", "2,3x40"]
+    options = ["--prompt-tokens", "8", "--max-tokens", "6", "--repeats", "1", "--adapters", "2", "--sampling", "greedy"]
+    done = subprocess.run(
+        [*command, *options, "--json-out", str(out), "--plot", str(picture)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert [label(row) for row in result["results"]] == ["2 × 8", "3 × 40"]
+    assert "no_peer" not in result
+    adapters = {"same": 1, "mixed": 2}
+    for row in result["results"]:
+        assert set(row["ratio"]) == {"decode", "prefill", "same/base", "mixed/base", "mixed/same"}
+        for side in ("tandem", "same", "mixed", "batch_generator"):
+            m = row[side]
+            assert m["step_ms"] > 0 and m["prefill_ms"] > 0
+            moved = m["weight_bytes"] + m["cache_bytes"] + m["adapter_bytes"]
+            assert m["floor_ms"] == pytest.approx(1e3 * moved / result["copy_bytes_per_s"], abs=1e-3)
+            assert m["adapter_bytes"] == adapters.get(side, 0) * row["same"]["adapter_bytes"]
+    assert picture.read_text().startswith("<?xml")
+    assert "BatchGenerator" in done.stdout and "mixed" in done.stdout
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> ModelConfig:
+    return ModelConfig(path=str(write_model(tmp_path / "model", SHAPE)))
+
+
+def test_what_was_measured_is_kept_when_the_peer_ends(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def generate(self: BatchGeneratorPeer, prompts: Any, *others: Any) -> Any:
+        if len(prompts) > 1:
+            raise MemoryError("2 rows are too many")
+        return real(self, prompts, *others)
+
+    real = BatchGeneratorPeer.generate
+    monkeypatch.setattr(BatchGeneratorPeer, "generate", generate)
+    kept: list[dict[str, Any]] = []
+    load = EngineLoad((Batch(1, 8), Batch(2, 8), Batch(1, 9)), max_tokens=4, repeats=1)
+    bench = EngineBench(EngineConfig(model, scheduler=SchedulerConfig(max_num_seqs=2)), load, [], kept.append)
+    engine = Thread(target=bench.measure)  # its thread is done with the device after it
+    engine.start()
+    engine.join()
+    sizes = [len(k["results"]) for k in kept if "results" in k]
+    assert sizes == sorted(sizes) and sizes[-1] == 3
+    assert ["batch_generator" in row for row in kept[-1]["results"]] == [True, False, False]
+    assert kept[-1]["results"][1]["ratio"] == {}
+    assert kept[-1]["no_peer"] == "MemoryError: 2 rows are too many"
+
+
+def test_the_least_that_a_step_moves(model: ModelConfig) -> None:
+    module = loader.load(model, lambda stage, fraction: None, evaluate=False).module
+    # The embedding is the head, too: a step reads all of it.
+    assert footprint.read_by_a_step(module) == 4 * SHAPE.parameters
+    widths = sum(i + o for o, i in SHAPE.linears().values()) * SHAPE.layers
+    assert footprint.adapter_bytes(module, 16, 2) == 2 * 16 * widths
+    floor = Floor(weights=1000, token=10, adapter=100, bandwidth=1e6)
+    assert floor.of_step(rows=4, context=25.0, adapters=2, milliseconds=4.4) == {
+        "weight_bytes": 1000,
+        "cache_bytes": 1000,
+        "adapter_bytes": 200,
+        "floor_ms": 2.2,
+        "bandwidth_share": 0.5,
+    }
+
+
+def test_an_embedding_that_is_looked_up_is_not_read(tmp_path: Path) -> None:
+    config = ModelConfig(path=str(write_model(tmp_path, SHAPES["qwen3-8b"], weights=False)), random_weights=True)
+    module = loader.load(config, lambda stage, fraction: None, evaluate=False).module
+    shape = SHAPES["qwen3-8b"]
+    item = mx.float32.size  # on this device
+    assert footprint.read_by_a_step(module) == item * (shape.parameters - shape.vocab * shape.hidden)
+
+
+def test_ratios_are_of_neighbours_in_time() -> None:
+    def rounds(*rates: float) -> list[dict[str, float]]:
+        return [
+            {f"{kind}_tokens_per_s": r for kind in ("decode", "prefill")}
+            | {"step_ms": 1.0, "prefill_ms": 1.0, "generated_before": 2.0}
+            for r in rates
+        ]
+
+    sides = {"tandem": rounds(100, 200, 300), "same": rounds(90, 160, 270), "mixed": rounds(45, 160, 240)}
+    found = summary(8, 10, sides, Floor(1, 1, 1, 1.0), adapters=4)
+    assert found["ratio"] == {"same/base": 0.9, "mixed/base": 0.8, "mixed/same": 0.889}
+    assert found["mixed"]["adapter_bytes"] == 4
+    assert found["mixed"]["cache_bytes"] == 8 * (10 + 2)
+
+
+def test_a_picture_of_sides_that_did_not_all_run(tmp_path: Path) -> None:
+    side = {"decode_tokens_per_s": 5.0, "step_ms": 2.0, "floor_ms": 1.0}
+    rows = [
+        {"batch": 1, "prompt_tokens": 8, "tandem": side, "batch_generator": side},
+        {"batch": 2, "prompt_tokens": 8, "tandem": side},
+    ]
+    plot_engine({"results": rows}, tmp_path / "engine.png")
+    assert (tmp_path / "engine.png").read_bytes().startswith(b"\x89PNG")
