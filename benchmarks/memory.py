@@ -116,6 +116,7 @@ class Soak:
             "restarts": metrics["restarts"],
             "step_failures": engine["step_failures"],
             "preemptions": engine["preemptions"],
+            "drift_over_last_requests": requests - requests // 10,
             "drift": {name: self._drift(name) for name in ("active", "peak", "front_rss", "engine_rss")},
             "samples": self._samples,
         }
