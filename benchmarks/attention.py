@@ -29,7 +29,7 @@ import numpy as np
 
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.paged_attention import PagedAttention
+from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention
 from mlx_tandem.model.kvformat import RowFormat
 from mlx_tandem.model.trials.machine import copy_bandwidth
 
@@ -62,7 +62,7 @@ def check(make: dialect.Make, combination: Combination, seed: int) -> float:
     blocks = 1 + rows * width
     tables = 1 + rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
     offsets = rng.integers(0, width * BLOCK - length, rows).astype(np.int32)
-    window, cap = (int(rng.integers(1, 200)), 5.0) if more else (None, 0.0)
+    window, cap = (int(rng.integers(1, 200)), 5.0) if more else (EVERYTHING, 0.0)
     queries = mx.array(rng.standard_normal((rows, kv_heads * group, length, dim)).astype(np.float32)).astype(form.dtype)
     sinks = mx.array(rng.standard_normal(kv_heads * group).astype(np.float32)).astype(form.dtype) if more else None
     pool, halves = [], []
@@ -83,7 +83,7 @@ def check(make: dialect.Make, combination: Combination, seed: int) -> float:
         scores = asked[row] @ keys.swapaxes(1, 2) * scale
         scores = cap * np.tanh(scores / cap) if cap else scores
         key, query = np.arange(width * BLOCK)[None], offsets[row] + np.arange(length)[:, None]
-        scores = np.where((key <= query) & (key > query - (window or 1 << 30)), scores, -np.inf)
+        scores = np.where((key <= query) & (key > query - window), scores, -np.inf)
         weights = np.exp(scores)
         total = weights.sum(-1, keepdims=True)
         if sinks is not None:

@@ -24,6 +24,7 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
     prefix_caching: bool = True  # keep what is computed for prompts that begin alike
     kv_bits: Literal[4, 8, 16] = 16  # of a cached number; 16: as the model computes it
     kv_group_size: int = 64  # numbers that share a scale, at least; matters to 4 and 8 bits
+    attention_backend: Literal["auto", "portable", "cuda", "metal"] = "auto"  # auto: the fastest that is right here
 
 
 class DiskCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):

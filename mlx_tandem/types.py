@@ -155,6 +155,7 @@ class EngineInfo(Struct, frozen=True):
     lora_backend: str
     load_seconds: float
     memory: MemoryBudget = MemoryBudget()
+    attention_reason: str = ""  # why this back end
 
 
 class DiskStats(Struct, frozen=True):

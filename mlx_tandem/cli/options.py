@@ -134,6 +134,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
         ),
         Option("engine.cache.kv_bits", "--kv-bits", "Bits of a cached number: 4, 8, or 16 for the model's own."),
         Option("engine.cache.kv_group_size", "--kv-group-size", "Cached numbers that share a scale, at least (64)."),
+        Option(
+            "engine.cache.attention_backend",
+            "--attention-backend",
+            "What reads the blocks; auto: the fastest that is right on this device.",
+        ),
     ),
     "KV cache on the drive": (
         Option("engine.disk.enabled", "--ssd/--no-ssd", "Keep blocks on the drive (if a folder is named)."),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
 from mlx_tandem.engine.tier import READ_BYTES
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.model import cpu, device, footprint, probe
-from mlx_tandem.model.attention import hook, portable
+from mlx_tandem.model.attention import choice, fused, hook
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.footprint import SlotRoom
 from mlx_tandem.model.kvcache import LayerShape
@@ -52,8 +52,16 @@ class Built:
     slot_room: SlotRoom
 
 
-def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: Report) -> Built:
-    """Load the model, check it, size the pool. Raises ModelError. Call it on the thread that will run the steps."""
+def build(
+    config: EngineConfig,
+    weights: Mapping[str, AdapterWeights],
+    report: Report,
+    backends: Sequence[fused.Fused] | None = None,
+) -> Built:
+    """Load the model, check it, size the pool. Raises ModelError. Call it on the thread that will run the steps.
+
+    backends: of attention, beside the portable one; None: those of the device.
+    """
     started = time.monotonic()
     limit = device.memory_limit()  # before anything is taken of it
     model = load(config.model, report)
@@ -66,6 +74,15 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
     vocab_size = probe.vocabulary(model)
     axes = probe.mask_axes(model, shapes, vocab_size)
     shapes = _in_pool(config, shapes)
+    report("checking attention", 0.0)
+    attention = choice.choose(
+        config.cache.attention_backend,
+        shapes,
+        config.cache.block_size,
+        probe.windows(model),
+        fused.available() if backends is None else backends,
+    )
+    log.info("attention by %s: %s", attention.name, attention.reason)
     lora = LoraState(model.module, config.lora, model.dtype)
     needs = footprint.needs(config, limit, model, shapes, vocab_size, lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
@@ -85,6 +102,7 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
         max_num_seqs=config.scheduler.max_num_seqs,
         mask_axes=axes,
         limits=step_limits,
+        attention=attention.layers,
     )
     info = EngineInfo(
         model=config.model.path,
@@ -104,10 +122,11 @@ def build(config: EngineConfig, weights: Mapping[str, AdapterWeights], report: R
         max_loras=config.lora.max_loras,
         max_lora_rank=config.lora.max_lora_rank,
         device=device.describe(),
-        attention_backend=portable.NAME,
+        attention_backend=attention.name,
         lora_backend=lora.backend,
         load_seconds=time.monotonic() - started,
         memory=memory,
+        attention_reason=attention.reason,
     )
     return Built(
         runner,

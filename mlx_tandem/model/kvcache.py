@@ -16,8 +16,17 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.model.attention import portable
+from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES, PagedAttention
 from mlx_tandem.model.kvformat import RowFormat
 from mlx_tandem.model.shapes import EXACT_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class Asks:
+    """How a layer's own code asks for attention, where it does so through `attend`."""
+
+    heads: int  # of queries
+    sinks: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +35,7 @@ class LayerShape:
 
     keys: RowFormat
     values: RowFormat
+    asks: Asks | None = None
 
     @property
     def halves(self) -> tuple[RowFormat, RowFormat]:
@@ -36,7 +46,8 @@ class LayerShape:
 
     def quantised(self, bits: int, group: int) -> LayerShape:
         """The same layer with its keys and values in so many bits."""
-        return LayerShape(*(replace(half, bits=bits, group=group) for half in self.halves))
+        keys, values = (replace(half, bits=bits, group=group) for half in self.halves)
+        return replace(self, keys=keys, values=values)
 
 
 class StepView:
@@ -67,11 +78,11 @@ class StepView:
         level: int | None = None,
     ):
         self.offset = offset
+        self.tables = tables
         self.in_place = in_place
         self.level = level
         self.block_size = block_size
         self._slots = slots
-        self._tables = tables
         self._num_blocks = num_blocks
         self._mask_axes = mask_axes
         self._blocks = in_place[1] - in_place[0] if in_place else tables.shape[1]
@@ -93,6 +104,10 @@ class StepView:
             self._masks[length, window] = made
         return made
 
+    def window(self, mask: mx.array | None) -> int | None:
+        """That of a mask which `mask` has made; None for any other."""
+        return next((window or EVERYTHING for (_, window), made in self._masks.items() if made is mask), None)
+
     def real(self) -> mx.array:
         """[rows, 1, length, 1] bool: which positions are not padding. Padding goes to the first block, the scratch."""
         if self._real is None:
@@ -109,7 +124,7 @@ class StepView:
     def runs(self, heads: int) -> mx.array:
         """[rows, heads, blocks]: the pool's runs of one block that the rows read."""
         if heads not in self._runs:
-            self._runs[heads] = self._tables[:, None] + arange(heads)[:, None] * self._num_blocks
+            self._runs[heads] = self.tables[:, None] + arange(heads)[:, None] * self._num_blocks
         return self._runs[heads]
 
 
@@ -122,10 +137,12 @@ def arange(n: int) -> mx.array:
 class PagedCache:
     """One layer's share of the pool, bound anew for each forward: arrays are arguments of the step, never captured."""
 
-    def __init__(self, shape: LayerShape):
+    def __init__(self, shape: LayerShape, fused: PagedAttention | None = None):
         self.shape = shape
+        self._fused = fused
         self._arrays: list[mx.array] = []
         self._view: StepView | None = None
+        self._fetched: tuple[mx.array, ...] = ()
 
     def bind(self, arrays: Sequence[mx.array], view: StepView) -> None:
         """`arrays`: those of the lines of keys, then of values."""
@@ -133,7 +150,7 @@ class PagedCache:
 
     def release(self) -> list[mx.array]:
         """The pool after the forward. The cache keeps no reference: the next write must find itself alone."""
-        arrays, self._arrays, self._view = self._arrays, [], None
+        arrays, self._arrays, self._view, self._fetched = self._arrays, [], None, ()
         return arrays
 
     # what mlx-lm's modules call
@@ -155,6 +172,7 @@ class PagedCache:
         between = len(self.shape.keys.lines())
         k = self._update(self.shape.keys, self._arrays[:between], keys)
         v = self._update(self.shape.values, self._arrays[between:], values)
+        self._fetched = k, v
         return k, v
 
     def attend(
@@ -166,7 +184,15 @@ class PagedCache:
         mask: mx.array | str | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Where the hook sends the layer's attention."""
+        """Where the hook sends the layer's attention. Few queries over just what was fetched, under one of this step's
+        own masks, are answered from the pool, and what was to be gathered for them never is."""
+        v = self._view
+        assert v is not None
+        fetched = len(self._fetched) == 2 and keys is self._fetched[0] and values is self._fetched[1]
+        if self._fused is not None and fetched and queries.shape[2] <= MOST_QUERIES:
+            window = v.window(mask)
+            if window is not None and queries.dtype == self.shape.keys.dtype:
+                return self._fused(queries, self._arrays, v.tables, v.offset, scale, window=window, sinks=sinks)
         return portable.attend(queries, keys, values, scale, mask, sinks)
 
     def _update(self, form: RowFormat, pool: list[mx.array], new: mx.array) -> mx.array:
@@ -209,10 +235,27 @@ class ProbeCache:
 
     def __init__(self) -> None:
         self.shape: LayerShape | None = None
+        self.windows: set[int] = set()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> str | None:
+        if window_size is not None:
+            self.windows.add(window_size)
         return None
 
+    def attend(
+        self,
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        scale: float,
+        mask: mx.array | None,
+        sinks: mx.array | None,
+    ) -> mx.array:
+        assert self.shape is not None
+        self.shape = replace(self.shape, asks=Asks(queries.shape[1], sinks is not None))
+        return portable.attend(queries, keys, values, scale, mask, sinks)
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        self.shape = LayerShape(*(RowFormat(new.shape[1], new.shape[3], new.dtype) for new in (keys, values)))
+        keys_form, values_form = (RowFormat(new.shape[1], new.shape[3], new.dtype) for new in (keys, values))
+        self.shape = LayerShape(keys_form, values_form)
         return keys, values

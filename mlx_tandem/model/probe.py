@@ -39,6 +39,14 @@ def layer_shapes(model: LoadedModel) -> list[LayerShape]:
     return [s for s in shapes if s is not None]
 
 
+def windows(model: LoadedModel) -> list[int]:
+    """Of the masks that the model asks its caches for, beside those without one."""
+    module: Any = model.module
+    probes = [ProbeCache() for _ in make_prompt_cache(module)]
+    module(mx.zeros((1, 2), mx.int32), cache=probes)
+    return sorted(set[int]().union(*(p.windows for p in probes)))
+
+
 def vocabulary(model: LoadedModel) -> int:
     """The width of the logits, which is what token ids are checked against."""
     module: Any = model.module

@@ -23,6 +23,7 @@ from mlx_tandem.engine.plan import CARRY, Bytes, DeviceError, Row, StepPlan, Ste
 from mlx_tandem.model import cpu, device
 from mlx_tandem.model.blocks import KVArrays
 from mlx_tandem.model.head import HeadSelector
+from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES, PagedAttention
 from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora import LoraState
@@ -98,7 +99,8 @@ class Flight:
 
 
 class MLXRunner:
-    """`weights` maps adapter digests to what `StepPlan.uploads` may ask for; the owner keeps it current."""
+    """`weights` maps adapter digests to what `StepPlan.uploads` may ask for; the owner keeps it current. `attention` has
+    for each layer what answers few queries; None, or nothing for any layer: the portable back end does."""
 
     def __init__(
         self,
@@ -113,6 +115,7 @@ class MLXRunner:
         max_num_seqs: int,
         mask_axes: int,
         limits: StepLimits = UNLIMITED,
+        attention: Sequence[PagedAttention | None] = (),
     ):
         self._model: Any = model.module
         self._head = HeadSelector.of(model.module)
@@ -124,7 +127,11 @@ class MLXRunner:
         self._mask_axes = mask_axes
         self._limits = limits
         self._seats = Seats(max_num_seqs, vocab_size)
-        self._caches = [PagedCache(shape) for shape in layers]
+        attention = attention or [None] * len(layers)
+        self._caches = [PagedCache(*each) for each in zip(layers, attention, strict=True)]
+        # Rows of so many tokens are read where they lie: their step needs no memory for what it reads of the pool, and
+        # short contexts are not padded to the length of long ones.
+        self._fused_length = MOST_QUERIES if all(attention) else 0
         self._pool = KVArrays(layers, num_blocks, block_size)
         self._steps: OrderedDict[_Key, Callable[..., Any]] = OrderedDict()
         self._compiled = 0  # since start
@@ -232,6 +239,9 @@ class MLXRunner:
             by_length.setdefault((1 if n == 1 else padded_length(n), bool(r.targets), apart), []).append(i)
         pieces = []
         for (length, _, _), group in by_length.items():
+            if length <= self._fused_length:
+                pieces.append(group)
+                continue
             positions = min(self._limits.positions, self._limits.pairs // length)
             for part in split_by_context(group, blocks):
                 pieces += cut(part, blocks, positions // self._block_size)
@@ -331,13 +341,13 @@ class MLXRunner:
 
     def _level(self, rows: list[Row]) -> int | None:
         """What `StepView` calls so, of rows that go into one forward."""
-        start = rows[0].start
-        worth = len(rows[0].tokens) > 1 if start == 0 else len(rows) == 1 and len(rows[0].tokens) >= LEVEL_TOKENS
+        start, length = rows[0].start, len(rows[0].tokens)
+        worth = length > max(1, self._fused_length) if start == 0 else len(rows) == 1 and length >= LEVEL_TOKENS
         return start if self.levels and worth and all(r.start == start for r in rows) else None
 
     def _contiguous(self, rows: list[Row]) -> tuple[int, int] | None:
         """The block range of a single prompt chunk that can be read in place."""
-        if len(rows) > 1 or len(rows[0].tokens) == 1:
+        if len(rows) > 1 or len(rows[0].tokens) <= max(1, self._fused_length):
             return None
         n = blocks_read(rows[0], self._block_size)
         table = rows[0].table

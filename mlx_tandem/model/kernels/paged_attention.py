@@ -28,8 +28,10 @@ WIDEST = 256
 FULL = 264
 """Blocks of threads from which on a device is taken to be busy: two for each processor of the largest one known."""
 
+EVERYTHING = 1 << 30
+"""The window of queries that see all that is before them."""
+
 _ALIGN = 64  # keys; as in `spans`
-_NO_WINDOW = 1 << 30
 
 _SPANS = r"""
 // The keys that a row's queries see, cut into splits of one length but for the last.
@@ -368,7 +370,7 @@ class PagedAttention:
 
     def __init__(self, make: Make, form: RowFormat, block_size: int):
         """Raises ValueError when rows of this form cannot be read."""
-        if why := unreadable(form):
+        if why := unreadable_rows(form):
             raise ValueError(why)
         self._form = form
         self._block_size = block_size
@@ -395,7 +397,7 @@ class PagedAttention:
         offsets: mx.array,
         scale: float,
         *,
-        window: int | None = None,
+        window: int = EVERYTHING,
         sinks: mx.array | None = None,
         cap: float = 0.0,
         splits: int = 0,
@@ -410,11 +412,11 @@ class PagedAttention:
         group = heads // form.heads
         together = queries_together(group * length, dim)
         across = form.heads * -(-group * length // together)
-        positions = min(tables.shape[1] * block, (window or _NO_WINDOW) + _ALIGN)
+        positions = min(tables.shape[1] * block, window + _ALIGN)
         splits = splits or split_count(rows * across, positions)
         warps = warps or (8 if rows * across * splits <= FULL // 2 else 4)
         blocks = pool[0].shape[0] // (form.heads * block)
-        sizes = constant((blocks, splits, window or _NO_WINDOW), mx.int32)
+        sizes = constant((blocks, splits, window), mx.int32)
         inner = math.log2(math.e) * (scale / cap if cap else scale)
         scales = constant((scale / cap if cap else inner, cap * math.log2(math.e), 1.0), mx.float32)
         template: dict[str, Constant] = {
@@ -456,7 +458,7 @@ class PagedAttention:
         return out.swapaxes(1, 2)
 
 
-def unreadable(form: RowFormat) -> str:
+def unreadable_rows(form: RowFormat) -> str:
     """Why the kernels cannot read rows of this form; empty: they can."""
     if form.dim > WIDEST or form.dim % 16:
         return f"heads of {form.dim} numbers"

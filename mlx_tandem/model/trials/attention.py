@@ -9,8 +9,9 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-from mlx_tandem.model.attention import portable
+from mlx_tandem.model.attention import fused, portable
 from mlx_tandem.model.blocks import KVArrays
+from mlx_tandem.model.kernels.paged_attention import PagedAttention
 from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
 from mlx_tandem.model.kvformat import RowFormat
 
@@ -37,6 +38,7 @@ class Case:
     window: int | None
     sinks: mx.array | None
     bits: int  # of a cached number; 0: as it is
+    grid: int = 64  # numbers that share one, at least
 
     @property
     def scale(self) -> float:
@@ -44,7 +46,7 @@ class Case:
 
     @property
     def shape(self) -> LayerShape:
-        form = RowFormat(self.keys.shape[1], self.keys.shape[3], self.keys.dtype, self.bits, 64)
+        form = RowFormat(self.keys.shape[1], self.keys.shape[3], self.keys.dtype, self.bits, self.grid)
         return LayerShape(form, form)
 
     def __str__(self) -> str:
@@ -62,37 +64,66 @@ Backend = Callable[[Case], mx.array]
 def draw(seed: int) -> Case:
     """The case of a number: always the same one."""
     rng = np.random.default_rng(seed)
-    name = list(TYPES)[seed % len(TYPES)]
     kv_heads, group = int(rng.choice([1, 2, 3, 4])), int(rng.choice([1, 2, 4, 7]))
-    dim, length, rows = (
-        int(rng.choice([64, 80, 96, 128, 256])),
-        int(rng.choice([1, 1, 2, 5, 8, 19])),
-        int(rng.integers(1, 6)),
+    return invent(
+        rng,
+        list(TYPES)[seed % len(TYPES)],
+        (kv_heads, group, int(rng.choice([64, 80, 96, 128, 256]))),
+        length=int(rng.choice([1, 1, 2, 5, 8, 19])),
+        rows=int(rng.integers(1, 6)),
+        block_size=int(rng.choice([4, 8, 16, 32])),
+        window=int(rng.integers(1, 60)) if seed % 5 in (1, 2) else None,
+        sinks=seed % 7 == 3,
+        bits=8 if seed % 4 == 1 else 0,
     )
-    block = int(rng.choice([4, 8, 16, 32]))
-    starts = rng.integers(0, 150, rows).astype(np.int32)
-    width = -(-int(starts.max() + length) // block)
+
+
+def invent(
+    rng: np.random.Generator,
+    dtype: str,
+    heads: tuple[int, int, int],
+    *,
+    length: int,
+    rows: int,
+    block_size: int,
+    longest: int = 150,
+    window: int | None = None,
+    sinks: bool = False,
+    bits: int = 0,
+    grid: int = 64,
+) -> Case:
+    """heads: (of keys and values, queries' for each of them, numbers of a head); longest: tokens before the row's."""
+    kv_heads, group, dim = heads
+    starts = rng.integers(0, longest, rows).astype(np.int32)
+    width = -(-int(starts.max() + length) // block_size)
     tables = 1 + rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
 
     def numbers(*shape: int) -> mx.array:
-        return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(TYPES[name])
+        return mx.array(rng.standard_normal(shape).astype(np.float32)).astype(TYPES[dtype])
 
     return Case(
-        name,
+        dtype,
         numbers(rows, kv_heads * group, length, dim),
         numbers(rows, kv_heads, int(starts.max()) + length, dim),
         numbers(rows, kv_heads, int(starts.max()) + length, dim),
         starts,
         tables,
-        block,
-        int(rng.integers(1, 60)) if seed % 5 in (1, 2) else None,
-        numbers(kv_heads * group) if seed % 7 == 3 else None,
-        8 if seed % 4 == 1 else 0,
+        block_size,
+        window,
+        numbers(kv_heads * group) if sinks else None,
+        bits,
+        grid,
     )
 
 
 def plain(case: Case) -> mx.array:
-    """Attention as it is written in books, one row after the other, in float32 and without a pool."""
+    """Attention as it is written in books, one row after the other, in float32 and without a pool. Computed on the CPU:
+    a GPU may round the factors of float32 products."""
+    with mx.stream(mx.cpu):
+        return _plain(case)
+
+
+def _plain(case: Case) -> mx.array:
     heads, length = case.queries.shape[1:3]
     kv_heads, dim = case.keys.shape[1], case.keys.shape[3]
     outputs = []
@@ -116,12 +147,13 @@ def plain(case: Case) -> mx.array:
     return mx.stack(outputs)
 
 
-def _portable(case: Case) -> mx.array:
-    """As the engine does it: the context is written into blocks of a pool, then the new tokens attend."""
+def answer(case: Case, attention: PagedAttention | None = None) -> mx.array:
+    """As the engine does it: the context is written into blocks of a pool, then the new tokens attend; by a fused back
+    end's kernels where those are given and do it."""
     rows, _, length, _ = case.queries.shape
     block = case.block_size
     blocks = 1 + case.tables.size
-    cache = PagedCache(case.shape)
+    cache = PagedCache(case.shape, attention)
     pool = KVArrays([case.shape], blocks, block)
 
     def view(positions: npt.NDArray[np.int32], real: npt.NDArray[np.bool_]) -> StepView:
@@ -148,8 +180,18 @@ def _portable(case: Case) -> mx.array:
     return output
 
 
-BACKENDS: dict[str, Backend] = {portable.NAME: _portable}
-"""What `worst` can be asked about; a new back end is one more line."""
+def by(backend: fused.Fused) -> Backend:
+    """Forms that its kernels cannot read are answered as `portable` does."""
+
+    def answered(case: Case) -> mx.array:
+        readable = not fused.unreadable(case.shape)
+        return answer(case, backend.attention(case.shape, case.block_size) if readable else None)
+
+    return answered
+
+
+BACKENDS: dict[str, Backend] = {portable.NAME: answer} | {b.name: by(b) for b in fused.available()}
+"""What `worst` can be asked about."""
 
 
 @dataclass(frozen=True)

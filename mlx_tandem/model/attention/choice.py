@@ -1,0 +1,153 @@
+"""Which back end of attention serves: the fastest of those that are right on this device, for this model's layers."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model.attention import fused, portable
+from mlx_tandem.model.blocks import KVArrays
+from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES, PagedAttention
+from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
+from mlx_tandem.model.trials import attention as trial
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 4e-3}
+"""Of the 2-norm of attention in float32. A wrong mask, table or head is off by a tenth and more."""
+
+ROWS, CONTEXT = 16, 1024  # of the step that is timed
+CHAIN = 8  # calls of it, each with the output of the one before as its queries
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    name: str
+    reason: str  # for people: the figures that decided
+    layers: tuple[PagedAttention | None, ...]  # what answers each layer's few queries; None: portable does
+
+
+def choose(
+    asked: str,
+    shapes: Sequence[LayerShape],
+    block_size: int,
+    windows: Sequence[int],
+    candidates: Sequence[fused.Fused],
+    seconds: Callable[[LayerShape, PagedAttention | None, int], float] | None = None,
+) -> Choice:
+    """asked: a back end's name, which is then taken unless it is wrong, or `auto`. windows: those of the model's masks;
+    seconds: what times an attention, of (shape, attention, block size).
+
+    Raises ModelError when a back end that was asked for is not there, cannot serve this model or is wrong.
+    """
+    seconds = seconds or _seconds
+    nothing: tuple[PagedAttention | None, ...] = (None,) * len(shapes)
+    if asked == portable.NAME:
+        return Choice(portable.NAME, "asked for", nothing)
+    candidates = [c for c in candidates if asked in (AUTO, c.name)]
+    reasons = [] if candidates else ["this device has no other" if asked == AUTO else "it needs another device"]
+    kinds = [s for s in dict.fromkeys(shapes) if s.asks and not fused.unreadable(s)]
+    if candidates and not kinds:
+        own = [fused.unreadable(s) if s.asks else "layers that compute attention by themselves" for s in shapes]
+        reasons = [f"the model has {own[0]}"]
+    for candidate in candidates if kinds else ():
+        attentions = {kind: candidate.attention(kind, block_size) for kind in kinds}
+        try:
+            problem = _problem(attentions, block_size, windows)
+            if not problem and asked == AUTO:
+                theirs, ours = (
+                    sum(seconds(kind, a, block_size) for kind, a in each.items())
+                    for each in (attentions, dict.fromkeys(kinds))
+                )
+                figures = f"{theirs * 1e6:.0f} µs a step and layer, {portable.NAME} takes {ours * 1e6:.0f}"
+                problem = "" if theirs < ours else f"slower: {figures}"
+        except Exception as e:
+            log.warning("attention by %s failed its check", candidate.name, exc_info=True)
+            problem = f"{type(e).__name__}: {e}".strip()[:500]
+        if not problem:
+            serving = tuple(attentions.get(s) if s.asks else None for s in shapes)
+            return Choice(candidate.name, "asked for" if asked != AUTO else f"faster: {figures}", serving)
+        reasons.append(f"{candidate.name} is not taken: {problem}")
+    if asked != AUTO:
+        raise ModelError(f"attention by {asked!r} is not possible: {'; '.join(reasons)}", param="attention_backend")
+    return Choice(portable.NAME, "; ".join(reasons), nothing)
+
+
+def _problem(attentions: dict[LayerShape, PagedAttention], block_size: int, windows: Sequence[int]) -> str:
+    """What is wrong with the answers to random questions; empty: nothing."""
+    for shape, attention in attentions.items():
+        for case in _cases(shape, block_size, windows):
+            expected = np.array(trial.plain(case))
+            got = np.array(trial.answer(case, attention).astype(mx.float32))
+            error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+            if not error <= TOLERANCE[case.dtype]:
+                return f"wrong by {error:.1e} in {case}"
+    return ""
+
+
+def _cases(shape: LayerShape, block_size: int, windows: Sequence[int]) -> Iterator[trial.Case]:
+    """As many queries as rows have, and contexts that are read in one piece and in several."""
+    form, asks = shape.keys, shape.asks
+    assert asks is not None
+    rng = np.random.default_rng(0)
+    for window in (None, *windows):
+        for length in (1, MOST_QUERIES):
+            for longest in (90, 700):
+                yield trial.invent(
+                    rng,
+                    str(form.dtype).rpartition(".")[2],
+                    (form.heads, asks.heads // form.heads, form.dim),
+                    length=length,
+                    rows=3,
+                    block_size=block_size,
+                    longest=longest,
+                    window=window,
+                    sinks=asks.sinks,
+                    bits=form.bits,
+                    grid=form.group or 64,
+                )
+
+
+def _seconds(shape: LayerShape, attention: PagedAttention | None, block_size: int) -> float:
+    """Of one layer's part in a decode step, without its products: writing what is new, and attention."""
+    form, asks = shape.keys, shape.asks
+    assert asks is not None
+    width = -(-CONTEXT // block_size)
+    blocks = 1 + ROWS * width
+    pool = KVArrays([shape], blocks, block_size)
+    cache = PagedCache(shape, attention)
+    tables = 1 + np.arange(ROWS * width, dtype=np.int32).reshape(ROWS, width)
+    last = CONTEXT - 1
+    slots = (tables[:, last // block_size] * block_size + last % block_size)[:, None]
+    view = StepView(
+        mx.full((ROWS,), last, mx.int32),
+        mx.array(slots),
+        mx.array(tables),
+        num_blocks=blocks,
+        block_size=block_size,
+        mask_axes=1,
+    )
+    new = mx.random.normal((ROWS, form.heads, 1, form.dim)).astype(form.dtype)
+    sinks = mx.zeros((asks.heads,), form.dtype) if asks.sinks else None
+    times = []
+    for _ in range(5):
+        queries = mx.random.normal((ROWS, asks.heads, 1, form.dim)).astype(form.dtype)
+        mx.eval(queries, new)
+        started = time.perf_counter()
+        for _ in range(CHAIN):
+            cache.bind(pool.layers[0], view)
+            keys, values = cache.update_and_fetch(new, new)
+            queries = cache.attend(queries, keys, values, form.dim**-0.5, view.mask(1, None), sinks)
+            del keys, values
+            pool.layers = [cache.release()]
+        mx.eval(queries)
+        times.append((time.perf_counter() - started) / CHAIN)
+    return min(times)
