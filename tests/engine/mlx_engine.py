@@ -23,6 +23,7 @@ from mlx_tandem.engine.tier import Drive, Tier
 from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.kv.prefix import PrefixCache
+from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.kvformat import RowFormat
 from mlx_tandem.types import Request
@@ -92,15 +93,23 @@ def make_engine(
     max_rank: int = 16,
     kv_bits: Literal[4, 8, 16] = 16,
     kv_group_size: int = 64,
+    attention_backend: Literal["auto", "portable", "cuda", "metal"] = "auto",
+    backends: Sequence[Fused] | None = None,
 ) -> Engine:
     weights: dict[str, AdapterWeights] = {}
     config = EngineConfig(
         model=ModelConfig(path=str(folder)),
-        cache=CacheConfig(block_size=8, num_blocks=num_blocks, kv_bits=kv_bits, kv_group_size=kv_group_size),
+        cache=CacheConfig(
+            block_size=8,
+            num_blocks=num_blocks,
+            kv_bits=kv_bits,
+            kv_group_size=kv_group_size,
+            attention_backend=attention_backend,
+        ),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
         lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank),
     )
-    return Engine(build(config, weights, lambda stage, fraction: None), weights)
+    return Engine(build(config, weights, lambda stage, fraction: None, backends), weights)
 
 
 class _RoundedCache(KVCache):

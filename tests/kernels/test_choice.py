@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,32 +12,17 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model.attention import choice
 from mlx_tandem.model.attention.choice import choose
 from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.kernels.dialect import Kernel, Make
 from mlx_tandem.model.kernels.paged_attention import PagedAttention
 from mlx_tandem.model.kvcache import Asks, LayerShape
 from mlx_tandem.model.kvformat import RowFormat
 from tests.kernels import shim
+from tests.kernels.broken import Broken
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 
 FORM = RowFormat(1, 32, mx.float32)
 SHAPES = [LayerShape(FORM, FORM, Asks(2, False))] * 2
 BLOCK = 16
-
-
-@dataclass(frozen=True)
-class Broken:
-    """Makes kernels of bodies in which some text is another."""
-
-    make: Make
-    right: str
-    wrong: str
-
-    def __call__(
-        self, name: str, inputs: Sequence[str], outputs: Sequence[str], body: str, functions: str = ""
-    ) -> Kernel:
-        assert self.right in body or name == "paged_attention_together"
-        return self.make(name, inputs, outputs, body.replace(self.right, self.wrong), functions)
 
 
 @pytest.fixture

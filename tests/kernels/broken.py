@@ -1,0 +1,23 @@
+"""Kernels that are wrong on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_tandem.model.kernels.dialect import Kernel, Make
+
+
+@dataclass(frozen=True)
+class Broken:
+    """Makes kernels of bodies in which some text is another."""
+
+    make: Make
+    right: str
+    wrong: str
+
+    def __call__(
+        self, name: str, inputs: Sequence[str], outputs: Sequence[str], body: str, functions: str = ""
+    ) -> Kernel:
+        assert self.right in body or name == "paged_attention_together"
+        return self.make(name, inputs, outputs, body.replace(self.right, self.wrong), functions)

@@ -1,0 +1,79 @@
+"""Fused attention in the real engine: its kernels run on the CPU, and what is served is what mlx-lm says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_tandem.model.attention.fused import Fused
+from mlx_tandem.model.kernels.paged_attention import PagedAttention
+from mlx_tandem.types import Request, SamplingParams
+from tests import tiny_models
+from tests.engine.mlx_engine import Oracle, assert_agrees, make_engine
+from tests.kernels import shim
+from tests.kernels.broken import Broken
+
+pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+
+_rng = np.random.default_rng(5)
+PROMPTS = [tuple(_rng.integers(3, tiny_models.VOCAB, n).tolist()) for n in (5, 70, 12)]
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled() -> Iterator[None]:
+    """The shim computes at once; while a step is traced there are no numbers."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How long each rectangle was that a kernel answered."""
+    seen: list[int] = []
+    answer = PagedAttention.__call__
+
+    def counted(self: PagedAttention, queries: mx.array, *rest: object, **options: object) -> mx.array:
+        seen.append(queries.shape[2])
+        return answer(self, queries, *rest, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PagedAttention, "__call__", counted)
+    return seen
+
+
+def ask() -> list[Request]:
+    params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=3)
+    return [Request(i, prompt, params) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("kv_bits", [16, 8])
+def test_it_says_what_mlx_lm_says(tmp_path: Path, kv_bits: Literal[16, 8], calls: list[int]) -> None:
+    folder = tiny_models.make(tmp_path / "model", "llama")
+    backends = [Fused("cuda", shim.maker(tmp_path))]
+    engine = make_engine(folder, kv_bits=kv_bits, kv_group_size=16, attention_backend="cuda", backends=backends)
+    info = engine.built.info
+    assert (info.attention_backend, info.attention_reason) == ("cuda", "asked for")
+    calls.clear()
+    oracle = Oracle.load(folder, kv_bits=kv_bits if kv_bits < 16 else 0, kv_group_size=16)
+    assert_agrees(engine.run(ask()), oracle, "fused")
+    layers, steps = info.layers, 5  # the first token comes with the prompt
+    assert calls.count(1) == layers * steps
+    assert calls.count(8) == layers  # the prompt of 5
+    assert_agrees(engine.run(ask(), chunks=5, stagger=1), oracle, "fused, in chunks that are verified like guesses")
+    assert calls.count(8) > 2 * layers
+
+
+def test_serving_goes_on_without_a_broken_kernel(tmp_path: Path, calls: list[int]) -> None:
+    folder = tiny_models.make(tmp_path / "model", "llama")
+    broken = Broken(shim.maker(tmp_path), "k <= position[n]", "k < position[n]")
+    engine = make_engine(folder, backends=[Fused("cuda", broken)])
+    assert engine.built.info.attention_backend == "portable"
+    assert engine.built.info.attention_reason.startswith("cuda is not taken: wrong by ")
+    calls.clear()
+    assert_agrees(engine.run(ask()), Oracle.load(folder), "portable")
+    assert not calls
