@@ -17,7 +17,13 @@ class Broken:
     wrong: str
 
     def __call__(
-        self, name: str, inputs: Sequence[str], outputs: Sequence[str], body: str, functions: str = ""
+        self,
+        name: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        body: str,
+        functions: str = "",
+        writes: Sequence[str] = (),
     ) -> Kernel:
         assert self.right in body or name == "paged_attention_together"
-        return self.make(name, inputs, outputs, body.replace(self.right, self.wrong), functions)
+        return self.make(name, inputs, outputs, body.replace(self.right, self.wrong), functions, writes)

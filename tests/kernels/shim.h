@@ -11,6 +11,7 @@
 extern "C" {
 float exp2f(float);
 float tanhf(float);
+float sqrtf(float);
 float fabsf(float);
 float ldexpf(float, int);
 float nearbyintf(float);
@@ -209,6 +210,7 @@ template <class V> static void store(void* p, V v) {
 #define WORD_BITS(x) bits<uint>((float)(x))
 #define EXP2(x) exp2f(x)
 #define TANH(x) tanhf(x)
+#define RSQRT(x) (1.0f / sqrtf(x))
 #define FLOAT4(a, b, c, d) float4{a, b, c, d}
 #define WORDS4(a, b, c, d) uint4{a, b, c, d}
 #define BYTE(w, i) float(((w) >> (8 * (i))) & 255u)

@@ -38,7 +38,14 @@ def maker(folder: Path, *, backwards: bool = False) -> Make:
     """Compiled kernels are kept in `folder`. `backwards`: the threads of a block take turns in the other order, which
     changes the result of a kernel that lacks a barrier."""
 
-    def make(name: str, inputs: Sequence[str], outputs: Sequence[str], body: str, functions: str = "") -> Kernel:
+    def make(
+        name: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        body: str,
+        functions: str = "",
+        writes: Sequence[str] = (),
+    ) -> Kernel:
         def call(
             arrays: Sequence[mx.array],
             template: Mapping[str, Constant],
@@ -65,6 +72,9 @@ def maker(folder: Path, *, backwards: bool = False) -> Make:
             for room in given + made:
                 if (room[:GUARD] != 255).any() or (room[len(room) - GUARD :] != 255).any():
                     raise KernelError(f"{name}: wrote outside of a buffer")
+            for name_of, array, room in zip(inputs, arrays, given, strict=True):
+                if name_of in writes:
+                    _overwrite(array, room[GUARD : len(room) - GUARD])
             return [_array(room, *s) for room, s in zip(made, shaped, strict=True)]
 
         return call
@@ -114,6 +124,13 @@ def _library(folder: Path, name: str, source: str) -> ctypes.CDLL:
 def _bytes(array: mx.array) -> bytes:
     wide = array.view(mx.uint16) if array.dtype in (mx.bfloat16, mx.float16) else array
     return np.ascontiguousarray(np.array(wide)).tobytes()
+
+
+def _overwrite(array: mx.array, content: np.ndarray) -> None:
+    """In place, as kernels do that write an input."""
+    words = array.view(mx.uint16)
+    mx.eval(words)
+    ctypes.memmove(np.array(words, copy=False).__array_interface__["data"][0], content.ctypes.data, len(content))
 
 
 def _guarded(content: bytes) -> np.ndarray:

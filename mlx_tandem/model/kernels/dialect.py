@@ -9,7 +9,7 @@ types, and these words:
 - `LOAD16(pointer)` → uint4, `LOAD8(pointer)` → uint2, `STORE16(pointer, uint4)`: of device memory, aligned so;
 - `pair(word, T())` → float2: the two 16-bit numbers of type T in a word; `BYTE(word, i)` → float: its i-th byte;
   `FLOAT_BITS(word)`, `WORD_BITS(x)`; `FLOAT4(a, b, c, d)`, `WORDS4(a, b, c, d)` make a float4, a uint4;
-- `float(x)` and `T(x)` convert; `EXP2`, `TANH`, `min`, `max`; `UNROLL` before a loop whose bounds are constants;
+- `float(x)` and `T(x)` convert; `EXP2`, `TANH`, `RSQRT`, `min`, `max`; `UNROLL` before a loop whose bounds are constants;
 - `DEVICE` before a function, and `GLOBAL` before what a pointer to an input or output points to.
 
 What no target lacks may be used beside them: structs, templates, `auto`, `uint`, `float4` and the like. No lambdas, no
@@ -45,10 +45,20 @@ class Kernel(Protocol):
 
 
 class Make(Protocol):
-    """Makes a kernel of its body; `functions` stand before it. Nothing is compiled before the first call."""
+    """Makes a kernel of its body; `functions` stand before it. Nothing is compiled before the first call.
+
+    writes: inputs that the body casts to what can be written. MLX knows nothing of that: nobody else may hold them, and
+    whatever reads them afterwards must take an output of the kernel, too.
+    """
 
     def __call__(
-        self, name: str, inputs: Sequence[str], outputs: Sequence[str], body: str, functions: str = ""
+        self,
+        name: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        body: str,
+        functions: str = "",
+        writes: Sequence[str] = (),
     ) -> Kernel: ...
 
 
@@ -68,6 +78,7 @@ typedef unsigned int uint;
 #define FLOAT_BITS(w) __uint_as_float(w)
 #define WORD_BITS(x) __float_as_uint(x)
 #define TANH(x) tanhf(x)
+#define RSQRT(x) rsqrtf(x)
 #define FLOAT4(a, b, c, d) make_float4(a, b, c, d)
 #define WORDS4(a, b, c, d) make_uint4(a, b, c, d)
 #define BYTE(w, i) (__uint_as_float(__byte_perm(w, 0x4b000000u, 0x7540u | (i))) - 8388608.0f)
@@ -109,6 +120,7 @@ _METAL = r"""
 #define WORD_BITS(x) as_type<uint>((float)(x))
 #define EXP2(x) fast::exp2(x)
 #define TANH(x) precise::tanh(x)
+#define RSQRT(x) precise::rsqrt(x)
 #define FLOAT4(a, b, c, d) float4(a, b, c, d)
 #define WORDS4(a, b, c, d) uint4(a, b, c, d)
 #define BYTE(w, i) float(((w) >> (8 * (i))) & 255u)
@@ -138,7 +150,14 @@ def available() -> tuple[Target, ...]:
 def maker(target: Target) -> Make:
     """Kernels for one target. A kernel that cannot be compiled raises when its result is evaluated."""
 
-    def make(name: str, inputs: Sequence[str], outputs: Sequence[str], body: str, functions: str = "") -> Kernel:
+    def make(
+        name: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        body: str,
+        functions: str = "",
+        writes: Sequence[str] = (),
+    ) -> Kernel:
         declared = _METAL if target == "metal" else _CUDA
         start = _METAL_START if target == "metal" else _CUDA_START
         declare: Any = mx.fast.metal_kernel if target == "metal" else mx.fast.cuda_kernel

@@ -1,0 +1,214 @@
+"""The way from the product of q, k and v to attention in one kernel: norms of the heads, rotation, and the pool.
+
+A warp has one head of one token; a lane the pairs of numbers that are rotated together. Queries come out as attention
+wants them, keys and values go into the pool as it keeps them, few bits included. The pool is written where it lies:
+MLX takes it for an input. What reads it there has to take another output of this kernel too, and so comes after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_tandem.model.kernels.dialect import Constant, Make
+from mlx_tandem.model.kernels.paged_attention import constant
+from mlx_tandem.model.kvformat import RowFormat
+
+WARPS = 4
+
+_FUNCTIONS = r"""
+DEVICE uint bfloat_bits(float x) {
+  const uint w = WORD_BITS(x);
+  return x == x ? (w + 0x7fffu + ((w >> 16) & 1u)) >> 16 : 0x7fc0u;
+}
+"""
+
+_BODY = r"""
+  constexpr int LINES = HEADS + 2 * KV_HEADS, HALF = D / 2, EACH = (HALF + 31) / 32;
+  const int length = slots_shape[1], tokens = slots_shape[0] * length;
+  const int line = GROUP_X * (THREADS / 32) + WARP, token = line / LINES, head = line % LINES;
+  if (token >= tokens) return;
+  const int row = token / length, at = token % length;
+  auto from = x + (size_t)line * D;
+  float low[EACH], high[EACH];  // numbers p and p + HALF
+  UNROLL
+  for (int j = 0; j < EACH; j++) {
+    const int p = LANE + 32 * j;
+    low[j] = p < HALF ? float(from[p]) : 0.0f;
+    high[j] = p < HALF ? float(from[p + HALF]) : 0.0f;
+  }
+  if (head < HEADS + KV_HEADS) {
+    if (NORMED) {
+      float squares = 0.0f;
+      UNROLL
+      for (int j = 0; j < EACH; j++) squares += low[j] * low[j] + high[j] * high[j];
+      UNROLL
+      for (int mask = 1; mask < 32; mask *= 2) squares += SHUFFLE_XOR(squares, mask);
+      const float scale = RSQRT(squares / D + epsilons[0]);
+      UNROLL
+      for (int j = 0; j < EACH; j++) {
+        const int p = LANE + 32 * j;
+        if (p < HALF) {  // rounded where MLX's own norm rounds
+          const float a = float(head < HEADS ? q_weight[p] : k_weight[p]);
+          const float b = float(head < HEADS ? q_weight[p + HALF] : k_weight[p + HALF]);
+          low[j] = float(T(a * float(T(low[j] * scale))));
+          high[j] = float(T(b * float(T(high[j] * scale))));
+        }
+      }
+    }
+    UNROLL
+    for (int j = 0; j < EACH; j++) {
+      const int p = LANE + 32 * j;
+      if (p < HALF) {
+        const float c = cosines[(size_t)token * HALF + p], s = sines[(size_t)token * HALF + p];
+        const float a = low[j], b = high[j];
+        low[j] = float(T(a * c - b * s));
+        high[j] = float(T(a * s + b * c));
+      }
+    }
+  }
+  if (head < HEADS) {
+    auto to = queries + (((size_t)row * HEADS + head) * length + at) * D;
+    UNROLL
+    for (int j = 0; j < EACH; j++) {
+      const int p = LANE + 32 * j;
+      if (p < HALF) to[p] = T(low[j]), to[p + HALF] = T(high[j]);
+    }
+    return;
+  }
+  const bool is_key = head < HEADS + KV_HEADS;
+  const int kv_head = head - HEADS - (is_key ? 0 : KV_HEADS);
+  const int slot = slots[token];
+  if (slot < BLOCK) {  // padding, which must stay finite
+    UNROLL
+    for (int j = 0; j < EACH; j++) low[j] = high[j] = 0.0f;
+  }
+  const size_t into = (size_t)kv_head * sizes[0] + slot;
+#if CODED
+  constexpr int TOP = (1 << BITS) - 1, GROUP = D / GRIDS;
+  UNROLL
+  for (int g = 0; g < GRIDS; g++) {
+    float least = 3e38f, most = -3e38f, all = 0.0f;
+    UNROLL
+    for (int j = 0; j < EACH; j++) {
+      const int p = LANE + 32 * j;
+      if (p < HALF && p / GROUP == g) least = min(least, low[j]), most = max(most, low[j]), all += low[j];
+      if (p < HALF && (p + HALF) / GROUP == g) least = min(least, high[j]), most = max(most, high[j]), all += high[j];
+    }
+    UNROLL
+    for (int mask = 1; mask < 32; mask *= 2) {
+      least = min(least, SHUFFLE_XOR(least, mask));
+      most = max(most, SHUFFLE_XOR(most, mask));
+      all += SHUFFLE_XOR(all, mask);
+    }
+    // As in kvformat.py: rounded down, so that the grid covers the group; not finite where a number is not.
+    const uint low_bits = bfloat_bits(least - (least < 0.0f ? -least : least) * 0.00390625f + 0.0f * all);
+    const float lowest = FLOAT_BITS(low_bits << 16);
+    const uint step_bits = bfloat_bits(max((most - lowest) * (1.00390625f / TOP), 1e-30f));
+    const float distance = FLOAT_BITS(step_bits << 16);
+    UNROLL
+    for (int k = 0; k < 2 * EACH; k++) {
+      const int p = LANE + 32 * (k / 2), number = k % 2 ? p + HALF : p;
+      const bool own = p < HALF && number / GROUP == g;
+      const float v = k % 2 ? high[k / 2] : low[k / 2];
+      const uint code = own ? (uint)min(max((v - lowest) / distance + 0.5f, 0.0f), (float)TOP) : 0u;
+      if (BITS == 8) {
+        auto codes = (GLOBAL unsigned char*)(is_key ? keys : values);
+        if (own) codes[into * D + number] = (unsigned char)code;
+      } else {
+        const uint next = SHUFFLE_XOR(code, 1);
+        auto codes = (GLOBAL unsigned char*)(is_key ? keys : values);
+        if (own && LANE % 2 == 0) codes[(into * D + number) / 2] = (unsigned char)(code | next << 4);
+      }
+      if (own && FETCHED) (k % 2 ? high[k / 2] : low[k / 2]) = float(T(code * distance + lowest));
+    }
+    if (LANE == 0) ((GLOBAL uint*)(is_key ? key_grids : value_grids))[into * GRIDS + g] = step_bits << 16 | low_bits;
+  }
+#else
+  auto to = (GLOBAL T*)(is_key ? keys : values) + into * D;
+  UNROLL
+  for (int j = 0; j < EACH; j++) {
+    const int p = LANE + 32 * j;
+    if (p < HALF) to[p] = T(low[j]), to[p + HALF] = T(high[j]);
+  }
+#endif
+  if (FETCHED) {
+    auto out = (is_key ? new_keys : new_values) + (((size_t)row * KV_HEADS + kv_head) * length + at) * D;
+    UNROLL
+    for (int j = 0; j < EACH; j++) {
+      const int p = LANE + 32 * j;
+      if (p < HALF) out[p] = T(low[j]), out[p + HALF] = T(high[j]);
+    }
+  }
+"""
+
+
+class Rotary:
+    """For layers with rows of one form in the pool. Kernels are made by `make`."""
+
+    def __init__(self, make: Make, form: RowFormat, block_size: int):
+        self._form = form
+        self._block_size = block_size
+        pool = ["keys", "key_grids", "values", "value_grids"] if form.bits else ["keys", "values"]
+        self._pool = pool
+        self._kernel = make(
+            "rotary",
+            ["x", "cosines", "sines", "slots", "sizes", "epsilons", "q_weight", "k_weight", *pool],
+            ["queries", "new_keys", "new_values"],
+            _BODY,
+            _FUNCTIONS + f"#define CODED {int(bool(form.bits))}\n",
+            writes=pool,
+        )
+
+    def __call__(
+        self,
+        x: mx.array,
+        angles: tuple[mx.array, mx.array],
+        slots: mx.array,
+        pool: Sequence[mx.array],
+        *,
+        norms: tuple[mx.array, mx.array, float] | None,
+        fetched: bool,
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """x [rows, length, (heads + 2 · kv heads) · dim] → queries [rows, heads, length, dim], and if `fetched`, the
+        new keys and values [rows, kv heads, length, dim] as the pool has them now.
+
+        angles: cosines and sines [rows, 1, length, dim / 2], float32; slots: [rows, length] int32, as in `StepView`;
+        norms: weights of the queries' and keys' norms, and the epsilon.
+        """
+        form = self._form
+        rows, length, width = x.shape
+        heads = width // form.dim - 2 * form.heads
+        template: dict[str, Constant] = {
+            "T": x.dtype,
+            "D": form.dim,
+            "HEADS": heads,
+            "KV_HEADS": form.heads,
+            "BLOCK": self._block_size,
+            "NORMED": norms is not None,
+            "FETCHED": fetched,
+        }
+        if form.bits:
+            template |= {"BITS": form.bits, "GRIDS": form.groups}
+        q_weight, k_weight, epsilon = norms or (*angles, 0.0)
+        inputs = [
+            x,
+            *angles,
+            slots,
+            constant((pool[0].shape[0] // form.heads,) * 8, mx.int32),
+            constant((epsilon,) * 8, mx.float32),
+            q_weight,
+            k_weight,
+            *pool,
+        ]
+        new = (rows, form.heads, length, form.dim) if fetched else (1,)
+        lines = rows * length * (heads + 2 * form.heads)
+        queries, keys, values = self._kernel(
+            inputs,
+            template,
+            (-(-lines // WARPS), 1, 1),
+            32 * WARPS,
+            [((rows, heads, length, form.dim), x.dtype), (new, x.dtype), (new, x.dtype)],
+        )
+        return queries, keys, values
