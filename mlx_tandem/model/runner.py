@@ -99,8 +99,8 @@ class Flight:
 
 
 class MLXRunner:
-    """`weights` maps adapter digests to what `StepPlan.uploads` may ask for; the owner keeps it current. `attention` has
-    for each layer what answers few queries; None, or nothing for any layer: the portable back end does."""
+    """`weights` maps adapter digests to what `StepPlan.uploads` may ask for; the owner keeps it current. `attention`
+    has for each layer what answers few queries; None, or nothing for any layer: the portable back end does."""
 
     def __init__(
         self,

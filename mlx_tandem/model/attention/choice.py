@@ -24,6 +24,10 @@ AUTO = "auto"
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 4e-3}
 """Of the 2-norm of attention in float32. A wrong mask, table or head is off by a tenth and more."""
 
+CODED_TOLERANCE = 1e-2
+"""Of a cache of few bits: the device may round a number to the code beside, and its kernels need not round what a code
+stands for to the model's type."""
+
 ROWS, CONTEXT = 16, 1024  # of the step that is timed
 CHAIN = 8  # calls of it, each with the output of the one before as its queries
 
@@ -88,7 +92,7 @@ def _problem(attentions: dict[LayerShape, PagedAttention], block_size: int, wind
             expected = np.array(trial.plain(case))
             got = np.array(trial.answer(case, attention).astype(mx.float32))
             error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
-            if not error <= TOLERANCE[case.dtype]:
+            if not error <= (CODED_TOLERANCE if case.bits else TOLERANCE[case.dtype]):
                 return f"wrong by {error:.1e} in {case}"
     return ""
 

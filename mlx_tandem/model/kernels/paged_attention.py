@@ -127,7 +127,7 @@ _BODY = r"""
   constexpr int TEAM = D <= 32 ? 2 : D <= 64 ? 4 : D <= 128 ? 8 : 16;
   constexpr int TEAMS = 32 / TEAM, TILE = TEAMS * DEPTH, PADDED = 16 * TEAM;
   constexpr float LOWEST = -1e30f, HIDDEN = -3e38f;  // a maximum of nothing, a score: infinities without being any
-  const int member = LANE % TEAM, team = LANE / TEAM;
+  const int member = LANE % TEAM, team = LANE / TEAM, warps = THREADS / 32;
   const int length = q_shape[2], width = tables_shape[1];
   const int blocks = sizes[0], splits = sizes[1], window = sizes[2];
   const int parts = (GROUP * length + QUERIES - 1) / QUERIES;
@@ -202,7 +202,7 @@ _BODY = r"""
       }
     }
     const int seen = tile + team;
-    tile += THREADS / 32 * TILE;
+    tile += warps * TILE;
     if (tile < end) {
       FIND()
       UNROLL
@@ -223,7 +223,7 @@ _BODY = r"""
       for (int u = 0; u < DEPTH; u++) {
         const int k = seen + u * TEAMS;
         float s = score[n * DEPTH + u];
-        if (CAPPED) s = scales[1] * TANH(s * scales[2]);
+        if (CAPPED) s = scales[1] * TANH(s);
         s = k < end && k <= position[n] && k > position[n] - window ? s : HIDDEN;
         score[n * DEPTH + u] = s;
         greatest[n] = max(greatest[n], s);
@@ -297,8 +297,9 @@ _BODY = r"""
   }
 
   // The warps of the block.
-  SHARED(float, sums, WARPS * QUERIES * PADDED);
-  SHARED(float, states, WARPS * QUERIES * 2);
+  constexpr int MOST_WARPS = QUERIES * PADDED > 512 ? 4 : 8;
+  SHARED(float, sums, MOST_WARPS * QUERIES * PADDED);
+  SHARED(float, states, MOST_WARPS * QUERIES * 2);
   UNROLL
   for (int i = 0; i < QUERIES * TEAM / 2; i++) {
     const int n = (held + i) / 16, j = (held + i) % 16;
@@ -316,8 +317,7 @@ _BODY = r"""
     const int n = i / D, number = i % D;
     if (from + n >= GROUP * length) break;
     float greatest = LOWEST, x = 0.0f, all = 0.0f;
-    UNROLL
-    for (int w = 0; w < WARPS; w++) greatest = max(greatest, states[(w * QUERIES + n) * 2]);
+    for (int w = 0; w < warps; w++) greatest = max(greatest, states[(w * QUERIES + n) * 2]);
     const int head = kv_head * GROUP + (from + n) / length, heads = kv_heads * GROUP;
 #if !PARTIAL
     if (SINKS) {
@@ -326,8 +326,7 @@ _BODY = r"""
       all = EXP2(sink - greatest);
     }
 #endif
-    UNROLL
-    for (int w = 0; w < WARPS; w++) {
+    for (int w = 0; w < warps; w++) {
       const float factor = EXP2(states[(w * QUERIES + n) * 2] - greatest);
       x += factor * sums[(w * QUERIES + n) * PADDED + number];
       all += factor * states[(w * QUERIES + n) * 2 + 1];
@@ -415,10 +414,11 @@ class PagedAttention:
         positions = min(tables.shape[1] * block, window + _ALIGN)
         splits = splits or split_count(rows * across, positions)
         warps = warps or (8 if rows * across * splits <= FULL // 2 else 4)
+        warps = min(warps, most_warps(together, dim))
         blocks = pool[0].shape[0] // (form.heads * block)
-        sizes = constant((blocks, splits, window), mx.int32)
-        inner = math.log2(math.e) * (scale / cap if cap else scale)
-        scales = constant((scale / cap if cap else inner, cap * math.log2(math.e), 1.0), mx.float32)
+        sizes = integers(blocks, splits, window)
+        inner = scale / cap if cap else scale * math.log2(math.e)
+        scales = floats(inner, cap * math.log2(math.e))
         template: dict[str, Constant] = {
             "T": queries.dtype,
             "D": dim,
@@ -427,7 +427,6 @@ class PagedAttention:
             "QUERIES": together,
             "MANY": length > 1,
             "DEPTH": depth(form, together),
-            "WARPS": warps,
             "CAPPED": cap > 0,
             "SINKS": sinks is not None,
         }
@@ -473,6 +472,12 @@ def queries_together(queries: int, dim: int) -> int:
     return next(n for n in (1, 2, 4, 8) if n >= min(queries, most))
 
 
+def most_warps(together: int, dim: int) -> int:
+    """Of a block of threads: what the memory that it shares holds, as in the body."""
+    padded = next(n for n in (32, 64, 128, 256) if n >= dim)
+    return 4 if together * padded > 512 else 8
+
+
 def depth(form: RowFormat, together: int) -> int:
     """Keys of a team that are on their way at once."""
     if form.bits:
@@ -488,8 +493,11 @@ def split_count(blocks: int, positions: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def constant(values: tuple[float, ...], dtype: mx.Dtype) -> mx.array:
-    """Evaluated, and made once: a constant of whatever graph uses it."""
-    made = mx.array(np.array(values)).astype(dtype)
-    mx.eval(made)
-    return made
+def integers(*values: int) -> mx.array:
+    """Made once: a constant of whatever graph uses it."""
+    return mx.array(np.array(values, np.int32))
+
+
+@lru_cache(maxsize=256)
+def floats(*values: float) -> mx.array:
+    return mx.array(np.array(values, np.float32))

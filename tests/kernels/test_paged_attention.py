@@ -1,0 +1,193 @@
+"""The kernels of paged attention on the CPU, beside attention as it is written in books."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention, unreadable_rows
+from mlx_tandem.model.kvformat import RowFormat
+from tests.kernels import shim
+
+pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 4e-3}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What kernels are compiled for."""
+
+    dtype: mx.Dtype
+    dim: int
+    group: int
+    many: bool  # queries of a row
+    bits: int = 0
+    block: int = 16
+    sinks: bool = False
+    cap: float = 0.0
+
+    def __str__(self) -> str:
+        name = str(self.dtype).rpartition(".")[2]
+        return f"{name}-{self.group}x{self.dim}-{'many' if self.many else 'one'}-{self.bits}bits-{self.block}"
+
+
+KINDS = [
+    Kind(mx.bfloat16, 128, 4, False),
+    Kind(mx.bfloat16, 128, 4, True),
+    Kind(mx.bfloat16, 128, 4, False, bits=8),
+    Kind(mx.bfloat16, 64, 7, False, bits=4),
+    Kind(mx.bfloat16, 256, 8, False, sinks=True),
+    Kind(mx.float16, 80, 2, False, block=8),
+    Kind(mx.float16, 96, 1, True, bits=8, sinks=True),
+    Kind(mx.float32, 16, 2, True, block=4),
+    Kind(mx.float32, 128, 3, False, block=32, cap=3.0),
+    Kind(mx.float32, 256, 1, True, block=12, sinks=True, cap=3.0),
+]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1 << 30),
+    rows=st.integers(1, 3),
+    longest=st.sampled_from([1, 20, 300]),
+    window=st.sampled_from([EVERYTHING, EVERYTHING, 1, 9, 100]),
+    splits=st.sampled_from([0, 1, 2, 5]),
+    warps=st.sampled_from([0, 1, 2, 8]),
+    backwards=st.booleans(),
+)
+def test_it_is_attention(
+    built: Path, kind: Kind, seed: int, rows: int, longest: int, window: int, splits: int, warps: int, backwards: bool
+) -> None:
+    rng = np.random.default_rng(seed)
+    kv_heads, length = 2, int(rng.integers(2, 9)) if kind.many else 1
+    form = RowFormat(kv_heads, kind.dim, kind.dtype, kind.bits, 32)
+    offsets = rng.integers(0, longest, rows).astype(np.int32)
+    width = -(-int(offsets.max() + length) // kind.block) + int(rng.integers(0, 3))
+    blocks = 1 + rows * width
+    tables = 1 + rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
+    # All of the pool is NaN but the rows' own keys and values.
+    at = np.arange(width * kind.block)
+    kept = np.zeros((blocks, kind.block), bool)
+    for row in range(rows):
+        kept[tables[row, at // kind.block], at % kind.block] = at < offsets[row] + length
+    pool, halves = [], []
+    for _ in range(2):
+        numbers = rng.standard_normal((kv_heads, blocks, kind.block, kind.dim)).astype(np.float32)
+        numbers[:, ~kept] = np.nan
+        lines = form.encode(mx.array(numbers.reshape(-1, kind.dim)).astype(kind.dtype))
+        pool += lines
+        halves.append(np.array(form.decode(lines).astype(mx.float32)).reshape(numbers.shape))
+    heads = kv_heads * kind.group
+    queries = mx.array(rng.standard_normal((rows, heads, length, kind.dim)).astype(np.float32)).astype(kind.dtype)
+    sinks = mx.array(rng.standard_normal(heads).astype(np.float32)).astype(kind.dtype) if kind.sinks else None
+    # The last row is padding: it must come to no harm and do none.
+    offsets[-1], tables[-1] = (0, 0) if rows > 1 else (offsets[-1], tables[-1])
+    real = rows - 1 if rows > 1 else rows
+    got = PagedAttention(shim.maker(built, backwards=backwards), form, kind.block)(
+        queries,
+        pool,
+        mx.array(tables),
+        mx.array(offsets),
+        kind.dim**-0.5,
+        window=window,
+        sinks=sinks,
+        cap=kind.cap,
+        splits=splits,
+        warps=warps,
+    )
+    expected = plain(np.array(queries.astype(mx.float32)), halves, tables, offsets, window, sinks, kind.cap)[:real]
+    given_ = np.array(got.astype(mx.float32))[:real]
+    tolerance = TOLERANCE[kind.dtype] * (1 + (kind.bits > 0))
+    assert np.linalg.norm(given_ - expected) <= tolerance * np.linalg.norm(expected)
+
+
+def plain(
+    queries: np.ndarray,
+    halves: list[np.ndarray],
+    tables: np.ndarray,
+    offsets: np.ndarray,
+    window: int,
+    sinks: mx.array | None,
+    cap: float,
+) -> np.ndarray:
+    rows, heads, length, dim = queries.shape
+    kv_heads = len(halves[0])
+    expected = np.zeros(queries.shape)
+    for row in range(rows):
+        stop = offsets[row] + length
+        keys, values = (
+            h[:, tables[row]].reshape(kv_heads, -1, dim)[:, :stop].repeat(heads // kv_heads, 0) for h in halves
+        )
+        scores = queries[row].astype(np.float64) @ keys.swapaxes(1, 2) * dim**-0.5
+        scores = cap * np.tanh(scores / cap) if cap else scores
+        key, query = np.arange(keys.shape[1])[None], offsets[row] + np.arange(length)[:, None]
+        weights = np.exp(np.where((key <= query) & (key > query - window), scores, -np.inf))
+        total = weights.sum(-1, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(np.array(sinks.astype(mx.float32), np.float64))[:, None, None]
+        expected[row] = weights @ values / total
+    return expected
+
+
+def test_the_largest_scores_and_the_smallest(built: Path) -> None:
+    """A later key may outweigh everything so far, by more than an exponent holds."""
+    form = RowFormat(1, 16, mx.float32)
+    keys = np.zeros((64, 16), np.float32)
+    keys[:, 0] = np.linspace(-900, 900, 64) * np.resize([1, -1], 64)
+    values = np.eye(64, 16, dtype=np.float32) + np.arange(64)[:, None]
+    attention = PagedAttention(shim.maker(built), form, 16)
+    queries = mx.zeros((1, 1, 1, 16)).at[..., 0].add(1.0)
+    tables, offsets = mx.array([[0, 1, 2, 3]], mx.int32), mx.array([63], mx.int32)
+    for scale in (1.0, 1e-3):
+        weights = np.exp(scale * (keys[:, 0] - keys[:, 0].max()).astype(np.float64))
+        expected = weights @ values / weights.sum()
+        got = attention(queries, [mx.array(keys), mx.array(values)], tables, offsets, scale)
+        assert np.allclose(np.array(got)[0, 0, 0], expected, rtol=1e-5)
+
+
+def test_a_number_that_is_not_finite_reaches_its_own_row_only(built: Path) -> None:
+    form = RowFormat(1, 16, mx.float32)
+    rng = np.random.default_rng(0)
+    keys, values = (rng.standard_normal((3 * 16, 16)).astype(np.float32) for _ in range(2))
+    keys[16:32] = np.inf
+    values[16:32] = np.nan
+    attention = PagedAttention(shim.maker(built), form, 16)
+    queries = mx.ones((2, 1, 1, 16))
+    got = attention(
+        queries,
+        [mx.array(keys), mx.array(values)],
+        mx.array([[1], [2]], mx.int32),
+        mx.array([15, 15], mx.int32),
+        0.25,
+    )
+    assert np.isnan(np.array(got[0])).all() and np.isfinite(np.array(got[1])).all()
+
+
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        (RowFormat(1, 128, mx.float32, 8, 64), ""),
+        (RowFormat(1, 112, mx.float32), ""),
+        (RowFormat(1, 512, mx.float32), "heads of 512 numbers"),
+        (RowFormat(1, 72, mx.float32), "heads of 72 numbers"),
+        (RowFormat(1, 80, mx.float32, 8, 32), "40 cached numbers on a grid"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(built: Path, form: RowFormat, why: str) -> None:
+    assert unreadable_rows(form) == why
+    if why:
+        with pytest.raises(ValueError, match=why):
+            PagedAttention(shim.maker(built), form, 16)
