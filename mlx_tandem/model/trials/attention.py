@@ -190,7 +190,8 @@ def by(backend: fused.Fused) -> Backend:
     return answered
 
 
-BACKENDS: dict[str, Backend] = {portable.NAME: answer} | {b.name: by(b) for b in fused.available()}
+FUSED: dict[str, Backend] = {b.name: by(b) for b in fused.available()}
+BACKENDS: dict[str, Backend] = {portable.NAME: answer, **FUSED}
 """What `worst` can be asked about."""
 
 
