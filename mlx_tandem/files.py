@@ -158,6 +158,11 @@ def _sync(path: Path, flags: int, ops: FileOps) -> None:
         ops.close(fd)
 
 
+def cache_folder() -> Path:
+    """The user's own, for what this program can make again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-tandem"
+
+
 def make_folder(path: Path, ops: FileOps = DISK) -> None:
     """`path` and what is missing above it, durably. One that is there is left as it is."""
     if path.is_dir():

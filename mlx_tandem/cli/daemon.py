@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from mlx_tandem.cli.console import fail
+from mlx_tandem.files import cache_folder
 
 DETACHED = "TANDEM_DETACHED"
 """How a server learns that it is one of these: the descriptor to be ready on, the port that it must have (empty: what
@@ -42,17 +43,13 @@ class State(msgspec.Struct, frozen=True):
 def folder() -> Path:
     """This user's, that nobody else can enter."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
-    path = Path(runtime) / "mlx-tandem" if runtime else _cache() / "run"
+    path = Path(runtime) / "mlx-tandem" if runtime else cache_folder() / "run"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         fail(f"{path} is not a folder of yours")
     path.chmod(0o700)
     return path
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-tandem"
 
 
 def _file(port: int) -> Path:
@@ -146,7 +143,7 @@ def start(argv: list[str], cwd: str | None = None, port: int | None = None) -> i
 
     Then its Ready text is printed, or, when it failed, what it said.
     """
-    logs = _cache() / "log"
+    logs = cache_folder() / "log"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = logs / f"starting-{os.getpid()}.log"
     ours, theirs = os.pipe()

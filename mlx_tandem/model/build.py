@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
+from mlx_tandem import files
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine.budget import Needs, StepLimits, divide
@@ -25,6 +26,7 @@ from mlx_tandem.model.kvcache import LayerShape
 from mlx_tandem.model.loader import Report, load
 from mlx_tandem.model.lora import LoraState
 from mlx_tandem.model.runner import Flight, MLXRunner
+from mlx_tandem.model.tuning import Tuned, tune
 from mlx_tandem.model.uploads import Uploads
 from mlx_tandem.types import EngineInfo, MemoryBudget, SamplingParams
 
@@ -89,6 +91,17 @@ def build(
     step_limits = needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens)
     mx.set_cache_limit(memory.activations)  # freed arrays that MLX keeps for the next ones are a step's
     per_token = sum(s.bytes_per_token() for s in shapes)
+    tuned = Tuned()  # on a CPU the time of a product is what one would think
+    if not device.is_cpu():
+        report("timing products", 0.0)
+        tuned = tune(
+            model.module,
+            model.dtype,
+            device=device.describe(),
+            most_rows=config.scheduler.max_num_seqs,
+            activations=memory.activations,
+            folder=files.cache_folder() / "tuning",
+        )
     block_size = config.cache.block_size
     num_blocks = memory.pool // memory.block_bytes
     runner = MLXRunner(
@@ -103,6 +116,7 @@ def build(
         mask_axes=axes,
         limits=step_limits,
         attention=attention.layers,
+        row_counts=tuned.rows,
     )
     info = EngineInfo(
         model=config.model.path,

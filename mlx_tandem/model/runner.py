@@ -99,8 +99,9 @@ class Flight:
 
 
 class MLXRunner:
-    """`weights` maps adapter digests to what `StepPlan.uploads` may ask for; the owner keeps it current. `attention`
-    has for each layer what answers few queries; None, or nothing for any layer: the portable back end does."""
+    """`weights` maps adapter digests to what `StepPlan.uploads` may ask for; the owner keeps it current. `attention` has
+    for each layer what answers few queries; None, or nothing for any layer: the portable back end does. `row_counts`:
+    that decoding rows are padded to, ascending; none: as `shapes.row_count` does."""
 
     def __init__(
         self,
@@ -116,6 +117,7 @@ class MLXRunner:
         mask_axes: int,
         limits: StepLimits = UNLIMITED,
         attention: Sequence[PagedAttention | None] = (),
+        row_counts: Sequence[int] = (),
     ):
         self._model: Any = model.module
         self._head = HeadSelector.of(model.module)
@@ -126,6 +128,7 @@ class MLXRunner:
         self._block_size = block_size
         self._mask_axes = mask_axes
         self._limits = limits
+        self._row_counts = row_counts
         self._seats = Seats(max_num_seqs, vocab_size)
         attention = attention or [None] * len(layers)
         self._caches = [PagedCache(*each) for each in zip(layers, attention, strict=True)]
@@ -244,15 +247,19 @@ class MLXRunner:
                 continue
             positions = min(self._limits.positions, self._limits.pairs // length)
             for part in split_by_context(group, blocks):
-                pieces += cut(part, blocks, positions // self._block_size)
+                pieces += cut(part, blocks, positions // self._block_size, self._good_counts(length))
         return pieces
+
+    def _good_counts(self, length: int) -> Sequence[int]:
+        """Of rows; chunks of prompts are many tokens a row, all of which padding would multiply."""
+        return self._row_counts if length == 1 else ()
 
     def _build_part(self, plan: StepPlan, indices: list[int]) -> _Part:
         indices = sorted(indices, key=lambda i: plan.rows[i].slot)  # rows of one adapter beside each other are faster
         rows = [plan.rows[i] for i in indices]
         longest = max(len(r.tokens) for r in rows)
         length = 1 if longest == 1 else padded_length(longest)
-        count = row_count(len(rows))
+        count = row_count(len(rows), self._good_counts(length))
         in_place = self._contiguous(rows)
         level = self._level(rows)
         width = table_width(max(blocks_read(r, self._block_size) for r in rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from mlx_tandem.engine.plan import Row
@@ -13,8 +14,11 @@ EXACT_ROWS = 4
 """Up to so many rows, a step has none that are padding."""
 
 
-def row_count(rows: int) -> int:
-    """Rows padded up: exact to EXACT_ROWS, then at most an eighth to a quarter more."""
+def row_count(rows: int, good: Sequence[int] = ()) -> int:
+    """Rows padded up: to the next of the counts that are known to be good (ascending), and beyond the last of them
+    exact to EXACT_ROWS, then at most an eighth to a quarter more."""
+    if good and rows <= good[-1]:
+        return good[bisect_left(good, rows)]
     for limit, step in ((EXACT_ROWS, 1), (16, 2), (64, 4), (128, 8), (256, 16)):
         if rows <= limit:
             return -(-rows // step) * step
@@ -47,14 +51,15 @@ def split_by_context(rows: Sequence[int], blocks: Sequence[int]) -> list[list[in
     return [order[:cut], order[cut:]] if cut else [list(rows)]
 
 
-def cut(rows: Sequence[int], blocks: Sequence[int], most: int) -> list[list[int]]:
-    """Cut rows (indices into `blocks`) into pieces whose padded tables have at most `most` blocks each, or one row."""
+def cut(rows: Sequence[int], blocks: Sequence[int], most: int, good: Sequence[int] = ()) -> list[list[int]]:
+    """Cut rows (indices into `blocks`) into pieces whose padded tables have at most `most` blocks each, or one row.
+    `good`: row counts as for `row_count`."""
     rest = sorted(rows, key=lambda i: blocks[i])
     pieces = []
     while rest:
         width = table_width(blocks[rest[-1]])
         n = len(rest)
-        while n > 1 and row_count(n) * width > most:
+        while n > 1 and row_count(n, good) * width > most:
             n -= 1
         pieces.append(rest[-n:])
         del rest[-n:]

@@ -17,9 +17,11 @@ from mlx_tandem.engine.pipeline import Pipeline
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.tables import Tables
 from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.model import build as build_module
 from mlx_tandem.model import runner as runner_module
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.shapes import SPLIT_GAIN
+from mlx_tandem.model.tuning import Tuned
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 
@@ -113,3 +115,21 @@ def test_one_long_context_does_not_pad_the_short_ones(folder: Path, monkeypatch:
     assert any(rows == 1 for rows, _ in long)
     padded = max((rows - 1) * width for rows, width in long)
     assert padded <= SPLIT_GAIN, "short contexts were padded to the length of the long one"
+
+
+def test_decoding_rows_are_padded_to_good_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(3, tiny_models.VOCAB, n).tolist() for n in (20, 9, 33, 17, 40)]
+    shapes: set[tuple[int, int]] = set()
+    index_arrays = runner_module.MLXRunner._index_arrays
+
+    def watch(self: Any, rows: list[Any], count: int, length: int, width: int) -> Any:
+        shapes.add((count, length))
+        return index_arrays(self, rows, count, length, width)
+
+    monkeypatch.setattr(runner_module.MLXRunner, "_index_arrays", watch)
+    monkeypatch.setattr(build_module, "Tuned", lambda: Tuned(rows=(3, 7)))
+    drawn, _ = serve(folder, prompts, scatter=False)
+    assert drawn == [alone(folder, p) for p in prompts]
+    assert {count for count, length in shapes if length == 1} == {7}
+    assert {count for count, length in shapes if length > 1} <= {1, 2, 3, 4, 6}  # prompts are not

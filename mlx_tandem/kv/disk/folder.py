@@ -31,7 +31,7 @@ class Manifest(Struct, frozen=True):
 
 
 def default_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-tandem" / "kv-cache"
+    return files.cache_folder() / "kv-cache"
 
 
 class CacheFolder:

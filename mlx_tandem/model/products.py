@@ -1,0 +1,80 @@
+"""The linears of a model by shape and precision, and how long they take on this device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+_CALLS, _CALL_BYTES = 8, 400 << 20  # of one kind, over different weights: so many, or together so large
+_REPEATS = 5
+
+Call = Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Linears of one shape and precision."""
+
+    inputs: int
+    nbytes: int  # of one
+    modules: list[nn.Module]
+
+    @property
+    def packed(self) -> list[nn.QuantizedLinear]:
+        return [m for m in self.modules if isinstance(m, nn.QuantizedLinear)]
+
+    def some(self) -> list[nn.Module]:
+        """Enough that their weights do not all lie in the device's cache."""
+        return self.modules[: max(1, min(_CALLS, _CALL_BYTES // self.nbytes))]
+
+
+class Meter:
+    """Measures on the device."""
+
+    def seconds(self, calls: Sequence[Call], x: mx.array) -> float:
+        """That the calls take one after the other in one graph: the best of a few times after one that does not count.
+
+        Each takes in a number of the one before it: a GPU would do independent ones beside each other, which hides
+        how long one takes."""
+        times = []
+        for _ in range(1 + _REPEATS):
+            started = time.perf_counter()
+            chained = x
+            for call in calls:
+                chained = mx.maximum(chained, call(chained)[..., :1])
+            mx.eval(chained)
+            times.append(time.perf_counter() - started)
+        return min(times[1:])
+
+    def growth(self, calls: Sequence[Callable[[], mx.array]]) -> int:
+        """Bytes that the calls need in one graph beyond what there is before it."""
+        mx.clear_cache()
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        mx.eval([call() for call in calls])
+        return int(mx.get_peak_memory() - before)
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+
+def kinds(model: nn.Module) -> dict[str, Kind]:
+    """The linears of a model, by shape and precision, in the model's order."""
+    found: dict[str, Kind] = {}
+    for _, module in reversed(model.named_modules()):
+        if isinstance(module, nn.QuantizedLinear):
+            inputs = module.weight.shape[1] * 32 // module.bits
+            how = f"{module.mode} {module.bits} bits in {module.group_size}"
+        elif isinstance(module, nn.Linear):
+            inputs, how = module.weight.shape[1], str(module.weight.dtype).rpartition(".")[2]
+        else:
+            continue
+        name = f"{module.weight.shape[0]} x {inputs} {how}"
+        known = found.setdefault(name, Kind(inputs, module.weight.nbytes, []))
+        if not any(module is m for m in known.modules):
+            known.modules.append(module)
+    return found

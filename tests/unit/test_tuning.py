@@ -1,0 +1,254 @@
+"""What is made of the times of products: which row counts steps are padded to, where weights are dequantised, and what
+is kept of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_tandem.adapters.formats import AdapterWeights
+from mlx_tandem.config import LoraConfig
+from mlx_tandem.model.dequantise import Dequantising, dequantised, use_from, worth_from
+from mlx_tandem.model.lora import LoraState
+from mlx_tandem.model.products import Call, Meter, kinds
+from mlx_tandem.model.shapes import row_count
+from mlx_tandem.model.tuning import MOST_COUNTS, SECONDS, Tuned, good_counts, tune
+from mlx_tandem.types import AdapterInfo
+
+times = st.dictionaries(st.integers(1, 512), st.floats(1e-6, 1.0), min_size=1, max_size=60)
+
+
+@given(times)
+def test_padding_takes_no_longer_than_any_other_measured_count_would(seconds: dict[int, float]) -> None:
+    good = good_counts(seconds)
+    assert list(good) == sorted(set(good)) and set(good) <= seconds.keys() and good[-1] == max(seconds)
+    assert len(good) <= MOST_COUNTS
+    if len(seconds) <= MOST_COUNTS:  # else times that are a little apart may count as equal
+        for rows in range(1, max(seconds) + 1):
+            best = min((c for c in seconds if c >= rows), key=lambda c: seconds[c])
+            assert seconds[row_count(rows, good)] <= 1.02 * (1 + 0.02 * best / rows) * seconds[best]
+
+
+def test_a_slow_count_is_skipped_and_equal_ones_that_are_near_are_one() -> None:
+    # 8 and 33 are slow, as on an H200; 64 and 72 take as long as 80; 1 takes as long as 2, which is twice as many rows.
+    seconds = {1: 75.0, 2: 75.0, 4: 78.0, 8: 239.0, 12: 81.0, 32: 84.0, 33: 185.0, 64: 90.0, 72: 90.5, 80: 91.0}
+    assert good_counts(seconds) == (1, 2, 4, 12, 32, 80)
+    # Four times the rows for a twentieth of the time are not worth it, for a tenth they are.
+    assert good_counts({16: 100.0, 64: 95.0}) == (16, 64)
+    assert good_counts({16: 100.0, 64: 90.0}) == (64,)
+
+
+@given(st.integers(1, 5000), st.lists(st.integers(1, 512), max_size=24, unique=True).map(sorted))
+def test_rows_are_padded_to_the_next_good_count_and_by_the_rule_beyond(rows: int, good: list[int]) -> None:
+    padded = row_count(rows, good)
+    assert padded >= rows
+    if good and rows <= good[-1]:
+        assert padded in good and not any(rows <= c < padded for c in good)
+    else:
+        assert padded == row_count(rows)
+
+
+@pytest.mark.parametrize(
+    ("plain", "expected"),
+    [((9, 9, 4, 2), 4), ((9, 9, 9, 9), None), ((0.5, 1, 2, 3), 1), ((9, 1, 9, 2), 8), ((9, 9, 4, 8), None)],
+)
+def test_dequantising_is_worth_it_from_where_it_stays_faster(plain: tuple[float, ...], expected: int | None) -> None:
+    tokens = (1, 2, 4, 8)
+    assert worth_from(dict(zip(tokens, (1, 2, 5, 8), strict=True)), dict(zip(tokens, plain, strict=True))) == expected
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(64, 128, bias=True)
+        self.down = nn.Linear(128, 64, bias=False)
+
+
+class Model(nn.Module):
+    def __init__(self, bits: int | None) -> None:
+        super().__init__()
+        mx.random.seed(1)
+        self.layers = [Block() for _ in range(3)]
+        self.lm_head = nn.Linear(64, 96, bias=False)
+        if bits:
+            nn.quantize(self, group_size=32, bits=bits)
+
+
+class Clock(Meter):
+    """Says how long products take: `slow` is by rows; a packed product takes a second a token, a plain one four."""
+
+    def __init__(self, slow: Callable[[int], float] = lambda rows: 1e-3, grows: int = 0):
+        self.slow, self.grows, self.time, self.measured = slow, grows, 0.0, 0
+
+    def seconds(self, calls: Sequence[Call], x: mx.array) -> float:
+        mx.eval([call(x) for call in calls])
+        self.measured += 1
+        rows = x.shape[0]
+        if any(isinstance(call, partial) for call in calls):
+            took = 4e-4
+        elif any(type(call) is nn.QuantizedLinear for call in calls):
+            took = 1e-4 * rows
+        else:
+            took = self.slow(rows)
+        self.time += took
+        return took * len(calls)
+
+    def growth(self, calls: Sequence[Callable[[], mx.array]]) -> int:
+        mx.eval([call() for call in calls])
+        return self.grows
+
+    def now(self) -> float:
+        return self.time
+
+
+def tuned(model: nn.Module, folder: Path, meter: Meter, *, device: str = "a GPU", rows: int = 40) -> Tuned:
+    return tune(
+        model, mx.float32, device=device, most_rows=rows, activations=1000, folder=folder / "tuning", meter=meter
+    )
+
+
+def test_linears_are_told_apart_by_shape_and_precision() -> None:
+    assert {name: len(kind.modules) for name, kind in kinds(Model(None)).items()} == {
+        "128 x 64 float32": 3,
+        "64 x 128 float32": 3,
+        "96 x 64 float32": 1,
+    }
+    assert set(kinds(Model(4))) == {f"{s} affine 4 bits in 32" for s in ("128 x 64", "64 x 128", "96 x 64")}
+
+
+def test_findings_are_kept_for_the_same_device_and_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def erratic(rows: int) -> float:
+        return 2e-3 if rows % 12 else 1e-3
+
+    with caplog.at_level(logging.INFO):
+        found = tuned(Model(None), tmp_path, Clock(erratic))
+    assert found.rows == (12, 24, 36, 40)
+    assert "padded to 12, 24, 36, 40 rows, measured" in caplog.text
+    again = Clock()
+    assert tuned(Model(None), tmp_path, again) == found and again.measured == 0
+    for other in ({"device": "another GPU"}, {"rows": 41}):
+        meter = Clock()
+        tuned(Model(None), tmp_path, meter, **other)  # type: ignore[arg-type]
+        assert meter.measured
+    meter = Clock()
+    assert tuned(Model(8), tmp_path, meter) and meter.measured
+    assert len(list((tmp_path / "tuning").iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: b"",
+        lambda text: b"[1, 2]",
+        lambda text: b"\xff\x00" * 40,
+        lambda text: text.replace(b"[12,", b"[0,"),
+        lambda text: text.replace(b"[12,", b"[99,"),
+        lambda text: text.replace(b",40]", b",400]"),
+        lambda text: text.replace(b"a GPU", b"a TPU"),
+        lambda text: text.replace(b'"format":1', b'"format":2'),
+        lambda text: text.replace(b'"dequantise":{}', b'"dequantise":{"128 x 64 float32":1}'),
+    ],
+)
+def test_a_damaged_or_foreign_file_is_measured_anew(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    def erratic(rows: int) -> float:
+        return 2e-3 if rows % 12 else 1e-3
+
+    found = tuned(Model(None), tmp_path, Clock(erratic))
+    (file,) = (tmp_path / "tuning").iterdir()
+    good = file.read_bytes()
+    assert damage(good) != good
+    file.write_bytes(damage(good))
+    assert tuned(Model(None), tmp_path, Clock(erratic)) == found
+    assert file.read_bytes() == good
+
+
+def test_a_folder_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
+    (tmp_path / "tuning").write_text("no folder")
+    assert tuned(Model(None), tmp_path, Clock()).rows
+
+
+def test_a_slow_device_is_not_measured_for_long(tmp_path: Path) -> None:
+    meter = Clock(lambda rows: 1.0)
+    found = tuned(Model(None), tmp_path, meter)
+    assert meter.time <= 2 * SECONDS
+    assert found.rows and row_count(40, found.rows) == row_count(40)
+
+
+def test_quantised_linears_dequantise_where_that_is_faster(tmp_path: Path) -> None:
+    model = Model(4)
+    found = tuned(model, tmp_path, Clock())
+    assert set(found.dequantise.values()) == {8}  # at 4 tokens both take as long
+    assert set(found.dequantise) == set(kinds(Model(4)))
+    again = Model(4)
+    assert tuned(again, tmp_path, Clock()) == found
+    assert all(isinstance(layer.up, Dequantising) for m in (model, again) for layer in m.layers)
+    plain = Model(4)
+    for rows in (7, 8):
+        x = mx.random.normal((rows, 1, 64), key=mx.random.key(3))
+        expected = plain.layers[1].up(x)
+        assert mx.abs(model.layers[1].up(x) - expected).max() < 1e-5 * mx.abs(expected).max()
+
+
+def test_dequantised_weights_that_do_not_fit_are_left_packed(tmp_path: Path) -> None:
+    model = Model(4)
+    assert tuned(model, tmp_path, Clock(grows=501)).dequantise == {}
+    assert not isinstance(model.layers[0].up, Dequantising)
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_it_is_measured_for_real(bits: int | None, tmp_path: Path) -> None:
+    found = tuned(Model(bits), tmp_path, Meter())
+    assert found.rows and found.rows[-1] == 40
+    linear = nn.QuantizedLinear(512, 1024, bits=4)
+    x = mx.ones((1, 512))
+    mx.eval(linear.parameters(), x)
+    assert (
+        0 < Meter().growth([partial(linear, x)]) < 4 * 512 * 1024 <= Meter().growth([partial(dequantised, linear, x)])
+    )
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_both_ways_give_the_same(bits: int, dtype: mx.Dtype) -> None:
+    mx.random.seed(bits)
+    linear = nn.QuantizedLinear(64, 48, bias=True, group_size=32, bits=bits)
+    linear.set_dtype(dtype)
+    x = mx.random.normal((3, 2, 64)).astype(dtype)
+    weight = mx.dequantize(*(linear[k].astype(t) for k, t in (("weight", mx.uint32), ("scales", mx.float32))),
+                           linear["biases"].astype(mx.float32), 32, bits)  # fmt: skip
+    exact = x.astype(mx.float32) @ weight.T + linear["bias"].astype(mx.float32)
+    bound = (1e-5 if dtype == mx.float32 else 2e-2) * mx.abs(exact).max()
+    for way in (linear, partial(dequantised, linear)):
+        found = way(x)
+        assert found.dtype == dtype and found.shape == (3, 2, 48)
+        assert mx.abs(found.astype(mx.float32) - exact).max() < bound
+
+
+def test_adapters_are_added_to_either_way() -> None:
+    model = Model(4)
+    for layer in model.layers:
+        use_from(layer.up, 4)
+    lora = LoraState(model, LoraConfig(max_loras=1, max_lora_rank=8), mx.float32)
+    path = "layers.0.up"
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(s).astype(np.float32) for s in ((64, 8), (8, 128)))
+    lora.install(1, AdapterWeights(AdapterInfo("d", 8, 1.0, "peft", (), 0, 0), {path: (a, b)}))
+    plain = Model(4).layers[0].up
+    for rows in (3, 6):
+        x = mx.random.normal((rows, 1, 64), key=mx.random.key(rows))
+        route = lora.route([1] * rows)
+        lora.bind(route.arrays, route.ids, route.layout)
+        found = model.layers[0].up(x)
+        lora.unbind()
+        expected = plain(x) + x @ mx.array(a) @ mx.array(b)
+        assert mx.abs(found - expected).max() < 1e-5 * mx.abs(expected).max()
