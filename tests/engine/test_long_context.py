@@ -128,7 +128,7 @@ def test_decoding_rows_are_padded_to_good_counts(folder: Path, monkeypatch: pyte
         return index_arrays(self, rows, count, length, width)
 
     monkeypatch.setattr(runner_module.MLXRunner, "_index_arrays", watch)
-    monkeypatch.setattr(build_module, "Tuned", lambda: Tuned(rows=(3, 7)))
+    monkeypatch.setattr(build_module, "Tuned", lambda: Tuned(rows=(7, 16)))
     drawn, _ = serve(folder, prompts, scatter=False)
     assert drawn == [alone(folder, p) for p in prompts]
     assert {count for count, length in shapes if length == 1} == {7}
