@@ -1,10 +1,11 @@
-"""The machine under the model: a fast BLAS before MLX is loaded, and how much memory there is."""
+"""The machine under the model: a fast BLAS and other settings before MLX is loaded, and how much memory there is."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import sys
+from importlib.metadata import PackageNotFoundError, version
 
 # MLX's Linux CPU wheel brings the reference BLAS along: 6 GFLOP/s where OpenBLAS reaches 60 to 100. Its symbols win
 # when they are global before MLX's own library is loaded, so this stands before the first import of mlx.core.
@@ -26,9 +27,32 @@ def _load_openblas() -> str | None:
     return None
 
 
+# On CUDA, MLX hands work to the device in graphs, and begins a new one when the operations in it are too many or what
+# they touch is too large. An operation on the KV pool touches all of it, however few blocks it reads, so that with
+# MLX's own limits a step is cut into dozens of graphs, each of which costs time on the host. What one graph frees is
+# there again only when it is done: the larger a graph, the more memory a long prompt needs.
+_CUDA_GRAPHS = {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "1000000"}
+_CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")
+
+
+def _set_graph_limits() -> None:
+    """Where a CUDA build of MLX is installed, and not yet loaded: it reads these once. What is set already stays."""
+    if "mlx.core" not in sys.modules and any(_installed(package) for package in _CUDA_PACKAGES):
+        for name, value in _CUDA_GRAPHS.items():
+            os.environ.setdefault(name, value)
+
+
+def _installed(package: str) -> bool:
+    try:
+        return bool(version(package))
+    except PackageNotFoundError:
+        return False
+
+
 _THREADS_WERE_CHOSEN = "OPENBLAS_NUM_THREADS" in os.environ
 OPENBLAS = _load_openblas()
 """The library that was put in front, or None."""
+_set_graph_limits()
 
 import mlx.core as mx  # noqa: E402
 
