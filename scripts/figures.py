@@ -1,4 +1,4 @@
-"""Write the figures in README.md and docs/learning.md: tables and pictures made of the files in benchmarks/results.
+"""Write the figures in README.md, docs/learning.md and docs/performance.md, of the files in benchmarks/results.
 
 python scripts/figures.py [--check]
 """
@@ -13,7 +13,8 @@ from typing import Any
 from mlx_tandem.cli.bench import sides as bench
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, LEARNING = ROOT / "README.md", ROOT / "docs" / "learning.md"
+PAGE = ROOT / "README.md"
+LEARNING, PERFORMANCE = ROOT / "docs" / "learning.md", ROOT / "docs" / "performance.md"
 RESULTS = ROOT / "benchmarks" / "results"
 MIXES = ("skew/same", "long-decode-mixed/long-decode-same")
 PICTURE, PICTURE_OF = ROOT / "docs" / "adapters.svg", "adapters-0.13m.json"
@@ -79,6 +80,44 @@ def engine(name: str, result: dict[str, Any]) -> str:
         cells += [f"{row['ratio'][key]:.2f}" if key in row["ratio"] else "" for key in ratios]
         cells += [f"{row['tandem'][key]:.2f} ms" for key in ("step_ms", "floor_ms") if timed]
         text += _row(bench.label(row) if "prompt_tokens" in row else str(row["batch"]), *cells)
+    return text
+
+
+def performance() -> str:
+    """Where steps spend their time, and how near they are to what the device could do."""
+    parts = [
+        *(step_parts(name, _read(name)) for name in _names("step_parts*.json")),
+        *(floors(name, _read(name)) for name in _names("engine-*.json") if "copy_bytes_per_s" in _read(name)),
+    ]
+    return "\n".join(parts) if parts else "No figures are committed yet.\n"
+
+
+def step_parts(name: str, result: dict[str, Any]) -> str:
+    text = (
+        f"**The parts of a step, {result['shape']} model** at a context of {result['context']:,}, in ms, "
+        f"{_device(result)} ([data](../{_link(name)})).\n\n"
+    )
+    parts = ("step", "linears", "context", "sampling", "rest", "floor", "host")
+    text += _head("batch", *(part.replace("host", "launching") for part in parts))
+    for row in result["results"]:
+        text += _row(str(row["batch"]), *(f"{row[f'{part}_ms']:.2f}" for part in parts))
+    return text
+
+
+def floors(name: str, result: dict[str, Any]) -> str:
+    text = (
+        f"**Steps and their floors, {result['model']} model**, answers of {result['load']['max_tokens']} tokens, "
+        f"{_device(result)}, which copies {result['copy_bytes_per_s'] / 1e9:,.0f} GB/s ([data](../{_link(name)})).\n\n"
+    )
+    text += _head(
+        "batch", "", "weights", "keys and values", "adapters", "floor", "a step", "of the bandwidth", "prompts"
+    )
+    for row in result["results"]:
+        for side in (side for side in bench.NAMES if side in row):
+            m = row[side]
+            sizes = (f"{m[f'{part}_bytes'] / 1e6:,.1f} MB" for part in ("weight", "cache", "adapter"))
+            times = (f"{m['floor_ms']:.2f} ms", f"{m['step_ms']:.2f} ms", f"{m['bandwidth_share']:.0%}")
+            text += _row(bench.label(row), bench.NAMES[side], *sizes, *times, f"{m['prefill_ms']:,.1f} ms")
     return text
 
 
@@ -406,7 +445,8 @@ def draw() -> None:
 
 
 def main() -> None:
-    pages = {page: rewritten(page, text) for page, text in ((PAGE, figures()), (LEARNING, publishes(PUBLISHES)))}
+    texts = {PAGE: figures(), LEARNING: publishes(PUBLISHES), PERFORMANCE: performance()}
+    pages = {page: rewritten(page, text) for page, text in texts.items()}
     if "--check" in sys.argv:
         old = [page.name for page, new in pages.items() if page.read_text(encoding="utf-8") != new]
         sys.exit(f"{old[0]}: the figures are not those of benchmarks/results; run make figures" if old else 0)

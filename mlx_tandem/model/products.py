@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -78,3 +78,19 @@ def kinds(model: nn.Module) -> dict[str, Kind]:
         if not any(module is m for m in known.modules):
             known.modules.append(module)
     return found
+
+
+def pass_seconds(own: Mapping[str, Kind], dtype: mx.Dtype, rows: int, meter: Meter) -> float:
+    """That all linears take for so many rows, by some of each kind."""
+    total = 0.0
+    for kind in own.values():
+        some = kind.some()
+        total += meter.seconds(some, input_of(kind, dtype, rows)) * len(kind.modules) / len(some)
+    return total
+
+
+def input_of(kind: Kind, dtype: mx.Dtype, rows: int) -> mx.array:
+    """Random numbers, [rows, 1, inputs]: what a decoding step gives to such a linear."""
+    x = mx.random.normal((rows, 1, kind.inputs), key=mx.random.key(rows)).astype(dtype)
+    mx.eval(x)
+    return x

@@ -22,7 +22,7 @@ from msgspec import Struct
 
 from mlx_tandem import files
 from mlx_tandem.model.dequantise import dequantised, use_from, worth_from
-from mlx_tandem.model.products import Kind, Meter, kinds
+from mlx_tandem.model.products import Kind, Meter, input_of, kinds, pass_seconds
 from mlx_tandem.model.shapes import row_count
 
 log = logging.getLogger(__name__)
@@ -122,28 +122,13 @@ def _row_counts(
         return ()
     most = row_count(min(most_rows, MOST_ROWS))
     counts = sorted({row_count(n) for n in range(1, most + 1)} | set(range(1, min(most, 16) + 1)))
-    _pass(own, dtype, counts[0], meter)  # whatever is slow the first time
+    pass_seconds(own, dtype, counts[0], meter)  # whatever is slow the first time
     seconds = {}
     for count in counts:
         if meter.now() > until:
             break
-        seconds[count] = _pass(own, dtype, count, meter)
+        seconds[count] = pass_seconds(own, dtype, count, meter)
     return good_counts(seconds)
-
-
-def _pass(own: Mapping[str, Kind], dtype: mx.Dtype, rows: int, meter: Meter) -> float:
-    """Seconds that all linears take for so many rows, by some of each kind."""
-    total = 0.0
-    for kind in own.values():
-        some = kind.some()
-        total += meter.seconds(some, _input(kind, dtype, rows)) * len(kind.modules) / len(some)
-    return total
-
-
-def _input(kind: Kind, dtype: mx.Dtype, rows: int) -> mx.array:
-    x = mx.random.normal((rows, 1, kind.inputs), key=mx.random.key(rows)).astype(dtype)
-    mx.eval(x)
-    return x
 
 
 def _thresholds(
@@ -158,14 +143,14 @@ def _thresholds(
         some = kind.packed[: min(2, len(kind.some()))]
         packed, plain = {}, {}
         for tokens in TOKENS:
-            x = _input(kind, dtype, tokens)
+            x = input_of(kind, dtype, tokens)
             packed[tokens] = meter.seconds(some, x)
             plain[tokens] = meter.seconds([partial(dequantised, m) for m in some], x)
         tokens_from = worth_from(packed, plain)
         if tokens_from is not None:
             found[name] = tokens_from
     if found:
-        inputs = {name: _input(own[name], dtype, tokens) for name, tokens in found.items()}
+        inputs = {name: input_of(own[name], dtype, tokens) for name, tokens in found.items()}
         calls = [partial(dequantised, m, x) for name, x in inputs.items() for m in own[name].packed]
         growth = meter.growth(calls)
         if growth > activations // 2:
