@@ -99,9 +99,9 @@ class Flight:
 
 
 class MLXRunner:
-    """`weights` maps adapter digests to what `StepPlan.uploads` may ask for; the owner keeps it current. `attention` has
-    for each layer what answers few queries; None, or nothing for any layer: the portable back end does. `row_counts`:
-    that decoding rows are padded to, ascending; none: as `shapes.row_count` does."""
+    """`weights` maps adapter digests to what `StepPlan.uploads` may ask for; the owner keeps it current.
+    `attention` has for each layer what answers few queries; None, or nothing for any layer: the portable back end does.
+    Decoding rows are padded to `row_counts`, ascending; without any as `shapes.row_count` does."""
 
     def __init__(
         self,
