@@ -115,7 +115,8 @@ def _check_weights(path: Path) -> None:
 
 
 def _random_model(settings: dict[str, Any]) -> nn.Module:
-    """The folder's shapes with random weights of a usual size, in its own precision; for benchmarks."""
+    """The folder's shapes with random weights of a usual size, in its own precision, quantised if it says so; for
+    benchmarks."""
     model_class, args_class = _get_classes(settings)
     module: nn.Module = model_class(args_class.from_dict(settings))
     dtype = _DTYPES.get(str(settings.get("torch_dtype", settings.get("dtype", "float32"))), mx.float32)
@@ -127,6 +128,8 @@ def _random_model(settings: dict[str, Any]) -> nn.Module:
         return mx.random.normal(p.shape, dtype) * mx.array(p.shape[-1] ** -0.5, dtype)
 
     module.update(tree_map_with_path(draw, module.parameters()))
+    if how := settings.get("quantization"):
+        nn.quantize(module, int(how["group_size"]), int(how["bits"]))
     return module
 
 

@@ -101,6 +101,16 @@ def test_an_embedding_that_is_looked_up_is_not_read(tmp_path: Path) -> None:
     assert footprint.read_by_a_step(module) == item * (shape.parameters - shape.vocab * shape.hidden)
 
 
+def test_a_quantised_shape_is_measured_as_what_it_is(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, SHAPE, weights=False, bits=4)
+    config = ModelConfig(path=str(folder), random_weights=True)
+    module = loader.load(config, lambda stage, fraction: None).module
+    packed = 4 / 8 + 2 * 4 / 64  # bytes a weight: codes, and a float32 scale and bias for each group
+    norms = 4 * sum(dims[0] for dims in SHAPE.tensors().values() if len(dims) == 1)
+    matrices = SHAPE.parameters - norms // 4
+    assert footprint.read_by_a_step(module) == packed * matrices + norms
+
+
 def test_ratios_are_of_neighbours_in_time() -> None:
     def rounds(*rates: float) -> list[dict[str, float]]:
         return [

@@ -276,6 +276,7 @@ def test_what_cannot_be_served_is_one_clear_line(args: tuple[str, ...], said: st
         ("bench", "engine"),
         ("bench", "engine", "m", "--shape", "4m"),
         ("bench", "engine", "m", "--adapters", "2"),
+        ("bench", "engine", "m", "--bits", "4"),
         ("bench", "engine", "--shape", "4m", "--batch", "8x"),
         ("bench", "engine", "--shape", "4m", "--plot", "a.gif"),
     ],

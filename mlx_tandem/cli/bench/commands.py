@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -196,12 +196,20 @@ def bench_engine(
     repeats: Annotated[
         int, typer.Option(min=1, help="Alternating rounds; the median is reported.", rich_help_panel=_LOAD)
     ] = 3,
-    max_chunk_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of the engine, as for serve.", rich_help_panel=_ENGINE)
+    bits: Annotated[
+        Literal["4", "8"] | None,
+        typer.Option(help="Quantise the weights of the --shape.", rich_help_panel=_ENGINE),
     ] = None,
+    max_chunk_tokens: Annotated[
+        int, typer.Option(min=0, help="Of the engine, as for serve.", rich_help_panel=_ENGINE)
+    ] = 0,
     kv_bits: Annotated[
         Literal["16", "8", "4"], typer.Option(help="Of the engine, as for serve.", rich_help_panel=_ENGINE)
     ] = "16",
+    attention_backend: Annotated[
+        Literal["auto", "portable", "cuda", "metal"],
+        typer.Option(help="Of the engine, as for serve.", rich_help_panel=_ENGINE),
+    ] = "auto",
     no_peer: Annotated[
         bool, typer.Option("--no-peer", help="Leave BatchGenerator out.", rich_help_panel=_ENGINE)
     ] = False,
@@ -218,10 +226,11 @@ def bench_engine(
     this device's memory bandwidth allows."""
     if (model is None) == (shape is None):
         raise typer.BadParameter("give either a model's folder or --shape", param_hint="MODEL")
-    if adapters and shape is None:
-        raise typer.BadParameter("adapters are made for a --shape", param_hint="--adapters")
+    if (adapters or bits) and shape is None:
+        raise typer.BadParameter("goes with --shape", param_hint="--adapters" if adapters else "--bits")
     batches, picture = _batches(batch, prompt_tokens), _picture(plot)
     from mlx_tandem.cli.bench.engine import Batch, EngineLoad, run
+    from mlx_tandem.config import CacheConfig
 
     run(
         EngineLoad(
@@ -230,13 +239,14 @@ def bench_engine(
             repeats=repeats,
             sampling=sampling,
             adapters=adapters,
+            bits=int(bits) if bits else None,
             peer=not no_peer,
         ),
         model=model,
         shape=shape,
         random_weights=random_weights,
+        cache=CacheConfig(kv_bits=cast("Any", int(kv_bits)), attention_backend=attention_backend),
         max_chunk_tokens=max_chunk_tokens,
-        kv_bits=int(kv_bits),
         json_out=json_out,
         picture=picture,
     )

@@ -54,6 +54,7 @@ class EngineLoad:
     repeats: int = 3
     sampling: Literal["mixed", "greedy"] = "mixed"
     adapters: int = 0
+    bits: int | None = None  # of the weights of a made-up model; None: as they are
     peer: bool = True
 
     @property
@@ -72,8 +73,8 @@ def run(
     model: str | None,
     shape: str | None,
     random_weights: bool,
-    max_chunk_tokens: int | None,
-    kv_bits: int,
+    cache: CacheConfig,
+    max_chunk_tokens: int,
     json_out: Path | None,
     picture: Path | None,
 ) -> None:
@@ -90,13 +91,11 @@ def run(
         if shape is not None:
             model, random_weights, folders = _make(Path(scratch), shape, load)
         assert model is not None
-        scheduler = SchedulerConfig(max_num_seqs=max(batch.rows for batch in load.batches))
-        if max_chunk_tokens:
-            scheduler = msgspec.structs.replace(scheduler, max_chunk_tokens=max_chunk_tokens)
+        most = max(batch.rows for batch in load.batches)
         config = EngineConfig(
             model=ModelConfig(path=model, random_weights=random_weights),
-            cache=CacheConfig(kv_bits=cast("Any", kv_bits)),
-            scheduler=scheduler,
+            cache=cache,
+            scheduler=SchedulerConfig(max_num_seqs=most, max_chunk_tokens=max_chunk_tokens),
             lora=LoraConfig(max_loras=max(load.adapters, LoraConfig().max_loras), max_cpu_lora_gb=64.0),
         )
         result = describe() | {"model": shape or model, "load": msgspec.to_builtins(load)}
@@ -126,8 +125,9 @@ def _make(folder: Path, name: str, load: EngineLoad) -> tuple[str, bool, list[Pa
     if name not in SHAPES:
         fail(f"there is no shape '{name}'; known are: {', '.join(SHAPES)}")
     shape = SHAPES[name]
-    drawn = shape.dtype != "float32"
-    model = write_model(folder / name, shape, positions=max(POSITIONS, load.longest), weights=not drawn)
+    drawn = shape.dtype != "float32" or load.bits is not None
+    longest = max(POSITIONS, load.longest)
+    model = write_model(folder / name, shape, positions=longest, weights=not drawn, bits=load.bits)
     with ThreadPoolExecutor() as pool:
         adapters = list(
             pool.map(lambda i: write_adapter(folder / f"a{i}", shape, rank=RANK, seed=i), range(load.adapters))

@@ -78,8 +78,17 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def write_model(folder: Path, shape: Shape, *, positions: int = POSITIONS, weights: bool = True, seed: int = 0) -> Path:
-    """A model folder: config, tokenizer, chat template, and float32 weights unless told to leave them out."""
+def write_model(
+    folder: Path,
+    shape: Shape,
+    *,
+    positions: int = POSITIONS,
+    weights: bool = True,
+    bits: int | None = None,
+    seed: int = 0,
+) -> Path:
+    """A model folder: config, tokenizer, chat template, and float32 weights unless told to leave them out. `bits`: for
+    weights that are drawn when it is loaded, quantised in groups of 64."""
     folder.mkdir(parents=True, exist_ok=True)
     ids = _write_tokenizer(folder, shape.vocab, positions)
     config: dict[str, Any] = {
@@ -99,6 +108,8 @@ def write_model(folder: Path, shape: Shape, *, positions: int = POSITIONS, weigh
         "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
         "torch_dtype": shape.dtype,
     }
+    if bits:
+        config["quantization"] = {"group_size": 64, "bits": bits}
     _write_json(folder / "config.json", config)
     if weights:
         if shape.parameters > _MAX_WRITTEN:
