@@ -65,7 +65,8 @@ class Meter:
 def kinds(model: nn.Module) -> dict[str, Kind]:
     """The linears of a model, by shape and precision, in the model's order."""
     found: dict[str, Kind] = {}
-    for _, module in reversed(model.named_modules()):
+    each = {id(module): module for _, module in reversed(model.named_modules())}
+    for module in each.values():
         if isinstance(module, nn.QuantizedLinear):
             inputs = module.weight.shape[1] * 32 // module.bits
             how = f"{module.mode} {module.bits} bits in {module.group_size}"
@@ -74,9 +75,7 @@ def kinds(model: nn.Module) -> dict[str, Kind]:
         else:
             continue
         name = f"{module.weight.shape[0]} x {inputs} {how}"
-        known = found.setdefault(name, Kind(inputs, module.weight.nbytes, []))
-        if not any(module is m for m in known.modules):
-            known.modules.append(module)
+        found.setdefault(name, Kind(inputs, module.weight.nbytes, [])).modules.append(module)
     return found
 
 

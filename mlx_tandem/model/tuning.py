@@ -1,8 +1,8 @@
 """What products cost on this device, found once by timing the model's own, and what follows from it.
 
-On a GPU a product's time is erratic in the number of its rows: 12 may take half as long as 8. So decoding steps are
-padded to counts that were measured to be good. And quantised linears dequantise where that is faster. The findings are
-kept in the user's cache folder, for each device, version of MLX and set of linears.
+On a GPU a product's time is erratic in the number of its rows: 12 may take a third of what 8 take. So decoding steps
+are padded to counts that were measured to be good. And quantised linears dequantise where that is faster. What was
+found is kept in the user's cache folder, for each device, version of MLX and set of linears.
 """
 
 from __future__ import annotations
