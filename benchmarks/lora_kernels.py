@@ -35,6 +35,7 @@ from mlx_tandem.model.kernels.lora import LoraKernels
 from mlx_tandem.model.routes import cut_tiles
 
 SLOTS = 8
+launch: Any = mx.async_eval
 Arrays = list[mx.array]
 Step = Callable[[mx.array, Arrays, Arrays], Arrays]
 """(x of the first layer, ids, arrays of all groups) → what came out of all linears."""
@@ -132,17 +133,17 @@ def measure(step: Callable[[], Arrays], rounds: int, steps: int) -> tuple[float,
     for _ in range(rounds):
         started = time.perf_counter()
         flight = step()
-        mx.async_eval(flight)
+        launch(flight)
         for _ in range(steps - 1):
             following = step()
-            mx.async_eval(following)
+            launch(following)
             mx.eval(flight)
             flight = following
         mx.eval(flight)
         whole.append((time.perf_counter() - started) / steps)
         started = time.perf_counter()
         flight = step()
-        mx.async_eval(flight)
+        launch(flight)
         host.append(time.perf_counter() - started)
         mx.eval(flight)
     return statistics.median(whole), statistics.median(host)
@@ -180,7 +181,8 @@ def worst_error(way: Way, group: Group, arrays: Arrays, ids: Arrays, x: mx.array
     for a, b, y, z in zip(*group.parts(arrays), way(x, ids, group.parts(arrays)), strict=True):
         delta = (wide @ a.astype(mx.float32)[slots]) @ b.astype(mx.float32)[slots]
         off = mx.abs(z.astype(mx.float32) - (y.astype(mx.float32) + delta).astype(z.dtype).astype(mx.float32))
-        worst = max(worst, (off.max() / mx.abs(delta).max()).item())
+        error: Any = (off.max() / mx.abs(delta).max()).item()
+        worst = max(worst, error)
     return worst
 
 

@@ -60,7 +60,7 @@ class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_lora_rank: int = 64
     max_cpu_loras: int = 0  # adapters in the engine's memory; 0: as many as max_cpu_lora_gb holds
     max_cpu_lora_gb: float = 2.0
-    backend: Literal["auto", "gather", "windows"] = "auto"
+    backend: Literal["auto", "gather", "windows", "fused"] = "auto"
 
 
 Mode = Literal["inference_only", "training_only", "inference_and_training"]

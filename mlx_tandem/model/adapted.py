@@ -71,7 +71,12 @@ class AdaptedDense:
     _target: Target
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self._deltas.dense(self._target, x, super().__call__)  # type: ignore[misc]
+        return self._deltas.dense(self._target, x, self.plain)
+
+    def plain(self, x: mx.array) -> mx.array:
+        """What the linear gives without adapters."""
+        out: mx.array = super().__call__(x)  # type: ignore[misc]
+        return out
 
 
 class AdaptedSwitch:

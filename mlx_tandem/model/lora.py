@@ -22,8 +22,9 @@ from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.model.adapted import Target, adapt, find_targets
 from mlx_tandem.model.footprint import bucket
+from mlx_tandem.model.grouped import GroupedDeltas
 from mlx_tandem.model.mixin import mix_in
-from mlx_tandem.model.routes import WINDOW, Ids, Layout, lay_out, read
+from mlx_tandem.model.routes import WINDOW, Ids, Ints, Layout, lay_out, read
 from mlx_tandem.model.stack import Stack
 from mlx_tandem.model.uploads import Uploads
 
@@ -58,7 +59,10 @@ class LoraState:
     function of its `layout`, and in it `bind` them, call the model, `unbind`.
     """
 
-    def __init__(self, model: nn.Module, config: LoraConfig, dtype: mx.Dtype) -> None:
+    def __init__(
+        self, model: nn.Module, config: LoraConfig, dtype: mx.Dtype, fused: GroupedDeltas | None = None
+    ) -> None:
+        """`fused`: fused kernels, where they have been found to be right and faster (`model/trials/lora.py`)."""
         self.slots = config.max_loras
         self.max_rank = config.max_lora_rank
         # MLX's CPU back end has gather_mm for float32 only, and its half-precision products are slow anyway.
@@ -66,11 +70,13 @@ class LoraState:
         self.dtype = mx.float32 if on_cpu else dtype
         self.uploads = Uploads(self.dtype)
         self.rank = 0  # of the stacked arrays: the present bucket
-        self.backend = ("windows" if on_cpu else "gather") if config.backend == "auto" else config.backend
+        self._fused = fused
+        plain = config.backend if config.backend in ("gather", "windows") else "windows" if on_cpu else "gather"
+        self.backend = "fused" if fused is not None else plain
         self._targets = find_targets(model)
         self._blocks = [m for m in model.modules() if isinstance(m, (SwitchGLU, SwitchMLP))]
         self._stacks: dict[str, Stack] = {}  # by path, in the model's order
-        self._routes: OrderedDict[tuple[tuple[int, ...], bool], Route] = OrderedDict()
+        self._routes: OrderedDict[tuple[tuple[int, ...], int], Route] = OrderedDict()
         self._bound: _Bound | None = None
 
     def linears(self) -> dict[str, LinearShape]:
@@ -134,6 +140,8 @@ class LoraState:
             changed = True
         if changed:
             self._stacks = {path: self._stacks[path] for path in self._targets if path in self._stacks}
+            if self._fused is not None:
+                self._fused.adapted(self._stacks)
         return changed
 
     def _adapt(self, target: Target) -> None:
@@ -153,7 +161,7 @@ class LoraState:
         Any order of rows is right; rows of one adapter beside each other are faster. Good until the next `install`
         or `clear`.
         """
-        key = (tuple(slots), length == 1)
+        key = (tuple(slots), length)
         found = self._routes.get(key)
         if found is None:
             found = self._routes[key] = self._make_route(slots, length)
@@ -163,7 +171,7 @@ class LoraState:
 
     def _make_route(self, slots: Sequence[int], length: int) -> Route:
         which = np.array(slots if self._stacks else [0] * len(slots), np.int64)
-        layout, ids = lay_out(which, length, windows=self.backend == "windows")
+        layout, ids = lay_out(which, length, windows=self.backend == "windows", tiles=self._in_tiles(which, length))
         if layout.kind == "base":
             return Route(layout, None, [])
         if layout.kind == "uniform":
@@ -172,28 +180,45 @@ class LoraState:
             return Route(layout, ids, own)
         return Route(layout, ids, self.arrays())
 
+    def _in_tiles(self, slots: Ints, length: int) -> bool:
+        """Whether a step is for the fused kernels. With experts, one of a single adapter is better off as such."""
+        if self._fused is None:
+            return False
+        same = bool((slots == slots[0]).all())
+        if same and any(self._targets[path].shape.experts for path in self._stacks):
+            return False
+        return len(slots) * length <= (self._fused.same if same else self._fused.mixed)
+
     def bind(self, arrays: Sequence[mx.array], ids: mx.array | None, layout: Layout) -> None:
         """Inside a traced step: from here on the model's modules use the route (`layout`, `ids`, `arrays`).
 
         A uniform step may also be given all stacked arrays; it then copies its slot out of each.
         """
-        self._bound = None
+        self.unbind()
         if ids is None or layout.kind == "base":
             return
         if layout.kind == "uniform" and [x.ndim for x in arrays] == [x.ndim for x in self.arrays()]:
             arrays = [x[ids[0]] for x in arrays]
         pairs = zip(arrays[::2], arrays[1::2], strict=True)
         self._bound = _Bound(layout, read(ids, layout), dict(zip(self._stacks, pairs, strict=True)), [])
+        if self._fused is not None and self._bound.ids.tiles is not None:
+            self._fused.start(self._bound.ids.tiles, layout.tokens, self._bound.arrays)
 
     def unbind(self) -> None:
         """Forget the step's arrays; the modules are the base model's again until the next `bind`."""
         self._bound = None
+        if self._fused is not None:
+            self._fused.stop()
 
     def dense(self, target: Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
         """plain(x) + delta, for x [rows, …, in] or with rows and positions flattened."""
         bound = self._bound
         if bound is None or target.path not in bound.arrays:
             return plain(x)
+        if self._fused is not None:
+            given = self._fused.give(target, x)
+            if given is not None:
+                return given
         a, b = bound.arrays[target.path]
         kind, rows = bound.layout.kind, bound.layout.rows
         if kind == "uniform":

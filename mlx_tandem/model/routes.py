@@ -55,27 +55,25 @@ class Ids(NamedTuple):
     tiles: mx.array | None = None  # int32 [pieces, 3]: first token, tokens (0: none, padding) and slot of each tile
 
 
-def lay_out(slots: Ints, length: int, *, windows: bool = False, tiles: int = 0) -> tuple[Layout, mx.array | None]:
+def lay_out(slots: Ints, length: int, *, windows: bool = False, tiles: bool = False) -> tuple[Layout, mx.array | None]:
     """The layout of a step whose row i uses `slots[i]` (0: base) for `length` tokens, and its ids (int32 with tiles,
-    else uint32, one axis; None for the base). `windows`: they may be used. `tiles`: so is a step of one adapter up to
-    so many tokens, and every mixed one when there are any."""
+    else uint32, one axis; None for the base). `windows`: they may be used. `tiles`: they are to be."""
     if not slots.any():
         return Layout("base"), None
     rows = len(slots)
     parts = [slots, np.arange(rows)]
-    same = bool((slots == slots[0]).all())
-    if tiles and (not same or rows * length <= tiles):
-        made = cut_tiles(slots, length)
-        packed = np.concatenate([*parts, made.reshape(-1)]).astype(np.int32)
-        return Layout("tiles", rows, len(made), rows * length), mx.array(packed)
-    if same:
+    if tiles:
+        cut = cut_tiles(slots, length)
+        packed = np.concatenate([*parts, cut.reshape(-1)]).astype(np.int32)
+        return Layout("tiles", rows, len(cut), rows * length), mx.array(packed)
+    if (slots == slots[0]).all():
         return Layout("uniform"), mx.array([int(slots[0])], mx.uint32)
     layout = Layout("rows", rows)
     if windows and length == 1 and rows >= WINDOWS_FROM:
-        cut = cut_windows(slots)
-        if cut is not None:
-            layout = Layout("windows", rows, len(cut[0]))
-            parts += cut
+        found = cut_windows(slots)
+        if found is not None:
+            layout = Layout("windows", rows, len(found[0]))
+            parts += found
     return layout, mx.array(np.concatenate(parts).astype(np.uint32))
 
 

@@ -20,6 +20,7 @@ from mlx_lm.utils import _get_classes
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.model import routes
+from mlx_tandem.model.grouped import GroupedDeltas
 from mlx_tandem.model.lora import LoraState
 from mlx_tandem.model.routes import Layout
 from mlx_tandem.types import AdapterInfo
@@ -112,9 +113,11 @@ def far(a: mx.array, b: mx.array) -> float:
     return float(difference)
 
 
-def installed(model: Any, slots: int = 4) -> tuple[LoraState, list[AdapterWeights]]:
+def installed(
+    model: Any, slots: int = 4, kernels: GroupedDeltas | None = None
+) -> tuple[LoraState, list[AdapterWeights]]:
     """Three adapters of different ranks and targets in slots 1, 2 and 4."""
-    state = LoraState(model, LoraConfig(max_loras=slots), mx.float32)
+    state = LoraState(model, LoraConfig(max_loras=slots), mx.float32, kernels)
     all_of_it = state.linears()
     made = [adapter(all_of_it, 4, 1), adapter(all_of_it, 12, 2, "q_proj|qkv|up"), adapter(all_of_it, 8, 3, "layers.1")]
     for slot, weights in zip((1, 2, 4), made, strict=True):

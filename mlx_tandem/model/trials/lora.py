@@ -1,0 +1,193 @@
+"""Fused kernels for adapters beside plain products on this device: whether they are right, and when faster."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_tandem.config import LoraConfig
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model.adapted import find_targets
+from mlx_tandem.model.grouped import GroupedDeltas
+from mlx_tandem.model.groups import Group, find_groups
+from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
+from mlx_tandem.model.routes import cut_tiles
+
+log = logging.getLogger(__name__)
+
+TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
+"""Of the largest number of a result; twice what rounding it takes in the short types."""
+UNLIMITED = 1 << 30
+
+_TOKENS = (1, 16, 64, 256, 1024, 4096)
+_MOST_BYTES = 1 << 30  # of what the linears of a layer give out
+_TIMED_RANK = 16
+_TIMED_SLOTS = 8
+
+
+class Shape(NamedTuple):
+    """The linears of one input."""
+
+    inputs: int
+    outputs: tuple[int, ...]
+
+
+class Choice(NamedTuple):
+    """`fused` is None where plain products are taken. `why` is for people."""
+
+    fused: GroupedDeltas | None
+    why: str
+
+
+def choose(
+    model: nn.Module, config: LoraConfig, dtype: mx.Dtype, makers: Sequence[dialect.Make] | None = None
+) -> Choice:
+    """Whether this model's adapters go through fused kernels, and up to how many tokens of a step. Kernels of every
+    shape in use are compiled here, and not while serving. `makers`: for the targets of this device, if not its own.
+
+    Raises ModelError when the configuration asks for kernels that are not to be had or are wrong.
+    """
+    forced = config.backend == "fused"
+    if not (forced or config.backend == "auto") or config.max_loras == 0:
+        return Choice(None, "")
+    if makers is None:
+        makers = [dialect.maker(target) for target in dialect.available()]
+    groups = find_groups(model, find_targets(model).values())
+    shapes = sorted({s for group in groups for s in _shapes(group)})
+    if not makers or not shapes:
+        return _plain("there are none for this device" if not makers else "no linear has a shape for them", forced)
+    kernels = LoraKernels(makers[0])
+    try:
+        problem = wrong(kernels, shapes, dtype)
+    except Exception as e:  # whatever a compiler or a driver says
+        problem = f"they cannot be run ({type(e).__name__}: {e})"
+    if problem is not None:
+        return _plain(problem, forced)
+    if forced:
+        return Choice(GroupedDeltas(kernels, groups, same=UNLIMITED, mixed=UNLIMITED), "asked for, and right")
+    mixed = faster_up_to(kernels, shapes, dtype, slots=_TIMED_SLOTS)
+    if mixed == 0:
+        return _plain("they are right, and slower", forced)
+    same = faster_up_to(kernels, shapes, dtype, slots=1)
+    why = f"right and faster, for one adapter up to {_tokens(same)} a step, for several up to {_tokens(mixed)}"
+    log.info("adapters: fused kernels are %s", why)
+    return Choice(GroupedDeltas(kernels, groups, same=same, mixed=mixed), why)
+
+
+def _plain(why: str, forced: bool) -> Choice:
+    if forced:
+        raise ModelError(f"fused kernels for adapters were asked for: {why}", param="lora.backend")
+    log.info("adapters: fused kernels are not taken: %s", why)
+    return Choice(None, why)
+
+
+def _tokens(count: int) -> str:
+    return "any number of tokens" if count == UNLIMITED else f"{count} tokens"
+
+
+def _shapes(group: Group) -> Iterable[Shape]:
+    """Of the group, and of as many of its first members as an adapter may leave: each number has kernels of its own."""
+    own = [t.shape for t in group if not t.shape.experts and fits(t.shape.inputs, t.shape.outputs)][:MOST_MEMBERS]
+    return [Shape(own[0].inputs, tuple(s.outputs for s in own[: n + 1])) for n in range(len(own))]
+
+
+# --- right ----------------------------------------------------------------------------------------------------------
+
+
+def wrong(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype) -> str | None:
+    """What is wrong with the kernels on random data; None when nothing is."""
+    for seed, shape in enumerate(shapes):
+        for rank in (8, 16):
+            error = _error(kernels, shape, rank, dtype, seed)
+            if not error <= TOLERANCE[dtype]:
+                return f"{shape.inputs} → {shape.outputs}, rank {rank}: off by {error:.1e} of the largest number"
+    return None
+
+
+def _error(kernels: LoraKernels, shape: Shape, rank: int, dtype: mx.Dtype, seed: int) -> float:
+    rng = np.random.default_rng(seed)
+    slots = np.sort(rng.integers(0, 4, 21))
+    x, a, b, y = _arrays(shape, rank, 3, len(slots), dtype)
+    added = kernels.add(x, mx.array(cut_tiles(slots, 1), mx.int32), a, b, y)
+    worst = 0.0
+    for m, got in enumerate(added):
+        wide = [array.astype(mx.float32) for array in (x, a[m], b[m], y[m], got)]
+        want = wide[3] + (wide[0] @ wide[1][mx.array(slots)]) @ wide[2][mx.array(slots)]
+        error: Any = (mx.abs(wide[4] - want).max() / mx.abs(want).max()).item()
+        worst = max(worst, error if error == error else np.inf)
+    return worst
+
+
+def _arrays(
+    shape: Shape, rank: int, slots: int, tokens: int, dtype: mx.Dtype
+) -> tuple[mx.array, list[mx.array], list[mx.array], list[mx.array]]:
+    """x [tokens, 1, inputs], and for each member A, B (zeros in slot 0) and its own outputs."""
+
+    def numbers(*dims: int, scale: float = 1.0) -> mx.array:
+        return (mx.random.normal(dims) * scale).astype(dtype)
+
+    def stacked(*dims: int) -> mx.array:
+        return mx.concatenate([mx.zeros((1, *dims), dtype), numbers(slots, *dims, scale=dims[0] ** -0.5)])
+
+    a = [stacked(shape.inputs, rank) for _ in shape.outputs]
+    b = [stacked(rank, n) for n in shape.outputs]
+    arrays = numbers(tokens, 1, shape.inputs), a, b, [numbers(tokens, 1, n) for n in shape.outputs]
+    mx.eval(arrays)
+    return arrays
+
+
+# --- faster ---------------------------------------------------------------------------------------------------------
+
+
+def faster_up_to(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, *, slots: int) -> int:
+    """The most tokens of a step, in so many slots, that the kernels take no longer for than the products they would
+    replace; for fewer they are faster, too. 0: for none."""
+    largest = [
+        s for s in shapes if not any(s != t and s == Shape(t.inputs, t.outputs[: len(s.outputs)]) for t in shapes)
+    ]
+    won = 0
+    for tokens in _TOKENS:
+        if tokens < slots:
+            continue
+        if tokens * dtype.size * sum(sum(s.outputs) for s in largest) > _MOST_BYTES:
+            return won
+        fused, plain = np.sum([_times(kernels, shape, dtype, tokens, slots) for shape in largest], 0)
+        if fused > plain:
+            return won
+        won = tokens
+    return UNLIMITED
+
+
+def _times(kernels: LoraKernels, shape: Shape, dtype: mx.Dtype, tokens: int, slots: int) -> tuple[float, float]:
+    """Seconds of the kernels and of the products that do the same."""
+    x, a, b, y = _arrays(shape, _TIMED_RANK, slots, tokens, dtype)
+    owner = np.sort(1 + np.arange(tokens) % slots)
+    tiles = mx.array(cut_tiles(owner, 1), mx.int32)
+    ids, order = mx.array(owner, mx.uint32), mx.arange(tokens, dtype=mx.uint32)
+
+    def product(a: mx.array, b: mx.array, y: mx.array) -> mx.array:
+        if slots == 1:
+            return mx.addmm(y[:, 0], x[:, 0] @ a[1], b[1])
+        u = mx.gather_mm(x, a, lhs_indices=order, rhs_indices=ids)
+        return y + mx.gather_mm(u, b, lhs_indices=order, rhs_indices=ids)
+
+    fused = _seconds(lambda: kernels.add(x, tiles, a, b, y))
+    return fused, _seconds(lambda: [product(*member) for member in zip(a, b, y, strict=True)])
+
+
+def _seconds(work: Callable[[], list[mx.array]]) -> float:
+    """Of one of several in a row, so that the device is kept busy; the best of a few."""
+    mx.eval(work())
+    best = np.inf
+    for _ in range(4):
+        started = time.perf_counter()
+        mx.eval([work() for _ in range(4)])
+        best = min(best, time.perf_counter() - started)
+    return best

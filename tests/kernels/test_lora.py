@@ -1,0 +1,274 @@
+"""Fused kernels for adapters on the CPU: against plain products, any rows, slots, ranks and widths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_tandem.config import LoraConfig
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model.adapted import find_targets
+from mlx_tandem.model.grouped import GroupedDeltas
+from mlx_tandem.model.groups import find_groups
+from mlx_tandem.model.kernels.dialect import Kernel, Make
+from mlx_tandem.model.kernels.lora import LoraKernels
+from mlx_tandem.model.lora import LoraState
+from mlx_tandem.model.routes import TILE, cut_tiles
+from mlx_tandem.model.trials.lora import UNLIMITED, choose
+from tests.engine.test_lora import TOLERANCE, adapter, build, far, installed, merged, prompts, run
+from tests.kernels import shim
+
+pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+
+EXACT = {mx.float32: 5e-6, mx.float16: 5e-4, mx.bfloat16: 4e-3}  # of the largest number
+Shapes = st.sampled_from([(64, (8,)), (72, (264, 8)), (520, (16, 520, 40)), (1032, (1032,)), (8, (600, 8, 8))])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module")
+def make(folder: Path) -> Make:
+    return shim.maker(folder)
+
+
+class Work:
+    """Random arrays; `slots` in any order, `length` tokens a row, one rank of the arrays and one of each slot."""
+
+    def __init__(
+        self,
+        slots: Sequence[int],
+        length: int,
+        inputs: int,
+        outputs: Sequence[int],
+        ranks: Sequence[int],
+        dtype: mx.Dtype,
+    ):
+        rng = np.random.default_rng(len(slots) * inputs)
+        self.slots, self.length = np.array(slots), length
+        wide = 8
+        while wide < max(ranks):
+            wide *= 2
+
+        def numbers(*shape: int) -> Any:
+            return rng.standard_normal(shape).astype(np.float32)
+
+        a = [numbers(len(ranks) + 1, inputs, wide) * inputs**-0.5 for _ in outputs]
+        b = [numbers(len(ranks) + 1, wide, n) * wide**-0.5 for n in outputs]
+        for slot, rank in enumerate([0, *ranks]):  # what lies behind a slot's own rank is zero
+            for one in a:
+                one[slot, :, rank:] = 0
+            for one in b:
+                one[slot, rank:] = 0
+        self.x = mx.array(numbers(len(slots), length, inputs)).astype(dtype)
+        self.a, self.b = ([mx.array(one).astype(dtype) for one in side] for side in (a, b))
+        self.y = [mx.array(numbers(len(slots), length, n)).astype(dtype) for n in outputs]
+
+    def tiles(self) -> mx.array:
+        return mx.array(cut_tiles(self.slots, self.length), mx.int32)
+
+    def add(self, make: Make) -> list[mx.array]:
+        return LoraKernels(make).add(self.x, self.tiles(), self.a, self.b, self.y)
+
+    def error(self, got: Sequence[mx.array]) -> float:
+        worst, which = 0.0, mx.array(self.slots)
+        for m, one in enumerate(got):
+            x, a, b, y, z = (array.astype(mx.float32) for array in (self.x, self.a[m], self.b[m], self.y[m], one))
+            want = y + (x @ a[which]) @ b[which]
+            assert one.dtype == self.x.dtype and one.shape == want.shape
+            worst = max(worst, far(z, want) / mx.abs(want).max().item())
+        return worst
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.integers(1, 3),
+    Shapes,
+    st.lists(st.sampled_from([1, 4, 8, 12, 16, 33, 96]), min_size=3, max_size=3),
+    st.sampled_from([mx.float32, mx.bfloat16, mx.float16]),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_rows_slots_ranks_and_widths(
+    make: Make, slots: list[int], length: int, shape: Any, ranks: list[int], dtype: mx.Dtype
+) -> None:
+    work = Work(slots, length, *shape, ranks, dtype)
+    assert work.error(work.add(make)) < EXACT[dtype]
+
+
+def test_more_inputs_than_sums_are_kept_for(make: Make) -> None:
+    work = Work([1, 2], 1, 12296, (8,), [16, 4], mx.float32)
+    assert work.error(work.add(make)) < EXACT[mx.float32]
+
+
+def test_the_order_of_threads_does_not_matter(folder: Path, make: Make) -> None:
+    work = Work([0, 1, 1, 2], 3, 1032, (264, 8), [16, 7], mx.float32)
+    for got, want in zip(work.add(shim.maker(folder, backwards=True)), work.add(make), strict=True):
+        assert mx.array_equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_row_gets_the_same_bits_in_any_company(make: Make, dtype: mx.Dtype) -> None:
+    slots = [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 3, 3]
+    work = Work(slots, 1, 1032, (264, 8), [16, 16, 12], dtype)
+    together = work.add(make)
+    for row in (0, 1, 4, 9, 12):
+        x, y = work.x[row : row + 1], [one[row : row + 1] for one in work.y]
+        tiles = mx.array(cut_tiles(np.array(slots[row : row + 1]), 1), mx.int32)
+        alone = LoraKernels(make).add(x, tiles, work.a, work.b, y)
+        for m, z in enumerate(together):
+            assert mx.array_equal(alone[m], z[row : row + 1])
+
+
+def test_own_outputs_may_lie_side_by_side(make: Make) -> None:
+    work = Work([0, 1, 2], 2, 72, (264, 8, 16), [8, 8], mx.bfloat16)
+    joined = LoraKernels(make).add(work.x, work.tiles(), work.a, work.b, [mx.concatenate(work.y, -1)])
+    for got, want in zip(joined, work.add(make), strict=True):
+        assert mx.array_equal(got, want)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=70), st.integers(1, 20))
+@settings(max_examples=200, deadline=None)
+def test_tiles_cover_every_token_once(slots: list[int], length: int) -> None:
+    tiles = cut_tiles(np.array(slots), length)
+    covered = [(token, slot) for first, count, slot in tiles.tolist() for token in range(first, first + count)]
+    assert sorted(covered) == [(row * length + i, slot) for row, slot in enumerate(slots) for i in range(length)]
+    assert tiles[:, 1].max() <= TILE
+    least = -(-len(slots) * length // TILE)
+    assert np.log2(len(tiles) / least) % 1 == 0  # few numbers of tiles, so that few steps are traced
+    assert (tiles[:, 1] > 0).sum() * 2 > len(tiles) or len(tiles) == least
+
+
+# --- in models ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shim computes while the graph is built."""
+    monkeypatch.setattr(mx, "compile", lambda step: step)
+
+
+def fused(model: Any, make: Make) -> GroupedDeltas:
+    groups = find_groups(model, find_targets(model).values())
+    return GroupedDeltas(LoraKernels(make), groups, same=UNLIMITED, mixed=UNLIMITED)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(("family", "bits"), [("qwen3", 0), ("qwen2", 4), ("phi3", 0), ("qwen3_moe", 0), ("olmoe", 4)])
+def test_fused_is_merged(make: Make, family: str, bits: int) -> None:
+    model = build(family, bits)
+    kernels = fused(model, make)
+    state, made = installed(model, kernels=kernels)
+    assert state.backend == "fused"
+    x, slots = prompts(5, 3), [0, 1, 1, 2, 4]
+    got = run(model, state, x, slots, 3)
+    for row, slot in enumerate(slots):
+        reference = merged(family, bits, made[(1, 2, 4).index(slot)]) if slot else build(family, bits)
+        assert far(got[row], reference(x[row : row + 1])[0]) < TOLERANCE, f"slot {slot}"
+    same = run(model, state, x, [2] * 5, 3)
+    assert far(same[3], got[3]) < TOLERANCE
+
+
+class Counting:
+    def __init__(self, make: Make):
+        self.calls: list[str] = []
+        self._make = make
+
+    def __call__(self, name: str, *args: Any) -> Kernel:
+        kernel = self._make(name, *args)
+
+        def call(*given: Any) -> list[mx.array]:
+            self.calls.append(name)
+            return kernel(*given)
+
+        return call
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_two_kernels_for_each_input(make: Make) -> None:
+    model, counting = build("qwen3"), Counting(make)
+    state = LoraState(model, LoraConfig(max_loras=2), mx.float32, fused(model, counting))
+    state.install(1, adapter(state.linears(), 8, 1, "[qv]_proj"))
+    run(model, state, prompts(3, 1), [0, 1, 1])
+    assert counting.calls == ["lora_shrink_2", "lora_expand_2"] * 2  # a layer; k has no adapter
+    counting.calls.clear()
+    state.install(2, adapter(state.linears(), 8, 2))
+    run(model, state, prompts(3, 1), [1, 1, 1])
+    assert counting.calls == [f"lora_{kernel}_{n}" for n in (3, 1, 2, 1) for kernel in ("shrink", "expand")] * 2
+    counting.calls.clear()
+    assert mx.array_equal(run(model, state, prompts(3, 1), [0, 0, 0]), build("qwen3")(prompts(3, 1)))
+    assert counting.calls == []
+
+
+def test_members_called_with_inputs_of_their_own_are_right(make: Make) -> None:
+    model = build("qwen3")
+    kernels = fused(model, make)
+    state = LoraState(model, LoraConfig(max_loras=1), mx.float32, kernels)
+    state.install(1, adapter(state.linears(), 8, 1))
+    attention = model.layers[0].self_attn
+    x, other = mx.random.normal((2, 1, 64)), mx.random.normal((2, 1, 64))
+    route = state.route([0, 1])
+    for first, second in ((x, x), (x, other)):
+        state.bind(route.arrays, route.ids, route.layout)
+        got = attention.q_proj(first), attention.k_proj(second), attention.q_proj(second)
+        state.bind(route.arrays, route.ids, route.layout)
+        want = attention.q_proj(first + 0), attention.k_proj(second + 0), attention.q_proj(second + 0)
+        state.unbind()
+        assert all(far(a, b) < TOLERANCE for a, b in zip(got, want, strict=True))
+
+
+# --- the choice at start --------------------------------------------------------------------------------------------
+
+
+def broken(make: Make, old: str, new: str) -> Make:
+    def made(name: str, inputs: Sequence[str], outputs: Sequence[str], body: str, functions: str = "") -> Kernel:
+        return make(name, inputs, outputs, body.replace(old, new), functions)
+
+    return made
+
+
+class OneLinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(1032, 24, bias=False)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.down(mx.zeros((*tokens.shape, 1032)))
+
+
+FAULTS = {
+    "a row too few": ("if (i < count) {", "if (i + 1 < count) {"),
+    "another slot": ("(size_t)slot * K * R", "(size_t)(slot - 1) * K * R"),
+    "no sum over the inputs' parts": ("s < parts", "s < 1"),
+    "does not compile": ("BARRIER();", "BARRIER(;"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_kernel_is_rejected_at_start(make: Make, fault: str) -> None:
+    model, wrong = OneLinear(), broken(make, *FAULTS[fault])
+    choice = choose(model, LoraConfig(), mx.float32, [wrong])
+    assert choice.fused is None and ("off by" in choice.why or "cannot be run" in choice.why)
+    with pytest.raises(ModelError):
+        choose(model, LoraConfig(backend="fused"), mx.float32, [wrong])
+
+
+def test_right_kernels_are_taken_when_asked_for_or_faster(make: Make) -> None:
+    model = OneLinear()
+    asked = choose(model, LoraConfig(backend="fused"), mx.float32, [make]).fused
+    assert asked is not None and asked.same == asked.mixed == UNLIMITED
+    slow = choose(model, LoraConfig(), mx.float32, [make])
+    assert slow.fused is None and "slower" in slow.why  # as the shim is
+    for backend in ("gather", "windows"):
+        assert choose(model, LoraConfig(backend=backend), mx.float32, [make]).fused is None  # type: ignore[arg-type]
+    with pytest.raises(ModelError):
+        choose(model, LoraConfig(backend="fused"), mx.float32, [])
