@@ -26,6 +26,7 @@ from mlx_tandem.model.kvcache import LayerShape
 from mlx_tandem.model.loader import Report, load
 from mlx_tandem.model.lora import LoraState
 from mlx_tandem.model.runner import Flight, MLXRunner
+from mlx_tandem.model.trials.lora import choose
 from mlx_tandem.model.tuning import Tuned, tune
 from mlx_tandem.model.uploads import Uploads
 from mlx_tandem.types import EngineInfo, MemoryBudget, SamplingParams
@@ -85,7 +86,8 @@ def build(
         fused.available() if backends is None else backends,
     )
     log.info("attention by %s: %s", attention.name, attention.reason)
-    lora = LoraState(model.module, config.lora, model.dtype)
+    kernels = choose(model.module, config.lora, model.dtype)
+    lora = LoraState(model.module, config.lora, model.dtype, kernels.fused)
     needs = footprint.needs(config, limit, model, shapes, vocab_size, lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
     step_limits = needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens)
@@ -138,6 +140,7 @@ def build(
         device=device.describe(),
         attention_backend=attention.name,
         lora_backend=lora.backend,
+        lora_reason=kernels.why,
         load_seconds=time.monotonic() - started,
         memory=memory,
         attention_reason=attention.reason,

@@ -104,7 +104,7 @@ class StepView:
             self._masks[length, window] = made
         return made
 
-    def window(self, mask: mx.array | None) -> int | None:
+    def window(self, mask: mx.array | str | None) -> int | None:
         """That of a mask which `mask` has made; None for any other."""
         return next((window or EVERYTHING for (_, window), made in self._masks.items() if made is mask), None)
 

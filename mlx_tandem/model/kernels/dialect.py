@@ -9,7 +9,7 @@ types, and these words:
 - `LOAD16(pointer)` → uint4, `LOAD8(pointer)` → uint2, `STORE16(pointer, uint4)`: of device memory, aligned so;
 - `pair(word, T())` → float2: the two 16-bit numbers of type T in a word; `BYTE(word, i)` → float: its i-th byte;
   `FLOAT_BITS(word)`, `WORD_BITS(x)`; `FLOAT4(a, b, c, d)`, `WORDS4(a, b, c, d)` make a float4, a uint4;
-- `float(x)` and `T(x)` convert; `EXP2`, `TANH`, `RSQRT`, `min`, `max`; `UNROLL` before a loop whose bounds are constants;
+- `float(x)` and `T(x)` convert; `EXP2`, `TANH`, `RSQRT`, `min`, `max`; `UNROLL` before a loop of constant bounds;
 - `DEVICE` before a function, and `GLOBAL` before what a pointer to an input or output points to.
 
 What no target lacks may be used beside them: structs, templates, `auto`, `uint`, `float4` and the like. No lambdas, no

@@ -139,9 +139,9 @@ _SHRINK = """
     }
   }
   // Each lane gives half of its sums away and keeps the other half, until a few are left, whole for the warp.
-  #define HALVE(half, mask) UNROLL for (int i = 0; i < half; i++) { \\
+  #define HALVE(rest, mask) UNROLL for (int i = 0; i < rest; i++) { \\
     const bool upper = LANE & mask; \\
-    const float kept = upper ? sum[i + half] : sum[i], given = upper ? sum[i] : sum[i + half]; \\
+    const float kept = upper ? sum[i + rest] : sum[i], given = upper ? sum[i] : sum[i + rest]; \\
     sum[i] = kept + SHUFFLE_XOR(given, mask); \\
   }
   HALVE(32, 16) HALVE(16, 8) HALVE(8, 4) HALVE(4, 2)

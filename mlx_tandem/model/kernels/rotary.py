@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_tandem.model.kernels.dialect import Constant, Make
-from mlx_tandem.model.kernels.paged_attention import constant
+from mlx_tandem.model.kernels.paged_attention import floats, integers
 from mlx_tandem.model.kvformat import RowFormat
 
 WARPS = 4
@@ -196,8 +196,8 @@ class Rotary:
             x,
             *angles,
             slots,
-            constant((pool[0].shape[0] // form.heads,) * 8, mx.int32),
-            constant((epsilon,) * 8, mx.float32),
+            integers(*[pool[0].shape[0] // form.heads] * 8),
+            floats(*[epsilon] * 8),
             q_weight,
             k_weight,
             *pool,

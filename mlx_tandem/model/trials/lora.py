@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -59,10 +60,12 @@ def choose(
         return Choice(None, "")
     if makers is None:
         makers = [dialect.maker(target) for target in dialect.available()]
+    if not makers:
+        return _plain("there are none for this device", forced)
     groups = find_groups(model, find_targets(model).values())
     shapes = sorted({s for group in groups for s in _shapes(group)})
-    if not makers or not shapes:
-        return _plain("there are none for this device" if not makers else "no linear has a shape for them", forced)
+    if not shapes:
+        return _plain("no linear has a shape for them", forced)
     kernels = LoraKernels(makers[0])
     try:
         problem = wrong(kernels, shapes, dtype)
@@ -72,10 +75,10 @@ def choose(
         return _plain(problem, forced)
     if forced:
         return Choice(GroupedDeltas(kernels, groups, same=UNLIMITED, mixed=UNLIMITED), "asked for, and right")
-    mixed = faster_up_to(kernels, shapes, dtype, slots=_TIMED_SLOTS)
+    mixed, same = (faster_up_to(kernels, shapes, dtype, slots=slots) for slots in (_TIMED_SLOTS, 1))
+    mx.clear_cache()
     if mixed == 0:
         return _plain("they are right, and slower", forced)
-    same = faster_up_to(kernels, shapes, dtype, slots=1)
     why = f"right and faster, for one adapter up to {_tokens(same)} a step, for several up to {_tokens(mixed)}"
     log.info("adapters: fused kernels are %s", why)
     return Choice(GroupedDeltas(kernels, groups, same=same, mixed=mixed), why)
@@ -130,8 +133,10 @@ def _arrays(
 ) -> tuple[mx.array, list[mx.array], list[mx.array], list[mx.array]]:
     """x [tokens, 1, inputs], and for each member A, B (zeros in slot 0) and its own outputs."""
 
+    seeds = count()
+
     def numbers(*dims: int, scale: float = 1.0) -> mx.array:
-        return (mx.random.normal(dims) * scale).astype(dtype)
+        return (mx.random.normal(dims, key=mx.random.key(next(seeds))) * scale).astype(dtype)
 
     def stacked(*dims: int) -> mx.array:
         return mx.concatenate([mx.zeros((1, *dims), dtype), numbers(slots, *dims, scale=dims[0] ** -0.5)])
