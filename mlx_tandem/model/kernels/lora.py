@@ -86,7 +86,7 @@ def _expand(make: Make, members: int, joined: bool) -> Kernel:
     b, y, z = (_names(letter, members) for letter in "byz")
     outputs = [f"{name}_shape[2]" for name in b]
     choices = _choices(B=b, Y=["y0 + before"] if joined else y, Z=z, OUTPUTS=outputs)
-    stride = f"#define STRIDE ({' + '.join(outputs) if joined else 'N'})\n"
+    stride = f"#define STRIDE ({' + '.join(outputs) if joined else 'N'})\n#define MOST_PARTS {_MOST_PARTS}\n"
     name = f"lora_expand_{members}{'_joined' if joined else ''}"
     return make(name, ["sums", "tiles", *b, *y[: 1 if joined else members]], z, choices + stride + _EXPAND, _FUNCTIONS)
 
@@ -113,6 +113,7 @@ template <int n, typename T>
 DEVICE Pack<T, n> load(const GLOBAL T* from) {
   return *(const GLOBAL Pack<T, n>*)from;
 }
+typedef Pack<float, 4> Four;
 """
 
 # GROUP_X: which part of the inputs; GROUP_Y: 8 * LANES columns of a member's A; GROUP_Z: the tile. 64 * LANES threads:
@@ -131,9 +132,15 @@ _SHRINK = """
       Pack<T, 8> xs[8], as[8];
       UNROLL for (int j = 0; j < 8; j++) as[j] = load<8>(a + (size_t)(k + j) * R);
       UNROLL for (int i = 0; i < 8; i++) xs[i] = load<8>(x + (size_t)(first + min(i, count - 1)) * K + k);
-      UNROLL for (int j = 0; j < 8; j++) {
-        UNROLL for (int i = 0; i < 8; i++) {
-          UNROLL for (int e = 0; e < 8; e++) sum[8 * i + e] += float(xs[i].at[j]) * float(as[j].at[e]);
+      UNROLL for (int h = 0; h < 8; h += 4) {
+        float wide[4][8];
+        UNROLL for (int j = 0; j < 4; j++) {
+          UNROLL for (int e = 0; e < 8; e++) wide[j][e] = float(as[h + j].at[e]);
+        }
+        UNROLL for (int i = 0; i < 8; i++) if (i < count) {
+          UNROLL for (int j = 0; j < 4; j++) {
+            UNROLL for (int e = 0; e < 8; e++) sum[8 * i + e] += float(xs[i].at[h + j]) * wide[j][e];
+          }
         }
       }
     }
@@ -181,7 +188,7 @@ _EXPAND = """
   UNROLL for (int i = 0; i < 8; i++) {
     UNROLL for (int e = 0; e < 4; e++) out[i][e] = 0.0f;
   }
-  SHARED(float, shrunk, 64 * 8);  // by rank, then token
+  SHARED(Four, shrunk, 64 * 2);  // of each rank: four tokens, then four more
   for (int r = 0; r < R && slot; r += DEPTH) {
     Pack<T, 4> bs[DEPTH];
     if (inside) UNROLL for (int j = 0; j < DEPTH; j++) bs[j] = load<4>(b + (size_t)(r + j) * N);
@@ -190,18 +197,21 @@ _EXPAND = """
       for (int q = THREAD; q < min(64, R - r) * 2; q += THREADS) {
         const int token = first + min(q % 8, count - 1);
         const GLOBAL float* part = sums + (size_t)(token * sums_shape[1] + m) * parts * R + r + q / 8 * 4;
-        Pack<float, 4> total = load<4>(part);
-        for (int s = 1; s < parts; s++) {
-          const Pack<float, 4> more = load<4>(part + s * R);
-          UNROLL for (int e = 0; e < 4; e++) total.at[e] += more.at[e];
+        Four all[MOST_PARTS];
+        UNROLL for (int s = 0; s < MOST_PARTS; s++) all[s] = load<4>(part + min(s, parts - 1) * R);
+        UNROLL for (int s = 1; s < MOST_PARTS; s++) if (s < parts) {
+          UNROLL for (int e = 0; e < 4; e++) all[0].at[e] += all[s].at[e];
         }
-        UNROLL for (int e = 0; e < 4; e++) shrunk[(q / 8 * 4 + e) * 8 + q % 8] = total.at[e];
+        UNROLL for (int e = 0; e < 4; e++) shrunk[(q / 8 * 4 + e) * 2 + q % 8 / 4].at[q % 4] = all[0].at[e];
       }
       BARRIER();
     }
-    UNROLL for (int j = 0; j < DEPTH; j++) {
-      UNROLL for (int i = 0; i < 8; i++) {
-        UNROLL for (int e = 0; e < 4; e++) out[i][e] += shrunk[(r % 64 + j) * 8 + i] * float(bs[j].at[e]);
+    UNROLL for (int h = 0; h < 2; h++) if (4 * h < count) {
+      UNROLL for (int j = 0; j < DEPTH; j++) {
+        const Four u = shrunk[(r % 64 + j) * 2 + h];
+        UNROLL for (int i = 0; i < 4; i++) {
+          UNROLL for (int e = 0; e < 4; e++) out[4 * h + i][e] += u.at[i] * float(bs[j].at[e]);
+        }
       }
     }
   }
