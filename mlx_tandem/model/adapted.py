@@ -29,6 +29,9 @@ class Deltas(Protocol):
     def dense(self, target: Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
         """plain(x) + delta: what the linear gives out for x [..., inputs]."""
 
+    def changes(self, target: Target) -> bool:
+        """Whether the linear has an adapter in this forward."""
+
     def switch(self, target: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
         """y + delta for a linear that gave y for x, whose entry i went through expert indices[i]. `in_order`: the
         entries lie by expert."""
@@ -72,6 +75,10 @@ class AdaptedDense:
 
     def __call__(self, x: mx.array) -> mx.array:
         return self._deltas.dense(self._target, x, self.plain)
+
+    @property
+    def is_changed(self) -> bool:
+        return self._deltas.changes(self._target)
 
     def plain(self, x: mx.array) -> mx.array:
         """What the linear gives without adapters."""

@@ -1,8 +1,8 @@
 """The arrays of the KV pool, and what is done to whole blocks of them: copied, read as bytes, written from bytes.
 
-Every array is [heads · blocks · block_size, width], head-major. All is written in place, for which an array must be the
-only reference to its data: a read and a write of it never go into one evaluation. Blocks are read and written in pieces
-of two bytes, which every type of an array consists of.
+Every array is [heads · blocks · block_size, width], head-major. All is written in place (`inplace.py`), for which an
+array must be the only reference to its data on some devices: a read and a write of it never go into one evaluation.
+Blocks are read and written in pieces of two bytes, which every type of an array consists of.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import Bytes
+from mlx_tandem.model.inplace import write
 from mlx_tandem.model.kvcache import LayerShape
 
 
@@ -47,10 +48,8 @@ class KVArrays:
     def copy(self, copies: Sequence[tuple[int, int]]) -> tuple[list[mx.array], list[mx.array]]:
         """Give each second block the contents of the first. Returns what to evaluate, and what after that."""
         sources, targets = zip(*copies, strict=True)
-        read = []
-        for array, heads in self._each():
-            read.append(array[self._rows(sources, heads)])
-            array[self._rows(targets, heads)] = read[-1]
+        read = [array[self._rows(sources, heads)] for array, heads in self._each()]
+        self._write(targets, read)
         return read, self._touched()
 
     def read(self, blocks: Sequence[int]) -> list[mx.array]:
@@ -75,13 +74,20 @@ class KVArrays:
         blocks = [block for block, _ in loads]
         whole = np.frombuffer(b"".join(content for _, content in loads), np.uint16).reshape(len(loads), -1)
         start = 0
+        written = []
         for array, heads in self._each():
             width = array.shape[1] * array.dtype.size // 2
             end = start + heads * self._block_size * width
             lines = whole[:, start:end].reshape(len(loads), heads, -1).swapaxes(0, 1).reshape(-1, width)
-            array[self._rows(blocks, heads)] = mx.array(lines).view(array.dtype)
+            written.append(mx.array(lines).view(array.dtype))
             start = end
+        self._write(blocks, written)
         return self._touched()
+
+    def _write(self, blocks: Sequence[int], lines: Sequence[mx.array]) -> None:
+        """New lines for each of the arrays."""
+        each = iter([write(a, self._rows(blocks, h), new) for (a, h), new in zip(self._each(), lines, strict=True)])
+        self.layers = [[next(each) for _ in arrays] for arrays in self.layers]
 
     def _each(self) -> list[tuple[mx.array, int]]:
         """All arrays with their heads."""

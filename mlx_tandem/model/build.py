@@ -19,12 +19,15 @@ from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
 from mlx_tandem.engine.tier import READ_BYTES
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.model import cpu, device, footprint, probe
-from mlx_tandem.model.attention import choice, fused, hook
+from mlx_tandem.model.adapted import find_targets
+from mlx_tandem.model.attention import block, choice, fused, hook
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.footprint import SlotRoom
+from mlx_tandem.model.groups import find_groups
 from mlx_tandem.model.kvcache import LayerShape
 from mlx_tandem.model.loader import Report, load
 from mlx_tandem.model.lora import LoraState
+from mlx_tandem.model.merged import merge
 from mlx_tandem.model.runner import Flight, MLXRunner
 from mlx_tandem.model.trials.lora import choose
 from mlx_tandem.model.tuning import Tuned, tune
@@ -68,6 +71,9 @@ def build(
     started = time.monotonic()
     limit = device.memory_limit()  # before anything is taken of it
     model = load(config.model, report)
+    candidates = fused.available() if backends is None else backends
+    if candidates:
+        merge(find_groups(model.module, find_targets(model.module).values()))
     twin = clone(model.module)  # before anything of the served tree is changed
     hook.install()
     if device.is_cpu():
@@ -83,9 +89,15 @@ def build(
         shapes,
         config.cache.block_size,
         probe.windows(model),
-        fused.available() if backends is None else backends,
+        candidates,
     )
     log.info("attention by %s: %s", attention.name, attention.reason)
+    if any(attention.layers):
+        blocks = block.shorten(model.module)
+        error = probe.fused_error(model, vocab_size, shapes, attention.layers, config.cache.block_size, axes)
+        if not error <= 1:
+            log.warning("attention blocks run their own code: in few operations they are off by %.1e", error)
+            block.restore(blocks)
     kernels = choose(model.module, config.lora, model.dtype)
     lora = LoraState(model.module, config.lora, model.dtype, kernels.fused)
     needs = footprint.needs(config, limit, model, shapes, vocab_size, lora.linears(), lora.dtype)

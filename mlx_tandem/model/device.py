@@ -30,8 +30,8 @@ def _load_openblas() -> str | None:
 # On CUDA, MLX hands work to the device in graphs, and begins a new one when the operations in it are too many or what
 # they touch is too large. An operation on the KV pool touches all of it, however few blocks it reads, so that with
 # MLX's own limits a step is cut into dozens of graphs, each of which costs time on the host. What one graph frees is
-# there again only when it is done: the larger a graph, the more memory a long prompt needs.
-_CUDA_GRAPHS = {"MLX_MAX_OPS_PER_BUFFER": "1000", "MLX_MAX_MB_PER_BUFFER": "1000000"}
+# there again only when it is done, so the number of operations stays limited: a long prompt would need more memory.
+_CUDA_GRAPHS = {"MLX_MAX_MB_PER_BUFFER": "1000000"}
 _CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")
 
 

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_tandem.model.adapted import Target
 from mlx_tandem.model.groups import Group
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
+from mlx_tandem.model.merged import whole_of
 
 Stacked = Mapping[str, tuple[mx.array, mx.array]]
 """By path: A [slots, inputs, rank] and B [slots, rank, outputs]."""
@@ -65,7 +66,8 @@ class GroupedDeltas:
         if given is not None:
             members = (target,)  # this forward calls them with inputs of their own
         modules: list[Any] = [member.module for member in members]
-        own = [module.plain(x) for module in modules]
+        merged = whole_of(modules)
+        own = [module.plain(x) for module in modules] if merged is None else [merged.whole(x)]
         a, b = zip(*(self._stacked[member.path] for member in members), strict=True)
         if any(array.dtype != x.dtype for array in (*a, *b, *own)):
             return None

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.model.attention import portable
+from mlx_tandem.model.inplace import write
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES, PagedAttention
+from mlx_tandem.model.kernels.rotary import Rotary
 from mlx_tandem.model.kvformat import RowFormat
 from mlx_tandem.model.shapes import EXACT_ROWS
 
@@ -48,6 +51,21 @@ class LayerShape:
         """The same layer with its keys and values in so many bits."""
         keys, values = (replace(half, bits=bits, group=group) for half in self.halves)
         return replace(self, keys=keys, values=values)
+
+
+class Turn(NamedTuple):
+    """How heads are rotated by their position."""
+
+    dims: int
+    base: float
+    scale: float
+
+
+class LayerKernels(NamedTuple):
+    """Fused kernels for a layer of one shape."""
+
+    attention: PagedAttention
+    rotary: Rotary
 
 
 class StepView:
@@ -82,11 +100,12 @@ class StepView:
         self.in_place = in_place
         self.level = level
         self.block_size = block_size
-        self._slots = slots
+        self.slots = slots
         self._num_blocks = num_blocks
         self._mask_axes = mask_axes
         self._blocks = in_place[1] - in_place[0] if in_place else tables.shape[1]
         self._real: mx.array | None = None
+        self._angles: dict[Turn, tuple[mx.array, mx.array]] = {}
         self._writes: dict[int, mx.array] = {}
         self._runs: dict[int, mx.array] = {}
         self._masks: dict[tuple[int, int | None], mx.array] = {}
@@ -111,14 +130,24 @@ class StepView:
     def real(self) -> mx.array:
         """[rows, 1, length, 1] bool: which positions are not padding. Padding goes to the first block, the scratch."""
         if self._real is None:
-            self._real = (self._slots >= self.block_size)[:, None, :, None]
+            self._real = (self.slots >= self.block_size)[:, None, :, None]
         return self._real
+
+    def angles(self, turn: Turn) -> tuple[mx.array, mx.array]:
+        """Cosines and sines [rows, 1, length, dims / 2], float32."""
+        if turn not in self._angles:
+            half = turn.dims // 2
+            frequency = np.exp2(np.arange(half) / -half * np.log2(turn.base)).astype(np.float32)
+            position = (self.offset[:, None] + arange(self.slots.shape[1])).astype(mx.float32) * turn.scale
+            angle = position[:, None, :, None] * mx.array(frequency)
+            self._angles[turn] = mx.cos(angle), mx.sin(angle)
+        return self._angles[turn]
 
     def writes(self, heads: int) -> mx.array:
         """[rows · heads · length]: the pool's rows that the new keys or values of a layer with so many heads go to."""
         if heads not in self._writes:
             head = arange(heads)[:, None] * (self._num_blocks * self.block_size)
-            self._writes[heads] = (self._slots[:, None] + head).reshape(-1)
+            self._writes[heads] = (self.slots[:, None] + head).reshape(-1)
         return self._writes[heads]
 
     def runs(self, heads: int) -> mx.array:
@@ -137,7 +166,7 @@ def arange(n: int) -> mx.array:
 class PagedCache:
     """One layer's share of the pool, bound anew for each forward: arrays are arguments of the step, never captured."""
 
-    def __init__(self, shape: LayerShape, fused: PagedAttention | None = None):
+    def __init__(self, shape: LayerShape, fused: LayerKernels | None = None):
         self.shape = shape
         self._fused = fused
         self._arrays: list[mx.array] = []
@@ -170,8 +199,13 @@ class PagedCache:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [rows, heads, length, dim] and return [rows, heads, positions, dim] of all that the rows may see."""
         between = len(self.shape.keys.lines())
-        k = self._update(self.shape.keys, self._arrays[:between], keys)
-        v = self._update(self.shape.values, self._arrays[between:], values)
+        halves = self._arrays[:between], self._arrays[between:]
+        self._arrays = []
+        k, v = (
+            self._update(form, pool, new)
+            for form, pool, new in zip(self.shape.halves, halves, (keys, values), strict=True)
+        )
+        self._arrays = [*halves[0], *halves[1]]
         self._fetched = k, v
         return k, v
 
@@ -192,8 +226,55 @@ class PagedCache:
         if self._fused is not None and fetched and queries.shape[2] <= MOST_QUERIES:
             window = v.window(mask)
             if window is not None and queries.dtype == self.shape.keys.dtype:
-                return self._fused(queries, self._arrays, v.tables, v.offset, scale, window=window, sinks=sinks)
+                return self._fused.attention(
+                    queries, self._arrays, v.tables, v.offset, scale, window=window, sinks=sinks
+                )
         return portable.attend(queries, keys, values, scale, mask, sinks)
+
+    # what a block that takes the short way calls instead
+
+    def offers(self, x: mx.array, mask: mx.array | str | None) -> bool:
+        """Whether `attend_products` is to be had for a block's input x [rows, length, …] under this mask."""
+        v = self._view
+        if v is None or self._fused is None or x.dtype != self.shape.keys.dtype:
+            return False
+        if x.shape[1] <= MOST_QUERIES:
+            return v.window(mask) is not None
+        return v.level is not None and isinstance(mask, str)
+
+    def attend_products(
+        self,
+        products: Sequence[mx.array],
+        turn: Turn,
+        norms: tuple[mx.array, mx.array, float] | None,
+        *,
+        scale: float,
+        mask: mx.array | str | None,
+    ) -> mx.array:
+        """From the products of q, k and v, as `Rotary` takes them, to attention [rows, length, heads · dim]; the keys
+        and values are put into the pool on the way."""
+        v, fused = self._view, self._fused
+        assert v is not None
+        assert fused is not None
+        few = products[0].shape[1] <= MOST_QUERIES
+        queries, keys, values = fused.rotary(
+            products, v.angles(turn), v.slots, self._arrays, norms=norms, fetched=not few
+        )
+        if few:
+            window = v.window(mask)
+            assert window is not None
+            out = fused.attention(queries, self._arrays, v.tables, v.offset, scale, window=window)
+        else:
+            if v.level:
+                between = len(self.shape.keys.lines())
+                halves = self._arrays[:between], self._arrays[between:]
+                keys, values = (
+                    mx.concatenate([self._before(form, pool, v), new], axis=2)
+                    for form, pool, new in zip(self.shape.halves, halves, (keys, values), strict=True)
+                )
+            out = portable.attend(queries, keys, values, scale, mask, None)
+        rows, heads, length, dim = out.shape
+        return out.swapaxes(1, 2).reshape(rows, length, heads * dim)
 
     def _update(self, form: RowFormat, pool: list[mx.array], new: mx.array) -> mx.array:
         """Returns what the pool holds now, of the new tokens too: it must not matter how a prompt was cut."""
@@ -205,15 +286,17 @@ class PagedCache:
             new = mx.where(v.real(), new, 0)
         writes = v.writes(form.heads)
         encoded = form.encode(new.reshape(-1, form.dim))
-        for array, lines in zip(pool, encoded, strict=True):
-            array[writes] = lines
+        pool[:] = [write(array, writes, lines) for array, lines in zip(pool, encoded, strict=True)]
         if v.level is None:
             return form.decode([self._seen(array, form.heads, v) for array in pool])
         own = form.decode([lines.reshape(*new.shape[:3], -1) for lines in encoded])
         if v.level == 0:
             return own
-        before = form.decode([self._seen(array, form.heads, v)[:, :, : v.level] for array in pool])
-        return mx.concatenate([before, own], axis=2)
+        return mx.concatenate([self._before(form, pool, v), own], axis=2)
+
+    def _before(self, form: RowFormat, pool: Sequence[mx.array], v: StepView) -> mx.array:
+        """Keys or values of the positions before a level chunk."""
+        return form.decode([self._seen(array, form.heads, v)[:, :, : v.level] for array in pool])
 
     @staticmethod
     def _seen(array: mx.array, heads: int, v: StepView) -> mx.array:

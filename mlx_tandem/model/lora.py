@@ -210,6 +210,9 @@ class LoraState:
         if self._fused is not None:
             self._fused.stop()
 
+    def changes(self, target: Target) -> bool:
+        return self._bound is not None and target.path in self._bound.arrays
+
     def dense(self, target: Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
         """plain(x) + delta, for x [rows, …, in] or with rows and positions flattened."""
         bound = self._bound

@@ -11,7 +11,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.blocks import KVArrays
-from mlx_tandem.model.kvcache import LayerShape, PagedCache, ProbeCache, StepView
+from mlx_tandem.model.kvcache import LayerKernels, LayerShape, PagedCache, ProbeCache, StepView
 from mlx_tandem.model.loader import LoadedModel
 
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
@@ -81,11 +81,37 @@ def mask_axes(model: LoadedModel, shapes: Sequence[LayerShape], vocab_size: int)
     raise _unsupported(model, problem or f"the paged cache changes its logits by {worst:.1e} of the largest")
 
 
-def _paged_logits(module: Any, shapes: Sequence[LayerShape], prompts: list[list[int]], axes: int) -> list[Any]:
+def fused_error(
+    model: LoadedModel,
+    vocab_size: int,
+    shapes: Sequence[LayerShape],
+    kernels: Sequence[LayerKernels | None],
+    block: int,
+    axes: int,
+) -> float:
+    """How far the model's logits are from those without these kernels, of what is allowed: up to 1 is right."""
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, vocab_size, n).tolist() for n in (9, 3, 14)]
+    pairs = zip(
+        *(_paged_logits(model.module, shapes, prompts, axes, each, block) for each in (kernels, [None] * len(shapes))),
+        strict=True,
+    )
+    errors = [float(np.abs(ours - theirs).max() / np.abs(theirs).max()) for ours, theirs in pairs]
+    return max(errors) / _TOLERANCE.get(model.dtype, 1e-1)
+
+
+def _paged_logits(
+    module: Any,
+    shapes: Sequence[LayerShape],
+    prompts: list[list[int]],
+    axes: int,
+    kernels: Sequence[LayerKernels | None] = (),
+    block: int = 4,
+) -> list[Any]:
     """Each prompt's last logits: all but the last token in one padded batch, then one decode step of all rows."""
-    block, width = 4, 8
+    width = -(-32 // block)
     blocks = 1 + len(prompts) * width
-    caches = [PagedCache(s) for s in shapes]
+    caches = [PagedCache(*each) for each in zip(shapes, kernels or [None] * len(shapes), strict=True)]
     pool = KVArrays(shapes, blocks, block)
     rows = len(prompts)
     tables = 1 + np.arange(rows * width).reshape(rows, width)

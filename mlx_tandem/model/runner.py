@@ -23,8 +23,8 @@ from mlx_tandem.engine.plan import CARRY, Bytes, DeviceError, Row, StepPlan, Ste
 from mlx_tandem.model import cpu, device
 from mlx_tandem.model.blocks import KVArrays
 from mlx_tandem.model.head import HeadSelector
-from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES, PagedAttention
-from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
+from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
+from mlx_tandem.model.kvcache import LayerKernels, LayerShape, PagedCache, StepView
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora import LoraState
 from mlx_tandem.model.rope import SharedAngles
@@ -116,7 +116,7 @@ class MLXRunner:
         max_num_seqs: int,
         mask_axes: int,
         limits: StepLimits = UNLIMITED,
-        attention: Sequence[PagedAttention | None] = (),
+        attention: Sequence[LayerKernels | None] = (),
         row_counts: Sequence[int] = (),
     ):
         self._model: Any = model.module

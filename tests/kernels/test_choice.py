@@ -12,8 +12,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model.attention import choice
 from mlx_tandem.model.attention.choice import choose
 from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.kernels.paged_attention import PagedAttention
-from mlx_tandem.model.kvcache import Asks, LayerShape
+from mlx_tandem.model.kvcache import Asks, LayerKernels, LayerShape
 from mlx_tandem.model.kvformat import RowFormat
 from tests.kernels import shim
 from tests.kernels.broken import Broken
@@ -30,7 +29,7 @@ def right(tmp_path: Path) -> Fused:
     return Fused("cuda", shim.maker(tmp_path))
 
 
-def faster(shape: LayerShape, attention: PagedAttention | None, block_size: int) -> float:
+def faster(shape: LayerShape, attention: LayerKernels | None, block_size: int) -> float:
     return 1e-5 if attention else 2e-5
 
 

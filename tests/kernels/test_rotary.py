@@ -40,6 +40,7 @@ def test_it_equals_the_operations_it_stands_for(
     form = RowFormat(kv_heads, dim, dtype, bits, 32)
     pool = KVArrays([LayerShape(form, form)], BLOCKS, BLOCK).layers[0]
     old = [np.array(a.view(mx.uint16)) for a in pool]
+    joined = bits != 8
     x = mx.array(rng.standard_normal((rows, length, (heads + 2 * kv_heads) * dim)).astype(np.float32)).astype(dtype)
     offsets = np.array([3, 0, 40], np.int32)
     slots = np.array([[7, 8], [13, 1], [21, 22]], np.int32)  # 1 lies in the scratch block: padding
@@ -48,7 +49,7 @@ def test_it_equals_the_operations_it_stands_for(
     weights = [mx.array(rng.uniform(0.5, 1.5, dim).astype(np.float32)).astype(dtype) for _ in range(2)]
 
     got = Rotary(shim.maker(tmp_path), form, BLOCK)(
-        x,
+        [x] if joined else mx.split(x, [heads * dim, (heads + kv_heads) * dim], axis=-1),
         (mx.cos(mx.array(angle)), mx.sin(mx.array(angle))),
         mx.array(slots),
         pool,

@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_tandem.model.attention.block import ShortBlock
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.kernels.paged_attention import PagedAttention
 from mlx_tandem.types import Request, SamplingParams
@@ -51,11 +52,13 @@ def ask() -> list[Request]:
     return [Request(i, prompt, params) for i, prompt in enumerate(PROMPTS)]
 
 
-@pytest.mark.parametrize("kv_bits", [16, 8])
-def test_it_says_what_mlx_lm_says(tmp_path: Path, kv_bits: Literal[16, 8], calls: list[int]) -> None:
-    folder = tiny_models.make(tmp_path / "model", "llama")
+@pytest.mark.parametrize(("family", "kv_bits"), [("llama", 16), ("llama", 8), ("qwen3", 16), ("gemma", 16)])
+def test_it_says_what_mlx_lm_says(tmp_path: Path, family: str, kv_bits: Literal[16, 8], calls: list[int]) -> None:
+    folder = tiny_models.make(tmp_path / "model", family)
     backends = [Fused("cuda", shim.maker(tmp_path))]
     engine = make_engine(folder, kv_bits=kv_bits, kv_group_size=16, attention_backend="cuda", backends=backends)
+    engine.built.runner.levels = True  # as on the devices that have such kernels
+    assert any(isinstance(m, ShortBlock) for m in engine.built.runner._model.modules()) == (family != "gemma")
     info = engine.built.info
     assert (info.attention_backend, info.attention_reason) == ("cuda", "asked for")
     calls.clear()
@@ -66,6 +69,16 @@ def test_it_says_what_mlx_lm_says(tmp_path: Path, kv_bits: Literal[16, 8], calls
     assert calls.count(8) == layers  # the prompt of 5
     assert_agrees(engine.run(ask(), chunks=5, stagger=1), oracle, "fused, in chunks that are verified like guesses")
     assert calls.count(8) > 2 * layers
+
+
+def test_blocks_run_their_own_code_where_the_short_way_is_wrong(tmp_path: Path, calls: list[int]) -> None:
+    folder = tiny_models.make(tmp_path / "model", "llama")
+    broken = Broken(shim.maker(tmp_path), "a * c - b * s", "a * c + b * s")
+    engine = make_engine(folder, attention_backend="cuda", backends=[Fused("cuda", broken)])
+    assert not any(isinstance(m, ShortBlock) for m in engine.built.runner._model.modules())
+    calls.clear()
+    assert_agrees(engine.run(ask()), Oracle.load(folder), "blocks as they are")
+    assert calls
 
 
 def test_serving_goes_on_without_a_broken_kernel(tmp_path: Path, calls: list[int]) -> None:

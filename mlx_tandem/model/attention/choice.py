@@ -13,8 +13,8 @@ import numpy as np
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.attention import fused, portable
 from mlx_tandem.model.blocks import KVArrays
-from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES, PagedAttention
-from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
+from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
+from mlx_tandem.model.kvcache import LayerKernels, LayerShape, PagedCache, StepView
 from mlx_tandem.model.trials import attention as trial
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ CHAIN = 8  # calls of it, each with the output of the one before as its queries
 class Choice:
     name: str
     reason: str  # for people: the figures that decided
-    layers: tuple[PagedAttention | None, ...]  # what answers each layer's few queries; None: portable does
+    layers: tuple[LayerKernels | None, ...]  # what answers each layer's few queries; None: portable does
 
 
 def choose(
@@ -45,7 +45,7 @@ def choose(
     block_size: int,
     windows: Sequence[int],
     candidates: Sequence[fused.Fused],
-    seconds: Callable[[LayerShape, PagedAttention | None, int], float] | None = None,
+    seconds: Callable[[LayerShape, LayerKernels | None, int], float] | None = None,
 ) -> Choice:
     """asked: a back end's name, which is then taken unless it is wrong, or `auto`. windows: those of the model's masks;
     seconds: what times an attention, of (shape, attention, block size).
@@ -53,7 +53,7 @@ def choose(
     Raises ModelError when a back end that was asked for is not there, cannot serve this model or is wrong.
     """
     seconds = seconds or _seconds
-    nothing: tuple[PagedAttention | None, ...] = (None,) * len(shapes)
+    nothing: tuple[LayerKernels | None, ...] = (None,) * len(shapes)
     if asked == portable.NAME:
         return Choice(portable.NAME, "asked for", nothing)
     candidates = [c for c in candidates if asked in (AUTO, c.name)]
@@ -63,7 +63,7 @@ def choose(
         own = [fused.unreadable(s) if s.asks else "layers that compute attention by themselves" for s in shapes]
         reasons = [f"the model has {own[0]}"]
     for candidate in candidates if kinds else ():
-        attentions = {kind: candidate.attention(kind, block_size) for kind in kinds}
+        attentions = {kind: candidate.kernels(kind, block_size) for kind in kinds}
         try:
             problem = _problem(attentions, block_size, windows)
             if not problem and asked == AUTO:
@@ -85,7 +85,7 @@ def choose(
     return Choice(portable.NAME, "; ".join(reasons), nothing)
 
 
-def _problem(attentions: dict[LayerShape, PagedAttention], block_size: int, windows: Sequence[int]) -> str:
+def _problem(attentions: dict[LayerShape, LayerKernels], block_size: int, windows: Sequence[int]) -> str:
     """What is wrong with the answers to random questions; empty: nothing."""
     for shape, attention in attentions.items():
         for case in _cases(shape, block_size, windows):
@@ -120,7 +120,7 @@ def _cases(shape: LayerShape, block_size: int, windows: Sequence[int]) -> Iterat
                 )
 
 
-def _seconds(shape: LayerShape, attention: PagedAttention | None, block_size: int) -> float:
+def _seconds(shape: LayerShape, attention: LayerKernels | None, block_size: int) -> float:
     """Of one layer's part in a decode step, without its products: writing what is new, and attention."""
     form, asks = shape.keys, shape.asks
     assert asks is not None

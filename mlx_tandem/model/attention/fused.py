@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.paged_attention import PagedAttention, unreadable_rows
-from mlx_tandem.model.kvcache import LayerShape
+from mlx_tandem.model.kernels.rotary import Rotary
+from mlx_tandem.model.kvcache import LayerKernels, LayerShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +18,11 @@ class Fused:
     name: str
     make: dialect.Make
 
-    def attention(self, shape: LayerShape, block_size: int) -> PagedAttention:
+    def kernels(self, shape: LayerShape, block_size: int) -> LayerKernels:
         """For layers of this shape, which must be readable."""
-        return PagedAttention(self.make, shape.keys, block_size)
+        return LayerKernels(
+            PagedAttention(self.make, shape.keys, block_size), Rotary(self.make, shape.keys, block_size)
+        )
 
 
 def available() -> Sequence[Fused]:

@@ -30,7 +30,11 @@ _BODY = r"""
   const int line = GROUP_X * (THREADS / 32) + WARP, token = line / LINES, head = line % LINES;
   if (token >= tokens) return;
   const int row = token / length, at = token % length;
-  auto from = x + (size_t)line * D;
+  const int kind = head < HEADS ? 0 : head < HEADS + KV_HEADS ? 1 : 2;
+  const int own = head - (kind == 0 ? 0 : kind == 1 ? HEADS : HEADS + KV_HEADS);
+  // Side by side in one array, or each in its own.
+  const int before = JOINED ? head : own, width = JOINED ? LINES : kind == 0 ? HEADS : KV_HEADS;
+  auto from = (kind == 0 ? q : kind == 1 ? k : v) + ((size_t)token * width + before) * D;
   float low[EACH], high[EACH];  // numbers p and p + HALF
   UNROLL
   for (int j = 0; j < EACH; j++) {
@@ -38,7 +42,7 @@ _BODY = r"""
     low[j] = p < HALF ? float(from[p]) : 0.0f;
     high[j] = p < HALF ? float(from[p + HALF]) : 0.0f;
   }
-  if (head < HEADS + KV_HEADS) {
+  if (kind < 2) {
     if (NORMED) {
       float squares = 0.0f;
       UNROLL
@@ -50,8 +54,8 @@ _BODY = r"""
       for (int j = 0; j < EACH; j++) {
         const int p = LANE + 32 * j;
         if (p < HALF) {  // rounded where MLX's own norm rounds
-          const float a = float(head < HEADS ? q_weight[p] : k_weight[p]);
-          const float b = float(head < HEADS ? q_weight[p + HALF] : k_weight[p + HALF]);
+          const float a = float(kind == 0 ? q_weight[p] : k_weight[p]);
+          const float b = float(kind == 0 ? q_weight[p + HALF] : k_weight[p + HALF]);
           low[j] = float(T(a * float(T(low[j] * scale))));
           high[j] = float(T(b * float(T(high[j] * scale))));
         }
@@ -68,7 +72,7 @@ _BODY = r"""
       }
     }
   }
-  if (head < HEADS) {
+  if (kind == 0) {
     auto to = queries + (((size_t)row * HEADS + head) * length + at) * D;
     UNROLL
     for (int j = 0; j < EACH; j++) {
@@ -77,14 +81,13 @@ _BODY = r"""
     }
     return;
   }
-  const bool is_key = head < HEADS + KV_HEADS;
-  const int kv_head = head - HEADS - (is_key ? 0 : KV_HEADS);
+  const bool is_key = kind == 1;
   const int slot = slots[token];
   if (slot < BLOCK) {  // padding, which must stay finite
     UNROLL
     for (int j = 0; j < EACH; j++) low[j] = high[j] = 0.0f;
   }
-  const size_t into = (size_t)kv_head * sizes[0] + slot;
+  const size_t into = (size_t)own * sizes[0] + slot;
 #if CODED
   constexpr int TOP = (1 << BITS) - 1, GROUP = D / GRIDS;
   UNROLL
@@ -110,18 +113,18 @@ _BODY = r"""
     UNROLL
     for (int k = 0; k < 2 * EACH; k++) {
       const int p = LANE + 32 * (k / 2), number = k % 2 ? p + HALF : p;
-      const bool own = p < HALF && number / GROUP == g;
+      const bool mine = p < HALF && number / GROUP == g;
       const float v = k % 2 ? high[k / 2] : low[k / 2];
-      const uint code = own ? (uint)min(max((v - lowest) / distance + 0.5f, 0.0f), (float)TOP) : 0u;
+      const uint code = mine ? (uint)min(max((v - lowest) / distance + 0.5f, 0.0f), (float)TOP) : 0u;
       if (BITS == 8) {
         auto codes = (GLOBAL unsigned char*)(is_key ? keys : values);
-        if (own) codes[into * D + number] = (unsigned char)code;
+        if (mine) codes[into * D + number] = (unsigned char)code;
       } else {
         const uint next = SHUFFLE_XOR(code, 1);
         auto codes = (GLOBAL unsigned char*)(is_key ? keys : values);
-        if (own && LANE % 2 == 0) codes[(into * D + number) / 2] = (unsigned char)(code | next << 4);
+        if (mine && LANE % 2 == 0) codes[(into * D + number) / 2] = (unsigned char)(code | next << 4);
       }
-      if (own && FETCHED) (k % 2 ? high[k / 2] : low[k / 2]) = float(T(code * distance + lowest));
+      if (mine && FETCHED) (k % 2 ? high[k / 2] : low[k / 2]) = float(T(code * distance + lowest));
     }
     if (LANE == 0) ((GLOBAL uint*)(is_key ? key_grids : value_grids))[into * GRIDS + g] = step_bits << 16 | low_bits;
   }
@@ -134,7 +137,7 @@ _BODY = r"""
   }
 #endif
   if (FETCHED) {
-    auto out = (is_key ? new_keys : new_values) + (((size_t)row * KV_HEADS + kv_head) * length + at) * D;
+    auto out = (is_key ? new_keys : new_values) + (((size_t)row * KV_HEADS + own) * length + at) * D;
     UNROLL
     for (int j = 0; j < EACH; j++) {
       const int p = LANE + 32 * j;
@@ -154,7 +157,7 @@ class Rotary:
         self._pool = pool
         self._kernel = make(
             "rotary",
-            ["x", "cosines", "sines", "slots", "sizes", "epsilons", "q_weight", "k_weight", *pool],
+            ["q", "k", "v", "cosines", "sines", "slots", "sizes", "epsilons", "q_weight", "k_weight", *pool],
             ["queries", "new_keys", "new_values"],
             _BODY,
             _FUNCTIONS + f"#define CODED {int(bool(form.bits))}\n",
@@ -163,7 +166,7 @@ class Rotary:
 
     def __call__(
         self,
-        x: mx.array,
+        parts: Sequence[mx.array],
         angles: tuple[mx.array, mx.array],
         slots: mx.array,
         pool: Sequence[mx.array],
@@ -171,21 +174,25 @@ class Rotary:
         norms: tuple[mx.array, mx.array, float] | None,
         fetched: bool,
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """x [rows, length, (heads + 2 · kv heads) · dim] → queries [rows, heads, length, dim], and if `fetched`, the
-        new keys and values [rows, kv heads, length, dim] as the pool has them now.
+        """Queries [rows, heads, length, dim], and if `fetched`, the new keys and values [rows, kv heads, length, dim]
+        as the pool has them now.
 
+        parts: the products of q, k and v [rows, length, heads or kv heads · dim], or one array with them side by side;
         angles: cosines and sines [rows, 1, length, dim / 2], float32; slots: [rows, length] int32, as in `StepView`;
         norms: weights of the queries' and keys' norms, and the epsilon.
         """
         form = self._form
-        rows, length, width = x.shape
-        heads = width // form.dim - 2 * form.heads
+        joined = len(parts) == 1
+        q, k, v = (parts[0],) * 3 if joined else parts
+        rows, length, width = q.shape
+        heads = width // form.dim - (2 * form.heads if joined else 0)
         template: dict[str, Constant] = {
-            "T": x.dtype,
+            "T": q.dtype,
             "D": form.dim,
             "HEADS": heads,
             "KV_HEADS": form.heads,
             "BLOCK": self._block_size,
+            "JOINED": joined,
             "NORMED": norms is not None,
             "FETCHED": fetched,
         }
@@ -193,7 +200,9 @@ class Rotary:
             template |= {"BITS": form.bits, "GRIDS": form.groups}
         q_weight, k_weight, epsilon = norms or (*angles, 0.0)
         inputs = [
-            x,
+            q,
+            k,
+            v,
             *angles,
             slots,
             integers(*[pool[0].shape[0] // form.heads] * 8),
@@ -209,6 +218,6 @@ class Rotary:
             template,
             (-(-lines // WARPS), 1, 1),
             32 * WARPS,
-            [((rows, heads, length, form.dim), x.dtype), (new, x.dtype), (new, x.dtype)],
+            [((rows, heads, length, form.dim), q.dtype), (new, q.dtype), (new, q.dtype)],
         )
         return queries, keys, values

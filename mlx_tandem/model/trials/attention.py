@@ -11,8 +11,7 @@ import numpy.typing as npt
 
 from mlx_tandem.model.attention import fused, portable
 from mlx_tandem.model.blocks import KVArrays
-from mlx_tandem.model.kernels.paged_attention import PagedAttention
-from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
+from mlx_tandem.model.kvcache import LayerKernels, LayerShape, PagedCache, StepView
 from mlx_tandem.model.kvformat import RowFormat
 
 TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -147,7 +146,7 @@ def _plain(case: Case) -> mx.array:
     return mx.stack(outputs)
 
 
-def answer(case: Case, attention: PagedAttention | None = None) -> mx.array:
+def answer(case: Case, attention: LayerKernels | None = None) -> mx.array:
     """As the engine does it: the context is written into blocks of a pool, then the new tokens attend; by a fused back
     end's kernels where those are given and do it."""
     rows, _, length, _ = case.queries.shape
@@ -185,7 +184,7 @@ def by(backend: fused.Fused) -> Backend:
 
     def answered(case: Case) -> mx.array:
         readable = not fused.unreadable(case.shape)
-        return answer(case, backend.attention(case.shape, case.block_size) if readable else None)
+        return answer(case, backend.kernels(case.shape, case.block_size) if readable else None)
 
     return answered
 

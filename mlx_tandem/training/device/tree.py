@@ -74,6 +74,9 @@ class Tree:
         shares = zip(edges, mx.split(y, cuts), mx.split(x, cuts), strict=False)
         return mx.concatenate([self._add(y, x, *pairs[at]) if at in pairs else y for at, y, x in shares])
 
+    def changes(self, target: Target) -> bool:
+        return target.path in self._bound
+
     def _add(self, y: mx.array, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
         """As the served linear computes it, so that both agree where the same kernels run."""
         u = x.astype(self.dtype) @ a.astype(self.dtype)

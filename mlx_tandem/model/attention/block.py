@@ -1,0 +1,88 @@
+"""Attention blocks of the usual kind, run in few operations: one product for q, k and v, one kernel from there to the
+pool, and attention.
+
+A block's own code stays what it was and is run for whatever the short way is not for. The kinds that are known are
+those whose code was read: query, key and value linears, an optional norm over each head, rotation of whole heads,
+attention, an output linear, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe
+
+from mlx_tandem.model.kvcache import PagedCache, Turn
+from mlx_tandem.model.merged import Merged, whole_of
+from mlx_tandem.model.mixin import mix_in
+
+KINDS = (llama.Attention, qwen2.Attention, qwen3.Attention, qwen3_moe.Attention)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the short way needs of a block."""
+
+    merged: Merged
+    turn: Turn
+    norms: tuple[mx.array, mx.array, float] | None  # weights of the queries' and the keys', epsilon
+
+
+def shorten(model: nn.Module) -> list[nn.Module]:
+    """From here on the blocks of known kinds take the short way where their cache offers it; returns these."""
+    found = []
+    for module in model.modules():
+        parts = _parts(module) if type(module) in KINDS else None
+        if parts is not None:
+            own: Any = module
+            own._parts = parts
+            mix_in(module, ShortBlock)
+            found.append(module)
+    return found
+
+
+def restore(blocks: Iterable[nn.Module]) -> None:
+    """Undo `shorten`."""
+    for block in blocks:
+        block.__class__ = next(kind for kind in KINDS if isinstance(block, kind))
+
+
+def _parts(block: Any) -> Parts | None:
+    rope, linears = block.rope, (block.q_proj, block.k_proj, block.v_proj)
+    dim = linears[0]["weight"].shape[0] // block.n_heads
+    if type(rope) is not nn.RoPE or rope.traditional or rope.dims != dim:
+        return None
+    norms = None
+    if "q_norm" in block:
+        q, k = block.q_norm, block.k_norm
+        if type(q) is not nn.RMSNorm or type(k) is not nn.RMSNorm or q.weight.shape != (dim,) or q.eps != k.eps:
+            return None
+        norms = q.weight, k.weight, float(q.eps)
+    merged = whole_of(linears)
+    if merged is None:
+        return None
+    return Parts(merged, Turn(dim, float(rope.base), float(rope.scale)), norms)
+
+
+class ShortBlock:
+    """Mixed into an attention block."""
+
+    _parts: Parts
+    _all: Any
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        block: Any = self
+        if isinstance(cache, PagedCache) and cache.offers(x, mask):
+            own, linears = self._parts, (block.q_proj, block.k_proj, block.v_proj)
+            apart = any(getattr(linear, "is_changed", False) for linear in linears) or not own.merged.joins(x)
+            products = [linear(x) for linear in linears] if apart else [own.merged.whole(x)]
+            output: mx.array = block.o_proj(
+                cache.attend_products(products, own.turn, own.norms, scale=block.scale, mask=mask)
+            )
+            return output
+        output = super().__call__(x, mask, cache)  # type: ignore[misc]
+        return output

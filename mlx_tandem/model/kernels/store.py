@@ -1,0 +1,30 @@
+"""Lines of an array written in place, whoever else still reads other lines of it."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from mlx_tandem.model.kernels.dialect import Make
+
+_THREADS = 256
+
+_BODY = r"""
+  const int width = lines_shape[1];
+  const size_t i = (size_t)GROUP_X * THREADS + THREAD, count = (size_t)lines_shape[0] * width;
+  if (i < count) ((GLOBAL T*)array)[(size_t)rows[i / width] * width + i % width] = lines[i];
+  if (i == 0) done[0] = 1;
+"""
+
+
+class Store:
+    """A kernel that is made by `make`."""
+
+    def __init__(self, make: Make):
+        self._kernel = make("store", ["array", "rows", "lines"], ["done"], _BODY, writes=["array"])
+
+    def __call__(self, array: mx.array, rows: mx.array, lines: mx.array) -> mx.array:
+        """As `inplace.write`."""
+        groups = -(-lines.size // _THREADS)
+        (done,) = self._kernel([array, rows, lines], {"T": array.dtype}, (groups, 1, 1), _THREADS, [((8,), mx.int32)])
+        written: mx.array = mx.depends(array, done)
+        return written

@@ -1,0 +1,113 @@
+"""Linears that are given one input, computed as one product over their weights laid end to end.
+
+A GPU takes a step's products one after the other, and on the host each costs as much as ten small operations: one
+wide product is faster than three. The linears' own weights become parts of the wide one; no memory is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_tandem.model.clone import clone
+from mlx_tandem.model.groups import Group
+from mlx_tandem.model.mixin import mix_in
+
+MOST_TOKENS = 512
+"""Up to so many tokens each linear is given its part of the wide product. With more, products hide what they cost on
+the host, and parts of a wide result have to be copied by whoever wants them by themselves."""
+
+_PARAMETERS = ("weight", "scales", "biases", "bias")
+
+
+class Merged:
+    """Several linears as one, `linear`, whose outputs stand side by side."""
+
+    def __init__(self, members: list[nn.Module]):
+        """Changes the members: their arrays are views from here on."""
+        self.members = members
+        first: Any = members[0]
+        self.linear: Any = clone(first)
+        for name in _PARAMETERS:
+            if name not in first:
+                continue
+            whole = mx.concatenate([member[name] for member in members], axis=0)
+            mx.eval(whole)
+            self.linear[name] = whole
+            start = 0
+            for member in members:
+                end = start + member[name].shape[0]
+                member[name] = whole[start:end]
+                start = end
+            mx.eval([member[name] for member in members])
+        self._ends = list(accumulate(member["weight"].shape[0] for member in members))
+        self._ready: dict[int, tuple[mx.array, mx.array]] = {}  # by member: an input, and what it gives for it
+
+    def whole(self, x: mx.array) -> mx.array:
+        """What all of them give for x [..., inputs], side by side."""
+        out: mx.array = self.linear(x)
+        return out
+
+    def joins(self, x: mx.array) -> bool:
+        """Whether `whole` is as fast as its parts would be: packed weights of many tokens have a faster way alone."""
+        return type(self.linear) is nn.Linear or x.size // x.shape[-1] <= MOST_TOKENS
+
+    def part(self, member: int, x: mx.array) -> mx.array | None:
+        """What one of them gives; None when it is to compute that by itself."""
+        if x.size // x.shape[-1] > MOST_TOKENS:
+            return None
+        given_for, given = self._ready.pop(member, (None, None))
+        if given_for is x:
+            return given
+        parts = mx.split(self.whole(x), self._ends[:-1], axis=-1)
+        self._ready = {i: (x, y) for i, y in enumerate(parts) if i != member}
+        return parts[member]
+
+
+class MergedMember:
+    """Mixed into each of the linears."""
+
+    _merged: Merged
+    _place: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self._merged.part(self._place, x)
+        if y is None:
+            y = super().__call__(x)  # type: ignore[misc]
+        return y
+
+
+def whole_of(linears: Iterable[nn.Module]) -> Merged | None:
+    """Where these linears, in this order, are all that was merged into one."""
+    linears = list(linears)
+    merged: Merged | None = getattr(linears[0], "_merged", None)
+    return merged if merged is not None and merged.members == linears else None
+
+
+def merge(groups: Iterable[Group]) -> list[Merged]:
+    """Merge the linears of each group that can be: plain ones, or quantised in the same way, with biases or without."""
+    merged = []
+    for group in groups:
+        members = [target.module for target in group]
+        if len(members) > 1 and len({_kind(member) for member in members}) == 1 and _kind(members[0]):
+            whole = Merged(members)
+            for place, member in enumerate(members):
+                own: Any = member
+                own._merged, own._place = whole, place
+                mix_in(member, MergedMember)
+            merged.append(whole)
+    return merged
+
+
+def _kind(linear: Any) -> tuple[Any, ...]:
+    """What has to be the same; nothing for what cannot be merged."""
+    arrays = tuple((name, linear[name].dtype, linear[name].shape[1:]) for name in _PARAMETERS if name in linear)
+    if type(linear) is nn.Linear:
+        return (nn.Linear, *arrays)
+    if type(linear) is nn.QuantizedLinear:
+        return (nn.QuantizedLinear, linear.bits, linear.group_size, linear.mode, *arrays)
+    return ()

@@ -1,0 +1,64 @@
+"""Linears of one input as one product: the same numbers, the same memory, and nothing left over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from mlx_tandem.config import ModelConfig
+from mlx_tandem.model.adapted import find_targets
+from mlx_tandem.model.clone import clone
+from mlx_tandem.model.groups import find_groups
+from mlx_tandem.model.loader import load
+from mlx_tandem.model.merged import MOST_TOKENS, Merged, merge
+from tests import tiny_models
+
+FAMILIES = [("llama", 0), ("qwen2", 0), ("qwen3", 4), ("qwen3_moe", 0), ("phi3", 0)]
+
+
+def prepared(folder: Path, family: str, bits: int) -> Any:
+    return load(ModelConfig(str(tiny_models.make(folder / family, family, bits=bits or None))), lambda *_: None).module
+
+
+@pytest.mark.parametrize(("family", "bits"), FAMILIES)
+def test_a_model_says_what_it_said(tmp_path: Path, family: str, bits: int) -> None:
+    tokens = mx.array(np.random.default_rng(0).integers(3, tiny_models.VOCAB, (3, 7)))
+    model = prepared(tmp_path, family, bits)
+    before, names = model(tokens), [name for name, _ in tree_flatten(model.parameters())]
+    mx.eval(before)
+    groups = find_groups(model, find_targets(model).values())
+    merged = merge(groups)
+    twin: Any = clone(model)
+    assert sorted(name for name, _ in tree_flatten(model.parameters())) == sorted(names)
+    assert len(merged) == sum(len(group) > 1 for group in groups)
+    for each in (model, twin):
+        assert np.abs(np.array(each(tokens) - before)).max() <= 1e-5
+    assert all(not each._ready for each in merged)
+    long = mx.broadcast_to(tokens[:1, :1], (1, MOST_TOKENS + 1))
+    assert np.isfinite(np.array(model(long)[0, -1])).all()
+
+
+def test_each_part_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = prepared(tmp_path, "llama", 0)
+    merged = merge(find_groups(model, find_targets(model).values()))
+    calls: list[Merged] = []
+    whole = Merged.whole
+    monkeypatch.setattr(Merged, "whole", lambda self, x: (calls.append(self), whole(self, x))[1])
+    model(mx.array([[5, 6]]))
+    assert sorted(map(id, calls)) == sorted(map(id, merged))
+
+
+def test_weights_take_no_more_memory(tmp_path: Path) -> None:
+    model = prepared(tmp_path, "llama", 0)
+    mx.eval(model.parameters())
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    merged = merge(find_groups(model, find_targets(model).values()))
+    assert merged
+    mx.clear_cache()
+    assert mx.get_active_memory() <= before + 4096 * len(merged)
