@@ -156,7 +156,7 @@ class EngineInfo(Struct, frozen=True):
     load_seconds: float
     memory: MemoryBudget = MemoryBudget()
     attention_reason: str = ""  # why this back end
-    lora_reason: str = ""  # why that back end, where there was a choice
+    lora_reason: str = ""  # why this back end
 
 
 class DiskStats(Struct, frozen=True):

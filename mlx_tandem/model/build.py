@@ -98,8 +98,10 @@ def build(
         if not error <= 1:
             log.warning("attention blocks run their own code: in few operations they are off by %.1e", error)
             block.restore(blocks)
+    report("checking adapters", 0.0)
     kernels = choose(model.module, config.lora, model.dtype)
     lora = LoraState(model.module, config.lora, model.dtype, kernels.fused)
+    log.info("adapters by %s: %s", lora.backend, kernels.reason)
     needs = footprint.needs(config, limit, model, shapes, vocab_size, lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
     step_limits = needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens)
@@ -152,7 +154,7 @@ def build(
         device=device.describe(),
         attention_backend=attention.name,
         lora_backend=lora.backend,
-        lora_reason=kernels.why,
+        lora_reason=kernels.reason,
         load_seconds=time.monotonic() - started,
         memory=memory,
         attention_reason=attention.reason,

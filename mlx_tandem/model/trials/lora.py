@@ -41,10 +41,8 @@ class Shape(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """`fused` is None where plain products are taken. `why` is for people."""
-
-    fused: GroupedDeltas | None
-    why: str
+    fused: GroupedDeltas | None  # None: plain products are taken
+    reason: str  # for people
 
 
 def choose(
@@ -56,39 +54,39 @@ def choose(
     Raises ModelError when the configuration asks for kernels that are not to be had or are wrong.
     """
     forced = config.backend == "fused"
-    if not (forced or config.backend == "auto") or config.max_loras == 0:
-        return Choice(None, "")
+    if config.max_loras == 0:
+        return Choice(None, "no adapter can be loaded")
+    if not (forced or config.backend == "auto"):
+        return Choice(None, "asked for")
     if makers is None:
         makers = [dialect.maker(target) for target in dialect.available()]
     if not makers:
-        return _plain("there are none for this device", forced)
+        return _plain("this device has no fused kernels", forced)
     groups = find_groups(model, find_targets(model).values())
     shapes = sorted({s for group in groups for s in _shapes(group)})
     if not shapes:
-        return _plain("no linear has a shape for them", forced)
+        return _plain("no linear has a shape for fused kernels", forced)
     kernels = LoraKernels(makers[0])
+    mixed = same = UNLIMITED
     try:
         problem = wrong(kernels, shapes, dtype)
+        if not problem and not forced:
+            mixed, same = (faster_up_to(kernels, shapes, dtype, slots=slots) for slots in (_TIMED_SLOTS, 1))
+            problem = "" if mixed else "slower"
     except Exception as e:  # whatever a compiler or a driver says
-        problem = f"they cannot be run ({type(e).__name__}: {e})"
-    if problem is not None:
-        return _plain(problem, forced)
-    if forced:
-        return Choice(GroupedDeltas(kernels, groups, same=UNLIMITED, mixed=UNLIMITED), "asked for, and right")
-    mixed, same = (faster_up_to(kernels, shapes, dtype, slots=slots) for slots in (_TIMED_SLOTS, 1))
+        log.warning("fused kernels for adapters failed their check", exc_info=True)
+        problem = f"{type(e).__name__}: {e}".strip()[:500]
     mx.clear_cache()
-    if mixed == 0:
-        return _plain("they are right, and slower", forced)
-    why = f"right and faster, for one adapter up to {_tokens(same)} a step, for several up to {_tokens(mixed)}"
-    log.info("adapters: fused kernels are %s", why)
-    return Choice(GroupedDeltas(kernels, groups, same=same, mixed=mixed), why)
+    if problem:
+        return _plain(f"fused kernels are not taken: {problem}", forced)
+    limits = f"faster, for one adapter up to {_tokens(same)} a step, for several up to {_tokens(mixed)}"
+    return Choice(GroupedDeltas(kernels, groups, same=same, mixed=mixed), "asked for" if forced else limits)
 
 
-def _plain(why: str, forced: bool) -> Choice:
+def _plain(reason: str, forced: bool) -> Choice:
     if forced:
-        raise ModelError(f"fused kernels for adapters were asked for: {why}", param="lora.backend")
-    log.info("adapters: fused kernels are not taken: %s", why)
-    return Choice(None, why)
+        raise ModelError(f"adapters by fused kernels are not possible: {reason}", param="lora_backend")
+    return Choice(None, reason)
 
 
 def _tokens(count: int) -> str:
@@ -104,14 +102,14 @@ def _shapes(group: Group) -> Iterable[Shape]:
 # --- right ----------------------------------------------------------------------------------------------------------
 
 
-def wrong(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype) -> str | None:
-    """What is wrong with the kernels on random data; None when nothing is."""
+def wrong(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype) -> str:
+    """What is wrong with the kernels on random data; empty: nothing."""
     for seed, shape in enumerate(shapes):
         for rank in (8, 16):
             error = _error(kernels, shape, rank, dtype, seed)
             if not error <= TOLERANCE[dtype]:
-                return f"{shape.inputs} → {shape.outputs}, rank {rank}: off by {error:.1e} of the largest number"
-    return None
+                return f"wrong by {error:.1e} in {shape.inputs} → {shape.outputs}, rank {rank}"
+    return ""
 
 
 def _error(kernels: LoraKernels, shape: Shape, rank: int, dtype: mx.Dtype, seed: int) -> float:
