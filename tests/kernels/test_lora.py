@@ -133,10 +133,17 @@ def test_a_row_gets_the_same_bits_in_any_company(make: Make, dtype: mx.Dtype) ->
 
 
 def test_own_outputs_may_lie_side_by_side(make: Make) -> None:
-    work = Work([0, 1, 2], 2, 72, (264, 8, 16), [8, 8], mx.bfloat16)
-    joined = LoraKernels(make).add(work.x, work.tiles(), work.a, work.b, [mx.concatenate(work.y, -1)])
-    for got, want in zip(joined, work.add(make), strict=True):
-        assert mx.array_equal(got, want)
+    """With somebody else's between them."""
+    work, kernels = Work([0, 1, 2], 2, 72, (264, 8, 16), [8, 8], mx.bfloat16), LoraKernels(make)
+    want = work.add(make)
+    other = mx.random.normal((3, 2, 24)).astype(mx.bfloat16)
+    whole = mx.concatenate([work.y[0], other, *work.y[1:]], -1)
+    places = mx.array([0, 288, 296, 312])
+    given = work.x, work.tiles(), work.a, work.b
+    for one, own in zip(kernels.add(*given, [whole], places), want, strict=True):
+        assert mx.array_equal(one, own)
+    written = kernels.add_in_place(*given, whole, places)
+    assert mx.array_equal(written, mx.concatenate([want[0], other, *want[1:]], -1))
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=70), st.integers(1, 20))
@@ -210,11 +217,11 @@ def test_two_kernels_for_each_input(make: Make) -> None:
     state = LoraState(model, LoraConfig(max_loras=2), mx.float32, fused(model, counting))
     state.install(1, adapter(state.linears(), 8, 1, "[qv]_proj"))
     run(model, state, prompts(3, 1), [0, 1, 1])
-    assert counting.calls == ["lora_shrink_2", "lora_expand_2"] * 2  # a layer; k has no adapter
+    assert counting.calls == ["lora_shrink_2", "lora_expand_2_apart"] * 2  # a layer; k has no adapter
     counting.calls.clear()
     state.install(2, adapter(state.linears(), 8, 2))
     run(model, state, prompts(3, 1), [1, 1, 1])
-    assert counting.calls == [f"lora_{kernel}_{n}" for n in (3, 1, 2, 1) for kernel in ("shrink", "expand")] * 2
+    assert counting.calls == [name for n in (3, 1, 2, 1) for name in (f"lora_shrink_{n}", f"lora_expand_{n}_apart")] * 2
     counting.calls.clear()
     assert mx.array_equal(run(model, state, prompts(3, 1), [0, 0, 0]), build("qwen3")(prompts(3, 1)))
     assert counting.calls == []
@@ -261,8 +268,15 @@ def test_the_engine_serves_with_them(make: Make, tmp_path: Path, monkeypatch: py
 
 
 def broken(make: Make, old: str, new: str) -> Make:
-    def made(name: str, inputs: Sequence[str], outputs: Sequence[str], body: str, functions: str = "") -> Kernel:
-        return make(name, inputs, outputs, body.replace(old, new), functions)
+    def made(
+        name: str,
+        inputs: Sequence[str],
+        outputs: Sequence[str],
+        body: str,
+        functions: str = "",
+        writes: Sequence[str] = (),
+    ) -> Kernel:
+        return make(name, inputs, outputs, body.replace(old, new), functions, writes)
 
     return made
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Literal
 
 import mlx.core as mx
 
-from mlx_tandem.model.kernels.dialect import Kernel, Make
+from mlx_tandem.model.kernels.dialect import Kernel, Make, Shaped
 
 MOST_MEMBERS = 8
 """Linears of one call: Metal gives a kernel 31 arrays, and each needs three."""
@@ -28,23 +29,52 @@ def fits(inputs: int, outputs: int) -> bool:
     return inputs % 8 == 0 and outputs % 8 == 0
 
 
+Form = Literal["apart", "joined", "in_place"]
+"""How own outputs are given and sums returned: an array for each linear; one array with all of them side by side, and
+one for each; one, which is written."""
+
+
 class LoraKernels:
-    """Both kernels for one target. Every array but the sums and the tiles is of one type."""
+    """Both kernels for one target. Every array but the sums, tiles and places is of one type.
+
+    `x` [..., inputs] has as many tokens as the `tiles` int32 [tiles, 3] cover; `a` [slots, inputs, rank] and `b`
+    [slots, rank, outputs] are those of each member, the rank a multiple of 8 and the same for all.
+    """
 
     def __init__(self, make: Make):
         self._shrink = cache(lambda members: _shrink(make, members))
-        self._expand = cache(lambda members, joined: _expand(make, members, joined))
+        self._expand = cache(lambda members, form: _expand(make, members, form))
 
     def add(
-        self, x: mx.array, tiles: mx.array, a: Sequence[mx.array], b: Sequence[mx.array], y: Sequence[mx.array]
+        self,
+        x: mx.array,
+        tiles: mx.array,
+        a: Sequence[mx.array],
+        b: Sequence[mx.array],
+        y: Sequence[mx.array],
+        places: mx.array | None = None,
     ) -> list[mx.array]:
         """y[m] + x @ a[m][slot] @ b[m][slot], each of the shape [*x.shape[:-1], outputs].
 
-        `x` [..., inputs], of as many tokens as the `tiles` int32 [tiles, 3] cover; `a` [slots, inputs, rank] and `b`
-        [slots, rank, outputs] for each member, the rank a multiple of 8 and the same for all; `y` a member's own
-        outputs each, or one array that has them side by side.
+        `y`: a member's own outputs each, or, with `places` int32 [members + 1], one array of rows: where each member's
+        outputs begin in one, and how long it is, multiples of 8.
         """
-        return self.expand(self.shrink(x, tiles, a), tiles, b, y, x.shape[:-1])
+        return self.expand(self.shrink(x, tiles, a), tiles, b, y, x.shape[:-1], places)
+
+    def add_in_place(
+        self,
+        x: mx.array,
+        tiles: mx.array,
+        a: Sequence[mx.array],
+        b: Sequence[mx.array],
+        y: mx.array,
+        places: mx.array,
+    ) -> mx.array:
+        """As `add`, with all sums where they belong in `y`, which nobody else may hold."""
+        sums = self.shrink(x, tiles, a)
+        (done,) = self._launch("in_place", [sums, tiles, *b, y, places], b, [((1,), mx.float32)])
+        out: mx.array = mx.depends(y, done)
+        return out
 
     def shrink(self, x: mx.array, tiles: mx.array, a: Sequence[mx.array]) -> mx.array:
         """Parts of x @ a[m][slot]: float32 [tokens, members, parts, rank]; nothing is written for slot 0."""
@@ -62,19 +92,29 @@ class LoraKernels:
         return sums
 
     def expand(
-        self, sums: mx.array, tiles: mx.array, b: Sequence[mx.array], y: Sequence[mx.array], lead: Sequence[int]
+        self,
+        sums: mx.array,
+        tiles: mx.array,
+        b: Sequence[mx.array],
+        y: Sequence[mx.array],
+        lead: Sequence[int],
+        places: mx.array | None = None,
     ) -> list[mx.array]:
         """y[m] + sums' @ b[m][slot] in the shape [*lead, outputs]."""
-        rank = b[0].shape[1]
-        outputs = [one.shape[2] for one in b]
-        threads = 128 if sum(outputs) >= _WIDE else 64
-        return self._expand(len(b), len(y) < len(b))(
-            [sums, tiles, *b, *y],
-            {"T": y[0].dtype, "DEPTH": 16 if rank % 16 == 0 else 8},
-            (sum(-(-n // (4 * threads)) for n in outputs), tiles.shape[0], 1),
-            threads,
-            [((*lead, n), y[0].dtype) for n in outputs],
-        )
+        outputs = [((*lead, one.shape[2]), y[0].dtype) for one in b]
+        if places is None:
+            return self._launch("apart", [sums, tiles, *b, *y], b, outputs)
+        return self._launch("joined", [sums, tiles, *b, *y, places], b, outputs)
+
+    def _launch(
+        self, form: Form, inputs: Sequence[mx.array], b: Sequence[mx.array], outputs: Sequence[Shaped]
+    ) -> list[mx.array]:
+        _, rank, _ = b[0].shape
+        widths = [one.shape[2] for one in b]
+        threads = 128 if sum(widths) >= _WIDE else 64
+        groups = sum(-(-n // (4 * threads)) for n in widths), inputs[1].shape[0], 1
+        template = {"T": b[0].dtype, "DEPTH": 16 if rank % 16 == 0 else 8}
+        return self._expand(len(b), form)(inputs, template, groups, threads, outputs)
 
 
 def _shrink(make: Make, members: int) -> Kernel:
@@ -82,13 +122,23 @@ def _shrink(make: Make, members: int) -> Kernel:
     return make(f"lora_shrink_{members}", ["x", "tiles", *a], ["sums"], _choices(A=a) + _SHRINK, _FUNCTIONS)
 
 
-def _expand(make: Make, members: int, joined: bool) -> Kernel:
+def _expand(make: Make, members: int, form: Form) -> Kernel:
     b, y, z = (_names(letter, members) for letter in "byz")
-    outputs = [f"{name}_shape[2]" for name in b]
-    choices = _choices(B=b, Y=["y0 + before"] if joined else y, Z=z, OUTPUTS=outputs)
-    stride = f"#define STRIDE ({' + '.join(outputs) if joined else 'N'})\n#define MOST_PARTS {_MOST_PARTS}\n"
-    name = f"lora_expand_{members}{'_joined' if joined else ''}"
-    return make(name, ["sums", "tiles", *b, *y[: 1 if joined else members]], z, choices + stride + _EXPAND, _FUNCTIONS)
+    widths = [f"{name}_shape[2]" for name in b]
+    if form == "apart":
+        given, choices = y, _choices(Y=y, Z=z, STRIDE=["N"], Z_STRIDE=["N"])
+    else:
+        given, row = ["y", "places"], [f"places[{members}]"]
+        choices = _choices(Y=["y + places[m]"], STRIDE=row)
+        choices += (
+            _choices(Z=z, Z_STRIDE=["N"])
+            if form == "joined"
+            else _choices(Z=["(GLOBAL T*)y + places[m]"], Z_STRIDE=row)
+        )
+    inputs, outputs = ["sums", "tiles", *b, *given], ["done"] if form == "in_place" else z
+    body = choices + _choices(OUTPUTS=widths) + f"#define MOST_PARTS {_MOST_PARTS}\n" + _EXPAND
+    writes = ["y"] if form == "in_place" else []
+    return make(f"lora_expand_{members}_{form}", inputs, outputs, _choices(B=b) + body, _FUNCTIONS, writes)
 
 
 def _names(letter: str, count: int) -> list[str]:
@@ -170,21 +220,20 @@ _EXPAND = """
   const int first = tiles[3 * GROUP_Y], count = tiles[3 * GROUP_Y + 1], slot = tiles[3 * GROUP_Y + 2];
   if (count == 0) return;
   const int parts = sums_shape[2], R = sums_shape[3];
-  int m = 0, group = GROUP_X, N = OUTPUTS(0), before = 0;
+  int m = 0, group = GROUP_X, N = OUTPUTS(0);
   while (group * THREADS * 4 >= N) {
     group -= (N + THREADS * 4 - 1) / (THREADS * 4);
-    before += N;
     m++;
     N = OUTPUTS(m);
   }
   const int o = (group * THREADS + THREAD) * 4;
   const bool inside = o < N;
   const GLOBAL T* b = B(m) + (size_t)slot * R * N + o;
-  const GLOBAL T* y = Y(m) + (size_t)first * STRIDE + o;
-  GLOBAL T* z = Z(m) + (size_t)first * N + o;
+  const GLOBAL T* own = Y(m) + (size_t)first * STRIDE(m) + o;
+  GLOBAL T* to = Z(m) + (size_t)first * Z_STRIDE(m) + o;
   Pack<T, 4> ys[8];
   float out[8][4];
-  if (inside) UNROLL for (int i = 0; i < 8; i++) ys[i] = load<4>(y + (size_t)min(i, count - 1) * STRIDE);
+  if (inside) UNROLL for (int i = 0; i < 8; i++) ys[i] = load<4>(own + (size_t)min(i, count - 1) * STRIDE(m));
   UNROLL for (int i = 0; i < 8; i++) {
     UNROLL for (int e = 0; e < 4; e++) out[i][e] = 0.0f;
   }
@@ -217,9 +266,9 @@ _EXPAND = """
   }
   if (inside) UNROLL for (int i = 0; i < 8; i++) {
     if (i < count) {
-      Pack<T, 4> done;
-      UNROLL for (int e = 0; e < 4; e++) done.at[e] = T(float(ys[i].at[e]) + out[i][e]);
-      *(GLOBAL Pack<T, 4>*)(z + (size_t)i * N) = done;
+      Pack<T, 4> all;
+      UNROLL for (int e = 0; e < 4; e++) all.at[e] = T(float(ys[i].at[e]) + out[i][e]);
+      *(GLOBAL Pack<T, 4>*)(to + (size_t)i * Z_STRIDE(m)) = all;
     }
   }
 """
