@@ -1,7 +1,7 @@
 """The fused attention kernels on this machine's GPU: whether they are right, and how fast they read the pool.
 
     python benchmarks/attention.py [--checks quick|all|none] [--dtype bfloat16] [--rounds 5] [--out FILE]
-                                   [--shapes 64x1024,1x8192] [--splits N] [--warps N]
+                                   [--shapes 64x1024,1x8192] [--splits N] [--warps N] [--depth N]
 
 - checks: kernels compiled for types, head sizes, groups, bits, lengths, windows, sinks and caps beside float64 on the
   host; `quick` compiles each value of each of them, `all` every combination;
@@ -107,7 +107,7 @@ def check(make: dialect.Make, combination: Combination, seed: int) -> float:
 
 
 def decode(
-    make: dialect.Make, rows: int, context: int, form: RowFormat, group: int, rounds: int, splits: int, warps: int
+    make: dialect.Make, rows: int, context: int, form: RowFormat, group: int, rounds: int, division: dict[str, int]
 ) -> dict[str, Any]:
     """The median round of `LAYERS` calls, each with the output of the one before as its queries."""
     width = -(-context // BLOCK)
@@ -126,7 +126,7 @@ def decode(
 
     def layers(queries: mx.array, tables: mx.array, offsets: mx.array, pools: list[list[mx.array]]) -> mx.array:
         for pool in pools:
-            queries = attention(queries, pool, tables, offsets, form.dim**-0.5, splits=splits, warps=warps)
+            queries = attention(queries, pool, tables, offsets, form.dim**-0.5, **division)
         return queries
 
     run = mx.compile(layers)
@@ -154,11 +154,12 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--bits", type=int, nargs="+", default=[0, 8])
-    parser.add_argument("--splits", type=int, default=0)
-    parser.add_argument("--warps", type=int, default=0)
+    for name in ("splits", "warps", "depth"):
+        parser.add_argument(f"--{name}", type=int, default=0, help="0: as the kernels choose")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    division = {name: getattr(options, name) for name in ("splits", "warps", "depth")}
     targets = dialect.available()
     if not targets:
         parser.error("there is no GPU that MLX can use")
@@ -178,7 +179,7 @@ def main() -> None:
     for bits in options.bits:
         form = RowFormat(options.heads, options.dim, TYPES[options.dtype], bits, 64)
         for rows, context in (tuple(int(n) for n in shape.split("x")) for shape in options.shapes.split(",")):
-            found = decode(make, rows, context, form, options.group, options.rounds, options.splits, options.warps)
+            found = decode(make, rows, context, form, options.group, options.rounds, division)
             found = {"rows": rows, "context": context, "bits": bits} | found
             found["share_of_copy"] = round(found["bytes_per_second"] / copy, 3)
             report["decode"].append(found)

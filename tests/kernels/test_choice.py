@@ -51,7 +51,7 @@ def test_what_is_slower_is_not(right: Fused, monkeypatch: pytest.MonkeyPatch) ->
     ("body", "other", "says"),
     [
         ("k <= position[n]", "k < position[n]", "wrong by"),
-        ("BLOCK + k % BLOCK;", "BLOCK + (k + 1) % BLOCK;", "wrong by"),
+        ("BLOCK + KEY(t, u) % BLOCK;", "BLOCK + KEY(t, u + 1) % BLOCK;", "wrong by"),
         ("kv_heads * GROUP;", "kv_heads * GROUP +;", "does not compile"),
     ],
 )
@@ -66,7 +66,7 @@ def test_what_is_broken_is_not(right: Fused, body: str, other: str, says: str) -
 
 
 def test_windows_are_checked(right: Fused) -> None:
-    broken = replace(right, make=Broken(right.make, "k > position[n] - window", "true"))
+    broken = replace(right, make=Broken(right.make, "k > position[n] - window", "k > position[n] - window - 1"))
     assert choose("auto", SHAPES, BLOCK, [], [broken], faster).name == "cuda"
     assert choose("auto", SHAPES, BLOCK, [50], [broken], faster).name == "portable"
 

@@ -34,13 +34,15 @@ EVERYTHING = 1 << 30
 _ALIGN = 64  # keys; as in `spans`
 
 _SPANS = r"""
+#define EVERYTHING (1 << 30)
+DEVICE int first_seen(int offset, int window) { return max(0, offset + 1 - window) / 64 * 64; }
 // The keys that a row's queries see, cut into splits of one length but for the last.
 struct Spans {
   int first, length, count;
 };
 DEVICE Spans spans(int offset, int stop, int window, int splits) {
   Spans s;
-  s.first = max(0, offset + 1 - window) / 64 * 64;
+  s.first = first_seen(offset, window);
   s.length = ((stop - s.first + splits - 1) / splits + 63) / 64 * 64;
   s.count = (stop - s.first + s.length - 1) / s.length;
   return s;
@@ -129,14 +131,41 @@ _BODY = r"""
   constexpr float LOWEST = -1e30f, HIDDEN = -3e38f;  // a maximum of nothing, a score: infinities without being any
   const int member = LANE % TEAM, team = LANE / TEAM, warps = THREADS / 32;
   const int length = q_shape[2], width = tables_shape[1];
-  const int blocks = sizes[0], splits = sizes[1], window = sizes[2];
   const int parts = (GROUP * length + QUERIES - 1) / QUERIES;
   const int kv_heads = GROUPS_X / parts, kv_head = GROUP_X / parts, row = GROUP_Y;
   const int from = GROUP_X % parts * QUERIES;  // of the head's queries, which lie by head, then by position
-  const int offset = offsets[row], stop = min(offset + length, width * BLOCK);
-  const Spans span = spans(offset, stop, window, splits);
+  const int offset = offsets[row], window = WINDOWED ? windows[0] : EVERYTHING;
+  const int stop = min(offset + length, width * BLOCK);
+#if PARTIAL
+  const Spans span = spans(offset, stop, window, GROUPS_Z);
   const int begin = span.first + GROUP_Z * span.length, end = min(begin + span.length, stop);
   if (begin >= stop) return;
+#else
+  const int begin = WINDOWED ? first_seen(offset, window) : 0, end = stop;
+#endif
+
+  // The first tile is on its way while the queries are laid out. A tile's blocks are looked up long before they are
+  // needed; in the place of a key behind the last one stands the last one.
+  const size_t run = (size_t)kv_head * (keys_shape[0] / kv_heads);  // the head's lines in the pool
+  int tile = begin + WARP * TILE;
+  int in_table[DEPTH];
+  PART key[DEPTH];
+#define KEY(t, u) min((t) + u * TEAMS + team, end - 1)
+#define LOOK_UP(t)                                                                                      \
+  UNROLL                                                                                                \
+  for (int u = 0; u < DEPTH; u++)                                                                       \
+    in_table[u] = tables[row * width + (BLOCK % TILE == 0 ? min(t, width * BLOCK - 1) : KEY(t, u)) / BLOCK];
+  LOOK_UP(tile)
+  int at[DEPTH];
+#define READ_KEYS(t)                                                                                    \
+  UNROLL                                                                                                \
+  for (int u = 0; u < DEPTH; u++) {                                                                     \
+    at[u] = in_table[u] * BLOCK + KEY(t, u) % BLOCK;                                                     \
+    key[u] = READ(key, at[u]);                                                                          \
+  }
+  if (tile < end) {
+    READ_KEYS(tile)
+  }
 
   // As a team reads them: [query][quarter of a lane's numbers][lane].
   SHARED(float4, queries, QUERIES * 4 * TEAM);
@@ -164,26 +193,13 @@ _BODY = r"""
   UNROLL
   for (int i = 0; i < QUERIES * 16; i++) sum[i] = 0.0f;
 
-  const size_t run = (size_t)kv_head * blocks * BLOCK;  // the head's lines in the pool
-  int tile = begin + WARP * TILE;
-  int at[DEPTH];
-  PART key[DEPTH];
-// Where the keys of a tile are. In the place of one behind the last stands the last one.
-#define FIND()                                                                                       \
-  UNROLL                                                                                             \
-  for (int u = 0; u < DEPTH; u++) {                                                                  \
-    const int k = min(tile + u * TEAMS + team, end - 1);                                             \
-    at[u] = tables[row * width + (BLOCK % TILE == 0 ? tile : k) / BLOCK] * BLOCK + k % BLOCK;        \
-  }
-  if (tile < end) {
-    FIND()
-    UNROLL
-    for (int u = 0; u < DEPTH; u++) key[u] = READ(key, at[u]);
-  }
   while (tile < end) {
     PART value[DEPTH];
     UNROLL
     for (int u = 0; u < DEPTH; u++) value[u] = READ(value, at[u]);
+    const int seen = tile + team;
+    tile += warps * TILE;
+    LOOK_UP(tile)
 
     float score[QUERIES * DEPTH];
     UNROLL
@@ -201,12 +217,8 @@ _BODY = r"""
           score[n * DEPTH + u] += x[u].x * y.x + x[u].y * y.y + x[u].z * y.z + x[u].w * y.w;
       }
     }
-    const int seen = tile + team;
-    tile += warps * TILE;
     if (tile < end) {
-      FIND()
-      UNROLL
-      for (int u = 0; u < DEPTH; u++) key[u] = READ(key, at[u]);
+      READ_KEYS(tile)
     }
 
     UNROLL
@@ -224,7 +236,7 @@ _BODY = r"""
         const int k = seen + u * TEAMS;
         float s = score[n * DEPTH + u];
         if (CAPPED) s = scales[1] * TANH(s);
-        s = k < end && k <= position[n] && k > position[n] - window ? s : HIDDEN;
+        s = k < end && k <= position[n] && (!WINDOWED || k > position[n] - window) ? s : HIDDEN;
         score[n * DEPTH + u] = s;
         greatest[n] = max(greatest[n], s);
       }
@@ -332,7 +344,7 @@ _BODY = r"""
       all += factor * states[(w * QUERIES + n) * 2 + 1];
     }
 #if PARTIAL
-    const size_t to = (first + n) * splits + GROUP_Z;
+    const size_t to = (first + n) * GROUPS_Z + GROUP_Z;
     part_sums[to * D + number] = x;
     if (number == 0) part_states[2 * to] = greatest, part_states[2 * to + 1] = all;
 #else
@@ -346,7 +358,7 @@ _TOGETHER = r"""
   const int length = part_sums_shape[2], splits = part_sums_shape[3], heads = part_sums_shape[1];
   const int row = GROUP_Y, head = GROUP_X / length, query = GROUP_X % length;
   const int offset = offsets[row], stop = min(offset + length, tables_shape[1] * BLOCK);
-  const int count = spans(offset, stop, sizes[2], splits).count;
+  const int count = spans(offset, stop, WINDOWED ? windows[0] : EVERYTHING, splits).count;
   const size_t at = (((size_t)row * heads + head) * length + query) * splits;
   float greatest = -1e30f, x = 0.0f, all = 0.0f;
   for (int s = 0; s < count; s++) greatest = max(greatest, part_states[2 * (at + s)]);
@@ -374,7 +386,7 @@ class PagedAttention:
         self._form = form
         self._block_size = block_size
         pool = ["keys", "key_grids", "values", "value_grids"] if form.bits else ["keys", "values"]
-        inputs = ["q", *pool, "tables", "offsets", "sizes", "scales", "sinks"]
+        inputs = ["q", *pool, "tables", "offsets", "windows", "scales", "sinks"]
         functions = _SPANS + (_CODED if form.bits else _PLAIN)
         self._whole = make("paged_attention", inputs, ["out"], _BODY, functions + "#define PARTIAL 0\n")
         self._part = make(
@@ -382,7 +394,7 @@ class PagedAttention:
         )
         self._together = make(
             "paged_attention_together",
-            ["part_sums", "part_states", "tables", "offsets", "sizes", "sinks"],
+            ["part_sums", "part_states", "tables", "offsets", "windows", "sinks"],
             ["out"],
             _TOGETHER,
             _SPANS,
@@ -401,11 +413,12 @@ class PagedAttention:
         cap: float = 0.0,
         splits: int = 0,
         warps: int = 0,
+        depth: int = 0,
     ) -> mx.array:
         """[rows, heads, length, dim], at most MOST_QUERIES long; query i of a row is at position offset + i and sees
         what is not after it. pool: the arrays of keys, then of values, with the new ones in them; tables: [rows, width]
-        int32; offsets: [rows] int32. cap: scores are cap · tanh(score / cap). splits, warps: how the work is divided;
-        0: as the shapes suggest."""
+        int32; offsets: [rows] int32. cap: scores are cap · tanh(score / cap). splits, warps, depth: how the work is
+        divided; 0: as the shapes suggest."""
         form, block = self._form, self._block_size
         rows, heads, length, dim = queries.shape
         group = heads // form.heads
@@ -415,8 +428,7 @@ class PagedAttention:
         splits = splits or split_count(rows * across, positions)
         warps = warps or (8 if rows * across * splits <= FULL // 2 else 4)
         warps = min(warps, most_warps(together, dim))
-        blocks = pool[0].shape[0] // (form.heads * block)
-        sizes = integers(blocks, splits, window)
+        windows = integers(window)
         inner = scale / cap if cap else scale * math.log2(math.e)
         scales = floats(inner, cap * math.log2(math.e))
         template: dict[str, Constant] = {
@@ -426,14 +438,15 @@ class PagedAttention:
             "GROUP": group,
             "QUERIES": together,
             "MANY": length > 1,
-            "DEPTH": depth(form, together),
+            "WINDOWED": window < EVERYTHING,
+            "DEPTH": depth or keys_ahead(form, together),
             "CAPPED": cap > 0,
             "SINKS": sinks is not None,
         }
         if form.bits:
             template |= {"BITS": form.bits, "GRIDS": form.groups}
         sinks = scales if sinks is None else sinks
-        inputs = [queries, *pool, tables, offsets, sizes, scales, sinks]
+        inputs = [queries, *pool, tables, offsets, windows, scales, sinks]
         shape = (rows, length, heads, dim)
         if splits == 1:
             (out,) = self._whole(inputs, template, (across, rows, 1), 32 * warps, [(shape, queries.dtype)])
@@ -446,9 +459,9 @@ class PagedAttention:
             32 * warps,
             [((*lines, dim), mx.float32), ((*lines, 2), mx.float32)],
         )
-        template = {name: template[name] for name in ("T", "D", "BLOCK", "SINKS")}
+        template = {name: template[name] for name in ("T", "D", "BLOCK", "WINDOWED", "SINKS")}
         (out,) = self._together(
-            [*parts, tables, offsets, sizes, sinks],
+            [*parts, tables, offsets, windows, sinks],
             template,
             (heads * length, rows, 1),
             -(-dim // 32) * 32,
@@ -478,7 +491,7 @@ def most_warps(together: int, dim: int) -> int:
     return 4 if together * padded > 512 else 8
 
 
-def depth(form: RowFormat, together: int) -> int:
+def keys_ahead(form: RowFormat, together: int) -> int:
     """Keys of a team that are on their way at once."""
     if form.bits:
         return 4 if together <= 4 else 2
