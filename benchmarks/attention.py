@@ -107,7 +107,7 @@ def check(make: dialect.Make, combination: Combination, seed: int) -> float:
 
 
 def decode(
-    make: dialect.Make, rows: int, context: int, form: RowFormat, group: int, rounds: int, division: dict[str, int]
+    make: dialect.Make, rows: int, context: int, form: RowFormat, group: int, rounds: int, division: dict[str, Any]
 ) -> dict[str, Any]:
     """The median round of `LAYERS` calls, each with the output of the one before as its queries."""
     width = -(-context // BLOCK)
