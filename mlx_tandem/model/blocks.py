@@ -49,8 +49,7 @@ class KVArrays:
         """Give each second block the contents of the first. Returns what to evaluate, and what after that."""
         sources, targets = zip(*copies, strict=True)
         read = [array[self._rows(sources, heads)] for array, heads in self._each()]
-        self._write(targets, read)
-        return read, self._touched()
+        return read, self._write(targets, read)
 
     def read(self, blocks: Sequence[int]) -> list[mx.array]:
         """What `bytes_of` makes bytes of, once it is evaluated; that must be before the next write."""
@@ -81,13 +80,14 @@ class KVArrays:
             lines = whole[:, start:end].reshape(len(loads), heads, -1).swapaxes(0, 1).reshape(-1, width)
             written.append(mx.array(lines).view(array.dtype))
             start = end
-        self._write(blocks, written)
-        return self._touched()
+        return self._write(blocks, written)
 
-    def _write(self, blocks: Sequence[int], lines: Sequence[mx.array]) -> None:
-        """New lines for each of the arrays."""
-        each = iter([write(a, self._rows(blocks, h), new) for (a, h), new in zip(self._each(), lines, strict=True)])
+    def _write(self, blocks: Sequence[int], lines: Sequence[mx.array]) -> list[mx.array]:
+        """New lines for each of the arrays. Returns what is evaluated with them, and shares nothing with them."""
+        written = [write(a, self._rows(blocks, h), new) for (a, h), new in zip(self._each(), lines, strict=True)]
+        each = iter([array for array, _ in written])
         self.layers = [[next(each) for _ in arrays] for arrays in self.layers]
+        return [array[:1, :1] + 0 if after is None else after for array, after in written]
 
     def _each(self) -> list[tuple[mx.array, int]]:
         """All arrays with their heads."""
@@ -98,7 +98,3 @@ class KVArrays:
         at = np.array(blocks)[:, None] * self._block_size + np.arange(self._block_size)
         stride = self._num_blocks * self._block_size
         return mx.array((np.arange(heads)[:, None, None] * stride + at).reshape(-1).astype(np.int32))
-
-    def _touched(self) -> list[mx.array]:
-        """Evaluated with the arrays, and sharing nothing with them."""
-        return [array[:1, :1] + 0 for array, _ in self._each()]

@@ -172,6 +172,7 @@ class PagedCache:
         self._arrays: list[mx.array] = []
         self._view: StepView | None = None
         self._fetched: tuple[mx.array, ...] = ()
+        self._after: list[mx.array] = []  # zeros that came with the last write
 
     def bind(self, arrays: Sequence[mx.array], view: StepView) -> None:
         """`arrays`: those of the lines of keys, then of values."""
@@ -179,7 +180,7 @@ class PagedCache:
 
     def release(self) -> list[mx.array]:
         """The pool after the forward. The cache keeps no reference: the next write must find itself alone."""
-        arrays, self._arrays, self._view, self._fetched = self._arrays, [], None, ()
+        arrays, self._arrays, self._view, self._fetched, self._after = self._arrays, [], None, (), []
         return arrays
 
     # what mlx-lm's modules call
@@ -200,7 +201,7 @@ class PagedCache:
         """Write [rows, heads, length, dim] and return [rows, heads, positions, dim] of all that the rows may see."""
         between = len(self.shape.keys.lines())
         halves = self._arrays[:between], self._arrays[between:]
-        self._arrays = []
+        self._arrays, self._after = [], []
         k, v = (
             self._update(form, pool, new)
             for form, pool, new in zip(self.shape.halves, halves, (keys, values), strict=True)
@@ -226,9 +227,8 @@ class PagedCache:
         if self._fused is not None and fetched and queries.shape[2] <= MOST_QUERIES:
             window = v.window(mask)
             if window is not None and queries.dtype == self.shape.keys.dtype:
-                return self._fused.attention(
-                    queries, self._arrays, v.tables, v.offset, scale, window=window, sinks=sinks
-                )
+                attention, tables = self._fused.attention, sum(self._after, v.tables)
+                return attention(queries, self._arrays, tables, v.offset, scale, window=window, sinks=sinks)
         return portable.attend(queries, keys, values, scale, mask, sinks)
 
     # what a block that takes the short way calls instead
@@ -286,10 +286,15 @@ class PagedCache:
             new = mx.where(v.real(), new, 0)
         writes = v.writes(form.heads)
         encoded = form.encode(new.reshape(-1, form.dim))
-        pool[:] = [write(array, writes, lines) for array, lines in zip(pool, encoded, strict=True)]
+        written = [write(array, writes, lines) for array, lines in zip(pool, encoded, strict=True)]
+        pool[:] = [array for array, _ in written]
+        after = [zero for _, zero in written if zero is not None]
+        self._after += after
         if v.level is None:
-            return form.decode([self._seen(array, form.heads, v) for array in pool])
+            return form.decode([self._seen(array, form.heads, v, after) for array in pool])
         own = form.decode([lines.reshape(*new.shape[:3], -1) for lines in encoded])
+        if after:  # nothing else asks for what was written
+            own = mx.depends(own, after)
         if v.level == 0:
             return own
         return mx.concatenate([self._before(form, pool, v), own], axis=2)
@@ -299,13 +304,13 @@ class PagedCache:
         return form.decode([self._seen(array, form.heads, v)[:, :, : v.level] for array in pool])
 
     @staticmethod
-    def _seen(array: mx.array, heads: int, v: StepView) -> mx.array:
-        """[rows, heads, positions, width] of an array of the pool."""
+    def _seen(array: mx.array, heads: int, v: StepView, after: Sequence[mx.array] = ()) -> mx.array:
+        """[rows, heads, positions, width] of an array of the pool, as it is after what gave these zeros."""
         width = array.shape[1]
         if v.in_place is not None:
             first, last = v.in_place
             return array.reshape(heads, -1, width)[None, :, first * v.block_size : last * v.block_size]
-        runs = v.runs(heads)
+        runs = sum(after, v.runs(heads))
         rows, _, blocks = runs.shape
         gathered = array.reshape(-1, v.block_size * width)[runs]
         return gathered.reshape(rows, heads, blocks * v.block_size, width)

@@ -23,6 +23,7 @@ from mlx_tandem.engine.plan import CARRY, Bytes, DeviceError, Row, StepPlan, Ste
 from mlx_tandem.model import cpu, device
 from mlx_tandem.model.blocks import KVArrays
 from mlx_tandem.model.head import HeadSelector
+from mlx_tandem.model.inplace import by_kernel
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 from mlx_tandem.model.kvcache import LayerKernels, LayerShape, PagedCache, StepView
 from mlx_tandem.model.loader import LoadedModel
@@ -356,6 +357,8 @@ class MLXRunner:
         """The block range of a single prompt chunk that can be read in place."""
         if len(rows) > 1 or len(rows[0].tokens) <= max(1, self._fused_length):
             return None
+        if by_kernel() is not None and self._level(rows) is None:
+            return None  # what was just written is read by index there
         n = blocks_read(rows[0], self._block_size)
         table = rows[0].table
         if n < VIEW_BLOCKS or table[n - 1] - table[0] != n - 1 or table[:n] != list(range(table[0], table[0] + n)):

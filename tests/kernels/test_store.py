@@ -22,6 +22,5 @@ def test_lines_are_where_they_belong_and_the_array_where_it_was(tmp_path: Path, 
     rows = rng.permutation(50)[:41].astype(np.int32)
     expected = np.array(array.astype(mx.float32))
     expected[rows] = np.array(lines.astype(mx.float32))
-    written = Store(shim.maker(tmp_path))(array, mx.array(rows), lines)
-    assert (np.array(written.astype(mx.float32)) == expected).all()
+    assert Store(shim.maker(tmp_path))(array, mx.array(rows), lines).tolist() == [0]
     assert (np.array(array.astype(mx.float32)) == expected).all()
