@@ -144,7 +144,7 @@ def _paged_logits(
             pool.layers = [cache.release() for cache in caches]
         return output
 
-    forward(tokens, np.zeros(rows), slots)
+    mx.eval(forward(tokens, np.zeros(rows), slots))
     output = forward(np.array([[p[-1]] for p in prompts], np.int32), lengths, last_slots)
     return [np.array(output[i, -1].astype(mx.float32)) for i in range(rows)]
 
