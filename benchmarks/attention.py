@@ -1,13 +1,13 @@
 """The fused attention kernels on this machine's GPU: whether they are right, and how fast they read the pool.
 
     python benchmarks/attention.py [--checks quick|all|none] [--dtype bfloat16] [--rounds 5] [--out FILE]
-                                   [--shapes 64x1024,1x8192] [--splits N] [--warps N] [--depth N]
+                                   [--shapes 64x1024,1x8192] [--splits N …] [--warps N …] [--depth N …]
 
 - checks: kernels compiled for types, head sizes, groups, bits, lengths, windows, sinks and caps beside float64 on the
   host; `quick` compiles each value of each of them, `all` every combination;
 - decode: microseconds of one layer's attention, from a chain of calls on as many different pools as a model has layers,
   so that neither launches nor the cache of the device make it look faster or slower than it is; bytes are those of the
-  keys and values that are read.
+  keys and values that are read. With several splits, warps or depths each combination is timed.
 """
 
 # ruff: noqa: I001
@@ -18,7 +18,7 @@ import itertools
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +107,16 @@ def check(make: dialect.Make, combination: Combination, seed: int) -> float:
 
 
 def decode(
-    make: dialect.Make, rows: int, context: int, form: RowFormat, group: int, rounds: int, division: dict[str, Any]
-) -> dict[str, Any]:
-    """The median round of `LAYERS` calls, each with the output of the one before as its queries."""
+    make: dialect.Make,
+    rows: int,
+    context: int,
+    form: RowFormat,
+    group: int,
+    rounds: int,
+    divisions: Sequence[dict[str, Any]],
+) -> Iterator[dict[str, Any]]:
+    """For each way to divide the work, the median round of `LAYERS` calls, each with the output of the one before as
+    its queries."""
     width = -(-context // BLOCK)
     blocks = 1 + rows * width
     attention = PagedAttention(make, form, BLOCK)
@@ -124,25 +131,37 @@ def decode(
         mx.eval(pools[-1])
     queries = mx.random.normal((rows, form.heads * group, 1, form.dim)).astype(form.dtype)
 
-    def layers(queries: mx.array, tables: mx.array, offsets: mx.array, pools: list[list[mx.array]]) -> mx.array:
-        for pool in pools:
-            queries = attention(queries, pool, tables, offsets, form.dim**-0.5, **division)
-        return queries
-
-    run = mx.compile(layers)
-    for _ in range(3):
-        mx.eval(run(queries, tables, offsets, pools))
-    times = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        for _ in range(4):
-            made = run(queries, tables, offsets, pools)
-            mx.async_eval(made)  # type: ignore[no-untyped-call]
-        mx.eval(made)
-        times.append((time.perf_counter() - started) / (4 * LAYERS))
     read = rows * context * 2 * form.bytes_per_token()
-    seconds = statistics.median(times)
-    return {"microseconds": round(seconds * 1e6, 2), "bytes": read, "bytes_per_second": read / seconds}
+    for division in divisions:
+
+        def layers(
+            queries: mx.array,
+            tables: mx.array,
+            offsets: mx.array,
+            pools: list[list[mx.array]],
+            division: dict[str, Any] = division,
+        ) -> mx.array:
+            for pool in pools:
+                queries = attention(queries, pool, tables, offsets, form.dim**-0.5, **division)
+            return queries
+
+        run = mx.compile(layers)
+        for _ in range(3):
+            mx.eval(run(queries, tables, offsets, pools))
+        times = []
+        for _ in range(rounds):
+            started = time.perf_counter()
+            for _ in range(4):
+                made = run(queries, tables, offsets, pools)
+                mx.async_eval(made)  # type: ignore[no-untyped-call]
+            mx.eval(made)
+            times.append((time.perf_counter() - started) / (4 * LAYERS))
+        seconds = statistics.median(times)
+        yield division | {
+            "microseconds": round(seconds * 1e6, 2),
+            "bytes": read,
+            "bytes_per_second": round(read / seconds),
+        }
 
 
 def main() -> None:
@@ -155,11 +174,14 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--bits", type=int, nargs="+", default=[0, 8])
     for name in ("splits", "warps", "depth"):
-        parser.add_argument(f"--{name}", type=int, default=0, help="0: as the kernels choose")
+        parser.add_argument(f"--{name}", type=int, nargs="+", default=[0], help="0: as the kernels choose")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    division = {name: getattr(options, name) for name in ("splits", "warps", "depth")}
+    divisions = [
+        {"splits": splits, "warps": warps, "depth": depth}
+        for splits, warps, depth in itertools.product(options.splits, options.warps, options.depth)
+    ]
     targets = dialect.available()
     if not targets:
         parser.error("there is no GPU that MLX can use")
@@ -179,16 +201,18 @@ def main() -> None:
     for bits in options.bits:
         form = RowFormat(options.heads, options.dim, TYPES[options.dtype], bits, 64)
         for rows, context in (tuple(int(n) for n in shape.split("x")) for shape in options.shapes.split(",")):
-            found = decode(make, rows, context, form, options.group, options.rounds, division)
-            found = {"rows": rows, "context": context, "bits": bits} | found
-            found["share_of_copy"] = round(found["bytes_per_second"] / copy, 3)
-            report["decode"].append(found)
-            rate = found["bytes_per_second"] / 1e12
-            print(
-                f"{rows:4} x {context:5}, {bits or 16:2} bits: {found['microseconds']:8.2f} µs "
-                f"{rate:5.2f} TB/s, {found['share_of_copy']:.0%} of copying",
-                flush=True,
-            )
+            for found in decode(make, rows, context, form, options.group, options.rounds, divisions):
+                found = {"rows": rows, "context": context, "bits": bits} | found
+                found["share_of_copy"] = round(found["bytes_per_second"] / copy, 3)
+                report["decode"].append(found)
+                says = f"{rows:4} x {context:5}, {bits or 16:2} bits"
+                if len(divisions) > 1:
+                    says += f", {found['splits']:3} splits, {found['warps']} warps, depth {found['depth']}"
+                print(
+                    f"{says}: {found['microseconds']:8.2f} µs {found['bytes_per_second'] / 1e12:5.2f} TB/s, "
+                    f"{found['share_of_copy']:.0%} of copying",
+                    flush=True,
+                )
     if options.out:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 
