@@ -50,7 +50,7 @@ def test_what_is_slower_is_not(right: Fused, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize(
     ("body", "other", "says"),
     [
-        ("k <= position[n]", "k < position[n]", "wrong by"),
+        ("k <= position", "k < position", "wrong by"),
         ("BLOCK + KEY(t, u) % BLOCK;", "BLOCK + KEY(t, u + 1) % BLOCK;", "wrong by"),
         ("kv_heads * GROUP;", "kv_heads * GROUP +;", "does not compile"),
     ],
@@ -66,13 +66,13 @@ def test_what_is_broken_is_not(right: Fused, body: str, other: str, says: str) -
 
 
 def test_windows_are_checked(right: Fused) -> None:
-    broken = replace(right, make=Broken(right.make, "k > position[n] - window", "k > position[n] - window - 1"))
+    broken = replace(right, make=Broken(right.make, "k > position - window", "k > position - window - 1"))
     assert choose("auto", SHAPES, BLOCK, [], [broken], faster).name == "cuda"
     assert choose("auto", SHAPES, BLOCK, [50], [broken], faster).name == "portable"
 
 
 def test_the_next_one_is_tried(right: Fused) -> None:
-    broken = Fused("metal", Broken(right.make, "k <= position[n]", "k < position[n]"))
+    broken = Fused("metal", Broken(right.make, "k <= position", "k < position"))
     assert choose("auto", SHAPES, BLOCK, [], [broken, right], faster).name == "cuda"
 
 

@@ -66,10 +66,20 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     window=st.sampled_from([EVERYTHING, EVERYTHING, 1, 9, 100]),
     splits=st.sampled_from([0, 1, 2, 5]),
     warps=st.sampled_from([0, 1, 2, 8]),
+    depth=st.sampled_from([0, 3]),
     backwards=st.booleans(),
 )
 def test_it_is_attention(
-    built: Path, kind: Kind, seed: int, rows: int, longest: int, window: int, splits: int, warps: int, backwards: bool
+    built: Path,
+    kind: Kind,
+    seed: int,
+    rows: int,
+    longest: int,
+    window: int,
+    splits: int,
+    warps: int,
+    depth: int,
+    backwards: bool,
 ) -> None:
     rng = np.random.default_rng(seed)
     kv_heads, length = 2, int(rng.integers(2, 9)) if kind.many else 1
@@ -107,6 +117,7 @@ def test_it_is_attention(
         cap=kind.cap,
         splits=splits,
         warps=warps,
+        depth=depth,
     )
     expected = plain(np.array(queries.astype(mx.float32)), halves, tables, offsets, window, sinks, kind.cap)[:real]
     given_ = np.array(got.astype(mx.float32))[:real]

@@ -83,7 +83,7 @@ def test_blocks_run_their_own_code_where_the_short_way_is_wrong(tmp_path: Path, 
 
 def test_serving_goes_on_without_a_broken_kernel(tmp_path: Path, calls: list[int]) -> None:
     folder = tiny_models.make(tmp_path / "model", "llama")
-    broken = Broken(shim.maker(tmp_path), "k <= position[n]", "k < position[n]")
+    broken = Broken(shim.maker(tmp_path), "k <= position", "k < position")
     engine = make_engine(folder, backends=[Fused("cuda", broken)])
     assert engine.built.info.attention_backend == "portable"
     assert engine.built.info.attention_reason.startswith("cuda is not taken: wrong by ")

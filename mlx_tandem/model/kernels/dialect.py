@@ -10,7 +10,9 @@ types, and these words:
 - `pair(word, T())` → float2: the two 16-bit numbers of type T in a word; `BYTE(word, i)` → float: its i-th byte;
   `FLOAT_BITS(word)`, `WORD_BITS(x)`; `FLOAT4(a, b, c, d)`, `WORDS4(a, b, c, d)` make a float4, a uint4;
 - `float(x)` and `T(x)` convert; `EXP2`, `TANH`, `RSQRT`, `min`, `max`; `UNROLL` before a loop of constant bounds;
-- `DEVICE` before a function, and `GLOBAL` before what a pointer to an input or output points to.
+- `DEVICE` before a function, and `GLOBAL` before what a pointer to an input or output points to;
+- `#define MOST_REGISTERS n` among the functions: of a thread. CUDA's compiler else takes as many as it likes, and a
+  processor then holds fewer threads.
 
 What no target lacks may be used beside them: structs, templates, `auto`, `uint`, `float4` and the like. No lambdas, no
 pointers to shared memory in functions, no infinities or NaN as constants (Metal's fast arithmetic may assume there are
@@ -100,6 +102,14 @@ DEVICE float2 pair(uint w, __half) {
 DEVICE float2 pair(uint w, float) { return make_float2(__uint_as_float(w), 0.0f); }
 """
 
+# The declaration of the kernel itself is MLX's, behind this.
+_CUDA_END = """
+#if defined(MOST_REGISTERS) && defined(__maxnreg__)
+#undef __global__
+#define __global__ __attribute__((global)) __maxnreg__(MOST_REGISTERS)
+#endif
+"""
+
 _CUDA_START = """
   const int THREAD = threadIdx.x, THREADS = blockDim.x, LANE = THREAD & 31, WARP = THREAD >> 5;
   const int GROUP_X = blockIdx.x, GROUP_Y = blockIdx.y, GROUP_Z = blockIdx.z;
@@ -158,7 +168,7 @@ def maker(target: Target) -> Make:
         functions: str = "",
         writes: Sequence[str] = (),
     ) -> Kernel:
-        declared = _METAL if target == "metal" else _CUDA
+        header = _METAL + functions if target == "metal" else _CUDA + functions + _CUDA_END
         start = _METAL_START if target == "metal" else _CUDA_START
         declare: Any = mx.fast.metal_kernel if target == "metal" else mx.fast.cuda_kernel
         kernel: Callable[..., list[mx.array]] = declare(
@@ -166,7 +176,7 @@ def maker(target: Target) -> Make:
             input_names=list(inputs),
             output_names=list(outputs),
             source=start + body,
-            header=declared + functions,
+            header=header,
         )
 
         def call(

@@ -16,7 +16,7 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.model.kernels.dialect import Constant, Make
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make
 from mlx_tandem.model.kvformat import RowFormat
 
 MOST_QUERIES = 8
@@ -25,8 +25,11 @@ MOST_QUERIES = 8
 WIDEST = 256
 """Numbers of a head."""
 
-FULL = 264
-"""Blocks of threads from which on a device is taken to be busy: two for each processor of the largest one known."""
+PROCESSORS = 132
+"""Of the largest device known."""
+
+RESIDENT = 3
+"""Blocks of four warps that a processor holds."""
 
 EVERYTHING = 1 << 30
 """The window of queries that see all that is before them."""
@@ -116,6 +119,8 @@ template <class T> DEVICE float4 quarter(Part<2> part, int i) {
 }
 """
 
+_FEW_REGISTERS = "#define MOST_REGISTERS 168  // three blocks of four warps on a processor of 65,536\n"
+
 _BODY = r"""
 #if CODED
   constexpr int RUN = 16;
@@ -169,6 +174,8 @@ _BODY = r"""
 
   // As a team reads them: [query][quarter of a lane's numbers][lane].
   SHARED(float4, queries, QUERIES * 4 * TEAM);
+  SHARED(int, positions, QUERIES);
+  if (MANY && THREAD < QUERIES) positions[THREAD] = offset + (from + THREAD) % length;
   const size_t first = ((size_t)row * kv_heads + kv_head) * GROUP * length + from;
   for (int i = THREAD; i < QUERIES * 4 * TEAM; i += THREADS) {
     const int lane = i % TEAM, j = i / TEAM % 4 * 4, n = i / (4 * TEAM);
@@ -183,11 +190,9 @@ _BODY = r"""
   }
   BARRIER();
 
-  int position[QUERIES];
   float most[QUERIES], total[QUERIES], sum[QUERIES * 16];
   UNROLL
   for (int n = 0; n < QUERIES; n++) {
-    position[n] = MANY ? offset + (from + n) % length : offset;
     most[n] = LOWEST, total[n] = 0.0f;
   }
   UNROLL
@@ -231,12 +236,13 @@ _BODY = r"""
     UNROLL
     for (int n = 0; n < QUERIES; n++) {
       greatest[n] = most[n];
+      const int position = MANY ? positions[n] : offset;
       UNROLL
       for (int u = 0; u < DEPTH; u++) {
         const int k = seen + u * TEAMS;
         float s = score[n * DEPTH + u];
         if (CAPPED) s = scales[1] * TANH(s);
-        s = k < end && k <= position[n] && (!WINDOWED || k > position[n] - window) ? s : HIDDEN;
+        s = k < end && k <= position && (!WINDOWED || k > position - window) ? s : HIDDEN;
         score[n * DEPTH + u] = s;
         greatest[n] = max(greatest[n], s);
       }
@@ -388,10 +394,14 @@ class PagedAttention:
         pool = ["keys", "key_grids", "values", "value_grids"] if form.bits else ["keys", "values"]
         inputs = ["q", *pool, "tables", "offsets", "windows", "scales", "sinks"]
         functions = _SPANS + (_CODED if form.bits else _PLAIN)
-        self._whole = make("paged_attention", inputs, ["out"], _BODY, functions + "#define PARTIAL 0\n")
-        self._part = make(
-            "paged_attention_part", inputs, ["part_sums", "part_states"], _BODY, functions + "#define PARTIAL 1\n"
-        )
+
+        def kernel(part: bool, many: bool) -> Kernel:
+            name = "paged_attention" + "_part" * part + "_many" * many
+            outputs = ["part_sums", "part_states"] if part else ["out"]
+            defined = f"#define PARTIAL {int(part)}\n" + _FEW_REGISTERS * (not many)
+            return make(name, inputs, outputs, _BODY, functions + defined)
+
+        self._kernels = {(part, many): kernel(part, many) for part in (False, True) for many in (False, True)}
         self._together = make(
             "paged_attention_together",
             ["part_sums", "part_states", "tables", "offsets", "windows", "sinks"],
@@ -426,7 +436,7 @@ class PagedAttention:
         across = form.heads * -(-group * length // together)
         positions = min(tables.shape[1] * block, window + _ALIGN)
         splits = splits or split_count(rows * across, positions)
-        warps = warps or (8 if rows * across * splits <= FULL // 2 else 4)
+        warps = warps or (8 if rows * across * splits <= PROCESSORS else 4)
         warps = min(warps, most_warps(together, dim))
         windows = integers(window)
         inner = scale / cap if cap else scale * math.log2(math.e)
@@ -449,10 +459,12 @@ class PagedAttention:
         inputs = [queries, *pool, tables, offsets, windows, scales, sinks]
         shape = (rows, length, heads, dim)
         if splits == 1:
-            (out,) = self._whole(inputs, template, (across, rows, 1), 32 * warps, [(shape, queries.dtype)])
+            (out,) = self._kernels[False, together > 4](
+                inputs, template, (across, rows, 1), 32 * warps, [(shape, queries.dtype)]
+            )
             return out.swapaxes(1, 2)
         lines = (rows, heads, length, splits)
-        parts = self._part(
+        parts = self._kernels[True, together > 4](
             inputs,
             template,
             (across, rows, splits),
@@ -502,7 +514,7 @@ def keys_ahead(form: RowFormat, together: int) -> int:
 
 def split_count(blocks: int, positions: int) -> int:
     """Into how many the keys of each row are split, when there are `blocks` blocks of threads without that."""
-    return max(1, min(FULL // blocks, positions // (2 * _ALIGN)))
+    return max(1, min(RESIDENT * PROCESSORS // blocks, positions // (2 * _ALIGN)))
 
 
 @lru_cache(maxsize=4096)
