@@ -269,16 +269,14 @@ _BODY = r"""
     }
     UNROLL
     for (int j = 0; j < 4; j++) {
-      float4 x[DEPTH];
       UNROLL
-      for (int u = 0; u < DEPTH; u++) x[u] = quarter<T>(value[u], j);
-      UNROLL
-      for (int n = 0; n < QUERIES; n++) {
+      for (int u = 0; u < DEPTH; u++) {
+        const float4 x = quarter<T>(value[u], j);
         UNROLL
-        for (int u = 0; u < DEPTH; u++) {
+        for (int n = 0; n < QUERIES; n++) {
           const float weight = score[n * DEPTH + u];
-          sum[n * 16 + 4 * j] += weight * x[u].x, sum[n * 16 + 4 * j + 1] += weight * x[u].y;
-          sum[n * 16 + 4 * j + 2] += weight * x[u].z, sum[n * 16 + 4 * j + 3] += weight * x[u].w;
+          sum[n * 16 + 4 * j] += weight * x.x, sum[n * 16 + 4 * j + 1] += weight * x.y;
+          sum[n * 16 + 4 * j + 2] += weight * x.z, sum[n * 16 + 4 * j + 3] += weight * x.w;
         }
       }
     }
@@ -504,12 +502,12 @@ def most_warps(together: int, dim: int) -> int:
 
 
 def keys_ahead(form: RowFormat, together: int) -> int:
-    """Keys of a team that are on their way at once."""
-    if form.bits:
-        return 4 if together <= 4 else 2
-    if form.dtype == mx.float32:
-        return 2 if together <= 4 else 1
-    return 4 if together <= 4 else 2
+    """Keys of a team that are on their way at once: as many as registers hold, and with small heads so few that a tile
+    lies in one block of the pool."""
+    wide = form.dtype == mx.float32 and not form.bits
+    if together > 4:
+        return 1 if wide else 2
+    return 4 if form.dim in (128, 256) and not wide else 2
 
 
 def split_count(blocks: int, positions: int) -> int:
