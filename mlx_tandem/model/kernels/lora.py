@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Literal
 
 import mlx.core as mx
@@ -56,8 +57,8 @@ class LoraKernels:
     ) -> list[mx.array]:
         """y[m] + x @ a[m][slot] @ b[m][slot], each of the shape [*x.shape[:-1], outputs].
 
-        `y`: a member's own outputs each, or, with `places` int32 [members + 1], one array of rows: where each member's
-        outputs begin in one, and how long it is, multiples of 8.
+        `y`: a member's own outputs each, or one array of rows that have those of all. Where a member's begin in a row,
+        and how long it is, say `places`, int32 [members + 1], multiples of 8; without, one stands behind the other.
         """
         return self.expand(self.shrink(x, tiles, a), tiles, b, y, x.shape[:-1], places)
 
@@ -68,11 +69,13 @@ class LoraKernels:
         a: Sequence[mx.array],
         b: Sequence[mx.array],
         y: mx.array,
-        places: mx.array,
+        places: mx.array | None = None,
     ) -> mx.array:
         """As `add`, with all sums where they belong in `y`, which nobody else may hold."""
         sums = self.shrink(x, tiles, a)
-        (done,) = self._launch("in_place", [sums, tiles, *b, y, places], b, [((1,), mx.float32)])
+        (done,) = self._launch(
+            "in_place", [sums, tiles, *b, y, _places(b) if places is None else places], b, [((1,), mx.float32)]
+        )
         out: mx.array = mx.depends(y, done)
         return out
 
@@ -102,9 +105,9 @@ class LoraKernels:
     ) -> list[mx.array]:
         """y[m] + sums' @ b[m][slot] in the shape [*lead, outputs]."""
         outputs = [((*lead, one.shape[2]), y[0].dtype) for one in b]
-        if places is None:
+        if places is None and len(y) == len(b):
             return self._launch("apart", [sums, tiles, *b, *y], b, outputs)
-        return self._launch("joined", [sums, tiles, *b, *y, places], b, outputs)
+        return self._launch("joined", [sums, tiles, *b, *y, _places(b) if places is None else places], b, outputs)
 
     def _launch(
         self, form: Form, inputs: Sequence[mx.array], b: Sequence[mx.array], outputs: Sequence[Shaped]
@@ -115,6 +118,15 @@ class LoraKernels:
         groups = sum(-(-n // (4 * threads)) for n in widths), inputs[1].shape[0], 1
         template = {"T": b[0].dtype, "DEPTH": 16 if rank % 16 == 0 else 8}
         return self._expand(len(b), form)(inputs, template, groups, threads, outputs)
+
+
+def _places(b: Sequence[mx.array]) -> mx.array:
+    return _ends(tuple(one.shape[2] for one in b))
+
+
+@cache
+def _ends(widths: tuple[int, ...]) -> mx.array:
+    return mx.array([0, *accumulate(widths)], mx.int32)
 
 
 def _shrink(make: Make, members: int) -> Kernel:
@@ -233,14 +245,18 @@ _EXPAND = """
   GLOBAL T* to = Z(m) + (size_t)first * Z_STRIDE(m) + o;
   Pack<T, 4> ys[8];
   float out[8][4];
-  if (inside) UNROLL for (int i = 0; i < 8; i++) ys[i] = load<4>(own + (size_t)min(i, count - 1) * STRIDE(m));
+  if (inside) {
+    UNROLL for (int i = 0; i < 8; i++) ys[i] = load<4>(own + (size_t)min(i, count - 1) * STRIDE(m));
+  }
   UNROLL for (int i = 0; i < 8; i++) {
     UNROLL for (int e = 0; e < 4; e++) out[i][e] = 0.0f;
   }
   SHARED(Four, shrunk, 64 * 2);  // of each rank: four tokens, then four more
   for (int r = 0; r < R && slot; r += DEPTH) {
     Pack<T, 4> bs[DEPTH];
-    if (inside) UNROLL for (int j = 0; j < DEPTH; j++) bs[j] = load<4>(b + (size_t)(r + j) * N);
+    if (inside) {
+      UNROLL for (int j = 0; j < DEPTH; j++) bs[j] = load<4>(b + (size_t)(r + j) * N);
+    }
     if (r % 64 == 0) {
       if (r) BARRIER();
       for (int q = THREAD; q < min(64, R - r) * 2; q += THREADS) {
@@ -264,7 +280,8 @@ _EXPAND = """
       }
     }
   }
-  if (inside) UNROLL for (int i = 0; i < 8; i++) {
+  if (!inside) return;
+  UNROLL for (int i = 0; i < 8; i++) {
     if (i < count) {
       Pack<T, 4> all;
       UNROLL for (int e = 0; e < 4; e++) all.at[e] = T(float(ys[i].at[e]) + out[i][e]);
