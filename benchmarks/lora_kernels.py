@@ -9,7 +9,7 @@ linears are given, so that a step is adapters' work and nothing else. "mixed" ro
 - step: microseconds of a layer with two steps in flight; host: of those, what building and launching it takes;
 - bytes: what the fused kernels have to read and write at least, of a layer;
 - kernels: microseconds of each fused kernel by itself, one layer's behind the other's;
-- error: against float32, of the largest delta's size.
+- error: against float32, of the largest number.
 """
 
 # ruff: noqa: I001
@@ -32,7 +32,8 @@ import numpy as np
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.lora import LoraKernels
-from mlx_tandem.model.routes import cut_tiles
+from mlx_tandem.model.routes import Ints, cut_tiles
+from mlx_tandem.model.trials.lora import expected, far
 
 SLOTS = 8
 launch: Any = mx.async_eval
@@ -175,15 +176,10 @@ def by_kernel(
     return measure(shrinks, rounds, 4)[0] / len(layers), measure(expands, rounds, 4)[0] / len(layers)
 
 
-def worst_error(way: Way, group: Group, arrays: Arrays, ids: Arrays, x: mx.array, slots: mx.array) -> float:
-    worst = 0.0
-    wide = x.astype(mx.float32)
-    for a, b, y, z in zip(*group.parts(arrays), way(x, ids, group.parts(arrays)), strict=True):
-        delta = (wide @ a.astype(mx.float32)[slots]) @ b.astype(mx.float32)[slots]
-        off = mx.abs(z.astype(mx.float32) - (y.astype(mx.float32) + delta).astype(z.dtype).astype(mx.float32))
-        error: Any = (off.max() / mx.abs(delta).max()).item()
-        worst = max(worst, error)
-    return worst
+def worst_error(way: Way, group: Group, arrays: Arrays, ids: Arrays, x: mx.array, slots: Ints) -> float:
+    a, b, y = group.parts(arrays)
+    added = way(x, ids, (a, b, y))
+    return max(far(z, y[m], expected(x, a[m], b[m], slots)) for m, z in enumerate(added))
 
 
 def least_bytes(group: Group, rows: int, slots: int, rank: int, parts: int, size: int) -> int:
@@ -247,7 +243,7 @@ def main() -> None:
                     given = mx.random.normal((rows, 1, group.inputs)).astype(dtype)
                     sums = kernels.shrink(given, ids[0], group.parts(made[kind][0])[0])
                     size += least_bytes(group, rows, len(set(slots.tolist())), options.rank, sums.shape[2], dtype.size)
-                    error = max(error, worst_error(fused(kernels), group, made[kind][0], ids, given, mx.array(slots)))
+                    error = max(error, worst_error(fused(kernels), group, made[kind][0], ids, given, slots))
                     shrink, expand = by_kernel(kernels, group, made[kind], given, ids[0], options.rounds)
                     alone[kind] = {"shrink_us": round(shrink * 1e6, 2), "expand_us": round(expand * 1e6, 2)}
                 row |= {"kernels": alone, "bytes": size, "error": error}

@@ -321,3 +321,22 @@ def test_right_kernels_are_taken_when_asked_for_or_faster(make: Make) -> None:
         assert choose(model, LoraConfig(backend=backend), mx.float32, [make]).fused is None  # type: ignore[arg-type]
     with pytest.raises(ModelError):
         choose(model, LoraConfig(backend="fused"), mx.float32, [])
+
+
+def test_kernels_are_taken_as_far_as_they_are_faster(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def times(kernels: Any, shape: Any, dtype: Any, tokens: int, slots: int) -> tuple[float, float]:
+        return tokens, 20 if slots == 1 else 100
+
+    monkeypatch.setattr("mlx_tandem.model.trials.lora._times", times)
+    model = OneLinear()
+    choice = choose(model, LoraConfig(), mx.float32, [make])
+    assert choice.fused is not None and (choice.fused.same, choice.fused.mixed) == (16, 64)
+    assert choice.reason == "faster, for one adapter up to 16 tokens a step, for several up to 64 tokens"
+    state = LoraState(model, LoraConfig(max_loras=2), mx.float32, choice.fused)
+    state.install(1, adapter(state.linears(), 8, 1))
+    kinds = [state.route(*row).layout.kind for row in (([1] * 4, 4), ([1] * 4, 5), ([0, 1], 32), ([0, 1], 33))]
+    assert kinds == ["tiles", "uniform", "tiles", "rows"]
+    monkeypatch.setattr("mlx_tandem.model.trials.lora._times", lambda *of: (1.0, 2.0))
+    everything = choose(model, LoraConfig(), mx.float32, [make])
+    assert everything.fused is not None and everything.fused.same == UNLIMITED
+    assert "any number of tokens" in everything.reason

@@ -6,11 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+import numpy.typing as npt
 
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
@@ -19,13 +20,15 @@ from mlx_tandem.model.grouped import GroupedDeltas
 from mlx_tandem.model.groups import Group, find_groups
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
-from mlx_tandem.model.routes import cut_tiles
+from mlx_tandem.model.routes import Ints, cut_tiles
 
 log = logging.getLogger(__name__)
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
 """Of the largest number of a result; twice what rounding it takes in the short types."""
 UNLIMITED = 1 << 30
+
+Floats = npt.NDArray[np.float32]
 
 _TOKENS = (1, 16, 64, 256, 1024, 4096)
 _MOST_BYTES = 1 << 30  # of what the linears of a layer give out
@@ -117,13 +120,28 @@ def _error(kernels: LoraKernels, shape: Shape, rank: int, dtype: mx.Dtype, seed:
     slots = np.sort(rng.integers(0, 4, 21))
     x, a, b, y = _arrays(shape, rank, 3, len(slots), dtype)
     added = kernels.add(x, mx.array(cut_tiles(slots, 1), mx.int32), a, b, y)
-    worst = 0.0
-    for m, got in enumerate(added):
-        wide = [array.astype(mx.float32) for array in (x, a[m], b[m], y[m], got)]
-        want = wide[3] + (wide[0] @ wide[1][mx.array(slots)]) @ wide[2][mx.array(slots)]
-        error: Any = (mx.abs(wide[4] - want).max() / mx.abs(want).max()).item()
-        worst = max(worst, error if error == error else np.inf)
-    return worst
+    return max(far(got, y[m], expected(x, a[m], b[m], slots)) for m, got in enumerate(added))
+
+
+def far(got: mx.array, own: mx.array, delta: Floats) -> float:
+    """How far `got` is from own + delta, of the largest number of that; infinitely where it is no number."""
+    want = _floats(own) + delta
+    error = float(np.abs(_floats(got) - want).max() / np.abs(want).max())
+    return error if np.isfinite(error) else np.inf
+
+
+def expected(x: mx.array, a: mx.array, b: mx.array, slots: Ints) -> Floats:
+    """x @ a[slot] @ b[slot] for x [tokens, 1, inputs], in float32 on the host: a GPU may round what it multiplies."""
+    wide = _floats(x)
+    delta = np.zeros((*x.shape[:2], b.shape[2]), np.float32)
+    for slot in np.unique(slots):
+        rows = slots == slot
+        delta[rows] = wide[rows] @ _floats(a[int(slot)]) @ _floats(b[int(slot)])
+    return delta
+
+
+def _floats(array: mx.array) -> Floats:
+    return np.array(array.astype(mx.float32))
 
 
 def _arrays(
