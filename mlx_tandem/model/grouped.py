@@ -14,7 +14,7 @@ import mlx.core as mx
 from mlx_tandem.model.adapted import Target
 from mlx_tandem.model.groups import Group
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
-from mlx_tandem.model.merged import whole_of
+from mlx_tandem.model.merged import home_of
 
 Stacked = Mapping[str, tuple[mx.array, mx.array]]
 """By path: A [slots, inputs, rank] and B [slots, rank, outputs]."""
@@ -66,11 +66,20 @@ class GroupedDeltas:
         if given is not None:
             members = (target,)  # this forward calls them with inputs of their own
         modules: list[Any] = [member.module for member in members]
-        merged = whole_of(modules)
-        own = [module.plain(x) for module in modules] if merged is None else [merged.whole(x)]
+        own, places = _own(modules, x)
         a, b = zip(*(self._stacked[member.path] for member in members), strict=True)
         if any(array.dtype != x.dtype for array in (*a, *b, *own)):
             return None
-        added = self._kernels.add(x, self._tiles, a, b, own)
+        added = self._kernels.add(x, self._tiles, a, b, own, places)
         self._ready |= {member.path: (x, z) for member, z in zip(members, added, strict=True)}
         return self._ready.pop(target.path)[1]
+
+
+def _own(modules: list[Any], x: mx.array) -> tuple[list[mx.array], tuple[int, ...] | None]:
+    """What the linears give by themselves: an array each, or one with their places in it."""
+    merged = home_of(modules)
+    if merged is not None and merged.joins(x):
+        places = merged.places(modules)
+        if all(place % 8 == 0 for place in places):
+            return [merged.whole(x)], tuple(places)
+    return [module.plain(x) for module in modules], None

@@ -56,6 +56,11 @@ class Merged:
         """Whether `whole` is as fast as its parts would be: packed weights of many tokens have a faster way alone."""
         return type(self.linear) is nn.Linear or x.size // x.shape[-1] <= MOST_TOKENS
 
+    def places(self, members: Iterable[nn.Module]) -> list[int]:
+        """Where the outputs of each of these begin in a row of `whole`, and how long such a row is."""
+        starts = dict(zip(map(id, self.members), [0, *self._ends], strict=False))
+        return [*(starts[id(member)] for member in members), self._ends[-1]]
+
     def part(self, member: int, x: mx.array) -> mx.array | None:
         """What one of them gives; None when it is to compute that by itself."""
         if x.size // x.shape[-1] > MOST_TOKENS:
@@ -86,6 +91,12 @@ def whole_of(linears: Iterable[nn.Module]) -> Merged | None:
     linears = list(linears)
     merged: Merged | None = getattr(linears[0], "_merged", None)
     return merged if merged is not None and merged.members == linears else None
+
+
+def home_of(linears: Iterable[nn.Module]) -> Merged | None:
+    """What all of these linears were merged into, with others or without."""
+    homes = {id(merged): merged for merged in (getattr(linear, "_merged", None) for linear in linears)}
+    return homes.popitem()[1] if len(homes) == 1 else None
 
 
 def merge(groups: Iterable[Group]) -> list[Merged]:

@@ -22,6 +22,7 @@ from mlx_tandem.model.groups import find_groups
 from mlx_tandem.model.kernels.dialect import Kernel, Make
 from mlx_tandem.model.kernels.lora import LoraKernels
 from mlx_tandem.model.lora import LoraState
+from mlx_tandem.model.merged import merge
 from mlx_tandem.model.routes import TILE, cut_tiles
 from mlx_tandem.model.trials.lora import UNLIMITED, Choice, choose
 from tests.engine.mlx_engine import assert_agrees
@@ -138,7 +139,7 @@ def test_own_outputs_may_lie_side_by_side(make: Make) -> None:
     want = work.add(make)
     other = mx.random.normal((3, 2, 24)).astype(mx.bfloat16)
     whole = mx.concatenate([work.y[0], other, *work.y[1:]], -1)
-    places = mx.array([0, 288, 296, 312])
+    places = (0, 288, 296, 312)
     given = work.x, work.tiles(), work.a, work.b
     for one, own in zip(kernels.add(*given, [whole], places), want, strict=True):
         assert mx.array_equal(one, own)
@@ -231,6 +232,22 @@ def test_two_kernels_for_each_input(make: Make) -> None:
     assert counting.calls == []
 
 
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(("only", "joined"), [("", [3, 2]), ("[qv]_proj|up", [2, 1])])
+@pytest.mark.parametrize("bits", [0, 4])
+def test_sums_are_added_to_one_product_of_all_members(make: Make, bits: int, only: str, joined: list[int]) -> None:
+    model, counting = build("qwen3", bits), Counting(make)
+    merge(find_groups(model, find_targets(model).values()))
+    state = LoraState(model, LoraConfig(max_loras=1), mx.float32, fused(model, counting))
+    weights = adapter(state.linears(), 8, 1, only)
+    state.install(1, weights)
+    x = prompts(3, 2)
+    got = run(model, state, x, [0, 1, 1], 2)
+    assert [name for name in counting.calls if "joined" in name] == [f"lora_expand_{n}_joined" for n in joined] * 2
+    assert far(got[1:], merged("qwen3", bits, weights)(x[1:])) < TOLERANCE
+    assert far(got[:1], build("qwen3", bits)(x[:1])) < TOLERANCE
+
+
 def test_members_called_otherwise_than_at_start_are_right(make: Make) -> None:
     model, counting = build("qwen3"), Counting(make)
     state = LoraState(model, LoraConfig(max_loras=1), mx.float32, fused(model, counting))
@@ -298,6 +315,7 @@ FAULTS = {
     "a row too few": ("if (i < count) {", "if (i + 1 < count) {"),
     "another slot": ("(size_t)slot * K * R", "(size_t)(slot - 1) * K * R"),
     "no sum over the inputs' parts": ("s < parts", "s < 1"),
+    "rows of another length": ("STRIDE(m) (places[1])", "STRIDE(m) (N + 8)"),
     "does not compile": ("BARRIER();", "BARRIER(;"),
 }
 

@@ -36,7 +36,7 @@ one for each; one, which is written."""
 
 
 class LoraKernels:
-    """Both kernels for one target. Every array but the sums, tiles and places is of one type.
+    """Both kernels for one target. Every array but the sums and the tiles is of one type.
 
     `x` [..., inputs] has as many tokens as the `tiles` int32 [tiles, 3] cover; `a` [slots, inputs, rank] and `b`
     [slots, rank, outputs] are those of each member, the rank a multiple of 8 and the same for all.
@@ -53,12 +53,12 @@ class LoraKernels:
         a: Sequence[mx.array],
         b: Sequence[mx.array],
         y: Sequence[mx.array],
-        places: mx.array | None = None,
+        places: tuple[int, ...] | None = None,
     ) -> list[mx.array]:
         """y[m] + x @ a[m][slot] @ b[m][slot], each of the shape [*x.shape[:-1], outputs].
 
         `y`: a member's own outputs each, or one array of rows that have those of all. Where a member's begin in a row,
-        and how long it is, say `places`, int32 [members + 1], multiples of 8; without, one stands behind the other.
+        and how long it is, say `places`, multiples of 8; without, one stands behind the other.
         """
         return self.expand(self.shrink(x, tiles, a), tiles, b, y, x.shape[:-1], places)
 
@@ -69,13 +69,11 @@ class LoraKernels:
         a: Sequence[mx.array],
         b: Sequence[mx.array],
         y: mx.array,
-        places: mx.array | None = None,
+        places: tuple[int, ...] | None = None,
     ) -> mx.array:
         """As `add`, with all sums where they belong in `y`, which nobody else may hold."""
         sums = self.shrink(x, tiles, a)
-        (done,) = self._launch(
-            "in_place", [sums, tiles, *b, y, _places(b) if places is None else places], b, [((1,), mx.float32)]
-        )
+        (done,) = self._launch("in_place", [sums, tiles, *b, y, _places(places or _ends(b))], b, [((1,), mx.float32)])
         out: mx.array = mx.depends(y, done)
         return out
 
@@ -101,13 +99,13 @@ class LoraKernels:
         b: Sequence[mx.array],
         y: Sequence[mx.array],
         lead: Sequence[int],
-        places: mx.array | None = None,
+        places: tuple[int, ...] | None = None,
     ) -> list[mx.array]:
         """y[m] + sums' @ b[m][slot] in the shape [*lead, outputs]."""
         outputs = [((*lead, one.shape[2]), y[0].dtype) for one in b]
         if places is None and len(y) == len(b):
             return self._launch("apart", [sums, tiles, *b, *y], b, outputs)
-        return self._launch("joined", [sums, tiles, *b, *y, _places(b) if places is None else places], b, outputs)
+        return self._launch("joined", [sums, tiles, *b, *y, _places(places or _ends(b))], b, outputs)
 
     def _launch(
         self, form: Form, inputs: Sequence[mx.array], b: Sequence[mx.array], outputs: Sequence[Shaped]
@@ -120,13 +118,13 @@ class LoraKernels:
         return self._expand(len(b), form)(inputs, template, groups, threads, outputs)
 
 
-def _places(b: Sequence[mx.array]) -> mx.array:
-    return _ends(tuple(one.shape[2] for one in b))
+def _ends(b: Sequence[mx.array]) -> tuple[int, ...]:
+    return (0, *accumulate(one.shape[2] for one in b))
 
 
 @cache
-def _ends(widths: tuple[int, ...]) -> mx.array:
-    return mx.array([0, *accumulate(widths)], mx.int32)
+def _places(places: tuple[int, ...]) -> mx.array:
+    return mx.array(places, mx.int32)
 
 
 def _shrink(make: Make, members: int) -> Kernel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
+from itertools import accumulate, count
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -119,8 +119,11 @@ def _error(kernels: LoraKernels, shape: Shape, rank: int, dtype: mx.Dtype, seed:
     rng = np.random.default_rng(seed)
     slots = np.sort(rng.integers(0, 4, 21))
     x, a, b, y = _arrays(shape, rank, 3, len(slots), dtype)
-    added = kernels.add(x, mx.array(cut_tiles(slots, 1), mx.int32), a, b, y)
-    return max(far(got, y[m], expected(x, a[m], b[m], slots)) for m, got in enumerate(added))
+    tiles = mx.array(cut_tiles(slots, 1), mx.int32)
+    ends = (0, *accumulate(shape.outputs))
+    ways = kernels.add(x, tiles, a, b, y), kernels.add(x, tiles, a, b, [mx.concatenate(y, -1)], ends)
+    deltas = [expected(x, *member, slots) for member in zip(a, b, strict=True)]
+    return max(far(*results) for added in ways for results in zip(added, y, deltas, strict=True))
 
 
 def far(got: mx.array, own: mx.array, delta: Floats) -> float:
