@@ -33,7 +33,8 @@ MOST_COUNTS = 24
 """Row counts that steps are padded to: each is traced when first met."""
 TOKENS = (2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS = 5.0  # after which nothing more is measured: what is left stays as it would be without
-_ALIKE = 0.02  # times that differ by less are equal; a count so many times as large must be better by as many times it
+_ALIKE = 0.1  # times that differ by less are equal; a count so many times as large must be better by as many times it
+_MOST_PADDED = 2  # so many times as many rows at most: what is not a product grows with them
 _WIDER = 1.25  # a count is left out for one so much larger that takes as long
 
 
@@ -101,7 +102,11 @@ def good_counts(seconds: Mapping[int, float]) -> tuple[int, ...]:
     standing = [
         count
         for i, count in enumerate(counts)
-        if all(seconds[count] <= seconds[more] * (1 + _ALIKE * more / count) for more in counts[i + 1 :])
+        if all(
+            seconds[count] <= seconds[more] * (1 + _ALIKE * more / count)
+            for more in counts[i + 1 :]
+            if more <= _MOST_PADDED * count
+        )
     ]
     alike, wider = _ALIKE, _WIDER
     while True:
