@@ -358,25 +358,56 @@ _BODY = r"""
 """
 
 _TOGETHER = r"""
-  // A block has one query of a row, a thread one of its numbers.
+  // A block has one query of a row; its warps take splits in turns, their lanes four of the query's numbers at a time.
+  constexpr int FOURS = (D + 127) / 128, DEPTH = 4;
   const int length = part_sums_shape[2], splits = part_sums_shape[3], heads = part_sums_shape[1];
-  const int row = GROUP_Y, head = GROUP_X / length, query = GROUP_X % length;
+  const int row = GROUP_Y, head = GROUP_X / length, query = GROUP_X % length, warps = THREADS / 32;
   const int offset = offsets[row], stop = min(offset + length, tables_shape[1] * BLOCK);
   const int count = spans(offset, stop, WINDOWED ? windows[0] : EVERYTHING, splits).count;
   const size_t at = (((size_t)row * heads + head) * length + query) * splits;
-  float greatest = -1e30f, x = 0.0f, all = 0.0f;
-  for (int s = 0; s < count; s++) greatest = max(greatest, part_states[2 * (at + s)]);
-  if (SINKS) {
-    const float sink = float(sinks[head]) * 1.4426950408889634f;
-    greatest = max(greatest, sink);
-    all = EXP2(sink - greatest);
+  float greatest = -1e30f, all = 0.0f;
+  for (int s = LANE; s < count; s += 32) greatest = max(greatest, part_states[2 * (at + s)]);
+  UNROLL
+  for (int mask = 1; mask < 32; mask *= 2) greatest = max(greatest, SHUFFLE_XOR(greatest, mask));
+  const float sink = SINKS ? float(sinks[head]) * 1.4426950408889634f : -1e30f;
+  greatest = max(greatest, sink);
+  for (int s = LANE; s < count; s += 32) {
+    all += EXP2(part_states[2 * (at + s)] - greatest) * part_states[2 * (at + s) + 1];
   }
-  for (int s = 0; s < count; s++) {
-    const float factor = EXP2(part_states[2 * (at + s)] - greatest);
-    all += factor * part_states[2 * (at + s) + 1];
-    if (THREAD < D) x += factor * part_sums[(at + s) * D + THREAD];
+  UNROLL
+  for (int mask = 1; mask < 32; mask *= 2) all += SHUFFLE_XOR(all, mask);
+  if (SINKS) all += EXP2(sink - greatest);
+
+  float x[4 * FOURS];
+  UNROLL
+  for (int i = 0; i < 4 * FOURS; i++) x[i] = 0.0f;
+  for (int first = WARP; first < count; first += DEPTH * warps) {
+    UNROLL
+    for (int u = 0; u < DEPTH; u++) {
+      const int s = first + u * warps;
+      if (s < count) {
+        const float factor = EXP2(part_states[2 * (at + s)] - greatest);
+        UNROLL
+        for (int f = 0; f < FOURS; f++) {
+          const int number = f * 128 + LANE * 4;
+          if (number < D) {
+            const uint4 w = LOAD16(part_sums + (at + s) * D + number);
+            x[4 * f] += factor * FLOAT_BITS(w.x), x[4 * f + 1] += factor * FLOAT_BITS(w.y);
+            x[4 * f + 2] += factor * FLOAT_BITS(w.z), x[4 * f + 3] += factor * FLOAT_BITS(w.w);
+          }
+        }
+      }
+    }
   }
-  if (THREAD < D) out[(((size_t)row * length + query) * heads + head) * D + THREAD] = T(x / all);
+  SHARED(float, sums, 4 * FOURS * 128);
+  UNROLL
+  for (int i = 0; i < 4 * FOURS; i++) sums[(WARP * FOURS + i / 4) * 128 + LANE * 4 + i % 4] = x[i];
+  BARRIER();
+  for (int number = THREAD; number < D; number += THREADS) {
+    float y = 0.0f;
+    for (int w = 0; w < warps; w++) y += sums[w * FOURS * 128 + number];
+    out[(((size_t)row * length + query) * heads + head) * D + number] = T(y / all);
+  }
 """
 
 
@@ -474,7 +505,7 @@ class PagedAttention:
             [*parts, tables, offsets, windows, sinks],
             template,
             (heads * length, rows, 1),
-            -(-dim // 32) * 32,
+            128,
             [(shape, queries.dtype)],
         )
         return out.swapaxes(1, 2)
