@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention, unreadable_rows
@@ -69,6 +69,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     depth=st.sampled_from([0, 3]),
     backwards=st.booleans(),
 )
+# A split ends within a tile.
+@example(seed=1, rows=2, longest=300, window=EVERYTHING, splits=2, warps=0, depth=3, backwards=False)
 def test_it_is_attention(
     built: Path,
     kind: Kind,
