@@ -3,9 +3,10 @@
     python benchmarks/memory.py --json-out benchmarks/results/memory.json
 
 Mixed requests (short and long prompts, base and adapters, several choices, streams and whole replies, cancelled and
-wrong ones) come at four times the rate that a closed loop got answered. Reported are statuses, the device's highest
-memory against the budget of `tandem serve --dry-run`, and how device memory and both processes' RSS went on after the
-first tenth of the requests.
+wrong ones) come at four times the rate that a closed loop got answered. Now and then
+come bursts of prompts that begin with the same few thousand tokens: steps whose rows together read as much as the
+budget's activations are made for. Reported are statuses, the device's highest memory against the budget of `tandem serve --dry-run`, and how device
+memory and both processes' RSS went on after the first tenth of the requests.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import asyncio
 import random
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from time import perf_counter
@@ -33,6 +33,9 @@ from mlx_tandem.cli.http import Connection, HttpError
 FACTOR = 4
 SAMPLES = 200  # of memory, over the run
 CLOSE = 1.02  # of the budget
+SERIES = ("active", "peak", "kept", "compiled_steps", "front_rss", "engine_rss")
+BURST, EVERY = 24, 400  # requests that come one behind the other with the same deep context
+DEEP = [20 + i * i % 880 for i in range(6000)]
 
 EXTRAS: list[dict[str, Any]] = [{}, {}, {"top_p": 0.9, "top_k": 40}, {"logprobs": 5}, {"presence_penalty": 0.5}]
 WRONG: list[dict[str, Any]] = [
@@ -79,7 +82,7 @@ class Soak:
         self._watch = Connection.to(server.url)
         self._statuses: Counter[str] = Counter()
         self._without_retry_after = 0
-        self._sent = 0
+        self._sent = self._made = 0
         self._samples: list[dict[str, float]] = []
 
     async def run(self, requests: int) -> dict[str, Any]:
@@ -117,7 +120,7 @@ class Soak:
             "step_failures": engine["step_failures"],
             "preemptions": engine["preemptions"],
             "drift_over_last_requests": requests - requests // 10,
-            "drift": {name: self._drift(name) for name in ("active", "peak", "front_rss", "engine_rss")},
+            "drift": {name: self._drift(name) for name in SERIES},
             "samples": self._samples,
         }
 
@@ -154,6 +157,9 @@ class Soak:
 
     def _body(self) -> tuple[dict[str, Any], str]:
         rng = self._random
+        self._made += 1
+        if self._made % EVERY < BURST:
+            return self._deep(), "plain"
         long = rng.random() < 0.1
         length = rng.randint(500, 3000) if long else rng.randint(2, 60)
         same = rng.random() < 0.5  # begins like others
@@ -173,6 +179,10 @@ class Soak:
             return body | rng.choice(WRONG), "wrong"
         return body, "cancelled" if kind < 0.13 else "plain"
 
+    def _deep(self) -> dict[str, Any]:
+        prompt = [*DEEP, *(self._random.randrange(20, 900) for _ in range(8))]
+        return {"prompt": prompt, "max_tokens": 16, "n": 4, "temperature": 0.7, "ignore_eos": True}
+
     async def _sample(self) -> None:
         _, metrics = await self._watch.json("GET", "/v1/engine/metrics")
         front, engine = await asyncio.to_thread(self._rss)
@@ -182,6 +192,8 @@ class Soak:
                 "requests": self._sent,
                 "active": stats["active_memory"],
                 "peak": stats["peak_memory"],
+                "kept": stats["kept_memory"],
+                "compiled_steps": stats["compiled_steps"],
                 "front_rss": front,
                 "engine_rss": engine,
             }
@@ -216,10 +228,12 @@ def report(result: dict[str, Any]) -> None:
     print(f"peak {result['peak'] / 1e6:,.1f} MB of a budget of {budget / 1e6:,.1f} MB: {result['peak_of_budget']:.3f}")
     print(f"preemptions {result['preemptions']:,}, step failures {result['step_failures']}")
     for name, drift in result["drift"].items():
-        if drift:
+        if drift and name == "compiled_steps":
+            print(f"{name}: {drift['first_fifth']:,.0f} → {drift['last_fifth']:,.0f}")
+        elif drift:
             first, last = drift["first_fifth"] / 1e6, drift["last_fifth"] / 1e6
             slope = drift["bytes_per_1000_requests"] / 1e6
-            print(f"{name}: {first:,.1f} → {last:,.1f} MB, {slope:+.3f} MB per 1,000 requests", file=sys.stdout)
+            print(f"{name}: {first:,.1f} → {last:,.1f} MB, {slope:+.3f} MB per 1,000 requests")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ plain integers; times are seconds unless a name says otherwise.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -182,6 +182,15 @@ class DiskStats(Struct, frozen=True):
     off: str  # why there is no tier any more; empty: it works
 
 
+class MemoryInUse(NamedTuple):
+    """Of the device, in bytes as MLX counts them; compiled steps are in the host's memory."""
+
+    active: int = 0
+    peak: int = 0  # of `active`, since start
+    kept: int = 0  # freed arrays that are there for the next
+    compiled_steps: int = 0
+
+
 class EngineStats(Struct, frozen=True):
     """Counters since start and gauges of now; sent at each heartbeat."""
 
@@ -201,6 +210,8 @@ class EngineStats(Struct, frozen=True):
     step_ms: float = 0.0  # moving average
     peak_memory: int = 0  # bytes, as MLX counts them
     active_memory: int = 0
+    kept_memory: int = 0  # of freed arrays that are there for the next
+    compiled_steps: int = 0  # in the host's memory
     resident_adapters: tuple[str, ...] = ()  # digests in slots on the device
     loaded_adapters: int = 0  # in the engine's memory
     loaded_adapter_bytes: int = 0

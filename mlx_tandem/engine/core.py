@@ -25,7 +25,7 @@ from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import InvalidRequest, TandemError
 from mlx_tandem.kv.disk.opening import Opening
 from mlx_tandem.kv.pool import BlockPool
-from mlx_tandem.types import AdapterRef, EngineStats, Request
+from mlx_tandem.types import AdapterRef, EngineStats, MemoryInUse, Request
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class EngineCore:
         *,
         heartbeat_seconds: float,
         opening: Opening | None = None,
-        memory: Callable[[], tuple[int, int]] = lambda: (0, 0),
+        memory: Callable[[], MemoryInUse] = MemoryInUse,
         slot_bytes: Callable[[], int] = lambda: 0,
         on_turn: Callable[[], None] = lambda: None,
     ):
@@ -147,7 +147,7 @@ class EngineCore:
             self._outbox.append(load)
 
     def stats(self) -> EngineStats:
-        active, peak = self._memory()
+        memory = self._memory()
         s, store = self._scheduler, self._adapters.store
         prefixes, tier = s.prefix_counts, self._tier
         drive = self._opening.cache if self._opening is not None else None
@@ -168,8 +168,10 @@ class EngineCore:
             step_ms=self._pipeline.step_ms,
             rows=self._pipeline.rows,
             lora_rows=self._pipeline.lora_rows,
-            active_memory=active,
-            peak_memory=peak,
+            active_memory=memory.active,
+            peak_memory=memory.peak,
+            kept_memory=memory.kept,
+            compiled_steps=memory.compiled_steps,
             resident_adapters=self._slots.residents(),
             loaded_adapters=len(store),
             loaded_adapter_bytes=store.nbytes,

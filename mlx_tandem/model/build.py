@@ -32,7 +32,7 @@ from mlx_tandem.model.runner import Flight, MLXRunner
 from mlx_tandem.model.trials.lora import choose
 from mlx_tandem.model.tuning import Tuned, tune
 from mlx_tandem.model.uploads import Uploads
-from mlx_tandem.types import EngineInfo, MemoryBudget, SamplingParams
+from mlx_tandem.types import EngineInfo, MemoryBudget, MemoryInUse, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Built:
     linears: dict[str, LinearShape]
     layers: int
     warm_up: Callable[[CostModel], None]
-    memory: Callable[[], tuple[int, int]]  # (active, peak) bytes
+    memory: Callable[[], MemoryInUse]
     adapter_bytes: Callable[[], int]  # of all slots
     twin: nn.Module  # the model's modules once more, untouched, over the same weights
     adapter_dtype: mx.Dtype
@@ -165,7 +165,7 @@ def build(
         lora.linears(),
         len(shapes),
         lambda cost: _warm_up(runner, info, cost, report),
-        lambda: (int(mx.get_active_memory()), int(mx.get_peak_memory())),
+        lambda: MemoryInUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), runner.compiled_steps),
         lambda: lora.nbytes,
         twin,
         lora.dtype,

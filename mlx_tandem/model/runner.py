@@ -160,6 +160,11 @@ class MLXRunner:
     def pool_bytes(self) -> int:
         return self._pool.nbytes
 
+    @property
+    def compiled_steps(self) -> int:
+        """That are kept now."""
+        return len(self._steps)
+
     # the Runner protocol
 
     def launch(self, plan: StepPlan) -> Flight:

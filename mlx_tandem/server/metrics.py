@@ -172,6 +172,8 @@ class _Collector:
         yield gauge("tandem_memory_budget_bytes", "Device memory divided at start.", budget, model=False)
         yield gauge("tandem_cached_blocks", "Blocks that a prompt may find.", stats.cached_blocks, model=False)
         yield gauge("tandem_peak_memory_bytes", "Highest device memory in use.", stats.peak_memory, model=False)
+        yield gauge("tandem_kept_memory_bytes", "Freed arrays kept for the next.", stats.kept_memory, model=False)
+        yield gauge("tandem_compiled_steps", "Compiled steps in memory.", stats.compiled_steps, model=False)
         for name, text, total in (
             ("tandem_engine_restarts", "Engines started again after a death.", front.client.restarts),
             ("tandem_prefix_cache_evictions", "Blocks of the prefix cache given to others.", stats.prefix_evictions),
