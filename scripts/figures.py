@@ -273,8 +273,8 @@ def guard(name: str, result: dict[str, Any]) -> str:
 def groups(name: str, result: dict[str, Any]) -> str:
     text = (
         f"**Learning from groups**, updates of {result['prompts']} × {result['rollouts']} rollouts of "
-        f"{result['completion_tokens']} tokens, built-in model, {_where(result)} ([data]({_link(name)})), "
-        "with the prefix cache and without.\n\n"
+        f"{result['completion_tokens']} tokens, built-in model, {_where(result)} ([data]({_link(name)})), with the "
+        "prefix cache and without.\n\n"
     ) + _head("", "without", "with", "times")
     for row in result["lengths"]:
         sides = [row["medians"][side] for side in ("without", "with")]

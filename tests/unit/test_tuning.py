@@ -134,7 +134,7 @@ def test_findings_are_kept_for_the_same_device_and_model(tmp_path: Path, caplog:
     with caplog.at_level(logging.INFO):
         found = tuned(Model(None), tmp_path, Clock(erratic))
     assert found.rows == (1, 2, 3, 5, 12, 24, 36, 40)
-    assert "padded to 12, 24, 36, 40 rows, measured" in caplog.text
+    assert "padded to 1, 2, 3, 5, 12, 24, 36, 40 rows, measured" in caplog.text
     again = Clock()
     assert tuned(Model(None), tmp_path, again) == found and again.measured == 0
     for other in ({"device": "another GPU"}, {"rows": 41}):
