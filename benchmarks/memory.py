@@ -3,10 +3,10 @@
     python benchmarks/memory.py --json-out benchmarks/results/memory.json
 
 Mixed requests (short and long prompts, base and adapters, several choices, streams and whole replies, cancelled and
-wrong ones) come at four times the rate that a closed loop got answered. Now and then
-come bursts of prompts that begin with the same few thousand tokens: steps whose rows together read as much as the
-budget's activations are made for. Reported are statuses, the device's highest memory against the budget of `tandem serve --dry-run`, and how device
-memory and both processes' RSS went on after the first tenth of the requests.
+wrong ones) come at four times the rate that a closed loop got answered. Now and then come bursts of prompts that begin
+with the same few thousand tokens: steps whose rows together read as much as the budget's activations are made for.
+Reported are statuses, the device's highest memory against the budget of `tandem serve --dry-run`, and how device memory
+and both processes' RSS went on after the first tenth of the requests.
 """
 
 from __future__ import annotations
