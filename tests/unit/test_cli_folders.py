@@ -1,0 +1,98 @@
+"""Adapter folders and checkpoints at the command line, and a server that is not there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlx_tandem import demo
+from mlx_tandem.adapters.convert import convert, inspect
+from mlx_tandem.training.store.checkpoints import Checkpoints
+from mlx_tandem.training.store.manifests import Manifest
+from tests.unit.cli_tools import tandem
+
+
+def test_inspect_and_convert(tmp_path: Path) -> None:
+    shout = str(demo.ADAPTER_PATHS["shout"])
+    mine = str(tmp_path / "mine")
+    assert tandem("adapters", "convert", shout, mine, "--to", "peft").returncode == 0
+    seen = {f: tandem("adapters", "inspect", f).stdout.partition("digest")[0] for f in (shout, mine)}
+    assert "format    mlx-lm\nrank      16\n" in seen[shout]
+    assert "layers    0–5\n" in seen[shout]
+    assert seen[mine] == seen[shout].replace("mlx-lm", "peft")
+    again = tandem("adapters", "convert", shout, mine, "--to", "peft")
+    assert (again.returncode, again.stderr) == (1, "tandem: target: exists and is not an empty folder\n")
+    broken = tandem("adapters", "inspect", str(tmp_path))
+    assert broken.returncode == 1
+    assert broken.stderr.startswith(f"tandem: {tmp_path} cannot be served: adapter_config.json")
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """Two checkpoints of the same adapter, the first of which was worth more."""
+    book = Checkpoints(tmp_path / "kept", 10)
+    book.lock()
+    for step, reward in ((100, 0.75), (200, 0.5)):
+        folder = book.new(f"checkpoint-{step}")
+        convert(demo.ADAPTER_PATHS["shout"], folder, "peft")
+        (folder / "optimizer.safetensors").write_bytes(b"whatever")
+        book.commit(
+            folder, Manifest(name=f"checkpoint-{step}", step=step, version=step // 50, digest="d" * 64, reward=reward)
+        )
+    book.close()
+    return book.folder
+
+
+def test_checkpoints_are_listed(kept: Path) -> None:
+    done = tandem("checkpoints", "ls", "--checkpoint-dir", str(kept))
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in done.stdout.splitlines() if line[:1] == "│"
+    ]
+    assert [row[:4] for row in rows] == [
+        ["checkpoint-200", "200", "4", "0.500"],
+        ["checkpoint-100 (best)", "100", "2", "0.750"],
+        ["best-performance (best)", "100", "2", "0.750"],
+    ]
+
+
+def test_a_checkpoint_is_exported(kept: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = tandem("checkpoints", "export", "checkpoint-100", str(out), "--checkpoint-dir", str(kept))
+    assert (done.returncode, done.stdout) == (0, f"wrote {out}\n")
+    assert {path.name for path in out.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert inspect(out).digest == inspect(kept / "checkpoint-100").digest
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("ls --checkpoint-dir nowhere", "there is no folder nowhere; name another one with --checkpoint-dir"),
+        ("export checkpoint-100 out --checkpoint-dir nowhere", "there is no folder nowhere"),
+        ("export checkpoint-300 out --checkpoint-dir {kept}", "there is no checkpoint 'checkpoint-300'"),
+        ("export ../kept out --checkpoint-dir {kept}", "checkpoint must be 1 to 64 letters"),
+        ("export checkpoint-100 {kept} --checkpoint-dir {kept}", "{kept} exists"),
+        ("rollback --url http://127.0.0.1:9", "no server answers at 127.0.0.1:9: Connection refused"),
+    ],
+)
+def test_what_cannot_be_done_with_a_checkpoint_is_one_line(kept: Path, words: str, said: str) -> None:
+    done = tandem("checkpoints", *words.format(kept=kept).split())
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"tandem: {said.format(kept=kept)}")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://127.0.0.1:9", "no server answers at 127.0.0.1:9: Connection refused"),
+        ("http://[::1]:9", "no server answers at [::1]:9: "),
+        ("http://localhost:x", "'http://localhost:x' is not an http:// address"),
+        ("https://localhost", "'https://localhost' is not an http:// address"),
+    ],
+)
+def test_adapters_of_a_server_that_is_not_there(url: str, said: str) -> None:
+    done = tandem("adapters", "ls", "--url", url)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"tandem: {said}")
