@@ -82,7 +82,6 @@ class Side:
         return {
             "rollouts_ms": round((drawn - began) * 1e3, 1),
             "learning_ms": round((ended - drawn) * 1e3, 1),
-            "update_ms": round((ended - began) * 1e3, 1),
             "computed_prompt_tokens": sum(d.prompt_tokens - d.cached_tokens for d in done),
         }
 
@@ -96,20 +95,32 @@ def in_turn(sides: dict[str, Side], length: int, repeats: int) -> dict[str, Any]
         print(f"{length} tokens  {row}", file=sys.stderr, flush=True)
         if number >= 0:
             rounds.append(row)
-    medians = {
-        name: {key: statistics.median(r[name][key] for r in rounds) for key in rounds[0][name]} for name in sides
+    return {"prompt_tokens": length} | figures(rounds) | {"rounds": rounds}
+
+
+def figures(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """Medians. What learning computes is the same on both sides, so its median is over the rounds of both."""
+    sides: dict[str, dict[str, float]] = {
+        name: {
+            key: statistics.median(r[name][key] for r in rounds) for key in ("rollouts_ms", "computed_prompt_tokens")
+        }
+        for name in (WITHOUT, WITH)
     }
-    per_minute = {name: round(60e3 / medians[name]["update_ms"], 2) for name in sides}
-    ratios = {
-        key: round(statistics.median(r[WITHOUT][key] / r[WITH][key] for r in rounds), 3)
-        for key in ("update_ms", "rollouts_ms", "computed_prompt_tokens")
-    }
+    learning = statistics.median(r[name]["learning_ms"] for r in rounds for name in sides)
+    for side in sides.values():
+        side["updates_per_minute"] = round(60e3 / (side["rollouts_ms"] + learning), 3)
     return {
-        "prompt_tokens": length,
-        "medians": medians,
-        "updates_per_minute": per_minute,
-        "times": ratios,
-        "rounds": rounds,
+        "learning_ms": learning,
+        "medians": sides,
+        "times": {
+            "computed_prompt_tokens": round(
+                sides[WITHOUT]["computed_prompt_tokens"] / sides[WITH]["computed_prompt_tokens"], 2
+            ),
+            "rollouts_ms": round(
+                statistics.median(r[WITHOUT]["rollouts_ms"] / r[WITH]["rollouts_ms"] for r in rounds), 2
+            ),
+            "updates_per_minute": round(sides[WITH]["updates_per_minute"] / sides[WITHOUT]["updates_per_minute"], 2),
+        },
     }
 
 
@@ -124,8 +135,8 @@ def report(found: dict[str, Any]) -> None:
             table.add_row(
                 f"{row['prompt_tokens']:,}", name, *(f"{s[key]:,.0f}" for s in sides), f"{row['times'][key]:.2f}"
             )
-        minutes = [f"{row['updates_per_minute'][name]:.1f}" for name in (WITHOUT, WITH)]
-        table.add_row("", "updates a minute", *minutes, f"{row['times']['update_ms']:.2f}")
+        minutes = (f"{s['updates_per_minute']:.2f}" for s in sides)
+        table.add_row("", "updates a minute", *minutes, f"{row['times']['updates_per_minute']:.2f}")
     show(table)
 
 

@@ -283,8 +283,8 @@ def groups(name: str, result: dict[str, Any]) -> str:
             ("rollouts", "rollouts_ms", " ms"),
         ):
             text += _row(what, *(f"{s[key]:,.0f}{unit}" for s in sides), f"{row['times'][key]:.1f}")
-        minutes = (f"{row['updates_per_minute'][side]:.1f}" for side in ("without", "with"))
-        text += _row("updates a minute", *minutes, f"{row['times']['update_ms']:.2f}")
+        minutes = (f"{s['updates_per_minute']:.2f}" for s in sides)
+        text += _row("updates a minute", *minutes, f"{row['times']['updates_per_minute']:.2f}")
     return text
 
 
