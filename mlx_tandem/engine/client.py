@@ -10,15 +10,13 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
+from mlx_tandem.engine.calls import Answer, Calls, error_of
 from mlx_tandem.engine.learning import Adam, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.engine.link import Link
 from mlx_tandem.engine.messages import (
-    AdapterLoaded,
-    CallDone,
-    CallFailed,
     Cancel,
     CloseTrainer,
     Drain,
@@ -32,31 +30,24 @@ from mlx_tandem.engine.messages import (
     LoadAdapter,
     OpenTrainer,
     Output,
-    PassDone,
     Progress,
     PublishTrainer,
     Ready,
     RunPass,
     SaveTrainer,
     SettleTrainer,
-    Stepped,
     StepTrainer,
     Submit,
-    TrainerOpened,
     UnloadAdapter,
 )
 from mlx_tandem.engine.process import EngineProcess, Launch
 from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import (
-    Conflict,
     EngineDied,
     EngineError,
     EngineUnavailable,
-    InvalidRequest,
     ModelError,
-    NotFound,
     TandemError,
-    TooLarge,
 )
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineInfo, EngineStats, Request
 
@@ -100,7 +91,7 @@ class EngineClient:
         self.failure: TandemError | None = None  # why the state is dead
         self.restarts = 0
         self._ids = itertools.count(1)
-        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._calls = Calls()
         self._streams: dict[int, Stream] = {}
         self._link: Link | None = None
         self._fatal: TandemError | None = None
@@ -254,12 +245,9 @@ class EngineClient:
         if self._link is None or self.info is None:
             raise EngineUnavailable(_WHY_NOT[self.state])
         call = next(self._ids)
-        future = self._calls[call] = asyncio.get_running_loop().create_future()
-        try:
+        with self._calls.open(call) as answer:
             self._link.send(message(call))
-            return await future
-        finally:
-            del self._calls[call]
+            return await answer
 
     # -- supervision --------------------------------------------------------------------------------------------
 
@@ -378,9 +366,7 @@ class EngineClient:
         self._streams.clear()
         for stream in streams:
             stream.fail(error)
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(error)
+        self._calls.fail(error)
 
     # -- what the engine says -----------------------------------------------------------------------------------
 
@@ -399,20 +385,10 @@ class EngineClient:
             elif isinstance(message, Failed):
                 stream = streams.pop(message.request, None)
                 if stream is not None:
-                    error = _error(message.code, message.message, message.param, message.retryable)
+                    error = error_of(message.code, message.message, message.param, message.retryable)
                     stream.fail(error, message.request)
-            elif isinstance(message, (AdapterLoaded, TrainerOpened)):
-                self._answer(message.call, message.info)
-            elif isinstance(message, PassDone):
-                self._answer(message.call, message.results)
-            elif isinstance(message, Stepped):
-                self._answer(message.call, message.done)
-            elif isinstance(message, CallDone):
-                self._answer(message.call, None)
-            elif isinstance(message, CallFailed):
-                future = self._calls.get(message.call)
-                if future is not None and not future.done():
-                    future.set_exception(_error(message.code, message.message, message.param, retryable=False))
+            elif isinstance(message, Answer):
+                self._calls.settle(message)
             elif isinstance(message, Progress):
                 self.progress = message
                 if self._on_progress is not None:
@@ -425,11 +401,6 @@ class EngineClient:
                 kind = EngineError if self._settled.is_set() else ModelError
                 self._fatal = kind(message.message, code=message.code)
 
-    def _answer(self, call: int, value: Any) -> None:
-        future = self._calls.get(call)
-        if future is not None and not future.done():
-            future.set_result(value)
-
 
 _WHY_NOT: dict[State, str] = {
     "starting": "the model is still loading",
@@ -438,19 +409,3 @@ _WHY_NOT: dict[State, str] = {
     "draining": "the server is shutting down",
     "dead": "the engine cannot be started",
 }
-
-_CLASSES: Mapping[str, type[TandemError]] = {
-    str(c.code): c
-    for c in (InvalidRequest, NotFound, Conflict, TooLarge, ModelError, EngineError, EngineDied, EngineUnavailable)
-} | {
-    "invalid_adapter": ModelError,
-    "adapter_changed": Conflict,
-    "model_not_found": NotFound,
-    "trainer_not_found": NotFound,
-}
-
-
-def _error(code: str, message: str, param: str | None, retryable: bool) -> TandemError:
-    """The error that the engine meant: by its code, else by who has to act."""
-    kind = _CLASSES.get(code) or (EngineError if retryable else InvalidRequest)
-    return kind(message, param=param, code=code)

@@ -22,7 +22,9 @@ from mlx_tandem.server.front import Front
 from mlx_tandem.server.guard import Guard, error_handlers
 from mlx_tandem.server.health import cache_stats, engine_metrics, health
 from mlx_tandem.server.keys import read_key
-from mlx_tandem.server.replies import Plan, Reply, StreamReply, WholeReply
+from mlx_tandem.server.replies import Plan, Reply
+from mlx_tandem.server.stream_reply import StreamReply
+from mlx_tandem.server.whole_reply import WholeReply
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 

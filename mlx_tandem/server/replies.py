@@ -1,4 +1,4 @@
-"""Running a submission for an HTTP client: whole replies and event streams.
+"""Running a submission for an HTTP client: what whole replies and event streams have in common.
 
 Both are ASGI responses that loop over the engine's deltas themselves. A client that goes away is noticed while
 nothing is being sent, too, and its request is cancelled in the engine at once.
@@ -17,29 +17,13 @@ from msgspec import structs
 from starlette.types import Receive, Scope, Send
 
 from mlx_tandem.engine.stream import Stream
-from mlx_tandem.errors import EngineError, TandemError, Timeout
+from mlx_tandem.errors import Timeout
 from mlx_tandem.server.collecting import Collect, Outcome, Recorder, Said
-from mlx_tandem.server.dialects.shapes import (
-    DONE,
-    Details,
-    Events,
-    LogprobShape,
-    Shape,
-    dumps,
-    prompt_scores,
-    usage,
-)
-from mlx_tandem.server.error_reply import JSON_TYPE, error_body
+from mlx_tandem.server.dialects.shapes import Details, LogprobShape, Shape, prompt_scores, usage
 from mlx_tandem.server.front import Front
-from mlx_tandem.server.log import log_exception
 from mlx_tandem.server.models import Selection
 from mlx_tandem.text.output import ChoiceText, TextOptions
 from mlx_tandem.types import Delta, Request, SamplingParams, TokenLogprob
-
-EVENTS_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
-
-MANY_LOGPROBS = 20_000
-"""Entries from which on a reply is put together on another thread, so that streams do not wait for it."""
 
 
 @dataclass(frozen=True)
@@ -78,14 +62,10 @@ class Reply:
         eos = front.client.check_ready().eos_token_ids
         self._choices = plan.text.choices(count, front.tokenizer, plan.params, eos)
         self._scores: list[tuple[TokenLogprob, ...]] = [()] * len(plan.prompts)
-        self._unopened: set[int] = set()  # prompts whose choices have something to say before their own text
         self._recorder: Recorder | None = None
         if plan.collect is not None and front.learning is not None:
             self._recorder = Recorder(front.learning, plan.collect, plan.prompts, plan.n)
         self._shows_tokens = plan.return_token_ids or plan.version is not None
-        self._no_details: Details = {"token_ids": ()} if self._shows_tokens else {}
-        if plan.version is not None:
-            self._no_details["versions"] = ()
         self._has_details = plan.params.logprobs is not None or self._shows_tokens
         self._logprobs: list[LogprobShape] | None = None
         if plan.params.logprobs is not None:
@@ -232,140 +212,3 @@ class Reply:
     def _name(self) -> str:
         entry = self._plan.model.entry
         return self._front.models.id if entry is None else entry.name
-
-
-class WholeReply(Reply):
-    """One JSON body when everything is there."""
-
-    async def _run(self, stream: Stream, send: Send) -> None:
-        n = self._plan.n
-        texts: list[list[str]] = [[] for _ in self._choices]
-        said = [Said() for _ in self._choices]
-        async for deltas in stream:
-            self._count_batch(deltas)
-            for delta in deltas:
-                index = stream.index(delta)
-                choice = self._choices[index]
-                if delta.prompt_logprobs:
-                    self._scores[index // n] = delta.prompt_logprobs
-                if choice.ended():
-                    continue
-                texts[index].append(self._push(choice, index, delta))
-                if self._has_details:
-                    said[index].add(choice, self._version(delta))
-                if choice.stopped:
-                    stream.cancel(index)
-        if self._client_left():
-            return
-        outcomes = await self._outcomes()
-        if sum(map(len, self._scores)) * (1 + (self._plan.params.prompt_logprobs or 0)) < MANY_LOGPROBS:
-            body = self._body(texts, said, outcomes)
-        else:
-            body = await asyncio.to_thread(self._body, texts, said, outcomes)
-        headers = [*self._headers(JSON_TYPE), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-
-    def _body(self, texts: list[list[str]], said: list[Said], outcomes: list[Outcome]) -> bytes:
-        plan, shape = self._plan, self._plan.shape
-        details = [self._prompt_details(k) for k in range(len(plan.prompts))]
-        choices: list[dict[str, Any]] = []
-        for i, choice in enumerate(self._choices):
-            if choice.finish is None:
-                raise EngineError("the engine ended a choice without a reason")
-            k, text = i // plan.n, "".join(texts[i])
-            if plan.echo is not None:
-                text = plan.echo[k] + text
-            own = self._details(i, said[i], echoed=plan.echo is not None)
-            if outcomes:
-                own |= outcomes[i]
-            whole = shape.whole(i, text, choice.finish) | own
-            choices.append(whole if shape.one_prompt else whole | details[k])
-        body = {
-            "id": self._id,
-            "object": shape.object,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-            "usage": self._usage(),
-        }
-        return dumps(body | details[0] if shape.one_prompt else body)
-
-
-class StreamReply(Reply):
-    """Server-sent events, one per delta; those that waited for a slow reader go out in one write.
-
-    The status line waits for the first delta, so that what fails before it is an HTTP error like any other.
-    """
-
-    async def _run(self, stream: Stream, send: Send) -> None:
-        plan = self._plan
-        events = Events(plan.shape, self._id, self._created, self._model, len(self._choices), plan.with_usage)
-        if not plan.shape.one_prompt and (plan.echo is not None or plan.return_token_ids):
-            self._unopened = set(range(len(plan.prompts)))
-        started = False
-        try:
-            async for deltas in stream:
-                self._count_batch(deltas)
-                body = self._render(events, stream, deltas)
-                if not started:
-                    started = True
-                    headers = self._headers(EVENTS_TYPE)
-                    await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    body = events.opening(self._prompt_details(0)) + body
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            if self._client_left():
-                return
-            outcomes = await self._outcomes()
-        except Exception as e:
-            if not started:
-                raise
-            if not isinstance(e, TandemError):
-                log_exception("a stream failed", e, request=self._id)
-                e = EngineError(f"internal error in request {self._id}", code="internal_error")
-            self._front.metrics.errors[str(e.code)] += 1
-            await send({"type": "http.response.body", "body": b"data: " + error_body(e) + b"\n\n"})
-            return
-        tail = events.outcomes(outcomes) if outcomes else b""
-        if plan.with_usage:
-            tail += events.usage(self._usage())
-        await send({"type": "http.response.body", "body": tail + DONE})
-
-    def _render(self, events: Events, stream: Stream, deltas: list[Delta]) -> bytes:
-        parts: list[bytes] = []
-        for delta in deltas:
-            index = stream.index(delta)
-            choice = self._choices[index]
-            if self._unopened:
-                parts += self._open(events, index // self._plan.n, delta)
-            if choice.ended():
-                continue
-            text = self._push(choice, index, delta)
-            details = self._no_details
-            if self._has_details:
-                said = Said()
-                said.add(choice, self._version(delta))
-                details = self._details(index, said)
-            if text or not choice.ended():
-                if details:
-                    parts.append(events.text_with(index, text, details))
-                    details = self._no_details
-                else:
-                    parts.append(events.text(index, text))
-            if choice.ended():
-                parts.append(events.finish(index, choice, details))
-                if choice.stopped:
-                    stream.cancel(index)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def _open(self, events: Events, k: int, delta: Delta) -> list[bytes]:
-        """What the choices of prompt k say before their own text; `delta` is of one of them."""
-        if k not in self._unopened:
-            return []
-        plan, own = self._plan, self._prompt_details(k)
-        self._unopened.discard(k)
-        self._scores[k] = delta.prompt_logprobs
-        choices = range(k * plan.n, (k + 1) * plan.n)
-        if plan.echo is None:
-            return [events.text_with(i, "", self._no_details | own) for i in choices]
-        return [events.text_with(i, plan.echo[k], self._details(i, Said(), echoed=True) | own) for i in choices]

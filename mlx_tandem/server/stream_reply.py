@@ -1,0 +1,103 @@
+"""The reply that is a stream of server-sent events."""
+
+from __future__ import annotations
+
+from starlette.types import Send
+
+from mlx_tandem.engine.stream import Stream
+from mlx_tandem.errors import EngineError, TandemError
+from mlx_tandem.server.collecting import Said
+from mlx_tandem.server.dialects.shapes import DONE, Details, Events
+from mlx_tandem.server.error_reply import error_body
+from mlx_tandem.server.front import Front
+from mlx_tandem.server.log import log_exception
+from mlx_tandem.server.replies import Plan, Reply
+from mlx_tandem.types import Delta
+
+EVENTS_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
+
+
+class StreamReply(Reply):
+    """Server-sent events, one per delta; those that waited for a slow reader go out in one write.
+
+    The status line waits for the first delta, so that what fails before it is an HTTP error like any other.
+    """
+
+    def __init__(self, front: Front, plan: Plan):
+        super().__init__(front, plan)
+        self._no_details: Details = {"token_ids": ()} if self._shows_tokens else {}
+        if plan.version is not None:
+            self._no_details["versions"] = ()
+        self._unopened: set[int] = set()  # prompts whose choices have something to say before their own text
+        if not plan.shape.one_prompt and (plan.echo is not None or plan.return_token_ids):
+            self._unopened.update(range(len(plan.prompts)))
+
+    async def _run(self, stream: Stream, send: Send) -> None:
+        plan = self._plan
+        events = Events(plan.shape, self._id, self._created, self._model, len(self._choices), plan.with_usage)
+        started = False
+        try:
+            async for deltas in stream:
+                self._count_batch(deltas)
+                body = self._render(events, stream, deltas)
+                if not started:
+                    started = True
+                    headers = self._headers(EVENTS_TYPE)
+                    await send({"type": "http.response.start", "status": 200, "headers": headers})
+                    body = events.opening(self._prompt_details(0)) + body
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+            if self._client_left():
+                return
+            outcomes = await self._outcomes()
+        except Exception as e:
+            if not started:
+                raise
+            if not isinstance(e, TandemError):
+                log_exception("a stream failed", e, request=self._id)
+                e = EngineError(f"internal error in request {self._id}", code="internal_error")
+            self._front.metrics.errors[str(e.code)] += 1
+            await send({"type": "http.response.body", "body": b"data: " + error_body(e) + b"\n\n"})
+            return
+        tail = events.outcomes(outcomes) if outcomes else b""
+        if plan.with_usage:
+            tail += events.usage(self._usage())
+        await send({"type": "http.response.body", "body": tail + DONE})
+
+    def _render(self, events: Events, stream: Stream, deltas: list[Delta]) -> bytes:
+        parts: list[bytes] = []
+        for delta in deltas:
+            index = stream.index(delta)
+            choice = self._choices[index]
+            if self._unopened:
+                parts += self._open(events, index // self._plan.n, delta)
+            if choice.ended():
+                continue
+            text = self._push(choice, index, delta)
+            details = self._no_details
+            if self._has_details:
+                said = Said()
+                said.add(choice, self._version(delta))
+                details = self._details(index, said)
+            if text or not choice.ended():
+                if details:
+                    parts.append(events.text_with(index, text, details))
+                    details = self._no_details
+                else:
+                    parts.append(events.text(index, text))
+            if choice.ended():
+                parts.append(events.finish(index, choice, details))
+                if choice.stopped:
+                    stream.cancel(index)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _open(self, events: Events, k: int, delta: Delta) -> list[bytes]:
+        """What the choices of prompt k say before their own text; `delta` is of one of them."""
+        if k not in self._unopened:
+            return []
+        plan, own = self._plan, self._prompt_details(k)
+        self._unopened.discard(k)
+        self._scores[k] = delta.prompt_logprobs
+        choices = range(k * plan.n, (k + 1) * plan.n)
+        if plan.echo is None:
+            return [events.text_with(i, "", self._no_details | own) for i in choices]
+        return [events.text_with(i, plan.echo[k], self._details(i, Said(), echoed=True) | own) for i in choices]
