@@ -26,9 +26,9 @@ from mlx_tandem.errors import (
     ModelError,
     NotFound,
     TandemError,
-    Timeout,
 )
 from mlx_tandem.server.adapter_root import AdapterRoot
+from mlx_tandem.server.first_reads import FirstReads
 from mlx_tandem.server.log import log
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
@@ -68,7 +68,7 @@ class Models:
         self._config = config
         self._client = client
         self._root = AdapterRoot(config.adapter_root)
-        self._first_reads: dict[str, asyncio.Task[None]] = {}
+        self._first_reads = FirstReads(config.server.first_token_timeout_s)
         self._lost: set[str] = set()  # digests that went with an earlier engine and are being made again
         self._shelf: dict[str, AdapterSource] = {}  # versions of the trained adapter that lie in checkpoints
         self._reread: set[str] = set()  # those of them that were read because somebody has asked for them
@@ -126,29 +126,14 @@ class Models:
             source = source or self._unread(name)
             if source is None:
                 raise
-        reading = self._first_reads.get(name)
-        if reading is None:
-            reading = self._first_reads[name] = asyncio.create_task(self._first_read(name, source))
-            reading.add_done_callback(lambda done: self._was_read(name, done))
-        seconds = self._config.server.first_token_timeout_s
         try:
-            async with asyncio.timeout(seconds or None):
-                await asyncio.shield(reading)  # others may wait for it, too
-        except TimeoutError:
-            raise Timeout(
-                f"the adapter {name} could not be read within {seconds:g} s", code="first_token_timeout"
-            ) from None
+            await self._first_reads.wait(name, lambda: self._first_read(name, source))
         except ModelError as e:
             if os.path.dirname(source.path) == self._checkpoints and not os.path.isdir(source.path):
                 # It went at this moment.
                 raise NotFound(f"{name!r} is no longer there", param="model", code="model_not_found") from None
             raise ModelError(f"adapter {name}: {e.message}", param="model", code=e.code) from e
         return self.registry.entry(selector)
-
-    def _was_read(self, name: str, reading: asyncio.Task[None]) -> None:
-        del self._first_reads[name]
-        if not reading.cancelled():
-            reading.exception()  # those who waited have it; nobody may be left
 
     async def _first_read(self, name: str, source: AdapterSource) -> None:
         info = await self._client.load_adapter(source)
