@@ -34,7 +34,7 @@ FACTOR = 4
 SAMPLES = 200  # of memory, over the run
 CLOSE = 1.02  # of the budget
 SERIES = ("active", "peak", "kept", "compiled_steps", "front_rss", "engine_rss")
-BURST, EVERY = 24, 400  # requests that come one behind the other with the same deep context
+BURST, EVERY = 24, 1000  # requests that come one behind the other with the same deep context
 DEEP = [20 + i * i % 880 for i in range(6000)]
 
 EXTRAS: list[dict[str, Any]] = [{}, {}, {"top_p": 0.9, "top_k": 40}, {"logprobs": 5}, {"presence_penalty": 0.5}]
@@ -158,7 +158,7 @@ class Soak:
     def _body(self) -> tuple[dict[str, Any], str]:
         rng = self._random
         self._made += 1
-        if self._made % EVERY < BURST:
+        if (self._made + EVERY // 2) % EVERY < BURST:
             return self._deep(), "plain"
         long = rng.random() < 0.1
         length = rng.randint(500, 3000) if long else rng.randint(2, 60)
