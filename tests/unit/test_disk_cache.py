@@ -103,7 +103,11 @@ def test_put_read_and_again_after_a_restart(tmp_path: Path) -> None:
         assert tier.longest([block(0).key]) == 0 and not tier.put(block(20), b"") and read(tier, [block(0)]) == []
 
 
-def test_a_read_ends_at_the_first_block_that_is_not_right(tmp_path: Path) -> None:
+@pytest.mark.parametrize("large", [1, module.LARGE], ids=["checked beside the reading", "checked after it"])
+def test_a_read_ends_at_the_first_block_that_is_not_right(
+    tmp_path: Path, large: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "LARGE", large)
     tier = cache(tmp_path, segment_bytes=1 << 20)
     put(tier, 0, 1, 2)
     assert tier.settle()
@@ -379,12 +383,17 @@ ACTIONS = st.lists(
 
 
 @settings(max_examples=30, deadline=None)
-@given(ACTIONS, st.sampled_from([errno.ENOSPC, errno.EIO]), st.booleans())
+@given(ACTIONS, st.sampled_from([errno.ENOSPC, errno.EIO]), st.booleans(), st.sampled_from([1, module.LARGE]))
 def test_every_ticket_is_answered_once_and_rightly(
-    tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, int]], code: int, asynchronous: bool
+    tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, int]], code: int, asynchronous: bool, large: int
 ) -> None:
-    """With a real thread, and operations that fail."""
-    path = tmp_path_factory.mktemp("cache")
+    """With real threads, and operations that fail."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "LARGE", large)
+        _act(tmp_path_factory.mktemp("cache"), actions, code, asynchronous)
+
+
+def _act(path: Path, actions: list[tuple[str, int]], code: int, asynchronous: bool) -> None:
     ops = FaultFiles(0, code)
     settled: dict[str, Any] = {"async_writes": asynchronous, "flush_interval_s": 0.001}
     tier = cache(path, ops, segment_bytes=900, **settled)

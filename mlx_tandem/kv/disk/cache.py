@@ -1,8 +1,8 @@
 """The disk tier as its owner sees it: blocks are put and read without waiting for the drive.
 
-All files belong to one thread. Reads come before writes. Whatever goes wrong there, blocks are missing, none is wrong,
-and no call raises: a failed write is dropped or tried again, a full drive makes the tier read-only for a while, a
-folder that is gone or a thread that has ended turns it off.
+All files belong to one thread; others check what it has read. Reads come before writes. Whatever goes wrong there,
+blocks are missing, none is wrong, and no call raises: a failed write is dropped or tried again, a full drive makes the
+tier read-only for a while, a folder that is gone or a thread that has ended turns it off.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +31,8 @@ log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 256 << 20
 MAX_QUEUE_BYTES = 256 << 20  # of blocks that wait to be written
+CHECKERS = 4  # blocks of a chain that are checked at once: hashing them is slower than reading them
+LARGE = 256 << 10  # from this size on, it is worth it
 PATIENCE = 10.0  # seconds that a caller waits for the drive at most
 MAX_PAUSE = 60.0  # seconds between two trials to write again
 
@@ -108,6 +113,7 @@ class DiskCache:
         self._scan: Iterator[None] | None = self._segments.scan()
         self._hits = self._misses = self._dropped = self._reload_bytes = 0
         self._reload_seconds = 0.0
+        self._checkers = ThreadPoolExecutor(min(CHECKERS, os.cpu_count() or 1), "kv-check")
         self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
         self._thread.start()
 
@@ -224,6 +230,7 @@ class DiskCache:
             log.exception("the disk cache is off: its thread has failed")
             self._turn_off(f"its thread has failed ({type(e).__name__}: {e})")
         finally:
+            self._checkers.shutdown()
             with contextlib.suppress(OSError):
                 self._segments.close()
             self.folder.close()
@@ -268,19 +275,18 @@ class DiskCache:
         return len(self._queue) < self._config.writer_queue_size and self._queue_bytes + size <= MAX_QUEUE_BYTES
 
     def _read_one(self, request: _Request) -> None:
-        """One block of it, so that others have their turn."""
+        """A few blocks of it, so that others have their turn."""
         if request.ticket not in self._tickets:
             return
-        payload: memoryview | None = None
-        if len(request.payloads) < len(request.blocks):
-            payload = self._find(request.blocks[len(request.payloads)])
+        at = len(request.payloads)
+        wanted = request.blocks[at : at + CHECKERS]
+        payloads = self._find(wanted)
+        missed = len(payloads) < len(wanted)
         with self._wake:
-            if payload is not None:
-                request.payloads.append(payload)
-                self._hits += 1
-            elif request.blocks:
-                self._misses += 1
-            if payload is not None and len(request.payloads) < len(request.blocks):
+            request.payloads += payloads
+            self._hits += len(payloads)
+            self._misses += missed
+            if not missed and len(request.payloads) < len(request.blocks):
                 self._reads.append(request)
                 return
             if request.ticket not in self._tickets:
@@ -289,22 +295,47 @@ class DiskCache:
         if self._finished is not None:
             self._finished()
 
-    def _find(self, block: BlockId) -> memoryview | None:
-        with self._wake:
-            queued = self._queue.get(block.key)
-        if queued is not None:
-            return memoryview(queued[1]).toreadonly() if queued[0] == block else None
+    def _find(self, blocks: Sequence[BlockId]) -> list[memoryview]:
+        """Payloads of the first so many of them, every byte checked."""
         began = time.perf_counter()
-        payload: memoryview | None = None
+        found: list[memoryview] = []
+        reloaded = 0
+        for block, (read, check) in zip(blocks, list(self._checks(blocks)), strict=False):
+            payload = check()
+            if payload is None:
+                self._segments.quarantine(block)
+                break
+            found.append(payload)
+            reloaded += read * len(payload)
+        if reloaded:
+            self._reload_bytes += reloaded
+            self._reload_seconds += time.perf_counter() - began
+        return found
+
+    def _checks(self, blocks: Sequence[BlockId]) -> Iterator[tuple[bool, Callable[[], memoryview | None]]]:
+        """For each that is there, whether it was read, and what gives its payload. While one is read those before it
+        are checked on other threads, if that takes longer than to hand them over."""
+        for block in blocks:
+            with self._wake:
+                queued = self._queue.get(block.key)
+            if queued is not None:
+                if queued[0] != block:
+                    return
+                yield False, memoryview(queued[1]).toreadonly
+                continue
+            record = self._fetch(block)
+            if record is None:
+                return
+            check = partial(self._segments.checked, block, record)
+            yield True, self._checkers.submit(check).result if len(record) >= LARGE else check
+
+    def _fetch(self, block: BlockId) -> memoryview | None:
         try:
-            payload = self._segments.read(block)
+            return self._segments.fetch(block)
         except OSError:
             self._segments.counts.errors += 1
             self._check_folder()
-        if payload is not None:
-            self._reload_bytes += len(payload)
-            self._reload_seconds += time.perf_counter() - began
-        return payload
+            return None
 
     def _write_one(self) -> None:
         with self._wake:

@@ -193,6 +193,14 @@ class Segments:
 
     def read(self, block: BlockId) -> memoryview | None:
         """The payload that was appended with an equal id, every byte checked; None: not there, or not any more."""
+        record = self.fetch(block)
+        payload = None if record is None else self.checked(block, record)
+        if record is not None and payload is None:
+            self.quarantine(block)
+        return payload
+
+    def fetch(self, block: BlockId) -> memoryview | None:
+        """The record of a block as it lies there, for `checked`; None: not there, or not any more."""
         place = self._index.get(block.key)
         if place is None:
             return None
@@ -206,13 +214,24 @@ class Segments:
             whole = read_all(fd, record, offset, self._ops) == size
         except OSError as e:
             if e.errno == errno.EIO:
-                self._quarantine(block.key)
+                self.quarantine(block)
             raise
-        found = records.decode(record, self.folder.secret) if whole else None
+        if not whole:
+            self.quarantine(block)
+            return None
+        return record
+
+    def checked(self, block: BlockId, record: memoryview) -> memoryview | None:
+        """The payload of a record, if all of it is as it was appended with an equal id. On any thread."""
+        found = records.decode(record, self.folder.secret)
         if found is None or found[0] != block:  # a tag may be right and the block another's
-            self._quarantine(block.key)
             return None
         return found[1].toreadonly()
+
+    def quarantine(self, block: BlockId) -> None:
+        """Its record is not to be used."""
+        if self._index.pop(block.key, None) is not None:
+            self.counts.quarantined += 1
 
     def sync(self) -> None:
         """What was appended, to the drive's medium, where that was asked for."""
@@ -264,10 +283,6 @@ class Segments:
         for key in gone:
             del self._index[key]
         return gone
-
-    def _quarantine(self, key: bytes) -> None:
-        del self._index[key]
-        self.counts.quarantined += 1
 
     # -- files ----------------------------------------------------------------------------------------------------
 
