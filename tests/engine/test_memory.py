@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from mlx_tandem import demo
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import CacheConfig, DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.learning import Adam, Batch, LossConfig, TrainerSpec
 from mlx_tandem.engine.plan import Row, Seating, StepPlan
 from mlx_tandem.errors import ModelError
@@ -92,6 +94,24 @@ def test_no_step_needs_more_than_activations_have(built: Built) -> None:
     }
     assert max(found.values()) <= activations, found
     assert max(found.values()) >= activations / 4, found  # nor is it a wild guess
+
+
+@pytest.mark.parametrize(("family", "bits"), [("gemma2", 16), ("mixtral", 16), ("starcoder2", 8), ("qwen3", 4)])
+def test_what_a_position_takes_holds_for_other_families_and_few_bits(
+    family: str, bits: Literal[4, 8, 16], tmp_path: Path
+) -> None:
+    """By that the rows of a step are counted out: hand-made softmax, experts, no grouped heads, codes of few bits."""
+    rows, context = 16, 2000
+    config = EngineConfig(
+        ModelConfig(str(tiny_models.make(tmp_path / "model", family, max_position_embeddings=4096))),
+        CacheConfig(num_blocks=200, kv_bits=bits, kv_group_size=32),
+        scheduler=SchedulerConfig(max_num_seqs=rows),
+    )
+    built = build(config, {}, lambda stage, fraction: None)
+    position = built.info.memory.activations / built.step_limits.positions
+    built.runner._limits = UNLIMITED
+    most = needed(built, *decodes(rows, context, shared=True))
+    assert 0.4 <= most / (position * rows * (context + 16)) <= 0.95
 
 
 def test_the_largest_steps_are_cut(built: Built) -> None:
