@@ -21,6 +21,7 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from partial import stop_cleanly
 from servers import Running, tandem
 
 from mlx_tandem import demo
@@ -58,6 +59,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json-out", type=Path)
     args = parser.parse_args()
+    stop_cleanly()
     options = [f"--max-num-seqs={args.batch}", f"--max-queue-size={args.queue}", f"--num-blocks={args.blocks}"]
     options += ["--max-loras=3", "--max-lora-rank=16", "--memory-pressure-threshold=0.98", "--write-timeout-s=20"]
     options += [word for name, path in demo.ADAPTER_PATHS.items() for word in ("--adapter", name, str(path))]
