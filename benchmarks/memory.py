@@ -121,8 +121,10 @@ class Soak:
             "restarts": metrics["restarts"],
             "step_failures": engine["step_failures"],
             "preemptions": engine["preemptions"],
-            "drift_over_last_requests": requests - requests // 10,
-            "drift": {name: self._drift(name) for name in SERIES},
+            "drift": {
+                f"last {requests - begin:,} requests": {name: drift(self._samples, name, begin) for name in SERIES}
+                for begin in (requests // 10, requests // 2)
+            },
             "samples": self._samples,
         }
 
@@ -209,19 +211,20 @@ class Soak:
         front = sum(size for own, _, size in rows if own == pid)
         return 1024 * front, 1024 * sum(size for _, parent, size in rows if parent == pid)
 
-    def _drift(self, name: str) -> dict[str, float]:
-        """After the first tenth of the requests: a straight line's slope, and the last fifth beside the first."""
-        rest = [s for s in self._samples if s["requests"] > self._sent / 10]
-        at = np.array([s["requests"] for s in rest], float)
-        values = np.array([s[name] for s in rest], float)
-        if len(rest) < 10:
-            return {}
-        fifth = len(rest) // 5
-        return {
-            "bytes_per_1000_requests": round(float(np.polyfit(at, values, 1)[0]) * 1000),
-            "first_fifth": round(float(np.median(values[:fifth]))),
-            "last_fifth": round(float(np.median(values[-fifth:]))),
-        }
+
+def drift(samples: list[dict[str, float]], name: str, begin: int) -> dict[str, float]:
+    """Behind the first `begin` requests: a straight line's slope, and the last fifth beside the first."""
+    rest = [s for s in samples if s["requests"] > begin]
+    at = np.array([s["requests"] for s in rest], float)
+    values = np.array([s[name] for s in rest], float)
+    if len(rest) < 10:
+        return {}
+    fifth = len(rest) // 5
+    return {
+        "per_1000_requests": round(float(np.polyfit(at, values, 1)[0]) * 1000),
+        "first_fifth": round(float(np.median(values[:fifth]))),
+        "last_fifth": round(float(np.median(values[-fifth:]))),
+    }
 
 
 def report(result: dict[str, Any]) -> None:
@@ -229,13 +232,12 @@ def report(result: dict[str, Any]) -> None:
     print(f"{result['requests']:,} requests, {result['offered_per_s']:,.1f}/s offered, statuses {result['statuses']}")
     print(f"peak {result['peak'] / 1e6:,.1f} MB of a budget of {budget / 1e6:,.1f} MB: {result['peak_of_budget']:.3f}")
     print(f"preemptions {result['preemptions']:,}, step failures {result['step_failures']}")
-    for name, drift in result["drift"].items():
-        if drift and name == "compiled_steps":
-            print(f"{name}: {drift['first_fifth']:,.0f} → {drift['last_fifth']:,.0f}")
-        elif drift:
-            first, last = drift["first_fifth"] / 1e6, drift["last_fifth"] / 1e6
-            slope = drift["bytes_per_1000_requests"] / 1e6
-            print(f"{name}: {first:,.1f} → {last:,.1f} MB, {slope:+.3f} MB per 1,000 requests")
+    for part, series in result["drift"].items():
+        for name, found in series.items():
+            if found:
+                unit, of = ("", 1) if name == "compiled_steps" else (" MB", 1e6)
+                first, last, slope = (found[key] / of for key in ("first_fifth", "last_fifth", "per_1000_requests"))
+                print(f"{part}  {name}: {first:,.1f} → {last:,.1f}{unit}, {slope:+.3f}{unit} per 1,000 requests")
 
 
 if __name__ == "__main__":
