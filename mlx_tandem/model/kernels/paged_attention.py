@@ -133,6 +133,7 @@ _BODY = r"""
 #endif
   constexpr int TEAM = D <= 32 ? 2 : D <= 64 ? 4 : D <= 128 ? 8 : 16;
   constexpr int TEAMS = 32 / TEAM, TILE = TEAMS * DEPTH, PADDED = 16 * TEAM;
+  constexpr bool IN_ONE_BLOCK = BLOCK % TILE == 0 && 64 % TILE == 0;  // a tile's keys: splits begin at multiples of 64
   constexpr float LOWEST = -1e30f, HIDDEN = -3e38f;  // a maximum of nothing, a score: infinities without being any
   const int member = LANE % TEAM, team = LANE / TEAM, warps = THREADS / 32;
   const int length = q_shape[2], width = tables_shape[1];
@@ -159,7 +160,7 @@ _BODY = r"""
 #define LOOK_UP(t)                                                                                      \
   UNROLL                                                                                                \
   for (int u = 0; u < DEPTH; u++)                                                                       \
-    in_table[u] = tables[row * width + (BLOCK % TILE == 0 ? min(t, width * BLOCK - 1) : KEY(t, u)) / BLOCK];
+    in_table[u] = tables[row * width + (IN_ONE_BLOCK ? min(t, width * BLOCK - 1) : KEY(t, u)) / BLOCK];
   LOOK_UP(tile)
   int at[DEPTH];
 #define READ_KEYS(t)                                                                                    \
