@@ -33,7 +33,7 @@ MOST_COUNTS = 24
 """Row counts that steps are padded to: each is traced when first met."""
 TOKENS = (2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS = 5.0  # after which nothing more is measured: what is left stays as it would be without
-_ALIKE = 0.1  # times that differ by less are equal; a count so many times as large must be better by as many times it
+_ALIKE = 0.25  # times that differ by less are equal; a count so many times as large must be better by as many times it
 _MOST_PADDED = 2  # so many times as many rows at most: what is not a product grows with them
 _WIDER = 1.25  # a count is left out for one so much larger that takes as long
 

@@ -36,16 +36,16 @@ def test_padding_takes_no_longer_than_any_other_measured_count_would(seconds: di
         for rows in range(1, max(seconds) + 1):
             first = min(c for c in seconds if c >= rows)
             best = min((c for c in seconds if first <= c <= 2 * first), key=lambda c: seconds[c])
-            assert seconds[row_count(rows, good)] <= 1.1 * (1 + 0.1 * best / first) * seconds[best]
+            assert seconds[row_count(rows, good)] <= 1.25 * (1 + 0.25 * best / first) * seconds[best]
 
 
 def test_a_slow_count_is_skipped_and_equal_ones_that_are_near_are_one() -> None:
     # 8 and 33 are slow, as on an H200; 64 and 72 take as long as 80; 1 takes as long as 2, which is twice as many rows.
     seconds = {1: 75.0, 2: 75.0, 4: 78.0, 8: 239.0, 12: 81.0, 32: 84.0, 33: 185.0, 64: 90.0, 72: 90.5, 80: 91.0}
     assert good_counts(seconds) == (1, 2, 4, 12, 32, 80)
-    # Twice the rows for a tenth of the time are not worth it, for a quarter they are; four times the rows never are.
-    assert good_counts({16: 100.0, 32: 90.0}) == (16, 32)
-    assert good_counts({16: 100.0, 32: 75.0}) == (32,)
+    # Twice the rows for a quarter of the time are not worth it, for half of it they are; four times the rows never are.
+    assert good_counts({16: 100.0, 32: 75.0}) == (16, 32)
+    assert good_counts({16: 100.0, 32: 50.0}) == (32,)
     assert good_counts({16: 100.0, 64: 10.0}) == (16, 64)
 
 
