@@ -276,7 +276,7 @@ class Trial(lora.LoraState):
             route = self.route(slots)
         if variant.backend == "windows" and route.layout.kind == "rows":
             raise ValueError("does not apply")
-        return route.layout, [mx.zeros(()) if route.ids is None else route.ids, *route.arrays]
+        return route.layout, [mx.zeros(()) if route.ids is None else mx.array(route.ids), *route.arrays]
 
     @contextmanager
     def using(self, what: Any, extra: list[mx.array]) -> Iterator[None]:

@@ -23,6 +23,7 @@ from mlx_tandem.config import LoraConfig
 from mlx_tandem.model.adapted import Target, adapt, find_targets
 from mlx_tandem.model.footprint import bucket
 from mlx_tandem.model.grouped import GroupedDeltas
+from mlx_tandem.model.inputs import Numbers, constant
 from mlx_tandem.model.mixin import mix_in
 from mlx_tandem.model.routes import WINDOW, Ids, Ints, Layout, lay_out, read
 from mlx_tandem.model.stack import Stack
@@ -34,12 +35,12 @@ KEEP_ROUTES = 64
 class Route(NamedTuple):
     """How the rows of a step reach their adapters.
 
-    `layout` is static. `ids` (uint32, one axis) and `arrays` are arguments of the compiled step, to be passed to
+    `layout` is static. `ids` (as `lay_out` makes them) and `arrays` are arguments of the compiled step, to be passed to
     `bind` there. For the base, `ids` is None and `arrays` empty.
     """
 
     layout: Layout
-    ids: mx.array | None
+    ids: Numbers | None
     arrays: list[mx.array]
 
 
@@ -172,8 +173,9 @@ class LoraState:
     def _make_route(self, slots: Sequence[int], length: int) -> Route:
         which = np.array(slots if self._stacks else [0] * len(slots), np.int64)
         layout, ids = lay_out(which, length, windows=self.backend == "windows", tiles=self._in_tiles(which, length))
-        if layout.kind == "base":
+        if ids is None:
             return Route(layout, None, [])
+        constant(ids)
         if layout.kind == "uniform":
             own = [x[slots[0]] for x in self.arrays()]
             mx.eval(own)  # views

@@ -13,6 +13,8 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from mlx_tandem.model.inputs import Numbers
+
 Ints = npt.NDArray[np.int64]
 
 WINDOW = 8
@@ -55,7 +57,7 @@ class Ids(NamedTuple):
     tiles: mx.array | None = None  # int32 [pieces, 3]: first token, tokens (0: none, padding) and slot of each tile
 
 
-def lay_out(slots: Ints, length: int, *, windows: bool = False, tiles: bool = False) -> tuple[Layout, mx.array | None]:
+def lay_out(slots: Ints, length: int, *, windows: bool = False, tiles: bool = False) -> tuple[Layout, Numbers | None]:
     """The layout of a step whose row i uses `slots[i]` (0: base) for `length` tokens, and its ids (int32 with tiles,
     else uint32, one axis; None for the base). `windows`: they may be used. `tiles`: they are to be."""
     if not slots.any():
@@ -65,16 +67,16 @@ def lay_out(slots: Ints, length: int, *, windows: bool = False, tiles: bool = Fa
     if tiles:
         cut = cut_tiles(slots, length)
         packed = np.concatenate([*parts, cut.reshape(-1)]).astype(np.int32)
-        return Layout("tiles", rows, len(cut), rows * length), mx.array(packed)
+        return Layout("tiles", rows, len(cut), rows * length), packed
     if (slots == slots[0]).all():
-        return Layout("uniform"), mx.array([int(slots[0])], mx.uint32)
+        return Layout("uniform"), slots[:1].astype(np.uint32)
     layout = Layout("rows", rows)
     if windows and length == 1 and rows >= WINDOWS_FROM:
         found = cut_windows(slots)
         if found is not None:
             layout = Layout("windows", rows, len(found[0]))
             parts += found
-    return layout, mx.array(np.concatenate(parts).astype(np.uint32))
+    return layout, np.concatenate(parts).astype(np.uint32)
 
 
 def read(ids: mx.array, layout: Layout) -> Ids:

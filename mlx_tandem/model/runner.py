@@ -24,6 +24,7 @@ from mlx_tandem.model import cpu, device
 from mlx_tandem.model.blocks import KVArrays
 from mlx_tandem.model.head import HeadSelector
 from mlx_tandem.model.inplace import by_kernel
+from mlx_tandem.model.inputs import Form, Inputs, Numbers, constant, forms, receive
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 from mlx_tandem.model.kvcache import LayerKernels, LayerShape, PagedCache, StepView
 from mlx_tandem.model.loader import LoadedModel
@@ -55,7 +56,7 @@ KEPT_SAMPLING = 4
 """Sets of rows whose sampling arrays are kept: the parts of a step; each may be as wide as the vocabulary."""
 
 KEPT_ARRAYS = 64
-"""Small arrays of sets of rows that are kept: tables, tokens, seats."""
+"""Sets of rows' numbers that are kept: tables, tokens, seats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,8 @@ class MLXRunner:
         self._pool = KVArrays(layers, num_blocks, block_size)
         self._steps: OrderedDict[_Key, Callable[..., Any]] = OrderedDict()
         self._compiled = 0  # since start
-        self._cached: dict[Any, Any] = {}  # arrays of the present set of rows
+        self._cached: dict[Any, Numbers] = {}  # of the present set of rows
+        self.inputs = Inputs()
         self._recent: OrderedDict[Any, tuple[SamplingFlags, list[mx.array]]] = OrderedDict()  # may be a vocabulary wide
         # Where operations in flight hold their inputs' buffers (MLX's CPU back end does), a write dispatched behind a
         # read of the pool would copy the pool. There each part is built while the one before it runs, and dispatched
@@ -278,40 +280,49 @@ class MLXRunner:
         tokens, offset, slots, tables, last = self._index_arrays(rows, count, length, width)
         carry = length == 1 and any(r.tokens[0] == CARRY for r in rows)
         scores = self._seats.scores([r.seat for r in rows]) if rows[0].targets else -1
-        targets = [self._padded([r.targets for r in rows], count, length)] if scores >= 0 else []
+        seat_array = self._once(("seats", tuple(seats)), lambda: np.array(seats, np.int32))
+        numbers = [tokens, offset, slots, tables, last, seat_array]
+        if scores >= 0:
+            numbers.append(self._padded([r.targets for r in rows], count, length))
+        if route.ids is not None:
+            numbers.append(route.ids)
         key = _Key(count, length, 0 if in_place else width, carry, samples, flags, route.layout, level, scores)
         if in_place or level:  # of too many kinds to be traced once for each
-            step = self._make_step(key, in_place)
+            step = self._make_step(key, forms(numbers), in_place)
         else:
             if key not in self._steps:
-                self._steps[key] = mx.compile(self._make_step(key, None))
+                self._steps[key] = mx.compile(self._make_step(key, forms(numbers), None))
                 self._compiled += 1
                 if len(self._steps) > MAX_COMPILED:
                     self._steps.popitem(last=False)
             self._steps.move_to_end(key)
             step = self._steps[key]
         seen = [self._seats.prompt_seen, self._seats.output_count] if flags.penalties else []
-        ids = [] if route.ids is None else [route.ids]
-        seat_array = self._once(("seats", tuple(seats)), lambda: mx.array(seats))
         drawn, scored, marker, self._last, counts, self._pool.layers = step(
-            tokens, offset, slots, tables, last, seat_array, self._last, sampling, seen, targets, route.arrays, ids,
-            self._pool.layers,
-        )  # fmt: skip
+            self.inputs.send(numbers), self._last, sampling, seen, route.arrays, self._pool.layers
+        )
         if counts:
             self._seats.output_count = counts[0]
         wanted = [self._seats.wanted_logprobs(r.seat) for r in rows] if flags.logprobs >= 0 else []
         wanted_scores = [self._seats.wanted_prompt_logprobs(r.seat) for r in rows] if scored else []
         return _Part(indices, flags, drawn, marker, count * length, scored, wanted, wanted_scores)
 
-    def _make_step(self, key: _Key, in_place: tuple[int, int] | None) -> Callable[..., Any]:
-        """The step as a pure function: arrays and lists of arrays in, the same out."""
+    def _make_step(self, key: _Key, expected: Sequence[Form], in_place: tuple[int, int] | None) -> Callable[..., Any]:
+        """The step as a pure function: arrays and lists of arrays in, the same out. `expected`: of its inputs; they
+        follow from the key."""
         model, caches, lora, head, angles = self._model, self._caches, self._lora, self._head, self._angles
 
         def step(
-            tokens: mx.array, offset: mx.array, slots: mx.array, tables: mx.array, last: mx.array, seats: mx.array,
-            last_tokens: mx.array, sampling: list[mx.array], seen: list[mx.array], targets: list[mx.array],
-            lora_arrays: list[mx.array], ids: list[mx.array], pool: list[list[mx.array]],
-        ) -> tuple[Any, ...]:  # fmt: skip
+            inputs: list[mx.array],
+            last_tokens: mx.array,
+            sampling: list[mx.array],
+            seen: list[mx.array],
+            lora_arrays: list[mx.array],
+            pool: list[list[mx.array]],
+        ) -> tuple[Any, ...]:
+            tokens, offset, slots, tables, last, seats, *rest = receive(inputs, expected)
+            targets = rest.pop(0) if key.scores >= 0 else None
+            ids = rest.pop(0) if rest else None
             if key.carry:
                 tokens = mx.where(tokens == CARRY, last_tokens[seats][:, None], tokens)
             shared = StepView(
@@ -326,8 +337,8 @@ class MLXRunner:
             )
             for cache, arrays in zip(caches, pool, strict=True):
                 cache.bind(arrays, shared)
-            lora.bind(lora_arrays, ids[0] if ids else None, layout=key.layout)
-            head.select(last if key.length > 1 and not targets else None)
+            lora.bind(lora_arrays, ids, layout=key.layout)
+            head.select(last if key.length > 1 and targets is None else None)
             try:
                 with cpu.serving():
                     output = model(tokens, cache=caches)
@@ -337,7 +348,7 @@ class MLXRunner:
                 if angles is not None:
                     angles.clear()
                 pool = [cache.release() for cache in caches]
-            scored = score(output, targets[0], key.scores) if targets else []
+            scored = [] if targets is None else score(output, targets, key.scores)
             logits = head.logits(output, last)
             if not key.samples:
                 return [], scored, scored or [logits[:1, :1]], last_tokens, [], pool
@@ -370,24 +381,23 @@ class MLXRunner:
             return None
         return table[0], table[0] + n
 
-    def _index_arrays(self, rows: list[Row], count: int, length: int, width: int) -> tuple[mx.array, ...]:
+    def _index_arrays(self, rows: list[Row], count: int, length: int, width: int) -> tuple[Numbers, ...]:
         """tokens [rows, length], offset [rows], slots [rows, length], tables [rows, width], last [rows]."""
         bs = self._block_size
         offset = np.zeros(count, np.int32)
         offset[: len(rows)] = [r.start for r in rows]
-        tables = np.zeros((count, width), np.int32)
         # A sequence's table only grows while it keeps its seat; a new seating changes the generation.
         grown = tuple((r.sequence, len(r.table)) for r in rows)
         shape_key = ("tables", self._seats.generation, count, width, grown)
-        tables, table_array = self._once(shape_key, lambda: self._tables(rows, tables))
+        tables = self._once(shape_key, lambda: self._tables(rows, count, width))
         if length == 1:
             ids = [r.tokens for r in rows]
             tokens = self._once(("tokens", count, tuple(ids)), lambda: self._padded(ids, count, 1))
             at = offset[: len(rows)]
             slots = np.zeros((count, 1), np.int32)
             slots[: len(rows), 0] = tables[np.arange(len(rows)), at // bs] * bs + at % bs
-            last = self._once(("zeros", count), lambda: mx.zeros((count,), mx.int32))
-            return tokens, mx.array(offset), mx.array(slots), table_array, last
+            last = self._once(("zeros", count), lambda: np.zeros(count, np.int32))
+            return tokens, offset, slots, tables, last
         position = offset[:, None] + np.arange(length, dtype=np.int32)
         lengths = np.zeros(count, np.int32)
         lengths[: len(rows)] = [len(r.tokens) for r in rows]
@@ -396,22 +406,22 @@ class MLXRunner:
         slots = np.where(real, np.take_along_axis(tables, block, 1) * bs + position % bs, position % bs)
         last = np.maximum(lengths - 1, 0)
         tokens = self._padded([r.tokens for r in rows], count, length)
-        return tokens, mx.array(offset), mx.array(slots.astype(np.int32)), table_array, mx.array(last)
+        return tokens, offset, slots.astype(np.int32), tables, last
 
     @staticmethod
-    def _padded(ids: Sequence[Sequence[int]], count: int, length: int) -> mx.array:
+    def _padded(ids: Sequence[Sequence[int]], count: int, length: int) -> Numbers:
         padded = np.zeros((count, length), np.int32)
         for i, own in enumerate(ids):
             padded[i, : len(own)] = own
-        return mx.array(padded)
+        return padded
 
     @staticmethod
-    def _tables(rows: list[Row], out: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], mx.array]:
-        width = out.shape[1]
+    def _tables(rows: list[Row], count: int, width: int) -> Numbers:
+        out = np.zeros((count, width), np.int32)
         for i, r in enumerate(rows):
             known = r.table[:width]
             out[i, : len(known)] = known
-        return out, mx.array(out)
+        return out
 
     def _sampling(self, seats: tuple[int, ...]) -> tuple[SamplingFlags, list[mx.array]]:
         key = (self._seats.generation, seats)
@@ -424,13 +434,13 @@ class MLXRunner:
         self._recent.move_to_end(key)
         return made
 
-    def _once(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Arrays that only depend on which rows run are made when those change."""
+    def _once(self, key: Any, make: Callable[[], Numbers]) -> Numbers:
+        """Numbers that only depend on which rows run are made when those change."""
         found = self._cached.get(key)
         if found is None:
             if len(self._cached) > KEPT_ARRAYS:
                 self._cached.clear()
-            found = self._cached[key] = make()
+            found = self._cached[key] = constant(make())
         return found
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> list[_Part]:

@@ -126,9 +126,11 @@ def test_a_rank_that_grows_beside_a_running_request_does_not_disturb_it(tmp_path
     assert_agrees(loop, served.oracles, "a rank grows")
 
 
-def test_many_rows_of_many_adapters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packed", [False, True], ids=["numbers-apart", "numbers-together"])
+def test_many_rows_of_many_adapters(packed: bool, tmp_path: Path) -> None:
     """More rows than the tests above have: the delta of wide batches is computed in another way."""
     served = serve_adapters(tmp_path, max_loras=4, bits=None, family="llama", num_blocks=200, max_num_seqs=32)
+    served.engine.built.runner.inputs.packed = packed
     order = [served.names[i % 5] if i % 5 < len(served.names) else None for i in range(32)]
     loop = served.engine.run([ask(i, d) for i, d in enumerate(order)], chunks=64)
     assert_agrees(loop, served.oracles, "32 rows")

@@ -133,6 +133,17 @@ def test_chunks_that_begin_together_need_no_mask(family: str, tmp_path: Path, mo
     assert any(levels), "no chunk behind another"
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_numbers_may_travel_as_one_array(
+    family: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    """As they do on CUDA."""
+    folder = tiny_models.make(tmp_path / family, family)
+    engine = make_engine(folder)
+    engine.built.runner.inputs.packed = True
+    check_every_way(engine, Oracle.load(folder), record_property)
+
+
 def test_a_long_context_beside_short_ones_runs_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However small the gain, here."""
     monkeypatch.setattr(shapes, "SPLIT_GAIN", 0)

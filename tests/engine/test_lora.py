@@ -100,7 +100,7 @@ def run(model: Any, state: LoraState, x: mx.array, slots: list[int], length: int
         state.unbind()
         return out
 
-    return mx.compile(step)(x, route.arrays, [] if route.ids is None else [route.ids])
+    return mx.compile(step)(x, route.arrays, [] if route.ids is None else [mx.array(route.ids)])
 
 
 def prompts(rows: int, length: int) -> mx.array:
@@ -190,7 +190,7 @@ def test_a_base_step_has_no_delta_operation(family: str, bits: int) -> None:
 
     def step(slots: list[int]) -> mx.array:
         route = state.route(slots)
-        state.bind(route.arrays, route.ids, route.layout)
+        state.bind(route.arrays, None if route.ids is None else mx.array(route.ids), route.layout)
         out: mx.array = model(x)
         state.unbind()
         return out
@@ -225,8 +225,9 @@ def test_a_compiled_step_sees_what_is_installed_later() -> None:
             assert not state.install(1, weights)
         for slots, (compiled, step) in routes.items():
             route = state.route(slots, 3)
-            got = compiled(x, route.arrays, route.ids)
-            assert far(got, step(x, route.arrays, route.ids)) < TOLERANCE
+            ids = mx.array(route.ids)
+            got = compiled(x, route.arrays, ids)
+            assert far(got, step(x, route.arrays, ids)) < TOLERANCE
             if weights is not None:
                 want = merged("qwen3", 0, weights)(x[:1])
                 assert far(got[:1], want) < TOLERANCE

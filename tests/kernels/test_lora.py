@@ -257,7 +257,7 @@ def test_members_called_otherwise_than_at_start_are_right(make: Make) -> None:
     route = state.route([0, 1])
 
     def call(*calls: tuple[Any, mx.array]) -> list[mx.array]:
-        state.bind(route.arrays, route.ids, route.layout)
+        state.bind(route.arrays, mx.array(route.ids), route.layout)
         out = [linear(given) for linear, given in calls]
         state.unbind()
         return out

@@ -249,7 +249,7 @@ def test_adapters_are_added_to_either_way() -> None:
     for rows in (3, 6):
         x = mx.random.normal((rows, 1, 64), key=mx.random.key(rows))
         route = lora.route([1] * rows)
-        lora.bind(route.arrays, route.ids, route.layout)
+        lora.bind(route.arrays, mx.array(route.ids), route.layout)
         found = model.layers[0].up(x)
         lora.unbind()
         expected = plain(x) + x @ mx.array(a) @ mx.array(b)

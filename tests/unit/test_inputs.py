@@ -1,0 +1,48 @@
+"""Numbers on their way from the host to a forward."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_tandem.model.inputs import KEPT, Inputs, constant, forms, receive
+
+SHAPES = st.lists(st.one_of(st.tuples(st.integers(1, 9)), st.tuples(st.integers(1, 5), st.integers(1, 7))), min_size=2)
+
+
+@given(SHAPES, st.integers(0, 2**32 - 1), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_what_is_sent_is_received(shapes: list[tuple[int, ...]], seed: int, packed: bool) -> None:
+    rng = np.random.default_rng(seed)
+    kinds = [(np.int32, np.uint32)[i] for i in rng.integers(0, 2, len(shapes))]
+    numbers = [rng.integers(0, 2**32, s, np.uint32).view(kind) for s, kind in zip(shapes, kinds, strict=True)]
+    sent = Inputs(packed).send(numbers)
+    assert len(sent) == (1 if packed else len(numbers))
+    for got, want in zip(receive(sent, forms(numbers)), numbers, strict=True):
+        assert np.array(got).dtype == want.dtype
+        assert np.array_equal(np.array(got), want)
+
+
+def test_a_part_is_contiguous_and_where_kernels_can_load_it() -> None:
+    numbers = [np.arange(n, dtype=np.int32) for n in (3, 5, 1)]
+    first, second, third = receive(Inputs(True).send(numbers), forms(numbers))
+    mx.eval(first, second, third)
+    at = [np.asarray(a).ctypes.data for a in (first, second, third)]
+    assert (at[1] - at[0], at[2] - at[0]) == (16, 48)
+
+
+def test_what_never_changes_is_made_once_for_the_device() -> None:
+    inputs = Inputs(False)
+    kept, fresh = constant(np.zeros(3, np.int32)), np.zeros(3, np.int32)
+    again = [inputs.send([kept, fresh]) for _ in range(2)]
+    assert again[0][0] is again[1][0]
+    assert again[0][1] is not again[1][1]
+    with pytest.raises(ValueError, match="read-only"):
+        kept[0] = 1
+    for i in range(3 * KEPT):
+        (sent,) = inputs.send([constant(np.full(2, i, np.int32))])
+        assert sent.tolist() == [i, i], "an array that is gone is not mistaken for another in its place"
+        assert len(inputs._kept) <= KEPT
