@@ -76,7 +76,7 @@ def admitted(budget: int, bytes_per_token: int, prompt: int) -> int:
     pool = BlockPool(budget // (bytes_per_token * BLOCK), BLOCK)
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=4096),
-        Tables(pool),
+        Tables([pool]),
         SlotTable(0),
         max_model_len=8192,
         vocab_size=1024,
@@ -190,7 +190,7 @@ def decode_times(pools: dict[str, Built], rows: int, context: int, rounds: int, 
                 at = context + turn * steps + step
                 plan = StepPlan(
                     tuple(
-                        Row(seat, seat, 0, at, (CARRY,), list(range(1 + seat * width, 1 + (seat + 1) * width)), True)
+                        Row(seat, seat, 0, at, (CARRY,), [list(range(1 + seat * width, 1 + (seat + 1) * width))], True)
                         for seat in range(rows)
                     ),
                     seatings=() if turn or step else seatings,

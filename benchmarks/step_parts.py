@@ -55,7 +55,7 @@ def steps_ms(built: Built, rows: int, context: int, steps: int, *, draw: bool = 
             flight, began = None, perf_counter()
         token = (CARRY,) if draw and n else (0,)
         plan = StepPlan(
-            tuple(Row(r, r, 0, context + n, token, tables[r], draw) for r in range(rows)),
+            tuple(Row(r, r, 0, context + n, token, [tables[r]], draw) for r in range(rows)),
             seatings=() if n else seatings,
         )
         launched = perf_counter()

@@ -113,6 +113,15 @@ class AdapterInfo(Struct, frozen=True):
     memory_bytes: int  # once loaded
 
 
+class PoolBudget(Struct, frozen=True):
+    """One pool of blocks: for the layers that see every position, or for those that see a window."""
+
+    num_blocks: int
+    block_bytes: int
+    window: int = 0  # positions; 0: every one
+    row: int = 0  # tokens of a row at most, which matters to a window
+
+
 class MemoryBudget(Struct, frozen=True):
     """How the device's memory is divided, decided once at start. Bytes."""
 
@@ -124,7 +133,8 @@ class MemoryBudget(Struct, frozen=True):
     pool: int = 0  # keys and values
     adapter_slots: int = 0  # what they may grow to, as adapters of higher ranks and other linears come
     adapter_slots_wanted: int = 0  # every slot at the highest rank over every linear
-    block_bytes: int = 0  # of the pool
+    block_bytes: int = 0  # of the first pool
+    pools: tuple[PoolBudget, ...] = ()
 
     @property
     def total(self) -> int:
@@ -144,8 +154,8 @@ class EngineInfo(Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     block_size: int
-    num_blocks: int
-    kv_bytes_per_token: int
+    num_blocks: int  # of the first pool
+    kv_bytes_per_token: int  # in all layers
     kv_bits: int  # of a cached number: 4, 8, or those of dtype
     max_num_seqs: int
     max_loras: int

@@ -88,7 +88,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.engine.tier import STEP_BYTES, Tier
     from mlx_tandem.engine.training import Training
     from mlx_tandem.kv.hashing import Namespace
-    from mlx_tandem.kv.pool import BlockPool
+    from mlx_tandem.kv.pool import open_pools
     from mlx_tandem.kv.prefix import PrefixCache
     from mlx_tandem.model import device
     from mlx_tandem.model.build import build
@@ -98,7 +98,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     weights: dict[str, AdapterWeights] = {}
     built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]))
     info = built.info
-    pool = BlockPool(info.num_blocks, info.block_size)
+    pools = open_pools(info.memory, info.block_size)
     # Of a model's folder all files are known by one digest, which takes a while to find out. In memory, where there is
     # one model, keys need none; on the drive each model has an index of its own, and blocks name it: see Tier.
     namespace = Namespace(
@@ -108,23 +108,24 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         block_size=info.block_size,
         kv_bits=config.cache.kv_bits,
         kv_group_size=config.cache.kv_group_size if config.cache.kv_bits < 16 else 0,
+        layout="windows apart" if len(pools) > 1 else "",  # a block on the drive is one of each pool
     )
-    prefixes = PrefixCache(pool, namespace) if config.cache.prefix_caching else None
-    opening = _open_tier(config, namespace, channel.wake) if prefixes else None
+    caches = [PrefixCache(pool, namespace) for pool in pools] if config.cache.prefix_caching else []
+    opening = _open_tier(config, namespace, channel.wake) if caches else None
     tier = None
-    if prefixes is not None and opening is not None:
+    if opening is not None:
         write_through = config.disk.policy == "write_through"
         tier = Tier(
-            pool,
-            prefixes,
-            info.block_size * info.kv_bytes_per_token,
+            pools,
+            caches,
+            [own.block_bytes for own in info.memory.pools],
             write_through=write_through,
             step_bytes=STEP_BYTES["cpu" if device.is_cpu() else "gpu"],
         )
     slots = SlotTable(config.lora.max_loras)
     scheduler = Scheduler(
         config.scheduler,
-        Tables(pool, prefixes, tier),
+        Tables(pools, caches, tier),
         slots,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
@@ -173,7 +174,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         channel,
         built.runner,
         scheduler,
-        pool,
+        pools[0],
         slots,
         adapters,
         Training(trainers, adapters, learns=duty.learns, most_rank=config.lora.max_lora_rank),

@@ -121,10 +121,25 @@ MIXTURES = tuple(
 )
 """Families whose layers choose among experts."""
 
+WINDOW = {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+
+WINDOWED: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 16, "sliding_window_pattern": 2},
+    "exaone4": {"sliding_window": 16, "sliding_window_pattern": "LG", "rope_scaling": None},
+    "gemma3_text": {"sliding_window": 16, "sliding_window_pattern": 2},
+    "gpt_oss": WINDOW,
+    "olmo3": WINDOW,
+    "spark2_5": {
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention"] * 2,
+        "rope_parameters": {"sliding_attention": {"rope_theta": 10_000.0}},
+        "hidden_act": "gelu",
+    },
+}
+"""Families with layers that see a window of positions; of the last one, all do."""
+
 UNSUPPORTED: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"n_inner": 96},
-    "gemma3_text": {"sliding_window": 16, "sliding_window_pattern": 2},
-    "gpt_oss": {"sliding_window": 16},
     "mamba": {
         "conv_kernel": 4, "state_size": 8, "time_step_rank": 4, "use_bias": False, "use_conv_bias": True,
     },
@@ -139,7 +154,7 @@ def module_of(family: str) -> Any:
 
 def settings(family: str, **changes: Any) -> dict[str, Any]:
     """The contents of a config.json."""
-    return {**_SHAPES, **(FAMILIES | UNSUPPORTED).get(family, {}), **changes, "model_type": family}
+    return {**_SHAPES, **(FAMILIES | WINDOWED | UNSUPPORTED).get(family, {}), **changes, "model_type": family}
 
 
 def make(folder: Path, family: str, *, bits: int | None = None, seed: int = 0, **changes: Any) -> Path:

@@ -42,15 +42,17 @@ def show(
 
 def lines(config: Config, memory: MemoryBudget, longest: int, device: str) -> Iterator[str]:
     engine = config.engine
-    blocks, size = memory.pool // memory.block_bytes, engine.cache.block_size
+    size = engine.cache.block_size
     yield f"device               {device}"
     yield f"there is             {_size(memory.limit)}"
     yield f"weights              {_size(memory.weights)}"
     yield f"activations          {_size(memory.activations)}  at most, steps of {memory.chunk_tokens:,} prompt tokens"
     if memory.learning:
         yield f"learning             {_size(memory.learning)}  a trainer of rank {engine.duty.trainer_rank}"
-    shape = f"{blocks:,} blocks of {size} tokens, {memory.block_bytes:,} bytes each"
-    yield f"KV pool              {_size(memory.pool)}  {shape}"
+    for pool in memory.pools:
+        shape = f"{pool.num_blocks:,} blocks of {size} tokens, {pool.block_bytes:,} bytes each"
+        of = f", for layers that see {pool.window:,} tokens" if pool.window else ""
+        yield f"KV pool              {_size(pool.num_blocks * pool.block_bytes)}  {shape}{of}"
     yield f"adapter slots        {_size(memory.adapter_slots)}  at most, {_slots(engine, memory)}"
     yield f"all                  {_size(memory.total)}"
     host = int(engine.lora.max_cpu_lora_gb * 1e9)

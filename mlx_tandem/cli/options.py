@@ -121,7 +121,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
     ),
     "KV cache": (
         Option("engine.cache.block_size", "--block-size --kv-block-size", "Tokens in a block (16)."),
-        Option("engine.cache.num_blocks", "--num-blocks", "Blocks in the pool; 0: from --memory-fraction."),
+        Option(
+            "engine.cache.num_blocks",
+            "--num-blocks",
+            "Blocks in the pool; 0: from --memory-fraction. Layers with a window have a pool of at most as many.",
+        ),
         Option(
             "engine.cache.memory_fraction",
             "--memory-fraction --gpu-memory-utilization",

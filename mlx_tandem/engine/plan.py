@@ -37,10 +37,11 @@ class Seating:
 class Row:
     """One sequence's share of one step: `tokens` at positions start, start + 1, … .
 
-    Their keys and values go to the blocks of `table` (position p lives in block `table[p // block_size]`), and each
-    attends to everything up to its own position. With `sample` the step draws the token after the last one. `targets`
-    are the prompt's tokens after each of `tokens`, as far as the prompt goes: their logprobs are wanted. `version` and
-    `background` say on whose behalf it runs; the runner does not care.
+    Their keys and values go to the blocks of a table (position p lives in block `table[p // block_size]`), and each
+    attends to everything up to its own position, or to the layer's window of that. There is a table for each pool; that
+    of layers with a window comes last, and has 0 for blocks that no window reaches any more. With `sample` the step
+    draws the token after the last one. `targets` are the prompt's tokens after each of `tokens`, as far as the prompt
+    goes: their logprobs are wanted. `version` and `background` say on whose behalf it runs; the runner does not care.
     """
 
     sequence: int
@@ -48,7 +49,7 @@ class Row:
     slot: int  # of the adapter; 0 is the base model
     start: int
     tokens: tuple[int, ...]
-    table: list[int]  # shared with the sequence: read it at launch, do not keep it
+    tables: list[list[int]]  # shared with the sequence: read them at launch, do not keep them
     sample: bool
     targets: tuple[int, ...] = ()
     version: int = 0  # of the adapter, for a request that follows

@@ -67,7 +67,6 @@ class Scheduler:
     ):
         self._config = config
         self._tables = tables
-        self._pool = tables.pool
         self._slots = slots
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -128,7 +127,7 @@ class Scheduler:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
         if params.min_tokens > params.max_tokens:
             raise InvalidRequest("min_tokens is larger than max_tokens", param="min_tokens")
-        most = min(self._max_model_len, self._pool.usable_blocks * self._pool.block_size)
+        most = min(self._max_model_len, self._tables.longest)
         if n + params.max_tokens > most:
             raise InvalidRequest(
                 f"{n} prompt tokens and max_tokens = {params.max_tokens} exceed the {most} that fit",
@@ -286,7 +285,7 @@ class Scheduler:
             s.pending += 1
         targets = s.targets(start, s.scheduled) if s.scores is not None else ()
         version = s.adapter.version if s.request.follow and s.adapter is not None else 0
-        return Row(s.id, s.seat, s.slot, start, tokens, s.table, sample, targets, version, s.request.background)
+        return Row(s.id, s.seat, s.slot, start, tokens, s.tables, sample, targets, version, s.request.background)
 
     def _seating(self, s: Sequence) -> Seating:
         s.is_seated = True
@@ -327,10 +326,12 @@ class Scheduler:
         while True:
             if len(group) <= len(self._seats):
                 match = self._tables.match(s)
-                # Running sequences will want blocks soon: to admit into the last ones would only preempt.
-                spare = self._pool.free_blocks - len(self._running)
-                if not self._running or (self._tables.need(s, match) <= spare and self._has_tokens_for(s)):
+                running = self._running
+                short = self._tables.short(s, match, len(running)) if running else None
+                if not running or (short is None and self._has_tokens_for(s)):
                     return match
+                if short is not None and short.window and any(self._tables.slide(x) for x in running):
+                    continue
             if not self._displace_for(s):
                 return None
 
@@ -410,17 +411,19 @@ class Scheduler:
                 insort_left(self._waiting, f, key=_PRIORITY)
 
     def _reserve(self, s: Sequence, positions: int, rows: list[Row]) -> bool:
-        """Blocks for `positions` of s, preempting the last of the running that are not in this plan yet."""
-        missing = self._tables.missing(s, positions)
-        if not missing:
+        """Blocks for `positions` of s; those that are not in this plan yet give back what they can do without, and then
+        the last of them is preempted."""
+        if positions <= s.room or self._tables.reserve(s, positions):
             return True
-        planned = {row.sequence for row in rows} if missing > self._pool.free_blocks else set()
-        while missing > self._pool.free_blocks:
+        planned = {row.sequence for row in rows}
+        for x in self._running:
+            if x.id not in planned:
+                self._tables.slide(x)
+        while not self._tables.reserve(s, positions):
             victim = next(v for v in reversed(self._running) if v.id not in planned)
             self._preempt(victim)
             if victim is s:
                 return False
-        self._tables.extend(s, missing)
         return True
 
     def _preempt(self, s: Sequence) -> None:
@@ -480,7 +483,7 @@ class Scheduler:
         for i, row in enumerate(plan.rows):
             token = result.tokens[i]
             if token == NOT_A_NUMBER:
-                spoiled.update(row.table)
+                spoiled.update(*row.tables)
             s = self._sequences.get(row.sequence)
             if row.targets and s is not None and s.scores is not None:
                 # After a preemption, a chunk may begin with some that are known.

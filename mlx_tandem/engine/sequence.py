@@ -30,12 +30,13 @@ class Sequence:
         "prompt_length",
         "published",
         "request",
+        "room",
         "scheduled",
         "scores",
         "seat",
         "slot",
         "stop_ids",
-        "table",
+        "tables",
         "tokens",
     )
 
@@ -50,7 +51,8 @@ class Sequence:
         self.prompt_length = len(request.prompt)
         self.scheduled = 0
         self.pending = 0
-        self.table: list[int] = []
+        self.tables: list[list[int]] = []  # of its blocks in each pool, while it runs
+        self.room = 0  # positions that all of them have blocks for
         self.chain: Chain | None = None  # the keys of its blocks under its adapter, once they are asked for
         self.published = 0  # whole blocks of the table that others can find, as far as it knows
         self.announced: bytes | None = None  # the key of the block under which others find that it computes it
@@ -66,6 +68,11 @@ class Sequence:
         when they were not asked for, or have been handed out."""
         self.followers: list[Sequence] = []
         """The other choices of the request, until the shared part of the prompt is computed."""
+
+    @property
+    def table(self) -> list[int]:
+        """Of its blocks in the first pool."""
+        return self.tables[0] if self.tables else []
 
     @property
     def generated(self) -> int:

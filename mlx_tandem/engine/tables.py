@@ -3,6 +3,10 @@
 With a prefix cache a sequence begins with what others have computed, and leaves what it has computed to others. A block
 is published once a token that is a number has been drawn from everything up to it, never while its step is under way.
 With a disk tier it may begin with blocks that are loaded first, a bounded number in a plan; it runs when all are there.
+
+Layers that see a window of positions have a pool of their own. There a sequence gives back what it will not see again
+when it takes another block; while it reads its prompt, not before somebody needs it: until a token is drawn from it, it
+could not be found. (docs/decisions/sliding-windows.md)
 """
 
 from __future__ import annotations
@@ -16,21 +20,21 @@ from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.engine.tier import Tier
 from mlx_tandem.kv.hashing import Chain
 from mlx_tandem.kv.pool import SCRATCH, BlockPool
-from mlx_tandem.kv.prefix import Match, PrefixCache, PrefixCounts
+from mlx_tandem.kv.prefix import Match, PrefixCache, PrefixCounts, find
 
 WORTH_WAITING = 64
 """Tokens that another computes from which on it is worth the two steps that it takes until they are there."""
 
-_NOTHING = Match()
-
 
 class Tables:
-    """`prefixes`: None when nothing is to be shared between requests. `tier`: over both, if there is one."""
+    """Over the pools of a model: that of the layers with a window comes last. `caches`: one for each pool; none when
+    nothing is to be shared between requests. `tier`: over both, if there is one."""
 
-    def __init__(self, pool: BlockPool, prefixes: PrefixCache | None = None, tier: Tier | None = None):
-        self.pool = pool
-        self.prefixes = prefixes
+    def __init__(self, pools: Iterable[BlockPool], caches: Iterable[PrefixCache] = (), tier: Tier | None = None):
+        self.pools = tuple(pools)
         self.tier = tier
+        self._size = self.pools[0].block_size
+        self._caches = tuple(caches)
         self._loads: dict[int, Bytes] = {}  # of the next plans: into which block
         self._copies: dict[int, int] = {}  # of the next plan: into which block → from which
         self._unclean: set[int] = set()  # blocks that may hold what is not finite
@@ -39,21 +43,32 @@ class Tables:
     def match(self, s: Sequence) -> Match:
         """What is known of a waiting sequence. At least its last token is left to be computed, and where its prompt's
         logprobs are asked for, everything."""
-        if self.prefixes is None or s.scores is not None:
-            return _NOTHING
-        return self.prefixes.find(self._chain(s), s.tokens[:-1])
+        if not self._caches or s.scores is not None:
+            return Match([[] for _ in self.pools], [SCRATCH for _ in self.pools])
+        return find(self._caches, self._chain(s), s.tokens[:-1])
 
-    def need(self, s: Sequence, match: Match) -> int:
-        """How many of the free blocks seating it takes."""
-        read = sum(1 for b in match.blocks if self.pool.count[b])
-        return self.pool.blocks_for(len(s.tokens)) - read
+    def short(self, s: Sequence, match: Match, running: int) -> BlockPool | None:
+        """The pool that has not the blocks to seat `s`, and one more for each of so many that run: they will want it
+        soon, and to admit into the last ones would only preempt."""
+        coming = 0 if self.tier is None else self.tier.coming(s.id, self._chain(s), match.whole)
+        for pool, blocks in zip(self.pools, match.tables, strict=True):
+            begin, end = self._own(pool, s, match, coming)
+            idle = sum(1 for b in blocks if b != SCRATCH and not pool.count[b])
+            if end - begin + idle + running > pool.free_blocks:
+                return pool
+        return None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that could ever run."""
+        return min(pool.longest for pool in self.pools)
 
     def leader(self, s: Sequence, match: Match) -> Sequence | None:
         """A running sequence that computes what `s` would compute next, when it is worth waiting for: it saves many
         tokens, and half of what the other has left to read, which comes before `s` in any case."""
-        first = len(match.blocks)
-        last = (len(s.tokens) - 1) // self.pool.block_size
-        if self.prefixes is None or not self._readers or first >= last or s.scores is not None:
+        first = match.whole
+        last = (len(s.tokens) - 1) // self._size
+        if not self._caches or not self._readers or first >= last or s.scores is not None:
             return None
         chain = self._chain(s)
         leader = self._readers.get(self._key(s, first))
@@ -62,7 +77,7 @@ class Tables:
         self._key(s, last - 1)
         theirs = self._chain(leader).keys
         shared = bisect_left(range(min(last, len(theirs))), True, key=lambda i: chain.keys[i] != theirs[i])
-        saved = (shared - first) * self.pool.block_size - match.extra
+        saved = (shared - first) * self._size - match.extra
         left = len(leader.tokens) - leader.scheduled
         return leader if saved >= max(WORTH_WAITING, left / 2) else None
 
@@ -75,7 +90,7 @@ class Tables:
         """Whether a waiting sequence is to wait for the drive, which is asked here for what it has."""
         if self.tier is None or s.scores is not None:
             return False
-        return self.tier.awaits(s.id, self._chain(s), s.tokens, len(match.blocks))
+        return self.tier.awaits(s.id, self._chain(s), s.tokens, match.whole)
 
     def forget(self, s: Sequence) -> None:
         """It waits for nothing any more."""
@@ -83,27 +98,35 @@ class Tables:
             self.tier.forget(s.id)
 
     def seat(self, s: Sequence) -> None:
-        """Blocks for all that `s` knows, the first of them those that are found, then those that have come from the
-        drive. There is room for `need` blocks."""
+        """Blocks for all that `s` knows, or as much of it as a window has at once: the first of them those that are
+        found, then those that have come from the drive. No pool is `short`, or nobody runs."""
         match = self.match(s)
-        payloads = [] if self.tier is None else self.tier.take(s.id, self._chain(s), len(match.blocks))
-        pool, extra = self.pool, 0 if payloads else match.extra
-        fresh = pool.blocks_for(len(s.tokens)) - len(match.blocks)
-        pool.share(match.blocks)
-        if extra:
-            pool.share((match.source,))  # or it might be given out here
-        own = pool.allocate(fresh)
-        if extra:
-            pool.release((match.source,))
-        if own is None:  # its place is needed
-            extra, own = 0, pool.allocate(fresh)
-        assert own is not None, "an empty engine has room for every request that was queued"
-        if extra:
-            self._copies[own[0]] = self._copies.get(match.source, match.source)
-        s.table = match.blocks + own
-        self._loads |= zip(own, payloads, strict=False)
-        s.published = len(match.blocks)
-        s.scheduled = (s.published + len(payloads)) * pool.block_size + extra
+        payloads = [] if self.tier is None else self.tier.take(s.id, self._chain(s), match.whole)
+        extra = 0 if payloads else match.extra
+        for pool, blocks, source in zip(self.pools, match.tables, match.sources, strict=True):
+            begin, end = self._own(pool, s, match, len(payloads))
+            seen = pool.first_needed((match.whole + len(payloads)) * self._size)
+            blocks = [b if i >= seen else SCRATCH for i, b in enumerate(blocks)]
+            pool.share(b for b in blocks if b != SCRATCH)
+            if extra:
+                pool.share((source,))  # or it might be given out here
+            own = pool.allocate(end - begin)
+            if extra:
+                pool.release((source,))
+            if own is None:  # its place is needed
+                extra, own = 0, pool.allocate(end - begin)
+            assert own is not None, "an empty engine has room for every request that was queued"
+            s.tables.append(blocks + [SCRATCH] * (begin - match.whole) + own)
+        for table, source in zip(s.tables, match.sources, strict=True) if extra else ():
+            self._copies[table[match.whole]] = self._copies.get(source, source)
+        for i, payload in enumerate(payloads, match.whole):
+            assert self.tier is not None
+            for table, part in zip(s.tables, self.tier.parts(payload), strict=True):
+                if table[i] != SCRATCH:
+                    self._loads[table[i]] = part
+        self._measure(s)
+        s.published = match.whole
+        s.scheduled = (s.published + len(payloads)) * self._size + extra
         self._announce(s)
 
     def fork(self, s: Sequence, follower: Sequence) -> bool:
@@ -111,18 +134,20 @@ class Tables:
         if s.cached is None:
             self.count(s)
         follower.cached = s.cached
-        shared, rest = divmod(s.scheduled, self.pool.block_size)
-        own = self.pool.allocate(1) if rest else []
-        if own is None:
+        shared, rest = divmod(s.scheduled, self._size)
+        if rest and not all(pool.free_blocks for pool in self.pools):
             return False
-        if rest:
-            self._copies[own[0]] = self._copies.get(s.table[shared], s.table[shared])
-        self.pool.share(s.table[:shared])
-        follower.table = s.table[:shared] + own
+        for pool, table in zip(self.pools, s.tables, strict=True):
+            own = (pool.allocate(1) if rest else []) or []
+            for b in own:
+                self._copies[b] = self._copies.get(table[shared], table[shared])
+            pool.share(b for b in table[:shared] if b != SCRATCH)
+            follower.tables.append(table[:shared] + own)
+        self._measure(follower)
         follower.scheduled, follower.published = s.scheduled, s.published
         # They may have gone on under another version one after the other.
         follower.is_pure = s.is_pure and follower.is_pure and s.adapter_digest == follower.adapter_digest
-        if self.prefixes is not None and follower.is_pure:
+        if self._caches and follower.is_pure:
             if shared:
                 self._key(s, shared - 1)
             follower.chain = self._chain(s).fork()
@@ -131,22 +156,51 @@ class Tables:
     def count(self, s: Sequence) -> None:
         """The request of `s` begins: what is found again after a preemption is no hit."""
         s.cached = s.scheduled
-        if self.prefixes is not None and s.scores is None:
-            self.prefixes.note(s.prompt_length, s.cached)
+        if self._caches and s.scores is None:
+            self._caches[0].note(s.prompt_length, s.cached)
 
-    def missing(self, s: Sequence, positions: int) -> int:
-        return max(self.pool.blocks_for(positions) - len(s.table), 0)
+    def reserve(self, s: Sequence, positions: int) -> bool:
+        """Blocks for so many positions of `s`; False, and none taken, when there are not enough free ones."""
+        if s.has_drawn:
+            self.slide(s)
+        blocks = -(-positions // self._size)
+        missing = [max(blocks - len(table), 0) for table in s.tables]
+        if any(n > pool.free_blocks for n, pool in zip(missing, self.pools, strict=True)):
+            return False
+        for pool, table, n in zip(self.pools, s.tables, missing, strict=True):
+            table += pool.allocate(n) or []
+        self._measure(s)
+        return True
 
-    def extend(self, s: Sequence, blocks: int) -> None:
-        s.table += self.pool.allocate(blocks) or []
+    def slide(self, s: Sequence) -> bool:
+        """Give back what none of the positions to come will see; whether there was something. No row of `s` is in the
+        plan that is being made."""
+        computed, slid = min(s.scheduled, len(s.tokens) - 1), False
+        for pool, table in zip(self.pools, s.tables, strict=True):
+            # As of its last whole block: whoever finds that needs what comes before it.
+            end = start = pool.first_needed(computed // self._size * self._size)
+            while start and table[start - 1] != SCRATCH:
+                start -= 1
+            if start == end:
+                continue
+            slid = True
+            if s.has_drawn:
+                self.publish(s)
+            gone, table[start:end] = table[start:end], [SCRATCH] * (end - start)
+            pool.release(gone)
+            if not s.has_drawn:  # nothing says that what it has computed is finite
+                self._unclean |= {b for b in gone if pool.is_vacant(b)}
+        return slid
 
     def publish(self, s: Sequence) -> None:
         """A token of `s` was drawn and is a number: all that it was drawn from is there for others."""
         self._retract(s)
         s.has_drawn = True
-        if self.prefixes is None or not s.is_pure:
+        if not self._caches or not s.is_pure:
             return
-        s.published = self.prefixes.publish(self._chain(s), s.tokens[:-1], s.table, s.published)
+        first, known = s.published, s.tokens[:-1]
+        for cache, table in zip(self._caches, s.tables, strict=True):
+            s.published = cache.publish(self._chain(s), known, table, first)
 
     def leave(self, s: Sequence) -> None:
         """Give back what a running sequence holds."""
@@ -154,13 +208,14 @@ class Tables:
             self.publish(s)
         self._retract(s)
         # Rows of this plan may still copy into these blocks: a copy for nobody would overwrite their next owner.
-        for b in s.table:
-            self._copies.pop(b, None)
-        self.pool.release(reversed(s.table))  # the last one is the first that others may take
-        for b in s.table if self._loads else ():
-            if self.pool.count[b] == 0:
+        for pool, table in zip(self.pools, s.tables, strict=False):  # it may have a seat and no blocks yet
+            for b in table:
+                self._copies.pop(b, None)
+            pool.release(b for b in reversed(table) if b != SCRATCH)  # the last is the first that others may take
+        for b in (b for table in s.tables for b in table) if self._loads else ():
+            if not self._pool_of(b).count[b]:
                 self._loads.pop(b, None)
-        s.table, s.published, s.scheduled, s.has_drawn, s.is_pure = [], 0, 0, False, True
+        s.tables, s.room, s.published, s.scheduled, s.has_drawn, s.is_pure = [], 0, 0, 0, False, True
 
     def mix(self, s: Sequence) -> None:
         """From here on `s` computes under another adapter over what it has: that is for nobody else."""
@@ -169,26 +224,26 @@ class Tables:
 
     def spoil(self, blocks: Iterable[int]) -> None:
         """These may hold what is not finite."""
-        blocks = set(blocks)
-        if self.prefixes is not None:
-            self.prefixes.drop(blocks)
+        blocks = set(blocks) - {SCRATCH}
+        for cache in self._caches:
+            cache.drop(blocks)
         if self.tier is not None:
             self.tier.spoil(blocks)
         # One that has a new owner already fails that owner, too, and is found here then.
-        self._unclean |= {b for b in blocks if self.pool.count[b] == 0}
+        self._unclean |= {b for b in blocks if not self._pool_of(b).count[b]}
 
     def distrust(self) -> None:
         """Nothing that is in the cache can be trusted: the runner starts from an empty one."""
         self._unclean = set()
-        if self.prefixes is not None:
-            self.prefixes.clear()
+        for cache in self._caches:
+            cache.clear()
         if self.tier is not None:
             self.tier.distrust()
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """(from block, to block) for the plan that is being made. A stale value of a block is masked, which NaN
         survives: such blocks are overwritten with the scratch block."""
-        scrubs = [(SCRATCH, b) for b in sorted(self._unclean - self._copies.keys())]
+        scrubs = [(self._pool_of(b).scratch, b) for b in sorted(self._unclean - self._copies.keys())]
         copies = (*scrubs, *((a, b) for b, a in self._copies.items()))
         self._copies, self._unclean = {}, set()
         return copies
@@ -209,7 +264,7 @@ class Tables:
 
     def is_loading(self, s: Sequence) -> bool:
         """Whether it has blocks whose contents no plan has loaded yet."""
-        return bool(self._loads) and not self._loads.keys().isdisjoint(s.table)
+        return bool(self._loads) and not all(self._loads.keys().isdisjoint(table) for table in s.tables)
 
     def take_loads(self) -> tuple[tuple[int, Bytes], ...]:
         """(block, what it gets) for the plan that is being made."""
@@ -222,34 +277,48 @@ class Tables:
 
     @property
     def prefix_counts(self) -> PrefixCounts:
-        return PrefixCounts() if self.prefixes is None else self.prefixes.counts()
+        """Of the first pool."""
+        return self._caches[0].counts() if self._caches else PrefixCounts()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert the invariants; for tests, between steps."""
         sequences = list(sequences)
-        self.pool.check(s.table for s in sequences)
-        if self.prefixes is not None:
-            self.prefixes.check()
+        seated = [s for s in sequences if s.tables]
+        for i, pool in enumerate(self.pools):
+            pool.check(s.tables[i] for s in seated)
+        assert all(s.room == min(map(len, s.tables), default=0) * self._size for s in sequences), "room is off"
+        for cache in self._caches:
+            cache.check()
         if self.tier is not None:
             self.tier.check(s.id for s in sequences if s.seat < 0)
-        assert all(self.pool.count[b] for b in self._loads), "what nobody holds is loaded"
+        assert all(self._pool_of(b).count[b] for b in self._loads), "what nobody holds is loaded"
         readers = {id(s): s for s in sequences if s.seat >= 0 and not s.has_drawn}
         assert all(id(s) in readers and s.announced == key for key, s in self._readers.items()), "a reader is gone"
 
     def _chain(self, s: Sequence) -> Chain:
         if s.chain is None:
-            assert self.prefixes is not None
-            s.chain = self.prefixes.chain(s.adapter_digest or "")
+            s.chain = self._caches[0].chain(s.adapter_digest or "")
         return s.chain
 
     def _key(self, s: Sequence, block: int) -> bytes:
-        return self._chain(s).key(block, s.tokens, self.pool.block_size)
+        return self._chain(s).key(block, s.tokens, self._size)
+
+    def _own(self, pool: BlockPool, s: Sequence, match: Match, coming: int) -> tuple[int, int]:
+        """From which block up to which it gets its own when it is seated, where so many more come from the drive."""
+        known = (match.whole + coming) * self._size
+        return max(match.whole, pool.first_needed(known)), pool.end_of_seating(known, len(s.tokens))
+
+    def _measure(self, s: Sequence) -> None:
+        s.room = min(map(len, s.tables)) * self._size
+
+    def _pool_of(self, block: int) -> BlockPool:
+        return self.pools[-1] if block >= self.pools[-1].scratch else self.pools[0]
 
     def _announce(self, s: Sequence) -> None:
         """Others that want the same may wait for it."""
-        if self.prefixes is None:
+        if not self._caches:
             return
-        blocks = len(s.tokens) // self.pool.block_size
+        blocks = len(s.tokens) // self._size
         if s.published < blocks:
             self._key(s, blocks - 1)
             key = self._key(s, s.published)

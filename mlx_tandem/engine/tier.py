@@ -3,6 +3,9 @@
 A block goes there when it is given to others, a little before where there is time, or as soon as it is full
 (`write_through`). What a step is asked to read for the drive is limited; what is over that is lost to the drive and
 counted. A sequence that waits may have blocks of its beginning read; it waits for them, but not for long.
+
+Where a model has two pools, a block on the drive is one of each, for the same tokens: it goes there while both can be
+found.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import accumulate
 from typing import Protocol
 
 from mlx_tandem.kv.disk.cache import Read
 from mlx_tandem.kv.disk.records import BlockId, Payload
 from mlx_tandem.kv.hashing import ROOT, Chain
-from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.kv.pool import SCRATCH, BlockPool
 from mlx_tandem.kv.prefix import Entry, PrefixCache
 
 STEP_BYTES = {"cpu": 8 << 20, "gpu": 64 << 20}
@@ -67,8 +71,17 @@ class _Fetch:
     payloads: list[memoryview] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Save:
+    """What is to go to the drive: an entry, and the block of each pool that holds it."""
+
+    entry: Entry
+    blocks: tuple[int, ...]
+
+
 class Tier:
-    """Of one pool and its prefix cache; nothing happens until there is a drive. `block_bytes`: of each block.
+    """Of the pools of a model and their prefix caches; nothing happens until there is a drive. `block_bytes`: of each
+    pool's blocks.
 
     Promises: what is saved under an id is what the block held when it could be found by that id; what comes back is
     handed out for the sequence, the namespace and the tokens that it was read for, or not at all.
@@ -76,34 +89,37 @@ class Tier:
 
     def __init__(
         self,
-        pool: BlockPool,
-        prefixes: PrefixCache,
-        block_bytes: int,
+        pools: Sequence[BlockPool],
+        caches: Sequence[PrefixCache],
+        block_bytes: Sequence[int],
         *,
         write_through: bool = False,
         step_bytes: int = STEP_BYTES["cpu"],
         patience: float = PATIENCE,
     ):
-        self._pool = pool
-        self._prefixes = prefixes
-        self._block_bytes = block_bytes
+        self._pools = pools
+        self._caches = caches
+        self._parts = block_bytes
+        self._size = pools[0].block_size
+        self._block_bytes = sum(block_bytes)
         self._write_through = write_through
         self._patience = patience
         self._drive: Drive | None = None
         self._base = b""
         self._namespaces: dict[bytes, bytes] = {}
-        self.step_blocks = max(1, step_bytes // block_bytes)
-        self._evicted: dict[int, Entry] = {}  # by block: to be saved in the next plan, or never
-        self._wanted: dict[int, Entry] = {}  # to be saved while they can be found
+        self.step_blocks = max(1, step_bytes // self._block_bytes)
+        self._evicted: dict[bytes, _Save] = {}  # by key: to be saved in the next plan, or never
+        self._wanted: dict[bytes, Entry] = {}  # to be saved while they can be found
         self._offered: dict[int, Entry] = {}  # saved ahead, by block: once each, whatever becomes of it
-        self._flights: deque[list[Entry | None]] = deque()  # saves of each plan on the device; None: not any more
+        self._flights: deque[list[_Save | None]] = deque()  # saves of each plan on the device; None: not any more
         self._under_way: set[bytes] = set()  # their keys
         self._fetches: dict[int, _Fetch] = {}  # by sequence
         self._tickets: dict[int, int] = {}  # of reads under way → sequence
         self._firsts: dict[bytes, int] = {}  # the first key of each → sequence
         self.hit_tokens = 0  # that came from the drive for sequences that ran
         self.unsaved = 0  # blocks that were given to others before the drive could have them
-        prefixes.on_fill, prefixes.on_evict = self._on_fill, self._on_evict
+        for cache in caches:
+            cache.on_fill, cache.on_evict = self._on_fill, self._on_evict
 
     def open(self, drive: Drive, base: bytes) -> None:
         """From here on there is a drive. `base`: the digest of all that its blocks have in common."""
@@ -128,7 +144,7 @@ class Tier:
     def save_all(self) -> None:
         """Everything that can be found is to be on the drive."""
         if self._drive is not None:
-            self._wanted |= {e.block: e for e in self._prefixes.whole() if self._lacks(e)}
+            self._wanted |= {e.key: e for e in self._caches[-1].entries() if e.key and self._lacks(e)}
 
     def take_saves(self) -> tuple[int, ...]:
         """Blocks for the plan that is being made."""
@@ -143,34 +159,38 @@ class Tier:
         # The end of a sequence goes before its beginning, which is worth more.
         chosen = evicted[max(len(evicted) - room, 0) :]
         self.unsaved += len(evicted) - len(chosen)
-        for block in list(self._wanted) if len(chosen) < room else ():
-            entry = self._wanted.pop(block)
-            if self._prefixes.entry(block) is entry and self._lacks(entry):
-                chosen.append(entry)
+        for key in list(self._wanted) if len(chosen) < room else ():
+            found = self._found(self._wanted.pop(key))
+            if found is not None:
+                chosen.append(found)
                 if len(chosen) == room:
                     break
         if chosen:
             self._flights.append(list(chosen))
-            self._under_way |= {entry.key for entry in chosen if entry.key is not None}
-        return tuple(entry.block for entry in chosen)
+            self._under_way |= {save.entry.key for save in chosen if save.entry.key is not None}
+        return tuple(block for save in chosen for block in save.blocks)
 
     def saved(self, payloads: Iterable[Payload]) -> None:
         """What the blocks of the oldest plan with saves held."""
         assert self._drive is not None
-        for entry, payload in zip(self._flights.popleft(), payloads, strict=True):
-            if entry is not None:
+        each = iter(payloads)
+        for save in self._flights.popleft():
+            parts = [next(each) for _ in self._pools]
+            if save is not None:
+                entry = save.entry
                 assert entry.key is not None
                 self._under_way.discard(entry.key)
+                payload = parts[0] if len(parts) == 1 else b"".join(parts)
                 self._drive.put(self._id(entry.namespace, entry.parent, entry.key, entry.tokens), payload)
 
     def spoil(self, blocks: set[int]) -> None:
         """These may hold what is not finite."""
-        for block in blocks:
-            self._evicted.pop(block, None)
-            self._wanted.pop(block, None)
+        self._evicted = {key: s for key, s in self._evicted.items() if blocks.isdisjoint(s.blocks)}
+        self._wanted = {key: e for key, e in self._wanted.items() if e.block not in blocks}
         for flight in self._flights:
-            self._under_way -= {e.key for e in flight if e is not None and e.key is not None and e.block in blocks}
-            flight[:] = [None if e is None or e.block in blocks else e for e in flight]
+            spoilt = {s.entry.key: s for s in flight if s is not None and not blocks.isdisjoint(s.blocks)}
+            self._under_way -= spoilt.keys()
+            flight[:] = [None if s is None or s.entry.key in spoilt else s for s in flight]
 
     def distrust(self) -> None:
         """What is in the pool cannot be trusted."""
@@ -178,21 +198,35 @@ class Tier:
 
     def _look_ahead(self) -> None:
         """Blocks that will be given to others soon are wanted, too."""
-        if self._pool.vacant_blocks >= self._pool.num_blocks // 8:
-            return
-        for block in self._pool.oldest(_AHEAD):
-            entry = self._prefixes.entry(block)
-            if entry is not None and self._offered.get(block) is not entry and self._lacks(entry):
-                self._wanted[block] = self._offered[block] = entry
+        for pool, cache in zip(self._pools, self._caches, strict=True):
+            for block in pool.oldest(_AHEAD) if pool.vacant_blocks < pool.num_blocks // 8 else ():
+                entry = cache.entry(block)
+                if entry is not None and self._offered.get(block) is not entry and self._lacks(entry):
+                    assert entry.key is not None
+                    self._wanted[entry.key] = self._offered[block] = entry
 
     def _on_fill(self, entry: Entry) -> None:
         if self._write_through and self._lacks(entry):
-            self._wanted[entry.block] = entry
+            assert entry.key is not None
+            self._wanted[entry.key] = entry
 
     def _on_evict(self, entry: Entry) -> None:
-        self._wanted.pop(entry.block, None)
-        if self._lacks(entry):
-            self._evicted[entry.block] = entry
+        assert entry.key is not None
+        self._wanted.pop(entry.key, None)
+        found = self._found(entry, entry.block)
+        if found is not None:
+            self._evicted[entry.key] = found
+
+    def _found(self, entry: Entry, going: int = SCRATCH) -> _Save | None:
+        """What is to be saved of it, if all pools have it still; block `going` is not found any more, and there."""
+        if not self._lacks(entry):
+            return None
+        assert entry.key is not None
+        blocks = [
+            going if pool.has(going) else cache.holder(entry.key) or SCRATCH
+            for pool, cache in zip(self._pools, self._caches, strict=True)
+        ]
+        return None if SCRATCH in blocks else _Save(entry, tuple(blocks))
 
     def _lacks(self, entry: Entry) -> bool:
         if self._drive is None or entry.key is None or entry.key in self._under_way:
@@ -242,8 +276,22 @@ class Tier:
 
     def take(self, sequence: int, chain: Chain, known: int) -> list[memoryview]:
         """The blocks that have come for a sequence behind its first `known`; it waits for nothing any more."""
-        fetch = self._fetches.get(sequence)
+        payloads = self._come(sequence, chain, known)
         self.forget(sequence)
+        self.hit_tokens += len(payloads) * self._size
+        return payloads
+
+    def coming(self, sequence: int, chain: Chain, known: int) -> int:
+        """How many `take` would give it."""
+        return len(self._come(sequence, chain, known))
+
+    def parts(self, payload: memoryview) -> list[memoryview]:
+        """What of a block goes to each pool."""
+        ends = list(accumulate(self._parts))
+        return [payload[end - size : end] for end, size in zip(ends, self._parts, strict=True)]
+
+    def _come(self, sequence: int, chain: Chain, known: int) -> list[memoryview]:
+        fetch = self._fetches.get(sequence)
         if fetch is None or fetch.payloads is None or fetch.first > known:
             return []
         payloads: list[memoryview] = []
@@ -253,7 +301,6 @@ class Tier:
             if block.key != key:  # it has gone on under another adapter
                 break
             payloads.append(payload)
-        self.hit_tokens += len(payloads) * self._pool.block_size
         return payloads
 
     def forget(self, sequence: int) -> None:
@@ -268,7 +315,7 @@ class Tier:
         del self._fetches[sequence]
 
     def _begin(self, sequence: int, chain: Chain, tokens: Sequence[int], known: int, trial: int) -> bool:
-        size = self._pool.block_size
+        size = self._size
         last = (len(tokens) - 1) // size
         if self._drive is None or last <= known:
             return False

@@ -1,40 +1,71 @@
 """The block pool: which blocks of the KV cache are free and how many sequences read each of the others.
 
 A free block may be kept for what it holds: it is given out after those that hold nothing, longest unread first.
+
+Layers that see a window of positions have a pool of their own, in which a sequence needs its last few blocks. Blocks
+are numbered through all pools of a model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
 
+from mlx_tandem.types import MemoryBudget
+
 SCRATCH = 0
-"""Block 0 is never given out: padded rows and positions write there."""
+"""Block 0 is never given out: padded rows and positions write there. So is the first of every other pool. In a table
+it stands for a block that the sequence has given back, since nothing that it will compute sees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Of layers that see the last `tokens` positions, a query's own among them; a row has at most `row` tokens."""
+
+    tokens: int
+    row: int
+
+    def first(self, position: int, block_size: int) -> int:
+        """The first block that a query at `position` sees, or any after it."""
+        return max(position + 1 - self.tokens, 0) // block_size
+
+    def held(self, block_size: int) -> int:
+        """Blocks that a sequence has at most while it decodes: its window, and what is not given back at once."""
+        return -(-self.tokens // block_size) + 2
+
+    def most(self, block_size: int) -> int:
+        """Blocks that are enough for one sequence whatever it does."""
+        return self.held(block_size) - (-self.row // block_size)
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` token positions, reference counted.
+    """`num_blocks` blocks of `block_size` token positions, reference counted; `first` is the lowest number of them.
+    `window`: of the layers whose keys and values they hold, if they have one.
 
     Promises: a block is free exactly when its count is 0; `allocate` gives all that was asked for or nothing;
     longer allocations are contiguous, in rising order, where a free run is long enough (such a sequence can be read
     without a gather); a block that is kept is given out only when there is no other, and `on_evict` hears of it before.
     """
 
-    def __init__(self, num_blocks: int, block_size: int):
+    def __init__(self, num_blocks: int, block_size: int, *, first: int = 0, window: Window | None = None):
         if num_blocks < 2:
             raise ValueError("a pool needs at least two blocks: one is scratch")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.count = [0] * num_blocks
-        self.count[SCRATCH] = 1
+        self.window = window
+        self.scratch = first
+        end = first + num_blocks
+        self.count = [0] * end  # by number; those before `first` are other pools'
+        self.count[first] = 1
         # Free blocks, lowest on top. Entries taken by a run stay behind and are skipped when met.
-        self._stack = list(range(num_blocks - 1, 0, -1))
-        self._free = np.ones(num_blocks, dtype=bool)
-        self._free[SCRATCH] = False
+        self._stack = list(range(end - 1, first, -1))
+        self._free = np.zeros(end, dtype=bool)
+        self._free[first + 1 :] = True
         self.free_blocks = num_blocks - 1  # kept ones among them
-        self._kept = bytearray(num_blocks)
+        self._kept = bytearray(end)
         self._idle: dict[int, None] = {}  # kept and free, longest unread first
         self.on_evict: Callable[[int], None] = lambda block: None
 
@@ -51,12 +82,36 @@ class BlockPool:
         """Free ones that hold nothing."""
         return self.free_blocks - len(self._idle)
 
+    def has(self, block: int) -> bool:
+        """Whether the block of this number is one of these; no scratch is."""
+        return self.scratch < block < len(self.count)
+
+    def is_vacant(self, block: int) -> bool:
+        """Whether it is free and holds nothing."""
+        return bool(self._free[block])
+
     def oldest(self, n: int) -> list[int]:
         """Up to n kept blocks that nobody reads, in the order in which they will be given out."""
         return list(islice(self._idle, n))
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that fits when there is no other."""
+        bounded = self.window is not None and self.usable_blocks >= self.window.most(self.block_size)
+        return 1 << 62 if bounded else self.usable_blocks * self.block_size
+
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
+
+    def first_needed(self, position: int) -> int:
+        """The first block of a sequence that is needed once all before `position` is computed."""
+        return 0 if self.window is None else self.window.first(position, self.block_size)
+
+    def end_of_seating(self, known: int, tokens: int) -> int:
+        """Up to which block a sequence of `tokens`, of which `known` are computed, gets its blocks at once: all, or as
+        many as it will hold at any time."""
+        end = self.blocks_for(tokens)
+        return end if self.window is None else min(end, self.first_needed(known) + self.window.most(self.block_size))
 
     def allocate(self, n: int) -> list[int] | None:
         """n blocks with one reference each, or None when fewer are free."""
@@ -90,7 +145,7 @@ class BlockPool:
         """One reader less of each block; those without readers are free."""
         for b in blocks:
             assert self.count[b] > 0, f"block {b} is not held"
-            assert b != SCRATCH
+            assert b != self.scratch
             self.count[b] -= 1
             if self.count[b] == 0:
                 self.free_blocks += 1
@@ -129,13 +184,14 @@ class BlockPool:
 
     def check(self, tables: Iterable[Iterable[int]]) -> None:
         """Assert that the counts are exactly the references of `tables`."""
-        expected = [0] * self.num_blocks
-        expected[SCRATCH] = 1
+        expected = [0] * len(self.count)
+        expected[self.scratch] = 1
         for table in tables:
             for b in table:
-                expected[b] += 1
+                if b != SCRATCH:
+                    expected[b] += 1
         assert expected == self.count, "reference counts and tables differ"
-        free = {b for b, n in enumerate(expected) if n == 0}
+        free = {b for b in range(self.scratch, len(expected)) if expected[b] == 0}
         idle = {b for b in free if self._kept[b]}
         assert idle == self._idle.keys(), "a kept block is lost"
         assert free - idle == set(np.flatnonzero(self._free).tolist()), "free map and counts differ"
@@ -153,3 +209,14 @@ class BlockPool:
         first = int(free[starts[0]])
         self._free[first : first + n] = False
         return list(range(first, first + n))
+
+
+def open_pools(memory: MemoryBudget, block_size: int) -> tuple[BlockPool, ...]:
+    """All pools of a model, as its memory was divided."""
+    pools: list[BlockPool] = []
+    first = 0
+    for own in memory.pools:
+        window = Window(own.window, own.row) if own.window else None
+        pools.append(BlockPool(own.num_blocks, block_size, first=first, window=window))
+        first += own.num_blocks
+    return tuple(pools)

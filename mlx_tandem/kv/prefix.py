@@ -1,8 +1,11 @@
-"""The prefix cache: which blocks of the pool hold what, so that a prompt is computed once.
+"""The prefix cache: which blocks of a pool hold what, so that a prompt is computed once.
 
 A tree of blocks for each namespace: a full block is found by its key, and behind any block the one that begins with
 most of the tokens that come next, which may be copied as far as it agrees. Blocks that nobody reads any more stay until
 the pool has no others to give. A hit is a reader more and costs no copy.
+
+A model with windows has a cache for each of its pools. A beginning is known as far as all of them know it; one with a
+window knows it by the blocks that the next position sees.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from operator import attrgetter
 from msgspec.structs import replace
 
 from mlx_tandem.kv.hashing import Chain, Namespace
-from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.kv.pool import SCRATCH, BlockPool
 
 _TOKENS = attrgetter("tokens")
 
@@ -36,11 +39,16 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What is known of a sequence's beginning: whole blocks, and then a block whose first `extra` tokens agree."""
+    """What is known of a sequence's beginning, in each pool: whole blocks (SCRATCH where no window reaches), and then a
+    block whose first `extra` tokens agree."""
 
-    blocks: list[int] = field(default_factory=list)
-    source: int = 0
+    tables: list[list[int]] = field(default_factory=lambda: [[]])
+    sources: list[int] = field(default_factory=list)
     extra: int = 0
+
+    @property
+    def whole(self) -> int:
+        return len(self.tables[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,29 +104,49 @@ class PrefixCache:
             root = self._roots[adapter] = replace(self._namespace, adapter=adapter).digest()
         return Chain(root)
 
-    def find(self, chain: Chain, tokens: Sequence[int]) -> Match:
-        """The longest beginning of `tokens` that is there. A partly agreeing block counts from half a block on: to copy
-        it costs about what it takes to compute a few tokens."""
-        size = self.block_size
+    def whole(self, chain: Chain, tokens: Sequence[int], most: int) -> list[int]:
+        """The longest beginning of `tokens` that is there, as the first blocks of a table, `most` of them at most."""
         blocks: list[int] = []
-        for i in range(len(tokens) // size):
-            entry = self._by_key.get(chain.key(i, tokens, size))
-            if entry is None or entry.tokens != tuple(tokens[i * size : (i + 1) * size]):
-                break
-            blocks.append(entry.block)
-        at = len(blocks)
+        if self._pool.window is None:
+            while len(blocks) < most and (block := self._block(chain, tokens, len(blocks))) is not None:
+                blocks.append(block)
+            return blocks
+        if most:
+            chain.key(most - 1, tokens, self.block_size)
+        while most:
+            first = self._pool.first_needed(most * self.block_size)
+            at, blocks = most, []
+            while at > first and (block := self._block(chain, tokens, at - 1)) is not None:
+                blocks.append(block)
+                at -= 1
+            if at == first:
+                return [SCRATCH] * first + blocks[::-1]
+            most = at - 1  # whatever is longer sees the block that is missing
+        return []
+
+    def part(self, chain: Chain, tokens: Sequence[int], at: int) -> tuple[int, int]:
+        """Which block agrees longest with what follows the first `at` blocks, and for how many tokens. It counts from
+        half a block on: to copy it costs about what it takes to compute a few tokens."""
+        size = self.block_size
         rest = tuple(tokens[at * size : (at + 1) * size])
         least = (size + 1) // 2
         best = self._most_alike((chain.namespace, chain.parent(at)), rest) if len(rest) >= least else None
         extra = _shared(best.tokens, rest) if best else 0
-        return Match(blocks, best.block, extra) if best and extra >= least else Match(blocks)
+        return (best.block, extra) if best and extra >= least else (SCRATCH, 0)
+
+    def _block(self, chain: Chain, tokens: Sequence[int], i: int) -> int | None:
+        """The block that holds number `i` of a sequence."""
+        size = self.block_size
+        entry = self._by_key.get(chain.key(i, tokens, size))
+        return entry.block if entry and entry.tokens == tuple(tokens[i * size : (i + 1) * size]) else None
 
     def publish(self, chain: Chain, tokens: Sequence[int], table: Sequence[int], first: int = 0) -> int:
         """From here on the blocks of `table` are found, from number `first` on, as far as `tokens` reach. Returns how
         many are full.
 
         All of them have readers, and what they hold for these tokens is computed and will not change. Where another
-        block holds the same and is read, that one stays; where nobody reads it, this one takes its place.
+        block holds the same and is read, that one stays; where nobody reads it, this one takes its place. What `table`
+        has given back is passed over.
         """
         size = self.block_size
         full, rest = divmod(len(tokens), size)
@@ -126,6 +154,8 @@ class PrefixCache:
         while end > first and table[end - 1] not in self._by_block:  # what is known is known with all before it
             end -= 1
         for i in range(max(end - 1, first), full):  # the last that is known may have been known in part
+            if table[i] == SCRATCH:
+                continue
             key, own = chain.key(i, tokens, size), tuple(tokens[i * size : (i + 1) * size])
             self._put(Entry(table[i], own, chain.namespace, chain.parent(i), key))
         if rest:
@@ -139,7 +169,12 @@ class PrefixCache:
         """What a block that can be found holds."""
         return self._by_block.get(block)
 
-    def whole(self) -> list[Entry]:
+    def holder(self, key: bytes) -> int | None:
+        """The block that holds what has this key."""
+        entry = self._by_key.get(key)
+        return None if entry is None else entry.block
+
+    def entries(self) -> list[Entry]:
         """All whole blocks that can be found."""
         return list(self._by_key.values())
 
@@ -207,6 +242,18 @@ class PrefixCache:
         at = bisect_left(entries, tokens, key=_TOKENS)
         neighbours = entries[max(at - 1, 0) : at + 1]
         return max(neighbours, key=lambda e: _shared(e.tokens, tokens), default=None)
+
+
+def find(caches: Sequence[PrefixCache], chain: Chain, tokens: Sequence[int]) -> Match:
+    """The longest beginning of `tokens` that is there, in all the caches of one model: the one with a window, which
+    decides, comes last."""
+    most = len(tokens) // caches[0].block_size
+    tables: list[list[int]] = []
+    for cache in caches:
+        tables.append(cache.whole(chain, tokens, most))
+        most = len(tables[-1])
+    parts = [cache.part(chain, tokens, most) for cache in caches]
+    return Match([t[:most] for t in tables], [block for block, _ in parts], min(extra for _, extra in parts))
 
 
 def _shared(a: Sequence[int], b: Sequence[int]) -> int:

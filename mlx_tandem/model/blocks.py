@@ -22,14 +22,14 @@ class KVArrays:
 
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int):
         self._shapes = shapes
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
         self._block_size = block_size
         self.clear()
 
     def clear(self) -> None:
         """All arrays anew, zero everywhere."""
         self.layers: list[list[mx.array]] = []  # the old ones go first
-        tokens = self._num_blocks * self._block_size
+        tokens = self.num_blocks * self._block_size
         self.layers = [
             [mx.zeros((half.heads * tokens, w), dtype) for half in shape.halves for w, dtype in half.lines()]
             for shape in self._shapes
@@ -43,7 +43,7 @@ class KVArrays:
     @property
     def block_bytes(self) -> int:
         """Of one block in all arrays."""
-        return self.nbytes // self._num_blocks
+        return self.nbytes // self.num_blocks
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> tuple[list[mx.array], list[mx.array]]:
         """Give each second block the contents of the first. Returns what to evaluate, and what after that."""
@@ -96,5 +96,5 @@ class KVArrays:
 
     def _rows(self, blocks: Sequence[int], heads: int) -> mx.array:
         at = np.array(blocks)[:, None] * self._block_size + np.arange(self._block_size)
-        stride = self._num_blocks * self._block_size
+        stride = self.num_blocks * self._block_size
         return mx.array((np.arange(heads)[:, None, None] * stride + at).reshape(-1).astype(np.int32))

@@ -18,6 +18,7 @@ from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
 from mlx_tandem.engine.tier import READ_BYTES
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
+from mlx_tandem.kv.pool import open_pools
 from mlx_tandem.model import cpu, device, footprint, probe
 from mlx_tandem.model.adapted import find_targets
 from mlx_tandem.model.attention import block, choice, fused, hook
@@ -119,7 +120,7 @@ def build(
             folder=files.cache_folder() / "tuning",
         )
     block_size = config.cache.block_size
-    num_blocks = memory.pool // memory.block_bytes
+    num_blocks = [pool.num_blocks for pool in memory.pools]
     runner = MLXRunner(
         model,
         shapes,
@@ -143,9 +144,9 @@ def build(
         layers=len(shapes),
         vocab_size=vocab_size,
         eos_token_ids=tuple(i for i in model.eos_token_ids if i < vocab_size),
-        max_model_len=min(model.max_model_len, (num_blocks - 1) * block_size),
+        max_model_len=min(model.max_model_len, *(pool.longest for pool in open_pools(memory, block_size))),
         block_size=block_size,
-        num_blocks=num_blocks,
+        num_blocks=num_blocks[0],
         kv_bytes_per_token=per_token,
         kv_bits=shapes[0].keys.bits or shapes[0].keys.dtype.size * 8,
         max_num_seqs=config.scheduler.max_num_seqs,
@@ -183,8 +184,8 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     lora = LoraState(model.module, config.lora, model.dtype)
     needs = footprint.needs(config, limit, model, shapes, probe.vocabulary(model), lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
-    longest = min(model.max_model_len, (memory.pool // memory.block_bytes - 1) * config.cache.block_size)
-    return memory, longest
+    pools = open_pools(memory, config.cache.block_size)
+    return memory, min(model.max_model_len, *(pool.longest for pool in pools))
 
 
 def _in_pool(config: EngineConfig, shapes: list[LayerShape]) -> list[LayerShape]:
@@ -204,7 +205,8 @@ def _divide(config: EngineConfig, limit: int, needs: Needs) -> MemoryBudget:
 def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Report) -> None:
     """Run the first shapes, learn what chunks of prompts cost, and see that the pool is written in place."""
     bs = info.block_size
-    room = min(info.max_model_len, (info.num_blocks - 1) * bs)
+    pools = open_pools(info.memory, bs)
+    room = min(info.max_model_len, *(pool.usable_blocks * bs for pool in pools))
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
     work = [
         (length, context)
@@ -213,9 +215,10 @@ def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Repor
     ] or [(min(8, room), 0)]
 
     def chunk(length: int, start: int) -> StepPlan:
-        table = list(range(1, 1 + -(-(start + length) // bs)))
+        end = -(-(start + length) // bs)
+        tables = [list(range(pool.scratch + 1, pool.scratch + 1 + end)) for pool in pools]
         seating = () if start else (Seating(0, greedy, 0, 1, (0,)),)
-        return StepPlan((Row(0, 0, 0, start, (0,) * length, table, True),), seatings=seating)
+        return StepPlan((Row(0, 0, 0, start, (0,) * length, tables, True),), seatings=seating)
 
     measured = []
     for done, (length, context) in enumerate(work):
@@ -226,11 +229,18 @@ def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Repor
             times.append((time.perf_counter() - started) * 1e3)
         measured.append((length, context, min(times[1:])))
         report("warming up", (done + 1) / (len(work) + 1))
-    cost.fit(measured, [_decode_time(runner, info, rows) for rows in (1, 4, 16) if rows < info.num_blocks])
-    _draw_once(runner)
+    most = min(pool.usable_blocks for pool in pools)
+    cost.fit(measured, [_decode_time(runner, info, rows) for rows in (1, 4, 16) if rows <= most])
+    _draw_once(runner, info)
     _settle_dispatch(runner, info)
     mx.reset_peak_memory()
     report("warming up", 1.0)
+
+
+def _block(info: EngineInfo, number: int) -> list[list[int]]:
+    """Tables of one block: this one of each pool."""
+    sizes = [pool.num_blocks for pool in info.memory.pools]
+    return [[sum(sizes[:i]) + number] for i in range(len(sizes))]
 
 
 def _decode_time(runner: MLXRunner, info: EngineInfo, rows: int) -> tuple[int, float]:
@@ -241,7 +251,7 @@ def _decode_time(runner: MLXRunner, info: EngineInfo, rows: int) -> tuple[int, f
     times = []
     for position in range(4):
         plan = StepPlan(
-            tuple(Row(seat, seat, 0, position, (0,), [1 + seat], True) for seat in range(rows)),
+            tuple(Row(seat, seat, 0, position, (0,), _block(info, 1 + seat), True) for seat in range(rows)),
             seatings=() if position else seatings,
         )
         started = time.perf_counter()
@@ -250,13 +260,12 @@ def _decode_time(runner: MLXRunner, info: EngineInfo, rows: int) -> tuple[int, f
     return rows, min(times[1:])
 
 
-def _draw_once(runner: MLXRunner) -> None:
+def _draw_once(runner: MLXRunner, info: EngineInfo) -> None:
     """A step that draws at random: its kernels are compiled when first met, and on a machine that has never run them
     that can take longer than a step may before the engine is taken for hung."""
     params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=20, logprobs=1)
-    runner.wait(
-        runner.launch(StepPlan((Row(0, 0, 0, 0, (0,), [1], True),), seatings=(Seating(0, params, 0, 1, (0,)),)))
-    )
+    row = Row(0, 0, 0, 0, (0,), _block(info, 1), True)
+    runner.wait(runner.launch(StepPlan((row,), seatings=(Seating(0, params, 0, 1, (0,)),))))
 
 
 def _settle_dispatch(runner: MLXRunner, info: EngineInfo) -> None:
@@ -278,7 +287,7 @@ def decode_growth(runner: MLXRunner, info: EngineInfo) -> int:
     """Bytes that a few decode steps, each planned while the one before it runs, need beyond what they start with."""
 
     def decode(position: int) -> Flight:
-        return runner.launch(StepPlan((Row(0, 0, 0, position, (CARRY,), [1], True),)))
+        return runner.launch(StepPlan((Row(0, 0, 0, position, (CARRY,), _block(info, 1), True),)))
 
     runner.wait(decode(1))
     mx.reset_peak_memory()

@@ -19,10 +19,12 @@ from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine.budget import ACTIVATION_SHARE, Needs, StepCost
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.errors import ModelError
+from mlx_tandem.kv.pool import Window
 from mlx_tandem.model import device
 from mlx_tandem.model.adapted import find_targets
 from mlx_tandem.model.kvcache import LayerShape
 from mlx_tandem.model.loader import LoadedModel, weights
+from mlx_tandem.model.pools import windows_of
 
 MICRO_BATCH_TOKENS = {"cpu": 128, "gpu": 4096}
 """Of one forward and backward: a slice of it is one layer, and streams wait for a slice."""
@@ -51,7 +53,6 @@ def needs(
 ) -> Needs:
     """Of a device with `limit` bytes. `layers`: as they lie in the pool."""
     lora = config.lora
-    bytes_per_token = sum(s.bytes_per_token() for s in layers)
     weight_bytes = sum(p.nbytes for p in weights(model.module))
     learning = _learning(config, model, len(layers), vocab_size, linears) if config.duty.trainer_rank else 0
     share = (limit - weight_bytes - learning) // ACTIVATION_SHARE
@@ -60,6 +61,9 @@ def needs(
         step = _step(config, chunk, model, layers, vocab_size, linears)
         if step.least() <= share:
             break
+    windows, size = windows_of(layers), config.cache.block_size
+    windowed = sum(s.bytes_per_token() for s in layers if s.window is not None)
+    others = sum(s.bytes_per_token() for s in layers) - windowed
     return Needs(
         weights=weight_bytes,
         step=step,
@@ -67,9 +71,11 @@ def needs(
         adapter_slots=slot_bytes(linears, linears, lora.max_loras, bucket(lora.max_lora_rank), lora_dtype.size)
         if lora.max_loras
         else 0,
-        block=bytes_per_token * config.cache.block_size,
+        block=(others or windowed) * size,
         max_model_len=model.max_model_len,
         chunk_tokens=chunk,
+        window=None if windows[-1] is None else Window(windows[-1], chunk),
+        window_block=windowed * size if others else 0,
     )
 
 

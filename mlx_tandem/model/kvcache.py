@@ -34,11 +34,13 @@ class Asks:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer caches: heads and widths of keys and of values differ in latent attention."""
+    """What one layer caches: heads and widths of keys and of values differ in latent attention. `window`: how many
+    positions it sees, the last of them the query's own; None: all."""
 
     keys: RowFormat
     values: RowFormat
     asks: Asks | None = None
+    window: int | None = None
 
     @property
     def halves(self) -> tuple[RowFormat, RowFormat]:
@@ -69,7 +71,7 @@ class LayerKernels(NamedTuple):
 
 
 class StepView:
-    """What all layers share in one forward of a rectangle of rows [rows, length].
+    """What all layers of one pool share in one forward of a rectangle of rows [rows, length].
 
     offset: [rows] int32, the position of each row's first token; slots: [rows, length] int32, where in a head's run
     each token goes; tables: [rows, blocks] int32; in_place: or instead of tables, the (first, last) block of the one
@@ -78,6 +80,10 @@ class StepView:
     level: where all rows begin at this one position and none is read beyond its own tokens. The keys are then just
     those before it and the new ones as they were computed, and the mask is "causal", which fused attention is fastest
     with.
+
+    kept: of a pool whose layers all see a window, the longest of these. The tables begin with the block of the first
+    position that a row's first token sees through it, max(offset + 1 - kept, 0) // block_size in its sequence, and so
+    do keys, values and masks.
 
     mask_axes: axes of a mask between rows and queries: 1, or 2 for families that group queries by KV head. Indices and
     masks are made by the first layer that asks and shared by the others.
@@ -92,11 +98,13 @@ class StepView:
         num_blocks: int,
         block_size: int,
         mask_axes: int,
+        kept: int | None = None,
         in_place: tuple[int, int] | None = None,
         level: int | None = None,
     ):
         self.offset = offset
         self.tables = tables
+        self.kept = kept
         self.in_place = in_place
         self.level = level
         self.block_size = block_size
@@ -114,7 +122,12 @@ class StepView:
         """[rows, 1 (, 1), length, positions] bool: each query sees what is not after it (nor before its window)."""
         made = self._masks.get((length, window))
         if made is None:
-            key = arange(self._blocks * self.block_size if self.level is None else self.level + length)
+            key = arange(self._blocks * self.block_size)
+            if self.level is not None:
+                key = arange(self.level + length)[self.level_first :]
+            elif self.kept is not None:
+                first = mx.maximum(self.offset + (1 - self.kept), 0) // self.block_size
+                key = first[:, None, None] * self.block_size + key
             query = self.offset[:, None, None] + arange(length)[None, :, None]
             made = key <= query
             if window is not None:
@@ -122,6 +135,12 @@ class StepView:
             made = mx.expand_dims(made, tuple(range(1, 1 + self._mask_axes)))
             self._masks[length, window] = made
         return made
+
+    @property
+    def level_first(self) -> int:
+        """The first position that is read, where all rows begin at one."""
+        assert self.level is not None
+        return 0 if self.kept is None else max(self.level + 1 - self.kept, 0) // self.block_size * self.block_size
 
     def window(self, mask: mx.array | str | None) -> int | None:
         """That of a mask which `mask` has made; None for any other."""
@@ -193,9 +212,10 @@ class PagedCache:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str:
         assert self._view is not None
         level = self._view.level
-        if level is not None and not return_array and (window_size is None or level + N <= window_size):
+        window = self.shape.window if window_size is None else window_size
+        if level is not None and not return_array and (window is None or level + N <= window):
             return "causal"
-        return self._view.mask(N, window_size)
+        return self._view.mask(N, window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [rows, heads, length, dim] and return [rows, heads, positions, dim] of all that the rows may see."""
@@ -228,7 +248,9 @@ class PagedCache:
             window = v.window(mask)
             if window is not None and queries.dtype == self.shape.keys.dtype:
                 attention, tables = self._fused.attention, sum(self._after, v.tables)
-                return attention(queries, self._arrays, tables, v.offset, scale, window=window, sinks=sinks)
+                return attention(
+                    queries, self._arrays, tables, v.offset, scale, window=window, kept=v.kept, sinks=sinks
+                )
         return portable.attend(queries, keys, values, scale, mask, sinks)
 
     # what a block that takes the short way calls instead
@@ -263,7 +285,7 @@ class PagedCache:
         if few:
             window = v.window(mask)
             assert window is not None
-            out = fused.attention(queries, self._arrays, v.tables, v.offset, scale, window=window)
+            out = fused.attention(queries, self._arrays, v.tables, v.offset, scale, window=window, kept=v.kept)
         else:
             if v.level:
                 between = len(self.shape.keys.lines())
@@ -301,7 +323,9 @@ class PagedCache:
 
     def _before(self, form: RowFormat, pool: Sequence[mx.array], v: StepView) -> mx.array:
         """Keys or values of the positions before a level chunk."""
-        return form.decode([self._seen(array, form.heads, v)[:, :, : v.level] for array in pool])
+        assert v.level is not None
+        seen = v.level - v.level_first
+        return form.decode([self._seen(array, form.heads, v)[:, :, :seen] for array in pool])
 
     @staticmethod
     def _seen(array: mx.array, heads: int, v: StepView, after: Sequence[mx.array] = ()) -> mx.array:

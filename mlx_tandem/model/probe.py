@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.blocks import KVArrays
 from mlx_tandem.model.kvcache import LayerKernels, LayerShape, PagedCache, ProbeCache, StepView
 from mlx_tandem.model.loader import LoadedModel
+from mlx_tandem.model.pools import KVPools, windows_of
 
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 """Of the largest logit. What is looked for are wrong masks and mixed-up rows, which are off by far more."""
@@ -21,22 +22,27 @@ _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 def layer_shapes(model: LoadedModel) -> list[LayerShape]:
     """What each layer writes into its cache. Raises ModelError for families whose caches are of another kind."""
     module: Any = model.module
-    for cache in make_prompt_cache(module):
-        if type(cache) is not KVCache:
+    caches = make_prompt_cache(module)
+    for cache in caches:
+        if type(cache) not in (KVCache, RotatingKVCache) or (isinstance(cache, RotatingKVCache) and cache.keep):
             raise ModelError(
                 f"model_type {model.model_type!r} uses a {type(cache).__name__}, which is not supported yet: "
-                "only models whose layers all keep plain key-value caches are",
+                "only models whose layers all keep the keys and values of all positions, or of a window, are",
                 param="model_type",
             )
-    probes = [ProbeCache() for _ in make_prompt_cache(module)]
+    probes = [ProbeCache() for _ in caches]
     try:
         module(mx.zeros((1, 1), mx.int32), cache=probes)
     except Exception as e:
         raise _unsupported(model, f"its cache cannot be probed ({e})") from e
-    shapes = [p.shape for p in probes]
-    if any(s is None for s in shapes):
-        raise _unsupported(model, "a layer writes no keys and values")
-    return [s for s in shapes if s is not None]
+    shapes = []
+    for own, cache in zip(probes, caches, strict=True):
+        if own.shape is None:
+            raise _unsupported(model, "a layer writes no keys and values")
+        # A window that holds the longest sequence hides nothing.
+        window = getattr(cache, "max_size", None)
+        shapes.append(replace(own.shape, window=window if window and window < model.max_model_len else None))
+    return shapes
 
 
 def windows(model: LoadedModel) -> list[int]:
@@ -112,7 +118,8 @@ def _paged_logits(
     width = -(-32 // block)
     blocks = 1 + len(prompts) * width
     caches = [PagedCache(*each) for each in zip(shapes, kernels or [None] * len(shapes), strict=True)]
-    pool = KVArrays(shapes, blocks, block)
+    windows = windows_of(shapes)
+    pool = KVPools(shapes, [blocks] * len(windows), block)
     rows = len(prompts)
     tables = 1 + np.arange(rows * width).reshape(rows, width)
     tables = np.random.default_rng(1).permuted(tables.reshape(-1)).reshape(rows, width)
@@ -128,16 +135,24 @@ def _paged_logits(
     last_slots = (tables[np.arange(rows), lengths // block] * block + lengths % block)[:, None]
 
     def forward(tokens: Any, offset: Any, slots: Any) -> mx.array:
-        view = StepView(
-            mx.array(offset.astype(np.int32)),
-            mx.array(slots.astype(np.int32)),
-            mx.array(tables.astype(np.int32)),
-            num_blocks=blocks,
-            block_size=block,
-            mask_axes=axes,
-        )
-        for cache, arrays in zip(caches, pool.layers, strict=True):
-            cache.bind(arrays, view)
+        views = []
+        for i, window in enumerate(windows):
+            # Of another width in each pool: a mask that goes to a layer of the other does not fit.
+            seen = np.pad(tables, ((0, 0), (0, i + width)))
+            first = np.maximum(offset + 1 - (window or longest + 2), 0) // block
+            seen = np.take_along_axis(seen, first[:, None].astype(int) + np.arange(width + i), 1)
+            view = StepView(
+                mx.array(offset.astype(np.int32)),
+                mx.array(slots.astype(np.int32)),
+                mx.array(seen.astype(np.int32)),
+                num_blocks=blocks,
+                block_size=block,
+                mask_axes=axes,
+                kept=window,
+            )
+            views.append(view)
+        for cache, arrays, own in zip(caches, pool.layers, pool.pool_of, strict=True):
+            cache.bind(arrays, views[own])
         try:
             output: mx.array = module(mx.array(tokens), cache=caches)
         finally:

@@ -21,7 +21,6 @@ from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import CARRY, Bytes, DeviceError, Row, StepPlan, StepResult
 from mlx_tandem.model import cpu, device
-from mlx_tandem.model.blocks import KVArrays
 from mlx_tandem.model.head import HeadSelector
 from mlx_tandem.model.inplace import by_kernel
 from mlx_tandem.model.inputs import Form, Inputs, Numbers, constant, forms, receive
@@ -29,6 +28,7 @@ from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 from mlx_tandem.model.kvcache import LayerKernels, LayerShape, PagedCache, StepView
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora import LoraState
+from mlx_tandem.model.pools import KVPools
 from mlx_tandem.model.rope import SharedAngles
 from mlx_tandem.model.routes import Layout
 from mlx_tandem.model.sampler import SamplingArrays, SamplingFlags, Seen, sample, score
@@ -65,7 +65,7 @@ class _Key:
 
     rows: int
     length: int
-    width: int
+    widths: tuple[int, ...]  # of the tables, for each pool; 0: read in place
     carry: bool
     samples: bool
     flags: SamplingFlags
@@ -90,7 +90,7 @@ class _Part:
     # How many alternatives each row wants; when this is read, its seat may be somebody else's.
     wanted: list[int] = field(default_factory=list)
     wanted_scores: list[int] = field(default_factory=list)
-    saves: int = 0  # blocks that the marker holds
+    saves: tuple[int, ...] = ()  # blocks that the marker holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class MLXRunner:
         weights: Mapping[str, AdapterWeights],
         *,
         vocab_size: int,
-        num_blocks: int,
+        num_blocks: Sequence[int],
         block_size: int,
         max_num_seqs: int,
         mask_axes: int,
@@ -126,7 +126,6 @@ class MLXRunner:
         self._angles = SharedAngles(model.module) if device.is_cpu() else None
         self._lora = lora
         self._weights = weights
-        self._num_blocks = num_blocks
         self._block_size = block_size
         self._mask_axes = mask_axes
         self._limits = limits
@@ -137,7 +136,7 @@ class MLXRunner:
         # Rows of so many tokens are read where they lie: their step needs no memory for what it reads of the pool, and
         # short contexts are not padded to the length of long ones.
         self._fused_length = MOST_QUERIES if all(attention) else 0
-        self._pool = KVArrays(layers, num_blocks, block_size)
+        self._pool = KVPools(layers, num_blocks, block_size)
         self._steps: OrderedDict[_Key, Callable[..., Any]] = OrderedDict()
         self._compiled = 0  # since start
         self._cached: dict[Any, Numbers] = {}  # of the present set of rows
@@ -241,7 +240,7 @@ class MLXRunner:
     def _rectangles(self, rows: Sequence[Row]) -> list[list[int]]:
         """Indices of rows that run as one forward: by padded length, those apart that need logits of all positions, and
         decodes apart when contexts differ much. What would need more memory than there is for it is cut."""
-        blocks = [blocks_read(r, self._block_size) for r in rows]
+        blocks = [blocks_read(r, self._block_size, self._pool.windows[0]) for r in rows]
         by_length: dict[tuple[int, bool, int | None], list[int]] = {}
         for i, r in enumerate(rows):
             n = len(r.tokens)
@@ -268,30 +267,32 @@ class MLXRunner:
         longest = max(len(r.tokens) for r in rows)
         length = 1 if longest == 1 else padded_length(longest)
         count = row_count(len(rows), self._good_counts(length))
-        in_place = self._contiguous(rows)
+        pools = range(len(self._pool.windows))
+        in_place = tuple(self._contiguous(rows, pool) for pool in pools)
         level = self._level(rows)
-        width = table_width(max(blocks_read(r, self._block_size) for r in rows))
+        widths = tuple(self._width(rows, pool) for pool in pools)
         seats = [r.seat if r.sample else self._seats.padding for r in rows]
         seats += [self._seats.padding] * (count - len(rows))
         samples = any(r.sample for r in rows)
         flags, sampling = self._sampling(tuple(seats)) if samples else (SamplingFlags(), [])
         adapter_slots = [r.slot for r in rows]
         route = self._lora.route(adapter_slots + [adapter_slots[-1]] * (count - len(rows)), length)
-        tokens, offset, slots, tables, last = self._index_arrays(rows, count, length, width)
+        tokens, offset, places, last = self._index_arrays(rows, count, length, widths)
         carry = length == 1 and any(r.tokens[0] == CARRY for r in rows)
         scores = self._seats.scores([r.seat for r in rows]) if rows[0].targets else -1
         seat_array = self._once(("seats", tuple(seats)), lambda: np.array(seats, np.int32))
-        numbers = [tokens, offset, slots, tables, last, seat_array]
+        numbers = [tokens, offset, last, seat_array, *places]
         if scores >= 0:
             numbers.append(self._padded([r.targets for r in rows], count, length))
         if route.ids is not None:
             numbers.append(route.ids)
-        key = _Key(count, length, 0 if in_place else width, carry, samples, flags, route.layout, level, scores)
-        if in_place or level:  # of too many kinds to be traced once for each
+        gathered = tuple(0 if run else width for run, width in zip(in_place, widths, strict=True))
+        key = _Key(count, length, gathered, carry, samples, flags, route.layout, level, scores)
+        if any(in_place) or level:  # of too many kinds to be traced once for each
             step = self._make_step(key, forms(numbers), in_place)
         else:
             if key not in self._steps:
-                self._steps[key] = mx.compile(self._make_step(key, forms(numbers), None))
+                self._steps[key] = mx.compile(self._make_step(key, forms(numbers), in_place))
                 self._compiled += 1
                 if len(self._steps) > MAX_COMPILED:
                     self._steps.popitem(last=False)
@@ -307,10 +308,13 @@ class MLXRunner:
         wanted_scores = [self._seats.wanted_prompt_logprobs(r.seat) for r in rows] if scored else []
         return _Part(indices, flags, drawn, marker, count * length, scored, wanted, wanted_scores)
 
-    def _make_step(self, key: _Key, expected: Sequence[Form], in_place: tuple[int, int] | None) -> Callable[..., Any]:
+    def _make_step(
+        self, key: _Key, expected: Sequence[Form], in_place: Sequence[tuple[int, int] | None]
+    ) -> Callable[..., Any]:
         """The step as a pure function: arrays and lists of arrays in, the same out. `expected`: of its inputs; they
         follow from the key."""
         model, caches, lora, head, angles = self._model, self._caches, self._lora, self._head, self._angles
+        pools, windows, pool_of = self._pool.pools, self._pool.windows, self._pool.pool_of
 
         def step(
             inputs: list[mx.array],
@@ -320,23 +324,27 @@ class MLXRunner:
             lora_arrays: list[mx.array],
             pool: list[list[mx.array]],
         ) -> tuple[Any, ...]:
-            tokens, offset, slots, tables, last, seats, *rest = receive(inputs, expected)
+            tokens, offset, last, seats, *rest = receive(inputs, expected)
+            places, rest = rest[: 2 * len(windows)], rest[2 * len(windows) :]
             targets = rest.pop(0) if key.scores >= 0 else None
             ids = rest.pop(0) if rest else None
             if key.carry:
                 tokens = mx.where(tokens == CARRY, last_tokens[seats][:, None], tokens)
-            shared = StepView(
-                offset,
-                slots,
-                tables,
-                num_blocks=self._num_blocks,
-                block_size=self._block_size,
-                mask_axes=self._mask_axes,
-                in_place=in_place,
-                level=key.level,
-            )
-            for cache, arrays in zip(caches, pool, strict=True):
-                cache.bind(arrays, shared)
+            views = [
+                StepView(
+                    offset,
+                    *places[2 * i : 2 * i + 2],
+                    num_blocks=pools[i].num_blocks,
+                    block_size=self._block_size,
+                    mask_axes=self._mask_axes,
+                    kept=windows[i],
+                    in_place=in_place[i],
+                    level=key.level,
+                )
+                for i in range(len(windows))
+            ]
+            for cache, arrays, own in zip(caches, pool, pool_of, strict=True):
+                cache.bind(arrays, views[own])
             lora.bind(lora_arrays, ids, layout=key.layout)
             head.select(last if key.length > 1 and targets is None else None)
             try:
@@ -369,44 +377,77 @@ class MLXRunner:
         worth = length > max(1, self._fused_length) if start == 0 else len(rows) == 1 and length >= LEVEL_TOKENS
         return start if self.levels and worth and all(r.start == start for r in rows) else None
 
-    def _contiguous(self, rows: list[Row]) -> tuple[int, int] | None:
+    def _width(self, rows: list[Row], pool: int) -> int:
+        return table_width(max(blocks_read(r, self._block_size, self._pool.windows[pool]) for r in rows))
+
+    def _contiguous(self, rows: list[Row], pool: int) -> tuple[int, int] | None:
         """The block range of a single prompt chunk that can be read in place."""
         if len(rows) > 1 or len(rows[0].tokens) <= max(1, self._fused_length):
             return None
         if by_kernel() is not None and self._level(rows) is None:
             return None  # what was just written is read by index there
-        n = blocks_read(rows[0], self._block_size)
-        table = rows[0].table
-        if n < VIEW_BLOCKS or table[n - 1] - table[0] != n - 1 or table[:n] != list(range(table[0], table[0] + n)):
+        n = blocks_read(rows[0], self._block_size, self._pool.windows[pool])
+        if n < VIEW_BLOCKS:
+            return None
+        table = self._table(rows[0], pool, n)
+        if table[n - 1] - table[0] != n - 1 or table != list(range(table[0], table[0] + n)):
             return None
         return table[0], table[0] + n
 
-    def _index_arrays(self, rows: list[Row], count: int, length: int, width: int) -> tuple[Numbers, ...]:
-        """tokens [rows, length], offset [rows], slots [rows, length], tables [rows, width], last [rows]."""
-        bs = self._block_size
+    def _index_arrays(
+        self, rows: list[Row], count: int, length: int, widths: Sequence[int]
+    ) -> tuple[Numbers, Numbers, list[Numbers], Numbers]:
+        """tokens [rows, length], offset [rows], slots [rows, length] and tables [rows, width] of each pool, and last
+        [rows]."""
         offset = np.zeros(count, np.int32)
         offset[: len(rows)] = [r.start for r in rows]
-        # A sequence's table only grows while it keeps its seat; a new seating changes the generation.
-        grown = tuple((r.sequence, len(r.table)) for r in rows)
-        shape_key = ("tables", self._seats.generation, count, width, grown)
-        tables = self._once(shape_key, lambda: self._tables(rows, count, width))
+        lengths = np.zeros(count, np.int32)
+        lengths[: len(rows)] = [len(r.tokens) for r in rows]
+        places: list[Numbers] = []
+        for pool, width in enumerate(widths):
+            places += self._places(rows, pool, offset, lengths, length, width)
         if length == 1:
             ids = [r.tokens for r in rows]
             tokens = self._once(("tokens", count, tuple(ids)), lambda: self._padded(ids, count, 1))
-            at = offset[: len(rows)]
-            slots = np.zeros((count, 1), np.int32)
-            slots[: len(rows), 0] = tables[np.arange(len(rows)), at // bs] * bs + at % bs
-            last = self._once(("zeros", count), lambda: np.zeros(count, np.int32))
-            return tokens, offset, slots, tables, last
-        position = offset[:, None] + np.arange(length, dtype=np.int32)
-        lengths = np.zeros(count, np.int32)
-        lengths[: len(rows)] = [len(r.tokens) for r in rows]
-        real = np.arange(length) < lengths[:, None]
-        block = np.where(real, position // bs, 0)
-        slots = np.where(real, np.take_along_axis(tables, block, 1) * bs + position % bs, position % bs)
-        last = np.maximum(lengths - 1, 0)
+            return tokens, offset, places, self._once(("zeros", count), lambda: np.zeros(count, np.int32))
         tokens = self._padded([r.tokens for r in rows], count, length)
-        return tokens, offset, slots.astype(np.int32), tables, last
+        return tokens, offset, places, np.maximum(lengths - 1, 0)
+
+    def _places(
+        self,
+        rows: list[Row],
+        pool: int,
+        offset: Numbers,
+        lengths: Numbers,
+        length: int,
+        width: int,
+    ) -> tuple[Numbers, Numbers]:
+        """slots [rows, length] and tables [rows, width] in one pool."""
+        bs, window = self._block_size, self._pool.windows[pool]
+        first = np.zeros_like(offset) if window is None else np.maximum(offset + (1 - window), 0) // bs
+        # A sequence's table only grows while it keeps its seat; a new seating changes the generation.
+        grown = tuple((r.sequence, len(r.tables[pool])) for r in rows)
+        begun = () if window is None else tuple(first.tolist())
+        key = ("tables", self._seats.generation, pool, len(offset), width, grown, begun)
+        tables = self._once(key, lambda: self._tables(rows, pool, len(offset), width))
+        if length == 1:
+            n = len(rows)
+            at = offset[:n]
+            slots = np.zeros((len(offset), 1), np.int32)
+            slots[:n, 0] = tables[np.arange(n), at // bs - first[:n]] * bs + at % bs
+            return slots, tables
+        position = offset[:, None] + np.arange(length, dtype=np.int32)
+        real = np.arange(length) < lengths[:, None]
+        block = np.where(real, position // bs - first[:, None], 0)
+        slots = np.where(real, np.take_along_axis(tables, block, 1) * bs + position % bs, position % bs)
+        return slots.astype(np.int32), tables
+
+    def _table(self, row: Row, pool: int, blocks: int) -> list[int]:
+        """Of its sequence's table the `blocks` from the first on that it sees, by their numbers in the pool."""
+        window, begin = self._pool.windows[pool], self._pool.firsts[pool]
+        first = 0 if window is None else max(row.start + 1 - window, 0) // self._block_size
+        table = row.tables[pool][first : first + blocks]
+        return [b - begin for b in table] if begin else table
 
     @staticmethod
     def _padded(ids: Sequence[Sequence[int]], count: int, length: int) -> Numbers:
@@ -415,11 +456,10 @@ class MLXRunner:
             padded[i, : len(own)] = own
         return padded
 
-    @staticmethod
-    def _tables(rows: list[Row], count: int, width: int) -> Numbers:
+    def _tables(self, rows: list[Row], pool: int, count: int, width: int) -> Numbers:
         out = np.zeros((count, width), np.int32)
         for i, r in enumerate(rows):
-            known = r.table[:width]
+            known = self._table(r, pool, width)
             out[i, : len(known)] = known
         return out
 
@@ -448,8 +488,8 @@ class MLXRunner:
         return [_Part([], SamplingFlags(), [], arrays) for arrays in self._pool.copy(copies)]
 
     def _save_blocks(self, blocks: Sequence[int]) -> list[_Part]:
-        """When the part is done, `KVArrays.bytes_of` makes bytes of its marker."""
-        return [_Part([], SamplingFlags(), [], self._pool.read(blocks), saves=len(blocks))]
+        """When the part is done, `KVPools.bytes_of` makes bytes of its marker."""
+        return [_Part([], SamplingFlags(), [], self._pool.read(blocks), saves=tuple(blocks))]
 
     def _load_blocks(self, loads: Sequence[tuple[int, Bytes]]) -> list[_Part]:
         return [_Part([], SamplingFlags(), [], self._pool.write(loads))]

@@ -33,8 +33,10 @@ def table_width(blocks: int) -> int:
     return -(-blocks // step) * step
 
 
-def blocks_read(row: Row, block_size: int) -> int:
-    return -(-(row.start + len(row.tokens)) // block_size)
+def blocks_read(row: Row, block_size: int, window: int | None) -> int:
+    """From the first block that its first token sees to that of its last."""
+    end = -(-(row.start + len(row.tokens)) // block_size)
+    return end if window is None else end - max(row.start + 1 - window, 0) // block_size
 
 
 def split_by_context(rows: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:

@@ -112,8 +112,8 @@ class Front:
         return ids
 
     def room(self, info: EngineInfo) -> int:
-        """Tokens that one request may have, prompt and output together; one block of the pool is the device's own."""
-        return min(info.max_model_len, (info.num_blocks - 1) * info.block_size)
+        """Tokens that one request may have, prompt and output together."""
+        return info.max_model_len
 
     def max_tokens(self, prompt: int, asked: int | None, param: str, prompt_param: str) -> int:
         """Output tokens of a request: what was asked, else the default or what is left.

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from pathlib import Path
+
+from tests import tiny_models
 
 
 def dry_run(*options: str) -> subprocess.CompletedProcess[str]:
@@ -20,6 +23,15 @@ def test_it_says_what_fits_and_ends() -> None:
     assert "1,025 blocks of 16 tokens" in done.stdout
     fits = dict(re.findall(r"^ *([\d,]+) +([\d,]+)$", done.stdout, re.M))
     assert fits == {"512": "32", "2,048": "8", "8,192": "2"}
+
+
+def test_layers_with_a_window_have_a_pool_of_their_own(tmp_path: Path) -> None:
+    folder = tiny_models.make(tmp_path / "model", "gemma3_text", max_position_embeddings=32768)
+    done = dry_run(str(folder), "--num-blocks", "1025", "--max-chunk-tokens", "64", "--max-num-seqs", "40")
+    assert "1,025 blocks of 16 tokens, 4,096 bytes each\n" in done.stdout
+    assert "125 blocks of 16 tokens, 4,096 bytes each, for layers that see 16 tokens\n" in done.stdout
+    fits = dict(re.findall(r"^ *([\d,]+) +([\d,]+)$", done.stdout, re.M))
+    assert fits == {"512": "32", "2,048": "8", "8,192": "2", "16,384": "1"}
 
 
 def test_a_shorter_sequence_is_a_setting() -> None:

@@ -79,7 +79,7 @@ class Front:
         self.slots = SlotTable(max_loras)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4),
-            Tables(self.pool, PrefixCache(self.pool, Namespace("weights", "tokenizer", "float32", 4))),
+            Tables([self.pool], [PrefixCache(self.pool, Namespace("weights", "tokenizer", "float32", 4))]),
             self.slots,
             max_model_len=64,
             vocab_size=VOCAB,

@@ -136,8 +136,9 @@ class Loop:
         assert not self.open_choices(), f"never ended: {self.open_choices()}"
         assert not list(self.scheduler.requests)
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
-        assert self.pool.used_blocks == 0, "blocks leak"
-        self.pool.check([])
+        for pool in self.scheduler._tables.pools:
+            assert pool.used_blocks == 0, "blocks leak"
+            pool.check([])
         tier = self.scheduler.tier
         assert tier is None or not (tier.is_reading or tier._flights), "something waits for the drive"
         self.scheduler.check()
@@ -207,11 +208,12 @@ class Loop:
         name = request.adapter.name
         ref = self._refs[name, delta.version]
         known = [*request.prompt, *self.tokens[key]]
-        context = handle.contexts[index][: len(known)]
+        context = handle.contexts[index][: len(known)]  # None before a window
         assert len(context) == len(known), "a token was drawn from less than its context"
         assert context[row.start :] == [cell(t, ref.digest) for t in known[row.start :]], "another version's row"
         allowed = [r.digest for (n, _), r in self._refs.items() if n == name]
-        assert all(c in [cell(t, d) for d in allowed] for t, c in zip(known, context, strict=True)), "a foreign cell"
+        own = ([None, *(cell(t, d) for d in allowed)] for t in known)
+        assert all(c in cells for c, cells in zip(context, own, strict=True)), "a foreign cell"
 
     def _fail(self, plans: Several[StepPlan]) -> None:
         self.failures += 1

@@ -21,7 +21,7 @@ from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.tables import Tables
 from mlx_tandem.engine.tier import Drive, Tier
 from mlx_tandem.kv.hashing import Namespace
-from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.kv.pool import BlockPool, open_pools
 from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.build import Built, build
@@ -45,22 +45,28 @@ class Engine:
         self,
         *,
         blocks: int = 0,
+        window_blocks: int = 0,
         chunks: int = 0,
         depth: int = 1,
         drive: Drive | None = None,
         write_through: bool = True,
     ) -> Loop:
-        """A scheduler of `blocks` (0: all) over the runner. `chunks`: prompts are cut into pieces of random length
-        up to this. `drive`: gets each block as soon as it is full, or when it is given to others."""
+        """A scheduler of `blocks`, and of `window_blocks` where there are two pools, over the runner; 0: all. `chunks`:
+        prompts are cut into pieces of random length up to this. `drive`: gets each block as soon as it is full, or when
+        it is given to others."""
         info = self.built.info
-        pool, slots = BlockPool(blocks or info.num_blocks, info.block_size), SlotTable(info.max_loras)
-        prefixes = PrefixCache(pool, Namespace("", "", info.dtype, info.block_size))
-        tier = Tier(pool, prefixes, info.kv_bytes_per_token * info.block_size, write_through=write_through)
+        slots = SlotTable(info.max_loras)
+        pools = list(open_pools(info.memory, info.block_size))
+        for i, few in enumerate((blocks, window_blocks)[: len(pools)]):
+            if few:
+                pools[i] = BlockPool(few, info.block_size, first=pools[i].scratch, window=pools[i].window)
+        caches = [PrefixCache(pool, Namespace("", "", info.dtype, info.block_size)) for pool in pools]
+        tier = Tier(pools, caches, [own.block_bytes for own in info.memory.pools], write_through=write_through)
         if drive is not None:
             tier.open(drive, bytes(32))
         scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=info.max_num_seqs),
-            Tables(pool, prefixes, tier),
+            SchedulerConfig(max_num_seqs=info.max_num_seqs, max_chunk_tokens=info.memory.pools[-1].row or 1024),
+            Tables(pools, caches, tier),
             slots,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
@@ -68,13 +74,20 @@ class Engine:
         )
         if chunks:
             scheduler.cost = OddChunks(Random(chunks), chunks)
-        return Loop(scheduler, self.built.runner, pool, slots, depth=depth)
+        return Loop(scheduler, self.built.runner, pools[0], slots, depth=depth)
 
     def run(
-        self, requests: Sequence[Request], *, blocks: int = 0, chunks: int = 0, depth: int = 1, stagger: int = 0
+        self,
+        requests: Sequence[Request],
+        *,
+        blocks: int = 0,
+        window_blocks: int = 0,
+        chunks: int = 0,
+        depth: int = 1,
+        stagger: int = 0,
     ) -> Loop:
         """Serve `requests` to their end. `stagger`: steps between one arrival and the next."""
-        loop = self.loop(blocks=blocks, chunks=chunks, depth=depth)
+        loop = self.loop(blocks=blocks, window_blocks=window_blocks, chunks=chunks, depth=depth)
         for request in requests:
             loop.add(request)
             for _ in range(stagger):
@@ -89,6 +102,7 @@ def make_engine(
     *,
     num_blocks: int = 48,
     max_num_seqs: int = 6,
+    max_chunk_tokens: int = 1024,
     max_loras: int = 3,
     max_rank: int = 16,
     kv_bits: Literal[4, 8, 16] = 16,
@@ -106,7 +120,7 @@ def make_engine(
             kv_group_size=kv_group_size,
             attention_backend=attention_backend,
         ),
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_chunk_tokens=max_chunk_tokens),
         lora=LoraConfig(max_loras=max_loras, max_lora_rank=max_rank),
     )
     return Engine(build(config, weights, lambda stage, fraction: None, backends), weights)

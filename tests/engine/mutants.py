@@ -66,11 +66,12 @@ def _stale_carry() -> Callable[[StepPlan], StepPlan]:
 def _last_block_of_neighbour(plan: StepPlan) -> StepPlan:
     if len(plan.rows) < 2:
         return plan
-    tables = [r.table for r in plan.rows]
+    tables = [r.tables[0] for r in plan.rows]
     return replace(
         plan,
         rows=tuple(
-            replace(r, table=[*r.table[:-1], tables[i - 1][-1]]) if i == 1 else r for i, r in enumerate(plan.rows)
+            replace(r, tables=[[*tables[i][:-1], tables[i - 1][-1]], *r.tables[1:]]) if i == 1 else r
+            for i, r in enumerate(plan.rows)
         ),
     )
 
@@ -127,11 +128,11 @@ def _fork(share: bool, copy: bool, whole: bool = False) -> Plant:
             return False
         shared = [b for b in f.table if b in s.table]
         if not share:
-            self.pool.release(shared)
+            self.pools[0].release(shared)
         if whole and len(f.table) > len(shared):
-            self.pool.release(f.table[-1:])
+            self.pools[0].release(f.table[-1:])
             f.table[-1] = s.table[len(f.table) - 1]
-            self.pool.share(f.table[-1:])
+            self.pools[0].share(f.table[-1:])
         if not copy:
             self._copies = copies
         return True
@@ -162,16 +163,16 @@ def _hit_everything(patch: pytest.MonkeyPatch) -> None:
     """A prompt that is there as a whole leaves nothing to compute."""
 
     def match(self: Tables, s: Sequence) -> Match:
-        if self.prefixes is None or s.scores is not None:
-            return Match()
-        return self.prefixes.find(self._chain(s), s.tokens)
+        if not self._caches or s.scores is not None:
+            return Match([[]], [0])
+        return prefix.find(self._caches, self._chain(s), s.tokens)
 
     patch.setattr(Tables, "match", match)
 
 
 def _hit_scored(patch: pytest.MonkeyPatch) -> None:
     """A prompt whose logprobs are asked for is not computed where it is there."""
-    patch.setattr(Tables, "match", lambda self, s: self.prefixes.find(self._chain(s), s.tokens[:-1]))
+    patch.setattr(Tables, "match", lambda self, s: prefix.find(self._caches, self._chain(s), s.tokens[:-1]))
 
 
 def _publish_early(patch: pytest.MonkeyPatch) -> None:
@@ -180,8 +181,8 @@ def _publish_early(patch: pytest.MonkeyPatch) -> None:
     def row(self: Scheduler, s: Sequence, tokens: Any) -> Row:
         made = original(self, s, tokens)
         known = s.tokens[: s.scheduled]
-        if s.is_pure and self._tables.prefixes is not None:
-            self._tables.prefixes.publish(self._tables._chain(s), known, s.table)
+        if s.is_pure and self._tables._caches:
+            self._tables._caches[0].publish(self._tables._chain(s), known, s.table)
         return made
 
     original = Scheduler._row
@@ -193,8 +194,7 @@ def _share_by_name(patch: pytest.MonkeyPatch) -> None:
 
     def chain(self: Tables, s: Sequence) -> Chain:
         if s.chain is None:
-            assert self.prefixes is not None
-            s.chain = self.prefixes.chain(s.adapter.name if s.adapter else "")
+            s.chain = self._caches[0].chain(s.adapter.name if s.adapter else "")
         return s.chain
 
     patch.setattr(Tables, "_chain", chain)
@@ -208,10 +208,10 @@ def _write_into_hits(patch: pytest.MonkeyPatch) -> None:
         original(self, s)
         if match.extra and self._copies != copies:
             self._copies = copies
-            own, at = s.table[len(match.blocks)], len(match.blocks)
-            self.pool.share((match.source,))
-            self.pool.release((own,))
-            s.table[at] = match.source
+            own, at = s.table[match.whole], match.whole
+            self.pools[0].share((match.sources[0],))
+            self.pools[0].release((own,))
+            s.table[at] = match.sources[0]
 
     original = Tables.seat
     patch.setattr(Tables, "seat", seat)
@@ -252,7 +252,7 @@ def _early_release(patch: pytest.MonkeyPatch) -> None:
         made = original(self, *args)
         for s in self._running:
             if made and s.is_complete and s.table:
-                self._pool.release([s.table.pop()])
+                self._tables.pools[0].release([s.table.pop()])
         return made
 
     original = Scheduler.plan
@@ -310,13 +310,11 @@ def _preempt_oldest(patch: pytest.MonkeyPatch) -> None:
     """Blocks are taken from the oldest sequence, whose row may be in the plan already."""
 
     def reserve(self: Scheduler, s: Sequence, positions: int, rows: list[Row]) -> bool:
-        missing = self._tables.missing(s, positions)
-        while missing > self._pool.free_blocks:
+        while not self._tables.reserve(s, positions):
             victim = self._running[0]
             self._preempt(victim)
             if victim is s:
                 return False
-        s.table += self._pool.allocate(max(missing, 0)) or []
         return True
 
     patch.setattr(Scheduler, "_reserve", reserve)

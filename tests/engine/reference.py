@@ -1,5 +1,7 @@
 """A runner without a device: its cache holds what was written, its next token is a hash of what it reads back.
 
+It may have layers that see a window of positions, beside others or alone: then it reads their blocks, too.
+
 Where a real model would smooth a scheduling mistake over, this one answers with another token or raises. It keeps the
 contract of `engine/plan.py` strictly: what a plan may not do is an assertion here.
 """
@@ -23,7 +25,7 @@ from mlx_tandem.engine.plan import (
     scored_positions,
 )
 from mlx_tandem.kv.disk.records import Payload
-from mlx_tandem.kv.pool import SCRATCH, BlockPool
+from mlx_tandem.kv.pool import SCRATCH, BlockPool, Window
 from mlx_tandem.types import SamplingParams, TokenLogprob
 
 BASE = ""
@@ -57,11 +59,12 @@ def next_token(
     vocab: int,
     banned: Iterable[int] = (),
 ) -> int:
-    """The token after `context` (cells), none of `banned`. Greedy: of the context alone; else also of seed, choice and
-    position; with a penalty also of how often each token was met (`history`: the prompt and the output so far)."""
+    """The token after `context` (the cells that are seen), none of `banned`. Greedy: of the context alone; else also of
+    seed, choice and position; with a penalty also of how often each token was met (`history`: the prompt and the output
+    so far)."""
     key: tuple[object, ...] = (tuple(context),)
     if not params.greedy:
-        key += (params.seed, choice, len(context), params.top_k)
+        key += (params.seed, choice, len(history), params.top_k)
     if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
         key += (tuple(sorted(history)),)
     if params.logit_bias:
@@ -82,21 +85,39 @@ def score_of(context: Sequence[int], token: int, params: SamplingParams) -> Toke
     return TokenLogprob(value, value, tuple((i, value - i) for i in range(params.prompt_logprobs or 0)), token + 1)
 
 
-def scores_alone(prompt: Sequence[int], params: SamplingParams, digest: str) -> list[TokenLogprob]:
+Windows = tuple[int | None, ...]
+"""Of the layers that share a pool, for each pool; None: they see everything."""
+
+
+def seen(cells: Sequence[int], windows: Windows) -> list[int]:
+    """What the layers see of all `cells` up to a position, those of each pool after one another."""
+    return [c for w in windows for c in (cells if w is None else cells[-w:])]
+
+
+def scores_alone(
+    prompt: Sequence[int], params: SamplingParams, digest: str, windows: Windows = (None,)
+) -> list[TokenLogprob]:
     """The oracle for a prompt's own logprobs."""
     cells = [cell(t, digest) for t in prompt]
-    return [score_of(cells[:at], prompt[at], params) for at in range(1, len(prompt))]
+    return [score_of(seen(cells[:at], windows), prompt[at], params) for at in range(1, len(prompt))]
 
 
 def alone(
-    prompt: Sequence[int], params: SamplingParams, choice: int, digest: str, vocab: int, stop_ids: Iterable[int] = ()
+    prompt: Sequence[int],
+    params: SamplingParams,
+    choice: int,
+    digest: str,
+    vocab: int,
+    stop_ids: Iterable[int] = (),
+    windows: Windows = (None,),
 ) -> list[int]:
     """The oracle: what one sequence says when nothing else exists."""
     stops = frozenset(stop_ids)
     tokens = list(prompt)
     while len(tokens) - len(prompt) < params.max_tokens:
         banned = stops if len(tokens) - len(prompt) < params.min_tokens else ()
-        tokens.append(next_token([cell(t, digest) for t in tokens], params, choice, tokens, vocab, banned))
+        context = seen([cell(t, digest) for t in tokens], windows)
+        tokens.append(next_token(context, params, choice, tokens, vocab, banned))
         if tokens[-1] in stops:
             break
     return tokens[len(prompt) :]
@@ -118,7 +139,7 @@ class Handle:
     result: StepResult
     raises: bool
     number: int
-    contexts: dict[int, list[int]]  # the cells that each row that sampled read, by its index
+    contexts: dict[int, list[int | None]]  # the cells that each row that sampled read first, by its index
 
 
 @dataclass(slots=True)
@@ -128,6 +149,7 @@ class ReferenceRunner:
     `fail` maps the number of a launch to where it raises: "launch" before anything was done, "half" in the launch
     with half of the rows written, "wait" when its result is read. `nan` maps the number of a launch to the index,
     modulo the rows that sample, of the row whose logits are not finite. `num_slots` counts adapters beside the base.
+    `windows`: of the layers in each pool; the second one has `window_blocks`.
     """
 
     num_blocks: int
@@ -138,11 +160,14 @@ class ReferenceRunner:
     fail: Mapping[int, Literal["launch", "half", "wait"]] = field(default_factory=dict)
     nan: Mapping[int, int] = field(default_factory=dict)
     known: frozenset[str] | None = None  # digests that can be uploaded; None: all
+    windows: Windows = (None,)
+    window_blocks: int = 0
 
     launches: int = 0
     positions: int = 0  # written since start
     uploads: int = 0
     loads: int = 0
+    given_back: int = 0  # blocks before the windows of rows, counted for each row
     spoiled: int = 0  # rows that were not finite because of what somebody else had left behind their mask
     infected: int = 0  # rows that read what was not finite and was another sequence's
     broken: bool = False
@@ -158,8 +183,12 @@ class ReferenceRunner:
         self._wipe()
 
     def _wipe(self) -> None:
-        self._cells = [[None] * self.block_size for _ in range(self.num_blocks)]
+        self._cells = [[None] * self.block_size for _ in range(self.num_blocks + self.window_blocks)]
         self._seats = {}
+
+    @property
+    def _scratches(self) -> tuple[int, ...]:
+        return (SCRATCH, self.num_blocks)[: len(self.windows)]
 
     # the Runner protocol
 
@@ -181,15 +210,17 @@ class ReferenceRunner:
         for seating in plan.seatings:
             self._take(seating)
         rows = plan.rows[: len(plan.rows) // 2] if failure == "half" else plan.rows
-        tokens = self._write(rows)
+        self._write(rows)
         if failure == "half":
             self._break(number)
         samplers = [i for i, row in enumerate(plan.rows) if row.sample]
         bad = samplers[self.nan[number] % len(samplers)] if number in self.nan and samplers else None
-        contexts = {i: self._read(plan.rows[i].table, plan.rows[i].start + len(tokens[i])) for i in samplers}
+        for row in rows:
+            self._look_back(row)
+        contexts = {i: self._read(plan.rows[i], 0) for i in samplers}
         drawn: list[int | None] = [None] * len(plan.rows)
         for i in samplers:
-            drawn[i] = self._draw(plan.rows[i], len(tokens[i]), i == bad)
+            drawn[i] = self._draw(plan.rows[i], i == bad)
         scores = {i: self._score(row) for i, row in enumerate(plan.rows) if row.targets}
         scored = sum(len(plan.rows[i].tokens) for i in scores)
         assert scored <= scored_positions(self.vocab), f"{scored} positions are scored in one step"
@@ -218,7 +249,8 @@ class ReferenceRunner:
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         targets = [b for _, b in copies]
         assert len(set(targets)) == len(targets), "two copies into one block"
-        assert SCRATCH not in targets, "a copy into the scratch block"
+        assert not set(targets) & set(self._scratches), "a copy into the scratch block"
+        assert all((a < self.num_blocks) == (b < self.num_blocks) for a, b in copies), "a copy into another pool"
         held = [list(self._cells[a]) for a, _ in copies]  # all reads before all writes
         for b in self.freed:
             # What is not finite stays so until somebody writes over it.
@@ -231,7 +263,7 @@ class ReferenceRunner:
         targets = [b for b, _ in plan.loads]
         assert len(set(targets)) == len(targets), "two loads into one block"
         assert SCRATCH not in targets, "a load into the scratch block"
-        assert not {a for a, b in plan.copies if a != SCRATCH and b in targets}, "a load over a copy"
+        assert not {a for a, b in plan.copies if a not in self._scratches and b in targets}, "a load over a copy"
         for block, content in plan.loads:
             cells = cells_of(content)
             assert len(cells) == self.block_size, "not a block's bytes"
@@ -245,24 +277,26 @@ class ReferenceRunner:
             seating.params, seating.choice, seating.prompt_length, seating.stop_ids, list(seating.history)
         )
 
-    def _write(self, rows: Sequence[Row]) -> list[tuple[int, ...]]:
-        """All rows write before any reads, as in a layer of a device. Returns their tokens, carried ones filled in."""
+    def _write(self, rows: Sequence[Row]) -> None:
+        """All rows write before any reads, as in a layer of a device."""
         written: set[tuple[int, int]] = set()
         tokens = [self._tokens(row) for row in rows]
         assert len({row.seat for row in rows}) == len(rows), "two rows of one seat"
         for row, own in zip(rows, tokens, strict=True):
             assert row.start >= 0 and own, "an empty row"
-            assert row.start + len(own) <= len(row.table) * self.block_size, "a row ends beyond its blocks"
+            assert len(row.tables) == len(self.windows), "a table for each pool"
             digest = self._slots[row.slot]
-            for at, token in enumerate(own, row.start):
-                assert 0 <= token < self.vocab, f"token {token} is not in the vocabulary"
-                place = row.table[at // self.block_size], at % self.block_size
-                assert place[0] != SCRATCH, "a row writes into the scratch block"
-                assert place not in written, "two rows write one position"
-                written.add(place)
-                self._cells[place[0]][place[1]] = cell(token, digest)
-        self.positions += len(written)
-        return tokens
+            for pool, table in enumerate(row.tables):
+                assert row.start + len(own) <= len(table) * self.block_size, "a row ends beyond its blocks"
+                for at, token in enumerate(own, row.start):
+                    assert 0 <= token < self.vocab, f"token {token} is not in the vocabulary"
+                    place = table[at // self.block_size], at % self.block_size
+                    assert (place[0] >= self.num_blocks) == bool(pool), "a block of another pool"
+                    assert place[0] not in self._scratches, "a row writes into the scratch block"
+                    assert place not in written, "two rows write one position"
+                    written.add(place)
+                    self._cells[place[0]][place[1]] = cell(token, digest)
+            self.positions += len(own)
 
     def _tokens(self, row: Row) -> tuple[int, ...]:
         assert row.seat in self._seats, f"seat {row.seat} was never taken"
@@ -275,20 +309,20 @@ class ReferenceRunner:
         assert seat.last is not None, "nothing was drawn in this seat that could be carried"
         return (seat.last,)
 
-    def _draw(self, row: Row, length: int, not_finite: bool) -> int:
+    def _draw(self, row: Row, not_finite: bool) -> int:
         seat = self._seats[row.seat]
-        context = self._read(row.table, row.start + length)
-        stale = _NAN in context[row.start + length :]
-        self.spoiled += stale
-        self.infected += _NAN in context[: row.start] and row.sequence not in self._ill
-        not_finite = not_finite or _NAN in context
-        del context[row.start + length :]
+        end = row.start + len(row.tokens)
+        cells = [self._read(row, i) for i in range(len(self.windows))]
+        self.spoiled += any(_NAN in own[end:] for own in cells)
+        self.infected += any(_NAN in own[: row.start] for own in cells) and row.sequence not in self._ill
+        not_finite = not_finite or any(_NAN in own for own in cells)
         if not_finite:
             self._ill.add(row.sequence)
-            for at in range(row.start, row.start + length):
-                self._cells[row.table[at // self.block_size]][at % self.block_size] = _NAN
-        banned = seat.stop_ids if len(context) < seat.prompt_length + seat.params.min_tokens else ()
-        token = next_token(context, seat.params, seat.choice, seat.history, self.vocab, banned)
+            for table in row.tables:
+                for at in range(row.start, end):
+                    self._cells[table[at // self.block_size]][at % self.block_size] = _NAN
+        banned = seat.stop_ids if end < seat.prompt_length + seat.params.min_tokens else ()
+        token = next_token(self._seen(row, end), seat.params, seat.choice, seat.history, self.vocab, banned)
         seat.last = 0 if not_finite else token
         seat.history.append(seat.last)
         return NOT_A_NUMBER if not_finite else token
@@ -297,17 +331,39 @@ class ReferenceRunner:
         seat = self._seats[row.seat]
         end = min(row.start + len(row.tokens) + 1, seat.prompt_length)
         assert row.targets == tuple(seat.history[row.start + 1 : end]), "these are not the prompt's next tokens"
-        cells = self._read(row.table, row.start + len(row.tokens))
-        return [score_of(cells[:at], token, seat.params) for at, token in enumerate(row.targets, row.start + 1)]
+        return [
+            score_of(self._seen(row, at), token, seat.params) for at, token in enumerate(row.targets, row.start + 1)
+        ]
 
-    def _read(self, table: Sequence[int], positions: int) -> list[int]:
-        """The cells of `positions`, and behind them what else lies in the last block: masked, but read by a device."""
-        cells: list[int | None] = []
-        for block in table[: -(-positions // self.block_size)]:
+    def _read(self, row: Row, pool: int) -> list[int | None]:
+        """The cells by position, as a device reads them to compute `row`: from the first block on that its first query
+        sees (None stands for what comes before that) to the end of the last, however little of it is written."""
+        table, window, size = row.tables[pool], self.windows[pool], self.block_size
+        sees = 0 if window is None else max(row.start + 1 - window, 0)
+        end = row.start + len(row.tokens)
+        self.given_back += table[: sees // size].count(SCRATCH)
+        cells: list[int | None] = [None] * (sees // size * size)
+        for block in table[sees // size : -(-end // size)]:
+            assert block not in self._scratches, "a block that was given back is read"
             cells += self._cells[block]
-        read = cells[:positions]
-        assert None not in read, f"position {read.index(None)} was read and is not (or no longer) written"
-        return cells  # type: ignore[return-value]
+        read = cells[sees:end]
+        assert None not in read, f"position {sees + read.index(None)} was read and is not (or no longer) written"
+        return cells
+
+    def _seen(self, row: Row, end: int) -> list[int]:
+        """What the layers see at the last position before `end`."""
+        context: list[int | None] = []
+        for pool, window in enumerate(self.windows):
+            context += self._read(row, pool)[0 if window is None else max(end - window, 0) : end]
+        return context  # type: ignore[return-value]
+
+    def _look_back(self, row: Row) -> None:
+        """What a window shows of a sequence is its own, also to rows that draw nothing."""
+        history = self._seats[row.seat].history
+        for pool in range(len(self.windows)):
+            if self.windows[pool] is not None:
+                known = zip(self._read(row, pool)[: row.start], history, strict=False)
+                assert all(c in (None, _NAN) or c & 0xFFFFF == t for c, t in known), "another's cell"
 
     def _logprobs(self, rows: Sequence[Row], drawn: Sequence[int | None]) -> list[TokenLogprob | None]:
         wanted = [self._seats[row.seat].params for row in rows]
@@ -319,10 +375,13 @@ class ReferenceRunner:
 
 
 class WatchedPool(BlockPool):
-    """Tells the runner which blocks are free, so that they are poison from the next launch on."""
+    """One of the runner's pools. Tells it which blocks are free, so that they are poison from the next launch on.
+    `row`: the most tokens of a row, where there is a window."""
 
-    def __init__(self, runner: ReferenceRunner):
-        super().__init__(runner.num_blocks, runner.block_size)
+    def __init__(self, runner: ReferenceRunner, index: int = 0, row: int = 0):
+        first, blocks = (runner.num_blocks, runner.window_blocks) if index else (0, runner.num_blocks)
+        window = runner.windows[index]
+        super().__init__(blocks, runner.block_size, first=first, window=None if window is None else Window(window, row))
         self._runner = runner
 
     def _vacate(self, block: int) -> None:

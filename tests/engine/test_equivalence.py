@@ -419,7 +419,7 @@ def _decode(runner: MLXRunner, steps: int, start: int) -> None:
     flights: list[Any] = []
     for i in range(start, start + steps):
         rows = tuple(
-            Row(seat, seat, 0, 40 + i, (CARRY,), list(range(1 + 8 * seat, 9 + 8 * seat)), True) for seat in (0, 1)
+            Row(seat, seat, 0, 40 + i, (CARRY,), [list(range(1 + 8 * seat, 9 + 8 * seat))], True) for seat in (0, 1)
         )
         flights.append(runner.launch(StepPlan(rows)))
         if len(flights) > 1:
@@ -430,7 +430,7 @@ def _decode(runner: MLXRunner, steps: int, start: int) -> None:
 def _prefill(runner: MLXRunner) -> None:
     for seat in (0, 1):
         table = list(range(1 + 8 * seat, 9 + 8 * seat))
-        row = Row(seat, seat, 0, 0, tuple(range(40)), table, True)
+        row = Row(seat, seat, 0, 0, tuple(range(40)), [table], True)
         runner.wait(runner.launch(StepPlan((row,), seatings=(Seating(seat, GREEDY, 0, 40, tuple(range(40))),))))
 
 
@@ -450,19 +450,19 @@ def test_steps_write_the_pool_in_place(large_pool: MLXRunner) -> None:
         return int(mx.get_peak_memory()) - int(before)
 
     def fork() -> None:
-        row = Row(0, 0, 0, 40, (CARRY,), list(range(1, 9)), True)
+        row = Row(0, 0, 0, 40, (CARRY,), [list(range(1, 9))], True)
         runner.wait(runner.launch(StepPlan((row,), copies=((3, 20), (4, 21)))))
 
     def swap() -> None:
         """Between two steps that are in flight; what was saved is what is loaded."""
-        row = Row(0, 0, 0, 40, (CARRY,), list(range(1, 9)), True)
+        row = Row(0, 0, 0, 40, (CARRY,), [list(range(1, 9))], True)
         before = runner.launch(StepPlan((row,)))
         saving = runner._save_blocks([2, 30])
         runner._built.extend(saving)
         runner._dispatch()
         runner.wait(before)
         runner.wait(Flight(StepPlan(()), saving, False))
-        saved = runner._pool.bytes_of(saving[0].marker, 2)
+        saved = runner._pool.bytes_of(saving[0].marker, saving[0].saves)
         assert any(saved[0])
         loading = runner._load_blocks([(30, saved[0]), (2, saved[1])])
         runner._built.extend(loading)
@@ -472,7 +472,7 @@ def test_steps_write_the_pool_in_place(large_pool: MLXRunner) -> None:
         runner.wait(after)
         again = runner._save_blocks([30, 2])
         mx.eval(again[0].marker)
-        assert runner._pool.bytes_of(again[0].marker, 2) == saved
+        assert runner._pool.bytes_of(again[0].marker, again[0].saves) == saved
 
     assert growth(lambda: _decode(runner, 6, 4)) < smallest // 2
     assert growth(lambda: _prefill(runner)) < smallest // 2

@@ -83,7 +83,7 @@ def check_hits(engine: Engine, oracle: Oracle) -> list[str]:
     return assert_agrees(loop, oracle, "a prefix that was there")
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.parametrize("family", [*tiny_models.FAMILIES, *tiny_models.WINDOWED])
 def test_a_family_is_served_as_mlx_lm_runs_it(
     family: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_family_is_served_as_mlx_lm_runs_it(
     check_every_way(make_engine(folder), Oracle.load(folder), record_property)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "qwen3_moe", "gpt2", "gemma3_text"])
 def test_a_prompt_that_lies_in_one_run_is_read_in_place(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,8 +102,8 @@ def test_a_prompt_that_lies_in_one_run_is_read_in_place(
     contiguous: list[tuple[int, int] | None] = []
     find = MLXRunner._contiguous
 
-    def watched(self: MLXRunner, rows: Any) -> tuple[int, int] | None:
-        contiguous.append(find(self, rows))
+    def watched(self: MLXRunner, rows: Any, pool: int) -> tuple[int, int] | None:
+        contiguous.append(find(self, rows, pool))
         return contiguous[-1]
 
     monkeypatch.setattr(MLXRunner, "_contiguous", watched)
@@ -111,7 +111,7 @@ def test_a_prompt_that_lies_in_one_run_is_read_in_place(
     assert any(contiguous), "nothing was read in place"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "qwen3_moe", "gemma3_text", "gpt_oss"])
 def test_chunks_that_begin_together_need_no_mask(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPUs read prompts; from two tokens on here."""
     monkeypatch.setattr(runner_module, "LEVEL_TOKENS", 2)

@@ -59,7 +59,7 @@ def serve(folder: Path, prompts: list[list[int]], scatter: bool) -> tuple[list[l
         pool.release(held[::2])
     scheduler = Scheduler(
         config.scheduler,
-        Tables(pool),
+        Tables([pool]),
         SlotTable(1),
         max_model_len=built.info.max_model_len,
         vocab_size=built.info.vocab_size,
@@ -85,8 +85,8 @@ def test_long_and_short_prompts_together_equal_each_alone(
     in_place: list[tuple[int, int]] = []
     contiguous = runner_module.MLXRunner._contiguous
 
-    def watch(self: Any, rows: Any) -> tuple[int, int] | None:
-        found = contiguous(self, rows)
+    def watch(self: Any, rows: Any, pool: int) -> tuple[int, int] | None:
+        found = contiguous(self, rows, pool)
         if found is not None:
             in_place.append(found)
         return found
@@ -105,7 +105,7 @@ def test_one_long_context_does_not_pad_the_short_ones(folder: Path, monkeypatch:
 
     def watch(self: Any, plan: Any, rows: list[int]) -> Any:
         if all(len(plan.rows[i].tokens) == 1 for i in rows):
-            widths.add((len(rows), max(len(plan.rows[i].table) for i in rows)))
+            widths.add((len(rows), max(len(plan.rows[i].tables[0]) for i in rows)))
         return build_part(self, plan, rows)
 
     monkeypatch.setattr(runner_module.MLXRunner, "_build_part", watch)
@@ -123,9 +123,9 @@ def test_decoding_rows_are_padded_to_good_counts(folder: Path, monkeypatch: pyte
     shapes: set[tuple[int, int]] = set()
     index_arrays = runner_module.MLXRunner._index_arrays
 
-    def watch(self: Any, rows: list[Any], count: int, length: int, width: int) -> Any:
+    def watch(self: Any, rows: list[Any], count: int, length: int, widths: Any) -> Any:
         shapes.add((count, length))
-        return index_arrays(self, rows, count, length, width)
+        return index_arrays(self, rows, count, length, widths)
 
     monkeypatch.setattr(runner_module.MLXRunner, "_index_arrays", watch)
     monkeypatch.setattr(build_module, "Tuned", lambda: Tuned(rows=(7, 16)))

@@ -60,13 +60,13 @@ def needed(built: Built, *rows: Row, params: SamplingParams = GREEDY) -> int:
 
 def chunk(length: int, start: int, *, apart: bool) -> Row:
     table = list(range(1, 1 + -(-(start + length) // 16)))
-    return Row(0, 0, 0, start, (7,) * length, table[::-1] if apart else table, True)
+    return Row(0, 0, 0, start, (7,) * length, [table[::-1] if apart else table], True)
 
 
 def decodes(rows: int, context: int, *, shared: bool) -> list[Row]:
     width = context // 16 + 1
     return [
-        Row(i, i, 0, context, (7,), [1 + (j if shared else i * width + j) for j in range(width)], True)
+        Row(i, i, 0, context, (7,), [[1 + (j if shared else i * width + j) for j in range(width)]], True)
         for i in range(rows)
     ]
 
@@ -126,19 +126,22 @@ def test_the_largest_steps_are_cut(built: Built) -> None:
         runner._limits = limits
 
 
-def test_a_plan_reads_no_weights_and_comes_to_what_a_build_does(tmp_path: Path) -> None:
-    folder = tiny_models.make(tmp_path / "model", "qwen3", seed=1)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "spark2_5"])
+def test_a_plan_reads_no_weights_and_comes_to_what_a_build_does(family: str, tmp_path: Path) -> None:
+    folder = tiny_models.make(tmp_path / "model", family, seed=1)
     config = EngineConfig(
         ModelConfig(str(folder)), CacheConfig(num_blocks=32), lora=LoraConfig(max_loras=2), scheduler=SchedulerConfig(4)
     )
     before = mx.get_active_memory()
     memory, longest = plan(config)
     assert mx.get_active_memory() - before < memory.weights / 4
-    info = build(config, {}, lambda stage, fraction: None).info
+    built = build(config, {}, lambda stage, fraction: None)
+    info = built.info
     assert longest == info.max_model_len
-    assert [getattr(memory, part) for part in ("weights", "pool", "adapter_slots_wanted", "block_bytes")] == [
-        getattr(info.memory, part) for part in ("weights", "pool", "adapter_slots_wanted", "block_bytes")
-    ]
+    parts = ("weights", "pool", "pools", "adapter_slots_wanted", "block_bytes")
+    assert [getattr(memory, part) for part in parts] == [getattr(info.memory, part) for part in parts]
+    assert built.runner.pool_bytes == memory.pool
+    assert info.kv_bytes_per_token * 16 == sum(pool.block_bytes for pool in memory.pools)
 
 
 def test_a_device_that_is_too_small_is_said_with_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,6 @@ from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.engine.tables import Tables
 from mlx_tandem.engine.tier import Tier
 from mlx_tandem.kv.hashing import Chain
-from mlx_tandem.kv.prefix import Entry
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine.drive import LateDrive, Store
 from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, make_engine, play
@@ -105,8 +104,8 @@ def _publish_before_loaded(patch: pytest.MonkeyPatch) -> None:
 
     def seat(self: Tables, s: Sequence) -> None:
         original(self, s)
-        if self._loads and self.prefixes is not None:
-            self.prefixes.publish(self._chain(s), s.tokens[: s.scheduled], s.table, s.published)
+        if self._loads:
+            self._caches[0].publish(self._chain(s), s.tokens[: s.scheduled], s.table, s.published)
 
     patch.setattr(Tables, "seat", seat)
 
@@ -146,7 +145,7 @@ def _load_one_further(patch: pytest.MonkeyPatch) -> None:
 def _save_a_step_late(patch: pytest.MonkeyPatch) -> None:
     """What a block held is read when its next owner may have written to it."""
     original = Tier.take_saves
-    held: dict[int, dict[int, Entry]] = {}
+    held: dict[int, dict[bytes, Any]] = {}
 
     def take_saves(self: Tier) -> tuple[int, ...]:
         before, held[id(self)] = held.get(id(self), {}), self._evicted

@@ -42,7 +42,16 @@ def ask(loop: Loop, number: int, drive: DiskCache) -> None:
 
 @pytest.mark.parametrize(
     ("family", "bits"),
-    [("llama", 16), ("gemma2", 16), ("deepseek_v3", 16), ("qwen3_moe", 8), ("gpt2", 4)],
+    [
+        ("llama", 16),
+        ("gemma2", 16),
+        ("deepseek_v3", 16),
+        ("qwen3_moe", 8),
+        ("gpt2", 4),
+        ("gemma3_text", 16),
+        ("spark2_5", 16),
+        ("gpt_oss", 8),
+    ],
 )
 @pytest.mark.parametrize("step_blocks", [2, 100])
 def test_a_hit_on_the_drive_is_a_hit_in_memory(
@@ -78,7 +87,7 @@ def test_a_hit_on_the_drive_is_a_hit_in_memory(
         second.close()
 
 
-@pytest.mark.parametrize(("family", "depth"), [("llama", 0), ("llama", 1), ("gemma2", 1)])
+@pytest.mark.parametrize(("family", "depth"), [("llama", 0), ("llama", 1), ("gemma2", 1), ("gemma3_text", 1)])
 def test_what_is_given_to_others_is_saved_before_they_write_to_it(family: str, depth: int, tmp_path: Path) -> None:
     """A pool for one prompt: three take turns in it, each comes back as it was."""
     folder = tiny_models.make(tmp_path / family, family)

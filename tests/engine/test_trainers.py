@@ -253,6 +253,7 @@ def serve_and_train(folder: Path, dtype: str = "float32") -> tuple[Engine, Train
         ("qwen3", None, "float32", 1e-4),
         ("llama", 4, "float32", 1e-4),
         ("gemma2", None, "float32", 1e-4),
+        ("gemma3_text", None, "float32", 1e-4),
         ("qwen3_moe", None, "float32", 1e-4),
         ("qwen3", None, "bfloat16", 0.1),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any
 
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
@@ -24,7 +25,7 @@ from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine import drive as drives
 from tests.engine.harness import Loop
-from tests.engine.reference import BASE, ReferenceRunner, WatchedPool, alone, logprob_of, scores_alone
+from tests.engine.reference import BASE, ReferenceRunner, WatchedPool, Windows, alone, logprob_of, scores_alone
 
 VOCAB = 13
 EOS = 12
@@ -56,11 +57,15 @@ class Engine:
     runner: ReferenceRunner
     loop: Loop
     max_num_seqs: int
-    room: int  # tokens that fit
 
     @property
     def scheduler(self) -> Scheduler:
         return self.loop.scheduler
+
+    @property
+    def room(self) -> int:
+        """Tokens that fit."""
+        return min(self.scheduler._max_model_len, self.scheduler._tables.longest)
 
 
 def make_engine(
@@ -78,50 +83,53 @@ def make_engine(
     drive: Drive | None = None,
     write_through: bool = False,
     patience: float = 60.0,
+    max_chunk_tokens: int = 1024,
     wrap: Callable[[ReferenceRunner], Runner] = lambda runner: runner,
     **runner_options: object,
 ) -> Engine:
     runner = ReferenceRunner(num_blocks, block_size, max_num_seqs, max_loras, VOCAB, **runner_options)  # type: ignore[arg-type]
-    pool: BlockPool = WatchedPool(runner)
+    pools: list[BlockPool] = [WatchedPool(runner, i, max_chunk_tokens) for i in range(len(runner.windows))]
     slots = SlotTable(max_loras)
-    cache = PrefixCache(pool, namespace_of(block_size)) if prefixes else None
-    tier = (
-        Tier(pool, cache, 8 * block_size, write_through=write_through, patience=patience) if drive and cache else None
-    )
+    caches = [PrefixCache(pool, namespace_of(block_size)) for pool in pools] if prefixes else []
+    sizes = [8 * block_size for _ in pools]
+    tier = Tier(pools, caches, sizes, write_through=write_through, patience=patience) if drive and caches else None
     if tier is not None and drive is not None:
         tier.open(drive, drives.BASE)
     scheduler = scheduler_module.Scheduler(
         SchedulerConfig(
-            max_num_seqs=max_num_seqs, prefill_batch_size=prefill_batch_size, max_inflight_tokens=max_inflight_tokens
+            max_num_seqs=max_num_seqs,
+            max_chunk_tokens=max_chunk_tokens,
+            prefill_batch_size=prefill_batch_size,
+            max_inflight_tokens=max_inflight_tokens,
         ),
-        Tables(pool, cache, tier),
+        Tables(pools, caches, tier),
         slots,
         max_model_len=max_model_len,
         vocab_size=VOCAB,
         eos_token_ids=eos,
     )
-    loop = Loop(scheduler, wrap(runner), pool, slots, depth=depth)
-    return Engine(runner, loop, max_num_seqs, min(max_model_len, pool.usable_blocks * block_size))
+    loop = Loop(scheduler, wrap(runner), pools[0], slots, depth=depth)
+    return Engine(runner, loop, max_num_seqs)
 
 
 def digest_of(request: Request) -> str:
     return request.adapter.digest if request.adapter else BASE
 
 
-def expected(request: Request, choice: int, eos: tuple[int, ...] = ()) -> list[int]:
+def expected(request: Request, choice: int, eos: tuple[int, ...] = (), windows: Windows = (None,)) -> list[int]:
     stops = request.params.stop_token_ids + (() if request.params.ignore_eos else eos)
-    return alone(request.prompt, request.params, choice, digest_of(request), VOCAB, stops)
+    return alone(request.prompt, request.params, choice, digest_of(request), VOCAB, stops, windows)
 
 
 def stops_of(request: Request, eos: tuple[int, ...]) -> set[int]:
     return set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else set(eos))
 
 
-def assert_exact(loop: Loop, eos: tuple[int, ...] = ()) -> None:
+def assert_exact(loop: Loop, eos: tuple[int, ...] = (), windows: Windows = (None,)) -> None:
     """Each sequence said what it says alone; those that did not finish, a beginning of it."""
     for (request_id, choice), tokens in loop.tokens.items():
         request = loop.requests[request_id]
-        want = expected(request, choice, eos)
+        want = expected(request, choice, eos, windows)
         finish = loop.finished.get((request_id, choice))
         where = f"request {request_id}, choice {choice}"
         if request_id in loop.moved:  # the harness looked at each token
@@ -140,7 +148,7 @@ def assert_exact(loop: Loop, eos: tuple[int, ...] = ()) -> None:
         assert logprobs == ([logprob_of(t, request.params) for t in tokens] if asked else []), f"{where}: logprobs"
         if tokens and request.params.prompt_logprobs is not None:
             scores, said = (
-                scores_alone(request.prompt, request.params, digest_of(request)),
+                scores_alone(request.prompt, request.params, digest_of(request), windows),
                 loop.prompt_logprobs.get(request_id, []),
             )
             assert said == scores or (request_id in loop.moved and len(said) == len(scores)), (
@@ -168,6 +176,7 @@ class Outcome:
     work: int = 0
     loads: int = 0  # blocks that came from a drive
     saves: int = 0  # blocks on it
+    given_back: int = 0  # blocks before the windows of rows that were not read for them
     most_steps: float = 0.0  # of a workload, per token of work
 
     def __iadd__(self, other: Outcome) -> Outcome:
@@ -187,6 +196,7 @@ class Settings:
     faults: bool = True
     most_requests: int = 12
     patience: int = 2
+    windows: bool = False  # layers see a window, all or some of them
     depths: tuple[int, ...] = field(default=(0, 1, 1))
 
 
@@ -254,6 +264,8 @@ def play(
     eos = (EOS,)
     priorities = rng.choice(((0,), (0,), (0, 0, -1, 5)))
     limited = rng.random() < 0.3
+    options = _draw_windows(rng) if settings.windows else {}
+    windows: Windows = options.get("windows", (None,))
     engine = make_engine(
         num_blocks=rng.choice((7, 9, 12, 30, 90) if drive is None else (9, 12, 16, 30)),
         block_size=rng.choice((1, 2, 4, 4)),
@@ -269,6 +281,7 @@ def play(
         patience=rng.choice((0.0, 60.0, 60.0)) if drive is not None else 0.0,
         fail=fail,
         nan=nan,
+        **options,
     )
     loop, scheduler = engine.loop, engine.scheduler
     if scheduler.tier is not None:
@@ -306,7 +319,7 @@ def play(
         if not busy and len(loop.requests) == total:
             break
     loop.assert_idle()
-    assert_exact(loop, eos)
+    assert_exact(loop, eos, windows)
     # One step ahead, a sequence may end while the row that spoils its blocks is still on the device; else nobody meets
     # what another has spoilt.
     assert not engine.runner.spoiled or loop.depth, "one row's failure spoilt another's"
@@ -326,10 +339,20 @@ def play(
         held_back=held_back,
         loads=engine.runner.loads,
         saves=len(store.blocks),
+        given_back=engine.runner.given_back,
         steps=loop.steps,
         work=work,
         most_steps=loop.steps / max(work, 20),
     )
+
+
+def _draw_windows(rng: Random) -> dict[str, Any]:
+    """Of a model whose layers all have a window, or with a second pool for those that have."""
+    window = rng.choice((1, 2, 3, 5, 8))
+    chunk = {"max_chunk_tokens": rng.choice((8, 8, 64))}
+    if rng.random() < 0.3:
+        return {"windows": (window,), **chunk}
+    return {"windows": (None, window), "window_blocks": rng.choice((5, 7, 9, 14, 30)), **chunk}
 
 
 def _publish(rng: Random, old: AdapterRef | None) -> AdapterRef:

@@ -71,6 +71,13 @@ def test_windows_are_checked(right: Fused) -> None:
     assert choose("auto", SHAPES, BLOCK, [50], [broken], faster).name == "portable"
 
 
+def test_tables_that_begin_with_a_window_are_checked(right: Fused) -> None:
+    broken = replace(right, make=Broken(right.make, "/ BLOCK - passed]", "/ BLOCK]"))
+    assert choose("auto", SHAPES, BLOCK, [], [broken], faster).name == "cuda"
+    assert choose("auto", SHAPES, BLOCK, [50], [broken], faster).name == "portable"
+    assert choose("auto", SHAPES, BLOCK, [50, 1024], [right], faster).name == "cuda"
+
+
 def test_the_next_one_is_tried(right: Fused) -> None:
     broken = Fused("metal", Broken(right.make, "k <= position", "k < position"))
     assert choose("auto", SHAPES, BLOCK, [], [broken, right], faster).name == "cuda"

@@ -68,6 +68,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     warps=st.sampled_from([0, 1, 2, 8]),
     depth=st.sampled_from([0, 3]),
     backwards=st.booleans(),
+    more=st.sampled_from([None, 0, 25]),
 )
 # A split ends within a tile.
 @example(seed=1, rows=2, longest=300, window=EVERYTHING, splits=2, warps=0, depth=3, backwards=False)
@@ -82,7 +83,9 @@ def test_it_is_attention(
     warps: int,
     depth: int,
     backwards: bool,
+    more: int | None,
 ) -> None:
+    """`more`: how many positions beyond the window the tables keep; None: all."""
     rng = np.random.default_rng(seed)
     kv_heads, length = 2, int(rng.integers(2, 9)) if kind.many else 1
     form = RowFormat(kv_heads, kind.dim, kind.dtype, kind.bits, 32)
@@ -90,11 +93,14 @@ def test_it_is_attention(
     width = -(-int(offsets.max() + length) // kind.block) + int(rng.integers(0, 3))
     blocks = 1 + rows * width
     tables = 1 + rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
-    # All of the pool is NaN but the rows' own keys and values.
+    # All of the pool is NaN but the rows' own keys and values, from the first block on that their tables keep.
+    keeps = None if more is None or window == EVERYTHING else window + more
+    first = np.maximum(offsets + 1 - (keeps or EVERYTHING), 0) // kind.block
     at = np.arange(width * kind.block)
     kept = np.zeros((blocks, kind.block), bool)
     for row in range(rows):
-        kept[tables[row, at // kind.block], at % kind.block] = at < offsets[row] + length
+        own = (at < offsets[row] + length) & (at >= first[row] * kind.block)
+        kept[tables[row, at // kind.block], at % kind.block] = own
     pool, halves = [], []
     for _ in range(2):
         numbers = rng.standard_normal((kv_heads, blocks, kind.block, kind.dim)).astype(np.float32)
@@ -108,13 +114,18 @@ def test_it_is_attention(
     # The last row is padding: it must come to no harm and do none.
     offsets[-1], tables[-1] = (0, 0) if rows > 1 else (offsets[-1], tables[-1])
     real = rows - 1 if rows > 1 else rows
+    first = np.maximum(offsets + 1 - (keeps or EVERYTHING), 0) // kind.block
+    begun = np.take_along_axis(np.pad(tables, ((0, 0), (0, width))), first[:, None] + np.arange(width), 1)
+    for half in halves if keeps else ():  # what is not kept is not asked for, and NaN beside a weight of 0
+        np.nan_to_num(half, copy=False)
     got = PagedAttention(shim.maker(built, backwards=backwards), form, kind.block)(
         queries,
         pool,
-        mx.array(tables),
+        mx.array(begun),
         mx.array(offsets),
         kind.dim**-0.5,
         window=window,
+        kept=keeps,
         sinks=sinks,
         cap=kind.cap,
         splits=splits,

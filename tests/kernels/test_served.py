@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import mlx.core as mx
 import numpy as np
@@ -52,9 +52,20 @@ def ask() -> list[Request]:
     return [Request(i, prompt, params) for i, prompt in enumerate(PROMPTS)]
 
 
-@pytest.mark.parametrize(("family", "kv_bits"), [("llama", 16), ("llama", 8), ("qwen3", 16), ("gemma", 16)])
-def test_it_says_what_mlx_lm_says(tmp_path: Path, family: str, kv_bits: Literal[16, 8], calls: list[int]) -> None:
-    folder = tiny_models.make(tmp_path / "model", family)
+@pytest.mark.parametrize(
+    ("family", "kv_bits", "changes"),
+    [
+        ("llama", 16, {}),
+        ("llama", 8, {}),
+        ("llama", 16, tiny_models.WINDOW),  # tables begin with the window's first block
+        ("qwen3", 16, {}),
+        ("gemma", 16, {}),
+    ],
+)
+def test_it_says_what_mlx_lm_says(
+    tmp_path: Path, family: str, kv_bits: Literal[16, 8], changes: dict[str, Any], calls: list[int]
+) -> None:
+    folder = tiny_models.make(tmp_path / "model", family, **changes)
     backends = [Fused("cuda", shim.maker(tmp_path))]
     engine = make_engine(folder, kv_bits=kv_bits, kv_group_size=16, attention_backend="cuda", backends=backends)
     engine.built.runner.levels = True  # as on the devices that have such kernels

@@ -5,22 +5,22 @@ from __future__ import annotations
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.adapters.formats import LinearShape
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from mlx_tandem.engine.budget import Needs, StepCost, StepLimits, divide, sequences
+from mlx_tandem.engine.budget import Needs, StepCost, StepLimits, _pools, divide, sequences
 from mlx_tandem.engine.cost import LENGTHS, longest_within, padded_length
 from mlx_tandem.engine.plan import StepResult
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.tables import Tables
 from mlx_tandem.errors import ModelError
-from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.kv.pool import BlockPool, Window
 from mlx_tandem.model.footprint import SlotRoom, bucket, slot_bytes
 from mlx_tandem.model.shapes import cut, row_count, table_width
-from mlx_tandem.types import Request, SamplingParams
+from mlx_tandem.types import MemoryBudget, PoolBudget, Request, SamplingParams
 
 SIZES = st.integers(0, 1 << 34)
 COSTS = st.builds(
@@ -33,6 +33,7 @@ COSTS = st.builds(
     rows=st.integers(1, 256),
     longest=st.integers(1, 1 << 16),
 )
+WINDOWS = st.builds(Window, tokens=st.integers(1, 1 << 14), row=st.integers(1, 1 << 11))
 NEEDS = st.builds(
     Needs,
     weights=SIZES,
@@ -41,6 +42,8 @@ NEEDS = st.builds(
     adapter_slots=SIZES,
     block=st.integers(1, 1 << 22),
     max_model_len=st.integers(1, 1 << 16),
+    window=st.one_of(st.none(), WINDOWS),
+    window_block=st.one_of(st.just(0), st.integers(1, 1 << 22)),
 )
 
 
@@ -54,6 +57,8 @@ def test_the_parts_fit_the_device(needs: Needs, limit: int, blocks: int, fractio
     try:
         memory = divide(config(blocks, fraction), limit, needs)
     except ModelError:
+        if needs.window is not None:
+            return  # below
         least = (blocks or 2) * needs.block
         room = limit - needs.weights - needs.learning - needs.step.least()
         short = room - max(0, (limit - needs.weights - needs.learning) // 16)  # activations may take as much more
@@ -61,8 +66,10 @@ def test_the_parts_fit_the_device(needs: Needs, limit: int, blocks: int, fractio
         assert refused
         return
     assert memory.total <= limit
-    assert memory.pool % needs.block == 0 and memory.pool >= 2 * needs.block
-    assert not blocks or memory.pool == blocks * needs.block
+    assert memory.pool == sum(pool.num_blocks * pool.block_bytes for pool in memory.pools)
+    assert len(memory.pools) == 1 + bool(needs.window and needs.window_block)
+    assert all(pool.num_blocks >= 2 for pool in memory.pools)
+    assert not blocks or memory.pools[0].num_blocks == blocks
     assert memory.adapter_slots <= memory.adapter_slots_wanted == needs.adapter_slots
     assert memory.activations >= needs.step.least()
     limits = needs.step.within(memory.activations)
@@ -88,6 +95,49 @@ def test_as_many_sequences_fit_as_have_their_blocks(blocks: int, block_size: int
     memory = divide(config(blocks, block_size=block_size), 1 << 40, Needs(0, step, 0, 0, 10, 1))
     n, each = sequences(memory, block_size, length), -(-length // block_size)
     assert n * each <= blocks - 1 < (n + 1) * each
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 1 << 20),
+    st.integers(1, 1 << 20),
+    WINDOWS,
+    st.integers(10, 17).map(lambda bits: 1 << bits),
+    st.integers(20, 38).map(lambda bits: 1 << bits),
+)
+def test_both_pools_are_of_use(block: int, window_block: int, window: Window, length: int, room: int) -> None:
+    """Of what fits of sequences of any length, no less than a third of the best that a split for this length holds, if
+    the memory is for more than a few; and never more than sequences can use."""
+    needs = Needs(0, StepCost(1, 1, 1, 0, 8, 16, 1), 0, 0, block, length, window=window, window_block=window_block)
+    pools = _pools(config(), needs, room)
+    spent = sum((pool.num_blocks - 1) * pool.block_bytes for pool in pools)
+    whole, held = -(-length // 16), window.held(16)
+    least = min(window.most(16), whole) * window_block
+    assert spent <= max(room, least)
+    assert pools[0].num_blocks - 1 <= 16 * whole
+    assert pools[1].num_blocks - 1 <= 16 * min(held, whole) + min(window.most(16), whole)
+    budget = MemoryBudget(pools=pools)
+    for tokens in {min(512, length), min(4096, length), length}:
+        blocks = -(-tokens // 16)
+        best = (room - least) // (blocks * block + min(held, blocks) * window_block)
+        assert sequences(budget, 16, tokens) >= min(best, 16) // 3 - 1, (tokens, best)
+
+
+@settings(deadline=None)
+@given(st.integers(2, 3000), st.integers(1, 3000), WINDOWS, st.integers(1, 40_000))
+def test_as_many_sequences_fit_as_have_their_windows(blocks: int, windows: int, window: Window, length: int) -> None:
+    """Tried with books of blocks: all are seated one after the other and read their prompts."""
+    first = BlockPool(blocks, 16)
+    second = BlockPool(windows + 1, 16, first=blocks, window=window)
+    budget = MemoryBudget(
+        pools=(PoolBudget(blocks, 1), PoolBudget(windows + 1, 1, window=window.tokens, row=window.row))
+    )
+    n = sequences(budget, 16, length)
+    for _ in range(n):
+        assert first.allocate(first.blocks_for(length)) is not None
+        held = second.allocate(second.end_of_seating(0, length))
+        assert held is not None
+        second.release(held[window.held(16) :])
 
 
 def test_too_little_memory_is_refused_with_the_figures() -> None:
@@ -157,6 +207,7 @@ def test_adapters_that_are_read_at_the_same_time_share_the_room() -> None:
     assert len(kept) == 3
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 6000), min_size=1, max_size=12), st.sampled_from((64, 100, 512)), st.integers(1, 1 << 22)
 )
@@ -164,7 +215,7 @@ def test_a_step_s_prompts_stay_within_its_tokens_and_pairs(lengths: list[int], m
     """On a device so fast that time bounds nothing; and every prompt is read to its end."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=16, max_chunk_tokens=most, idle_prefill_ms=1e9, prefill_share=1e9),
-        Tables(BlockPool(6000, 16)),
+        Tables([BlockPool(6000, 16)]),
         SlotTable(1),
         max_model_len=8192,
         vocab_size=10,

@@ -15,8 +15,9 @@ BLOCK, HEADS, DIM, LENGTH = 4, 2, 16, 8
 
 @pytest.mark.parametrize("bits", [0, 4, 8])
 @pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("start", [0, 5, 8])
-def test_a_level_chunk_sees_what_a_table_shows(bits: int, in_place: bool, start: int) -> None:
+@pytest.mark.parametrize(("start", "kept"), [(0, None), (5, None), (8, None), (0, 2), (8, 3)])
+def test_a_level_chunk_sees_what_a_table_shows(bits: int, in_place: bool, start: int, kept: int | None) -> None:
+    """Or a table that begins with the block of a window's first position."""
     form = RowFormat(HEADS, DIM, mx.float32, bits, 8)
     cache, pool = PagedCache(LayerShape(form, form)), KVArrays([LayerShape(form, form)], 9, BLOCK)
     table = np.array([[2, 3, 4, 5]], np.int32)
@@ -26,26 +27,33 @@ def test_a_level_chunk_sees_what_a_table_shows(bits: int, in_place: bool, start:
     def fetch(first: int, end: int, level: int | None) -> tuple[mx.array, mx.array]:
         at = np.arange(first, end)[None]
         slots = mx.array((table[0][at // BLOCK] * BLOCK + at % BLOCK).astype(np.int32))
-        run = (2, 6) if in_place and level is not None else None
+        passed = max(first + 1 - (kept or 99), 0) // BLOCK
+        run = (2 + passed, 6) if in_place and level is not None else None
         view = StepView(
-            mx.array([first], mx.int32), slots, mx.array(table),
-            num_blocks=9, block_size=BLOCK, mask_axes=1, in_place=run, level=level,
+            mx.array([first], mx.int32), slots, mx.array(table[:, passed:]),
+            num_blocks=9, block_size=BLOCK, mask_axes=1, in_place=run, level=level, kept=kept,
         )  # fmt: skip
         cache.bind(pool.layers[0], view)
         seen = cache.update_and_fetch(keys[:, :, first:end], values[:, :, first:end])
         whole = view.mask(end - first, None)
         mx.eval(seen, whole)
-        assert cache.make_mask(end - first) == "causal" if level is not None else whole.shape[-1] == table.size * BLOCK
+        assert cache.make_mask(end - first) == "causal" if level is not None else whole.shape[-1] == seen[0].shape[2]
+        masks[level] = cache.make_mask(end - first, return_array=True, window_size=kept)
         pool.layers = [cache.release()]
         return seen
+
+    masks: dict[int | None, mx.array | str] = {}
 
     if start:
         fetch(0, start, None)
     level = fetch(start, start + LENGTH, start)
     plain = fetch(start, start + LENGTH, None)
-    for ours, theirs in zip(level, plain, strict=True):
-        assert ours.shape[2] == start + LENGTH
-        assert mx.array_equal(ours, theirs[:, :, : start + LENGTH])
+    length = start + LENGTH - max(start + 1 - (kept or 99), 0) // BLOCK * BLOCK
+    for ours, theirs in zip((*level, masks[start]), (*plain, masks[None]), strict=True):
+        assert isinstance(ours, mx.array) and isinstance(theirs, mx.array)
+        axis = 2 if ours.shape[1] == HEADS else 3
+        assert ours.shape[axis] == length
+        assert mx.array_equal(ours, mx.take(theirs, mx.arange(length), axis=axis))
 
 
 def test_a_level_mask_is_made_where_one_is_asked_for() -> None:

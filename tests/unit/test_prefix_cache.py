@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from mlx_tandem.kv.hashing import ROOT, Chain, Namespace, block_key
 from mlx_tandem.kv.pool import BlockPool
-from mlx_tandem.kv.prefix import PrefixCache
+from mlx_tandem.kv.prefix import PrefixCache, find
 
 BASE = Namespace("weights", "tokenizer", "float32", 4)
 OTHERS = {
@@ -46,10 +46,10 @@ def test_what_is_in_one_namespace_is_not_found_in_another() -> None:
         cache = PrefixCache(pool, BASE)
         table = pool.allocate(2) or []
         cache.publish(cache.chain(""), range(8), table)
-        assert cache.find(cache.chain(""), range(9)).blocks == table
+        assert find([cache], cache.chain(""), range(9)).tables[0] == table
         other = Chain(msgspec.structs.replace(BASE, **{name: value}).digest())
-        assert cache.find(other, range(9)).blocks == [], name
-        assert cache.find(other, range(7)).extra == 0, name
+        assert find([cache], other, range(9)).tables[0] == [], name
+        assert find([cache], other, range(7)).extra == 0, name
 
 
 def test_a_key_depends_on_namespace_parent_and_tokens() -> None:
@@ -71,8 +71,8 @@ def test_an_equal_key_with_other_tokens_is_a_miss(monkeypatch: pytest.MonkeyPatc
     pool = BlockPool(8, 4)
     cache = PrefixCache(pool, BASE)
     cache.publish(cache.chain(""), (1, 2, 3, 4), pool.allocate(1) or [])
-    assert cache.find(cache.chain(""), (4, 3, 2, 1, 0)).blocks == []
-    assert cache.find(cache.chain(""), (1, 2, 3, 4, 0)).blocks != []
+    assert find([cache], cache.chain(""), (4, 3, 2, 1, 0)).tables[0] == []
+    assert find([cache], cache.chain(""), (1, 2, 3, 4, 0)).tables[0] != []
 
 
 def test_another_block_size_than_the_pool_s_is_a_bug_that_says_so() -> None:
@@ -87,11 +87,11 @@ def test_the_longest_agreement_of_what_follows_is_found() -> None:
     for tokens in ((1, 2, 3, 4, 5), (1, 2, 3, 4, 9, 9), (1, 2, 3, 9), (1, 2, 3, 4, 5, 6, 7, 8), (0,) * 8):
         (blocks[tokens],) = pool.allocate(1) or []
         cache.publish(cache.chain(""), tokens, [blocks[tokens]])
-    found = cache.find(cache.chain(""), (1, 2, 3, 4, 5, 6, 7))
-    assert (found.source, found.extra) == (blocks[1, 2, 3, 4, 5, 6, 7, 8], 7)
-    found = cache.find(cache.chain(""), (1, 2, 3, 4, 9, 9, 9, 1))
-    assert (found.source, found.extra) == (blocks[1, 2, 3, 4, 9, 9], 6)
-    assert cache.find(cache.chain(""), (1, 2, 3, 8, 8, 8, 8)).extra == 0, "too few to copy"
+    found = find([cache], cache.chain(""), (1, 2, 3, 4, 5, 6, 7))
+    assert (found.sources[0], found.extra) == (blocks[1, 2, 3, 4, 5, 6, 7, 8], 7)
+    found = find([cache], cache.chain(""), (1, 2, 3, 4, 9, 9, 9, 1))
+    assert (found.sources[0], found.extra) == (blocks[1, 2, 3, 4, 9, 9], 6)
+    assert find([cache], cache.chain(""), (1, 2, 3, 8, 8, 8, 8)).extra == 0, "too few to copy"
 
 
 def test_leaves_go_before_what_they_follow_and_the_longest_unread_first() -> None:
@@ -107,8 +107,8 @@ def test_leaves_go_before_what_they_follow_and_the_longest_unread_first() -> Non
     for left in (3, 2, 1, 0):
         (block,) = pool.allocate(1) or []
         assert block == tables[0][left]
-        assert len(cache.find(cache.chain(""), range(17)).blocks) == left
-    assert len(cache.find(cache.chain(""), range(100, 117)).blocks) == 4
+        assert len(find([cache], cache.chain(""), range(17)).tables[0]) == left
+    assert len(find([cache], cache.chain(""), range(100, 117)).tables[0]) == 4
     assert cache.counts().evictions == 4
 
 
@@ -125,24 +125,24 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(adapter=st.sampled_from(["", "a"]), tokens=st.lists(st.integers(0, 2), min_size=1, max_size=9))
     def come(self, adapter: str, tokens: list[int]) -> None:
         chain = self.cache.chain(adapter)
-        found = self.cache.find(chain, tokens)
-        for i, block in enumerate(found.blocks):
+        found = find([self.cache], chain, tokens)
+        for i, block in enumerate(found.tables[0]):
             assert self.written[block] == (adapter, tuple(tokens[: 2 * i + 2])), "another's block"
         if found.extra:
-            known = 2 * len(found.blocks) + found.extra
-            own, there = self.written[found.source]
+            known = 2 * found.whole + found.extra
+            own, there = self.written[found.sources[0]]
             assert (own, there[:known]) == (adapter, tuple(tokens[:known])), "another's tokens"
-        self.pool.share(found.blocks)
-        fresh = self.pool.allocate(self.pool.blocks_for(len(tokens)) - len(found.blocks))
+        self.pool.share(found.tables[0])
+        fresh = self.pool.allocate(self.pool.blocks_for(len(tokens)) - found.whole)
         if fresh is None:
-            self.pool.release(reversed(found.blocks))
+            self.pool.release(reversed(found.tables[0]))
             return
-        table = found.blocks + fresh
-        for i in range(len(found.blocks), len(table)):
+        table = found.tables[0] + fresh
+        for i in range(found.whole, len(table)):
             self.written[table[i]] = adapter, tuple(tokens[: 2 * i + 2])
-        self.cache.publish(chain, tokens, table, len(found.blocks))
-        again = self.cache.find(self.cache.chain(adapter), tokens)
-        assert len(again.blocks) == len(tokens) // 2, "what was published is not found"
+        self.cache.publish(chain, tokens, table, found.whole)
+        again = find([self.cache], self.cache.chain(adapter), tokens)
+        assert again.whole == len(tokens) // 2, "what was published is not found"
         self.held.append((adapter, tokens, table))
 
     @precondition(lambda self: self.held)

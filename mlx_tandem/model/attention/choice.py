@@ -104,7 +104,7 @@ def _cases(shape: LayerShape, block_size: int, windows: Sequence[int]) -> Iterat
     rng = np.random.default_rng(0)
     for window in (None, *windows):
         for length in (1, MOST_QUERIES):
-            for longest in (90, 700):
+            for longest in (90, 700 + (window or 0)):
                 yield trial.invent(
                     rng,
                     str(form.dtype).rpartition(".")[2],

@@ -39,13 +39,14 @@ _ALIGN = 64  # keys; as in `spans`
 _SPANS = r"""
 #define EVERYTHING (1 << 30)
 DEVICE int first_seen(int offset, int window) { return max(0, offset + 1 - window) / 64 * 64; }
-// The keys that a row's queries see, cut into splits of one length but for the last.
+// The keys that a row's queries see, from `begin` on, where its table begins, cut into splits of one length but for the
+// last.
 struct Spans {
   int first, length, count;
 };
-DEVICE Spans spans(int offset, int stop, int window, int splits) {
+DEVICE Spans spans(int offset, int stop, int window, int begin, int splits) {
   Spans s;
-  s.first = first_seen(offset, window);
+  s.first = max(begin, first_seen(offset, window));
   s.length = ((stop - s.first + splits - 1) / splits + 63) / 64 * 64;
   s.count = (stop - s.first + s.length - 1) / s.length;
   return s;
@@ -141,13 +142,14 @@ _BODY = r"""
   const int kv_heads = GROUPS_X / parts, kv_head = GROUP_X / parts, row = GROUP_Y;
   const int from = GROUP_X % parts * QUERIES;  // of the head's queries, which lie by head, then by position
   const int offset = offsets[row], window = WINDOWED ? windows[0] : EVERYTHING;
-  const int stop = min(offset + length, width * BLOCK);
+  const int passed = WINDOWED ? max(0, offset + 1 - windows[1]) / BLOCK : 0;  // blocks before the table's first
+  const int reach = (passed + width) * BLOCK, stop = min(offset + length, reach);
 #if PARTIAL
-  const Spans span = spans(offset, stop, window, GROUPS_Z);
+  const Spans span = spans(offset, stop, window, passed * BLOCK, GROUPS_Z);
   const int begin = span.first + GROUP_Z * span.length, end = min(begin + span.length, stop);
   if (begin >= stop) return;
 #else
-  const int begin = WINDOWED ? first_seen(offset, window) : 0, end = stop;
+  const int begin = WINDOWED ? max(passed * BLOCK, first_seen(offset, window)) : 0, end = stop;
 #endif
 
   // The first tile is on its way while the queries are laid out. A tile's blocks are looked up long before they are
@@ -160,7 +162,7 @@ _BODY = r"""
 #define LOOK_UP(t)                                                                                      \
   UNROLL                                                                                                \
   for (int u = 0; u < DEPTH; u++)                                                                       \
-    in_table[u] = tables[row * width + (IN_ONE_BLOCK ? min(t, width * BLOCK - 1) : KEY(t, u)) / BLOCK];
+    in_table[u] = tables[row * width + (IN_ONE_BLOCK ? min(t, reach - 1) : KEY(t, u)) / BLOCK - passed];
   LOOK_UP(tile)
   int at[DEPTH];
 #define READ_KEYS(t)                                                                                    \
@@ -363,8 +365,9 @@ _TOGETHER = r"""
   constexpr int FOURS = (D + 127) / 128, DEPTH = 4;
   const int length = part_sums_shape[2], splits = part_sums_shape[3], heads = part_sums_shape[1];
   const int row = GROUP_Y, head = GROUP_X / length, query = GROUP_X % length, warps = THREADS / 32;
-  const int offset = offsets[row], stop = min(offset + length, tables_shape[1] * BLOCK);
-  const int count = spans(offset, stop, WINDOWED ? windows[0] : EVERYTHING, splits).count;
+  const int offset = offsets[row], passed = WINDOWED ? max(0, offset + 1 - windows[1]) / BLOCK : 0;
+  const int stop = min(offset + length, (passed + tables_shape[1]) * BLOCK);
+  const int count = spans(offset, stop, WINDOWED ? windows[0] : EVERYTHING, passed * BLOCK, splits).count;
   const size_t at = (((size_t)row * heads + head) * length + query) * splits;
   float greatest = -1e30f, all = 0.0f;
   for (int s = LANE; s < count; s += 32) greatest = max(greatest, part_states[2 * (at + s)]);
@@ -449,6 +452,7 @@ class PagedAttention:
         scale: float,
         *,
         window: int = EVERYTHING,
+        kept: int | None = None,
         sinks: mx.array | None = None,
         cap: float = 0.0,
         splits: int = 0,
@@ -457,8 +461,8 @@ class PagedAttention:
     ) -> mx.array:
         """[rows, heads, length, dim], at most MOST_QUERIES long; query i of a row is at position offset + i and sees
         what is not after it. pool: the arrays of keys, then of values, with the new ones in them; tables: [rows, width]
-        int32; offsets: [rows] int32. cap: scores are cap · tanh(score / cap). splits, warps, depth: how the work is
-        divided; 0: as the shapes suggest."""
+        int32; offsets: [rows] int32. kept: where the tables begin, as in `StepView`. cap: scores are
+        cap · tanh(score / cap). splits, warps, depth: how the work is divided; 0: as the shapes suggest."""
         form, block = self._form, self._block_size
         rows, heads, length, dim = queries.shape
         group = heads // form.heads
@@ -468,7 +472,8 @@ class PagedAttention:
         splits = splits or split_count(rows * across, positions)
         warps = warps or (8 if rows * across * splits <= PROCESSORS else 4)
         warps = min(warps, most_warps(together, dim))
-        windows = integers(window)
+        window = min(window, kept or EVERYTHING)
+        windows = integers(window, kept or EVERYTHING)
         inner = scale / cap if cap else scale * math.log2(math.e)
         scales = floats(inner, cap * math.log2(math.e))
         template: dict[str, Constant] = {

@@ -158,8 +158,18 @@ def answer(case: Case, attention: LayerKernels | None = None) -> mx.array:
     def view(positions: npt.NDArray[np.int32], real: npt.NDArray[np.bool_]) -> StepView:
         at = case.tables[np.arange(rows)[:, None], np.where(real, positions, 0) // block] * block + positions % block
         offset, slots = positions[:, 0].astype(np.int32), np.where(real, at, 0).astype(np.int32)
+        first = np.maximum(offset + 1 - (case.window or 1 << 30), 0) // block  # of the blocks that a row sees
+        seen = np.take_along_axis(
+            np.pad(case.tables, ((0, 0), (0, int(first.max())))), first[:, None] + np.arange(case.tables.shape[1]), 1
+        )
         return StepView(
-            mx.array(offset), mx.array(slots), mx.array(case.tables), num_blocks=blocks, block_size=block, mask_axes=1
+            mx.array(offset),
+            mx.array(slots),
+            mx.array(seen),
+            num_blocks=blocks,
+            block_size=block,
+            mask_axes=1,
+            kept=case.window,
         )
 
     if before := int(case.starts.max()):
