@@ -215,6 +215,7 @@ template <class V> static void store(void* p, V v) {
 #define WORDS4(a, b, c, d) uint4{a, b, c, d}
 #define BYTE(w, i) float(((w) >> (8 * (i))) & 255u)
 #define UNROLL
+#define ROLL
 #define START                                                                                             \
   const int THREAD = shim::current, THREADS = shim::threads, LANE = THREAD & 31, WARP = THREAD >> 5;       \
   const int GROUP_X = shim::group[0], GROUP_Y = shim::group[1], GROUP_Z = shim::group[2];                  \

@@ -9,7 +9,8 @@ types, and these words:
 - `LOAD16(pointer)` → uint4, `LOAD8(pointer)` → uint2, `STORE16(pointer, uint4)`: of device memory, aligned so;
 - `pair(word, T())` → float2: the two 16-bit numbers of type T in a word; `BYTE(word, i)` → float: its i-th byte;
   `FLOAT_BITS(word)`, `WORD_BITS(x)`; `FLOAT4(a, b, c, d)`, `WORDS4(a, b, c, d)` make a float4, a uint4;
-- `float(x)` and `T(x)` convert; `EXP2`, `TANH`, `RSQRT`, `min`, `max`; `UNROLL` before a loop of constant bounds;
+- `float(x)` and `T(x)` convert; `EXP2`, `TANH`, `RSQRT`, `min`, `max`; `UNROLL` before a loop of constant bounds,
+  `ROLL` before one whose body is to stand in the kernel once;
 - `DEVICE` before a function, and `GLOBAL` before what a pointer to an input or output points to;
 - `#define MOST_REGISTERS n` among the functions: of a thread. CUDA's compiler else takes as many as it likes, and a
   processor then holds fewer threads.
@@ -85,6 +86,7 @@ typedef unsigned int uint;
 #define WORDS4(a, b, c, d) make_uint4(a, b, c, d)
 #define BYTE(w, i) (__uint_as_float(__byte_perm(w, 0x4b000000u, 0x7540u | (i))) - 8388608.0f)
 #define UNROLL _Pragma("unroll")
+#define ROLL _Pragma("unroll 1")
 DEVICE float EXP2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -135,6 +137,7 @@ _METAL = r"""
 #define WORDS4(a, b, c, d) uint4(a, b, c, d)
 #define BYTE(w, i) float(((w) >> (8 * (i))) & 255u)
 #define UNROLL _Pragma("clang loop unroll(full)")
+#define ROLL _Pragma("clang loop unroll(disable)")
 DEVICE float2 pair(uint w, bfloat16_t) { return float2(as_type<float>(w << 16), as_type<float>(w & 0xffff0000u)); }
 DEVICE float2 pair(uint w, half) { return float2(as_type<half2>(w)); }
 DEVICE float2 pair(uint w, float) { return float2(as_type<float>(w), 0.0f); }

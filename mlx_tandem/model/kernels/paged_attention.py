@@ -28,8 +28,14 @@ WIDEST = 256
 PROCESSORS = 132
 """Of the largest device known."""
 
+MOST_WARPS = 4
+"""Of a block of threads: what the memory that it shares holds, as in the body."""
+
 RESIDENT = 3
 """Blocks of four warps that a processor holds."""
+
+LONG = 1024
+"""Positions from which on a context is long."""
 
 EVERYTHING = 1 << 30
 """The window of queries that see all that is before them."""
@@ -137,7 +143,7 @@ _BODY = r"""
   constexpr bool IN_ONE_BLOCK = BLOCK % TILE == 0 && 64 % TILE == 0;  // a tile's keys: splits begin at multiples of 64
   constexpr float LOWEST = -1e30f, HIDDEN = -3e38f;  // a maximum of nothing, a score: infinities without being any
   const int member = LANE % TEAM, team = LANE / TEAM, warps = THREADS / 32;
-  const int length = q_shape[2], width = tables_shape[1];
+  const int length = MANY ? q_shape[2] : 1, width = tables_shape[1];
   const int parts = (GROUP * length + QUERIES - 1) / QUERIES;
   const int kv_heads = GROUPS_X / parts, kv_head = GROUP_X / parts, row = GROUP_Y;
   const int from = GROUP_X % parts * QUERIES;  // of the head's queries, which lie by head, then by position
@@ -180,6 +186,7 @@ _BODY = r"""
   SHARED(int, positions, QUERIES);
   if (MANY && THREAD < QUERIES) positions[THREAD] = offset + (from + THREAD) % length;
   const size_t first = ((size_t)row * kv_heads + kv_head) * GROUP * length + from;
+  ROLL
   for (int i = THREAD; i < QUERIES * 4 * TEAM; i += THREADS) {
     const int lane = i % TEAM, j = i / TEAM % 4 * 4, n = i / (4 * TEAM);
     const int number = (j / RUN * TEAM + lane) * RUN + j % RUN;
@@ -201,6 +208,7 @@ _BODY = r"""
   UNROLL
   for (int i = 0; i < QUERIES * 16; i++) sum[i] = 0.0f;
 
+  ROLL
   while (tile < end) {
     PART value[DEPTH];
     UNROLL
@@ -285,78 +293,59 @@ _BODY = r"""
     }
   }
 
-  // The teams of a warp: each exchange leaves a lane with half of the numbers, summed over twice as many teams.
+  // Each team's sums are brought together through the memory of the block, as many queries at a time as fit there:
+  // little code, since a block runs so short that to fetch its instructions is much of what it takes.
+  constexpr int AT_ONCE = QUERIES < 2 ? QUERIES : 2, MOST_TEAMS = 4 * TEAMS;
+  SHARED(float4, sums, MOST_TEAMS * AT_ONCE * PADDED / 4);
+  SHARED(float, states, MOST_TEAMS * AT_ONCE * 2);
+  const int mine = WARP * TEAMS + team, teams = warps * TEAMS;
   UNROLL
-  for (int n = 0; n < QUERIES; n++) {
-    float greatest = most[n];
+  for (int n0 = 0; n0 < QUERIES; n0 += AT_ONCE) {
+    if (n0) BARRIER();
     UNROLL
-    for (int mask = TEAM; mask < 32; mask *= 2) greatest = max(greatest, SHUFFLE_XOR(greatest, mask));
-    const float factor = EXP2(most[n] - greatest);
-    most[n] = greatest;
-    total[n] *= factor;
-    UNROLL
-    for (int mask = TEAM; mask < 32; mask *= 2) total[n] += SHUFFLE_XOR(total[n], mask);
-    UNROLL
-    for (int j = 0; j < 16; j++) sum[n * 16 + j] *= factor;
-  }
-  int held = 0;
-  UNROLL
-  for (int step = 0; step < 4; step++) {
-    const int mask = TEAM << step, left = QUERIES * 8 >> step;
-    const bool upper = (LANE & mask) != 0;
-    UNROLL
-    for (int i = 0; i < QUERIES * 8; i++) {
-      if (mask < 32 && i < left) {
-        const float low = sum[i], high = sum[left + i];
-        const float other = SHUFFLE_XOR(upper ? low : high, mask);
-        sum[i] = (upper ? high : low) + other;
+    for (int c = 0; c < AT_ONCE; c++) {
+      const int n = n0 + c;
+      UNROLL
+      for (int j = 0; j < 16; j += 4) {
+        sums[((mine * AT_ONCE + c) * PADDED + (j / RUN * TEAM + member) * RUN + j % RUN) / 4] =
+            FLOAT4(sum[n * 16 + j], sum[n * 16 + j + 1], sum[n * 16 + j + 2], sum[n * 16 + j + 3]);
       }
+      if (member == 0) states[(mine * AT_ONCE + c) * 2] = most[n], states[(mine * AT_ONCE + c) * 2 + 1] = total[n];
     }
-    if (mask < 32) held += upper ? left : 0;
-  }
-
-  // The warps of the block.
-  constexpr int MOST_WARPS = QUERIES * PADDED > 512 ? 4 : 8;
-  SHARED(float, sums, MOST_WARPS * QUERIES * PADDED);
-  SHARED(float, states, MOST_WARPS * QUERIES * 2);
-  UNROLL
-  for (int i = 0; i < QUERIES * TEAM / 2; i++) {
-    const int n = (held + i) / 16, j = (held + i) % 16;
-    sums[(WARP * QUERIES + n) * PADDED + (j / RUN * TEAM + member) * RUN + j % RUN] = sum[i];
-  }
-  if (LANE == 0) {
-    UNROLL
-    for (int n = 0; n < QUERIES; n++) {
-      states[(WARP * QUERIES + n) * 2] = most[n];
-      states[(WARP * QUERIES + n) * 2 + 1] = total[n];
-    }
-  }
-  BARRIER();
-  for (int i = THREAD; i < QUERIES * D; i += THREADS) {
-    const int n = i / D, number = i % D;
-    if (from + n >= GROUP * length) break;
-    float greatest = LOWEST, x = 0.0f, all = 0.0f;
-    for (int w = 0; w < warps; w++) greatest = max(greatest, states[(w * QUERIES + n) * 2]);
-    const int head = kv_head * GROUP + (from + n) / length, heads = kv_heads * GROUP;
+    BARRIER();
+    ROLL
+    for (int i = THREAD; i < AT_ONCE * D / 4; i += THREADS) {
+      const int c = i / (D / 4), number = i % (D / 4) * 4, n = n0 + c;
+      if (from + n >= GROUP * length) break;
+      float greatest = LOWEST, all = 0.0f;
+      float4 x = FLOAT4(0.0f, 0.0f, 0.0f, 0.0f);
+      ROLL
+      for (int t = 0; t < teams; t++) greatest = max(greatest, states[(t * AT_ONCE + c) * 2]);
+      const int head = kv_head * GROUP + (from + n) / length, heads = kv_heads * GROUP;
 #if !PARTIAL
-    if (SINKS) {
-      const float sink = float(sinks[head]) * 1.4426950408889634f;
-      greatest = max(greatest, sink);
-      all = EXP2(sink - greatest);
-    }
+      if (SINKS) {
+        const float sink = float(sinks[head]) * 1.4426950408889634f;
+        greatest = max(greatest, sink);
+        all = EXP2(sink - greatest);
+      }
 #endif
-    for (int w = 0; w < warps; w++) {
-      const float factor = EXP2(states[(w * QUERIES + n) * 2] - greatest);
-      x += factor * sums[(w * QUERIES + n) * PADDED + number];
-      all += factor * states[(w * QUERIES + n) * 2 + 1];
-    }
+      ROLL
+      for (int t = 0; t < teams; t++) {
+        const float factor = EXP2(states[(t * AT_ONCE + c) * 2] - greatest);
+        const float4 part = sums[((t * AT_ONCE + c) * PADDED + number) / 4];
+        x.x += factor * part.x, x.y += factor * part.y, x.z += factor * part.z, x.w += factor * part.w;
+        all += factor * states[(t * AT_ONCE + c) * 2 + 1];
+      }
 #if PARTIAL
-    const size_t to = (first + n) * GROUPS_Z + GROUP_Z;
-    part_sums[to * D + number] = x;
-    if (number == 0) part_states[2 * to] = greatest, part_states[2 * to + 1] = all;
+      const size_t to = (first + n) * GROUPS_Z + GROUP_Z;
+      auto into = part_sums + to * D + number;
+      into[0] = x.x, into[1] = x.y, into[2] = x.z, into[3] = x.w;
+      if (number == 0) part_states[2 * to] = greatest, part_states[2 * to + 1] = all;
 #else
-    out[(((size_t)row * length + (from + n) % length) * heads + head) * D + number] = T(x / all);
+      auto into = out + (((size_t)row * length + (from + n) % length) * heads + head) * D + number;
+      into[0] = T(x.x / all), into[1] = T(x.y / all), into[2] = T(x.z / all), into[3] = T(x.w / all);
 #endif
+    }
   }
 """
 
@@ -470,8 +459,7 @@ class PagedAttention:
         across = form.heads * -(-group * length // together)
         positions = min(tables.shape[1] * block, window + _ALIGN)
         splits = splits or split_count(rows * across, positions)
-        warps = warps or (8 if rows * across * splits <= PROCESSORS else 4)
-        warps = min(warps, most_warps(together, dim))
+        warps = warps or MOST_WARPS
         window = min(window, kept or EVERYTHING)
         windows = integers(window, kept or EVERYTHING)
         inner = scale / cap if cap else scale * math.log2(math.e)
@@ -484,7 +472,7 @@ class PagedAttention:
             "QUERIES": together,
             "MANY": length > 1,
             "WINDOWED": window < EVERYTHING,
-            "DEPTH": depth or keys_ahead(form, together),
+            "DEPTH": depth or keys_ahead(form, together, positions),
             "CAPPED": cap > 0,
             "SINKS": sinks is not None,
         }
@@ -532,19 +520,13 @@ def queries_together(queries: int, dim: int) -> int:
     return next(n for n in (1, 2, 4, 8) if n >= min(queries, most))
 
 
-def most_warps(together: int, dim: int) -> int:
-    """Of a block of threads: what the memory that it shares holds, as in the body."""
-    padded = next(n for n in (32, 64, 128, 256) if n >= dim)
-    return 4 if together * padded > 512 else 8
-
-
-def keys_ahead(form: RowFormat, together: int) -> int:
+def keys_ahead(form: RowFormat, together: int, positions: int) -> int:
     """Keys of a team that are on their way at once: as many as registers hold, and with small heads so few that a tile
-    lies in one block of the pool."""
+    lies in one block of the pool. Short contexts are read with fewer: that is a shorter kernel."""
     wide = form.dtype == mx.float32 and not form.bits
     if together > 4:
         return 1 if wide else 2
-    return 4 if form.dim in (128, 256) and not wide else 2
+    return 4 if form.dim in (128, 256) and not wide and positions >= LONG else 2
 
 
 def split_count(blocks: int, positions: int) -> int:
