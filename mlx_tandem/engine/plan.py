@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from msgspec import Struct
+
 from mlx_tandem.types import SamplingParams, TokenLogprob
 
 CARRY = -1
@@ -33,8 +35,7 @@ class Seating:
     stop_ids: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(Struct, frozen=True, gc=False):
     """One sequence's share of one step: `tokens` at positions start, start + 1, … .
 
     Their keys and values go to the blocks of a table (position p lives in block `table[p // block_size]`), and each

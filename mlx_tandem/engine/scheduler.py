@@ -44,6 +44,8 @@ _WHOLE = 4 / 3
 
 _PRIORITY = attrgetter("priority")
 
+_CARRIED = (CARRY,)
+
 
 @dataclass(slots=True)
 class Settled:
@@ -183,7 +185,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return sum(1 + len(s.followers) for s in self._running)
+        return self._config.max_num_seqs - len(self._seats)
 
     @property
     def num_waiting(self) -> int:
@@ -209,19 +211,19 @@ class Scheduler:
             self._move(s)
         self._admit(left_out)
         loads = self._tables.take_loads()
-        for s in self._wanted(left_out):
-            if s.followers and s.scheduled == s.prompt_length - 1:
-                self._fork(s)
+        for s in [s for s in self._wanted(left_out) if s.followers and s.scheduled == s.prompt_length - 1]:
+            self._fork(s)
         for s in self._wanted(left_out):
             # A row before this one may have taken this sequence's blocks: then it has lost its seat.
             if s.seat >= 0 and s.wants_decode and not s.followers and self._reserve(s, s.scheduled + 1, rows):
-                rows.append(self._row(s, (CARRY,) if s.pending else (s.tokens[-1],)))
+                rows.append(self._row(s, _CARRIED if s.pending else (s.tokens[-1],)))
         self._plan_prefill(rows, left_out)
         saves = self._tables.take_saves()
         if not (rows or loads or saves):
             return None
-        planned = {row.sequence for row in rows}
-        seatings = [self._seating(s) for s in self._running if s.id in planned and not s.is_seated]
+        new = [s for s in self._running if not s.is_seated]
+        planned = {row.sequence for row in rows} if new else ()
+        seatings = [self._seating(s) for s in new if s.id in planned]
         # Who asked for an upload may be gone again: what nobody uses is not written, so it is not resident.
         uploads = [(slot, digest) for slot, digest in self._uploads if self._slots.references(digest)]
         for _, digest in set(self._uploads) - set(uploads):
@@ -232,7 +234,8 @@ class Scheduler:
 
     def _wanted(self, left_out: Collection[int]) -> list[Sequence]:
         """Those of the running whose requests are not left out, and whose blocks are there."""
-        return [s for s in self._running if s.request.id not in left_out and not self._tables.is_loading(s)]
+        wanted = [s for s in self._running if s.request.id not in left_out] if left_out else self._running
+        return [s for s in wanted if not self._tables.is_loading(s)] if self._tables.has_loads else list(wanted)
 
     def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> None:
         """Chunks of prompts while their predicted time and their tokens fit the budgets, at least one.
@@ -284,8 +287,9 @@ class Scheduler:
         if sample:
             s.pending += 1
         targets = s.targets(start, s.scheduled) if s.scores is not None else ()
-        version = s.adapter.version if s.request.follow and s.adapter is not None else 0
-        return Row(s.id, s.seat, s.slot, start, tokens, s.tables, sample, targets, version, s.request.background)
+        request = s.request
+        version = s.adapter.version if request.follow and s.adapter is not None else 0
+        return Row(s.id, s.seat, s.slot, start, tokens, s.tables, sample, targets, version, request.background)
 
     def _seating(self, s: Sequence) -> Seating:
         s.is_seated = True
@@ -478,13 +482,12 @@ class Scheduler:
     def settle(self, plan: StepPlan, result: StepResult) -> Settled:
         """Take in what a step drew. Sequences that ended meanwhile are passed over."""
         settled = Settled()
-        logprobs = result.logprobs
+        sequences, deltas, logprobs = self._sequences, settled.deltas, result.logprobs
         spoiled: set[int] = set()
-        for i, row in enumerate(plan.rows):
-            token = result.tokens[i]
+        for i, (row, token) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             if token == NOT_A_NUMBER:
                 spoiled.update(*row.tables)
-            s = self._sequences.get(row.sequence)
+            s = sequences.get(row.sequence)
             if row.targets and s is not None and s.scores is not None:
                 # After a preemption, a chunk may begin with some that are known.
                 s.scores += result.scores[i][len(s.scores) - row.start :]
@@ -501,16 +504,14 @@ class Scheduler:
             s.tokens.append(token)
             if not s.has_drawn and s.seat >= 0:
                 self._tables.publish(s)
-            self.generated_tokens += 1
             finish = self._finish_reason(s, token)
             logprob = logprobs[i] if logprobs else None
             scores = () if s.scores is None else self._hand_out_scores(s)
             known = None if logprob is None else (logprob,)
-            settled.deltas.append(
-                Delta(s.request.id, s.choice, (token,), known, finish, scores, row.version, s.cached or 0)
-            )
+            deltas.append(Delta(s.request.id, s.choice, (token,), known, finish, scores, row.version, s.cached or 0))
             if finish:
                 self._end(s)
+        self.generated_tokens += len(deltas)
         if spoiled:
             self._tables.spoil(spoiled)
         if plan.saves:
@@ -526,7 +527,7 @@ class Scheduler:
     def _finish_reason(self, s: Sequence, token: int) -> FinishReason | None:
         if token in s.stop_ids:
             return "stop"
-        if len(s.tokens) - s.prompt_length >= s.request.params.max_tokens:
+        if len(s.tokens) >= s.most_tokens:
             return "length"
         return None
 

@@ -24,6 +24,7 @@ class Sequence:
         "id",
         "is_pure",
         "is_seated",
+        "most_tokens",
         "next_adapter",
         "overtaken",
         "pending",
@@ -49,6 +50,7 @@ class Sequence:
         self.next_adapter: AdapterRef | None = None  # a version to go on under once it has a slot
         self.tokens = list(request.prompt)
         self.prompt_length = len(request.prompt)
+        self.most_tokens = self.prompt_length + request.params.max_tokens  # prompt and output together
         self.scheduled = 0
         self.pending = 0
         self.tables: list[list[int]] = []  # of its blocks in each pool, while it runs
@@ -86,7 +88,8 @@ class Sequence:
     @property
     def wants_decode(self) -> bool:
         """Everything but the newest token is in the cache, and the newest may be followed by another."""
-        return self.scheduled == self.total - 1 and self.generated < self.request.params.max_tokens
+        total = len(self.tokens) + self.pending
+        return self.scheduled == total - 1 and total < self.most_tokens
 
     @property
     def wants_prefill(self) -> bool:
@@ -94,17 +97,12 @@ class Sequence:
 
     @property
     def is_complete(self) -> bool:
-        return self.generated >= self.request.params.max_tokens
+        return self.total >= self.most_tokens
 
     @property
     def priority(self) -> tuple[bool, int]:
         """Users' requests come before those made for training."""
         return self.request.background, self.request.priority
-
-    @property
-    def most_tokens(self) -> int:
-        """Prompt and output together."""
-        return self.prompt_length + self.request.params.max_tokens
 
     def targets(self, start: int, end: int) -> tuple[int, ...]:
         """Prompt tokens after positions start … end - 1 whose logprobs are wanted and not all known."""

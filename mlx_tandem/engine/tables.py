@@ -264,7 +264,12 @@ class Tables:
 
     def is_loading(self, s: Sequence) -> bool:
         """Whether it has blocks whose contents no plan has loaded yet."""
-        return bool(self._loads) and not all(self._loads.keys().isdisjoint(table) for table in s.tables)
+        return not all(self._loads.keys().isdisjoint(table) for table in s.tables)
+
+    @property
+    def has_loads(self) -> bool:
+        """Whether any block waits to be loaded."""
+        return bool(self._loads)
 
     def take_loads(self) -> tuple[tuple[int, Bytes], ...]:
         """(block, what it gets) for the plan that is being made."""

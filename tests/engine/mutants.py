@@ -60,7 +60,7 @@ def _keep_old_seats() -> Callable[[StepPlan], StepPlan]:
 
 def _stale_carry() -> Callable[[StepPlan], StepPlan]:
     """The carried token is the one before the last."""
-    return lambda plan: _rows(plan, lambda r: replace(r, tokens=(0,)) if r.tokens == (CARRY,) else r)
+    return lambda plan: _rows(plan, lambda r: structs.replace(r, tokens=(0,)) if r.tokens == (CARRY,) else r)
 
 
 def _last_block_of_neighbour(plan: StepPlan) -> StepPlan:
@@ -70,7 +70,7 @@ def _last_block_of_neighbour(plan: StepPlan) -> StepPlan:
     return replace(
         plan,
         rows=tuple(
-            replace(r, tables=[[*tables[i][:-1], tables[i - 1][-1]], *r.tables[1:]]) if i == 1 else r
+            structs.replace(r, tables=[[*tables[i][:-1], tables[i - 1][-1]], *r.tables[1:]]) if i == 1 else r
             for i, r in enumerate(plan.rows)
         ),
     )
@@ -92,19 +92,19 @@ CORRUPTIONS: dict[str, Callable[[], Callable[[StepPlan], StepPlan]]] = {
     "a seat does not know what ends it": lambda: (
         lambda p: replace(p, seatings=tuple(replace(s, stop_ids=frozenset()) for s in p.seatings))
     ),
-    "targets are skipped": lambda: lambda p: _rows(p, lambda r: replace(r, targets=())),
+    "targets are skipped": lambda: lambda p: _rows(p, lambda r: structs.replace(r, targets=())),
     "targets are the tokens themselves": lambda: (
-        lambda p: _rows(p, lambda r: replace(r, targets=r.tokens[: len(r.targets)]))
+        lambda p: _rows(p, lambda r: structs.replace(r, targets=r.tokens[: len(r.targets)]))
     ),
     "a stale token is carried": _stale_carry,
     "every decode carries": lambda: (
-        lambda p: _rows(p, lambda r: replace(r, tokens=(CARRY,)) if len(r.tokens) == 1 and r.sample else r)
+        lambda p: _rows(p, lambda r: structs.replace(r, tokens=(CARRY,)) if len(r.tokens) == 1 and r.sample else r)
     ),
-    "rows start one too early": lambda: lambda p: _rows(p, lambda r: replace(r, start=max(r.start - 1, 0))),
+    "rows start one too early": lambda: lambda p: _rows(p, lambda r: structs.replace(r, start=max(r.start - 1, 0))),
     "a row writes into its neighbour's block": lambda: _last_block_of_neighbour,
-    "all rows run as the base": lambda: lambda p: _rows(p, lambda r: replace(r, slot=0)),
+    "all rows run as the base": lambda: lambda p: _rows(p, lambda r: structs.replace(r, slot=0)),
     "a chunk loses its last token": lambda: (
-        lambda p: _rows(p, lambda r: replace(r, tokens=r.tokens[:-1]) if len(r.tokens) > 2 else r)
+        lambda p: _rows(p, lambda r: structs.replace(r, tokens=r.tokens[:-1]) if len(r.tokens) > 2 else r)
     ),
 }
 
@@ -495,7 +495,7 @@ def _name_the_newest(patch: pytest.MonkeyPatch) -> None:
 
     def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
         newest = {s.id: s.adapter.version for s in self._sequences.values() if s.request.follow and s.adapter}
-        rows = tuple(replace(row, version=newest.get(row.sequence, 0)) for row in plan.rows)
+        rows = tuple(structs.replace(row, version=newest.get(row.sequence, 0)) for row in plan.rows)
         return original(self, replace(plan, rows=rows), result)
 
     original = Scheduler.settle
