@@ -33,7 +33,8 @@ from mlx_tandem.model.rope import SharedAngles
 from mlx_tandem.model.routes import Layout
 from mlx_tandem.model.sampler import SamplingArrays, SamplingFlags, Seen, sample, score
 from mlx_tandem.model.seats import Seats
-from mlx_tandem.model.shapes import blocks_read, cut, row_count, split_by_context, table_width
+from mlx_tandem.model.seattables import SeatTables
+from mlx_tandem.model.shapes import blocks_read, cut, most_blocks_read, row_count, split_by_context, table_width
 from mlx_tandem.types import TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -137,6 +138,7 @@ class MLXRunner:
         # short contexts are not padded to the length of long ones.
         self._fused_length = MOST_QUERIES if all(attention) else 0
         self._pool = KVPools(layers, num_blocks, block_size)
+        self._tables = [SeatTables(max_num_seqs, first) for first in self._pool.firsts]
         self._steps: OrderedDict[_Key, Callable[..., Any]] = OrderedDict()
         self._compiled = 0  # since start
         self._cached: dict[Any, Numbers] = {}  # of the present set of rows
@@ -180,6 +182,8 @@ class MLXRunner:
             parts += self._load_blocks(plan.loads) if plan.loads else []
             for seating in plan.seatings:
                 self._seats.take(seating)
+                for tables in self._tables:
+                    tables.forget(seating.seat)
             parts += [self._build_part(plan, rows) for rows in self._rectangles(plan.rows)]
             self._built.extend(parts)
             self._dispatch()
@@ -240,10 +244,12 @@ class MLXRunner:
     def _rectangles(self, rows: Sequence[Row]) -> list[list[int]]:
         """Indices of rows that run as one forward: by padded length, those apart that need logits of all positions, and
         decodes apart when contexts differ much. What would need more memory than there is for it is cut."""
-        blocks = [blocks_read(r, self._block_size, self._pool.windows[0]) for r in rows]
-        by_length: dict[tuple[int, bool, int | None], list[int]] = {}
-        for i, r in enumerate(rows):
+        decodes = [i for i, r in enumerate(rows) if len(r.tokens) == 1 and not r.targets]
+        by_length: dict[tuple[int, bool, int | None], list[int]] = {(1, False, None): decodes} if decodes else {}
+        for i, r in enumerate(rows) if len(decodes) < len(rows) else ():
             n = len(r.tokens)
+            if n == 1 and not r.targets:
+                continue
             level = self._level([r])
             apart = None if level is None else i if level else -1
             by_length.setdefault((1 if n == 1 else padded_length(n), bool(r.targets), apart), []).append(i)
@@ -252,6 +258,7 @@ class MLXRunner:
             if length <= self._fused_length:
                 pieces.append(group)
                 continue
+            blocks = {i: blocks_read(rows[i], self._block_size, self._pool.windows[0]) for i in group}
             positions = min(self._limits.positions, self._limits.pairs // length)
             for part in split_by_context(group, blocks):
                 pieces += cut(part, blocks, positions // self._block_size, self._good_counts(length))
@@ -262,20 +269,21 @@ class MLXRunner:
         return self._row_counts if length == 1 else ()
 
     def _build_part(self, plan: StepPlan, indices: list[int]) -> _Part:
-        indices = sorted(indices, key=lambda i: plan.rows[i].slot)  # rows of one adapter beside each other are faster
+        slots = [r.slot for r in plan.rows]
+        indices = sorted(indices, key=slots.__getitem__)  # rows of one adapter beside each other are faster
         rows = [plan.rows[i] for i in indices]
-        longest = max(len(r.tokens) for r in rows)
+        longest = max([len(r.tokens) for r in rows])
         length = 1 if longest == 1 else padded_length(longest)
         count = row_count(len(rows), self._good_counts(length))
         pools = range(len(self._pool.windows))
         in_place = tuple(self._contiguous(rows, pool) for pool in pools)
         level = self._level(rows)
-        widths = tuple(self._width(rows, pool) for pool in pools)
+        widths = tuple(table_width(most_blocks_read(rows, self._block_size, window)) for window in self._pool.windows)
         seats = [r.seat if r.sample else self._seats.padding for r in rows]
         seats += [self._seats.padding] * (count - len(rows))
-        samples = any(r.sample for r in rows)
+        samples = min(seats) < self._seats.padding
         flags, sampling = self._sampling(tuple(seats)) if samples else (SamplingFlags(), [])
-        adapter_slots = [r.slot for r in rows]
+        adapter_slots = [slots[i] for i in indices]
         route = self._lora.route(adapter_slots + [adapter_slots[-1]] * (count - len(rows)), length)
         tokens, offset, places, last = self._index_arrays(rows, count, length, widths)
         carry = length == 1 and any(r.tokens[0] == CARRY for r in rows)
@@ -377,9 +385,6 @@ class MLXRunner:
         worth = length > max(1, self._fused_length) if start == 0 else len(rows) == 1 and length >= LEVEL_TOKENS
         return start if self.levels and worth and all(r.start == start for r in rows) else None
 
-    def _width(self, rows: list[Row], pool: int) -> int:
-        return table_width(max(blocks_read(r, self._block_size, self._pool.windows[pool]) for r in rows))
-
     def _contiguous(self, rows: list[Row], pool: int) -> tuple[int, int] | None:
         """The block range of a single prompt chunk that can be read in place."""
         if len(rows) > 1 or len(rows[0].tokens) <= max(1, self._fused_length):
@@ -403,19 +408,21 @@ class MLXRunner:
         offset[: len(rows)] = [r.start for r in rows]
         lengths = np.zeros(count, np.int32)
         lengths[: len(rows)] = [len(r.tokens) for r in rows]
+        seats = [r.seat for r in rows]
         places: list[Numbers] = []
         for pool, width in enumerate(widths):
-            places += self._places(rows, pool, offset, lengths, length, width)
+            self._tables[pool].learn(seats, [r.tables[pool] for r in rows])
+            places += self._places(seats, pool, offset, lengths, length, width)
         if length == 1:
-            ids = [r.tokens for r in rows]
-            tokens = self._once(("tokens", count, tuple(ids)), lambda: self._padded(ids, count, 1))
+            ids = [r.tokens[0] for r in rows] + [0] * (count - len(rows))
+            tokens = self._once(("tokens", tuple(ids)), lambda: np.array(ids, np.int32)[:, None])
             return tokens, offset, places, self._once(("zeros", count), lambda: np.zeros(count, np.int32))
         tokens = self._padded([r.tokens for r in rows], count, length)
         return tokens, offset, places, np.maximum(lengths - 1, 0)
 
     def _places(
         self,
-        rows: list[Row],
+        seats: list[int],
         pool: int,
         offset: Numbers,
         lengths: Numbers,
@@ -424,21 +431,18 @@ class MLXRunner:
     ) -> tuple[Numbers, Numbers]:
         """slots [rows, length] and tables [rows, width] in one pool."""
         bs, window = self._block_size, self._pool.windows[pool]
-        first = np.zeros_like(offset) if window is None else np.maximum(offset + (1 - window), 0) // bs
-        # A sequence's table only grows while it keeps its seat; a new seating changes the generation.
-        grown = tuple((r.sequence, len(r.tables[pool])) for r in rows)
-        begun = () if window is None else tuple(first.tolist())
-        key = ("tables", self._seats.generation, pool, len(offset), width, grown, begun)
-        tables = self._once(key, lambda: self._tables(rows, pool, len(offset), width))
+        first = None if window is None else np.maximum(offset + (1 - window), 0) // bs
+        own = self._tables[pool]
+        begun = () if first is None else tuple(first.tolist())
+        key = ("tables", pool, own.generation, len(offset), width, tuple(seats), begun)
+        padded = seats + [self._seats.padding] * (len(offset) - len(seats))
+        tables = self._once(key, lambda: own.cut(padded, width, first))
         if length == 1:
-            n = len(rows)
-            at = offset[:n]
-            slots = np.zeros((len(offset), 1), np.int32)
-            slots[:n, 0] = tables[np.arange(n), at // bs - first[:n]] * bs + at % bs
-            return slots, tables
+            at = offset // bs if first is None else offset // bs - first
+            return (tables[np.arange(len(at)), at] * bs + offset % bs)[:, None], tables
         position = offset[:, None] + np.arange(length, dtype=np.int32)
         real = np.arange(length) < lengths[:, None]
-        block = np.where(real, position // bs - first[:, None], 0)
+        block = np.where(real, position // bs - (0 if first is None else first[:, None]), 0)
         slots = np.where(real, np.take_along_axis(tables, block, 1) * bs + position % bs, position % bs)
         return slots.astype(np.int32), tables
 
@@ -455,13 +459,6 @@ class MLXRunner:
         for i, own in enumerate(ids):
             padded[i, : len(own)] = own
         return padded
-
-    def _tables(self, rows: list[Row], pool: int, count: int, width: int) -> Numbers:
-        out = np.zeros((count, width), np.int32)
-        for i, r in enumerate(rows):
-            known = self._table(r, pool, width)
-            out[i, : len(known)] = known
-        return out
 
     def _sampling(self, seats: tuple[int, ...]) -> tuple[SamplingFlags, list[mx.array]]:
         key = (self._seats.generation, seats)

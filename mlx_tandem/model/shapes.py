@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mlx_tandem.engine.plan import Row
 
@@ -39,7 +39,14 @@ def blocks_read(row: Row, block_size: int, window: int | None) -> int:
     return end if window is None else end - max(row.start + 1 - window, 0) // block_size
 
 
-def split_by_context(rows: Sequence[int], blocks: Sequence[int]) -> list[list[int]]:
+def most_blocks_read(rows: Sequence[Row], block_size: int, window: int | None) -> int:
+    """By any of the rows."""
+    if window is None:
+        return -(-max([r.start + len(r.tokens) for r in rows]) // block_size)
+    return max([blocks_read(r, block_size, window) for r in rows])
+
+
+def split_by_context(rows: Sequence[int], blocks: Mapping[int, int]) -> list[list[int]]:
     """Cut rows (indices into `blocks`) into one or two groups: one long context beside many short ones would
     otherwise pad them all to its own length."""
     order = sorted(rows, key=lambda i: blocks[i])
@@ -53,7 +60,7 @@ def split_by_context(rows: Sequence[int], blocks: Sequence[int]) -> list[list[in
     return [order[:cut], order[cut:]] if cut else [list(rows)]
 
 
-def cut(rows: Sequence[int], blocks: Sequence[int], most: int, good: Sequence[int] = ()) -> list[list[int]]:
+def cut(rows: Sequence[int], blocks: Mapping[int, int], most: int, good: Sequence[int] = ()) -> list[list[int]]:
     """Cut rows (indices into `blocks`) into pieces whose padded tables have at most `most` blocks each, or one row.
     `good`: row counts as for `row_count`."""
     rest = sorted(rows, key=lambda i: blocks[i])

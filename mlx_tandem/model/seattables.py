@@ -1,0 +1,60 @@
+"""The block tables of the sequences that have seats, as one array of numbers: a step's own are cut out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mlx_tandem.model.inputs import Numbers
+
+
+class SeatTables:
+    """For `num_seats` seats and one more, the last, for padded rows: all that it has is the scratch block.
+
+    Of one pool, whose blocks are numbered from `first` on elsewhere and from 0 on here. A table only grows while its
+    sequence keeps its seat, so that a step that takes no new block changes nothing; blocks that no window reaches any
+    more stay what they were.
+    """
+
+    def __init__(self, num_seats: int, first: int = 0):
+        self._first = first
+        self._blocks = np.zeros((num_seats + 1, 8), np.int32)
+        self._known = [0] * (num_seats + 1)  # blocks of each table
+        self.generation = 0
+        """Changes whenever a table does."""
+
+    def forget(self, seat: int) -> None:
+        """The seat has a new owner."""
+        self._blocks[seat] = 0
+        self._known[seat] = 0
+        self.generation += 1
+
+    def learn(self, seats: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
+        """These are the tables now."""
+        known = self._known
+        for seat, table in zip(seats, tables, strict=True):
+            blocks = len(table)
+            if blocks != known[seat]:
+                self._widen(blocks)
+                self._blocks[seat, known[seat] : blocks] = table[known[seat] :]
+                self._blocks[seat, known[seat] : blocks] -= self._first
+                known[seat] = blocks
+                self.generation += 1
+
+    def cut(self, seats: Sequence[int], width: int, begin: Numbers | None = None) -> Numbers:
+        """[seats, width] int32: blocks of each table, from its first on or from `begin` [seats]; scratch behind those
+        that it has."""
+        if begin is None:
+            self._widen(width)
+            return np.take(self._blocks[:, :width], seats, axis=0)
+        self._widen(int(begin.max()) + width)
+        cut: Numbers = self._blocks[np.array(seats)[:, None], begin[:, None] + np.arange(width)]
+        return cut
+
+    def _widen(self, blocks: int) -> None:
+        seats, width = self._blocks.shape
+        if blocks > width:
+            wider = np.zeros((seats, max(blocks, 2 * width)), np.int32)
+            wider[:, :width] = self._blocks
+            self._blocks = wider
