@@ -133,7 +133,7 @@ def test_chunks_that_begin_together_need_no_mask(family: str, tmp_path: Path, mo
     assert any(levels), "no chunk behind another"
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
 def test_numbers_may_travel_as_one_array(
     family: str, tmp_path: Path, record_property: Callable[[str, object], None]
 ) -> None:
