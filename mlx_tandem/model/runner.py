@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -60,8 +60,7 @@ KEPT_ARRAYS = 64
 """Sets of rows' numbers that are kept: tables, tokens, seats."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Key:
+class _Key(NamedTuple):
     """What a compiled step is specialised for."""
 
     rows: int
@@ -299,13 +298,14 @@ class MLXRunner:
         if any(in_place) or level:  # of too many kinds to be traced once for each
             step = self._make_step(key, forms(numbers), in_place)
         else:
-            if key not in self._steps:
-                self._steps[key] = mx.compile(self._make_step(key, forms(numbers), in_place))
+            found = self._steps.get(key)
+            step = found or mx.compile(self._make_step(key, forms(numbers), in_place))
+            if found is None:
+                self._steps[key] = step
                 self._compiled += 1
                 if len(self._steps) > MAX_COMPILED:
                     self._steps.popitem(last=False)
             self._steps.move_to_end(key)
-            step = self._steps[key]
         seen = [self._seats.prompt_seen, self._seats.output_count] if flags.penalties else []
         drawn, scored, marker, self._last, counts, self._pool.layers = step(
             self.inputs.send(numbers), self._last, sampling, seen, route.arrays, self._pool.layers

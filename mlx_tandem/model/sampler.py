@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -24,8 +25,7 @@ and drawn again from the rest, which is exact. The number of throws is about Poi
 these rounds have a probability under 1e-6, and then the likeliest token is taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingFlags:
+class SamplingFlags(NamedTuple):
     """What a batch needs; part of the key of a compiled step, so few values each."""
 
     noise: bool = False
