@@ -10,7 +10,7 @@ Truncation follows vLLM's order: temperature, min-p, top-k, then top-p of what i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -246,11 +246,18 @@ def _highest(p: mx.array, holds) -> mx.array:  # type: ignore[no-untyped-def]
     Non-negative floats order as their bits do, so 30 halvings of the bit range are exact.
     """
     low = mx.zeros((p.shape[0], 1), mx.int32)
-    for bit in range(29, -1, -1):
-        middle = low + (1 << bit)
+    for step in mx.split(_halvings(), 30):
+        middle = low + step
         ok = holds(middle.view(mx.float32)) & (middle <= 0x3F800000)
         low = mx.where(ok, middle, low)
     return low.view(mx.float32)
+
+
+@cache
+def _halvings() -> mx.array:
+    """Powers of two from 2^29 down. As parts of an array: each number that stands in a graph as such makes a kernel of
+    its own, which is compiled when first met."""
+    return mx.array(1 << np.arange(29, -1, -1, dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)
