@@ -10,9 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_tandem.model import inplace, runner
 from mlx_tandem.model.attention.block import ShortBlock
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.kernels.paged_attention import PagedAttention
+from mlx_tandem.model.kernels.store import Store
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Oracle, assert_agrees, make_engine
@@ -63,12 +65,21 @@ def ask() -> list[Request]:
     ],
 )
 def test_it_says_what_mlx_lm_says(
-    tmp_path: Path, family: str, kv_bits: Literal[16, 8], changes: dict[str, Any], calls: list[int]
+    tmp_path: Path,
+    family: str,
+    kv_bits: Literal[16, 8],
+    changes: dict[str, Any],
+    calls: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With all that a CUDA device has: kernels write the pool, numbers travel together, chunks need no mask."""
+    store = Store(shim.maker(tmp_path))
+    for module in (inplace, runner):
+        monkeypatch.setattr(module, "by_kernel", lambda: store)
     folder = tiny_models.make(tmp_path / "model", family, **changes)
     backends = [Fused("cuda", shim.maker(tmp_path))]
     engine = make_engine(folder, kv_bits=kv_bits, kv_group_size=16, attention_backend="cuda", backends=backends)
-    engine.built.runner.levels = True  # as on the devices that have such kernels
+    engine.built.runner.levels = engine.built.runner.inputs.packed = True
     assert any(isinstance(m, ShortBlock) for m in engine.built.runner._model.modules()) == (family != "gemma")
     info = engine.built.info
     assert (info.attention_backend, info.attention_reason) == ("cuda", "asked for")
