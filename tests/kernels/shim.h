@@ -200,6 +200,7 @@ template <class V> static void store(void* p, V v) {
 #define DEVICE static inline
 #define GLOBAL
 #define SHARED(type, name, n) type* const name = (type*)shim::shared(#name, sizeof(type) * (n))
+#define SHARED_BYTES 49152
 #define BARRIER() shim::barrier()
 #define SHUFFLE_XOR(x, mask) shim::exchange(x, LANE ^ (mask), __LINE__)
 #define SHUFFLE(x, lane) shim::exchange(x, lane, __LINE__)

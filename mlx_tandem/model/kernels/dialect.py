@@ -4,7 +4,7 @@ A body is the inside of a kernel function. It sees its inputs and outputs as poi
 types, and these words:
 
 - `THREAD` of `THREADS` in the block, `LANE` and `WARP` (32 lanes each); `GROUP_X/Y/Z`, the block of `GROUPS_X/Y/Z`;
-- `SHARED(type, name, n)`, memory of the block; `BARRIER()` for all of its threads;
+- `SHARED(type, name, n)`, memory of the block, SHARED_BYTES at most; `BARRIER()` for all of its threads;
 - `SHUFFLE_XOR(x, mask)`, `SHUFFLE(x, lane)`: another lane's x; every lane of the warp takes part;
 - `LOAD16(pointer)` → uint4, `LOAD8(pointer)` → uint2, `STORE16(pointer, uint4)`: of device memory, aligned so;
 - `pair(word, T())` → float2: the two 16-bit numbers of type T in a word; `BYTE(word, i)` → float: its i-th byte;
@@ -72,6 +72,7 @@ typedef unsigned int uint;
 #define DEVICE __device__ __forceinline__
 #define GLOBAL
 #define SHARED(type, name, n) __shared__ __align__(16) type name[n]
+#define SHARED_BYTES 49152
 #define BARRIER() __syncthreads()
 #define SHUFFLE_XOR(x, mask) __shfl_xor_sync(0xffffffffu, x, mask)
 #define SHUFFLE(x, lane) __shfl_sync(0xffffffffu, x, lane)
@@ -122,6 +123,7 @@ _METAL = r"""
 #define DEVICE static inline
 #define GLOBAL device
 #define SHARED(type, name, n) threadgroup type name[n]
+#define SHARED_BYTES 32768
 #define BARRIER() threadgroup_barrier(mem_flags::mem_threadgroup)
 #define SHUFFLE_XOR(x, mask) simd_shuffle_xor(x, (ushort)(mask))
 #define SHUFFLE(x, lane) simd_shuffle(x, (ushort)(lane))

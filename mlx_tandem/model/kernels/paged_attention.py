@@ -295,7 +295,7 @@ _BODY = r"""
 
   // Each team's sums are brought together through the memory of the block, as many queries at a time as fit there:
   // little code, since a block runs so short that to fetch its instructions is much of what it takes.
-  constexpr int AT_ONCE = QUERIES < 2 ? QUERIES : 2, MOST_TEAMS = 4 * TEAMS;
+  constexpr int MOST_TEAMS = 4 * TEAMS, ROOM = SHARED_BYTES >= 40960 ? 4 : 2, AT_ONCE = QUERIES < ROOM ? QUERIES : ROOM;
   SHARED(float4, sums, MOST_TEAMS * AT_ONCE * PADDED / 4);
   SHARED(float, states, MOST_TEAMS * AT_ONCE * 2);
   const int mine = WARP * TEAMS + team, teams = warps * TEAMS;
@@ -343,7 +343,8 @@ _BODY = r"""
       if (number == 0) part_states[2 * to] = greatest, part_states[2 * to + 1] = all;
 #else
       auto into = out + (((size_t)row * length + (from + n) % length) * heads + head) * D + number;
-      into[0] = T(x.x / all), into[1] = T(x.y / all), into[2] = T(x.z / all), into[3] = T(x.w / all);
+      const float share = 1.0f / all;
+      into[0] = T(x.x * share), into[1] = T(x.y * share), into[2] = T(x.z * share), into[3] = T(x.w * share);
 #endif
     }
   }
