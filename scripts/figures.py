@@ -86,10 +86,32 @@ def engine(name: str, result: dict[str, Any]) -> str:
 def performance() -> str:
     """Where steps spend their time, and how near they are to what the device could do."""
     parts = [
+        *(decode_steps(name, _read(name)) for name in _names("decode_steps*.json")),
         *(step_parts(name, _read(name)) for name in _names("step_parts*.json")),
         *(floors(name, _read(name)) for name in _names("engine-*.json") if "copy_bytes_per_s" in _read(name)),
     ]
     return "\n".join(parts) if parts else "No figures are committed yet.\n"
+
+
+def decode_steps(name: str, result: dict[str, Any]) -> str:
+    """Of each kind of step the newest run that has it."""
+    text = (
+        f"**Steps and prompts by themselves, {result['shape']} model**, {result['dtype']}, random weights, "
+        f"{result['device']} ([data](../{_link(name)})).\n\n"
+    ) + _head("", "commit", "a step, p50", "tokens per second")
+    newest: dict[tuple[str, int, int], tuple[str, dict[str, Any]]] = {}
+    for run in result["runs"]:
+        newest |= {
+            (kind, r["rows"], r["length"]): (run["commit"], r) for kind in ("decode", "prompts") for r in run[kind]
+        }
+    for (kind, rows, length), (commit, r) in sorted(newest.items()):
+        if kind == "decode":
+            text += _row(f"{rows} × {length:,}", commit, f"{r['p50_ms']:.2f} ms", f"{r['tokens_per_s']:,.0f}")
+        else:
+            text += _row(
+                f"prompts, {rows} × {length:,}", commit, f"{r['ms']:.0f} ms", f"{rows * length / r['ms'] * 1e3:,.0f}"
+            )
+    return text
 
 
 def step_parts(name: str, result: dict[str, Any]) -> str:
