@@ -150,7 +150,7 @@ def _step(
     linears: Mapping[str, LinearShape],
 ) -> StepCost:
     cpu = device.is_cpu()
-    alive, scores, copies = (2, 9, 1.3) if cpu else (6, 3, 3.0)  # layers, matrices of scores, gathered keys and values
+    alive, scores, copies = (2, 9, 1.3) if cpu else (8, 3, 3.0)  # layers, matrices of scores, gathered keys and values
     if config.cache.kv_bits < 16:
         copies *= 2  # codes on their way to numbers
     size, rows = model.dtype.size, config.scheduler.max_num_seqs

@@ -85,6 +85,10 @@ class StepView:
     position that a row's first token sees through it, max(offset + 1 - kept, 0) // block_size in its sequence, and so
     do keys, values and masks.
 
+    pause: the layers after which the device is waited for, 0: it never is. MLX keeps what every operation reads until
+    the graph with it is done, and the host hands out a whole forward long before: of a long chunk all layers' numbers
+    would be there at once. Not for a forward that is traced.
+
     mask_axes: axes of a mask between rows and queries: 1, or 2 for families that group queries by KV head. Indices and
     masks are made by the first layer that asks and shared by the others.
     """
@@ -101,6 +105,7 @@ class StepView:
         kept: int | None = None,
         in_place: tuple[int, int] | None = None,
         level: int | None = None,
+        pause: int = 0,
     ):
         self.offset = offset
         self.tables = tables
@@ -109,6 +114,8 @@ class StepView:
         self.level = level
         self.block_size = block_size
         self.slots = slots
+        self._pause = pause
+        self._layers = 0
         self._num_blocks = num_blocks
         self._mask_axes = mask_axes
         self._blocks = in_place[1] - in_place[0] if in_place else tables.shape[1]
@@ -161,6 +168,12 @@ class StepView:
             angle = position[:, None, :, None] * mx.array(frequency)
             self._angles[turn] = mx.cos(angle), mx.sin(angle)
         return self._angles[turn]
+
+    def arrive(self, x: mx.array) -> None:
+        """Each layer's call with something that it has computed."""
+        self._layers += 1
+        if self._pause and self._layers % self._pause == 0:
+            mx.eval(x)
 
     def writes(self, heads: int) -> mx.array:
         """[rows · heads · length]: the pool's rows that the new keys or values of a layer with so many heads go to."""
@@ -219,6 +232,8 @@ class PagedCache:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Write [rows, heads, length, dim] and return [rows, heads, positions, dim] of all that the rows may see."""
+        assert self._view is not None
+        self._view.arrive(keys)
         between = len(self.shape.keys.lines())
         halves = self._arrays[:between], self._arrays[between:]
         self._arrays, self._after = [], []
@@ -278,6 +293,7 @@ class PagedCache:
         v, fused = self._view, self._fused
         assert v is not None
         assert fused is not None
+        v.arrive(products[0])
         few = products[0].shape[1] <= MOST_QUERIES
         queries, keys, values = fused.rotary(
             products, v.angles(turn), v.slots, self._arrays, norms=norms, fetched=not few

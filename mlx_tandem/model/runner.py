@@ -45,6 +45,9 @@ VIEW_BLOCKS = 32
 LEVEL_TOKENS = 256
 """A chunk of so many tokens behind a context is worth a forward of its own where masks make attention slow."""
 
+LONG_TOKENS, PAUSE = 1024, 6
+"""A forward of so many tokens waits for a GPU after so many layers."""
+
 MANY_TOKENS = 64
 """Tokens of a forward from which its products are worth every core."""
 
@@ -149,6 +152,7 @@ class MLXRunner:
         self.one_at_a_time = device.is_cpu()
         # A CPU has no fused attention that a mask would be in the way of.
         self.levels = not device.is_cpu()
+        self.pauses = not device.is_cpu()  # a CPU's memory holds one part at a time
         self._built: deque[_Part] = deque()  # not dispatched yet
         self._running: _Part | None = None
         self._last = self._no_tokens()
@@ -295,7 +299,7 @@ class MLXRunner:
             numbers.append(route.ids)
         gathered = tuple(0 if run else width for run, width in zip(in_place, widths, strict=True))
         key = _Key(count, length, gathered, carry, samples, flags, route.layout, level, scores)
-        if any(in_place) or level:  # of too many kinds to be traced once for each
+        if any(in_place) or level or self._is_long(key):  # of too many kinds to be traced once for each, or pausing
             step = self._make_step(key, forms(numbers), in_place)
         else:
             found = self._steps.get(key)
@@ -348,6 +352,7 @@ class MLXRunner:
                     kept=windows[i],
                     in_place=in_place[i],
                     level=key.level,
+                    pause=PAUSE if self._is_long(key) else 0,
                 )
                 for i in range(len(windows))
             ]
@@ -378,6 +383,10 @@ class MLXRunner:
             return outputs, scored, [*outputs, *scored, last_tokens], last_tokens, counts, pool
 
         return step
+
+    def _is_long(self, key: _Key) -> bool:
+        """Whether its forward waits for the device on the way; it is not traced then."""
+        return self.pauses and key.rows * key.length >= LONG_TOKENS
 
     def _level(self, rows: list[Row]) -> int | None:
         """What `StepView` calls so, of rows that go into one forward."""

@@ -125,8 +125,10 @@ def test_chunks_that_begin_together_need_no_mask(family: str, tmp_path: Path, mo
         return levels[-1]
 
     monkeypatch.setattr(MLXRunner, "_level", watched)
+    monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
+    monkeypatch.setattr(runner_module, "PAUSE", 2)
     engine, oracle = make_engine(folder), Oracle.load(folder)
-    engine.built.runner.levels = True
+    engine.built.runner.levels = engine.built.runner.pauses = True
     everyone = [ask(i, p, max_tokens=12) for i, p in enumerate((*PROMPTS, PROMPTS[1] * 3))]
     assert_agrees(engine.run(everyone, chunks=7), oracle, "level")
     assert 0 in levels
