@@ -113,6 +113,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--idle-prefill-ms 50", "engine.scheduler.idle_prefill_ms", 50.0),
     ("--heartbeat-seconds 1", "engine.heartbeat_seconds", 1.0),
     ("--stall-seconds 9", "engine.stall_seconds", 9.0),
+    ("--attention-backend portable", "engine.cache.attention_backend", "portable"),
     ("--block-size 32", "engine.cache.block_size", 32),
     ("--kv-block-size 32", "engine.cache.block_size", 32),
     ("--num-blocks 2048", "engine.cache.num_blocks", 2048),
