@@ -4,8 +4,8 @@
 # make check     format, lint, types, import rules, the map of the modules
 # make format    rewrite the sources in the project's format, and the map of modules
 # make lock      renew locks/ from pyproject.toml
-# make bench     all benchmarks into benchmarks/results, then the README's figures; VLLM_MLX=path adds that peer
-# make figures   the README's figures from benchmarks/results
+# make bench     all benchmarks into benchmarks/results, then the figures of README and docs; VLLM_MLX=path adds that peer
+# make figures   the figures of README and docs from benchmarks/results
 # make demo-svg  record `tandem demo` into docs/demo.svg
 
 VENV := .venv

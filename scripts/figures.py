@@ -14,13 +14,25 @@ from mlx_tandem.cli.bench import sides as bench
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "README.md"
-LEARNING, PERFORMANCE = ROOT / "docs" / "learning.md", ROOT / "docs" / "performance.md"
+ALL, LEARNING, PERFORMANCE = (ROOT / "docs" / f"{name}.md" for name in ("figures", "learning", "performance"))
 RESULTS = ROOT / "benchmarks" / "results"
 MIXES = ("skew/same", "long-decode-mixed/long-decode-same")
 PICTURE, PICTURE_OF = ROOT / "docs" / "adapters.svg", "adapters-0.13m.json"
 PUBLISHES = "publishes.json"
 CURVE, CURVE_OF = ROOT / "docs" / "learn.svg", "learn.json"
 BEGIN, END = "<!-- figures: make figures -->\n", "<!-- end of figures -->\n"
+
+
+def highlights() -> str:
+    """What people ask first."""
+    parts = [
+        *(peers(name, _read(name)) for name in _names("peers.json")),
+        *(adapters(name, _read(name)) for name in _names("adapters-0.13m.json")),
+        *(decode_steps(name, _read(name)) for name in _names("decode_steps*.json")),
+        *(prefix(name, _read(name)) for name in _names("prefix.json")),
+        *(learn(name, _read(name)) for name in _names("learn.json")),
+    ]
+    return "\n".join(parts) if parts else "No figures are committed yet.\n"
 
 
 def figures() -> str:
@@ -97,7 +109,7 @@ def decode_steps(name: str, result: dict[str, Any]) -> str:
     """Of each kind of step the newest run that has it."""
     text = (
         f"**Steps and prompts by themselves, {result['shape']} model**, {result['dtype']}, random weights, "
-        f"{result['device']} ([data](../{_link(name)})).\n\n"
+        f"{result['device']} ([data]({_link(name)})).\n\n"
     ) + _head("", "commit", "a step, p50", "tokens per second")
     newest: dict[tuple[str, int, int], tuple[str, dict[str, Any]]] = {}
     for run in result["runs"]:
@@ -117,7 +129,7 @@ def decode_steps(name: str, result: dict[str, Any]) -> str:
 def step_parts(name: str, result: dict[str, Any]) -> str:
     text = (
         f"**The parts of a step, {result['shape']} model** at a context of {result['context']:,}, in ms, "
-        f"{_device(result)} ([data](../{_link(name)})).\n\n"
+        f"{_device(result)} ([data]({_link(name)})).\n\n"
     )
     parts = ("step", "linears", "context", "sampling", "rest", "floor", "host")
     text += _head("batch", *(part.replace("host", "launching") for part in parts))
@@ -129,7 +141,7 @@ def step_parts(name: str, result: dict[str, Any]) -> str:
 def floors(name: str, result: dict[str, Any]) -> str:
     text = (
         f"**Steps and their floors, {result['model']} model**, answers of {result['load']['max_tokens']} tokens, "
-        f"{_device(result)}, which copies {result['copy_bytes_per_s'] / 1e9:,.0f} GB/s ([data](../{_link(name)})).\n\n"
+        f"{_device(result)}, which copies {result['copy_bytes_per_s'] / 1e9:,.0f} GB/s ([data]({_link(name)})).\n\n"
     )
     text += _head(
         "batch", "", "weights", "keys and values", "adapters", "floor", "a step", "of the bandwidth", "prompts"
@@ -373,7 +385,7 @@ def publishes(name: str) -> str:
     again, modes = result["replay"], result["modes"]
     text = (
         f"{result['publishes']} versions were published beside {result['streams']} streams, built-in model, float32, "
-        f"{_where(result)} ([data](../{_link(name)})). Of {sum(result['requests'].values()):,} requests "
+        f"{_where(result)} ([data]({_link(name)})). Of {sum(result['requests'].values()):,} requests "
         f"{result['failed']} failed, and {result['different']} had other tokens than the same request when "
         f"nothing is learned; {result['followed']['with_several_versions']} went on under newer versions, "
         f"{result['followed']['changes']} times in all.\n\n"
@@ -444,6 +456,13 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cells) + " |\n"
 
 
+def _from(page: Path, text: str) -> str:
+    """With links that lead from the page to where they lead from the repository's root."""
+    if page.parent == ROOT:
+        return text
+    return text.replace("](benchmarks/", "](../benchmarks/").replace("](docs/", "](")
+
+
 def rewritten(page: Path, text: str) -> str:
     """The page with today's figures in it."""
     before, found, rest = page.read_text(encoding="utf-8").partition(BEGIN)
@@ -468,8 +487,8 @@ def draw() -> None:
 
 
 def main() -> None:
-    texts = {PAGE: figures(), LEARNING: publishes(PUBLISHES), PERFORMANCE: performance()}
-    pages = {page: rewritten(page, text) for page, text in texts.items()}
+    texts = {PAGE: highlights(), ALL: figures(), LEARNING: publishes(PUBLISHES), PERFORMANCE: performance()}
+    pages = {page: rewritten(page, _from(page, text)) for page, text in texts.items()}
     if "--check" in sys.argv:
         old = [page.name for page, new in pages.items() if page.read_text(encoding="utf-8") != new]
         sys.exit(f"{old[0]}: the figures are not those of benchmarks/results; run make figures" if old else 0)
