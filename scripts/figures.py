@@ -109,20 +109,16 @@ def decode_steps(name: str, result: dict[str, Any]) -> str:
     """Of each kind of step the newest run that has it."""
     text = (
         f"**Steps and prompts by themselves, {result['shape']} model**, {result['dtype']}, random weights, "
-        f"{result['device']} ([data]({_link(name)})).\n\n"
-    ) + _head("", "commit", "a step, p50", "tokens per second")
-    newest: dict[tuple[str, int, int], tuple[str, dict[str, Any]]] = {}
+        f"{result['device']} ([data]({_link(name)})); of each the newest run that has it.\n\n"
+    ) + _head("rows × tokens", "a step, p50", "tokens per second")
+    newest: dict[tuple[str, int, int], dict[str, Any]] = {}
     for run in result["runs"]:
-        newest |= {
-            (kind, r["rows"], r["length"]): (run["commit"], r) for kind in ("decode", "prompts") for r in run[kind]
-        }
-    for (kind, rows, length), (commit, r) in sorted(newest.items()):
-        if kind == "decode":
-            text += _row(f"{rows} × {length:,}", commit, f"{r['p50_ms']:.2f} ms", f"{r['tokens_per_s']:,.0f}")
-        else:
-            text += _row(
-                f"prompts, {rows} × {length:,}", commit, f"{r['ms']:.0f} ms", f"{rows * length / r['ms'] * 1e3:,.0f}"
-            )
+        newest |= {(kind, r["rows"], r["length"]): r for kind in ("decode", "prompts") for r in run[kind]}
+    for (kind, rows, length), r in sorted(newest.items()):
+        ms = r["p50_ms"] if kind == "decode" else r["ms"]
+        rate = rows * (1 if kind == "decode" else length) / ms * 1e3
+        label = f"{rows} × {length:,}" + (", prompts alone" if kind == "prompts" else "")
+        text += _row(label, f"{ms:,.2f} ms", f"{rate:,.0f}")
     return text
 
 
