@@ -136,6 +136,8 @@ def gumbel_noise(key: mx.array, position: mx.array, vocabulary: int) -> mx.array
 
 def sample(logits: mx.array, position: mx.array, a: SamplingArrays, flags: SamplingFlags, seen: Seen | None) -> Drawn:
     """Draw one token a row. logits: [rows, vocabulary]; position: [rows] int32, of the token to be drawn."""
+    if flags == SamplingFlags():  # greedy rows and nothing asked: no wider copy of a whole vocabulary is made
+        return Drawn(_checked(mx.argmax(logits, -1), logits.max(-1, keepdims=True)))
     raw = logits.astype(mx.float32)
     z = raw
     if flags.penalties:
