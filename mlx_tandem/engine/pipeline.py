@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine.duty import Duty
-from mlx_tandem.engine.plan import DeviceError, Runner, StepPlan
+from mlx_tandem.engine.plan import DeviceError, Runner, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler, Settled
 
 
@@ -70,10 +70,14 @@ class Pipeline:
         plan = None
         try:
             plan = self._scheduler.plan(background)
-            if plan is not None:
-                launched = time.perf_counter()
-                self._flight = _Flight(plan, self._runner.launch(plan), launched)
-            return self._read(previous)
+            if plan is None:
+                return self._read(previous)
+            # What comes behind a launch that waits would be taken for a part of what was before it.
+            early = self._runner.waits(plan)
+            result = self._finish(previous) if early else None
+            launched = time.perf_counter()
+            self._flight = _Flight(plan, self._runner.launch(plan), launched)
+            return self._settle(previous, result if early else self._finish(previous))
         except DeviceError as e:
             self._flight = None
             before = previous.plan if isinstance(previous, _Flight) else None
@@ -119,6 +123,10 @@ class Pipeline:
             raise StepsLost([previous.plan], e) from e
 
     def _read(self, flight: _Flight | _Slice | None) -> Settled | None:
+        return self._settle(flight, self._finish(flight))
+
+    def _finish(self, flight: _Flight | _Slice | None) -> StepResult | None:
+        """Wait until it is done, and note what it took; a step's result."""
         if flight is None:
             return None
         if isinstance(flight, _Slice):
@@ -134,6 +142,12 @@ class Pipeline:
         self.lora_rows += sum(1 for r in flight.plan.rows if r.slot)
         if not result.cold and not result.scores:  # these pay for the logits of whole chunks
             self._scheduler.observe(flight.plan, ms)
+        return result
+
+    def _settle(self, flight: _Flight | _Slice | None, result: StepResult | None) -> Settled | None:
+        if result is None:
+            return None
+        assert isinstance(flight, _Flight)
         return self._scheduler.settle(flight.plan, result)
 
     def _done(self, launched: float) -> float:

@@ -112,6 +112,9 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> Any:
         """Start the step and return at once with a handle. Raises DeviceError."""
 
+    def waits(self, plan: StepPlan) -> bool:
+        """Whether `launch` would not return at once, but wait for much of the step."""
+
     def wait(self, handle: Any) -> StepResult:
         """Block until that step is done. Raises DeviceError."""
 

@@ -228,8 +228,8 @@ class LoraState:
         kind, rows = bound.layout.kind, bound.layout.rows
         if kind == "uniform":
             # In two dimensions from end to end: each further axis costs a flatten and an unflatten per product.
-            flat = x.reshape(-1, x.shape[-1])
-            y = plain(flat)
+            y = plain(x)
+            flat, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
             u = flat.astype(self.dtype) @ a
             y = mx.addmm(y, u, b) if y.dtype == self.dtype else y + (u @ b).astype(y.dtype)
             return y.reshape(*x.shape[:-1], y.shape[-1])

@@ -54,12 +54,17 @@ class Merged:
 
     def joins(self, x: mx.array) -> bool:
         """Whether `whole` is as fast as its parts would be: packed weights of many tokens have a faster way alone."""
-        return type(self.linear) is nn.Linear or x.size // x.shape[-1] <= MOST_TOKENS
+        most = min(getattr(member, "_dequantise_from", MOST_TOKENS + 1) for member in self.members)
+        return type(self.linear) is nn.Linear or x.size // x.shape[-1] < most
 
     def places(self, members: Iterable[nn.Module]) -> list[int]:
         """Where the outputs of each of these begin in a row of `whole`, and how long such a row is."""
         starts = dict(zip(map(id, self.members), [0, *self._ends], strict=False))
         return [*(starts[id(member)] for member in members), self._ends[-1]]
+
+    def clear(self) -> None:
+        """The forward is over; what is left of it is another's business now."""
+        self._ready.clear()
 
     def part(self, member: int, x: mx.array) -> mx.array | None:
         """What one of them gives; None when it is to compute that by itself."""
@@ -90,13 +95,21 @@ def whole_of(linears: Iterable[nn.Module]) -> Merged | None:
     """Where these linears, in this order, are all that was merged into one."""
     linears = list(linears)
     merged: Merged | None = getattr(linears[0], "_merged", None)
-    return merged if merged is not None and merged.members == linears else None
+    if merged is None or len(merged.members) != len(linears):
+        return None
+    return merged if all(a is b for a, b in zip(merged.members, linears, strict=True)) else None
 
 
 def home_of(linears: Iterable[nn.Module]) -> Merged | None:
     """What all of these linears were merged into, with others or without."""
     homes = {id(merged): merged for merged in (getattr(linear, "_merged", None) for linear in linears)}
     return homes.popitem()[1] if len(homes) == 1 else None
+
+
+def merged_in(model: nn.Module) -> list[Merged]:
+    """Of the model's linears."""
+    found = {id(m._merged): m._merged for m in model.modules() if isinstance(m, MergedMember)}
+    return list(found.values())
 
 
 def merge(groups: Iterable[Group]) -> list[Merged]:

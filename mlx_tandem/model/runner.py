@@ -28,6 +28,7 @@ from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 from mlx_tandem.model.kvcache import LayerKernels, LayerShape, PagedCache, StepView
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora import LoraState
+from mlx_tandem.model.merged import merged_in
 from mlx_tandem.model.pools import KVPools
 from mlx_tandem.model.rope import SharedAngles
 from mlx_tandem.model.routes import Layout
@@ -126,6 +127,7 @@ class MLXRunner:
     ):
         self._model: Any = model.module
         self._head = HeadSelector.of(model.module)
+        self._merged = merged_in(model.module)
         self._angles = SharedAngles(model.module) if device.is_cpu() else None
         self._lora = lora
         self._weights = weights
@@ -187,13 +189,20 @@ class MLXRunner:
                 self._seats.take(seating)
                 for tables in self._tables:
                     tables.forget(seating.seat)
-            parts += [self._build_part(plan, rows) for rows in self._rectangles(plan.rows)]
             self._built.extend(parts)
-            self._dispatch()
+            self._dispatch()  # a part that pauses reads and writes the pool while it is built
+            for rows in self._rectangles(plan.rows):
+                parts.append(self._build_part(plan, rows))
+                self._built.append(parts[-1])
+                self._dispatch()
         except Exception as e:
             log.exception("a step could not be launched")
             raise DeviceError(f"{type(e).__name__}: {e}") from e
         return Flight(plan, parts, cold=self._compiled != compiled)
+
+    def waits(self, plan: StepPlan) -> bool:
+        prompts = sum(len(r.tokens) for r in plan.rows if len(r.tokens) > 1)
+        return self._may_pause and 4 * prompts >= LONG_TOKENS  # which may be padded to more
 
     def _dispatch(self) -> None:
         while self._built and not (self.one_at_a_time and self._running is not None):
@@ -326,6 +335,7 @@ class MLXRunner:
         """The step as a pure function: arrays and lists of arrays in, the same out. `expected`: of its inputs; they
         follow from the key."""
         model, caches, lora, head, angles = self._model, self._caches, self._lora, self._head, self._angles
+        merged = self._merged
         pools, windows, pool_of = self._pool.pools, self._pool.windows, self._pool.pool_of
 
         def step(
@@ -368,6 +378,8 @@ class MLXRunner:
                 head.select(None)
                 if angles is not None:
                     angles.clear()
+                for whole in merged:
+                    whole.clear()
                 pool = [cache.release() for cache in caches]
             scored = [] if targets is None else score(output, targets, key.scores)
             logits = head.logits(output, last)
@@ -386,7 +398,11 @@ class MLXRunner:
 
     def _is_long(self, key: _Key) -> bool:
         """Whether its forward waits for the device on the way; it is not traced then."""
-        return self.pauses and key.rows * key.length >= LONG_TOKENS
+        return self._may_pause and key.rows * key.length >= LONG_TOKENS
+
+    @property
+    def _may_pause(self) -> bool:
+        return self.pauses and not self.one_at_a_time  # else what is before it in the plan may not be dispatched yet
 
     def _level(self, rows: list[Row]) -> int | None:
         """What `StepView` calls so, of rows that go into one forward."""

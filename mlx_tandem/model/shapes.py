@@ -15,9 +15,9 @@ EXACT_ROWS = 4
 
 
 def row_count(rows: int, good: Sequence[int] = ()) -> int:
-    """Rows padded up: to the next of the counts that are known to be good (ascending), and beyond the last of them
-    exact to EXACT_ROWS, then at most an eighth to a quarter more."""
-    if good and rows <= good[-1]:
+    """Rows padded up: exact to EXACT_ROWS; to the next of the counts that are known to be good (ascending); beyond the
+    last of them at most an eighth to a quarter more."""
+    if good and EXACT_ROWS < rows <= good[-1]:
         return good[bisect_left(good, rows)]
     for limit, step in ((EXACT_ROWS, 1), (16, 2), (64, 4), (128, 8), (256, 16)):
         if rows <= limit:

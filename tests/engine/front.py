@@ -42,6 +42,9 @@ class Recording:
         self.calls.append(f"launch {self.inner.launches}")
         return self.inner.launch(plan)
 
+    def waits(self, plan: StepPlan) -> bool:
+        return self.inner.waits(plan)
+
     def wait(self, handle: Any) -> StepResult:
         self.calls.append(f"wait {handle.number}")
         return self.inner.wait(handle)

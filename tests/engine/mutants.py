@@ -36,6 +36,9 @@ class Corrupting:
     def launch(self, plan: StepPlan) -> Any:
         return self.inner.launch(self.change(plan))
 
+    def waits(self, plan: StepPlan) -> bool:
+        return self.inner.waits(plan)
+
     def wait(self, handle: Any) -> StepResult:
         return self.inner.wait(handle)
 

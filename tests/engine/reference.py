@@ -159,6 +159,7 @@ class ReferenceRunner:
     vocab: int
     fail: Mapping[int, Literal["launch", "half", "wait"]] = field(default_factory=dict)
     nan: Mapping[int, int] = field(default_factory=dict)
+    may_wait: bool = False  # in launches, that is
     known: frozenset[str] | None = None  # digests that can be uploaded; None: all
     windows: Windows = (None,)
     window_blocks: int = 0
@@ -226,6 +227,10 @@ class ReferenceRunner:
         assert scored <= scored_positions(self.vocab), f"{scored} positions are scored in one step"
         result = StepResult(drawn, self._logprobs(plan.rows, drawn), scores, saves)
         return Handle(result, failure == "wait", number, contexts)
+
+    def waits(self, plan: StepPlan) -> bool:
+        """For some plans, by their contents."""
+        return self.may_wait and sum(len(row.tokens) for row in plan.rows) % 3 == 0
 
     def wait(self, handle: Handle) -> StepResult:
         assert not self.broken, "waited after a failure without a reset"

@@ -87,7 +87,7 @@ def make_engine(
     wrap: Callable[[ReferenceRunner], Runner] = lambda runner: runner,
     **runner_options: object,
 ) -> Engine:
-    runner = ReferenceRunner(num_blocks, block_size, max_num_seqs, max_loras, VOCAB, **runner_options)  # type: ignore[arg-type]
+    runner = ReferenceRunner(num_blocks, block_size, max_num_seqs, max_loras, VOCAB, may_wait=True, **runner_options)  # type: ignore[arg-type]
     pools: list[BlockPool] = [WatchedPool(runner, i, max_chunk_tokens) for i in range(len(runner.windows))]
     slots = SlotTable(max_loras)
     caches = [PrefixCache(pool, namespace_of(block_size)) for pool in pools] if prefixes else []

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from mlx_tandem.config import ModelConfig
+from mlx_tandem.config import LoraConfig, ModelConfig
 from mlx_tandem.model.adapted import find_targets
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.groups import find_groups
 from mlx_tandem.model.loader import load
-from mlx_tandem.model.merged import MOST_TOKENS, Merged, merge
+from mlx_tandem.model.lora import LoraState
+from mlx_tandem.model.merged import MOST_TOKENS, Merged, merge, merged_in
 from tests import tiny_models
+from tests.engine.test_lora import adapter
 
 FAMILIES = [("llama", 0), ("qwen2", 0), ("qwen3", 4), ("qwen3_moe", 0), ("phi3", 0)]
 
@@ -62,3 +64,21 @@ def test_weights_take_no_more_memory(tmp_path: Path) -> None:
     assert merged
     mx.clear_cache()
     assert mx.get_active_memory() <= before + 4096 * len(merged)
+
+
+def test_parts_are_computed_once_with_an_adapter_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step in which all rows have the same, whose products are made in two dimensions."""
+    model = prepared(tmp_path, "llama", 0)
+    merged = merge(find_groups(model, find_targets(model).values()))
+    lora = LoraState(model, LoraConfig(max_loras=1, backend="gather"), mx.float32)
+    lora.install(1, adapter(lora.linears(), 4, 0))
+    calls: list[Merged] = []
+    whole = Merged.whole
+    monkeypatch.setattr(Merged, "whole", lambda self, x: (calls.append(self), whole(self, x))[1])
+    route = lora.route([1, 1], 3)
+    assert route.layout.kind == "uniform"
+    lora.bind(route.arrays, None if route.ids is None else mx.array(route.ids), route.layout)
+    model(mx.array([[5, 6, 7], [8, 9, 10]]))
+    lora.unbind()
+    assert sorted(map(id, calls)) == sorted(map(id, merged))
+    assert merged_in(model) and all(not each._ready for each in merged_in(model))

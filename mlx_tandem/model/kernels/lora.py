@@ -30,9 +30,8 @@ def fits(inputs: int, outputs: int) -> bool:
     return inputs % 8 == 0 and outputs % 8 == 0
 
 
-Form = Literal["apart", "joined", "in_place"]
-"""How own outputs are given and sums returned: an array for each linear; one array with all of them side by side, and
-one for each; one, which is written."""
+Form = Literal["apart", "joined"]
+"""How own outputs are given: an array for each linear, or one with all of them side by side."""
 
 
 class LoraKernels:
@@ -61,21 +60,6 @@ class LoraKernels:
         and how long it is, say `places`, multiples of 8; without, one stands behind the other.
         """
         return self.expand(self.shrink(x, tiles, a), tiles, b, y, x.shape[:-1], places)
-
-    def add_in_place(
-        self,
-        x: mx.array,
-        tiles: mx.array,
-        a: Sequence[mx.array],
-        b: Sequence[mx.array],
-        y: mx.array,
-        places: tuple[int, ...] | None = None,
-    ) -> mx.array:
-        """As `add`, with all sums where they belong in `y`, which nobody else may hold."""
-        sums = self.shrink(x, tiles, a)
-        (done,) = self._launch("in_place", [sums, tiles, *b, y, _places(places or _ends(b))], b, [((1,), mx.float32)])
-        out: mx.array = mx.depends(y, done)
-        return out
 
     def shrink(self, x: mx.array, tiles: mx.array, a: Sequence[mx.array]) -> mx.array:
         """Parts of x @ a[m][slot]: float32 [tokens, members, parts, rank]; nothing is written for slot 0."""
@@ -136,19 +120,12 @@ def _expand(make: Make, members: int, form: Form) -> Kernel:
     b, y, z = (_names(letter, members) for letter in "byz")
     widths = [f"{name}_shape[2]" for name in b]
     if form == "apart":
-        given, choices = y, _choices(Y=y, Z=z, STRIDE=["N"], Z_STRIDE=["N"])
+        given, choices = y, _choices(Y=y, Z=z, STRIDE=["N"])
     else:
         given, row = ["y", "places"], [f"places[{members}]"]
-        choices = _choices(Y=["y + places[m]"], STRIDE=row)
-        choices += (
-            _choices(Z=z, Z_STRIDE=["N"])
-            if form == "joined"
-            else _choices(Z=["(GLOBAL T*)y + places[m]"], Z_STRIDE=row)
-        )
-    inputs, outputs = ["sums", "tiles", *b, *given], ["done"] if form == "in_place" else z
+        choices = _choices(Y=["y + places[m]"], Z=z, STRIDE=row)
     body = choices + _choices(OUTPUTS=widths) + f"#define MOST_PARTS {_MOST_PARTS}\n" + _EXPAND
-    writes = ["y"] if form == "in_place" else []
-    return make(f"lora_expand_{members}_{form}", inputs, outputs, _choices(B=b) + body, _FUNCTIONS, writes)
+    return make(f"lora_expand_{members}_{form}", ["sums", "tiles", *b, *given], z, _choices(B=b) + body, _FUNCTIONS)
 
 
 def _names(letter: str, count: int) -> list[str]:
@@ -240,7 +217,7 @@ _EXPAND = """
   const bool inside = o < N;
   const GLOBAL T* b = B(m) + (size_t)slot * R * N + o;
   const GLOBAL T* own = Y(m) + (size_t)first * STRIDE(m) + o;
-  GLOBAL T* to = Z(m) + (size_t)first * Z_STRIDE(m) + o;
+  GLOBAL T* to = Z(m) + (size_t)first * N + o;
   Pack<T, 4> ys[8];
   float out[8][4];
   if (inside) {
@@ -283,7 +260,7 @@ _EXPAND = """
     if (i < count) {
       Pack<T, 4> all;
       UNROLL for (int e = 0; e < 4; e++) all.at[e] = T(float(ys[i].at[e]) + out[i][e]);
-      *(GLOBAL Pack<T, 4>*)(to + (size_t)i * Z_STRIDE(m)) = all;
+      *(GLOBAL Pack<T, 4>*)(to + (size_t)i * N) = all;
     }
   }
 """

@@ -1,0 +1,45 @@
+"""Forwards that wait for the device on the way: what the plan has before its rows is with the device by then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_tandem.engine.plan import Row, Seating, StepPlan
+from mlx_tandem.model import runner as runner_module
+from mlx_tandem.types import SamplingParams
+from tests import tiny_models
+from tests.engine.mlx_engine import make_engine
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+
+
+@pytest.mark.parametrize("before", [{"copies": ((1, 9),)}, {"saves": (2,)}])
+def test_the_device_knows_of_what_comes_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, Any]
+) -> None:
+    """Where kernels write the pool, nothing else orders a chunk behind the blocks that are copied and read."""
+    monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
+    monkeypatch.setattr(runner_module, "PAUSE", 1)
+    engine = make_engine(tiny_models.make(tmp_path / "model", "llama"))
+    runner, size = engine.built.runner, engine.built.info.block_size
+    runner.levels = runner.pauses = True
+    runner.one_at_a_time = False
+    table = [1, 2, 3, 4, 5, 6, 7, 8]
+    first = StepPlan((Row(0, 0, 0, 0, (5,) * size, [table], True),), seatings=(Seating(0, GREEDY, 0, 1, (0,)),))
+    runner.wait(runner.launch(first))
+    calls: list[str] = []
+    wait, dispatch = mx.eval, mx.async_eval
+    monkeypatch.setattr(mx, "eval", lambda *a: (calls.append("wait"), wait(*a))[1])
+    monkeypatch.setattr(mx, "async_eval", lambda *a: (calls.append("dispatch"), dispatch(*a))[1])
+    plan = StepPlan((Row(0, 0, 0, size, (7,) * 32, [table], True),), **before)
+    assert runner.waits(plan)
+    flight = runner.launch(plan)
+    assert calls[0] == "dispatch"
+    assert "wait" in calls
+    runner.wait(flight)
+    runner.one_at_a_time = True  # parts are then held back
+    assert not runner.waits(plan)
