@@ -37,6 +37,9 @@ class Inputs:
     def __init__(self, packed: bool | None = None):
         self.packed = "cuda" in dialect.available() if packed is None else packed
         self._kept: dict[int, tuple[Numbers, mx.array]] = {}
+        self._sent: mx.array | None = (
+            None  # held until the next: the device's copy would take its memory over otherwise
+        )
 
     def send(self, numbers: Sequence[Numbers]) -> list[mx.array]:
         """What the forward is given, for `receive` there."""
@@ -48,7 +51,8 @@ class Inputs:
         for n, span in zip(numbers, spans, strict=True):
             whole[start : start + n.size] = n.reshape(-1).view(np.int32)
             start += span
-        return [mx.array(whole)]
+        self._sent = mx.array(whole)
+        return [self._sent]
 
     def _array(self, numbers: Numbers) -> mx.array:
         if numbers.flags.writeable:

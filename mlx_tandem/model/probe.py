@@ -114,7 +114,8 @@ def _paged_logits(
     kernels: Sequence[LayerKernels | None] = (),
     block: int = 4,
 ) -> list[Any]:
-    """Each prompt's last logits: all but the last token in one padded batch, then one decode step of all rows."""
+    """Each prompt's last logits: all but the last token in one padded batch, then one decode step of all rows. With
+    kernels the batch is a level one, as prompts are read with them."""
     width = -(-32 // block)
     blocks = 1 + len(prompts) * width
     caches = [PagedCache(*each) for each in zip(shapes, kernels or [None] * len(shapes), strict=True)]
@@ -134,7 +135,7 @@ def _paged_logits(
     lengths = np.array([len(p) - 1 for p in prompts])
     last_slots = (tables[np.arange(rows), lengths // block] * block + lengths % block)[:, None]
 
-    def forward(tokens: Any, offset: Any, slots: Any) -> mx.array:
+    def forward(tokens: Any, offset: Any, slots: Any, level: int | None = None) -> mx.array:
         views = []
         for i, window in enumerate(windows):
             # Of another width in each pool: a mask that goes to a layer of the other does not fit.
@@ -149,6 +150,7 @@ def _paged_logits(
                 block_size=block,
                 mask_axes=axes,
                 kept=window,
+                level=level,
             )
             views.append(view)
         for cache, arrays, own in zip(caches, pool.layers, pool.pool_of, strict=True):
@@ -159,7 +161,7 @@ def _paged_logits(
             pool.layers = [cache.release() for cache in caches]
         return output
 
-    mx.eval(forward(tokens, np.zeros(rows), slots))
+    mx.eval(forward(tokens, np.zeros(rows), slots, 0 if kernels and kernels[0] is not None else None))
     output = forward(np.array([[p[-1]] for p in prompts], np.int32), lengths, last_slots)
     return [np.array(output[i, -1].astype(mx.float32)) for i in range(rows)]
 

@@ -95,9 +95,18 @@ def test_it_says_what_mlx_lm_says(
     assert calls.count(8) > 2 * layers
 
 
-def test_blocks_run_their_own_code_where_the_short_way_is_wrong(tmp_path: Path, calls: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("a * c - b * s", "a * c + b * s"),
+        ("(is_key ? new_keys : new_values)", "(is_key ? new_values : new_keys)"),  # which only prompts read
+    ],
+)
+def test_blocks_run_their_own_code_where_the_short_way_is_wrong(
+    tmp_path: Path, calls: list[int], right: str, wrong: str
+) -> None:
     folder = tiny_models.make(tmp_path / "model", "llama")
-    broken = Broken(shim.maker(tmp_path), "a * c - b * s", "a * c + b * s")
+    broken = Broken(shim.maker(tmp_path), right, wrong)
     engine = make_engine(folder, attention_backend="cuda", backends=[Fused("cuda", broken)])
     assert not any(isinstance(m, ShortBlock) for m in engine.built.runner._model.modules())
     calls.clear()
