@@ -36,7 +36,7 @@ from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.tables import Tables
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.model.build import Built, build
-from mlx_tandem.model.kvformat import RowFormat
+from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.types import Request, SamplingParams
 from recipes.demo_model import data, evaluate, text
 

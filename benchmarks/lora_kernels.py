@@ -32,7 +32,7 @@ import numpy as np
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.lora import LoraKernels
-from mlx_tandem.model.routes import Ints, cut_tiles
+from mlx_tandem.model.lora.routes import Ints, cut_tiles
 from mlx_tandem.model.trials.lora import expected, far
 
 SLOTS = 8

@@ -22,8 +22,8 @@ import numpy as np
 
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.engine.plan import Seating
-from mlx_tandem.model.sampler import SamplingFlags, gumbel_noise, sample
-from mlx_tandem.model.seats import Seats
+from mlx_tandem.model.step.sampler import SamplingFlags, gumbel_noise, sample
+from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.types import SamplingParams
 
 Step = Callable[[mx.array, mx.array], mx.array]

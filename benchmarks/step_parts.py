@@ -31,7 +31,7 @@ from mlx_tandem.cli.bench.shapes import POSITIONS, SHAPES, write_model
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
 from mlx_tandem.model.build import Built, build
-from mlx_tandem.model.products import Meter, kinds, pass_seconds
+from mlx_tandem.model.linears.products import Meter, kinds, pass_seconds
 from mlx_tandem.types import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)

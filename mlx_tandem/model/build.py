@@ -20,19 +20,19 @@ from mlx_tandem.engine.tier import READ_BYTES
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.pool import open_pools
 from mlx_tandem.model import cpu, device, footprint, probe
-from mlx_tandem.model.adapted import find_targets
 from mlx_tandem.model.attention import block, choice, fused, hook
+from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.footprint import SlotRoom
-from mlx_tandem.model.groups import find_groups
-from mlx_tandem.model.kvcache import LayerShape
+from mlx_tandem.model.linears.groups import find_groups
+from mlx_tandem.model.linears.merged import merge
+from mlx_tandem.model.linears.tuning import Tuned, tune
 from mlx_tandem.model.loader import Report, load
-from mlx_tandem.model.lora import LoraState
-from mlx_tandem.model.merged import merge
+from mlx_tandem.model.lora.adapted import find_targets
+from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.runner import Flight, MLXRunner
 from mlx_tandem.model.trials.lora import choose
-from mlx_tandem.model.tuning import Tuned, tune
-from mlx_tandem.model.uploads import Uploads
 from mlx_tandem.types import EngineInfo, MemoryBudget, MemoryInUse, SamplingParams
 
 log = logging.getLogger(__name__)

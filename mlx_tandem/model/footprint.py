@@ -21,10 +21,10 @@ from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.errors import ModelError
 from mlx_tandem.kv.pool import Window
 from mlx_tandem.model import device
-from mlx_tandem.model.adapted import find_targets
-from mlx_tandem.model.kvcache import LayerShape
+from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model.cache.pools import windows_of
 from mlx_tandem.model.loader import LoadedModel, weights
-from mlx_tandem.model.pools import windows_of
+from mlx_tandem.model.lora.adapted import find_targets
 
 MICRO_BATCH_TOKENS = {"cpu": 128, "gpu": 4096}
 """Of one forward and backward: a slice of it is one layer, and streams wait for a slice."""

@@ -11,9 +11,9 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.kvcache import LayerKernels, LayerShape, PagedCache, ProbeCache, StepView
+from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, ProbeCache, StepView
+from mlx_tandem.model.cache.pools import KVPools, windows_of
 from mlx_tandem.model.loader import LoadedModel
-from mlx_tandem.model.pools import KVPools, windows_of
 
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 """Of the largest logit. What is looked for are wrong masks and mixed-up rows, which are off by far more."""

@@ -21,21 +21,21 @@ from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import CARRY, Bytes, DeviceError, Row, StepPlan, StepResult
 from mlx_tandem.model import cpu, device
-from mlx_tandem.model.head import HeadSelector
-from mlx_tandem.model.inplace import by_kernel
-from mlx_tandem.model.inputs import Form, Inputs, Numbers, constant, forms, receive
+from mlx_tandem.model.cache.inplace import by_kernel
+from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
+from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
-from mlx_tandem.model.kvcache import LayerKernels, LayerShape, PagedCache, StepView
+from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
-from mlx_tandem.model.lora import LoraState
-from mlx_tandem.model.merged import merged_in
-from mlx_tandem.model.pools import KVPools
-from mlx_tandem.model.rope import SharedAngles
-from mlx_tandem.model.routes import Layout
-from mlx_tandem.model.sampler import SamplingArrays, SamplingFlags, Seen, sample, score
-from mlx_tandem.model.seats import Seats
-from mlx_tandem.model.seattables import SeatTables
-from mlx_tandem.model.shapes import blocks_read, cut, most_blocks_read, row_count, split_by_context, table_width
+from mlx_tandem.model.lora.routes import Layout
+from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.step.head import HeadSelector
+from mlx_tandem.model.step.inputs import Form, Inputs, Numbers, constant, forms, receive
+from mlx_tandem.model.step.rope import SharedAngles
+from mlx_tandem.model.step.sampler import SamplingArrays, SamplingFlags, Seen, sample, score
+from mlx_tandem.model.step.seats import Seats
+from mlx_tandem.model.step.seattables import SeatTables
+from mlx_tandem.model.step.shapes import blocks_read, cut, most_blocks_read, row_count, split_by_context, table_width
 from mlx_tandem.types import TokenLogprob
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from mlx_tandem.kv.pool import BlockPool, open_pools
 from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.build import Built, build
-from mlx_tandem.model.kvformat import RowFormat
+from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.types import Request
 from tests.engine.harness import Loop
 from tests.engine.workloads import OddChunks

@@ -15,8 +15,8 @@ import pytest
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import runner as runner_module
-from mlx_tandem.model import shapes
 from mlx_tandem.model.runner import MLXRunner
+from mlx_tandem.model.step import shapes
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from mlx_tandem.adapters.formats import AdapterWeights
-from mlx_tandem.model import uploads
-from mlx_tandem.model.uploads import Uploads, bfloat16_bits
+from mlx_tandem.model.lora import uploads
+from mlx_tandem.model.lora.uploads import Uploads, bfloat16_bits
 from mlx_tandem.types import AdapterInfo
 
 

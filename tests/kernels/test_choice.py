@@ -12,8 +12,8 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model.attention import choice
 from mlx_tandem.model.attention.choice import choose
 from mlx_tandem.model.attention.fused import Fused
-from mlx_tandem.model.kvcache import Asks, LayerKernels, LayerShape
-from mlx_tandem.model.kvformat import RowFormat
+from mlx_tandem.model.cache.kvcache import Asks, LayerKernels, LayerShape
+from mlx_tandem.model.cache.kvformat import RowFormat
 from tests.kernels import shim
 from tests.kernels.broken import Broken
 

@@ -16,14 +16,14 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.adapted import find_targets
-from mlx_tandem.model.grouped import GroupedDeltas
-from mlx_tandem.model.groups import find_groups
 from mlx_tandem.model.kernels.dialect import Kernel, Make
 from mlx_tandem.model.kernels.lora import LoraKernels
-from mlx_tandem.model.lora import LoraState
-from mlx_tandem.model.merged import merge
-from mlx_tandem.model.routes import TILE, cut_tiles
+from mlx_tandem.model.linears.groups import find_groups
+from mlx_tandem.model.linears.merged import merge
+from mlx_tandem.model.lora.adapted import find_targets
+from mlx_tandem.model.lora.grouped import GroupedDeltas
+from mlx_tandem.model.lora.routes import TILE, cut_tiles
+from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.trials.lora import UNLIMITED, Choice, choose
 from tests.engine.mlx_engine import assert_agrees
 from tests.engine.test_equivalence import ask, serve_adapters

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention, unreadable_rows
-from mlx_tandem.model.kvformat import RowFormat
 from tests.kernels import shim
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")

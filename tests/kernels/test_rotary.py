@@ -9,10 +9,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.model.blocks import KVArrays
+from mlx_tandem.model.cache.blocks import KVArrays
+from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.rotary import Rotary
-from mlx_tandem.model.kvcache import LayerShape
-from mlx_tandem.model.kvformat import RowFormat
 from tests.kernels import shim
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")

@@ -10,9 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.model import inplace, runner
+from mlx_tandem.model import runner
 from mlx_tandem.model.attention.block import ShortBlock
 from mlx_tandem.model.attention.fused import Fused
+from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.kernels.paged_attention import PagedAttention
 from mlx_tandem.model.kernels.store import Store
 from mlx_tandem.types import Request, SamplingParams

@@ -27,7 +27,7 @@ from mlx_tandem.cli.doctor.redact import Redactor
 from mlx_tandem.cli.doctor.report import markdown
 from mlx_tandem.cli.doctor.result import Check, Failed
 from mlx_tandem.model.attention import portable
-from mlx_tandem.model.lora import LoraState
+from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.runner import Flight, MLXRunner
 from mlx_tandem.model.trials import attention
 

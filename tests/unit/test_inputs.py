@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.model.inputs import KEPT, Inputs, constant, forms, receive
+from mlx_tandem.model.step.inputs import KEPT, Inputs, constant, forms, receive
 
 SHAPES = st.lists(st.one_of(st.tuples(st.integers(1, 9)), st.tuples(st.integers(1, 5), st.integers(1, 7))), min_size=2)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.model.kvformat import RowFormat
+from mlx_tandem.model.cache.kvformat import RowFormat
 
 WIDTHS = st.sampled_from([4, 12, 13, 64, 80, 96, 112, 128, 192, 256, 576]) | st.integers(1, 600)
 GROUPS = st.sampled_from([32, 64, 128]) | st.integers(8, 1024)

@@ -6,9 +6,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.model.blocks import KVArrays
-from mlx_tandem.model.kvcache import LayerShape, PagedCache, StepView
-from mlx_tandem.model.kvformat import RowFormat
+from mlx_tandem.model.cache.blocks import KVArrays
+from mlx_tandem.model.cache.kvcache import LayerShape, PagedCache, StepView
+from mlx_tandem.model.cache.kvformat import RowFormat
 
 BLOCK, HEADS, DIM, LENGTH = 4, 2, 16, 8
 

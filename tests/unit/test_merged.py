@@ -11,12 +11,12 @@ import pytest
 from mlx.utils import tree_flatten
 
 from mlx_tandem.config import LoraConfig, ModelConfig
-from mlx_tandem.model.adapted import find_targets
 from mlx_tandem.model.clone import clone
-from mlx_tandem.model.groups import find_groups
+from mlx_tandem.model.linears.groups import find_groups
+from mlx_tandem.model.linears.merged import MOST_TOKENS, Merged, merge, merged_in
 from mlx_tandem.model.loader import load
-from mlx_tandem.model.lora import LoraState
-from mlx_tandem.model.merged import MOST_TOKENS, Merged, merge, merged_in
+from mlx_tandem.model.lora.adapted import find_targets
+from mlx_tandem.model.lora.state import LoraState
 from tests import tiny_models
 from tests.engine.test_lora import adapter
 

@@ -12,8 +12,8 @@ import pytest
 from msgspec import structs
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER, Seating
-from mlx_tandem.model.sampler import Drawn, SamplingFlags, Seen, gumbel_noise, row_key, sample, score
-from mlx_tandem.model.seats import Seats
+from mlx_tandem.model.step.sampler import Drawn, SamplingFlags, Seen, gumbel_noise, row_key, sample, score
+from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.types import SamplingParams
 
 Array = np.ndarray[Any, Any]

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model.dequantise import Dequantising, dequantised, use_from, worth_from
-from mlx_tandem.model.lora import LoraState
-from mlx_tandem.model.products import Call, Meter, kinds
-from mlx_tandem.model.shapes import EXACT_ROWS, row_count
-from mlx_tandem.model.tuning import MOST_COUNTS, SECONDS, Tuned, good_counts, tune
+from mlx_tandem.model.linears.dequantise import Dequantising, dequantised, use_from, worth_from
+from mlx_tandem.model.linears.products import Call, Meter, kinds
+from mlx_tandem.model.linears.tuning import MOST_COUNTS, SECONDS, Tuned, good_counts, tune
+from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.step.shapes import EXACT_ROWS, row_count
 from mlx_tandem.types import AdapterInfo
 
 times = st.dictionaries(st.integers(1, 512), st.floats(1e-6, 1.0), min_size=1, max_size=60)

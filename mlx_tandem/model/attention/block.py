@@ -16,8 +16,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe
 
-from mlx_tandem.model.kvcache import PagedCache, Turn
-from mlx_tandem.model.merged import Merged, whole_of
+from mlx_tandem.model.cache.kvcache import PagedCache, Turn
+from mlx_tandem.model.linears.merged import Merged, whole_of
 from mlx_tandem.model.mixin import mix_in
 
 KINDS = (llama.Attention, qwen2.Attention, qwen3.Attention, qwen3_moe.Attention)

@@ -12,9 +12,9 @@ import numpy as np
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.attention import fused, portable
-from mlx_tandem.model.blocks import KVArrays
+from mlx_tandem.model.cache.blocks import KVArrays
+from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
-from mlx_tandem.model.kvcache import LayerKernels, LayerShape, PagedCache, StepView
 from mlx_tandem.model.trials import attention as trial
 
 log = logging.getLogger(__name__)

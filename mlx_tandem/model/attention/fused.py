@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.paged_attention import PagedAttention, unreadable_rows
 from mlx_tandem.model.kernels.rotary import Rotary
-from mlx_tandem.model.kvcache import LayerKernels, LayerShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Adapters added to what the linears of one input gave: two kernels for all of them, any mixture of slots.
 
-Tokens come in tiles of TILE neighbours of one slot at most (`model/routes.py`), and a block of threads does one tile:
-what it loads of an adapter serves all of them. *Shrink* multiplies by A and leaves sums over SPAN inputs each, as many
-as there are; *expand* adds these up, multiplies by B and adds the linears' own outputs. Sums are float32, and their
-order depends on the linear alone, so that a token gets the same bits in any company. Slot 0 costs a copy.
+Tokens come in tiles of TILE neighbours of one slot at most (`model/lora/routes.py`), and a block of threads does one
+tile: what it loads of an adapter serves all of them. *Shrink* multiplies by A and leaves sums over SPAN inputs each, as
+many as there are; *expand* adds these up, multiplies by B and adds the linears' own outputs. Sums are float32, and
+their order depends on the linear alone, so that a token gets the same bits in any company. Slot 0 costs a copy.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from functools import lru_cache
 import mlx.core as mx
 import numpy as np
 
+from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make
-from mlx_tandem.model.kvformat import RowFormat
 
 MOST_QUERIES = 8
 """Of a sequence in one step."""

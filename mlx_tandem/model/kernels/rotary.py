@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.dialect import Constant, Make
 from mlx_tandem.model.kernels.paged_attention import floats, integers
-from mlx_tandem.model.kvformat import RowFormat
 
 WARPS = 4
 

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_tandem.model.attention import fused, portable
-from mlx_tandem.model.blocks import KVArrays
-from mlx_tandem.model.kvcache import LayerKernels, LayerShape, PagedCache, StepView
-from mlx_tandem.model.kvformat import RowFormat
+from mlx_tandem.model.cache.blocks import KVArrays
+from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
+from mlx_tandem.model.cache.kvformat import RowFormat
 
 TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}

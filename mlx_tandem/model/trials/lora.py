@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.adapted import find_targets
-from mlx_tandem.model.grouped import GroupedDeltas
-from mlx_tandem.model.groups import Group, find_groups
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
-from mlx_tandem.model.routes import Ints, cut_tiles
+from mlx_tandem.model.linears.groups import Group, find_groups
+from mlx_tandem.model.lora.adapted import find_targets
+from mlx_tandem.model.lora.grouped import GroupedDeltas
+from mlx_tandem.model.lora.routes import Ints, cut_tiles
 
 log = logging.getLogger(__name__)
 

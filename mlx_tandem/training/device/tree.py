@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_tandem.adapters.formats import LinearShape
-from mlx_tandem.model.adapted import Target, adapt, find_targets
+from mlx_tandem.model.lora.adapted import Target, adapt, find_targets
 
 
 class Segment(NamedTuple):

@@ -11,10 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tandem.model.adapted import Target
-from mlx_tandem.model.groups import Group
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
-from mlx_tandem.model.merged import home_of
+from mlx_tandem.model.linears.groups import Group
+from mlx_tandem.model.linears.merged import home_of
+from mlx_tandem.model.lora.adapted import Target
 
 Stacked = Mapping[str, tuple[mx.array, mx.array]]
 """By path: A [slots, inputs, rank] and B [slots, rank, outputs]."""

@@ -17,11 +17,11 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.model.attention import portable
-from mlx_tandem.model.inplace import write
+from mlx_tandem.model.cache.inplace import write
+from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES, PagedAttention
 from mlx_tandem.model.kernels.rotary import Rotary
-from mlx_tandem.model.kvformat import RowFormat
-from mlx_tandem.model.shapes import EXACT_ROWS
+from mlx_tandem.model.step.shapes import EXACT_ROWS
 
 
 @dataclass(frozen=True, slots=True)

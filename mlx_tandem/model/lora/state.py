@@ -20,14 +20,14 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
-from mlx_tandem.model.adapted import Target, adapt, find_targets
 from mlx_tandem.model.footprint import bucket
-from mlx_tandem.model.grouped import GroupedDeltas
-from mlx_tandem.model.inputs import Numbers, constant
+from mlx_tandem.model.lora.adapted import Target, adapt, find_targets
+from mlx_tandem.model.lora.grouped import GroupedDeltas
+from mlx_tandem.model.lora.routes import WINDOW, Ids, Ints, Layout, lay_out, read
+from mlx_tandem.model.lora.stack import Stack
+from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.mixin import mix_in
-from mlx_tandem.model.routes import WINDOW, Ids, Ints, Layout, lay_out, read
-from mlx_tandem.model.stack import Stack
-from mlx_tandem.model.uploads import Uploads
+from mlx_tandem.model.step.inputs import Numbers, constant
 
 KEEP_ROUTES = 64
 

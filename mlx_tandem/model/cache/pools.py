@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import Bytes
-from mlx_tandem.model.blocks import KVArrays
-from mlx_tandem.model.kvcache import LayerShape
+from mlx_tandem.model.cache.blocks import KVArrays
+from mlx_tandem.model.cache.kvcache import LayerShape
 
 
 def windows_of(shapes: Iterable[LayerShape]) -> tuple[int | None, ...]:

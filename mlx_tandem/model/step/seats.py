@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import Seating
-from mlx_tandem.model.sampler import SamplingArrays, SamplingFlags, row_key
-from mlx_tandem.model.shapes import row_count
+from mlx_tandem.model.step.sampler import SamplingArrays, SamplingFlags, row_key
+from mlx_tandem.model.step.shapes import row_count
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 

@@ -21,9 +21,9 @@ import msgspec
 from msgspec import Struct
 
 from mlx_tandem import files
-from mlx_tandem.model.dequantise import dequantised, use_from, worth_from
-from mlx_tandem.model.products import Kind, Meter, input_of, kinds, pass_seconds
-from mlx_tandem.model.shapes import row_count
+from mlx_tandem.model.linears.dequantise import dequantised, use_from, worth_from
+from mlx_tandem.model.linears.products import Kind, Meter, input_of, kinds, pass_seconds
+from mlx_tandem.model.step.shapes import row_count
 
 log = logging.getLogger(__name__)
 

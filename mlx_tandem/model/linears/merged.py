@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlx_tandem.model.clone import clone
-from mlx_tandem.model.groups import Group
+from mlx_tandem.model.linears.groups import Group
 from mlx_tandem.model.mixin import mix_in
 
 MOST_TOKENS = 512

@@ -13,8 +13,8 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import Bytes
-from mlx_tandem.model.inplace import write
-from mlx_tandem.model.kvcache import LayerShape
+from mlx_tandem.model.cache.inplace import write
+from mlx_tandem.model.cache.kvcache import LayerShape
 
 
 class KVArrays:

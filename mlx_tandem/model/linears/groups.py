@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_tandem.model.adapted import Target
+from mlx_tandem.model.lora.adapted import Target
 from mlx_tandem.model.mixin import mix_in
 
 Group = tuple[Target, ...]

@@ -1,0 +1,1 @@
+"""The KV cache on the device: its arrays, how they are written, and how models see it."""

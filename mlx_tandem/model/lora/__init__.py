@@ -1,0 +1,1 @@
+"""Adapters on the device: their arrays, and how the rows of a step reach them."""
