@@ -72,7 +72,8 @@ SHORT = {
     ],
     "benchmarks/learn.py": ["--seeds", "1", "--steps", "1", "--runs", "true"],
     "benchmarks/learn_beside.py": [
-        *("--streams", "2", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4", "--update-tokens", "64")
+        *("--streams", "2", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4", "--update-tokens", "64"),
+        *("--modes", "70:30", "--warm-up-seconds", "0.2"),
     ],
     "benchmarks/publishes.py": [
         *("--publishes", "1", "--streams", "8", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4")
