@@ -21,6 +21,11 @@ SCRATCH = 0
 it stands for a block that the sequence has given back, since nothing that it will compute sees it."""
 
 
+def first_block(position: int, window: int | None, block_size: int) -> int:
+    """The first block that a query at `position` sees of those before it, through a window or all of them."""
+    return 0 if window is None else max(position + 1 - window, 0) // block_size
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """Of layers that see the last `tokens` positions, a query's own among them; a row has at most `row` tokens."""
@@ -30,7 +35,7 @@ class Window:
 
     def first(self, position: int, block_size: int) -> int:
         """The first block that a query at `position` sees, or any after it."""
-        return max(position + 1 - self.tokens, 0) // block_size
+        return first_block(position, self.tokens, block_size)
 
     def held(self, block_size: int) -> int:
         """Blocks that a sequence has at most while it decodes: its window, and what is not given back at once."""

@@ -28,9 +28,9 @@ from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import merge
 from mlx_tandem.model.linears.tuning import Tuned, tune
 from mlx_tandem.model.loader import Report, load
-from mlx_tandem.model.lora.adapted import find_targets
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
+from mlx_tandem.model.mixin import unmix
 from mlx_tandem.model.runner import Flight, MLXRunner
 from mlx_tandem.model.trials.lora import choose
 from mlx_tandem.types import EngineInfo, MemoryBudget, MemoryInUse, SamplingParams
@@ -74,7 +74,7 @@ def build(
     model = load(config.model, report)
     candidates = fused.available() if backends is None else backends
     if candidates:
-        merge(find_groups(model.module, find_targets(model.module).values()))
+        merge(find_groups(model.module))
     twin = clone(model.module)  # before anything of the served tree is changed
     hook.install()
     if device.is_cpu():
@@ -98,7 +98,8 @@ def build(
         error = probe.fused_error(model, vocab_size, shapes, attention.layers, config.cache.block_size, axes)
         if not error <= 1:
             log.warning("attention blocks run their own code: in few operations they are off by %.1e", error)
-            block.restore(blocks)
+            for each in blocks:
+                unmix(each)
     report("checking adapters", 0.0)
     kernels = choose(model.module, config.lora, model.dtype)
     lora = LoraState(model.module, config.lora, model.dtype, kernels.fused)

@@ -14,6 +14,11 @@ def mix_in(module: nn.Module, mixin: type) -> None:
     module.__class__ = _mixed(mixin, type(module))
 
 
+def unmix(module: nn.Module) -> None:
+    """Undo the last `mix_in`."""
+    module.__class__ = type(module).__bases__[1]
+
+
 @cache
 def _mixed(mixin: type, plain: type) -> type[Any]:
     return type(f"{mixin.__name__}{plain.__name__}", (mixin, plain), {})

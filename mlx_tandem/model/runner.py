@@ -20,6 +20,7 @@ from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import CARRY, Bytes, DeviceError, Row, StepPlan, StepResult
+from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model import cpu, device
 from mlx_tandem.model.cache.inplace import by_kernel
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
@@ -474,7 +475,7 @@ class MLXRunner:
     def _table(self, row: Row, pool: int, blocks: int) -> list[int]:
         """Of its sequence's table the `blocks` from the first on that it sees, by their numbers in the pool."""
         window, begin = self._pool.windows[pool], self._pool.firsts[pool]
-        first = 0 if window is None else max(row.start + 1 - window, 0) // self._block_size
+        first = first_block(row.start, window, self._block_size)
         table = row.tables[pool][first : first + blocks]
         return [b - begin for b in table] if begin else table
 

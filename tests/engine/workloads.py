@@ -241,6 +241,16 @@ def draw_request(
     )
 
 
+def some_workload_fails(tries: int, settings: Settings) -> bool:
+    """Whether any of so many does."""
+    for seed in range(tries):
+        try:
+            play(Random(seed), settings)
+        except Exception:
+            return True
+    return False
+
+
 def play(
     rng: Random,
     settings: Settings | None = None,

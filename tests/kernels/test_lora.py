@@ -20,7 +20,6 @@ from mlx_tandem.model.kernels.dialect import Kernel, Make
 from mlx_tandem.model.kernels.lora import LoraKernels
 from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import merge
-from mlx_tandem.model.lora.adapted import find_targets
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import TILE, cut_tiles
 from mlx_tandem.model.lora.state import LoraState
@@ -172,7 +171,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def fused(model: Any, make: Make) -> GroupedDeltas:
-    groups = find_groups(model, find_targets(model).values())
+    groups = find_groups(model)
     return GroupedDeltas(LoraKernels(make), groups, same=UNLIMITED, mixed=UNLIMITED)
 
 
@@ -234,7 +233,7 @@ def test_two_kernels_for_each_input(make: Make) -> None:
 @pytest.mark.parametrize("bits", [0, 4])
 def test_sums_are_added_to_one_product_of_all_members(make: Make, bits: int, only: str, joined: list[int]) -> None:
     model, counting = build("qwen3", bits), Counting(make)
-    merge(find_groups(model, find_targets(model).values()))
+    merge(find_groups(model))
     state = LoraState(model, LoraConfig(max_loras=1), mx.float32, fused(model, counting))
     weights = adapter(state.linears(), 8, 1, only)
     state.install(1, weights)

@@ -15,7 +15,6 @@ from mlx_tandem.model.clone import clone
 from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import MOST_TOKENS, Merged, merge, merged_in
 from mlx_tandem.model.loader import load
-from mlx_tandem.model.lora.adapted import find_targets
 from mlx_tandem.model.lora.state import LoraState
 from tests import tiny_models
 from tests.engine.test_lora import adapter
@@ -33,7 +32,7 @@ def test_a_model_says_what_it_said(tmp_path: Path, family: str, bits: int) -> No
     model = prepared(tmp_path, family, bits)
     before, names = model(tokens), [name for name, _ in tree_flatten(model.parameters())]
     mx.eval(before)
-    groups = find_groups(model, find_targets(model).values())
+    groups = find_groups(model)
     merged = merge(groups)
     twin: Any = clone(model)
     assert sorted(name for name, _ in tree_flatten(model.parameters())) == sorted(names)
@@ -47,7 +46,7 @@ def test_a_model_says_what_it_said(tmp_path: Path, family: str, bits: int) -> No
 
 def test_each_part_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = prepared(tmp_path, "llama", 0)
-    merged = merge(find_groups(model, find_targets(model).values()))
+    merged = merge(find_groups(model))
     calls: list[Merged] = []
     whole = Merged.whole
     monkeypatch.setattr(Merged, "whole", lambda self, x: (calls.append(self), whole(self, x))[1])
@@ -60,7 +59,7 @@ def test_weights_take_no_more_memory(tmp_path: Path) -> None:
     mx.eval(model.parameters())
     mx.clear_cache()
     before = mx.get_active_memory()
-    merged = merge(find_groups(model, find_targets(model).values()))
+    merged = merge(find_groups(model))
     assert merged
     mx.clear_cache()
     assert mx.get_active_memory() <= before + 4096 * len(merged)
@@ -69,7 +68,7 @@ def test_weights_take_no_more_memory(tmp_path: Path) -> None:
 def test_parts_are_computed_once_with_an_adapter_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a step in which all rows have the same, whose products are made in two dimensions."""
     model = prepared(tmp_path, "llama", 0)
-    merged = merge(find_groups(model, find_targets(model).values()))
+    merged = merge(find_groups(model))
     lora = LoraState(model, LoraConfig(max_loras=1, backend="gather"), mx.float32)
     lora.install(1, adapter(lora.linears(), 4, 0))
     calls: list[Merged] = []

@@ -8,7 +8,6 @@ attention, an output linear, and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,12 +44,6 @@ def shorten(model: nn.Module) -> list[nn.Module]:
     return found
 
 
-def restore(blocks: Iterable[nn.Module]) -> None:
-    """Undo `shorten`."""
-    for block in blocks:
-        block.__class__ = next(kind for kind in KINDS if isinstance(block, kind))
-
-
 def _parts(block: Any) -> Parts | None:
     rope, linears = block.rope, (block.q_proj, block.k_proj, block.v_proj)
     dim = linears[0]["weight"].shape[0] // block.n_heads
@@ -72,7 +65,6 @@ class ShortBlock:
     """Mixed into an attention block."""
 
     _parts: Parts
-    _all: Any
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         block: Any = self

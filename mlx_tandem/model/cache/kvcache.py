@@ -16,6 +16,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model.attention import portable
 from mlx_tandem.model.cache.inplace import write
 from mlx_tandem.model.cache.kvformat import RowFormat
@@ -147,7 +148,7 @@ class StepView:
     def level_first(self) -> int:
         """The first position that is read, where all rows begin at one."""
         assert self.level is not None
-        return 0 if self.kept is None else max(self.level + 1 - self.kept, 0) // self.block_size * self.block_size
+        return first_block(self.level, self.kept, self.block_size) * self.block_size
 
     def window(self, mask: mx.array | str | None) -> int | None:
         """That of a mask which `mask` has made; None for any other."""
@@ -234,8 +235,7 @@ class PagedCache:
         """Write [rows, heads, length, dim] and return [rows, heads, positions, dim] of all that the rows may see."""
         assert self._view is not None
         self._view.arrive(keys)
-        between = len(self.shape.keys.lines())
-        halves = self._arrays[:between], self._arrays[between:]
+        halves = self._halves()
         self._arrays, self._after = [], []
         k, v = (
             self._update(form, pool, new)
@@ -304,15 +304,18 @@ class PagedCache:
             out = fused.attention(queries, self._arrays, v.tables, v.offset, scale, window=window, kept=v.kept)
         else:
             if v.level:
-                between = len(self.shape.keys.lines())
-                halves = self._arrays[:between], self._arrays[between:]
                 keys, values = (
                     mx.concatenate([self._before(form, pool, v), new], axis=2)
-                    for form, pool, new in zip(self.shape.halves, halves, (keys, values), strict=True)
+                    for form, pool, new in zip(self.shape.halves, self._halves(), (keys, values), strict=True)
                 )
             out = portable.attend(queries, keys, values, scale, mask, None)
         rows, heads, length, dim = out.shape
         return out.swapaxes(1, 2).reshape(rows, length, heads * dim)
+
+    def _halves(self) -> tuple[list[mx.array], list[mx.array]]:
+        """The arrays of keys, and those of values."""
+        between = len(self.shape.keys.lines())
+        return self._arrays[:between], self._arrays[between:]
 
     def _update(self, form: RowFormat, pool: list[mx.array], new: mx.array) -> mx.array:
         """Returns what the pool holds now, of the new tokens too: it must not matter how a prompt was cut."""

@@ -14,21 +14,21 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from mlx_tandem.model.lora.adapted import Target
-from mlx_tandem.model.mixin import mix_in
+from mlx_tandem.model.lora.adapted import Target, find_targets
+from mlx_tandem.model.mixin import mix_in, unmix
 
 Group = tuple[Target, ...]
 """Linears with one input, in the order of their calls."""
 
 
-def find_groups(model: nn.Module, targets: Iterable[Target]) -> list[Group]:
-    """Every target is in one group. Alone is one that nobody shares its input with, one of experts, and one that a
-    forward calls never or twice.
+def find_groups(model: nn.Module) -> list[Group]:
+    """Of all that an adapter may change: each is in one group. Alone is one that nobody shares its input with, one of
+    experts, and one that a forward calls never or twice.
 
     A family may call its linears differently for other shapes of input: whoever computes a group as a whole looks
     again whether its members got the same.
     """
-    targets = list(targets)
+    targets = list(find_targets(model).values())
     calls: list[tuple[Target, Any]] = []
     with _listening(targets, calls):
         call: Any = model
@@ -44,16 +44,15 @@ def find_groups(model: nn.Module, targets: Iterable[Target]) -> list[Group]:
 
 @contextmanager
 def _listening(targets: Iterable[Target], calls: list[tuple[Target, Any]]) -> Iterator[None]:
-    modules: list[Any] = [target.module for target in targets]
-    classes = [type(module) for module in modules]
-    for module, target in zip(modules, targets, strict=True):
+    heard: list[tuple[Any, Target]] = [(target.module, target) for target in targets]
+    for module, target in heard:
         module._heard_as, module._calls = target, calls
         mix_in(module, _Listening)
     try:
         yield
     finally:
-        for module, own in zip(modules, classes, strict=True):
-            module.__class__ = own
+        for module, _ in heard:
+            unmix(module)
             del module._heard_as, module._calls
 
 

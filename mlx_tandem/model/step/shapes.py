@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from mlx_tandem.engine.plan import Row
+from mlx_tandem.kv.pool import first_block
 
 SPLIT_GAIN = 1024
 """Padded block reads that a second forward must save to be worth its launch."""
@@ -35,8 +36,7 @@ def table_width(blocks: int) -> int:
 
 def blocks_read(row: Row, block_size: int, window: int | None) -> int:
     """From the first block that its first token sees to that of its last."""
-    end = -(-(row.start + len(row.tokens)) // block_size)
-    return end if window is None else end - max(row.start + 1 - window, 0) // block_size
+    return -(-(row.start + len(row.tokens)) // block_size) - first_block(row.start, window, block_size)
 
 
 def most_blocks_read(rows: Sequence[Row], block_size: int, window: int | None) -> int:

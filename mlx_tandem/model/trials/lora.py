@@ -18,7 +18,6 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
 from mlx_tandem.model.linears.groups import Group, find_groups
-from mlx_tandem.model.lora.adapted import find_targets
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import Ints, cut_tiles
 
@@ -65,7 +64,7 @@ def choose(
         makers = [dialect.maker(target) for target in dialect.available()]
     if not makers:
         return _plain("this device has no fused kernels", forced)
-    groups = find_groups(model, find_targets(model).values())
+    groups = find_groups(model)
     shapes = sorted({s for group in groups for s in _shapes(group)})
     if not shapes:
         return _plain("no linear has a shape for fused kernels", forced)
