@@ -110,13 +110,13 @@ def read(built: Built, rows: int, length: int, repeats: int) -> dict[str, float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="4m")
-    parser.add_argument("--decode", default="1x128,16x128,64x128")
-    parser.add_argument("--prompts", default="")
+    parser.add_argument("--decode", type=pairs, default="1x128,16x128,64x128")
+    parser.add_argument("--prompts", type=pairs, default="")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json-out", type=Path)
     options = parser.parse_args()
-    shape, wanted = SHAPES[options.shape], (pairs(options.decode), pairs(options.prompts))
+    shape, wanted = SHAPES[options.shape], (options.decode, options.prompts)
     drawn = shape.dtype != "float32"
     longest = max(n for _, n in (*wanted[0], *wanted[1])) + options.steps + 64
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as scratch:
