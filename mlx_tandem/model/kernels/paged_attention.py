@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make
@@ -193,7 +195,7 @@ _BODY = r"""
     float4 x = FLOAT4(0.0f, 0.0f, 0.0f, 0.0f);
     if (from + n < GROUP * length && number < D) {
       auto p = q + (first + n) * D + number;
-      const float scale = scales[0];
+      const float scale = FLOAT_BITS((uint)SCALE);
       x = FLOAT4(float(p[0]) * scale, float(p[1]) * scale, float(p[2]) * scale, float(p[3]) * scale);
     }
     queries[i] = x;
@@ -252,7 +254,7 @@ _BODY = r"""
       for (int u = 0; u < DEPTH; u++) {
         const int k = seen + u * TEAMS;
         float s = score[n * DEPTH + u];
-        if (CAPPED) s = scales[1] * TANH(s);
+        if (CAP) s = FLOAT_BITS((uint)CAP) * TANH(s);
         s = k < end && k <= position && (!WINDOWED || k > position - window) ? s : HIDDEN;
         score[n * DEPTH + u] = s;
         greatest[n] = max(greatest[n], s);
@@ -415,7 +417,7 @@ class PagedAttention:
         self._form = form
         self._block_size = block_size
         pool = ["keys", "key_grids", "values", "value_grids"] if form.bits else ["keys", "values"]
-        inputs = ["q", *pool, "tables", "offsets", "windows", "scales", "sinks"]
+        inputs = ["q", *pool, "tables", "offsets", "windows", "sinks"]
         functions = _SPANS + (_CODED if form.bits else _PLAIN)
 
         def kernel(part: bool, many: bool) -> Kernel:
@@ -463,8 +465,6 @@ class PagedAttention:
         warps = warps or MOST_WARPS
         window = min(window, kept or EVERYTHING)
         windows = integers(window, kept or EVERYTHING)
-        inner = scale / cap if cap else scale * math.log2(math.e)
-        scales = floats(inner, cap * math.log2(math.e))
         template: dict[str, Constant] = {
             "T": queries.dtype,
             "D": dim,
@@ -474,13 +474,14 @@ class PagedAttention:
             "MANY": length > 1,
             "WINDOWED": window < EVERYTHING,
             "DEPTH": depth or keys_ahead(form, together, positions),
-            "CAPPED": cap > 0,
+            "SCALE": bits_of(scale / cap if cap else scale * math.log2(math.e)),
+            "CAP": bits_of(cap * math.log2(math.e)),
             "SINKS": sinks is not None,
         }
         if form.bits:
             template |= {"BITS": form.bits, "GRIDS": form.groups}
-        sinks = scales if sinks is None else sinks
-        inputs = [queries, *pool, tables, offsets, windows, scales, sinks]
+        sinks = windows if sinks is None else sinks
+        inputs = [queries, *pool, tables, offsets, windows, sinks]
         shape = (rows, length, heads, dim)
         if splits == 1:
             (out,) = self._kernels[False, together > 4](
@@ -537,10 +538,25 @@ def split_count(blocks: int, positions: int) -> int:
 
 @lru_cache(maxsize=4096)
 def integers(*values: int) -> mx.array:
-    """Made once: a constant of whatever graph uses it."""
-    return mx.array(np.array(values, np.int32))
+    """Eight int32, zeros behind the values, made once: a constant of whatever graph uses it."""
+    return _constant(np.array(values, np.int32))
 
 
 @lru_cache(maxsize=256)
 def floats(*values: float) -> mx.array:
-    return mx.array(np.array(values, np.float32))
+    """Eight float32, as `integers`."""
+    return _constant(np.array(values, np.float32))
+
+
+def _constant(values: npt.NDArray[Any]) -> mx.array:
+    """Computed, and of more than eight bytes, since MLX keeps anything else for CUDA in memory of the host's, where one
+    read takes longer than the rest of a short kernel. (An input of Metal's has to have eight elements.)"""
+    sent = mx.array(np.pad(values, (0, 8 - values.size)))
+    constant = sent + 0
+    mx.eval(constant)  # while `sent` is there: its memory would be taken over otherwise
+    return constant
+
+
+def bits_of(x: float) -> int:
+    """Of a float32 that is not negative: one that is compiled in."""
+    return int(np.float32(x).view(np.int32))
