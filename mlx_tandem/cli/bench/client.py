@@ -13,7 +13,7 @@ import gc
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, product
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -23,6 +23,8 @@ from mlx_tandem.cli.bench.workloads import SAMPLING, Load, Workload
 from mlx_tandem.cli.http import Connection, HttpError
 
 T = TypeVar("T")
+
+_WORDS = list(map("".join, product("bdfgklmnprstvz", "aeiou")))
 
 
 class BenchError(Exception):
@@ -194,8 +196,7 @@ class Client:
 
     def _prompt(self, words: int) -> object:
         """Made-up words, never the same twice, so that no cache of prompts helps anybody."""
-        r = self._random
-        text = " ".join(r.choice("bdfgklmnprstvz") + r.choice("aeiou") for _ in range(max(1, words)))
+        text = " ".join(self._random.choices(_WORDS, k=max(1, words)))
         return [{"role": "user", "content": text}] if self.load.endpoint == "chat" else text
 
     def body(self, workload: Workload) -> dict[str, Any]:
