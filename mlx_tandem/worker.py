@@ -137,7 +137,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         eos_token_ids=info.eos_token_ids,
         limits=built.step_limits,
     )
-    built.warm_up(scheduler.cost)
+    built.warm_up(scheduler.prefill.cost)
     linears, layers, uploads, room = (
         built.linears,
         built.layers,

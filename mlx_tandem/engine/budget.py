@@ -30,6 +30,7 @@ class StepLimits(NamedTuple):
     pairs: int = _ANY  # rows · queries · positions, which scores are made of
     positions: int = _ANY  # rows · positions, whose keys and values are gathered
     tokens: int = 1024  # of prompts
+    beside: int = 0  # tokens of prompts that go with rows that decode, each as a row of its own
 
 
 UNLIMITED = StepLimits()

@@ -60,6 +60,10 @@ class CostModel:
         if decode_rows:
             self._decode_scale = min(max(self._decode_scale * change, 1e-3), 1e3)
 
+    def least(self) -> float:
+        """Milliseconds of a chunk that half is what any chunk takes."""
+        return 2.0 * self._chunk_scale * float(self._chunk_form[0])
+
     def decode(self, rows: int) -> float:
         """Milliseconds of a step in which so many rows decode."""
         return self._decode_scale * float(self._decode_form @ np.array([1.0, rows]))

@@ -42,7 +42,8 @@ class Row(Struct, frozen=True, gc=False):
     attends to everything up to its own position, or to the layer's window of that. There is a table for each pool; that
     of layers with a window comes last, and has 0 for blocks that no window reaches any more. With `sample` the step
     draws the token after the last one. `targets` are the prompt's tokens after each of `tokens`, as far as the prompt
-    goes: their logprobs are wanted. `version` and `background` say on whose behalf it runs; the runner does not care.
+    goes: their logprobs are wanted. With `beside` its tokens share a forward with the rows that decode. `version` and
+    `background` say on whose behalf it runs; the runner does not care.
     """
 
     sequence: int
@@ -55,6 +56,7 @@ class Row(Struct, frozen=True, gc=False):
     targets: tuple[int, ...] = ()
     version: int = 0  # of the adapter, for a request that follows
     background: bool = False  # made for training
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)

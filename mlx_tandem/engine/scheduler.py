@@ -22,8 +22,9 @@ from operator import attrgetter
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
-from mlx_tandem.engine.cost import CostModel, longest_within, padded_length
-from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, Seating, StepPlan, StepResult, scored_positions
+from mlx_tandem.engine.cost import padded_length
+from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, Seating, StepPlan, StepResult
+from mlx_tandem.engine.prefill import Prefill
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.engine.tables import Tables
 from mlx_tandem.engine.tier import Tier
@@ -33,14 +34,6 @@ from mlx_tandem.types import AdapterRef, Delta, FinishReason, Request, TokenLogp
 
 PATIENCE = 32
 """Requests that may overtake one that waits for an adapter slot."""
-
-_HURRY = 8
-"""How many streams that decode one waiting prompt outweighs. A single long prompt beside sixteen streams gets the plain
-share of their time; a burst of short ones is read at once, since every chunk has a fixed cost and a batch that is not
-full wastes more."""
-
-_WHOLE = 4 / 3
-"""How far over its budget a prompt may go to be finished in one chunk."""
 
 _PRIORITY = attrgetter("priority")
 
@@ -73,10 +66,7 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
-        self.cost = CostModel()
-        self._scored_positions = scored_positions(vocab_size)
-        self._chunk_tokens = config.max_chunk_tokens or limits.tokens
-        self._pairs = limits.pairs * 4 // 5  # tables are padded, by at most a quarter
+        self.prefill = Prefill(config, limits, vocab_size)
         # Both by priority, then first come first.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -238,47 +228,17 @@ class Scheduler:
         return [s for s in wanted if not self._tables.is_loading(s)] if self._tables.has_loads else list(wanted)
 
     def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> None:
-        """Chunks of prompts while their predicted time and their tokens fit the budgets, at least one.
+        def take(s: Sequence, tokens: int, *, beside: bool = False) -> int | None:
+            # A row before this one may have taken this sequence's blocks.
+            if s.seat < 0 or not self._reserve(s, s.scheduled + tokens, rows):
+                return None
+            rows.append(self._row(s, tuple(s.tokens[s.scheduled : s.scheduled + tokens]), beside))
+            return padded_length(tokens) if rows[-1].targets else 0
 
-        Streams that decode give a share of their time to prompts, a larger one when many wait.
-        """
-        config = self._config
-        reading = [s for s in self._wanted(left_out) if s.wants_prefill]
-        budget = config.idle_prefill_ms
-        if rows and reading:
-            share = config.prefill_share * max(1.0, _HURRY * len(reading) / len(rows))
-            budget = min(budget, share * self.cost.decode(len(rows)))
-        most = config.prefill_batch_size or len(reading)
-        room = self._chunk_tokens
-        chunks = scored = 0
-        for s in reading:
-            if s.seat < 0:
-                continue
-            limit = s.prompt_length - 1 if s.followers else len(s.tokens)
-            longest = min(self._chunk_tokens, longest_within(self._pairs, s.scheduled))
-            n = min(limit - s.scheduled, longest)
-            if s.targets(s.scheduled, s.scheduled + n):
-                n = min(n, self._scored_positions - scored)
-                if n <= 0:
-                    continue
-            if chunks and padded_length(n) > room:
-                break
-            cost = self.cost.predict(padded_length(n), s.scheduled)
-            if cost > _WHOLE * budget:  # else the rest goes in one chunk: cutting it costs more than it saves
-                if chunks:
-                    break
-                n = min(n, self.cost.affordable(s.scheduled, budget, longest))
-                cost = self.cost.predict(padded_length(n), s.scheduled)
-            if self._reserve(s, s.scheduled + n, rows):
-                rows.append(self._row(s, tuple(s.tokens[s.scheduled : s.scheduled + n])))
-                scored += padded_length(n) if rows[-1].targets else 0
-                budget -= cost
-                room -= padded_length(n)
-                chunks += 1
-                if chunks == most:
-                    break
+        reading = [s for s in self._wanted(left_out) if s.wants_prefill and s.seat >= 0]
+        self.prefill.plan(reading, len(rows), take)
 
-    def _row(self, s: Sequence, tokens: tuple[int, ...]) -> Row:
+    def _row(self, s: Sequence, tokens: tuple[int, ...], beside: bool = False) -> Row:
         start = s.scheduled
         if s.cached is None:
             self._tables.count(s)
@@ -289,7 +249,7 @@ class Scheduler:
         targets = s.targets(start, s.scheduled) if s.scores is not None else ()
         request = s.request
         version = s.adapter.version if request.follow and s.adapter is not None else 0
-        return Row(s.id, s.seat, s.slot, start, tokens, s.tables, sample, targets, version, request.background)
+        return Row(s.id, s.seat, s.slot, start, tokens, s.tables, sample, targets, version, request.background, beside)
 
     def _seating(self, s: Sequence) -> Seating:
         s.is_seated = True
@@ -533,10 +493,10 @@ class Scheduler:
 
     def observe(self, plan: StepPlan, milliseconds: float) -> None:
         """A step took this long; its cost guides the next budgets."""
-        if plan.saves or plan.loads or not plan.rows:
+        if plan.saves or plan.loads or not plan.rows or any(row.beside for row in plan.rows):
             return
         chunks = [(padded_length(len(r.tokens)), r.start) for r in plan.rows if len(r.tokens) > 1]
-        self.cost.observe(chunks, len(plan.rows) - len(chunks), milliseconds)
+        self.prefill.cost.observe(chunks, len(plan.rows) - len(chunks), milliseconds)
 
     def fail(self, plans: Iterable[StepPlan]) -> list[int]:
         """Steps were lost on the device: their requests end here and are returned; every other running sequence

@@ -96,6 +96,11 @@ class Sequence:
         return not self.pending and self.scheduled < len(self.tokens) - 1 and not self.is_complete
 
     @property
+    def unread(self) -> int:
+        """Tokens of its prompt that no step has read; the last is left for the choices that share it."""
+        return (self.prompt_length - 1 if self.followers else len(self.tokens)) - self.scheduled
+
+    @property
     def is_complete(self) -> bool:
         return self.total >= self.most_tokens
 

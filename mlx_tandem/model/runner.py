@@ -1,6 +1,7 @@
 """The MLX runner: executes step plans over the paged pool under mlx-lm's unmodified model modules.
 
-A step is cut into rectangles of rows with one length (decodes; prompt chunks by padded length). Each rectangle is one
+A step is cut into rectangles of rows with one length (decodes, and what goes beside them; prompt chunks by padded
+length). Each rectangle is one
 call of a pure function of (tokens, offsets, tables, sampling arrays, adapter arrays, pools), compiled per shape. Pools
 go in as arguments and come back as results, written in place since nobody else holds them.
 """
@@ -77,6 +78,7 @@ class _Key(NamedTuple):
     layout: Layout
     level: int | None = None  # as in `StepView`
     scores: int = -1  # likeliest tokens beside each target's logprob; -1: nothing is scored
+    picks: bool = False  # only some of the rows are sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,11 +259,11 @@ class MLXRunner:
     def _rectangles(self, rows: Sequence[Row]) -> list[list[int]]:
         """Indices of rows that run as one forward: by padded length, those apart that need logits of all positions, and
         decodes apart when contexts differ much. What would need more memory than there is for it is cut."""
-        decodes = [i for i, r in enumerate(rows) if len(r.tokens) == 1 and not r.targets]
+        decodes = [i for i, r in enumerate(rows) if r.beside or (len(r.tokens) == 1 and not r.targets)]
         by_length: dict[tuple[int, bool, int | None], list[int]] = {(1, False, None): decodes} if decodes else {}
         for i, r in enumerate(rows) if len(decodes) < len(rows) else ():
             n = len(r.tokens)
-            if n == 1 and not r.targets:
+            if r.beside or (n == 1 and not r.targets):
                 continue
             level = self._level([r])
             apart = None if level is None else i if level else -1
@@ -285,6 +287,9 @@ class MLXRunner:
         slots = [r.slot for r in plan.rows]
         indices = sorted(indices, key=slots.__getitem__)  # rows of one adapter beside each other are faster
         rows = [plan.rows[i] for i in indices]
+        beside = any(r.beside for r in rows)
+        if beside:
+            indices, rows = _token_by_token(indices, rows)
         longest = max([len(r.tokens) for r in rows])
         length = 1 if longest == 1 else padded_length(longest)
         count = row_count(len(rows), self._good_counts(length))
@@ -292,10 +297,13 @@ class MLXRunner:
         in_place = tuple(self._contiguous(rows, pool) for pool in pools)
         level = self._level(rows)
         widths = tuple(table_width(most_blocks_read(rows, self._block_size, window)) for window in self._pool.windows)
-        seats = [r.seat if r.sample else self._seats.padding for r in rows]
-        seats += [self._seats.padding] * (count - len(rows))
-        samples = min(seats) < self._seats.padding
-        flags, sampling = self._sampling(tuple(seats)) if samples else (SamplingFlags(), [])
+        padding = self._seats.padding
+        seats = [r.seat if r.sample else padding for r in rows] + [padding] * (count - len(rows))
+        picked = [at for at, seat in enumerate(seats) if seat < padding] if beside else []
+        pads = row_count(len(picked), self._good_counts(length)) - len(picked)
+        drawn_seats = [seats[at] for at in picked] + [padding] * pads if picked else seats
+        samples = min(seats) < padding
+        flags, sampling = self._sampling(tuple(drawn_seats)) if samples else (SamplingFlags(), [])
         adapter_slots = [slots[i] for i in indices]
         route = self._lora.route(adapter_slots + [adapter_slots[-1]] * (count - len(rows)), length)
         tokens, offset, places, last = self._index_arrays(rows, count, length, widths)
@@ -305,11 +313,15 @@ class MLXRunner:
         numbers = [tokens, offset, last, seat_array, *places]
         if scores >= 0:
             numbers.append(self._padded([r.targets for r in rows], count, length))
+        if picked:
+            numbers += [np.array(picked + [0] * pads, np.int32), np.array(drawn_seats, np.int32)]
+            indices, rows = [indices[at] for at in picked], [rows[at] for at in picked]
         if route.ids is not None:
             numbers.append(route.ids)
         gathered = tuple(0 if run else width for run, width in zip(in_place, widths, strict=True))
-        key = _Key(count, length, gathered, carry, samples, flags, route.layout, level, scores)
-        if any(in_place) or level or self._is_long(key):  # of too many kinds to be traced once for each, or pausing
+        key = _Key(count, length, gathered, carry, samples, flags, route.layout, level, scores, bool(picked))
+        # Of too many kinds to be traced once for each, or pausing.
+        if any(in_place) or level or beside or self._is_long(key):
             step = self._make_step(key, forms(numbers), in_place)
         else:
             found = self._steps.get(key)
@@ -350,6 +362,7 @@ class MLXRunner:
             tokens, offset, last, seats, *rest = receive(inputs, expected)
             places, rest = rest[: 2 * len(windows)], rest[2 * len(windows) :]
             targets = rest.pop(0) if key.scores >= 0 else None
+            picked, drawn_seats = (rest.pop(0), rest.pop(0)) if key.picks else (None, seats)
             ids = rest.pop(0) if rest else None
             if key.carry:
                 tokens = mx.where(tokens == CARRY, last_tokens[seats][:, None], tokens)
@@ -370,10 +383,11 @@ class MLXRunner:
             for cache, arrays, own in zip(caches, pool, pool_of, strict=True):
                 cache.bind(arrays, views[own])
             lora.bind(lora_arrays, ids, layout=key.layout)
-            head.select(last if key.length > 1 and targets is None else None)
+            head.select(last if key.length > 1 and targets is None else None, picked)
             try:
                 with cpu.serving():
                     output = model(tokens, cache=caches)
+                logits = head.logits(output, last)
             finally:
                 lora.unbind()
                 head.select(None)
@@ -383,15 +397,15 @@ class MLXRunner:
                     whole.clear()
                 pool = [cache.release() for cache in caches]
             scored = [] if targets is None else score(output, targets, key.scores)
-            logits = head.logits(output, last)
             if not key.samples:
                 return [], scored, scored or [logits[:1, :1]], last_tokens, [], pool
             how = SamplingArrays.unflatten(sampling, key.flags)
-            met = Seen(seen[0][seats], seen[1][seats]) if seen else None
-            drawn = sample(logits, offset + last + 1, how, key.flags, met)
+            met = Seen(seen[0][drawn_seats], seen[1][drawn_seats]) if seen else None
+            position = offset + last + 1
+            drawn = sample(logits, position if picked is None else position[picked], how, key.flags, met)
             token = mx.maximum(drawn.tokens, 0)
-            last_tokens[seats] = token
-            counts = [seen[1].at[seats, token].add(1.0)] if seen else []
+            last_tokens[drawn_seats] = token
+            counts = [seen[1].at[drawn_seats, token].add(1.0)] if seen else []
             outputs = drawn.flatten()
             return outputs, scored, [*outputs, *scored, last_tokens], last_tokens, counts, pool
 
@@ -542,3 +556,13 @@ class MLXRunner:
                 )
                 for at in range(len(own.targets))
             ]
+
+
+def _token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[int], list[Row]]:
+    """A row for each token of those that go beside others. `indices`: where each is in the plan."""
+    every = [
+        (i, Row(r.sequence, r.seat, r.slot, r.start + at, (token,), r.tables, r.sample and at == len(r.tokens) - 1))
+        for i, r in zip(indices, rows, strict=True)
+        for at, token in enumerate(r.tokens)
+    ]
+    return [i for i, _ in every], [r for _, r in every]

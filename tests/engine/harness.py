@@ -46,6 +46,7 @@ class Loop:
         self.admitted: dict[int, int] = {}  # request -> how many ran before it
         self.steps = 0
         self.failures = 0
+        self.beside = 0  # chunks of prompts that went with rows that decode
         self.waits = 0  # turns in which nothing could be done but wait for the drive
         self._flights: deque[tuple[StepPlan, Any]] = deque()
 
@@ -146,6 +147,9 @@ class Loop:
 
     def _look_at(self, plan: StepPlan) -> None:
         assert plan.rows or plan.saves or plan.loads, "an empty plan"
+        self.beside += sum(row.beside for row in plan.rows)
+        if any(row.beside for row in plan.rows):
+            assert any(len(row.tokens) == 1 and row.sample for row in plan.rows), "nobody decodes beside a prompt"
         assert len({row.sequence for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
         for row in plan.rows:
             self._begun.setdefault(self.scheduler._sequences[row.sequence].request.id, row.start)

@@ -17,6 +17,7 @@ from mlx_lm.utils import load_model
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.tables import Tables
 from mlx_tandem.engine.tier import Drive, Tier
@@ -47,12 +48,14 @@ class Engine:
         blocks: int = 0,
         window_blocks: int = 0,
         chunks: int = 0,
+        beside: int = 0,
         depth: int = 1,
         drive: Drive | None = None,
         write_through: bool = True,
     ) -> Loop:
         """A scheduler of `blocks`, and of `window_blocks` where there are two pools, over the runner; 0: all. `chunks`:
-        prompts are cut into pieces of random length up to this. `drive`: gets each block as soon as it is full, or when
+        prompts are cut into pieces of random length up to this. `beside`: so many tokens of prompts go with rows that
+        decode. `drive`: gets each block as soon as it is full, or when
         it is given to others."""
         info = self.built.info
         slots = SlotTable(info.max_loras)
@@ -71,9 +74,10 @@ class Engine:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             eos_token_ids=(),
+            limits=UNLIMITED._replace(beside=beside),
         )
         if chunks:
-            scheduler.cost = OddChunks(Random(chunks), chunks)
+            scheduler.prefill.cost = OddChunks(Random(chunks), chunks)
         return Loop(scheduler, self.built.runner, pools[0], slots, depth=depth)
 
     def run(
@@ -83,11 +87,12 @@ class Engine:
         blocks: int = 0,
         window_blocks: int = 0,
         chunks: int = 0,
+        beside: int = 0,
         depth: int = 1,
         stagger: int = 0,
     ) -> Loop:
         """Serve `requests` to their end. `stagger`: steps between one arrival and the next."""
-        loop = self.loop(blocks=blocks, window_blocks=window_blocks, chunks=chunks, depth=depth)
+        loop = self.loop(blocks=blocks, window_blocks=window_blocks, chunks=chunks, beside=beside, depth=depth)
         for request in requests:
             loop.add(request)
             for _ in range(stagger):

@@ -13,6 +13,7 @@ from msgspec import structs
 from mlx_tandem.adapters.slots import Assignment, SlotTable
 from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.plan import CARRY, Row, StepPlan, StepResult
+from mlx_tandem.engine.prefill import Prefill
 from mlx_tandem.engine.scheduler import Scheduler, Settled
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.engine.tables import Tables
@@ -472,13 +473,13 @@ def _hand_out_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _read_everything(patch: pytest.MonkeyPatch) -> None:
-    def plan_prefill(self: Scheduler, *args: Any) -> None:
+    def plan(self: Prefill, *args: Any) -> None:
         config, self._config = self._config, structs.replace(self._config, prefill_batch_size=0)
         original(self, *args)
         self._config = config
 
-    original = Scheduler._plan_prefill
-    patch.setattr(Scheduler, "_plan_prefill", plan_prefill)
+    original = Prefill.plan
+    patch.setattr(Prefill, "plan", plan)
 
 
 def _follow_in_name_only(patch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,9 @@ def test_adapters_in_one_batch_say_what_each_says_merged(
     ties += assert_agrees(batch, oracles, "one prompt, every adapter")
     ties += assert_agrees(engine.run(mixed), oracles, "mixed")
     ties += assert_agrees(engine.run(mixed, chunks=5, stagger=1, depth=0), oracles, "mixed and chunked")
+    beside = engine.run(mixed, stagger=1, beside=7)
+    assert beside.beside
+    ties += assert_agrees(beside, oracles, "mixed, prompts beside those that decode")
     ties += assert_agrees(engine.run([ask(0, a, n=3), ask(1, b, n=2)]), oracles, "mixed and forked")
     crowded = engine.run(
         [ask(i, d, max_tokens=24, prompt=p) for i, (d, p) in enumerate([(a, 0), (b, 2), (None, 3)])], blocks=7
@@ -181,6 +184,9 @@ def test_seeded_draws_do_not_depend_on_what_runs_beside_them(sampling_engine: En
     assert choices(engine.run(requests)) == alone
     assert choices(engine.run(requests[::-1], depth=0)) == alone
     assert choices(engine.run(requests, chunks=5, stagger=1)) == alone
+    beside = engine.run(requests, stagger=1, beside=6)
+    assert beside.beside
+    assert choices(beside) == alone
     short = [r for r in requests if len(r.prompt) < 10]
     crowded = engine.run(short, blocks=7)
     assert crowded.scheduler.preemptions > 0

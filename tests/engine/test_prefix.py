@@ -93,7 +93,7 @@ def test_whoever_waits_for_another_s_prompt_goes_on_without_it(
             num_blocks=100, block_size=4, depth=depth, fail=fail, nan={moment: 0} if end == "nan" else {}
         )
         scheduler, loop = engine.scheduler, engine.loop
-        scheduler.cost.fit([(length, 0, float(length)) for length in (8, 64)], [(1, 1.0)])
+        scheduler.prefill.cost.fit([(length, 0, float(length)) for length in (8, 64)], [(1, 1.0)])
         object.__setattr__(scheduler, "_config", type(scheduler._config)(max_num_seqs=8, max_chunk_tokens=16))
         for i in range(3):
             loop.add(ask(i))

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.config import SchedulerConfig
+from mlx_tandem.engine import prefill, tables
 from mlx_tandem.engine import scheduler as scheduler_module
-from mlx_tandem.engine import tables
 from mlx_tandem.engine.plan import Runner, StepPlan
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
@@ -73,6 +73,7 @@ def test_every_sequence_is_exact_in_random_workloads(part: int) -> None:
     assert outcome.finished > 3000
     assert min(outcome.preemptions, outcome.failures, outcome.failed, outcome.cancelled) > 200
     assert outcome.cached > 1500
+    assert outcome.beside > 200, outcome
     assert min(outcome.moved, outcome.switched, outcome.held_back) > 100, outcome
 
 
@@ -387,14 +388,16 @@ def test_a_step_s_time_bounds_a_long_prompt_beside_decodes() -> None:
     """While many others decode, a chunk of a long prompt costs no more than their share, and is never empty."""
     engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20)
     loop, scheduler = engine.loop, engine.scheduler
-    scheduler.cost.fit([(length, 0, float(length)) for length in (8, 64, 256, 1024)], [(1, 100.0)])  # 1 ms a token
+    scheduler.prefill.cost.fit(
+        [(length, 0, float(length)) for length in (8, 64, 256, 1024)], [(1, 100.0)]
+    )  # 1 ms a token
     streams = 16
     for i in range(streams):
         loop.add(request(i, (1,), max_tokens=100))
     loop.step()
     loop.step()
     loop.add(request(99, tuple(i % 13 for i in range(1000))))
-    budget = SchedulerConfig().prefill_share * scheduler.cost.decode(streams)
+    budget = SchedulerConfig().prefill_share * scheduler.prefill.cost.decode(streams)
     chunks = []
     while not loop.tokens[99, 0]:
         before = engine.runner.positions
@@ -408,7 +411,7 @@ def test_a_burst_of_prompts_is_not_dripped_in() -> None:
     """When few decode and many wait, the prompts come first: a batch that is not full wastes every step."""
     engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20)
     loop, scheduler = engine.loop, engine.scheduler
-    scheduler.cost.fit([(length, 0, float(length)) for length in (8, 64, 256, 1024)], [(1, 20.0)])
+    scheduler.prefill.cost.fit([(length, 0, float(length)) for length in (8, 64, 256, 1024)], [(1, 20.0)])
     loop.add(request(0, (1,), max_tokens=100))
     loop.step()
     for i in range(1, 17):
@@ -470,7 +473,7 @@ def test_tokens_in_flight_are_limited_and_one_request_always_runs() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_prompt_s_logprobs_are_computed_once_in_bounded_chunks(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many choices and prompts there are; a chunk of another prompt goes beside."""
-    monkeypatch.setattr(scheduler_module, "scored_positions", lambda vocabulary: 5)
+    monkeypatch.setattr(prefill, "scored_positions", lambda vocabulary: 5)
     engine = make_engine(depth=0, prefixes=False)
     loop, rows = engine.loop, []
     launch = engine.runner.launch
@@ -494,7 +497,7 @@ def test_a_prompt_s_logprobs_are_computed_once_in_bounded_chunks(n: int, monkeyp
 
 
 def test_what_is_known_of_a_prompt_is_not_scored_again_after_a_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "scored_positions", lambda vocabulary: 3)
+    monkeypatch.setattr(prefill, "scored_positions", lambda vocabulary: 3)
     engine = make_engine(depth=0)
     loop, scheduler = engine.loop, engine.scheduler
     loop.add(request(0, (1, 2, 3, 4, 5, 6, 7, 8), prompt_logprobs=0))

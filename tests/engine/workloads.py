@@ -14,6 +14,7 @@ from typing import Any
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine import scheduler as scheduler_module
+from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import Runner
 from mlx_tandem.engine.scheduler import Scheduler
@@ -84,6 +85,7 @@ def make_engine(
     write_through: bool = False,
     patience: float = 60.0,
     max_chunk_tokens: int = 1024,
+    beside: int = 0,
     wrap: Callable[[ReferenceRunner], Runner] = lambda runner: runner,
     **runner_options: object,
 ) -> Engine:
@@ -107,6 +109,7 @@ def make_engine(
         max_model_len=max_model_len,
         vocab_size=VOCAB,
         eos_token_ids=eos,
+        limits=UNLIMITED._replace(beside=beside),
     )
     loop = Loop(scheduler, wrap(runner), pools[0], slots, depth=depth)
     return Engine(runner, loop, max_num_seqs)
@@ -176,6 +179,7 @@ class Outcome:
     work: int = 0
     loads: int = 0  # blocks that came from a drive
     saves: int = 0  # blocks on it
+    beside: int = 0  # chunks of prompts that went with rows that decode
     given_back: int = 0  # blocks before the windows of rows that were not read for them
     most_steps: float = 0.0  # of a workload, per token of work
 
@@ -288,6 +292,7 @@ def play(
         wrap=wrap,
         drive=drive,
         write_through=drive is not None and rng.random() < 0.5,
+        beside=rng.choice((0, 3, 50)),
         patience=rng.choice((0.0, 60.0, 60.0)) if drive is not None else 0.0,
         fail=fail,
         nan=nan,
@@ -297,7 +302,7 @@ def play(
     if scheduler.tier is not None:
         scheduler.tier.step_blocks = rng.choice((1, 2, 50))
     if rng.random() < 0.8:
-        scheduler.cost = OddChunks(rng, rng.choice((1, 3, 7)))
+        scheduler.prefill.cost = OddChunks(rng, rng.choice((1, 3, 7)))
     names = ["a", "b", "c", "d", "e"][: rng.randint(0, 5)]
     adapters: list[AdapterRef | None] = [None, *(AdapterRef(name, 1, name) for name in names)]
     publishes = rng.choice((0.0, 0.1, 0.5)) if names else 0.0
@@ -349,6 +354,7 @@ def play(
         held_back=held_back,
         loads=engine.runner.loads,
         saves=len(store.blocks),
+        beside=loop.beside,
         given_back=engine.runner.given_back,
         steps=loop.steps,
         work=work,

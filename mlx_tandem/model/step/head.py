@@ -20,6 +20,7 @@ class HeadSelector:
 
     def __init__(self, model: nn.Module):
         self._last: mx.array | None = None
+        self._rows: mx.array | None = None  # until they have been picked
         self._adapt(model)
 
     @staticmethod
@@ -31,21 +32,26 @@ class HeadSelector:
             object.__setattr__(model, "_head_selector", selector)
         return selector
 
-    def select(self, last: mx.array | None) -> None:
-        """Inside a traced step: [rows] int32, the index of the sampled position in each row; None: all positions."""
-        self._last = last
+    def select(self, last: mx.array | None, rows: mx.array | None = None) -> None:
+        """Inside a traced step: last [rows] int32, the index of the sampled position in each row; None: all positions.
+        rows: the indices of those that are sampled, all of one position; None: all rows."""
+        self._last, self._rows = last, rows
 
     def logits(self, output: mx.array, last: mx.array) -> mx.array:
-        """[rows, vocabulary] of what the model returned for a step with `select(last)`."""
+        """[sampled rows, vocabulary] of what the model returned since `select`."""
+        if self._rows is not None:
+            output = output[self._rows]
         if output.shape[1] == 1:
             return output[:, 0]
         return _pick(output, last)[:, 0]
 
     def narrow(self, h: mx.array) -> mx.array:
         """Of the head's input [rows, length, dim] what is wanted of it."""
-        if self._last is None or h.ndim != 3 or h.shape[1] == 1:
+        if h.ndim != 3:
             return h
-        return _pick(h, self._last)
+        if self._rows is not None:
+            h, self._rows = h[self._rows], None
+        return h if self._last is None or h.shape[1] == 1 else _pick(h, self._last)
 
     def _adapt(self, model: nn.Module) -> None:
         for _, module in model.named_modules():
