@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
+
+from mlx_tandem import files
 
 # MLX's Linux CPU wheel brings the reference BLAS along: 6 GFLOP/s where OpenBLAS reaches 60 to 100. Its symbols win
 # when they are global before MLX's own library is loaded, so this stands before the first import of mlx.core.
@@ -31,15 +34,22 @@ def _load_openblas() -> str | None:
 # they touch is too large. An operation on the KV pool touches all of it, however few blocks it reads, so that with
 # MLX's own limits a step is cut into dozens of graphs, each of which costs time on the host. What one graph frees is
 # there again only when it is done, so the number of operations stays limited: a long prompt would need more memory.
-_CUDA_GRAPHS = {"MLX_MAX_MB_PER_BUFFER": "1000000"}
+_GRAPH_LIMIT = "1000000"
 _CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")
 
 
-def _set_graph_limits() -> None:
-    """Where a CUDA build of MLX is installed, and not yet loaded: it reads these once. What is set already stays."""
+def _set_up_cuda() -> None:
+    """Where a CUDA build of MLX is installed, and not yet loaded: it reads these once. What is set already stays.
+
+    The kernels that MLX compiles it keeps in a folder of the system's for temporary files, where they are lost when
+    the machine starts anew, and where others can put theirs. Here they are the user's.
+    """
     if "mlx.core" not in sys.modules and any(_installed(package) for package in _CUDA_PACKAGES):
-        for name, value in _CUDA_GRAPHS.items():
-            os.environ.setdefault(name, value)
+        os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", _GRAPH_LIMIT)
+        folder = files.cache_folder() / f"kernels-{version('mlx')}"
+        with contextlib.suppress(OSError):
+            files.make_folder(folder)
+            os.environ.setdefault("MLX_PTX_CACHE_DIR", str(folder))
 
 
 def _installed(package: str) -> bool:
@@ -52,7 +62,7 @@ def _installed(package: str) -> bool:
 _THREADS_WERE_CHOSEN = "OPENBLAS_NUM_THREADS" in os.environ
 OPENBLAS = _load_openblas()
 """The library that was put in front, or None."""
-_set_graph_limits()
+_set_up_cuda()
 
 import mlx.core as mx  # noqa: E402
 

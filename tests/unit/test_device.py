@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
-NAME = "MLX_MAX_MB_PER_BUFFER"
+NAME, FOLDER = "MLX_MAX_MB_PER_BUFFER", "MLX_PTX_CACHE_DIR"
 
 
 def settings(packages: Path, *, before: str = "", **env: str) -> dict[str, str]:
     """What MLX finds in its environment when this program has been imported beside the packages."""
     code = f"{before}\nimport json, os, mlx_tandem.model.device\nprint(json.dumps(dict(os.environ)))"
-    own = {k: v for k, v in os.environ.items() if k != NAME}
+    own = {k: v for k, v in os.environ.items() if k not in (NAME, FOLDER)}
+    own["XDG_CACHE_HOME"] = str(packages / "cache")
     own["PYTHONPATH"] = os.pathsep.join([str(packages), own.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, "-c", code], env=own | env, capture_output=True, text=True, check=True)
-    return {k: v for k, v in json.loads(done.stdout).items() if k == NAME}
+    return {k: v for k, v in json.loads(done.stdout).items() if k in (NAME, FOLDER)}
 
 
 @pytest.fixture
@@ -35,8 +36,19 @@ def test_the_pool_s_size_does_not_cut_graphs_on_cuda(cuda: Path) -> None:
     assert int(settings(cuda)[NAME]) >= 100_000
 
 
+def test_compiled_kernels_are_kept_where_nobody_else_writes(cuda: Path) -> None:
+    folder = Path(settings(cuda)[FOLDER])
+    assert folder.is_relative_to(cuda / "cache")
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_that_cannot_be_made_is_done_without(cuda: Path) -> None:
+    (cuda / "cache").write_text("", encoding="utf-8")
+    assert FOLDER not in settings(cuda)
+
+
 def test_what_is_set_already_stays(cuda: Path) -> None:
-    assert settings(cuda, MLX_MAX_MB_PER_BUFFER="7")[NAME] == "7"
+    assert settings(cuda, MLX_MAX_MB_PER_BUFFER="7", MLX_PTX_CACHE_DIR="/own") == {NAME: "7", FOLDER: "/own"}
 
 
 def test_nothing_is_set_without_cuda_or_too_late(cuda: Path, tmp_path: Path) -> None:
