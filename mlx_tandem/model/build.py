@@ -32,6 +32,7 @@ from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.mixin import unmix
 from mlx_tandem.model.runner import Flight, MLXRunner
+from mlx_tandem.model.trials import argmax
 from mlx_tandem.model.trials.lora import choose
 from mlx_tandem.types import EngineInfo, MemoryBudget, MemoryInUse, SamplingParams
 
@@ -109,6 +110,8 @@ def build(
     kernels = choose(model.module, config.lora, model.dtype)
     lora = LoraState(model.module, config.lora, model.dtype, kernels.fused)
     log.info("adapters by %s: %s", lora.backend, kernels.reason)
+    drawing = argmax.choose(model.dtype, vocab_size)
+    log.info("greedy tokens: %s", drawing.reason)
     needs = footprint.needs(config, limit, model, shapes, vocab_size, lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
     beside = BESIDE if attention.layers and all(attention.layers) else 0
@@ -141,6 +144,7 @@ def build(
         limits=step_limits,
         attention=attention.layers,
         row_counts=tuned.rows,
+        greedy=drawing.greedy,
     )
     info = EngineInfo(
         model=config.model.path,

@@ -34,7 +34,7 @@ from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.step.head import HeadSelector
 from mlx_tandem.model.step.inputs import Form, Inputs, Numbers, constant, forms, receive
 from mlx_tandem.model.step.rope import SharedAngles
-from mlx_tandem.model.step.sampler import SamplingArrays, SamplingFlags, Seen, sample, score
+from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags, Seen, by_argmax, sample, score
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.step.seattables import SeatTables
 from mlx_tandem.model.step.shapes import blocks_read, cut, most_blocks_read, row_count, split_by_context, table_width
@@ -127,6 +127,7 @@ class MLXRunner:
         limits: StepLimits = UNLIMITED,
         attention: Sequence[LayerKernels | None] = (),
         row_counts: Sequence[int] = (),
+        greedy: Greedy = by_argmax,
     ):
         self._model: Any = model.module
         self._head = HeadSelector.of(model.module)
@@ -138,6 +139,7 @@ class MLXRunner:
         self._mask_axes = mask_axes
         self._limits = limits
         self._row_counts = row_counts
+        self.greedy = greedy
         self._seats = Seats(max_num_seqs, vocab_size)
         attention = attention or [None] * len(layers)
         self._caches = [PagedCache(*each) for each in zip(layers, attention, strict=True)]
@@ -348,7 +350,7 @@ class MLXRunner:
         """The step as a pure function: arrays and lists of arrays in, the same out. `expected`: of its inputs; they
         follow from the key."""
         model, caches, lora, head, angles = self._model, self._caches, self._lora, self._head, self._angles
-        merged = self._merged
+        merged, greedy = self._merged, self.greedy
         pools, windows, pool_of = self._pool.pools, self._pool.windows, self._pool.pool_of
 
         def step(
@@ -402,7 +404,7 @@ class MLXRunner:
             how = SamplingArrays.unflatten(sampling, key.flags)
             met = Seen(seen[0][drawn_seats], seen[1][drawn_seats]) if seen else None
             position = offset + last + 1
-            drawn = sample(logits, position if picked is None else position[picked], how, key.flags, met)
+            drawn = sample(logits, position if picked is None else position[picked], how, key.flags, met, greedy)
             token = mx.maximum(drawn.tokens, 0)
             last_tokens[drawn_seats] = token
             counts = [seen[1].at[drawn_seats, token].add(1.0)] if seen else []

@@ -9,6 +9,7 @@ Truncation follows vLLM's order: temperature, min-p, top-k, then top-p of what i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -90,6 +91,10 @@ class Drawn:
         return [self.tokens, *(a for a in optional if a is not None)]
 
 
+Greedy = Callable[[mx.array], mx.array]
+"""Gives the tokens [rows] int32 of logits [rows, vocabulary]: the first of the largest, NOT_A_NUMBER where that is not
+finite or any is NaN."""
+
 _exp = cpu.exp if device.is_cpu() else mx.exp
 _MASK = (1 << 64) - 1
 
@@ -134,10 +139,22 @@ def gumbel_noise(key: mx.array, position: mx.array, vocabulary: int) -> mx.array
     return -mx.log(exponential)
 
 
-def sample(logits: mx.array, position: mx.array, a: SamplingArrays, flags: SamplingFlags, seen: Seen | None) -> Drawn:
+def by_argmax(logits: mx.array) -> mx.array:
+    """The `Greedy` that runs wherever MLX does."""
+    return _checked(mx.argmax(logits, -1), logits.max(-1, keepdims=True))
+
+
+def sample(
+    logits: mx.array,
+    position: mx.array,
+    a: SamplingArrays,
+    flags: SamplingFlags,
+    seen: Seen | None,
+    greedy: Greedy = by_argmax,
+) -> Drawn:
     """Draw one token a row. logits: [rows, vocabulary]; position: [rows] int32, of the token to be drawn."""
     if flags == SamplingFlags():  # greedy rows and nothing asked: no wider copy of a whole vocabulary is made
-        return Drawn(_checked(mx.argmax(logits, -1), logits.max(-1, keepdims=True)))
+        return Drawn(greedy(logits))
     raw = logits.astype(mx.float32)
     z = raw
     if flags.penalties:
@@ -149,19 +166,18 @@ def sample(logits: mx.array, position: mx.array, a: SamplingArrays, flags: Sampl
         assert a.stops is not None
         assert a.min_until is not None
         z = mx.where(a.stops & (position[:, None] < a.min_until), -mx.inf, z)
-    peak = z.max(-1, keepdims=True)
     if not (flags.noise or flags.logprobs >= 0):
-        tokens = mx.argmax(z, -1)
-        return Drawn(_checked(tokens, peak))
-    greedy = a.temperature == 0.0
-    scaled = (z - peak) / mx.where(greedy, 1.0, a.temperature)
+        return Drawn(greedy(z))
+    peak = z.max(-1, keepdims=True)
+    cold = a.temperature == 0.0
+    scaled = (z - peak) / mx.where(cold, 1.0, a.temperature)
     p = _exp(scaled)  # evaluated only where something below asks for it
     if flags.noise:
         race = scaled + gumbel_noise(a.key, position, z.shape[-1])
         if flags.min_p or flags.top_k:
             p = _keep_likely(p, a, flags)
             race = mx.where(p > 0.0, race, -mx.inf)
-        race = mx.where(greedy, z, race)
+        race = mx.where(cold, z, race)
         tokens = mx.argmax(race, -1)
         if flags.top_p_rounds:
             tokens = _within_top_p(race, p, tokens, a, flags)
@@ -173,7 +189,7 @@ def sample(logits: mx.array, position: mx.array, a: SamplingArrays, flags: Sampl
     chosen = tokens[:, None]
     model = mx.take_along_axis(raw, chosen, -1) - normaliser
     kept = _nucleus_mass(p, a) if flags.top_p_rounds else p.sum(-1, keepdims=True)
-    sampled = mx.where(greedy, 0.0, mx.log(mx.take_along_axis(p, chosen, -1) / kept))
+    sampled = mx.where(cold, 0.0, mx.log(mx.take_along_axis(p, chosen, -1) / kept))
     k = flags.logprobs
     if k == 0:
         return Drawn(_checked(tokens, peak), model[:, 0], sampled[:, 0])
