@@ -10,6 +10,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,11 @@ from typing import Any
 import pytest
 
 from mlx_tandem.cli.bench import plot
+from mlx_tandem.cli.bench.client import Client, run_loop
 from mlx_tandem.cli.bench.figures import figures, overheads
 from mlx_tandem.cli.bench.serve import measure
 from mlx_tandem.cli.bench.stream import Stream
-from mlx_tandem.cli.bench.workloads import MODES, Load, phases, with_baselines, zipf
+from mlx_tandem.cli.bench.workloads import MODES, SAMPLING, Load, phases, with_baselines, zipf
 from tests.serving import RunningServer, demo_config, serving
 
 KEY = "a-key-of-this-test"
@@ -81,6 +83,20 @@ def test_a_mode_comes_with_what_it_is_compared_with() -> None:
     }
     rows = [{"concurrency": 4, "skew/same": 0.9, "long-decode-mixed/long-decode-same": 0.78, "same/base": 0.5}]
     assert overheads(rows) == {(4, "skew"): -10.0, (4, "long-decode-mixed"): -22.0}
+
+
+def test_sampling_is_mixed_unless_it_is_greedy(server: RunningServer) -> None:
+    async def sent(load: Load) -> set[tuple[float, float]]:
+        client = await Client.open(load)
+        (phase,) = phases(load, ())
+        done = await client.round(phase.workloads[0], phase.concurrency)
+        client.close()
+        assert done.figures()["errors"] == 0
+        return {(s.body["temperature"], s.body["top_p"]) for s in done.sent}
+
+    load = Load(server.url, concurrency=(2,), num_requests=12, max_tokens=2, api_key=KEY)
+    assert run_loop(sent(load)) == set(SAMPLING)
+    assert run_loop(sent(replace(load, sampling="greedy"))) == {(0.0, 1.0)}
 
 
 # --- on a real server --------------------------------------------------------------------------------------------

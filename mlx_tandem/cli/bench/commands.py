@@ -87,6 +87,10 @@ def bench_serve(
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(min=1, rich_help_panel=_LOAD)] = 64,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each answer.", rich_help_panel=_LOAD)] = 64,
+    sampling: Annotated[
+        Literal["mixed", "greedy"],
+        typer.Option(help="mixed: neighbours differ in temperature and top_p.", rich_help_panel=_LOAD),
+    ] = "mixed",
     zipf_exponent: Annotated[
         float,
         typer.Option(min=0.0, max=10.0, help="How much zipf prefers the first adapters.", rich_help_panel=_LOAD),
@@ -145,6 +149,7 @@ def bench_serve(
             rate=rate,
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
+            sampling=sampling,
             repeats=repeats,
             adapters=tuple(adapters.split(",")) if adapters else None,
             zipf_exponent=zipf_exponent,

@@ -7,9 +7,13 @@ from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, count
+from typing import Literal
 
 SAMPLING = [(t, p) for t in (0.0, 0.7, 1.0) for p in (1.0, 0.9)]
 """(temperature, top_p), a different pair for neighbouring requests."""
+GREEDY = (0.0, 1.0)
+Sampling = Literal["mixed", "greedy"]
+"""mixed: neighbours differ."""
 HOT_SHARE = 0.8  # of `skew`'s requests, to one adapter
 LONGER = 4  # times the tokens of an answer in a long-decode mode, after a prompt shorter by as much
 
@@ -28,6 +32,7 @@ class Load:
     rate: float | None = None  # requests per second whatever is answered; `concurrency` is then the most under way
     prompt_tokens: int = 64
     max_tokens: int = 64
+    sampling: Sampling = "mixed"
     repeats: int = 3
     adapters: tuple[str, ...] | None = None
     zipf_exponent: float = 1.0
@@ -106,10 +111,11 @@ def phases(load: Load, adapters: Sequence[str]) -> list[Phase]:
     if load.profile == "jan":
         return _jan(load)
     workloads = []
+    sampling = GREEDY if load.sampling == "greedy" else None
     for mode in load.modes:
         factor = LONGER if mode.startswith("long-decode") else 1
         lengths = max(1, load.prompt_tokens // factor), load.max_tokens * factor
-        workloads.append(Workload(mode, MODES[mode](adapters, load), *lengths))
+        workloads.append(Workload(mode, MODES[mode](adapters, load), *lengths, sampling))
     return [Phase(concurrency, tuple(workloads)) for concurrency in load.concurrency]
 
 
