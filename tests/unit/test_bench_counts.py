@@ -99,6 +99,18 @@ def test_a_timeline_counts_while_all_rows_run(monkeypatch: pytest.MonkeyPatch) -
         "step_ms": 1000.0,
         "generated_before": 2.0,  # 2 and 1, then 3 and 2
     }
+    clock = iter(range(100))
+    # A closed loop of two at once: row 2 comes when row 0 has ended.
+    timeline = Timeline.of(3, [[0], [0, 1], [1, 2], [2]])
+    assert timeline.tokens == 6
+    assert timeline.loop(max_tokens=2) == {
+        "loop_s": 4.0,
+        "loop_tokens_per_s": 1.5,
+        "loop_inter_token_p50_ms": 1000.0,
+        "loop_inter_token_p99_ms": 1000.0,
+    }
+    with pytest.raises(RuntimeError, match="other than 3 tokens"):
+        Timeline.of(2, [[0], [0, 1], [0, 1]]).loop(3)
     with pytest.raises(RuntimeError, match="3 tokens instead of 4"):
         Timeline.of(1, [[0]] * 3).decode(4)
     with pytest.raises(RuntimeError, match="1 rows got no token"):

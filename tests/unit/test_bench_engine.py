@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -16,10 +18,15 @@ from mlx_tandem.cli.bench.batch_generator import BatchGeneratorPeer
 from mlx_tandem.cli.bench.engine import Batch, EngineBench, EngineLoad
 from mlx_tandem.cli.bench.floor import Floor
 from mlx_tandem.cli.bench.plot import plot_engine
+from mlx_tandem.cli.bench.script import Script, ScriptChannel, Work
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.bench.sides import label, summary
 from mlx_tandem.config import EngineConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.wire import WireError
 from mlx_tandem.model import footprint, loader
+from mlx_tandem.types import EngineInfo, Request, SamplingParams
+from mlx_tandem.worker import serve
 
 SHAPE = SHAPES["0.13m"]
 
@@ -29,7 +36,7 @@ def test_sides_take_turns_on_the_same_work(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mlx_tandem", "bench", "engine", "--shape", "0.13m", "--batch", "2,3x40"]
     options = ["--prompt-tokens", "8", "--max-tokens", "6", "--repeats", "1", "--adapters", "2", "--sampling", "greedy"]
     done = subprocess.run(
-        [*command, *options, "--json-out", str(out), "--plot", str(picture)],
+        [*command, *options, "--num-requests", "5", "--json-out", str(out), "--plot", str(picture)],
         capture_output=True,
         text=True,
         check=False,
@@ -43,10 +50,13 @@ def test_sides_take_turns_on_the_same_work(tmp_path: Path) -> None:
         assert set(row["ratio"]) == {"decode", "prefill", "same/base", "mixed/base", "mixed/same"}
         for side in ("tandem", "same", "mixed", "batch_generator"):
             m = row[side]
+            assert ("loop_tokens_per_s" in m) == (side != "batch_generator")
             assert m["step_ms"] > 0 and m["prefill_ms"] > 0
             moved = m["weight_bytes"] + m["cache_bytes"] + m["adapter_bytes"]
             assert m["floor_ms"] == pytest.approx(1e3 * moved / result["copy_bytes_per_s"], abs=1e-3)
             assert m["adapter_bytes"] == adapters.get(side, 0) * row["same"]["adapter_bytes"]
+        (done_once,) = row["rounds"]["tandem"]
+        assert done_once["loop_tokens_per_s"] * done_once["loop_s"] == pytest.approx(5 * 6)
     assert picture.read_text().startswith("<?xml")
     assert "BatchGenerator" in done.stdout and "mixed" in done.stdout
 
@@ -54,6 +64,63 @@ def test_sides_take_turns_on_the_same_work(tmp_path: Path) -> None:
 @pytest.fixture
 def model(tmp_path: Path) -> ModelConfig:
     return ModelConfig(path=str(write_model(tmp_path / "model", SHAPE)))
+
+
+def on_its_thread(measure: Callable[[], None]) -> None:
+    """The thread of an engine is done with the device after it."""
+    engine = Thread(target=measure)
+    engine.start()
+    engine.join()
+
+
+class Watched(ScriptChannel):
+    """Counts the requests under way."""
+
+    def __init__(self, start: Callable[[EngineInfo], Script]):
+        super().__init__(start)
+        self.handed: list[int] = []
+        self.under_way: list[int] = []  # whenever some were handed in
+        self._ended = 0
+
+    def receive(self, wait: float) -> list[m.Inbound]:
+        messages = super().receive(wait)
+        if messages:
+            self.handed += [message.request.id for message in messages if isinstance(message, m.Submit)]
+            self.under_way.append(len(self.handed) - self._ended)
+        return messages
+
+    def send(self, messages: Sequence[m.Inbound | m.Outbound]) -> None:
+        super().send(messages)
+        outputs = (message for message in messages if isinstance(message, m.Output))
+        self._ended += sum(delta.finish is not None for output in outputs for delta in output.deltas)
+
+
+def test_a_request_of_a_closed_loop_follows_one_that_ended(model: ModelConfig) -> None:
+    lengths = [3, 40, 5, 7, 2, 8]  # all others follow one another beside the second
+    came: list[int] = []
+
+    def script(info: EngineInfo) -> Script:
+        for most in (2, 6):
+            answers = yield Work(
+                [
+                    m.Submit(Request(10 * most + i, (i, 1, 2), SamplingParams(n, temperature=0.0, ignore_eos=True)))
+                    for i, n in enumerate(lengths)
+                ],
+                most,
+            )
+            assert answers is not None
+            came.append(answers.timeline.tokens)
+
+    channel = Watched(script)
+
+    def run() -> None:
+        with suppress(WireError):
+            serve(channel, EngineConfig(model), False)
+
+    on_its_thread(run)
+    assert came == [sum(lengths)] * 2
+    assert channel.handed == [10 * most + i for most in (2, 6) for i in range(6)]
+    assert channel.under_way == [2, 2, 2, 2, 2, 6]
 
 
 def test_what_was_measured_is_kept_when_the_peer_ends(model: ModelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,9 +134,7 @@ def test_what_was_measured_is_kept_when_the_peer_ends(model: ModelConfig, monkey
     kept: list[dict[str, Any]] = []
     load = EngineLoad((Batch(1, 8), Batch(2, 8), Batch(1, 9)), max_tokens=4, repeats=1)
     bench = EngineBench(EngineConfig(model, scheduler=SchedulerConfig(max_num_seqs=2)), load, [], kept.append)
-    engine = Thread(target=bench.measure)  # its thread is done with the device after it
-    engine.start()
-    engine.join()
+    on_its_thread(bench.measure)
     sizes = [len(k["results"]) for k in kept if "results" in k]
     assert sizes == sorted(sizes) and sizes[-1] == 3
     assert ["batch_generator" in row for row in kept[-1]["results"]] == [True, False, False]

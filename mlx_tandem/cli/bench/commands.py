@@ -184,6 +184,15 @@ def bench_engine(
         int, typer.Option(min=1, help="Where --batch says nothing else.", rich_help_panel=_LOAD)
     ] = 64,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.", rich_help_panel=_LOAD)] = 128,
+    num_requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="After each batch a closed loop of so many, as `bench serve` sends it: new prompts, as many under way "
+            "as the batch has rows.",
+            rich_help_panel=_LOAD,
+        ),
+    ] = None,
     sampling: Annotated[
         Literal["mixed", "greedy"],
         typer.Option(help="mixed: neighbours differ in temperature and top_p.", rich_help_panel=_LOAD),
@@ -241,6 +250,7 @@ def bench_engine(
         EngineLoad(
             tuple(Batch(*b) for b in batches),
             max_tokens=max_tokens,
+            num_requests=num_requests,
             repeats=repeats,
             sampling=sampling,
             adapters=adapters,

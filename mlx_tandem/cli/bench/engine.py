@@ -1,7 +1,7 @@
 """`tandem bench engine`: the engine's loop in this process, in turn with mlx-lm's BatchGenerator.
 
-The engine runs as it does behind the server, with a script in the place of the front (script.py): it hands a batch in,
-notes when its tokens come out, and gives the device to the peer in between.
+The engine runs as it does behind the server, with a script in the place of the front (script.py): it hands requests in,
+notes when their tokens come out, and gives the device to the peer in between.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import msgspec
 
 from mlx_tandem.cli.bench.floor import Floor
 from mlx_tandem.cli.bench.machine import describe
-from mlx_tandem.cli.bench.script import Answers, Script, ScriptChannel
+from mlx_tandem.cli.bench.script import Answers, Script, ScriptChannel, Work
 from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.cli.bench.sides import BASE, MIXED, PEER, SAME, Rounds, line, summary
 from mlx_tandem.cli.bench.timeline import Timeline
-from mlx_tandem.cli.bench.workloads import SAMPLING
+from mlx_tandem.cli.bench.workloads import GREEDY, SAMPLING, Sampling
 from mlx_tandem.cli.console import fail, show
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
@@ -47,12 +47,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What is measured. With `adapters`, each batch runs without any, with one for all rows, and with all in turn."""
+    """What is measured. With `adapters`, each batch runs without any, with one for all rows, and with all in turn.
+    With `num_requests`, a closed loop of so many requests follows each batch, with as many under way as it has rows."""
 
     batches: tuple[Batch, ...]
     max_tokens: int = 128
+    num_requests: int | None = None
     repeats: int = 3
-    sampling: Literal["mixed", "greedy"] = "mixed"
+    sampling: Sampling = "mixed"
     adapters: int = 0
     bits: int | None = None  # of the weights of a made-up model; None: as they are
     peer: bool = True
@@ -163,7 +165,7 @@ class EngineBench:
         floor = Floor.of(self._config, info, RANK)
         self._keep({"engine": msgspec.to_builtins(info), "copy_bytes_per_s": round(floor.bandwidth), "results": []})
         if self._folders:
-            answers = yield [m.LoadAdapter(i, AdapterSource(str(f))) for i, f in enumerate(self._folders)]
+            answers = yield Work([m.LoadAdapter(i, AdapterSource(str(f))) for i, f in enumerate(self._folders)])
             assert answers is not None
             infos = [answers.adapters[call] for call in range(len(self._folders))]
             self._refs = [AdapterRef(f"a{i}", 1, info.digest) for i, info in enumerate(infos)]
@@ -172,50 +174,53 @@ class EngineBench:
             rounds: Rounds = {side: [] for side in self._load.sides}
             for repeat in range(-1, self._load.repeats):  # the first is a warm-up
                 for side in self._load.sides[:: -1 if repeat % 2 else 1]:
-                    if figures := (yield from self._round(info, batch, side)):
-                        rounds[side] += [figures] if repeat >= 0 else []
+                    figures = yield from self._round(info, batch, side)
+                    if figures and self._load.num_requests and side != PEER:
+                        figures |= yield from self._loop(info, batch, side, self._load.num_requests)
+                    if figures and repeat >= 0:
+                        rounds[side].append(figures)
             results.append(summary(batch.rows, batch.prompt_tokens, rounds, floor, self._load.adapters))
             self._keep({"results": results} | ({"no_peer": self._without_peer} if self._without_peer else {}))
             print(line(results[-1]), file=sys.stderr, flush=True)
 
     def _round(
         self, info: EngineInfo, batch: Batch, side: str
-    ) -> Generator[Sequence[m.Submit | m.LoadAdapter], Answers | None, dict[str, float] | None]:
+    ) -> Generator[Work, Answers | None, dict[str, float] | None]:
         """Prompts alone, answered with one token each, then the same with all tokens: by then the engine knows them, so
         that its rows start together. None: the peer was given up."""
-        prompts = [self._prompt(info, batch.prompt_tokens) for _ in range(batch.rows)]
-        sampling = [self._sampling(row) for row in range(batch.rows)]
+        prompts = self._prompts(info, batch, batch.rows)
         timelines = []
         for max_tokens in (1, self._load.max_tokens):
             if side == PEER:
-                timeline = self._run_peer(info, prompts, max_tokens, sampling)
+                timeline = self._run_peer(info, prompts, max_tokens)
                 if timeline is None:
                     return None
             else:
-                answers = yield [
-                    m.Submit(
-                        Request(
-                            next(self._ids),
-                            prompt,
-                            SamplingParams(max_tokens, temperature=t, top_p=p, seed=row, ignore_eos=True),
-                            adapter=self._adapter(side, row),
-                        )
-                    )
-                    for row, (prompt, (t, p)) in enumerate(zip(prompts, sampling, strict=True))
-                ]
+                answers = yield Work(self._requests(prompts, max_tokens, side))
                 assert answers is not None
                 timeline = answers.timeline
             timelines.append(timeline)
         prefill, decode = timelines
         return prefill.prefill(batch.rows * batch.prompt_tokens) | decode.decode(self._load.max_tokens)
 
-    def _run_peer(
-        self,
-        info: EngineInfo,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int,
-        sampling: Sequence[tuple[float, float]],
-    ) -> Timeline | None:
+    def _loop(
+        self, info: EngineInfo, batch: Batch, side: str, num_requests: int
+    ) -> Generator[Work, Answers | None, dict[str, float]]:
+        """What `tandem bench serve` sends: prompts are read while other rows decode."""
+        prompts = self._prompts(info, batch, num_requests)
+        answers = yield Work(self._requests(prompts, self._load.max_tokens, side), batch.rows)
+        assert answers is not None
+        return answers.timeline.loop(self._load.max_tokens)
+
+    def _requests(self, prompts: Sequence[tuple[int, ...]], max_tokens: int, side: str) -> list[m.Submit]:
+        found = []
+        for row, prompt in enumerate(prompts):
+            temperature, top_p = self._sampling(row)
+            params = SamplingParams(max_tokens, temperature=temperature, top_p=top_p, seed=row, ignore_eos=True)
+            found.append(m.Submit(Request(next(self._ids), prompt, params, adapter=self._adapter(side, row))))
+        return found
+
+    def _run_peer(self, info: EngineInfo, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timeline | None:
         """The peer is loaded from the same folder in the precision that the engine computes in. Whatever ends it, want
         of memory for one, ends its part only."""
         if self._without_peer:
@@ -226,6 +231,7 @@ class EngineBench:
             if self._peer is None:
                 model = msgspec.structs.replace(self._config.model, dtype=cast("Any", info.dtype))
                 self._peer = BatchGeneratorPeer(model)
+            sampling = [self._sampling(row) for row in range(len(prompts))]
             return Timeline.of(len(prompts), self._peer.generate(prompts, max_tokens, sampling))
         except Exception as e:
             self._peer = None
@@ -233,11 +239,12 @@ class EngineBench:
             print(f"BatchGenerator is left out from here on: {self._without_peer}", file=sys.stderr, flush=True)
             return None
 
-    def _prompt(self, info: EngineInfo, length: int) -> tuple[int, ...]:
-        return tuple(self._rng.randrange(min(info.vocab_size, 256)) for _ in range(length))
+    def _prompts(self, info: EngineInfo, batch: Batch, number: int) -> list[tuple[int, ...]]:
+        tokens = range(min(info.vocab_size, 256))
+        return [tuple(self._rng.choices(tokens, k=batch.prompt_tokens)) for _ in range(number)]
 
     def _sampling(self, row: int) -> tuple[float, float]:
-        return (0.0, 1.0) if self._load.sampling == "greedy" else SAMPLING[(row + 2) % len(SAMPLING)]
+        return GREEDY if self._load.sampling == "greedy" else SAMPLING[(row + 2) % len(SAMPLING)]
 
     def _adapter(self, side: str, row: int) -> AdapterRef | None:
         if side == BASE:

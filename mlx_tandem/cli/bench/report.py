@@ -90,7 +90,8 @@ def engine_table(result: dict[str, Any]) -> RenderableType:
     title = f"{result['model']}, {load['max_tokens']} tokens each, median of {load['repeats']}"
     table = Table(title=title, title_style="")
     columns = ("batch", "", "tok/s", "of tandem", "ms/step", "floor", "MB/step", "bandwidth", "prompts")
-    for column in columns:
+    loop = ("closed loop",) if load["num_requests"] else ()
+    for column in columns + loop:
         table.add_column(column, justify="left" if not column else "right")
     for row in result["results"]:
         base = row[BASE]["decode_tokens_per_s"]
@@ -107,5 +108,6 @@ def engine_table(result: dict[str, Any]) -> RenderableType:
                 f"{moved / 1e6:,.1f}",
                 f"{m['bandwidth_share']:.0%}",
                 f"{m['prefill_ms']:,.1f} ms",
+                *((f"{m['loop_tokens_per_s']:,.0f} tok/s",) if "loop_tokens_per_s" in m else ()),
             )
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,17 +13,24 @@ from mlx_tandem.errors import EngineError
 from mlx_tandem.types import AdapterInfo, EngineInfo
 
 
+@dataclass(frozen=True)
+class Work:
+    """Messages for the engine. With `most` of them under way, each next one is handed in when another is answered."""
+
+    messages: Sequence[m.Submit | m.LoadAdapter]
+    most: int | None = None  # None: all at once
+
+
 @dataclass
 class Answers:
-    """What came of some messages: the tokens of their requests, which are its rows in order, and their adapters."""
+    """What came of some work: the tokens of their requests, which are its rows in order, and their adapters."""
 
     timeline: Timeline
     adapters: dict[int, AdapterInfo] = field(default_factory=dict)  # by call
 
 
-Script = Generator[Sequence[m.Submit | m.LoadAdapter], Answers | None, None]
-"""Yields messages for the engine, and is sent their answers once all have come. In between it has the device to
-itself."""
+Script = Generator[Work, Answers | None, None]
+"""Yields work for the engine, and is sent its answers once all have come. In between it has the device to itself."""
 
 
 class ScriptChannel(EngineChannel):
@@ -34,21 +42,30 @@ class ScriptChannel(EngineChannel):
         self._script: Script | None = None
         self._answers: Answers | None = None
         self._rows: dict[int, int] = {}
+        self._ahead: deque[m.Submit | m.LoadAdapter] = deque()
+        self._most = 0
         self._open = 0
 
     def receive(self, wait: float) -> list[m.Inbound]:
-        if self._open:
-            return []
+        if not (self._open or self._ahead):
+            self._go_on()
+        handed: list[m.Inbound] = []
+        while self._ahead and self._open < self._most:
+            handed.append(self._ahead.popleft())
+            self._open += 1
+        return handed
+
+    def _go_on(self) -> None:
         assert self._script is not None
         try:
-            messages = self._script.send(self._answers)
+            work = self._script.send(self._answers)
         except StopIteration:
             raise WireError("the script has ended") from None
-        requests = [message.request.id for message in messages if isinstance(message, m.Submit)]
+        requests = [message.request.id for message in work.messages if isinstance(message, m.Submit)]
         self._rows = {request: row for row, request in enumerate(requests)}
-        self._open = len(messages)
+        self._ahead.extend(work.messages)
+        self._most = len(work.messages) if work.most is None else work.most
         self._answers = Answers(Timeline(len(requests)))
-        return list(messages)
 
     def send(self, messages: Sequence[m.Inbound | m.Outbound]) -> None:
         for message in messages:

@@ -58,4 +58,5 @@ def line(row: Mapping[str, Any]) -> str:
     return (
         f"{label(row):>12}  tok/s  {'  '.join(parts)}  |  {own['step_ms']:.2f} ms a step, "
         f"{own['bandwidth_share']:.0%} of the bandwidth, prompts in {own['prefill_ms']:,.1f} ms"
+        + (f", closed loop {own['loop_tokens_per_s']:,.0f} tok/s" if "loop_tokens_per_s" in own else "")
     )

@@ -1,9 +1,12 @@
-"""When each row of a batch got its tokens, and the rates that follow from it."""
+"""When each row of a batch, or each request of a closed loop, got its tokens, and the rates that follow from it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from time import perf_counter
+
+from mlx_tandem.cli.bench.stats import spread
 
 
 class Timeline:
@@ -24,6 +27,10 @@ class Timeline:
         for rows in steps:
             timeline.add(rows)
         return timeline
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(rows) for _, rows in self._steps)
 
     def prefill(self, prompt_tokens: int) -> dict[str, float]:
         """Milliseconds until every row had its first token, and tokens of all prompts per second up to there."""
@@ -62,4 +69,24 @@ class Timeline:
             "decode_tokens_per_s": counted / (end - begin) if end > begin else 0.0,
             "step_ms": (end - begin) * 1e3 / steps if steps else 0.0,
             "generated_before": before / counted if counted else 0.0,
+        }
+
+    def loop(self, max_tokens: int) -> dict[str, float]:
+        """All of it, as the client of a server counts: tokens per second from the start to the last token, and
+        milliseconds between two tokens of a row."""
+        got = Counter(row for _, rows in self._steps for row in rows)
+        if any(got[row] != max_tokens for row in range(self._batch)):
+            raise RuntimeError(f"a request got other than {max_tokens} tokens")
+        last: dict[int, float] = {}
+        gaps: list[float] = []
+        for when, rows in self._steps:
+            gaps += [when - last[row] for row in rows if row in last]
+            last |= dict.fromkeys(rows, when)
+        took = self._steps[-1][0] - self._start
+        between = spread(gaps, 1e3)
+        return {
+            "loop_s": took,
+            "loop_tokens_per_s": self.tokens / took,
+            "loop_inter_token_p50_ms": between["p50"],
+            "loop_inter_token_p99_ms": between["p99"],
         }
