@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
@@ -132,13 +133,18 @@ def test_what_was_measured_is_kept_when_the_peer_ends(model: ModelConfig, monkey
     real = BatchGeneratorPeer.generate
     monkeypatch.setattr(BatchGeneratorPeer, "generate", generate)
     kept: list[dict[str, Any]] = []
+
+    def keep(found: dict[str, Any]) -> None:
+        kept.append(found | {"left_out_of_collections": gc.get_freeze_count()})
+
     load = EngineLoad((Batch(1, 8), Batch(2, 8), Batch(1, 9)), max_tokens=4, repeats=1)
-    bench = EngineBench(EngineConfig(model, scheduler=SchedulerConfig(max_num_seqs=2)), load, [], kept.append)
+    bench = EngineBench(EngineConfig(model, scheduler=SchedulerConfig(max_num_seqs=2)), load, [], keep)
     on_its_thread(bench.measure)
     sizes = [len(k["results"]) for k in kept if "results" in k]
     assert sizes == sorted(sizes) and sizes[-1] == 3
     assert ["batch_generator" in row for row in kept[-1]["results"]] == [True, False, False]
     assert kept[-1]["results"][1]["ratio"] == {}
+    assert all(k["left_out_of_collections"] for k in kept) and not gc.get_freeze_count()
     assert kept[-1]["no_peer"] == "MemoryError: 2 rows are too many"
 
 

@@ -229,7 +229,7 @@ def bench_engine(
     ] = False,
     json_out: Annotated[
         Path | None,
-        typer.Option(help="Write everything measured here, after each batch.", rich_help_panel=_REPORT),
+        typer.Option(help="Write everything measured here, after each round.", rich_help_panel=_REPORT),
     ] = None,
     plot: Annotated[
         Path | None,

@@ -7,6 +7,7 @@ notes when their tokens come out, and gives the device to the peer in between.
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import sys
 import tempfile
@@ -80,7 +81,7 @@ def run(
     json_out: Path | None,
     picture: Path | None,
 ) -> None:
-    """Measure, show a table, write the JSON file after each batch, and draw the picture."""
+    """Measure, show a table, write the JSON file after each round, and draw the picture."""
     if picture is not None:
         from mlx_tandem.cli.bench.plot import MissingLibrary, require
 
@@ -138,15 +139,22 @@ def _make(folder: Path, name: str, load: EngineLoad) -> tuple[str, bool, list[Pa
 
 
 class EngineBench:
-    """All rounds of one run. `keep` is given what there is to keep of the results whenever there is more of it."""
+    """All rounds of one run. `keep` is given what there is to keep of the results whenever there is more of it.
+    `before_round` has the device to itself before each round of a batch; the first, numbered -1, is a warm-up."""
 
     def __init__(
-        self, config: EngineConfig, load: EngineLoad, adapters: Sequence[Path], keep: Callable[[dict[str, Any]], None]
+        self,
+        config: EngineConfig,
+        load: EngineLoad,
+        adapters: Sequence[Path],
+        keep: Callable[[dict[str, Any]], None],
+        before_round: Callable[[int], None] = lambda repeat: None,
     ):
         self._config = config
         self._load = load
         self._folders = adapters
         self._keep = keep
+        self._before_round = before_round
         self._refs: list[AdapterRef] = []
         self._ids = count(1)
         self._rng = random.Random(0)
@@ -157,31 +165,41 @@ class EngineBench:
         """Raises TandemError."""
         from mlx_tandem.worker import serve
 
-        with contextlib.suppress(WireError):
-            serve(ScriptChannel(self._script), self._config, False)
+        try:
+            with contextlib.suppress(WireError):
+                serve(ScriptChannel(self._script), self._config, False)
+        finally:
+            gc.unfreeze()
 
     def _script(self, info: EngineInfo) -> Script:
         """The adapters are read, then for each batch size there is a warm-up, then all sides take turns."""
         floor = Floor.of(self._config, info, RANK)
+        gc.collect()
+        gc.freeze()  # as behind the server, whose engine has a process of its own
         self._keep({"engine": msgspec.to_builtins(info), "copy_bytes_per_s": round(floor.bandwidth), "results": []})
         if self._folders:
             answers = yield Work([m.LoadAdapter(i, AdapterSource(str(f))) for i, f in enumerate(self._folders)])
             assert answers is not None
             infos = [answers.adapters[call] for call in range(len(self._folders))]
             self._refs = [AdapterRef(f"a{i}", 1, info.digest) for i, info in enumerate(infos)]
-        results = []
+        results: list[dict[str, Any]] = []
         for batch in self._load.batches:
             rounds: Rounds = {side: [] for side in self._load.sides}
+            found: dict[str, Any] = {}
             for repeat in range(-1, self._load.repeats):  # the first is a warm-up
+                self._before_round(repeat)
                 for side in self._load.sides[:: -1 if repeat % 2 else 1]:
                     figures = yield from self._round(info, batch, side)
                     if figures and self._load.num_requests and side != PEER:
                         figures |= yield from self._loop(info, batch, side, self._load.num_requests)
                     if figures and repeat >= 0:
                         rounds[side].append(figures)
-            results.append(summary(batch.rows, batch.prompt_tokens, rounds, floor, self._load.adapters))
-            self._keep({"results": results} | ({"no_peer": self._without_peer} if self._without_peer else {}))
-            print(line(results[-1]), file=sys.stderr, flush=True)
+                if repeat >= 0:
+                    found = summary(batch.rows, batch.prompt_tokens, rounds, floor, self._load.adapters)
+                    no_peer = {"no_peer": self._without_peer} if self._without_peer else {}
+                    self._keep({"results": [*results, found]} | no_peer)
+            results.append(found)
+            print(line(found), file=sys.stderr, flush=True)
 
     def _round(
         self, info: EngineInfo, batch: Batch, side: str
