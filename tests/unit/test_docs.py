@@ -61,6 +61,10 @@ SHORT = {
         *("--shape", "0.13m", "--lengths", "200", "--group-tokens", "100", "--turns", "2", "--repeats", "1")
     ],
     "benchmarks/make_model.py": [],
+    "benchmarks/http_share.py": [
+        *("--shape", "0.13m", "--streams", "2", "--num-requests", "4", "--prompt-tokens", "8", "--max-tokens", "4"),
+        *("--repeats", "1"),
+    ],
     "benchmarks/registry.py": [
         *("--adapters", "6", "--slots", "2", "--concurrency", "2", "--num-requests", "4", "--max-tokens", "4"),
         *("--repeats", "1", "--registered", "8"),
