@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class ScriptChannel(EngineChannel):
         while self._ahead and self._open < self._most:
             handed.append(self._ahead.popleft())
             self._open += 1
+        if not handed and wait:
+            time.sleep(wait)  # adapters are read on other threads
         return handed
 
     def _go_on(self) -> None:
