@@ -68,6 +68,7 @@ def main() -> None:
             "model": {"path": str(model), "dtype": args.dtype, "random_weights": drawn},
             "cache": {"block_size": BLOCK, "num_blocks": blocks},
             "scheduler": {"max_num_seqs": args.streams},
+            "lora": {"max_loras": 0},
         }
         settings.write_text(yaml.safe_dump(tree), encoding="utf-8")
         with tandem("--config", str(settings)).started(model, args.start_seconds) as server:

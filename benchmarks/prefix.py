@@ -57,7 +57,12 @@ def main() -> None:
 
 
 def measure(model: Path, args: argparse.Namespace, results: Results, *, random_weights: bool) -> None:
-    options: dict[str, Any] = {"dtype": args.dtype, "random_weights": random_weights, "num_blocks": args.blocks}
+    options: dict[str, Any] = {
+        "dtype": args.dtype,
+        "random_weights": random_weights,
+        "num_blocks": args.blocks,
+        "max_loras": 0,
+    }
     lengths = [int(n) for n in args.lengths.split(",")]
     parts = args.parts.split(",")
     began = perf_counter()
