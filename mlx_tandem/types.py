@@ -167,6 +167,7 @@ class EngineInfo(Struct, frozen=True):
     memory: MemoryBudget = MemoryBudget()
     attention_reason: str = ""  # why this back end
     lora_reason: str = ""  # why this back end
+    products_reason: str = ""  # which products of few rows a kernel computes, or why none
 
 
 class DiskStats(Struct, frozen=True):

@@ -24,8 +24,9 @@ from mlx_tandem.model.attention import block, choice, fused, hook
 from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.footprint import SlotRoom
+from mlx_tandem.model.linears import skinny
 from mlx_tandem.model.linears.groups import find_groups
-from mlx_tandem.model.linears.merged import merge
+from mlx_tandem.model.linears.merged import Merged, merge
 from mlx_tandem.model.linears.tuning import Tuned, tune
 from mlx_tandem.model.loader import Report, load
 from mlx_tandem.model.lora.state import LoraState
@@ -34,6 +35,7 @@ from mlx_tandem.model.mixin import unmix
 from mlx_tandem.model.runner import Flight, MLXRunner
 from mlx_tandem.model.trials import argmax
 from mlx_tandem.model.trials.lora import choose
+from mlx_tandem.model.trials.skinny import choose as choose_products
 from mlx_tandem.types import EngineInfo, MemoryBudget, MemoryInUse, SamplingParams
 
 log = logging.getLogger(__name__)
@@ -79,9 +81,15 @@ def build(
     limit = device.memory_limit()  # before anything is taken of it
     model = load(config.model, report)
     candidates = fused.available() if backends is None else backends
+    merged: list[Merged] = []
     if candidates:
-        merge(find_groups(model.module))
+        merged = merge(find_groups(model.module))
     twin = clone(model.module)  # before anything of the served tree is changed
+    report("checking products", 0.0)
+    products = choose_products(skinny.candidates(model.module, merged))
+    if products.few is not None:
+        skinny.speed_up(model.module, merged, products.few)
+    log.info("products of few rows: %s", products.reason)
     hook.install()
     if device.is_cpu():
         cpu.install()
@@ -128,6 +136,7 @@ def build(
             most_rows=config.scheduler.max_num_seqs,
             activations=memory.activations,
             folder=files.cache_folder() / "tuning",
+            products=products.reason,
         )
     block_size = config.cache.block_size
     num_blocks = [pool.num_blocks for pool in memory.pools]
@@ -167,6 +176,7 @@ def build(
         attention_backend=attention.name,
         lora_backend=lora.backend,
         lora_reason=kernels.reason,
+        products_reason=products.reason,
         load_seconds=time.monotonic() - started,
         memory=memory,
         attention_reason=attention.reason,

@@ -25,4 +25,5 @@ class Broken:
         functions: str = "",
         writes: Sequence[str] = (),
     ) -> Kernel:
-        return self.make(name, inputs, outputs, body.replace(self.right, self.wrong), functions, writes)
+        texts = (text.replace(self.right, self.wrong) for text in (body, functions))
+        return self.make(name, inputs, outputs, *texts, writes)

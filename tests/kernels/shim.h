@@ -206,6 +206,7 @@ template <class V> static void store(void* p, V v) {
 #define SHUFFLE(x, lane) shim::exchange(x, lane, __LINE__)
 #define LOAD16(p) shim::load<uint4>(p)
 #define LOAD8(p) shim::load<uint2>(p)
+#define STREAM16(p) LOAD16(p)
 #define STORE16(p, v) shim::store<uint4>(p, v)
 #define FLOAT_BITS(w) bits<float>((uint)(w))
 #define WORD_BITS(x) bits<uint>((float)(x))
@@ -214,6 +215,7 @@ template <class V> static void store(void* p, V v) {
 #define RSQRT(x) (1.0f / sqrtf(x))
 #define FLOAT4(a, b, c, d) float4{a, b, c, d}
 #define WORDS4(a, b, c, d) uint4{a, b, c, d}
+#define WORDS2(a, b) uint2{a, b}
 #define BYTE(w, i) float(((w) >> (8 * (i))) & 255u)
 #define UNROLL
 #define ROLL
@@ -231,3 +233,19 @@ DEVICE float2 pair(uint w, float16) {
   return {float(a), float(b)};
 }
 DEVICE float2 pair(uint w, float) { return {bits<float>(w), 0.0f}; }
+
+template <class T> DEVICE void mma(float4& sum, uint4 a, uint2 b, T) {
+  const int lane = shim::current & 31, g = lane / 4, t = lane % 4;
+  const uint2 upper = {a.x, a.z}, lower = {a.y, a.w};  // rows g and g + 8: words of k = 2t and 2t + 8
+  float* sums[4] = {&sum.x, &sum.y, &sum.z, &sum.w};
+  for (int i = 0; i < 4; i++) {
+    const uint2 rows[2] = {shim::exchange(upper, 4 * g + i, __LINE__), shim::exchange(lower, 4 * g + i, __LINE__)};
+    for (int column = 0; column < 2; column++) {
+      const uint2 k = shim::exchange(b, 4 * (2 * t + column) + i, __LINE__);
+      for (int row = 0; row < 2; row++) {
+        const float2 w = pair(rows[row].x, T()), v = pair(rows[row].y, T()), x = pair(k.x, T()), y = pair(k.y, T());
+        *sums[2 * row + column] += w.x * x.x + w.y * x.y + v.x * y.x + v.y * y.y;
+      }
+    }
+  }
+}

@@ -99,7 +99,7 @@ def run(
             model=ModelConfig(path=model, random_weights=random_weights),
             cache=cache,
             scheduler=SchedulerConfig(max_num_seqs=most, max_chunk_tokens=max_chunk_tokens),
-            lora=LoraConfig(max_loras=max(load.adapters, LoraConfig().max_loras), max_cpu_lora_gb=64.0),
+            lora=LoraConfig(max_loras=load.adapters, max_cpu_lora_gb=64.0),
         )
         result = describe() | {"model": shape or model, "load": msgspec.to_builtins(load)}
 

@@ -7,13 +7,21 @@ types, and these words:
 - `SHARED(type, name, n)`, memory of the block, SHARED_BYTES at most; `BARRIER()` for all of its threads;
 - `SHUFFLE_XOR(x, mask)`, `SHUFFLE(x, lane)`: another lane's x; every lane of the warp takes part;
 - `LOAD16(pointer)` → uint4, `LOAD8(pointer)` → uint2, `STORE16(pointer, uint4)`: of device memory, aligned so;
+- `STREAM16(pointer)`: LOAD16 of what is read once, and is to push nothing out of the cache;
 - `pair(word, T())` → float2: the two 16-bit numbers of type T in a word; `BYTE(word, i)` → float: its i-th byte;
-  `FLOAT_BITS(word)`, `WORD_BITS(x)`; `FLOAT4(a, b, c, d)`, `WORDS4(a, b, c, d)` make a float4, a uint4;
+  `FLOAT_BITS(word)`, `WORD_BITS(x)`; `FLOAT4(a, b, c, d)`, `WORDS4(a, b, c, d)`, `WORDS2(a, b)` make a float4, a uint4,
+  a uint2;
 - `float(x)` and `T(x)` convert; `EXP2`, `TANH`, `RSQRT`, `min`, `max`; `UNROLL` before a loop of constant bounds,
   `ROLL` before one whose body is to stand in the kernel once;
 - `DEVICE` before a function, and `GLOBAL` before what a pointer to an input or output points to;
 - `#define MOST_REGISTERS n` among the functions: of a thread. CUDA's compiler else takes as many as it likes, and a
   processor then holds fewer threads.
+
+And one that Metal lacks, with the numbers of its lanes laid out as tensor cores want them:
+
+- `mma(sum, a, b, T())` adds to the float4 `sum` the product of 16 x 16 by 16 x 8 numbers of a 16-bit T, two in a word.
+  With g = LANE / 4 and t = LANE % 4, of each two k: uint4 `a` are (row g, k = 2t), (g + 8, 2t), (g, 2t + 8),
+  (g + 8, 2t + 8), uint2 `b` (column g, k = 2t), (g, 2t + 8); `sum` is (row g, columns 2t, 2t + 1), (g + 8, the same).
 
 What no target lacks may be used beside them: structs, templates, `auto`, `uint`, `float4` and the like. No lambdas, no
 pointers to shared memory in functions, no infinities or NaN as constants (Metal's fast arithmetic may assume there are
@@ -78,6 +86,7 @@ typedef unsigned int uint;
 #define SHUFFLE(x, lane) __shfl_sync(0xffffffffu, x, lane)
 #define LOAD16(p) __ldg((const uint4*)(p))
 #define LOAD8(p) __ldg((const uint2*)(p))
+#define STREAM16(p) stream16(p)
 #define STORE16(p, v) (*(uint4*)(p) = (v))
 #define FLOAT_BITS(w) __uint_as_float(w)
 #define WORD_BITS(x) __float_as_uint(x)
@@ -85,6 +94,7 @@ typedef unsigned int uint;
 #define RSQRT(x) rsqrtf(x)
 #define FLOAT4(a, b, c, d) make_float4(a, b, c, d)
 #define WORDS4(a, b, c, d) make_uint4(a, b, c, d)
+#define WORDS2(a, b) make_uint2(a, b)
 #define BYTE(w, i) (__uint_as_float(__byte_perm(w, 0x4b000000u, 0x7540u | (i))) - 8388608.0f)
 #define UNROLL _Pragma("unroll")
 #define ROLL _Pragma("unroll 1")
@@ -103,6 +113,22 @@ DEVICE float2 pair(uint w, __half) {
   return __half22float2(__half2(halves));
 }
 DEVICE float2 pair(uint w, float) { return make_float2(__uint_as_float(w), 0.0f); }
+DEVICE uint4 stream16(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+#define MMA(T, type)                                                                              \
+  DEVICE void mma(float4& sum, uint4 a, uint2 b, T) {                                             \
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." type "." type ".f32 "                            \
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"                         \
+        : "+f"(sum.x), "+f"(sum.y), "+f"(sum.z), "+f"(sum.w)                                      \
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));                            \
+  }
+MMA(__nv_bfloat16, "bf16")
+MMA(__half, "f16")
 """
 
 # The declaration of the kernel itself is MLX's, behind this.
@@ -129,6 +155,7 @@ _METAL = r"""
 #define SHUFFLE(x, lane) simd_shuffle(x, (ushort)(lane))
 #define LOAD16(p) (*(const device uint4*)(p))
 #define LOAD8(p) (*(const device uint2*)(p))
+#define STREAM16(p) LOAD16(p)
 #define STORE16(p, v) (*(device uint4*)(p) = (v))
 #define FLOAT_BITS(w) as_type<float>((uint)(w))
 #define WORD_BITS(x) as_type<uint>((float)(x))
@@ -137,6 +164,7 @@ _METAL = r"""
 #define RSQRT(x) precise::rsqrt(x)
 #define FLOAT4(a, b, c, d) float4(a, b, c, d)
 #define WORDS4(a, b, c, d) uint4(a, b, c, d)
+#define WORDS2(a, b) uint2(a, b)
 #define BYTE(w, i) float(((w) >> (8 * (i))) & 255u)
 #define UNROLL _Pragma("clang loop unroll(full)")
 #define ROLL _Pragma("clang loop unroll(disable)")

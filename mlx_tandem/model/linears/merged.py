@@ -7,6 +7,7 @@ wide product is faster than three. The linears' own weights become parts of the 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from itertools import accumulate
 from typing import Any
 
@@ -47,6 +48,14 @@ class Merged:
         self._ends = list(accumulate(member["weight"].shape[0] for member in members))
         self._ready: dict[int, tuple[mx.array, mx.array]] = {}  # by member: an input, and what it gives for it
 
+    def give_to_members(self, linear: nn.Module) -> None:
+        """Let `linear`, over the same arrays, compute what the members give. Clones of them stay with this one."""
+        other = copy(self)
+        other.linear, other._ready = linear, {}
+        for member in self.members:
+            own: Any = member
+            own._merged = other
+
     def whole(self, x: mx.array) -> mx.array:
         """What all of them give for x [..., inputs], side by side."""
         out: mx.array = self.linear(x)
@@ -55,7 +64,7 @@ class Merged:
     def joins(self, x: mx.array) -> bool:
         """Whether `whole` is as fast as its parts would be: packed weights of many tokens have a faster way alone."""
         most = min(getattr(member, "_dequantise_from", MOST_TOKENS + 1) for member in self.members)
-        return type(self.linear) is nn.Linear or x.size // x.shape[-1] < most
+        return isinstance(self.linear, nn.Linear) or x.size // x.shape[-1] < most
 
     def places(self, members: Iterable[nn.Module]) -> list[int]:
         """Where the outputs of each of these begin in a row of `whole`, and how long such a row is."""

@@ -53,6 +53,7 @@ class Subject(Struct, frozen=True):
     mlx: str
     linears: dict[str, int]  # how many of each kind
     rows: int  # the most of a step
+    products: str = ""  # what computes them besides MLX
     format: int = FORMAT
 
 
@@ -69,12 +70,14 @@ def tune(
     most_rows: int,
     activations: int,
     folder: Path,
+    products: str = "",
     meter: Meter | None = None,
 ) -> Tuned:
     """Find out, or look up in `folder`, what is good for this model on this device, and change its quantised linears
-    accordingly. `dtype`: of what goes through the layers; `activations`: bytes that steps may need."""
+    accordingly. `dtype`: of what goes through the layers; `activations`: bytes that steps may need; `products`: what
+    computes some of them in place of MLX, in words that change when that does."""
     own = kinds(model)
-    subject = Subject(device, version("mlx"), {name: len(k.modules) for name, k in own.items()}, most_rows)
+    subject = Subject(device, version("mlx"), {name: len(k.modules) for name, k in own.items()}, most_rows, products)
     file = folder / f"{hashlib.sha256(msgspec.json.encode(subject)).hexdigest()[:32]}.json"
     tuned, how = _load(file, subject), f"as found in {file}"
     if tuned is None:

@@ -1,0 +1,95 @@
+"""Linears whose products of few rows are computed by `kernels/skinny.py`, and not by MLX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlx_tandem.model.clone import clone
+from mlx_tandem.model.kernels.skinny import Form, Skinny, eighths, fits
+from mlx_tandem.model.linears.merged import Merged
+from mlx_tandem.model.mixin import mix_in
+
+
+class Shape(NamedTuple):
+    """Of a linear's weights."""
+
+    outputs: int
+    inputs: int
+    biased: bool
+
+    @staticmethod
+    def of(linear: Any) -> Shape:
+        outputs, inputs = linear["weight"].shape
+        return Shape(outputs, inputs, "bias" in linear)
+
+
+class FewRows:
+    """The kernel, and by what shape and how many tokens (`eighths` of them) it is used in which form."""
+
+    def __init__(self, kernel: Skinny, forms: Mapping[Shape, Mapping[int, Form]]):
+        self._kernel, self._forms = kernel, forms
+
+    def product(self, linear: Any, x: mx.array) -> mx.array | None:
+        """What a linear with `weight` and maybe `bias` gives for x; None: MLX is to compute that."""
+        weight = linear["weight"]
+        if x.ndim != 3 or x.dtype != weight.dtype:
+            return None
+        tokens = x.shape[0] * x.shape[1]
+        if tokens == 1:  # MLX has a kernel of its own for one, which is as fast
+            return None
+        form = self._forms.get(Shape.of(linear), {}).get(eighths(tokens))
+        return None if form is None else self._kernel(x, weight, linear.get("bias"), form)
+
+
+class SkinnyLinear:
+    """Mixed into a linear."""
+
+    _few: FewRows
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self._few.product(self, x)
+        return super().__call__(x) if y is None else y  # type: ignore[misc]
+
+
+class SkinnyEmbedding:
+    """Mixed into an embedding that is the output head, too."""
+
+    _few: FewRows
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        y = self._few.product(self, x)
+        return super().as_linear(x) if y is None else y  # type: ignore[misc]
+
+
+def candidates(model: nn.Module, merged: Iterable[Merged]) -> list[nn.Module]:
+    """Whatever of a model the kernel could compute: linears, `linear` of those that were merged, the head."""
+    merged = list(merged)
+    parts = {id(member) for one in merged for member in one.members}
+    modules = list({id(m): m for _, m in reversed(model.named_modules()) if id(m) not in parts}.values())
+    kinds = (nn.Linear,) if any("lm_head" in m for m in model.modules()) else (nn.Linear, nn.Embedding)
+    modules += [one.linear for one in merged]
+    return [m for m in modules if type(m) in kinds and fits(m["weight"])]
+
+
+def speed_up(model: nn.Module, merged: Iterable[Merged], few: FewRows) -> None:
+    """From here on `few` is asked first. A clone of the model that was made before keeps MLX's products: the kernel
+    has no gradient."""
+    merged = list(merged)
+    chosen = {id(module) for module in candidates(model, merged)}
+    for one in merged:
+        if id(one.linear) in chosen:
+            linear = clone(one.linear)
+            _mix(linear, few)
+            one.give_to_members(linear)
+    for module in model.modules():
+        if id(module) in chosen:
+            _mix(module, few)
+
+
+def _mix(module: Any, few: FewRows) -> None:
+    module._few = few
+    mix_in(module, SkinnyEmbedding if isinstance(module, nn.Embedding) else SkinnyLinear)

@@ -1,0 +1,111 @@
+"""The kernel for products of few rows beside MLX's own product on this device: whether it is right, and no slower."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+
+from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels.skinny import EIGHTHS, Form, Skinny, eighths, forms
+from mlx_tandem.model.linears.products import Call, Kind, Meter, input_of
+from mlx_tandem.model.linears.skinny import FewRows, Shape
+from mlx_tandem.model.trials.lora import TOLERANCE
+
+log = logging.getLogger(__name__)
+
+ALIKE = 1.03
+"""The kernel costs the host half of what MLX's product does. Where the device is what takes the time, so many times
+that of the product is no loss."""
+
+_ENDS = 512  # outputs at either end that are compared
+
+Floats = npt.NDArray[np.float32]
+Forms = dict[Shape, dict[int, Form]]
+
+
+class Choice(NamedTuple):
+    few: FewRows | None  # None: all products are MLX's
+    reason: str  # for people
+
+
+def choose(modules: Sequence[nn.Module], make: dialect.Make | None = None, meter: Meter | None = None) -> Choice:
+    """Which products of these linears the kernel takes over. `make`, `meter`: if not those of the device."""
+    if make is None:
+        if "cuda" not in dialect.available():
+            return Choice(None, "this device has no kernel for them")
+        make = dialect.maker("cuda")
+    kernel, meter = Skinny(make), meter or Meter()
+    kinds: dict[Shape, Kind] = {}
+    for module in modules:
+        shape = Shape.of(module)
+        kinds.setdefault(shape, Kind(shape.inputs, module["weight"].nbytes, [])).modules.append(module)
+    if not kinds:
+        return Choice(None, "no linear has a type and shape for the kernel")
+    try:
+        chosen = {shape: _forms(kernel, shape, kind, meter) for shape, kind in kinds.items()}
+    except Exception as e:  # whatever a compiler or a driver says
+        log.warning("the kernel for few rows failed its check", exc_info=True)
+        return Choice(None, f"the kernel is not taken: {type(e).__name__}: {e}".strip()[:500])
+    finally:
+        mx.clear_cache()
+    return Choice(FewRows(kernel, chosen) if any(chosen.values()) else None, _told(chosen))
+
+
+def _told(chosen: Forms) -> str:
+    parts = [f"{shape.outputs} x {shape.inputs} up to {8 * max(own)} tokens" for shape, own in chosen.items() if own]
+    return f"the kernel is no slower for {', '.join(parts)}" if parts else "the kernel is slower"
+
+
+def _forms(kernel: Skinny, shape: Shape, kind: Kind, meter: Meter) -> dict[int, Form]:
+    """Up to how many tokens the kernel is right and takes no longer, and in which form. Raises ValueError where it is
+    wrong."""
+    some: list[Any] = kind.some()
+    dtype = some[0]["weight"].dtype
+    best: dict[int, Form] = {}
+    for tokens in (8 * n for n in EIGHTHS):
+        x = input_of(kind, dtype, tokens)
+        times: dict[Form, float] = {}
+        for form in forms(shape.outputs, tokens):
+            error = _error(partial(_product, kernel, form, some[0]), some[0], x[: tokens - 3])
+            if not error <= TOLERANCE[dtype]:
+                raise ValueError(f"wrong by {error:.1e} in {shape.outputs} x {shape.inputs}, {tokens} tokens")
+            times[form] = meter.seconds([partial(_product, kernel, form, linear) for linear in some], x, compiled=True)
+        form = min(times, key=times.__getitem__)
+        if times[form] > ALIKE * meter.seconds([partial(_plain, linear) for linear in some], x, compiled=True):
+            break
+        best[eighths(tokens)] = form
+    return best
+
+
+def _product(kernel: Skinny, form: Form, linear: Any, x: mx.array) -> mx.array:
+    return kernel(x, linear["weight"], linear.get("bias"), form)
+
+
+def _plain(linear: Any, x: mx.array) -> mx.array:
+    y: mx.array = linear.as_linear(x) if isinstance(linear, nn.Embedding) else linear(x)
+    return y
+
+
+def _error(product: Call, linear: Any, x: mx.array) -> float:
+    """Of the first and last outputs, of the largest number; float32 sums on the host: a GPU may round what it
+    multiplies."""
+    y, weight = product(x), linear["weight"]
+    worst = 0.0
+    for part in (slice(0, _ENDS), slice(-_ENDS, None)):
+        want = _floats(x) @ _floats(weight[part]).T
+        if "bias" in linear:
+            want += _floats(linear["bias"][part])
+        error = float(np.abs(_floats(y[..., part]) - want).max() / np.abs(want).max())
+        worst = max(worst, error if np.isfinite(error) else np.inf)
+    return worst
+
+
+def _floats(array: mx.array) -> Floats:
+    return np.array(array.astype(mx.float32))

@@ -1,0 +1,171 @@
+"""Products of few rows by the kernel on the CPU: against float32 sums, alone and in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_tandem.model.clone import clone
+from mlx_tandem.model.kernels.dialect import Make
+from mlx_tandem.model.kernels.skinny import Form, Skinny
+from mlx_tandem.model.linears.groups import find_groups
+from mlx_tandem.model.linears.merged import merge
+from mlx_tandem.model.linears.products import Meter
+from mlx_tandem.model.linears.skinny import SkinnyEmbedding, SkinnyLinear, candidates, speed_up
+from mlx_tandem.model.trials.skinny import choose
+from tests.engine.test_lora import build, prompts
+from tests.kernels import shim
+from tests.kernels.broken import Broken
+
+pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+
+EXACT = {mx.float16: 6e-4, mx.bfloat16: 4e-3}  # of the largest number
+FORMS = [Form(2, 3, 2), Form(1, 2, 1)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kernels")
+
+
+@pytest.fixture(scope="module")
+def make(folder: Path) -> Make:
+    return shim.maker(folder)
+
+
+def numbers(*shape: int, dtype: mx.Dtype, seed: int = 0) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def floats(array: mx.array) -> np.ndarray:
+    return np.array(array.astype(mx.float32))
+
+
+@given(
+    rows=st.integers(1, 24),
+    outputs=st.sampled_from([16, 33, 72]),
+    inputs=st.sampled_from([8, 64, 200, 456]),
+    form=st.sampled_from(FORMS),
+    dtype=st.sampled_from(list(EXACT)),
+    biased=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_products_are_right(
+    make: Make, rows: int, outputs: int, inputs: int, form: Form, dtype: mx.Dtype, biased: bool
+) -> None:
+    x, weight = numbers(rows, 1, inputs, dtype=dtype), numbers(outputs, inputs, dtype=dtype, seed=1)
+    bias = numbers(outputs, dtype=dtype, seed=2) if biased else None
+    want = floats(x) @ floats(weight).T + (0 if bias is None else floats(bias))
+    got = Skinny(make)(x, weight, bias, form)
+    assert got.shape == want.shape and got.dtype == dtype
+    assert np.abs(floats(got) - want).max() <= EXACT[dtype] * np.abs(want).max()
+
+
+def test_a_row_gets_the_same_bits_in_any_company(make: Make) -> None:
+    x, weight = numbers(24, 1, 328, dtype=mx.bfloat16), numbers(40, 328, dtype=mx.bfloat16, seed=1)
+    skinny = Skinny(make)
+    all_of_them = skinny(x, weight, None, FORMS[0])
+    for start, count in ((0, 1), (5, 3), (7, 13)):
+        some = skinny(x[start : start + count], weight, None, FORMS[0])
+        assert mx.array_equal(some, all_of_them[start : start + count])
+
+
+def test_threads_wait_where_they_must(folder: Path, make: Make) -> None:
+    x, weight = numbers(20, 1, 328, dtype=mx.bfloat16), numbers(40, 328, dtype=mx.bfloat16, seed=1)
+    there, back = (Skinny(m)(x, weight, None, FORMS[0]) for m in (make, shim.maker(folder, backwards=True)))
+    assert mx.array_equal(there, back)
+
+
+# --- in a model -----------------------------------------------------------------------------------------------------
+
+
+class Says(Meter):
+    """The kernel takes so many times as long as MLX's product does, and nine times from 17 tokens on."""
+
+    def __init__(self, times: float):
+        self.times = times
+
+    def seconds(self, calls: Sequence[Any], x: mx.array, *, compiled: bool = False) -> float:
+        kernel = any(isinstance(argument, Form) for argument in calls[0].args)
+        return 1.0 if not kernel else self.times if x.shape[0] <= 16 else 9.0
+
+
+class Head(nn.Module):
+    """An embedding that is the output head, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 64)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.embed.as_linear(self.embed(tokens))
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Tokens and outputs of each product that the kernel computes."""
+    seen: list[tuple[int, int]] = []
+    product = Skinny.__call__
+
+    def call(self: Skinny, x: mx.array, weight: mx.array, *rest: Any) -> mx.array:
+        seen.append((x.shape[0] * x.shape[1], weight.shape[0]))
+        return product(self, x, weight, *rest)
+
+    monkeypatch.setattr(Skinny, "__call__", call)
+    return seen
+
+
+@pytest.mark.parametrize("family", ["qwen2", "tied"])
+def test_a_model_says_what_it_said(make: Make, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = Head() if family == "tied" else build(family)
+    model.set_dtype(mx.bfloat16)
+    merged = merge(find_groups(model))
+    twin = clone(model)
+    choice = choose(candidates(model, merged), make, Says(0.5))
+    assert choice.few is not None and "up to 16 tokens" in choice.reason
+    speed_up(model, merged, choice.few)
+    adapted = sum(isinstance(m, SkinnyLinear | SkinnyEmbedding) for m in model.modules())
+    assert adapted == (1 if family == "tied" else 2 * 2 + 1)  # o, down, the head; the others are merged
+
+    calls = counted(monkeypatch)
+    tokens = prompts(3, 2) % 40
+    got = floats(model(tokens))
+    assert calls == [(6, n) for n in ([40] if family == "tied" else [128, 64, 256, 64] * 2 + [128])]
+    calls.clear()
+    assert np.abs(got - floats(twin(tokens))).max() <= 4e-2 * np.abs(got).max()
+    model(prompts(3, 11) % 40)  # too many
+    model(prompts(1, 1) % 40)  # too few
+    assert not calls  # nor by the twin, which gradients are taken through
+
+
+@pytest.mark.parametrize(("times", "taken"), [(0.5, True), (1.02, True), (1.1, False)])
+def test_it_is_taken_where_it_is_no_slower(make: Make, times: float, taken: bool) -> None:
+    linear = nn.Linear(64, 40)
+    assert choose(candidates(linear, []), make, Says(times)).few is None  # float32
+    linear.set_dtype(mx.float16)
+    choice = choose(candidates(linear, []), make, Says(times))
+    assert (choice.few is not None) == taken == ("40 x 64 up to 16 tokens" in choice.reason)
+
+
+FAULTS = {
+    "no sum over the warps": ("warp < WARPS; warp++", "warp < 1; warp++"),
+    "another order of inputs": ("low.y, high.y", "low.z, high.z"),
+    "a row too few": ("8 * e + m < M", "8 * e + m + 1 < M"),
+    "does not compile": ("BARRIER();", "BARRIER(;"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_kernel_is_rejected_at_start(make: Make, fault: str) -> None:
+    old, new = FAULTS[fault]
+    linear = nn.Linear(256, 40, bias=False)
+    linear.set_dtype(mx.float16)
+    choice = choose([linear], Broken(make, old, new), Says(0.5))
+    assert choice.few is None and choice.reason.startswith("the kernel is not taken: ")
