@@ -395,7 +395,8 @@ class Scheduler:
         self._running.remove(s)
         for x in (s, *s.followers):
             self._leave(x)
-        insort_left(self._waiting, s, key=_PRIORITY)
+        # One that was admitted and had no row yet comes behind those that had.
+        insort_left(self._waiting, s, key=lambda x: (x.priority, x.cached is None))
 
     def _leave(self, s: Sequence) -> None:
         """Give back what a running sequence holds."""
