@@ -407,6 +407,47 @@ def test_a_step_s_time_bounds_a_long_prompt_beside_decodes() -> None:
     assert all(8 <= chunk <= budget for chunk in chunks[:-3])
 
 
+def test_a_chunk_waits_until_it_is_worth_what_any_chunk_takes() -> None:
+    """As on a GPU, where any chunk takes as long as reading all weights: few chunks, within the prompts' share."""
+    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20)
+    loop, scheduler = engine.loop, engine.scheduler
+    fixed, token, step = 6.0, 0.02, 5.0
+    chunks = [(length, 0, fixed + token * length) for length in (8, 64, 256, 1024)]
+    scheduler.prefill.cost.fit(chunks, [(1, step), (16, step)])
+    for i in range(16):
+        loop.add(request(i, (1,), max_tokens=100))
+    loop.step()
+    loop.step()
+    loop.add(request(99, tuple(i % 13 for i in range(1000))))
+    read = []
+    while not loop.tokens[99, 0]:
+        before = engine.runner.positions
+        loop.step()
+        read.append(engine.runner.positions - before - 16)
+    worth = [n for n in read if n > 0]
+    assert min(worth[:-2]) * token >= fixed
+    spent, share = sum(fixed + token * n for n in worth[:-2]), SchedulerConfig().prefill_share
+    assert spent <= (len(read) + 1) * share * step
+    assert len(read) < 20  # a hundred and more in chunks of eight tokens
+
+
+def test_prompts_go_beside_streams_unless_they_are_more() -> None:
+    for prompts, beside in ((3, True), (5, False)):
+        engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20, beside=30)
+        loop = engine.loop
+        for i in range(4):
+            loop.add(request(i, (1,), max_tokens=100))
+        loop.step()
+        loop.step()
+        for i in range(4, 4 + prompts):
+            loop.add(request(i, tuple((i + j) % 13 for j in range(20))))
+        before = engine.runner.positions
+        loop.step()
+        assert (loop.beside > 0) == beside
+        if beside:  # the first whole, as much of the second as there is room for
+            assert engine.runner.positions - before == 4 + 30
+
+
 def test_a_burst_of_prompts_is_not_dripped_in() -> None:
     """When few decode and many wait, the prompts come first: a batch that is not full wastes every step."""
     engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20)
