@@ -154,6 +154,31 @@ def test_it_is_taken_where_it_is_hardly_slower(make: Make, microseconds: float, 
     assert (choice.few is not None) == taken == ("40 x 64 up to 16 tokens" in choice.reason)
 
 
+def test_linears_that_are_met_twice_or_hold_two_types(make: Make) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.mixed = nn.Linear(64, 40), nn.Linear(64, 40)
+            self.second = self.first
+
+    model = Twice()
+    model.set_dtype(mx.bfloat16)
+    model.mixed.bias = model.mixed.bias.astype(mx.float32)  # what MLX gives then is float32, too
+    choice = choose(candidates(model, []), make, Says(5))
+    assert choice.few is not None
+    speed_up(model, [], choice.few)
+    assert isinstance(model.second, SkinnyLinear) and not isinstance(model.mixed, SkinnyLinear)
+    x = numbers(3, 1, 64, dtype=mx.bfloat16)
+    assert model.second(x).dtype == mx.bfloat16 and model.mixed(x).dtype == mx.float32
+
+
+def test_outputs_that_are_padding_are_right(make: Make) -> None:
+    """As those behind the vocabulary of some heads, whose weights are zero."""
+    head = nn.Linear(64, 600, bias=False)
+    head.weight = mx.concatenate([numbers(80, 64, dtype=mx.bfloat16), mx.zeros((520, 64), mx.bfloat16)])
+    assert choose([head], make, Says(5)).few is not None
+
+
 FAULTS = {
     "no sum over the warps": ("warp < WARPS; warp++", "warp < 1; warp++"),
     "another order of inputs": ("low.y, high.y", "low.z, high.z"),

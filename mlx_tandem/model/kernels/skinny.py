@@ -64,9 +64,10 @@ def eighths(tokens: int) -> int:
     return next((n for n in EIGHTHS if 8 * n >= tokens), 0)
 
 
-def fits(weight: mx.array) -> bool:
-    """Whether a linear of these weights can be computed: rows are loaded 16 bytes at a time."""
-    return weight.dtype in (mx.bfloat16, mx.float16) and weight.shape[1] % 8 == 0
+def fits(weight: mx.array, bias: mx.array | None) -> bool:
+    """Whether a linear of these can be computed: rows are loaded 16 bytes at a time, and all is of one type."""
+    alike = bias is None or bias.dtype == weight.dtype
+    return weight.dtype in (mx.bfloat16, mx.float16) and weight.shape[1] % 8 == 0 and alike
 
 
 def _kernel(make: Make, biased: bool) -> Kernel:

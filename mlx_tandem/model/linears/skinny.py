@@ -72,22 +72,21 @@ def candidates(model: nn.Module, merged: Iterable[Merged]) -> list[nn.Module]:
     modules = list({id(m): m for _, m in reversed(model.named_modules()) if id(m) not in parts}.values())
     kinds = (nn.Linear,) if any("lm_head" in m for m in model.modules()) else (nn.Linear, nn.Embedding)
     modules += [one.linear for one in merged]
-    return [m for m in modules if type(m) in kinds and fits(m["weight"])]
+    return [m for m in modules if type(m) in kinds and fits(m["weight"], m.get("bias"))]
 
 
 def speed_up(model: nn.Module, merged: Iterable[Merged], few: FewRows) -> None:
     """From here on `few` is asked first. A clone of the model that was made before keeps MLX's products: the kernel
     has no gradient."""
     merged = list(merged)
-    chosen = {id(module) for module in candidates(model, merged)}
+    chosen = {id(module): module for module in candidates(model, merged)}
     for one in merged:
-        if id(one.linear) in chosen:
+        if chosen.pop(id(one.linear), None) is not None:
             linear = clone(one.linear)
             _mix(linear, few)
             one.give_to_members(linear)
-    for module in model.modules():
-        if id(module) in chosen:
-            _mix(module, few)
+    for module in chosen.values():
+        _mix(module, few)
 
 
 def _mix(module: Any, few: FewRows) -> None:
