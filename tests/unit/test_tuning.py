@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.config import LoraConfig
+from mlx_tandem.model.linears import products
 from mlx_tandem.model.linears.dequantise import Dequantising, dequantised, use_from, worth_from
 from mlx_tandem.model.linears.products import Call, Meter, kinds
 from mlx_tandem.model.linears.tuning import MOST_COUNTS, SECONDS, Tuned, good_counts, tune
@@ -256,3 +257,22 @@ def test_adapters_are_added_to_either_way() -> None:
         lora.unbind()
         expected = plain(x) + x @ mx.array(a) @ mx.array(b)
         assert mx.abs(found - expected).max() < 1e-5 * mx.abs(expected).max()
+
+
+def test_what_hides_the_host_takes_no_longer_on_a_slow_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    launch = mx.async_eval
+
+    def launched(meanwhile: mx.array) -> None:
+        seen.append(meanwhile.shape[0])
+        launch(meanwhile)
+
+    monkeypatch.setattr(products, "_LONG", 512)
+    monkeypatch.setattr(products, "_MEANWHILE", 1e-6)
+    monkeypatch.setattr(mx, "async_eval", launched)
+    weight, x = mx.random.normal((256, 256)), mx.random.normal((64, 1, 256))
+    assert Meter().device_seconds([lambda x: x @ weight] * 50, x) > 0
+    assert max(seen) < 32  # of 512, which would have taken longer
+    monkeypatch.setattr(products, "_MEANWHILE", 1e6)
+    Meter().device_seconds([], x)
+    assert seen[-1] == 512

@@ -11,7 +11,8 @@ import mlx.nn as nn
 
 _CALLS, _CALL_BYTES = 8, 400 << 20  # of one kind, over different weights: so many, or together so large
 _REPEATS = 5
-_LONG = 8192  # rows and columns of what is multiplied meanwhile
+_LONG = 8192  # rows and columns of what is multiplied meanwhile, at most
+_MEANWHILE = 4e-3  # seconds that this takes, about: many times what the host takes for the calls
 
 Call = Callable[[mx.array], mx.array]
 
@@ -52,15 +53,25 @@ class Meter:
     def device_seconds(self, calls: Sequence[Call], x: mx.array) -> float:
         """As `seconds`, without what the host does: that is hidden behind a computation that takes milliseconds."""
         long = mx.random.normal((_LONG, _LONG), key=mx.random.key(0)).astype(x.dtype) * _LONG**-0.5
-        mx.eval(long)
+
+        def meanwhile(rows: int) -> mx.array:
+            product: mx.array = long[:rows] @ long @ long
+            return product
 
         def behind(calls: Sequence[Call]) -> float:
             started = time.perf_counter()
-            first = long @ long @ long
+            first = meanwhile(rows)
             mx.async_eval(first)
             mx.eval(_chain(calls, x + 0 * first[:1, :1]))
             return time.perf_counter() - started
 
+        def alone(rows: int) -> float:
+            started = time.perf_counter()
+            mx.eval(meanwhile(rows))
+            return time.perf_counter() - started
+
+        some = _LONG // 16
+        rows = max(1, min(_LONG, int(some * _MEANWHILE / min(alone(some) for _ in range(3)))))
         times = [(behind(calls), behind([])) for _ in range(1 + _REPEATS)][1:]
         return min(t for t, _ in times) - min(t for _, t in times)
 
