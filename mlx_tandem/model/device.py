@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from mlx_tandem import files
 
@@ -41,15 +43,27 @@ _CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")
 def _set_up_cuda() -> None:
     """Where a CUDA build of MLX is installed, and not yet loaded: it reads these once. What is set already stays.
 
-    The kernels that MLX compiles it keeps in a folder of the system's for temporary files, where they are lost when
-    the machine starts anew, and where others can put theirs. Here they are the user's.
+    The kernels that MLX compiles of its own it keeps in a folder of the system's for temporary files, where they are
+    lost when the machine starts anew, and where others can put theirs. Here they are the user's.
     """
     if "mlx.core" not in sys.modules and any(_installed(package) for package in _CUDA_PACKAGES):
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", _GRAPH_LIMIT)
-        folder = files.cache_folder() / f"kernels-{version('mlx')}"
+        folder = files.cache_folder() / "-".join(["kernels", version("mlx"), *gpus()])
         with contextlib.suppress(OSError):
             files.make_folder(folder)
             os.environ.setdefault("MLX_PTX_CACHE_DIR", str(folder))
+
+
+def gpus(listed: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
+    """The kinds of NVIDIA's GPUs in this machine, as the driver says without being started; none where it does not.
+
+    MLX keeps machine code under names that do not say for which GPU it is, and machines of several kinds may have one
+    home folder: what one compiled another could not load."""
+    found: set[str] = set()
+    with contextlib.suppress(OSError):
+        for file in listed.glob("*/information"):
+            found.update(re.findall(r"^Model:\s*(\S.*?)\s*$", file.read_text(), re.MULTILINE))
+    return sorted(re.sub(r"\W+", "-", kind) for kind in found)
 
 
 def _installed(package: str) -> bool:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from mlx_tandem.model import device
+
 NAME, FOLDER = "MLX_MAX_MB_PER_BUFFER", "MLX_PTX_CACHE_DIR"
 
 
@@ -40,6 +42,16 @@ def test_compiled_kernels_are_kept_where_nobody_else_writes(cuda: Path) -> None:
     folder = Path(settings(cuda)[FOLDER])
     assert folder.is_relative_to(cuda / "cache")
     assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_kinds_of_gpus_have_folders_of_their_own(tmp_path: Path) -> None:
+    """What MLX keeps is machine code of one, and machines may share a home folder."""
+    assert device.gpus(tmp_path / "none") == []
+    for slot, kind in enumerate(["NVIDIA H200", "NVIDIA A100-SXM4-80GB", "NVIDIA H200"]):
+        (tmp_path / f"0000:0{slot}:00.0").mkdir()
+        said = f"Model: \t\t {kind}\nIRQ:   \t\t 40{slot}\nGPU UUID: \t GPU-{slot}\n"
+        (tmp_path / f"0000:0{slot}:00.0" / "information").write_text(said, encoding="utf-8")
+    assert device.gpus(tmp_path) == ["NVIDIA-A100-SXM4-80GB", "NVIDIA-H200"]
 
 
 def test_a_cache_that_cannot_be_made_is_done_without(cuda: Path) -> None:
