@@ -1,10 +1,10 @@
 """The product of few rows by a linear's weights: weights are read once, at the speed of memory, by one small kernel.
 
 A block has 16 · TILES outputs. Its warps take turns at slices of the inputs, each slice as wide as two lines of the
-cache at most, and what they have summed is added up in the order of warps. So the sum of a row does not depend on how
-many others there are. Weights go from memory to tensor cores without a stop: a lane loads eight neighbours of a row,
-which are inputs of two products of matrices; the order of inputs is the same for `x`, and so none that matters. `x`,
-which all blocks read, stays in the cache.
+cache at most, and what they have summed is added up in the order of warps. So in one form the sum of a row does not
+depend on how many others there are. Weights go from memory to tensor cores without a stop: a lane loads eight
+neighbours of a row, which are inputs of two products of matrices; the order of inputs is the same for `x`, and so none
+that matters. `x`, which all blocks read, stays in the cache.
 
 For CUDA only: the body uses `mma`.
 """
@@ -27,7 +27,7 @@ class Form(NamedTuple):
     chunks: int = 2
 
 
-def forms(outputs: int, tokens: int) -> tuple[Form, ...]:
+def forms(tokens: int) -> tuple[Form, ...]:
     """Those that are worth a trial."""
     return (Form(2, 8, 2), Form(1, 16, 2)) if tokens <= 16 else (Form(2, 8, 2),)
 

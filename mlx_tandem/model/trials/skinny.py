@@ -73,7 +73,7 @@ def _forms(kernel: Skinny, shape: Shape, kind: Kind, meter: Meter) -> dict[int, 
     for tokens in (8 * n for n in EIGHTHS):
         x = input_of(kind, dtype, tokens)
         times: dict[Form, float] = {}
-        for form in forms(shape.outputs, tokens):
+        for form in forms(tokens):
             error = _error(partial(_product, kernel, form, some[0]), some[0], x[: tokens - 3])
             if not error <= TOLERANCE[dtype]:
                 raise ValueError(f"wrong by {error:.1e} in {shape.outputs} x {shape.inputs}, {tokens} tokens")
