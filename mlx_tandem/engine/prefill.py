@@ -47,34 +47,36 @@ class Prefill:
         larger one when many wait; it is saved up for a chunk that is worth its fixed cost. Where the device can, chunks
         share the streams' forward instead, unless there are more prompts than streams."""
         most = self._config.prefill_batch_size or len(reading)
-        saved, self._saved = self._saved, 0.0
         if streams and self._beside and len(reading) <= streams:
-            reading, taken = self._plan_beside(reading, most, take)
-            most -= taken
-        if not reading or not most:
+            reading = self._plan_beside(reading, most, take)
+        if not reading:
             return
-        budget = self._config.idle_prefill_ms
+        budget = idle = self._config.idle_prefill_ms
         if streams:
             share = self._config.prefill_share * max(1.0, _HURRY * len(reading) / streams)
-            budget = min(budget, saved + share * self.cost.decode(streams))
-            if budget < self.cost.least() and _WHOLE * budget < self._whole(reading[0]):
+            budget = min(idle, self._saved + share * self.cost.decode(streams))
+            if budget < min(idle, self.cost.least()) and _WHOLE * budget < self._whole(reading[0]):
                 self._saved = budget
                 return
+        self._saved = 0.0
         self._plan_apart(reading, budget, most, take)
 
-    def _plan_beside(self, reading: Iterable[Sequence], most: int, take: Take) -> tuple[list[Sequence], int]:
-        """Returns who has to be read in a forward of its own, and how many were not."""
-        room, taken, rest = self._beside, 0, []
+    def _plan_beside(self, reading: Iterable[Sequence], most: int, take: Take) -> list[Sequence]:
+        """Of the first `most`. Returns who has to be read in a forward of its own."""
+        room, taken = self._beside, 0
+        rest: list[Sequence] = []
         for s in reading:
+            if taken + len(rest) == most:
+                break
             n = min(s.unread, _BESIDE_END - s.scheduled)
             if n <= 0 or s.targets(s.scheduled, s.scheduled + n):
                 rest.append(s)
                 continue
             n = min(n, room)
-            if n and taken < most and take(s, n, beside=True) is not None:
+            if n and take(s, n, beside=True) is not None:
                 room -= n
                 taken += 1
-        return rest, taken
+        return rest
 
     def _plan_apart(self, reading: Iterable[Sequence], budget: float, most: int, take: Take) -> None:
         """While their predicted time and their tokens fit, at least one."""

@@ -10,6 +10,7 @@ from typing import Literal
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine import prefill, tables
@@ -462,6 +463,50 @@ def test_a_burst_of_prompts_is_not_dripped_in() -> None:
         loop.step()
         steps += 1
     assert steps <= 32  # an eighth of what eight tokens a step would take
+
+
+def test_a_prompt_is_read_beside_streams_however_dear_a_chunk_is() -> None:
+    """A chunk that is worth its fixed cost may be more than any step has time for."""
+    engine = make_engine(num_blocks=600, block_size=4)
+    loop, cost = engine.loop, engine.scheduler.prefill.cost
+    cost.fit([(length, 0, 150.0 + length) for length in (8, 64, 256, 1024)], [(1, 100.0)])
+    assert cost.least() > SchedulerConfig().idle_prefill_ms
+    loop.add(request(0, (1,), max_tokens=100))
+    loop.step()
+    loop.add(request(1, tuple(i % 13 for i in range(500))))
+    while not loop.tokens[1, 0]:
+        assert not loop.finished, "the prompt waits until nobody decodes"
+        loop.step()
+
+
+def test_what_was_saved_up_for_a_prompt_survives_steps_without_it() -> None:
+    """Rows made for training are in every other step."""
+    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20)
+    loop = engine.loop
+    engine.scheduler.prefill.cost.fit([(length, 0, 20.0 + length) for length in (8, 64, 256, 1024)], [(1, 20.0)])
+    for i in range(16):
+        loop.add(request(i, (1,), max_tokens=100))
+    loop.step()
+    loop.add(replace(request(99, tuple(i % 13 for i in range(60))), background=True))
+    while not loop.tokens[99, 0]:
+        assert not loop.finished, "the prompt waits until nobody decodes"
+        loop.step(background=loop.steps % 2 == 0)
+
+
+def test_short_prompts_do_not_take_a_long_one_s_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where so many are read in a step, it is the first of them, whether or not their tokens go beside streams."""
+    monkeypatch.setattr(prefill, "_BESIDE_END", 4)
+    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20, prefill_batch_size=1, beside=50)
+    loop = engine.loop
+    for i in range(4):
+        loop.add(request(i, (1,), max_tokens=100))
+    loop.step()
+    loop.add(request(99, tuple(i % 13 for i in range(60))))
+    while not loop.tokens[99, 0]:
+        assert (0, 0) not in loop.finished, "the long prompt waits until nobody decodes"
+        at = loop.steps
+        loop.add(request(100 + at, (at % 13, at // 13, 3, 4), max_tokens=1))
+        loop.step()
 
 
 # --- priorities, limits and prompt logprobs ----------------------------------------------------------------------
