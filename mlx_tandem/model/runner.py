@@ -206,7 +206,7 @@ class MLXRunner:
         return Flight(plan, parts, cold=self._compiled != compiled)
 
     def waits(self, plan: StepPlan) -> bool:
-        prompts = sum(len(r.tokens) for r in plan.rows if len(r.tokens) > 1)
+        prompts = sum(len(r.tokens) for r in plan.rows if len(r.tokens) > 1 and not r.beside)
         return self._may_pause and 4 * prompts >= LONG_TOKENS  # which may be padded to more
 
     def _dispatch(self) -> None:

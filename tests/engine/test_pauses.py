@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from msgspec.structs import replace
 
 from mlx_tandem.engine.plan import Row, Seating, StepPlan
 from mlx_tandem.model import runner as runner_module
@@ -43,3 +44,13 @@ def test_the_device_knows_of_what_comes_before(
     runner.wait(flight)
     runner.one_at_a_time = True  # parts are then held back
     assert not runner.waits(plan)
+
+
+def test_tokens_beside_rows_that_decode_are_no_chunk_to_wait_for(tmp_path: Path) -> None:
+    """Their forward is short, so the step before it need not be over when it is launched."""
+    runner = make_engine(tiny_models.make(tmp_path / "model", "llama")).built.runner
+    runner.pauses, runner.one_at_a_time = True, False
+    decode = Row(0, 0, 0, 1, (7,), [[1]], True)
+    prompt = Row(1, 1, 0, 0, (7,) * 256, [list(range(2, 34))], True)
+    assert runner.waits(StepPlan((decode, prompt)))
+    assert not runner.waits(StepPlan((decode, replace(prompt, beside=True))))
