@@ -64,6 +64,11 @@ class CostModel:
         """Milliseconds of a chunk that half is what any chunk takes."""
         return 2.0 * self._chunk_scale * float(self._chunk_form[0])
 
+    def tokens(self, milliseconds: float) -> int:
+        """Of prompts, at the start of their contexts, that so much time is for in a forward that runs in any case."""
+        each = self._chunk_scale * float(self._chunk_form[1]) / 256
+        return int(milliseconds / max(each, 1e-9))
+
     def decode(self, rows: int) -> float:
         """Milliseconds of a step in which so many rows decode."""
         return self._decode_scale * float(self._decode_form @ np.array([1.0, rows]))

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.budget import StepLimits
-from mlx_tandem.engine.cost import CostModel, longest_within, padded_length
+from mlx_tandem.engine.cost import LENGTHS, CostModel, longest_within, padded_length
 from mlx_tandem.engine.plan import scored_positions
 from mlx_tandem.engine.sequence import Sequence
 
@@ -48,23 +48,26 @@ class Prefill:
         share the streams' forward instead, unless there are more prompts than streams."""
         most = self._config.prefill_batch_size or len(reading)
         if streams and self._beside and len(reading) <= streams:
-            reading = self._plan_beside(reading, most, take)
+            room = self.cost.tokens(self._share(len(reading), streams))
+            reading = self._plan_beside(reading, min(self._beside, max(room, LENGTHS[0])), most, take)
         if not reading:
             return
         budget = idle = self._config.idle_prefill_ms
         if streams:
-            share = self._config.prefill_share * max(1.0, _HURRY * len(reading) / streams)
-            budget = min(idle, self._saved + share * self.cost.decode(streams))
+            budget = min(idle, self._saved + self._share(len(reading), streams))
             if budget < min(idle, self.cost.least()) and _WHOLE * budget < self._whole(reading[0]):
                 self._saved = budget
                 return
         self._saved = 0.0
         self._plan_apart(reading, budget, most, take)
 
-    def _plan_beside(self, reading: Iterable[Sequence], most: int, take: Take) -> list[Sequence]:
-        """Of the first `most`. Returns who has to be read in a forward of its own."""
-        room, taken = self._beside, 0
-        rest: list[Sequence] = []
+    def _share(self, prompts: int, streams: int) -> float:
+        """Milliseconds of a step that so many streams give to so many prompts."""
+        return self._config.prefill_share * max(1.0, _HURRY * prompts / streams) * self.cost.decode(streams)
+
+    def _plan_beside(self, reading: Iterable[Sequence], room: int, most: int, take: Take) -> list[Sequence]:
+        """So many tokens of the first `most`. Returns who has to be read in a forward of its own."""
+        taken, rest = 0, list[Sequence]()
         for s in reading:
             if taken + len(rest) == most:
                 break

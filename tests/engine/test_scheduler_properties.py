@@ -385,9 +385,10 @@ def test_a_resident_adapter_is_not_uploaded_again() -> None:
     assert engine.runner.uploads == 2
 
 
-def test_a_step_s_time_bounds_a_long_prompt_beside_decodes() -> None:
+@pytest.mark.parametrize("beside", [0, 256])
+def test_a_step_s_time_bounds_a_long_prompt_beside_decodes(beside: int) -> None:
     """While many others decode, a chunk of a long prompt costs no more than their share, and is never empty."""
-    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20)
+    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20, beside=beside)
     loop, scheduler = engine.loop, engine.scheduler
     scheduler.prefill.cost.fit(
         [(length, 0, float(length)) for length in (8, 64, 256, 1024)], [(1, 100.0)]
