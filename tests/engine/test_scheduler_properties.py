@@ -10,17 +10,15 @@ from typing import Literal
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
 
-from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine import prefill, tables
 from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.plan import Runner, StepPlan
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.types import AdapterRef, Request, SamplingParams
+from mlx_tandem.types import Request, SamplingParams
 from tests.engine.mutants import CORRUPTIONS, PLANTS, Corrupting
 from tests.engine.reference import ReferenceRunner
-from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, expected, make_engine, play
+from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, expected, make_engine, play, request
 
 PATIENCE = 2
 
@@ -30,31 +28,6 @@ def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few that random workloads reach it; and they wait for one another's prompts for little."""
     monkeypatch.setattr(scheduler_module, "PATIENCE", PATIENCE)
     monkeypatch.setattr(tables, "WORTH_WAITING", 1)
-
-
-def request(
-    number: int,
-    prompt: tuple[int, ...] = (1, 2, 3, 4, 5),
-    *,
-    n: int = 1,
-    adapter: str | None = None,
-    max_tokens: int = 6,
-    temperature: float = 1.0,
-    seed: int = 0,
-    stop: tuple[int, ...] = (),
-    penalty: float = 0.0,
-    priority: int = 0,
-    **params: int,
-) -> Request:
-    sampling = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        stop_token_ids=stop,
-        presence_penalty=penalty,
-        **params,
-    )
-    return Request(number, prompt, sampling, AdapterRef(adapter, 1, adapter) if adapter else None, n, priority)
 
 
 # --- random workloads --------------------------------------------------------------------------------------------
@@ -383,131 +356,6 @@ def test_a_resident_adapter_is_not_uploaded_again() -> None:
         engine.loop.add(request(i, adapter="ab"[i % 2]))
         engine.loop.run()
     assert engine.runner.uploads == 2
-
-
-@pytest.mark.parametrize("beside", [0, 256])
-def test_a_step_s_time_bounds_a_long_prompt_beside_decodes(beside: int) -> None:
-    """While many others decode, a chunk of a long prompt costs no more than their share, and is never empty."""
-    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20, beside=beside)
-    loop, scheduler = engine.loop, engine.scheduler
-    scheduler.prefill.cost.fit(
-        [(length, 0, float(length)) for length in (8, 64, 256, 1024)], [(1, 100.0)]
-    )  # 1 ms a token
-    streams = 16
-    for i in range(streams):
-        loop.add(request(i, (1,), max_tokens=100))
-    loop.step()
-    loop.step()
-    loop.add(request(99, tuple(i % 13 for i in range(1000))))
-    budget = SchedulerConfig().prefill_share * scheduler.prefill.cost.decode(streams)
-    chunks = []
-    while not loop.tokens[99, 0]:
-        before = engine.runner.positions
-        loop.step()
-        chunks.append(engine.runner.positions - before - streams)
-    assert sum(chunks) >= 1000
-    assert all(8 <= chunk <= budget for chunk in chunks[:-3])
-
-
-def test_a_chunk_waits_until_it_is_worth_what_any_chunk_takes() -> None:
-    """As on a GPU, where any chunk takes as long as reading all weights: few chunks, within the prompts' share."""
-    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20)
-    loop, scheduler = engine.loop, engine.scheduler
-    fixed, token, step = 6.0, 0.02, 5.0
-    chunks = [(length, 0, fixed + token * length) for length in (8, 64, 256, 1024)]
-    scheduler.prefill.cost.fit(chunks, [(1, step), (16, step)])
-    for i in range(16):
-        loop.add(request(i, (1,), max_tokens=100))
-    loop.step()
-    loop.step()
-    loop.add(request(99, tuple(i % 13 for i in range(1000))))
-    read = []
-    while not loop.tokens[99, 0]:
-        before = engine.runner.positions
-        loop.step()
-        read.append(engine.runner.positions - before - 16)
-    worth = [n for n in read if n > 0]
-    assert min(worth[:-2]) * token >= fixed
-    spent, share = sum(fixed + token * n for n in worth[:-2]), SchedulerConfig().prefill_share
-    assert spent <= (len(read) + 1) * share * step
-    assert len(read) < 20  # a hundred and more in chunks of eight tokens
-
-
-def test_prompts_go_beside_streams_unless_they_are_more() -> None:
-    for prompts, beside in ((3, True), (5, False)):
-        engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20, beside=30)
-        loop = engine.loop
-        for i in range(4):
-            loop.add(request(i, (1,), max_tokens=100))
-        loop.step()
-        loop.step()
-        for i in range(4, 4 + prompts):
-            loop.add(request(i, tuple((i + j) % 13 for j in range(20))))
-        before = engine.runner.positions
-        loop.step()
-        assert (loop.beside > 0) == beside
-        if beside:  # the first whole, as much of the second as there is room for
-            assert engine.runner.positions - before == 4 + 30
-
-
-def test_a_burst_of_prompts_is_not_dripped_in() -> None:
-    """When few decode and many wait, the prompts come first: a batch that is not full wastes every step."""
-    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20)
-    loop, scheduler = engine.loop, engine.scheduler
-    scheduler.prefill.cost.fit([(length, 0, float(length)) for length in (8, 64, 256, 1024)], [(1, 20.0)])
-    loop.add(request(0, (1,), max_tokens=100))
-    loop.step()
-    for i in range(1, 17):
-        loop.add(request(i, tuple(j % 13 for j in range(60)), max_tokens=100))
-    steps = 0
-    while any(not loop.tokens[i, 0] for i in range(1, 17)):
-        loop.step()
-        steps += 1
-    assert steps <= 32  # an eighth of what eight tokens a step would take
-
-
-def test_a_prompt_is_read_beside_streams_however_dear_a_chunk_is() -> None:
-    """A chunk that is worth its fixed cost may be more than any step has time for."""
-    engine = make_engine(num_blocks=600, block_size=4)
-    loop, cost = engine.loop, engine.scheduler.prefill.cost
-    cost.fit([(length, 0, 150.0 + length) for length in (8, 64, 256, 1024)], [(1, 100.0)])
-    assert cost.least() > SchedulerConfig().idle_prefill_ms
-    loop.add(request(0, (1,), max_tokens=100))
-    loop.step()
-    loop.add(request(1, tuple(i % 13 for i in range(500))))
-    while not loop.tokens[1, 0]:
-        assert not loop.finished, "the prompt waits until nobody decodes"
-        loop.step()
-
-
-def test_what_was_saved_up_for_a_prompt_survives_steps_without_it() -> None:
-    """Rows made for training are in every other step."""
-    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20)
-    loop = engine.loop
-    engine.scheduler.prefill.cost.fit([(length, 0, 20.0 + length) for length in (8, 64, 256, 1024)], [(1, 20.0)])
-    for i in range(16):
-        loop.add(request(i, (1,), max_tokens=100))
-    loop.step()
-    loop.add(replace(request(99, tuple(i % 13 for i in range(60))), background=True))
-    while not loop.tokens[99, 0]:
-        assert not loop.finished, "the prompt waits until nobody decodes"
-        loop.step(background=loop.steps % 2 == 0)
-
-
-def test_short_prompts_do_not_take_a_long_one_s_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where so many are read in a step, it is the first of them, whether or not their tokens go beside streams."""
-    monkeypatch.setattr(prefill, "_BESIDE_END", 4)
-    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20, prefill_batch_size=1, beside=50)
-    loop = engine.loop
-    for i in range(4):
-        loop.add(request(i, (1,), max_tokens=100))
-    loop.step()
-    loop.add(request(99, tuple(i % 13 for i in range(60))))
-    while not loop.tokens[99, 0]:
-        assert (0, 0) not in loop.finished, "the long prompt waits until nobody decodes"
-        at = loop.steps
-        loop.add(request(100 + at, (at % 13, at // 13, 3, 4), max_tokens=1))
-        loop.step()
 
 
 # --- priorities, limits and prompt logprobs ----------------------------------------------------------------------

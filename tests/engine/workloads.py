@@ -115,6 +115,31 @@ def make_engine(
     return Engine(runner, loop, max_num_seqs)
 
 
+def request(
+    number: int,
+    prompt: tuple[int, ...] = (1, 2, 3, 4, 5),
+    *,
+    n: int = 1,
+    adapter: str | None = None,
+    max_tokens: int = 6,
+    temperature: float = 1.0,
+    seed: int = 0,
+    stop: tuple[int, ...] = (),
+    penalty: float = 0.0,
+    priority: int = 0,
+    **params: int,
+) -> Request:
+    sampling = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        stop_token_ids=stop,
+        presence_penalty=penalty,
+        **params,
+    )
+    return Request(number, prompt, sampling, AdapterRef(adapter, 1, adapter) if adapter else None, n, priority)
+
+
 def digest_of(request: Request) -> str:
     return request.adapter.digest if request.adapter else BASE
 
