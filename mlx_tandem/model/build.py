@@ -86,9 +86,10 @@ def build(
         merged = merge(find_groups(model.module))
     twin = clone(model.module)  # before anything of the served tree is changed
     report("checking products", 0.0)
-    products = choose_products(skinny.candidates(model.module, merged))
+    modules = skinny.candidates(model.module, merged)
+    products = choose_products(modules)
     if products.few is not None:
-        skinny.speed_up(model.module, merged, products.few)
+        skinny.speed_up(modules, merged, products.few)
     log.info("products of few rows: %s", products.reason)
     hook.install()
     if device.is_cpu():

@@ -128,9 +128,10 @@ def test_a_model_says_what_it_said(make: Make, family: str, monkeypatch: pytest.
     model.set_dtype(mx.bfloat16)
     merged = merge(find_groups(model))
     twin = clone(model)
-    choice = choose(candidates(model, merged), make, Says(5))
+    modules = candidates(model, merged)
+    choice = choose(modules, make, Says(5))
     assert choice.few is not None and "up to 16 tokens" in choice.reason
-    speed_up(model, merged, choice.few)
+    speed_up(modules, merged, choice.few)
     adapted = sum(isinstance(m, SkinnyLinear | SkinnyEmbedding) for m in model.modules())
     assert adapted == (1 if family == "tied" else 2 * 2 + 1)  # o, down, the head; the others are merged
 
@@ -164,9 +165,10 @@ def test_linears_that_are_met_twice_or_hold_two_types(make: Make) -> None:
     model = Twice()
     model.set_dtype(mx.bfloat16)
     model.mixed.bias = model.mixed.bias.astype(mx.float32)  # what MLX gives then is float32, too
-    choice = choose(candidates(model, []), make, Says(5))
+    modules = candidates(model, [])
+    choice = choose(modules, make, Says(5))
     assert choice.few is not None
-    speed_up(model, [], choice.few)
+    speed_up(modules, [], choice.few)
     assert isinstance(model.second, SkinnyLinear) and not isinstance(model.mixed, SkinnyLinear)
     x = numbers(3, 1, 64, dtype=mx.bfloat16)
     assert model.second(x).dtype == mx.bfloat16 and model.mixed(x).dtype == mx.float32
@@ -189,8 +191,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_kernel_is_rejected_at_start(make: Make, fault: str) -> None:
-    old, new = FAULTS[fault]
     linear = nn.Linear(256, 40, bias=False)
     linear.set_dtype(mx.float16)
-    choice = choose([linear], Broken(make, old, new), Says(5))
+    choice = choose([linear], Broken(make, *FAULTS[fault]), Says(5))
     assert choice.few is None and choice.reason.startswith("the kernel is not taken: ")

@@ -75,11 +75,10 @@ def candidates(model: nn.Module, merged: Iterable[Merged]) -> list[nn.Module]:
     return [m for m in modules if type(m) in kinds and fits(m["weight"], m.get("bias"))]
 
 
-def speed_up(model: nn.Module, merged: Iterable[Merged], few: FewRows) -> None:
-    """From here on `few` is asked first. A clone of the model that was made before keeps MLX's products: the kernel
-    has no gradient."""
-    merged = list(merged)
-    chosen = {id(module): module for module in candidates(model, merged)}
+def speed_up(modules: Iterable[nn.Module], merged: Iterable[Merged], few: FewRows) -> None:
+    """From here on `few` is asked first by each of these, which `candidates` found. A clone of the model that was made
+    before keeps MLX's products: the kernel has no gradient."""
+    chosen = {id(module): module for module in modules}
     for one in merged:
         if chosen.pop(id(one.linear), None) is not None:
             linear = clone(one.linear)
