@@ -6,7 +6,8 @@ The linears of Qwen3-8B's shape, random weights. A chain of products, each by we
 before it gave, in one graph:
 
 - device: microseconds of a product, the host's work hidden behind that of a long computation before the chain;
-- wall: of the chain by itself; host: of that, what building and launching it takes;
+- wall: of the chain by itself; host: of that, what building and launching it takes. Not compiled: a call of the kernel
+  makes its source anew then, which in a compiled step it does not;
 - share: of the measured copy bandwidth, counting what has to be read and written at least;
 - error: against float32 sums on the host, of the largest number.
 

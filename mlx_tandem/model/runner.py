@@ -1,9 +1,9 @@
 """The MLX runner: executes step plans over the paged pool under mlx-lm's unmodified model modules.
 
 A step is cut into rectangles of rows with one length (decodes, and what goes beside them; prompt chunks by padded
-length). Each rectangle is one
-call of a pure function of (tokens, offsets, tables, sampling arrays, adapter arrays, pools), compiled per shape. Pools
-go in as arguments and come back as results, written in place since nobody else holds them.
+length). Each rectangle is one call of a pure function of (tokens, offsets, tables, sampling arrays, adapter arrays,
+pools), compiled per shape. Pools go in as arguments and come back as results, written in place since nobody else holds
+them.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class MLXRunner:
         self._mask_axes = mask_axes
         self._limits = limits
         self._row_counts = row_counts
-        self.greedy = greedy
+        self._greedy = greedy
         self._seats = Seats(max_num_seqs, vocab_size)
         attention = attention or [None] * len(layers)
         self._caches = [PagedCache(*each) for each in zip(layers, attention, strict=True)]
@@ -350,7 +350,7 @@ class MLXRunner:
         """The step as a pure function: arrays and lists of arrays in, the same out. `expected`: of its inputs; they
         follow from the key."""
         model, caches, lora, head, angles = self._model, self._caches, self._lora, self._head, self._angles
-        merged, greedy = self._merged, self.greedy
+        merged, greedy = self._merged, self._greedy
         pools, windows, pool_of = self._pool.pools, self._pool.windows, self._pool.pool_of
 
         def step(

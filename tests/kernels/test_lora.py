@@ -28,6 +28,7 @@ from tests.engine.mlx_engine import assert_agrees
 from tests.engine.test_equivalence import ask, serve_adapters
 from tests.engine.test_lora import TOLERANCE, adapter, build, far, installed, merged, prompts, run
 from tests.kernels import shim
+from tests.kernels.broken import Broken
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 
@@ -284,20 +285,6 @@ def test_the_engine_serves_with_them(make: Make, tmp_path: Path, monkeypatch: py
 # --- the choice at start --------------------------------------------------------------------------------------------
 
 
-def broken(make: Make, old: str, new: str) -> Make:
-    def made(
-        name: str,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        body: str,
-        functions: str = "",
-        writes: Sequence[str] = (),
-    ) -> Kernel:
-        return make(name, inputs, outputs, body.replace(old, new), functions, writes)
-
-    return made
-
-
 class OneLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +305,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_kernel_is_rejected_at_start(make: Make, fault: str) -> None:
-    model, wrong = OneLinear(), broken(make, *FAULTS[fault])
+    model, wrong = OneLinear(), Broken(make, *FAULTS[fault])
     choice = choose(model, LoraConfig(), mx.float32, [wrong])
     assert choice.fused is None and choice.reason.startswith("fused kernels are not taken: ")
     with pytest.raises(ModelError):

@@ -42,7 +42,6 @@ class Meter:
 
         Each takes in a number of the one before it: a GPU would do independent ones beside each other, which hides
         how long one takes."""
-
         times = []
         for _ in range(1 + _REPEATS):
             started = time.perf_counter()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from mlx_tandem.engine.plan import NOT_A_NUMBER
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.argmax import Argmax
 from mlx_tandem.model.step.sampler import Greedy, by_argmax
+from mlx_tandem.model.trials import machine
 
 log = logging.getLogger(__name__)
 
@@ -99,10 +99,4 @@ def invent(rng: np.random.Generator, vocabulary: int) -> Logits:
 
 def _seconds(greedy: Greedy, dtype: mx.Dtype, vocabulary: int) -> float:
     logits = mx.random.normal((ROWS, vocabulary)).astype(dtype)
-    mx.eval(greedy(logits))
-    best = np.inf
-    for _ in range(5):
-        started = time.perf_counter()
-        mx.eval([greedy(logits) for _ in range(CHAIN)])
-        best = min(best, (time.perf_counter() - started) / CHAIN)
-    return float(best)
+    return machine.seconds(lambda: [greedy(logits)], CHAIN)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, count
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
 from mlx_tandem.model.linears.groups import Group, find_groups
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import Ints, cut_tiles
+from mlx_tandem.model.trials.machine import seconds
 
 log = logging.getLogger(__name__)
 
@@ -127,22 +127,22 @@ def _error(kernels: LoraKernels, shape: Shape, rank: int, dtype: mx.Dtype, seed:
 
 def far(got: mx.array, own: mx.array, delta: Floats) -> float:
     """How far `got` is from own + delta, of the largest number of that; infinitely where it is no number."""
-    want = _floats(own) + delta
-    error = float(np.abs(_floats(got) - want).max() / np.abs(want).max())
+    want = floats(own) + delta
+    error = float(np.abs(floats(got) - want).max() / np.abs(want).max())
     return error if np.isfinite(error) else np.inf
 
 
 def expected(x: mx.array, a: mx.array, b: mx.array, slots: Ints) -> Floats:
     """x @ a[slot] @ b[slot] for x [tokens, 1, inputs], in float32 on the host: a GPU may round what it multiplies."""
-    wide = _floats(x)
+    wide = floats(x)
     delta = np.zeros((*x.shape[:2], b.shape[2]), np.float32)
     for slot in np.unique(slots):
         rows = slots == slot
-        delta[rows] = wide[rows] @ _floats(a[int(slot)]) @ _floats(b[int(slot)])
+        delta[rows] = wide[rows] @ floats(a[int(slot)]) @ floats(b[int(slot)])
     return delta
 
 
-def _floats(array: mx.array) -> Floats:
+def floats(array: mx.array) -> Floats:
     return np.array(array.astype(mx.float32))
 
 
@@ -201,16 +201,5 @@ def _times(kernels: LoraKernels, shape: Shape, dtype: mx.Dtype, tokens: int, slo
         u = mx.gather_mm(x, a, lhs_indices=order, rhs_indices=ids)
         return y + mx.gather_mm(u, b, lhs_indices=order, rhs_indices=ids)
 
-    fused = _seconds(lambda: kernels.add(x, tiles, a, b, y))
-    return fused, _seconds(lambda: [product(*member) for member in zip(a, b, y, strict=True)])
-
-
-def _seconds(work: Callable[[], list[mx.array]]) -> float:
-    """Of one of several in a row, so that the device is kept busy; the best of a few."""
-    mx.eval(work())
-    best = np.inf
-    for _ in range(4):
-        started = time.perf_counter()
-        mx.eval([work() for _ in range(4)])
-        best = min(best, time.perf_counter() - started)
-    return best
+    fused = seconds(lambda: kernels.add(x, tiles, a, b, y))
+    return fused, seconds(lambda: [product(*member) for member in zip(a, b, y, strict=True)])

@@ -1,8 +1,9 @@
-"""The device by itself: whether it computes, whether compiled functions do, how fast it copies."""
+"""The device by itself: whether it computes, whether compiled functions do, how fast it copies, how long work takes."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
@@ -45,3 +46,14 @@ def copy_bandwidth() -> float:
         mx.eval(copy)
         times.append(time.perf_counter() - started)
     return _COPIES * 2 * source.nbytes / min(times[1:])
+
+
+def seconds(work: Callable[[], list[mx.array]], several: int = 4) -> float:
+    """Of one of several in a row, so that the device is kept busy; the best of a few."""
+    mx.eval(work())
+    times = []
+    for _ in range(4):
+        started = time.perf_counter()
+        mx.eval([work() for _ in range(several)])
+        times.append(time.perf_counter() - started)
+    return min(times) / several

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-import numpy.typing as npt
 
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.skinny import EIGHTHS, Form, Skinny, eighths, forms
 from mlx_tandem.model.linears.products import Call, Kind, Meter, input_of
 from mlx_tandem.model.linears.skinny import FewRows, Shape
-from mlx_tandem.model.trials.lora import TOLERANCE
+from mlx_tandem.model.trials.lora import TOLERANCE, floats
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +26,6 @@ microseconds, the kernel three, and with few rows steps wait for the host."""
 
 _ENDS = 512  # outputs at either end that are compared
 
-Floats = npt.NDArray[np.float32]
 Forms = dict[Shape, dict[int, Form]]
 
 
@@ -101,14 +99,10 @@ def _error(product: Call, linear: Any, x: mx.array) -> float:
     y, weight = product(x), linear["weight"]
     apart = largest = 0.0
     for part in (slice(0, _ENDS), slice(-_ENDS, None)):
-        want = _floats(x) @ _floats(weight[part]).T
+        want = floats(x) @ floats(weight[part]).T
         if "bias" in linear:
-            want += _floats(linear["bias"][part])
-        off = float(np.abs(_floats(y[..., part]) - want).max())
+            want += floats(linear["bias"][part])
+        off = float(np.abs(floats(y[..., part]) - want).max())
         apart = max(apart, off if np.isfinite(off) else np.inf)
         largest = max(largest, float(np.abs(want).max()))
     return apart / (largest or 1.0)
-
-
-def _floats(array: mx.array) -> Floats:
-    return np.array(array.astype(mx.float32))
