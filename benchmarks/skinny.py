@@ -1,6 +1,6 @@
 """The product of few rows by itself, on a GPU: the kernel in several forms beside MLX's own product.
 
-    python benchmarks/skinny.py [--rows 1 2 4 8 16 24 32 48 64] [--forms 2,8,2 …] [--shapes qkv o …] [--out FILE]
+    python benchmarks/skinny.py [--rows 1 2 4 8 16 24 32 48 64] [--forms 2,8,4 …] [--shapes qkv o …] [--out FILE]
 
 The linears of Qwen3-8B's shape, random weights. A chain of products, each by weights of its own and of what the one
 before it gave, in one graph:
@@ -11,7 +11,7 @@ before it gave, in one graph:
 - share: of the measured copy bandwidth, counting what has to be read and written at least;
 - error: against float32 sums on the host, of the largest number.
 
-A form is tiles,warps,chunks (`Form` in mlx_tandem/model/kernels/skinny.py); that with the shortest wall comes first.
+A form is tiles,warps,stages (`Form` in mlx_tandem/model/kernels/skinny.py); that with the shortest wall comes first.
 """
 
 # ruff: noqa: I001
@@ -32,7 +32,7 @@ import numpy as np
 
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.skinny import Form, Skinny
+from mlx_tandem.model.kernels.skinny import Form, Skinny, eighths
 from mlx_tandem.model.trials.machine import copy_bandwidth
 
 SHAPES = {
@@ -42,7 +42,7 @@ SHAPES = {
     "down": (4096, 12288),
     "lm_head": (151936, 4096),
 }
-FORMS = ["1,4,2", "1,8,1", "1,8,2", "1,8,4", "1,16,2", "2,4,2", "2,8,1", "2,8,2", "2,16,1", "2,16,2", "4,8,1"]
+FORMS = ["1,8,6", "2,8,3", "2,8,4", "2,8,6", "3,8,3", "3,8,4", "4,4,3", "4,4,4"]
 BYTES, MOST = 2 << 30, 48  # of a chain's weights, and how many
 ROUNDS = 5
 launch: Any = mx.async_eval
@@ -144,8 +144,8 @@ def main() -> None:
             least = dtype.size * (outputs * inputs + rows * (inputs + outputs)) / bandwidth * 1e6
             ways: list[dict[str, Any]] = []
             for form in (None, *forms):
-                if form is not None and form.warps >= 16 and form.tiles * -(-rows // 8) > 8:
-                    continue  # more registers than there are
+                if form is not None and form.room(eighths(rows)) > dialect.most_room():
+                    continue
                 product = plain if form is None else partial(with_form, skinny, form)
                 way: dict[str, Any] = {"form": form and ",".join(map(str, form))}
                 way |= timed(product, x, weights)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from mlx_tandem.model.kernels.dialect import Kernel, Make
+from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 
 
 @dataclass(frozen=True)
@@ -16,14 +15,6 @@ class Broken:
     right: str
     wrong: str
 
-    def __call__(
-        self,
-        name: str,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        body: str,
-        functions: str = "",
-        writes: Sequence[str] = (),
-    ) -> Kernel:
-        texts = (text.replace(self.right, self.wrong) for text in (body, functions))
-        return self.make(name, inputs, outputs, *texts, writes)
+    def __call__(self, source: Source) -> Kernel:
+        body, functions = (text.replace(self.right, self.wrong) for text in (source.body, source.functions))
+        return self.make(replace(source, body=body, functions=functions))

@@ -1,6 +1,7 @@
 // The dialect of mlx_tandem/model/kernels/dialect.py on a CPU: the threads of a block are fibres that take turns, so that
 // shuffles and barriers do what they do on a GPU. Every fibre goes on to its next meeting point, then the next one does.
-// Shared memory is filled with NaN before each block. A warp whose lanes do not meet ends the kernel with an error.
+// Shared memory is filled with NaN before each block. A warp whose lanes do not meet ends the kernel with an error. What
+// is asked for comes when it is waited for, and not earlier.
 // No header of the C++ library: each would take longer to compile than a kernel does.
 #include <setjmp.h>
 #include <stdint.h>
@@ -66,7 +67,7 @@ struct float16 {
 
 namespace shim {
 
-enum { MOST = 1024, STACK = 128 << 10, ROOM = 64 << 10, ARRAYS = 16 };
+enum { MOST = 1024, STACK = 128 << 10, KEPT = 64 << 10, ARRAYS = 16, QUEUE = 256 };
 
 struct Fibre {
   jmp_buf at;
@@ -81,9 +82,24 @@ struct Array {
   char* at;
 };
 
+struct Asked {
+  void* to;
+  const void* from;
+  bool there;
+  int group;
+};
+
+// What a thread has asked for and not waited for, the oldest first.
+struct Queue {
+  Asked each[QUEUE];
+  int count, closed;  // groups
+};
+
 static Fibre fibres[MOST];
 static char* stacks;
-static char memory[ROOM] __attribute__((aligned(64)));
+static char memory[KEPT] __attribute__((aligned(64)));
+static char room[ROOM_BYTES + 1] __attribute__((aligned(64)));
+static Queue queues[ROOM_BYTES ? MOST : 1];
 static Array arrays[ARRAYS];
 static int used, named;  // bytes of the memory, arrays in it
 static jmp_buf scheduler;
@@ -133,7 +149,7 @@ template <class X> static X exchange(X x, int lane, int line) {
 static void* shared(const char* name, int bytes) {
   for (int i = 0; i < named; i++)
     if (!strcmp(arrays[i].name, name)) return arrays[i].at;
-  if (named == ARRAYS || used + bytes > ROOM) fail("too much shared memory");
+  if (named == ARRAYS || used + bytes > KEPT) fail("too much shared memory");
   arrays[named] = {name, memory + used};
   used += (bytes + 63) & ~63;
   return arrays[named++].at;
@@ -150,6 +166,8 @@ static void start() {
 static void block(bool backwards) {
   memset(fibres, 0, sizeof(Fibre) * threads);
   memset(memory, 0xff, sizeof memory);
+  memset(room, 0xff, sizeof room);
+  if (ROOM_BYTES) for (int i = 0; i < threads; i++) queues[i].count = queues[i].closed = 0;
   arrived = generation = used = named = 0;
   alive = threads;
   while (alive && !failure) {
@@ -195,12 +213,33 @@ template <class V> static void store(void* p, V v) {
   memcpy(p, &v, sizeof v);
 }
 
+static void ask(void* to, const void* from, bool there) {
+  Queue& own = queues[current];
+  if (own.count == QUEUE) fail("too much is asked for");
+  if ((char*)to < room || (char*)to + 16 > room + ROOM_BYTES) fail("asked for outside of the room");
+  own.each[own.count++] = {to, from, there, own.closed};
+}
+
+static void wait(int groups) {
+  Queue& own = queues[current];
+  int came = 0;
+  for (; came < own.count && own.each[came].group < own.closed - groups; came++) {
+    const Asked& one = own.each[came];
+    store(one.to, one.there ? load<uint4>(one.from) : uint4{0, 0, 0, 0});
+  }
+  memmove(own.each, own.each + came, (own.count -= came) * sizeof(Asked));
+}
+
 }  // namespace shim
 
 #define DEVICE static inline
 #define GLOBAL
 #define SHARED(type, name, n) type* const name = (type*)shim::shared(#name, sizeof(type) * (n))
 #define SHARED_BYTES 49152
+#define ROOM(type, name) type* const name = (type*)shim::room
+#define ASYNC16(to, from, there) shim::ask(to, from, there)
+#define ASYNC_CLOSE() shim::queues[shim::current].closed++
+#define ASYNC_WAIT(n) shim::wait(n)
 #define BARRIER() shim::barrier()
 #define SHUFFLE_XOR(x, mask) shim::exchange(x, LANE ^ (mask), __LINE__)
 #define SHUFFLE(x, lane) shim::exchange(x, lane, __LINE__)

@@ -12,7 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source
 
 HEADER = Path(__file__).with_name("shim.h")
 COMPILER = shutil.which("g++")
@@ -38,14 +38,9 @@ def maker(folder: Path, *, backwards: bool = False) -> Make:
     """Compiled kernels are kept in `folder`. `backwards`: the threads of a block take turns in the other order, which
     changes the result of a kernel that lacks a barrier."""
 
-    def make(
-        name: str,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        body: str,
-        functions: str = "",
-        writes: Sequence[str] = (),
-    ) -> Kernel:
+    def make(source: Source) -> Kernel:
+        name = source.name
+
         def call(
             arrays: Sequence[mx.array],
             template: Mapping[str, Constant],
@@ -54,8 +49,7 @@ def maker(folder: Path, *, backwards: bool = False) -> Make:
             shaped: Sequence[Shaped],
         ) -> list[mx.array]:
             types = [_TYPES[a.dtype] for a in arrays], [_TYPES[dtype] for _, dtype in shaped]
-            source = _source(inputs, outputs, body, functions, template, *types)
-            library = _library(folder, name, source)
+            library = _library(folder, name, _program(source, template, *types))
             given = [_guarded(_bytes(a)) for a in arrays]
             shapes = [np.array(a.shape, np.int32) for a in arrays]
             made = [_guarded(b"\xff" * (int(np.prod(shape)) * dtype.size)) for shape, dtype in shaped]
@@ -72,8 +66,8 @@ def maker(folder: Path, *, backwards: bool = False) -> Make:
             for room in given + made:
                 if (room[:GUARD] != 255).any() or (room[len(room) - GUARD :] != 255).any():
                     raise KernelError(f"{name}: wrote outside of a buffer")
-            for name_of, array, room in zip(inputs, arrays, given, strict=True):
-                if name_of in writes:
+            for name_of, array, room in zip(source.inputs, arrays, given, strict=True):
+                if name_of in source.writes:
                     _overwrite(array, room[GUARD : len(room) - GUARD])
             return [_array(room, *s) for room, s in zip(made, shaped, strict=True)]
 
@@ -82,38 +76,33 @@ def maker(folder: Path, *, backwards: bool = False) -> Make:
     return make
 
 
-def _source(
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    body: str,
-    functions: str,
-    template: Mapping[str, Constant],
-    input_types: Sequence[str],
-    output_types: Sequence[str],
+def _program(
+    source: Source, template: Mapping[str, Constant], input_types: Sequence[str], output_types: Sequence[str]
 ) -> str:
-    lines = [f'#include "{HEADER}"', functions, "static void kernel(void** given) {"]
-    for i, (name, kind) in enumerate(zip(inputs, input_types, strict=True)):
+    lines = [f"#define ROOM_BYTES {source.room}", f'#include "{HEADER}"', source.functions]
+    lines.append("static void kernel(void** given) {")
+    for i, (name, kind) in enumerate(zip(source.inputs, input_types, strict=True)):
         lines.append(f"  auto {name} = (const {kind}*)given[{2 * i}];")
         lines.append(f"  auto {name}_shape = (const int*)given[{2 * i + 1}]; (void){name}_shape;")
-    for i, (name, kind) in enumerate(zip(outputs, output_types, strict=True)):
-        lines.append(f"  auto {name} = ({kind}*)given[{2 * len(inputs) + i}];")
+    for i, (name, kind) in enumerate(zip(source.outputs, output_types, strict=True)):
+        lines.append(f"  auto {name} = ({kind}*)given[{2 * len(source.inputs) + i}];")
     for name, value in template.items():
         if isinstance(value, mx.Dtype):
             lines.append(f"  using {name} = {_TYPES[value]};")
         else:
             lines.append(f"  constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};")
-    lines += ["  START", body, "}"]
+    lines += ["  START", source.body, "}"]
     lines.append('extern "C" const char* run(void** given, const int* groups, int threads, int backwards) {')
     lines.append("  return shim::launch(kernel, given, groups, threads, backwards);\n}")
     return "\n".join(lines)
 
 
-def _library(folder: Path, name: str, source: str) -> ctypes.CDLL:
-    digest = hashlib.sha256(source.encode()).hexdigest()[:16]
+def _library(folder: Path, name: str, program: str) -> ctypes.CDLL:
+    digest = hashlib.sha256(program.encode()).hexdigest()[:16]
     built = folder / f"{name}-{digest}.so"
     if not built.exists():
         text = built.with_suffix(".cpp")
-        text.write_text(source)
+        text.write_text(program)
         command = [COMPILER or "g++", *FLAGS, str(text), "-o", str(built)]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.model.kernels.dialect import Make
+from mlx_tandem.model.kernels.dialect import Make, Source
 from tests.kernels import shim
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
@@ -22,7 +22,7 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> Make:
 
 def block(make: Make, body: str, x: mx.array) -> np.ndarray:
     """One block of as many threads as x has elements, each of which gives one number."""
-    kernel = make("words", ["x"], ["y"], body)
+    kernel = make(Source("words", ["x"], ["y"], body))
     return np.array(kernel([x], {"T": x.dtype}, (1, 1, 1), x.size, [(x.shape, x.dtype)])[0])
 
 
@@ -58,6 +58,26 @@ def test_a_missing_barrier_shows(tmp_path: Path) -> None:
     assert (block(shim.maker(tmp_path), body, x) == np.array(x)[::-1]).all()
 
 
+def test_what_is_asked_for_is_there_when_it_was_waited_for(make: Make) -> None:
+    """Of two groups the first is waited for: one thread of two has asked for zeros there."""
+    body = """
+      ROOM(uint4, room);
+      ASYNC16(room + THREAD, x + 4 * THREAD, THREAD == 0);
+      ASYNC_CLOSE();
+      ASYNC16(room + 2 + THREAD, x + 4 * THREAD, true);
+      ASYNC_CLOSE();
+      ASYNC_WAIT(1);
+      BARRIER();
+      for (int i = 0; i < 8; i++) y[THREAD * 8 + i] = ((const float*)room)[THREAD * 8 + i];
+    """
+    x = mx.arange(1, 9).astype(mx.float32)
+    kernel = make(Source("asks", ["x"], ["y"], body, room=64))
+    y = np.array(kernel([x], {}, (1, 1, 1), 2, [((16,), mx.float32)])[0])
+    assert (y[:8] == [1, 2, 3, 4, 0, 0, 0, 0]).all() and np.isnan(y[8:]).all()
+    kernel = make(Source("asks", ["x"], ["y"], body.replace("WAIT(1)", "WAIT(0)"), room=64))
+    assert (np.array(kernel([x], {}, (1, 1, 1), 2, [((16,), mx.float32)])[0])[8:] == np.array(x)).all()
+
+
 @pytest.mark.parametrize(
     ("body", "why"),
     [
@@ -66,6 +86,7 @@ def test_a_missing_barrier_shows(tmp_path: Path) -> None:
         ("y[THREAD] = x[THREAD]; if (THREAD == 0) y[THREADS] = 0;", "outside"),
         ("uint4 w = LOAD16(x + 1); y[THREAD] = FLOAT_BITS(w.x);", "aligned"),
         ("y[THREAD] = no_such_thing;", "compile"),
+        ("ROOM(uint4, room); ASYNC16(room, x, true);", "outside of the room"),
     ],
 )
 def test_what_is_wrong_is_said(make: Make, body: str, why: str) -> None:
@@ -78,19 +99,18 @@ def test_numbers_of_16_bits_are_mlx_s(tmp_path: Path, dtype: mx.Dtype) -> None:
     words = np.arange(1 << 16, dtype=np.uint16)
     every = mx.array(words).view(dtype)
     make = shim.maker(tmp_path)
-    widen = make("widen", ["x"], ["y"], "y[GROUP_X * THREADS + THREAD] = float(x[GROUP_X * THREADS + THREAD]);")
+    widen = make(Source("widen", ["x"], ["y"], "y[GROUP_X * THREADS + THREAD] = float(x[GROUP_X * THREADS + THREAD]);"))
     wide = widen([every], {}, (256, 1, 1), 256, [(every.shape, mx.float32)])[0]
     assert np.array_equal(np.array(wide), np.array(every.astype(mx.float32)), equal_nan=True)
     # Between each two of them, and exactly half-way, where the even one is taken.
     finite = np.sort(np.array(wide)[np.isfinite(np.array(wide))])
     between = np.concatenate([finite, (finite[1:] / 2 + finite[:-1] / 2), finite[:-1] * 0.7 + finite[1:] * 0.3])
     between = mx.array(between[: len(between) // 256 * 256].astype(np.float32))
-    narrow = make("narrow", ["x"], ["y"], "int i = GROUP_X * THREADS + THREAD; y[i] = T(x[i]);")
+    narrow = make(Source("narrow", ["x"], ["y"], "int i = GROUP_X * THREADS + THREAD; y[i] = T(x[i]);"))
     got = narrow([between], {"T": dtype}, (between.size // 256, 1, 1), 256, [(between.shape, dtype)])[0]
     assert np.array_equal(np.array(got.view(mx.uint16)), np.array(between.astype(dtype).view(mx.uint16)))
-    unpack = make(
-        "unpack", ["x"], ["y"], "float2 p = pair(x[THREAD], T()); y[2 * THREAD] = p.x; y[2 * THREAD + 1] = p.y;"
-    )
+    body = "float2 p = pair(x[THREAD], T()); y[2 * THREAD] = p.x; y[2 * THREAD + 1] = p.y;"
+    unpack = make(Source("unpack", ["x"], ["y"], body))
     some = every[1000:1128]
     got = unpack([some.view(mx.uint32)], {"T": dtype}, (1, 1, 1), 64, [((128,), mx.float32)])[0]
     assert np.array_equal(np.array(got), np.array(some.astype(mx.float32)))

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.kernels.dialect import Kernel, Make
+from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 from mlx_tandem.model.kernels.lora import LoraKernels
 from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import merge
@@ -203,11 +203,11 @@ class Counting:
         self.calls: list[str] = []
         self._make = make
 
-    def __call__(self, name: str, *args: Any) -> Kernel:
-        kernel = self._make(name, *args)
+    def __call__(self, source: Source) -> Kernel:
+        kernel = self._make(source)
 
         def call(*given: Any) -> list[mx.array]:
-            self.calls.append(name)
+            self.calls.append(source.name)
             return kernel(*given)
 
         return call

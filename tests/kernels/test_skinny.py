@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.kernels.dialect import Make
-from mlx_tandem.model.kernels.skinny import Form, Skinny
+from mlx_tandem.model.kernels.skinny import Form, Skinny, eighths, forms
 from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import merge
 from mlx_tandem.model.linears.products import Meter
@@ -27,8 +27,9 @@ from tests.kernels.broken import Broken
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 
+ROOM = 227 << 10
 EXACT = {mx.float16: 6e-4, mx.bfloat16: 4e-3}  # of the largest number
-FORMS = [Form(2, 3, 2), Form(1, 2, 1)]
+FORMS = [Form(2, 2, 3), Form(1, 2, 2), Form(3, 4, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +89,14 @@ def test_threads_wait_where_they_must(folder: Path, make: Make) -> None:
 
 
 class Says(Meter):
-    """MLX's product takes ten microseconds, the kernel so many, and ninety from 17 tokens on."""
+    """MLX's product takes the device ten microseconds and the host 15, the kernel the device so many, ninety from 17
+    tokens on, and the host 3."""
 
     def __init__(self, microseconds: float):
         self.microseconds = microseconds
+
+    def host_seconds(self, calls: Sequence[Any], x: mx.array) -> float:
+        return len(calls) * 1e-6 * (3 if any(isinstance(argument, Form) for argument in calls[0].args) else 15)
 
     def device_seconds(self, calls: Sequence[Any], x: mx.array) -> float:
         kernel = any(isinstance(argument, Form) for argument in calls[0].args)
@@ -129,7 +134,7 @@ def test_a_model_says_what_it_said(make: Make, family: str, monkeypatch: pytest.
     merged = merge(find_groups(model))
     twin = clone(model)
     modules = candidates(model, merged)
-    choice = choose(modules, make, Says(5))
+    choice = choose(modules, make, Says(5), ROOM)
     assert choice.few is not None and "up to 16 tokens" in choice.reason
     speed_up(modules, merged, choice.few)
     adapted = sum(isinstance(m, SkinnyLinear | SkinnyEmbedding) for m in model.modules())
@@ -149,10 +154,25 @@ def test_a_model_says_what_it_said(make: Make, family: str, monkeypatch: pytest.
 @pytest.mark.parametrize(("microseconds", "taken"), [(5, True), (12.9, True), (13.1, False)])
 def test_it_is_taken_where_it_is_hardly_slower(make: Make, microseconds: float, taken: bool) -> None:
     linear = nn.Linear(64, 40)
-    assert choose(candidates(linear, []), make, Says(microseconds)).few is None  # float32
+    assert choose(candidates(linear, []), make, Says(microseconds), ROOM).few is None  # float32
     linear.set_dtype(mx.float16)
-    choice = choose(candidates(linear, []), make, Says(microseconds))
+    choice = choose(candidates(linear, []), make, Says(microseconds), ROOM)
     assert (choice.few is not None) == taken == ("40 x 64 up to 16 tokens" in choice.reason)
+
+
+def test_a_device_with_little_room_takes_what_fits(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = nn.Linear(64, 40)
+    linear.set_dtype(mx.float16)
+    least, calls = forms(1)[0].room(1), []
+    product = Skinny.__call__
+
+    def call(self: Skinny, x: mx.array, weight: mx.array, bias: mx.array | None, form: Form) -> mx.array:
+        calls.append(form.room(eighths(x.shape[0])))
+        return product(self, x, weight, bias, form)
+
+    monkeypatch.setattr(Skinny, "__call__", call)
+    assert choose([linear], make, Says(5), least).few is not None and max(calls) <= least
+    assert choose([linear], make, Says(5), least - 1).few is None
 
 
 def test_linears_that_are_met_twice_or_hold_two_types(make: Make) -> None:
@@ -166,7 +186,7 @@ def test_linears_that_are_met_twice_or_hold_two_types(make: Make) -> None:
     model.set_dtype(mx.bfloat16)
     model.mixed.bias = model.mixed.bias.astype(mx.float32)  # what MLX gives then is float32, too
     modules = candidates(model, [])
-    choice = choose(modules, make, Says(5))
+    choice = choose(modules, make, Says(5), ROOM)
     assert choice.few is not None
     speed_up(modules, [], choice.few)
     assert isinstance(model.second, SkinnyLinear) and not isinstance(model.mixed, SkinnyLinear)
@@ -178,13 +198,15 @@ def test_outputs_that_are_padding_are_right(make: Make) -> None:
     """As those behind the vocabulary of some heads, whose weights are zero."""
     head = nn.Linear(64, 600, bias=False)
     head.weight = mx.concatenate([numbers(80, 64, dtype=mx.bfloat16), mx.zeros((520, 64), mx.bfloat16)])
-    assert choose([head], make, Says(5)).few is not None
+    assert choose([head], make, Says(5), ROOM).few is not None
 
 
 FAULTS = {
     "no sum over the warps": ("warp < WARPS; warp++", "warp < 1; warp++"),
     "another order of inputs": ("low.y, high.y", "low.z, high.z"),
-    "a row too few": ("8 * e + m < M", "8 * e + m + 1 < M"),
+    "a row too few": ("each < M * OUTPUTS", "each < (M - 1) * OUTPUTS"),
+    "no waiting": ("ASYNC_WAIT(STAGES - 2)", "ASYNC_WAIT(STAGES - 1)"),
+    "lines that are not swapped": ("(column ^ ((line & 1) << 2))", "column"),
     "does not compile": ("BARRIER();", "BARRIER(;"),
 }
 
@@ -193,5 +215,5 @@ FAULTS = {
 def test_a_broken_kernel_is_rejected_at_start(make: Make, fault: str) -> None:
     linear = nn.Linear(256, 40, bias=False)
     linear.set_dtype(mx.float16)
-    choice = choose([linear], Broken(make, *FAULTS[fault]), Says(5))
+    choice = choose([linear], Broken(make, *FAULTS[fault]), Says(5), ROOM)
     assert choice.few is None and choice.reason.startswith("the kernel is not taken: ")

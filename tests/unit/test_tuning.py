@@ -132,12 +132,12 @@ def test_linears_are_told_apart_by_shape_and_precision() -> None:
 
 def test_findings_are_kept_for_the_same_device_and_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def erratic(rows: int) -> float:
-        return 2e-3 if rows % 12 else 1e-3
+        return 2e-3 if rows % 16 else 1e-3
 
     with caplog.at_level(logging.INFO):
         found = tuned(Model(None), tmp_path, Clock(erratic))
-    assert found.rows == (1, 2, 3, 5, 12, 24, 36, 40)
-    assert "padded to 1, 2, 3, 5, 12, 24, 36, 40 rows, measured" in caplog.text
+    assert found.rows == (1, 2, 3, 5, 7, 16, 32, 40)
+    assert "padded to 1, 2, 3, 5, 7, 16, 32, 40 rows, measured" in caplog.text
     again = Clock()
     assert tuned(Model(None), tmp_path, again) == found and again.measured == 0
     for other in ({"device": "another GPU"}, {"rows": 41}):
@@ -166,7 +166,7 @@ def test_findings_are_kept_for_the_same_device_and_model(tmp_path: Path, caplog:
 )
 def test_a_damaged_or_foreign_file_is_measured_anew(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     def erratic(rows: int) -> float:
-        return 2e-3 if rows % 12 else 1e-3
+        return 2e-3 if rows % 16 else 1e-3
 
     found = tuned(Model(None), tmp_path, Clock(erratic))
     (file,) = (tmp_path / "tuning").iterdir()

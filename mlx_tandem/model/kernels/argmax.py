@@ -9,7 +9,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
-from mlx_tandem.model.kernels.dialect import Make
+from mlx_tandem.model.kernels.dialect import Make, Source
 
 THREADS = 512
 
@@ -96,7 +96,7 @@ class Argmax:
     """A kernel that is made by `make`."""
 
     def __init__(self, make: Make):
-        self._kernel = make("argmax", ["logits"], ["tokens"], _BODY, _FUNCTIONS)
+        self._kernel = make(Source("argmax", ["logits"], ["tokens"], _BODY, _FUNCTIONS))
 
     def __call__(self, logits: mx.array) -> mx.array:
         """[rows] int32 of logits [rows, vocabulary]: the first of the largest; NOT_A_NUMBER where that is not

@@ -17,11 +17,18 @@ types, and these words:
 - `#define MOST_REGISTERS n` among the functions: of a thread. CUDA's compiler else takes as many as it likes, and a
   processor then holds fewer threads.
 
-And one that Metal lacks, with the numbers of its lanes laid out as tensor cores want them:
+And some that Metal lacks. Tensor cores, with the numbers of lanes laid out as they want them:
 
 - `mma(sum, a, b, T())` adds to the float4 `sum` the product of 16 x 16 by 16 x 8 numbers of a 16-bit T, two in a word.
   With g = LANE / 4 and t = LANE % 4, of each two k: uint4 `a` are (row g, k = 2t), (g + 8, 2t), (g, 2t + 8),
   (g + 8, 2t + 8), uint2 `b` (column g, k = 2t), (g, 2t + 8); `sum` is (row g, columns 2t, 2t + 1), (g + 8, the same).
+
+Memory of the block that is filled while the thread does something else:
+
+- `ROOM(type, name)`: the room that the kernel's source asks for, in bytes. It may be larger than SHARED_BYTES;
+- `ASYNC16(to, from, there)` asks for 16 bytes of device memory to go to shared memory, or 16 zeros unless `there`;
+  `ASYNC_CLOSE()` makes a group of what this thread has asked for since the last one, which may be nothing;
+  `ASYNC_WAIT(n)` waits until all of its groups but the last n are there. Others see them behind a BARRIER.
 
 What no target lacks may be used beside them: structs, templates, `auto`, `uint`, `float4` and the like. No lambdas, no
 pointers to shared memory in functions, no infinities or NaN as constants (Metal's fast arithmetic may assume there are
@@ -32,6 +39,7 @@ nothing of this was ever run (docs/doctor.md).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import mlx.core as mx
@@ -55,22 +63,25 @@ class Kernel(Protocol):
     ) -> list[mx.array]: ...
 
 
-class Make(Protocol):
-    """Makes a kernel of its body; `functions` stand before it. Nothing is compiled before the first call.
+@dataclass(frozen=True)
+class Source:
+    """A kernel as it is written. `functions` stand before its body; `room`: the bytes of ROOM.
 
     writes: inputs that the body casts to what can be written. MLX knows nothing of that: nobody else may hold them, and
     whatever reads them afterwards must take an output of the kernel, too.
     """
 
-    def __call__(
-        self,
-        name: str,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        body: str,
-        functions: str = "",
-        writes: Sequence[str] = (),
-    ) -> Kernel: ...
+    name: str
+    inputs: Sequence[str]
+    outputs: Sequence[str]
+    body: str
+    functions: str = ""
+    writes: Sequence[str] = ()
+    room: int = 0
+
+
+Make = Callable[[Source], Kernel]
+"""Nothing is compiled before the kernel's first call."""
 
 
 _CUDA = r"""
@@ -98,6 +109,15 @@ typedef unsigned int uint;
 #define BYTE(w, i) (__uint_as_float(__byte_perm(w, 0x4b000000u, 0x7540u | (i))) - 8388608.0f)
 #define UNROLL _Pragma("unroll")
 #define ROLL _Pragma("unroll 1")
+#define ROOM(type, name) extern __shared__ __align__(16) type name[]
+#define ASYNC16(to, from, there) async16(to, from, (there) ? 16 : 0)
+#define ASYNC_CLOSE() asm volatile("cp.async.commit_group;" ::: "memory")
+#define ASYNC_WAIT(n) asm volatile("cp.async.wait_group %0;" ::"n"(n) : "memory")
+DEVICE void async16(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"((uint)__cvta_generic_to_shared(to)),
+               "l"(from), "r"(bytes)
+               : "memory");
+}
 DEVICE float EXP2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -190,26 +210,30 @@ def available() -> tuple[Target, ...]:
     return ("metal",) if mx.metal.is_available() else ("cuda",)
 
 
+def most_room() -> int:
+    """Bytes of ROOM that the CUDA device has for a block; 0: it lacks ASYNC16. (CUDA programming guide, table of
+    compute capabilities.)"""
+    info: Mapping[str, Any] = mx.device_info()
+    capability = 10 * int(info["compute_capability_major"]) + int(info["compute_capability_minor"])
+    if capability < 80:
+        return 0
+    return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}.get(capability, 99) << 10
+
+
 def maker(target: Target) -> Make:
     """Kernels for one target. A kernel that cannot be compiled raises when its result is evaluated."""
 
-    def make(
-        name: str,
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        body: str,
-        functions: str = "",
-        writes: Sequence[str] = (),
-    ) -> Kernel:
-        header = _METAL + functions if target == "metal" else _CUDA + functions + _CUDA_END
-        start = _METAL_START if target == "metal" else _CUDA_START
-        declare: Any = mx.fast.metal_kernel if target == "metal" else mx.fast.cuda_kernel
+    def make(source: Source) -> Kernel:
+        metal = target == "metal"
+        header = _METAL + source.functions if metal else _CUDA + source.functions + _CUDA_END
+        declare: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
         kernel: Callable[..., list[mx.array]] = declare(
-            name=name,
-            input_names=list(inputs),
-            output_names=list(outputs),
-            source=start + body,
+            name=source.name,
+            input_names=list(source.inputs),
+            output_names=list(source.outputs),
+            source=(_METAL_START if metal else _CUDA_START) + source.body,
             header=header,
+            **({} if metal else {"shared_memory": source.room}),
         )
 
         def call(

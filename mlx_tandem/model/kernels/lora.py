@@ -15,7 +15,7 @@ from typing import Literal
 
 import mlx.core as mx
 
-from mlx_tandem.model.kernels.dialect import Kernel, Make, Shaped
+from mlx_tandem.model.kernels.dialect import Kernel, Make, Shaped, Source
 
 MOST_MEMBERS = 8
 """Linears of one call: Metal gives a kernel 31 arrays, and each needs three."""
@@ -113,7 +113,8 @@ def _places(places: tuple[int, ...]) -> mx.array:
 
 def _shrink(make: Make, members: int) -> Kernel:
     a = _names("a", members)
-    return make(f"lora_shrink_{members}", ["x", "tiles", *a], ["sums"], _choices(A=a) + _SHRINK, _FUNCTIONS)
+    body = _choices(A=a) + _SHRINK
+    return make(Source(f"lora_shrink_{members}", ["x", "tiles", *a], ["sums"], body, _FUNCTIONS))
 
 
 def _expand(make: Make, members: int, form: Form) -> Kernel:
@@ -125,7 +126,8 @@ def _expand(make: Make, members: int, form: Form) -> Kernel:
         given, row = ["y", "places"], [f"places[{members}]"]
         choices = _choices(Y=["y + places[m]"], Z=z, STRIDE=row)
     body = choices + _choices(OUTPUTS=widths) + f"#define MOST_PARTS {_MOST_PARTS}\n" + _EXPAND
-    return make(f"lora_expand_{members}_{form}", ["sums", "tiles", *b, *given], z, _choices(B=b) + body, _FUNCTIONS)
+    name, inputs = f"lora_expand_{members}_{form}", ["sums", "tiles", *b, *given]
+    return make(Source(name, inputs, z, _choices(B=b) + body, _FUNCTIONS))
 
 
 def _names(letter: str, count: int) -> list[str]:

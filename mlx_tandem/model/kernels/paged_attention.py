@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
 
 MOST_QUERIES = 8
 """Of a sequence in one step."""
@@ -424,16 +424,11 @@ class PagedAttention:
             name = "paged_attention" + "_part" * part + "_many" * many
             outputs = ["part_sums", "part_states"] if part else ["out"]
             defined = f"#define PARTIAL {int(part)}\n" + _FEW_REGISTERS * (not many)
-            return make(name, inputs, outputs, _BODY, functions + defined)
+            return make(Source(name, inputs, outputs, _BODY, functions + defined))
 
         self._kernels = {(part, many): kernel(part, many) for part in (False, True) for many in (False, True)}
-        self._together = make(
-            "paged_attention_together",
-            ["part_sums", "part_states", "tables", "offsets", "windows", "sinks"],
-            ["out"],
-            _TOGETHER,
-            _SPANS,
-        )
+        states = ["part_sums", "part_states", "tables", "offsets", "windows", "sinks"]
+        self._together = make(Source("paged_attention_together", states, ["out"], _TOGETHER, _SPANS))
 
     def __call__(
         self,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.kernels.dialect import Constant, Make
+from mlx_tandem.model.kernels.dialect import Constant, Make, Source
 from mlx_tandem.model.kernels.paged_attention import floats, integers
 
 WARPS = 4
@@ -156,12 +156,14 @@ class Rotary:
         pool = ["keys", "key_grids", "values", "value_grids"] if form.bits else ["keys", "values"]
         self._pool = pool
         self._kernel = make(
-            "rotary",
-            ["q", "k", "v", "cosines", "sines", "slots", "sizes", "epsilons", "q_weight", "k_weight", *pool],
-            ["queries", "new_keys", "new_values"],
-            _BODY,
-            _FUNCTIONS + f"#define CODED {int(bool(form.bits))}\n",
-            writes=pool,
+            Source(
+                "rotary",
+                ["q", "k", "v", "cosines", "sines", "slots", "sizes", "epsilons", "q_weight", "k_weight", *pool],
+                ["queries", "new_keys", "new_values"],
+                _BODY,
+                _FUNCTIONS + f"#define CODED {int(bool(form.bits))}\n",
+                writes=pool,
+            )
         )
 
     def __call__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlx_tandem.model.kernels.dialect import Make
+from mlx_tandem.model.kernels.dialect import Make, Source
 
 _THREADS = 256
 
@@ -20,7 +20,7 @@ class Store:
     """A kernel that is made by `make`."""
 
     def __init__(self, make: Make):
-        self._kernel = make("store", ["array", "rows", "lines"], ["done"], _BODY, writes=["array"])
+        self._kernel = make(Source("store", ["array", "rows", "lines"], ["done"], _BODY, writes=["array"]))
 
     def __call__(self, array: mx.array, rows: mx.array, lines: mx.array) -> mx.array:
         """array[rows] = lines. A zero [1] int32, of which everything has to be made that reads what was written."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, islice
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,6 +34,10 @@ class Kind:
     def some(self) -> list[nn.Module]:
         """Enough that their weights do not all lie in the device's cache."""
         return self.modules[: max(1, min(_CALLS, _CALL_BYTES // self.nbytes))]
+
+    def several(self) -> list[nn.Module]:
+        """Enough that what starting and ending takes counts for little; some of them more than once."""
+        return list(islice(cycle(self.some()), 2 * _CALLS))
 
 
 class Meter:
@@ -73,6 +79,19 @@ class Meter:
         rows = max(1, min(_LONG, int(some * _MEANWHILE / min(alone(some) for _ in range(3)))))
         times = [(behind(calls), behind([])) for _ in range(1 + _REPEATS)][1:]
         return min(t for t, _ in times) - min(t for _, t in times)
+
+    def host_seconds(self, calls: Sequence[Call], x: mx.array) -> float:
+        """That the host takes to launch the calls in a compiled step."""
+        step = mx.compile(partial(_chain, calls))
+        times = []
+        for _ in range(1 + _REPEATS):
+            mx.eval(x)
+            started = time.perf_counter()
+            y = step(x)
+            mx.async_eval(y)
+            times.append(time.perf_counter() - started)
+            mx.eval(y)
+        return min(times[1:])
 
     def growth(self, calls: Sequence[Callable[[], mx.array]]) -> int:
         """Bytes that the calls need in one graph beyond what there is before it."""

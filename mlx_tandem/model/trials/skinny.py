@@ -4,7 +4,8 @@ slower."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,16 +14,17 @@ import mlx.nn as nn
 import numpy as np
 
 from mlx_tandem.model.kernels import dialect
-from mlx_tandem.model.kernels.skinny import EIGHTHS, Form, Skinny, eighths, forms
+from mlx_tandem.model.kernels.skinny import EIGHTHS, Form, Skinny, forms
 from mlx_tandem.model.linears.products import Call, Kind, Meter, input_of
 from mlx_tandem.model.linears.skinny import FewRows, Shape
 from mlx_tandem.model.trials.lora import TOLERANCE, floats
 
 log = logging.getLogger(__name__)
 
-ALLOWED = 3e-6
-"""Seconds that it may take longer on the device. In a compiled step MLX's product takes the host ten to thirty
-microseconds, the kernel three, and with few rows steps wait for the host."""
+SHARE = 0.25
+"""Of the time that a product by the kernel spares the host, what it may take the device longer. In a compiled step
+MLX's product takes the host ten to thirty microseconds, the kernel three, and with few rows steps wait for the host as
+often as for the device."""
 
 _ENDS = 512  # outputs at either end that are compared
 
@@ -34,27 +36,37 @@ class Choice(NamedTuple):
     reason: str  # for people
 
 
-def choose(modules: Sequence[nn.Module], make: dialect.Make | None = None, meter: Meter | None = None) -> Choice:
-    """Which products of these linears the kernel takes over. `make`, `meter`: if not those of the device."""
+def choose(
+    modules: Sequence[nn.Module],
+    make: dialect.Make | None = None,
+    meter: Meter | None = None,
+    room: int | None = None,
+) -> Choice:
+    """Which products of these linears the kernel takes over. `make`, `meter`, and `room` in bytes: if not those of the
+    device."""
     if make is None:
         if "cuda" not in dialect.available():
             return Choice(None, "this device has no kernel for them")
         make = dialect.maker("cuda")
-    kernel, meter = Skinny(make), meter or Meter()
     kinds: dict[Shape, Kind] = {}
     for module in modules:
         shape = Shape.of(module)
         kinds.setdefault(shape, Kind(shape.inputs, module["weight"].nbytes, [])).modules.append(module)
     if not kinds:
         return Choice(None, "no linear has a type and shape for the kernel")
+    trial = _Trial(Skinny(make), meter or Meter(), dialect.most_room() if room is None else room)
+    if forms(1)[0].room(1) > trial.room:
+        return Choice(None, "a block of this device has too little memory of its own")
     try:
-        chosen = {shape: _forms(kernel, shape, kind, meter) for shape, kind in kinds.items()}
+        allowed = trial.spared(min(kinds.values(), key=lambda kind: kind.nbytes)) * SHARE
+        log.info("the kernel for few rows may take %.1f µs longer than MLX's product", allowed * 1e6)
+        chosen = {shape: trial.forms(shape, kind, allowed) for shape, kind in kinds.items()}
     except Exception as e:  # whatever a compiler or a driver says
         log.warning("the kernel for few rows failed its check", exc_info=True)
         return Choice(None, f"the kernel is not taken: {type(e).__name__}: {e}".strip()[:500])
     finally:
         mx.clear_cache()
-    return Choice(FewRows(kernel, chosen) if any(chosen.values()) else None, _told(chosen))
+    return Choice(FewRows(trial.kernel, chosen) if any(chosen.values()) else None, _told(chosen))
 
 
 def _told(chosen: Forms) -> str:
@@ -62,26 +74,44 @@ def _told(chosen: Forms) -> str:
     return f"the kernel is taken for {', '.join(parts)}" if parts else "the kernel is slower"
 
 
-def _forms(kernel: Skinny, shape: Shape, kind: Kind, meter: Meter) -> dict[int, Form]:
-    """Up to how many tokens the kernel is right and takes no longer, and in which form. Raises ValueError where it is
-    wrong."""
-    some: list[Any] = kind.some()
-    dtype = some[0]["weight"].dtype
-    best: dict[int, Form] = {}
-    for tokens in (8 * n for n in EIGHTHS):
-        x = input_of(kind, dtype, tokens)
-        times: dict[Form, float] = {}
-        for form in forms(tokens):
-            error = _error(partial(_product, kernel, form, some[0]), some[0], x[: tokens - 3])
-            if not error <= TOLERANCE[dtype]:
-                raise ValueError(f"wrong by {error:.1e} in {shape.outputs} x {shape.inputs}, {tokens} tokens")
-            times[form] = meter.device_seconds([partial(_product, kernel, form, linear) for linear in some], x)
-        form = min(times, key=times.__getitem__)
-        own = meter.device_seconds([partial(_plain, linear) for linear in some], x)
-        if times[form] > own + ALLOWED * len(some):
-            break
-        best[eighths(tokens)] = form
-    return best
+@dataclass(frozen=True)
+class _Trial:
+    kernel: Skinny
+    meter: Meter
+    room: int
+
+    def spared(self, kind: Kind) -> float:
+        """Seconds of the host for a product."""
+        x, linears = input_of(kind, kind.modules[0]["weight"].dtype, 8), kind.several()
+        ways = partial(_product, self.kernel, forms(1)[0]), _plain
+        kernel, plain = (self.meter.host_seconds([partial(way, each) for each in linears], x) for way in ways)
+        return max(0.0, plain - kernel) / len(linears)
+
+    def forms(self, shape: Shape, kind: Kind, allowed: float) -> dict[int, Form]:
+        """Up to how many tokens the kernel is right and takes no longer than `allowed` more, and in which form. Raises
+        ValueError where it is wrong."""
+        linears: list[Any] = kind.several()
+        dtype = linears[0]["weight"].dtype
+        best: dict[int, Form] = {}
+        for many in EIGHTHS:
+            tokens = 8 * many
+            x = input_of(kind, dtype, tokens)
+            times: dict[Form, float] = {}
+            for form in forms(many):
+                if form.room(many) > self.room:
+                    continue
+                error = _error(partial(_product, self.kernel, form, linears[0]), linears[0], x[: tokens - 3])
+                if not error <= TOLERANCE[dtype]:
+                    raise ValueError(f"wrong by {error:.1e} in {shape.outputs} x {shape.inputs}, {tokens} tokens")
+                times[form] = self._seconds(partial(_product, self.kernel, form), linears, x)
+            if not times or min(times.values()) > self._seconds(_plain, linears, x) + allowed:
+                break
+            best[many] = min(times, key=times.__getitem__)
+        return best
+
+    def _seconds(self, way: Callable[[Any, mx.array], mx.array], linears: Sequence[Any], x: mx.array) -> float:
+        """Of a product, on the device."""
+        return self.meter.device_seconds([partial(way, each) for each in linears], x) / len(linears)
 
 
 def _product(kernel: Skinny, form: Form, linear: Any, x: mx.array) -> mx.array:
