@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -37,7 +37,16 @@ from mlx_tandem.model.step.rope import SharedAngles
 from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags, Seen, by_argmax, sample, score
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.step.seattables import SeatTables
-from mlx_tandem.model.step.shapes import blocks_read, cut, most_blocks_read, row_count, split_by_context, table_width
+from mlx_tandem.model.step.shapes import (
+    blocks_read,
+    coarse_count,
+    coarse_width,
+    cut,
+    most_blocks_read,
+    row_count,
+    split_by_context,
+    table_width,
+)
 from mlx_tandem.types import TokenLogprob
 
 log = logging.getLogger(__name__)
@@ -59,6 +68,12 @@ MAX_COMPILED = 256
 large, and a step takes 0.2 MB of the host's memory for each layer."""
 
 
+USUAL = 3
+"""How often a kind of step with prompts beside is met before it is traced: of most kinds there are few."""
+
+MET = 1024
+"""Kinds that are counted."""
+
 KEPT_SAMPLING = 4
 """Sets of rows whose sampling arrays are kept: the parts of a step; each may be as wide as the vocabulary."""
 
@@ -78,7 +93,7 @@ class _Key(NamedTuple):
     layout: Layout
     level: int | None = None  # as in `StepView`
     scores: int = -1  # likeliest tokens beside each target's logprob; -1: nothing is scored
-    picks: bool = False  # only some of the rows are sampled
+    picks: int = 0  # rows that are sampled, where that is not all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +165,7 @@ class MLXRunner:
         self._tables = [SeatTables(max_num_seqs, first) for first in self._pool.firsts]
         self._steps: OrderedDict[_Key, Callable[..., Any]] = OrderedDict()
         self._compiled = 0  # since start
+        self._met: Counter[_Key] = Counter()  # kinds of steps with prompts beside
         self._cached: dict[Any, Numbers] = {}  # of the present set of rows
         self.inputs = Inputs()
         self._recent: OrderedDict[Any, tuple[SamplingFlags, list[mx.array]]] = OrderedDict()  # may be a vocabulary wide
@@ -294,15 +310,16 @@ class MLXRunner:
             indices, rows = _token_by_token(indices, rows)
         longest = max([len(r.tokens) for r in rows])
         length = 1 if longest == 1 else padded_length(longest)
-        count = row_count(len(rows), self._good_counts(length))
+        count = coarse_count(len(rows)) if beside else row_count(len(rows), self._good_counts(length))
         pools = range(len(self._pool.windows))
         in_place = tuple(self._contiguous(rows, pool) for pool in pools)
         level = self._level(rows)
-        widths = tuple(table_width(most_blocks_read(rows, self._block_size, window)) for window in self._pool.windows)
+        width_of = coarse_width if beside else table_width
+        widths = tuple(width_of(most_blocks_read(rows, self._block_size, window)) for window in self._pool.windows)
         padding = self._seats.padding
         seats = [r.seat if r.sample else padding for r in rows] + [padding] * (count - len(rows))
         picked = [at for at, seat in enumerate(seats) if seat < padding] if beside else []
-        pads = row_count(len(picked), self._good_counts(length)) - len(picked)
+        pads = coarse_count(len(picked)) - len(picked)
         drawn_seats = [seats[at] for at in picked] + [padding] * pads if picked else seats
         samples = min(seats) < padding
         flags, sampling = self._sampling(tuple(drawn_seats)) if samples else (SamplingFlags(), [])
@@ -321,9 +338,10 @@ class MLXRunner:
         if route.ids is not None:
             numbers.append(route.ids)
         gathered = tuple(0 if run else width for run, width in zip(in_place, widths, strict=True))
-        key = _Key(count, length, gathered, carry, samples, flags, route.layout, level, scores, bool(picked))
+        picks = len(drawn_seats) if picked else 0
+        key = _Key(count, length, gathered, carry, samples, flags, route.layout, level, scores, picks)
         # Of too many kinds to be traced once for each, or pausing.
-        if any(in_place) or level or beside or self._is_long(key):
+        if any(in_place) or level or self._is_long(key) or (beside and not self._is_usual(key)):
             step = self._make_step(key, forms(numbers), in_place)
         else:
             found = self._steps.get(key)
@@ -412,6 +430,13 @@ class MLXRunner:
             return outputs, scored, [*outputs, *scored, last_tokens], last_tokens, counts, pool
 
         return step
+
+    def _is_usual(self, key: _Key) -> bool:
+        """Counts the kind, and whether it was met so often that tracing it is worth the time."""
+        if len(self._met) >= MET:
+            self._met.clear()
+        self._met[key] += 1
+        return self._met[key] > USUAL
 
     def _is_long(self, key: _Key) -> bool:
         """Whether its forward waits for the device on the way; it is not traced then."""

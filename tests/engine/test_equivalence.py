@@ -14,6 +14,7 @@ import pytest
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.plan import CARRY, DeviceError, Row, Seating, StepPlan
+from mlx_tandem.model import runner
 from mlx_tandem.model.build import build
 from mlx_tandem.model.runner import Flight, MLXRunner
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
@@ -77,7 +78,11 @@ def ask(number: int, adapter: str | None, *, n: int = 1, max_tokens: int = 8, pr
 
 @pytest.mark.parametrize(("family", "bits"), [("llama", None), ("llama", 4), ("qwen3_moe", None), ("gemma2", None)])
 def test_adapters_in_one_batch_say_what_each_says_merged(
-    family: str, bits: int | None, tmp_path: Path, record_property: Callable[[str, object], None]
+    family: str,
+    bits: int | None,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Four adapters of different rank, modules and format, and the base, in one batch, in every way a batch goes."""
     served = serve_adapters(tmp_path, max_loras=4, bits=bits, family=family)
@@ -93,9 +98,11 @@ def test_adapters_in_one_batch_say_what_each_says_merged(
     ties += assert_agrees(batch, oracles, "one prompt, every adapter")
     ties += assert_agrees(engine.run(mixed), oracles, "mixed")
     ties += assert_agrees(engine.run(mixed, chunks=5, stagger=1, depth=0), oracles, "mixed and chunked")
-    beside = engine.run(mixed, stagger=1, beside=7)
-    assert beside.beside
-    ties += assert_agrees(beside, oracles, "mixed, prompts beside those that decode")
+    for usual in (runner.USUAL, 0):  # traced when first met
+        monkeypatch.setattr(runner, "USUAL", usual)
+        beside = engine.run(mixed, stagger=1, beside=7)
+        assert beside.beside
+        ties += assert_agrees(beside, oracles, "mixed, prompts beside those that decode")
     ties += assert_agrees(engine.run([ask(0, a, n=3), ask(1, b, n=2)]), oracles, "mixed and forked")
     crowded = engine.run(
         [ask(i, d, max_tokens=24, prompt=p) for i, (d, p) in enumerate([(a, 0), (b, 2), (None, 3)])], blocks=7
@@ -176,7 +183,9 @@ def sampling_engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
     return make_engine(tiny_models.make(tmp_path_factory.mktemp("sampling") / "model", "qwen3", seed=1))
 
 
-def test_seeded_draws_do_not_depend_on_what_runs_beside_them(sampling_engine: Engine) -> None:
+def test_seeded_draws_do_not_depend_on_what_runs_beside_them(
+    sampling_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Alone, batched, chunked, preempted, forked, at depth 0 and 1; every mechanism in one batch with every other."""
     engine, requests = sampling_engine, draw_requests()
     alone = choices(*(engine.run([r]) for r in requests))
@@ -184,9 +193,11 @@ def test_seeded_draws_do_not_depend_on_what_runs_beside_them(sampling_engine: En
     assert choices(engine.run(requests)) == alone
     assert choices(engine.run(requests[::-1], depth=0)) == alone
     assert choices(engine.run(requests, chunks=5, stagger=1)) == alone
-    beside = engine.run(requests, stagger=1, beside=6)
-    assert beside.beside
-    assert choices(beside) == alone
+    for usual in (runner.USUAL, 0):
+        monkeypatch.setattr(runner, "USUAL", usual)
+        beside = engine.run(requests, stagger=1, beside=6)
+        assert beside.beside
+        assert choices(beside) == alone
     short = [r for r in requests if len(r.prompt) < 10]
     crowded = engine.run(short, blocks=7)
     assert crowded.scheduler.preemptions > 0
@@ -287,6 +298,27 @@ def test_nothing_that_stops_is_drawn_before_min_tokens(sampling_engine: Engine) 
     unmasked = sampling_engine.run([asking(0, 0), asking(1, 10)])
     assert unmasked.tokens[0, 0] == [7]
     assert len(unmasked.tokens[1, 0]) == 11
+
+
+def test_usual_steps_with_prompts_beside_are_traced(sampling_engine: Engine) -> None:
+    """A stream, and beside each of its tokens as many of a prompt; their number is padded, so they are of one kind."""
+    device, size = sampling_engine.built.runner, sampling_engine.built.info.block_size
+    greedy = SamplingParams(max_tokens=1, temperature=0.0)
+    device.wait(
+        device.launch(
+            StepPlan(
+                (Row(0, 0, 0, 0, (5, 6), [[1, 2]], True),),
+                seatings=(Seating(0, greedy, 0, 1, (0,)), Seating(1, greedy, 0, 1, (0,))),
+            )
+        )
+    )
+    traced = device.compiled_steps
+    for met in range(runner.USUAL + 2):
+        stream = Row(0, 0, 0, 2 + met, (7,), [[1, 2]], True)
+        prompt = Row(1, 1, 0, 0, (9,) * (9 + met % 2), [list(range(3, 3 + -(-10 // size)))], False, beside=True)
+        flight = device.launch(StepPlan((stream, prompt)))
+        device.wait(flight)
+        assert flight.cold == (met == runner.USUAL) and device.compiled_steps == traced + (met >= runner.USUAL)
 
 
 def test_prompts_are_scored_in_chunks_beside_others(sampling_engine: Engine, tmp_path: Path) -> None:

@@ -26,6 +26,20 @@ def row_count(rows: int, good: Sequence[int] = ()) -> int:
     return -(-rows // 32) * 32
 
 
+def coarse_count(rows: int) -> int:
+    """As `row_count`, of rows among which are tokens of prompts: their number changes with every step, and each count
+    goes with many a number of rows that are sampled."""
+    for limit, step in ((EXACT_ROWS, 1), (16, 8), (64, 16), (128, 32)):
+        if rows <= limit:
+            return -(-rows // step) * step
+    return -(-rows // 64) * 64
+
+
+def coarse_width(blocks: int) -> int:
+    """As `table_width`, for the same."""
+    return 1 << max(blocks - 1, 0).bit_length()
+
+
 def table_width(blocks: int) -> int:
     """Blocks of a table padded up: exact to 8, then at most a quarter more."""
     if blocks <= 8:
