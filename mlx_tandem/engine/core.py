@@ -276,7 +276,7 @@ class EngineCore:
         scheduler, training = self._scheduler, self._training
         was_empty = self._pipeline.is_empty
         rows = scheduler.has_background
-        due = self._duty.may_train(scheduler.has_users, rows or training.has_work)
+        due = self._duty.may_train(scheduler.has_users, rows or training.has_work, self._pipeline.learning_ms)
         if training.has_work and (due or training.is_brief) and not (rows and self._sliced):
             self._sliced = True
             self._step(self._slice)

@@ -44,8 +44,9 @@ class Duty:
             return False
         return sorted(self._gaps)[(len(self._gaps) * 95 - 1) // 100] > self._limit
 
-    def may_train(self, serving: bool, training: bool) -> bool:
-        """Whether learning has the next piece of work. `serving`, `training`: that side wants to run."""
+    def may_train(self, serving: bool, training: bool, under_way: float = 0.0) -> bool:
+        """Whether learning has the next piece of work. `serving`, `training`: that side wants to run. `under_way`:
+        milliseconds of learning's that have begun and will be noted later."""
         if not training or not self.learns:
             self._lent = True
             return False
@@ -53,7 +54,7 @@ class Duty:
             self._lent = True
             return True
         self._lent = self.is_slow
-        return not self._lent and self._credit > 0
+        return not self._lent and self._credit > (1 - self._share) * under_way
 
     def note_serving(self, ms: float) -> None:
         self.serving_ms += ms

@@ -54,11 +54,17 @@ class Pipeline:
         self.steps = 0
         self.rows = 0
         self.lora_rows = 0
-        self.step_ms = 0.0  # moving average
+        self.step_ms = 0.0  # moving averages
+        self._slice_ms = 0.0
 
     @property
     def is_empty(self) -> bool:
         return self._flight is None
+
+    @property
+    def learning_ms(self) -> float:
+        """What is under way for learning will take about so long."""
+        return self._slice_ms if isinstance(self._flight, _Slice) else 0.0
 
     def turn(self, background: bool = True) -> Settled | None:
         """Launch the next step, then read what was launched before, which ran meanwhile. None when that was no step.
@@ -131,11 +137,13 @@ class Pipeline:
             return None
         if isinstance(flight, _Slice):
             flight.wait()
-            self._duty.note_training(self._done(flight.launched))
+            ms = self._done(flight.launched)
+            self._slice_ms = _averaged(self._slice_ms, ms)
+            self._duty.note_training(ms)
             return None
         result = self._runner.wait(flight.handle)
         ms = self._done(flight.launched)
-        self.step_ms = 0.9 * self.step_ms + 0.1 * ms if self.step_ms else ms
+        self.step_ms = _averaged(self.step_ms, ms)
         self._account(flight.plan, ms)
         self.steps += 1
         self.rows += len(flight.plan.rows)
@@ -160,3 +168,7 @@ class Pipeline:
         self._duty.note_serving(ms * (1 - share))
         self._duty.note_training(ms * share)
         self._duty.note_tokens(self._last_done * 1e3, plan.has_streams)
+
+
+def _averaged(average: float, ms: float) -> float:
+    return 0.9 * average + 0.1 * ms if average else ms

@@ -211,7 +211,7 @@ def test_a_slice_is_launched_behind_the_step_in_flight(
     front.send(a_pass(2, slices=6))
     turns = itertools.cycle([True, False])
     with monkeypatch.context() as patch:
-        patch.setattr(front.duty, "may_train", lambda serving, training: next(turns))
+        patch.setattr(front.duty, "may_train", lambda serving, training, under_way: next(turns))
         front.turn(8)
     assert looked == [(1, 0)] * 4, "a step in flight, and no slice before this one"
     front.finish()
@@ -320,7 +320,7 @@ def test_a_step_s_time_is_split_by_tokens(front: Front, monkeypatch: pytest.Monk
     noted: dict[str, list[float]] = {"note_serving": [], "note_training": []}
     for name, into in noted.items():
         monkeypatch.setattr(front.duty, name, into.append)
-    monkeypatch.setattr(front.duty, "may_train", lambda serving, training: True)
+    monkeypatch.setattr(front.duty, "may_train", lambda serving, training, under_way: True)
     front.send(m.Submit(background(request(0, length=3, max_tokens=1))), m.Submit(request(1, length=5, max_tokens=1)))
     front.finish()
     ((serving,), (training,)) = noted.values()
