@@ -28,7 +28,7 @@ def highlights() -> str:
     parts = [
         *(peers(name, _read(name)) for name in _names("peers.json")),
         *(adapters(name, _read(name)) for name in _names("adapters-0.13m.json")),
-        *(decode_steps(name, _read(name)) for name in _names("decode_steps*.json")),
+        *(engine(name, _read(name)) for name in _names("engine-8b-base.json")),
         *(prefix(name, _read(name)) for name in _names("prefix.json")),
         *(learn(name, _read(name)) for name in _names("learn.json")),
     ]
@@ -41,6 +41,7 @@ def figures() -> str:
         *(peers(name, _read(name)) for name in _names("peers*.json")),
         *(engine(name, _read(name)) for name in _names("engine-*.json")),
         *(adapters(name, _read(name)) for name in _names("adapters-*.json")),
+        *(http_share(name, _read(name)) for name in _names("http_share*.json")),
         *(long_prompt(name, _read(name)) for name in _names("long_prompt*.json")),
         *(registry(name, _read(name)) for name in _names("registry*.json")),
         *(hot_swap(name, _read(name)) for name in _names("hot_swap*.json")),
@@ -95,11 +96,28 @@ def engine(name: str, result: dict[str, Any]) -> str:
     return text
 
 
+def http_share(name: str, result: dict[str, Any]) -> str:
+    options, load = result["options"], result["engine"]["results"][0]["tandem"]
+    text = (
+        f"**Through HTTP and without, {options['shape']} model**, {options['streams']} streams that each ask again "
+        f"when they have their answer, {options['prompt_tokens']} tokens in and {options['max_tokens']} out, "
+        f"{_where(result)} ([data]({_link(name)})).\n\n"
+    )
+    text += _head("", "tokens per second", "from token to token, p50")
+    http = result["http"]["median"]
+    text += _row("through HTTP", f"{http['tokens_per_s']:,.0f}", f"{http['inter_token_ms']['p50']:.1f} ms")
+    alone = f"{load['loop_tokens_per_s']:,.0f}", f"{load['loop_inter_token_p50_ms']:.1f} ms"
+    text += _row("the engine, the same loop", *alone)
+    only = f"{load['decode_tokens_per_s']:,.0f}", f"{load['step_ms']:.1f} ms"
+    return text + _row("the engine, no prompts meanwhile", *only)
+
+
 def performance() -> str:
     """Where steps spend their time, and how near they are to what the device could do."""
     parts = [
         *(decode_steps(name, _read(name)) for name in _names("decode_steps*.json")),
         *(step_parts(name, _read(name)) for name in _names("step_parts*.json")),
+        *(skinny(name, _read(name)) for name in _names("skinny*.json")),
         *(floors(name, _read(name)) for name in _names("engine-*.json") if "copy_bytes_per_s" in _read(name)),
     ]
     return "\n".join(parts) if parts else "No figures are committed yet.\n"
@@ -119,6 +137,24 @@ def decode_steps(name: str, result: dict[str, Any]) -> str:
         rate = rows * (1 if kind == "decode" else length) / ms * 1e3
         label = f"{rows} × {length:,}" + (", prompts alone" if kind == "prompts" else "")
         text += _row(label, f"{ms:,.2f} ms", f"{rate:,.0f}")
+    return text
+
+
+def skinny(name: str, result: dict[str, Any]) -> str:
+    """Of each product the fastest form of the kernel that any run found, and the fastest of MLX's."""
+    text = (
+        f"**Products of few rows, linears of Qwen3-8B**, bfloat16, µs on the device, {_where(result)} "
+        f"([data]({_link(name)})): cuBLAS, which MLX uses, and the kernel in its fastest form.\n\n"
+    )
+    found: dict[str, dict[int, tuple[float, float]]] = {}
+    for row in result["results"]:
+        plain, own = found.setdefault(row["shape"], {}).get(row["rows"], (float("inf"), float("inf")))
+        best = min(form["us"] for form in row["kernel"])
+        found[row["shape"]][row["rows"]] = min(plain, row["cublas_us"]), min(own, best)
+    counts = (8, 16, 32, 64)
+    text += _head("rows", *(f"{n}, {whose}" for n in counts for whose in ("cuBLAS", "kernel")))
+    for shape, by_rows in found.items():
+        text += _row(shape, *(f"{us:.1f}" for n in counts for us in by_rows[n]))
     return text
 
 

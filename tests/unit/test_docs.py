@@ -65,6 +65,7 @@ SHORT = {
         *("--shape", "0.13m", "--streams", "2", "--num-requests", "4", "--prompt-tokens", "8", "--max-tokens", "4"),
         *("--repeats", "1"),
     ],
+    "benchmarks/decode_steps.py": ["--decode", "2x16", "--prompts", "1x32", "--steps", "2", "--repeats", "1"],
     "benchmarks/registry.py": [
         *("--adapters", "6", "--slots", "2", "--concurrency", "2", "--num-requests", "4", "--max-tokens", "4"),
         *("--repeats", "1", "--registered", "8"),
