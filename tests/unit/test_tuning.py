@@ -276,3 +276,5 @@ def test_what_hides_the_host_takes_no_longer_on_a_slow_device(monkeypatch: pytes
     monkeypatch.setattr(products, "_MEANWHILE", 1e6)
     Meter().device_seconds([], x)
     assert seen[-1] == 512
+    monkeypatch.setattr(mx, "async_eval", launch)
+    assert Meter().host_seconds([lambda x: x @ weight] * 50, x) > 0

@@ -43,6 +43,9 @@ class Kind:
 class Meter:
     """Measures on the device."""
 
+    def __init__(self) -> None:
+        self._meanwhile: dict[mx.Dtype, Callable[[], mx.array]] = {}
+
     def seconds(self, calls: Sequence[Call], x: mx.array) -> float:
         """That the calls take one after the other in one graph: the best of a few times after one that does not count.
 
@@ -57,26 +60,17 @@ class Meter:
 
     def device_seconds(self, calls: Sequence[Call], x: mx.array) -> float:
         """As `seconds`, without what the host does: that is hidden behind a computation that takes milliseconds."""
-        long = mx.random.normal((_LONG, _LONG), key=mx.random.key(0)).astype(x.dtype) * _LONG**-0.5
-
-        def meanwhile(rows: int) -> mx.array:
-            product: mx.array = long[:rows] @ long @ long
-            return product
+        meanwhile = self._meanwhile.get(x.dtype)
+        if meanwhile is None:
+            meanwhile = self._meanwhile[x.dtype] = _meanwhile(x.dtype)
 
         def behind(calls: Sequence[Call]) -> float:
             started = time.perf_counter()
-            first = meanwhile(rows)
+            first = meanwhile()
             mx.async_eval(first)
             mx.eval(_chain(calls, x + 0 * first[:1, :1]))
             return time.perf_counter() - started
 
-        def alone(rows: int) -> float:
-            started = time.perf_counter()
-            mx.eval(meanwhile(rows))
-            return time.perf_counter() - started
-
-        some = _LONG // 16
-        rows = max(1, min(_LONG, int(some * _MEANWHILE / min(alone(some) for _ in range(3)))))
         times = [(behind(calls), behind([])) for _ in range(1 + _REPEATS)][1:]
         return min(t for t, _ in times) - min(t for _, t in times)
 
@@ -103,6 +97,23 @@ class Meter:
 
     def now(self) -> float:
         return time.perf_counter()
+
+
+def _meanwhile(dtype: mx.Dtype) -> Callable[[], mx.array]:
+    """A computation that takes about _MEANWHILE."""
+    long = mx.random.normal((_LONG, _LONG), key=mx.random.key(0)).astype(dtype) * _LONG**-0.5
+
+    def product(rows: int) -> mx.array:
+        found: mx.array = long[:rows] @ long @ long
+        return found
+
+    def alone(rows: int) -> float:
+        started = time.perf_counter()
+        mx.eval(product(rows))
+        return time.perf_counter() - started
+
+    some = _LONG // 16
+    return partial(product, max(1, min(_LONG, int(some * _MEANWHILE / min(alone(some) for _ in range(3))))))
 
 
 def _chain(calls: Sequence[Call], x: mx.array) -> mx.array:

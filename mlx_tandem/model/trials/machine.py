@@ -48,11 +48,15 @@ def copy_bandwidth() -> float:
     return _COPIES * 2 * source.nbytes / min(times[1:])
 
 
+_LONG_ENOUGH = 0.05
+"""Seconds of work whose time is known well enough."""
+
+
 def seconds(work: Callable[[], list[mx.array]], several: int = 4) -> float:
-    """Of one of several in a row, so that the device is kept busy; the best of a few."""
+    """Of one of several in a row, so that the device is kept busy; the best of a few, fewer where that takes long."""
     mx.eval(work())
-    times = []
-    for _ in range(4):
+    times: list[float] = []
+    while len(times) < 4 and sum(times) < _LONG_ENOUGH:
         started = time.perf_counter()
         mx.eval([work() for _ in range(several)])
         times.append(time.perf_counter() - started)
