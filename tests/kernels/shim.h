@@ -1,7 +1,7 @@
 // The dialect of mlx_tandem/model/kernels/dialect.py on a CPU: the threads of a block are fibres that take turns, so that
 // shuffles and barriers do what they do on a GPU. Every fibre goes on to its next meeting point, then the next one does.
 // Shared memory is filled with NaN before each block. A warp whose lanes do not meet ends the kernel with an error. What
-// is asked for comes when it is waited for, and not earlier.
+// is asked for comes when it is waited for, or at once where warps run apart: either is allowed to a GPU.
 // No header of the C++ library: each would take longer to compile than a kernel does.
 #include <setjmp.h>
 #include <stdint.h>
@@ -69,9 +69,12 @@ namespace shim {
 
 enum { MOST = 1024, STACK = 128 << 10, KEPT = 64 << 10, ARRAYS = 16, QUEUE = 256 };
 
+// Of the threads of a block: all turn by turn, in either direction; or warp by warp, each up to the next barrier.
+enum { TOGETHER, BACKWARDS, APART };
+
 struct Fibre {
   jmp_buf at;
-  bool started, done;
+  bool started, done, at_barrier;
   int meeting;       // how often it has met the others of its warp
   int met_at;        // in which line of the source
   uint64_t gives[2];  // at this meeting and the one before
@@ -104,7 +107,7 @@ static Array arrays[ARRAYS];
 static int used, named;  // bytes of the memory, arrays in it
 static jmp_buf scheduler;
 static int current, arrived, generation, alive;
-static int groups[3], group[3], threads;
+static int groups[3], group[3], threads, order;
 static const char* failure;
 static void (*entry)(void**);
 static void** arguments;
@@ -126,7 +129,9 @@ static void barrier() {
     generation++;
     return;
   }
+  fibres[current].at_barrier = true;
   while (generation == mine) yield();
+  fibres[current].at_barrier = false;
 }
 
 template <class X> static X exchange(X x, int lane, int line) {
@@ -163,40 +168,60 @@ static void start() {
   _longjmp(scheduler, 1);
 }
 
-static void block(bool backwards) {
+// Lets a thread run to its next meeting point.
+static void go(int thread) {
+  Fibre& fibre = fibres[thread];
+  current = thread;
+  if (fibre.done || _setjmp(scheduler)) return;
+  if (fibre.started) _longjmp(fibre.at, 1);
+  fibre.started = true;
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = stacks + (size_t)thread * STACK;
+  context.uc_stack.ss_size = STACK;
+  context.uc_link = nullptr;
+  makecontext(&context, start, 0);
+  setcontext(&context);
+}
+
+// Lets the threads of a warp run until each waits at a barrier or is done.
+static void go_on(int warp) {
+  bool busy = true;
+  while (busy && !failure) {
+    busy = false;
+    for (int t = warp; t < warp + 32 && t < threads && !failure; t++) {
+      go(t);
+      busy |= !fibres[t].done && !fibres[t].at_barrier;
+    }
+  }
+}
+
+static void block() {
   memset(fibres, 0, sizeof(Fibre) * threads);
   memset(memory, 0xff, sizeof memory);
   memset(room, 0xff, sizeof room);
-  if (ROOM_BYTES) for (int i = 0; i < threads; i++) queues[i].count = queues[i].closed = 0;
+  if (ROOM_BYTES)
+    for (int i = 0; i < threads; i++) queues[i].count = queues[i].closed = 0;
   arrived = generation = used = named = 0;
   alive = threads;
   while (alive && !failure) {
-    for (int turn = 0; turn < threads && !failure; turn++) {
-      current = backwards ? threads - 1 - turn : turn;
-      Fibre& fibre = fibres[current];
-      if (fibre.done || _setjmp(scheduler)) continue;
-      if (fibre.started) _longjmp(fibre.at, 1);
-      fibre.started = true;
-      ucontext_t context;
-      getcontext(&context);
-      context.uc_stack.ss_sp = stacks + (size_t)current * STACK;
-      context.uc_stack.ss_size = STACK;
-      context.uc_link = nullptr;
-      makecontext(&context, start, 0);
-      setcontext(&context);
+    if (order == APART) {
+      for (int warp = 0; warp < threads && !failure; warp += 32) go_on(warp);
+    } else {
+      for (int t = 0; t < threads && !failure; t++) go(order == BACKWARDS ? threads - 1 - t : t);
     }
   }
 }
 
 // Returns what went wrong, or null.
-static const char* launch(void (*kernel)(void**), void** args, const int* count, int size, int backwards) {
-  entry = kernel, arguments = args, threads = size, failure = nullptr;
+static const char* launch(void (*kernel)(void**), void** args, const int* count, int size, int how) {
+  entry = kernel, arguments = args, threads = size, order = how, failure = nullptr;
   memcpy(groups, count, sizeof groups);
   if (size > MOST) return "too many threads";
   stacks = (char*)malloc((size_t)size * STACK);
   for (group[2] = 0; group[2] < groups[2]; group[2]++)
     for (group[1] = 0; group[1] < groups[1]; group[1]++)
-      for (group[0] = 0; group[0] < groups[0] && !failure; group[0]++) block(backwards);
+      for (group[0] = 0; group[0] < groups[0] && !failure; group[0]++) block();
   free(stacks);
   return failure;
 }
@@ -213,19 +238,21 @@ template <class V> static void store(void* p, V v) {
   memcpy(p, &v, sizeof v);
 }
 
+static void come(const Asked& one) { store(one.to, one.there ? load<uint4>(one.from) : uint4{0, 0, 0, 0}); }
+
 static void ask(void* to, const void* from, bool there) {
   Queue& own = queues[current];
   if (own.count == QUEUE) fail("too much is asked for");
   if ((char*)to < room || (char*)to + 16 > room + ROOM_BYTES) fail("asked for outside of the room");
   own.each[own.count++] = {to, from, there, own.closed};
+  if (order == APART) come(own.each[own.count - 1]);
 }
 
 static void wait(int groups) {
   Queue& own = queues[current];
   int came = 0;
   for (; came < own.count && own.each[came].group < own.closed - groups; came++) {
-    const Asked& one = own.each[came];
-    store(one.to, one.there ? load<uint4>(one.from) : uint4{0, 0, 0, 0});
+    if (order != APART) come(own.each[came]);
   }
   memmove(own.each, own.each + came, (own.count -= came) * sizeof(Asked));
 }

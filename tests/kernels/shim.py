@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal, get_args
 
 import mlx.core as mx
 import numpy as np
@@ -19,6 +20,10 @@ COMPILER = shutil.which("g++")
 FLAGS = "-std=c++17 -O1 -shared -fPIC -w -U_FORTIFY_SOURCE".split()  # which takes a jump between stacks for an attack
 GUARD = 256
 """Bytes before and after each buffer: NaN for who reads there, and looked at again for who has written there."""
+
+Order = Literal["together", "backwards", "apart"]
+ORDERS = get_args(Order)
+"""Of the threads of a block: all turn by turn, in either direction, or warp by warp."""
 
 _TYPES = {
     mx.float32: "float",
@@ -34,9 +39,8 @@ class KernelError(Exception):
     pass
 
 
-def maker(folder: Path, *, backwards: bool = False) -> Make:
-    """Compiled kernels are kept in `folder`. `backwards`: the threads of a block take turns in the other order, which
-    changes the result of a kernel that lacks a barrier."""
+def maker(folder: Path, order: Order = "together") -> Make:
+    """Compiled kernels are kept in `folder`. A kernel that lacks a barrier gives something else in another order."""
 
     def make(source: Source) -> Kernel:
         name = source.name
@@ -59,7 +63,7 @@ def maker(folder: Path, *, backwards: bool = False) -> Make:
             pointers += [_address(room) for room in made]
             library.run.restype = ctypes.c_char_p
             failure = library.run(
-                (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int * 3)(*groups), threads, int(backwards)
+                (ctypes.c_void_p * len(pointers))(*pointers), (ctypes.c_int * 3)(*groups), threads, ORDERS.index(order)
             )
             if failure:
                 raise KernelError(f"{name}: {failure.decode()}")
@@ -92,8 +96,8 @@ def _program(
         else:
             lines.append(f"  constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {int(value)};")
     lines += ["  START", source.body, "}"]
-    lines.append('extern "C" const char* run(void** given, const int* groups, int threads, int backwards) {')
-    lines.append("  return shim::launch(kernel, given, groups, threads, backwards);\n}")
+    lines.append('extern "C" const char* run(void** given, const int* groups, int threads, int order) {')
+    lines.append("  return shim::launch(kernel, given, groups, threads, order);\n}")
     return "\n".join(lines)
 
 

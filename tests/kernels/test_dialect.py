@@ -15,9 +15,9 @@ pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 WARPS = 3
 
 
-@pytest.fixture(params=[False, True], ids=["forwards", "backwards"])
+@pytest.fixture(params=shim.ORDERS)
 def make(tmp_path: Path, request: pytest.FixtureRequest) -> Make:
-    return shim.maker(tmp_path, backwards=request.param)
+    return shim.maker(tmp_path, request.param)
 
 
 def block(make: Make, body: str, x: mx.array) -> np.ndarray:
@@ -52,14 +52,15 @@ def test_warps_may_do_different_work_between_barriers(make: Make) -> None:
 def test_a_missing_barrier_shows(tmp_path: Path) -> None:
     body = "SHARED(float, s, 96); s[THREAD] = x[THREAD]; y[THREAD] = s[THREADS - 1 - THREAD];"
     x = mx.arange(96).astype(mx.float32)
-    for backwards in (False, True):
-        assert not np.isfinite(block(shim.maker(tmp_path, backwards=backwards), body, x)).all()
+    for order in shim.ORDERS:
+        assert not np.isfinite(block(shim.maker(tmp_path, order), body, x)).all()
     body = body.replace("y[", "BARRIER(); y[")
     assert (block(shim.maker(tmp_path), body, x) == np.array(x)[::-1]).all()
 
 
-def test_what_is_asked_for_is_there_when_it_was_waited_for(make: Make) -> None:
-    """Of two groups the first is waited for: one thread of two has asked for zeros there."""
+def test_what_is_asked_for_is_there_when_it_was_waited_for(tmp_path: Path) -> None:
+    """Of two groups the first is waited for: one thread of two has asked for zeros there. The other
+    may come earlier."""
     body = """
       ROOM(uint4, room);
       ASYNC16(room + THREAD, x + 4 * THREAD, THREAD == 0);
@@ -71,11 +72,16 @@ def test_what_is_asked_for_is_there_when_it_was_waited_for(make: Make) -> None:
       for (int i = 0; i < 8; i++) y[THREAD * 8 + i] = ((const float*)room)[THREAD * 8 + i];
     """
     x = mx.arange(1, 9).astype(mx.float32)
-    kernel = make(Source("asks", ["x"], ["y"], body, room=64))
-    y = np.array(kernel([x], {}, (1, 1, 1), 2, [((16,), mx.float32)])[0])
-    assert (y[:8] == [1, 2, 3, 4, 0, 0, 0, 0]).all() and np.isnan(y[8:]).all()
-    kernel = make(Source("asks", ["x"], ["y"], body.replace("WAIT(1)", "WAIT(0)"), room=64))
-    assert (np.array(kernel([x], {}, (1, 1, 1), 2, [((16,), mx.float32)])[0])[8:] == np.array(x)).all()
+
+    def got(order: shim.Order, groups: int) -> np.ndarray:
+        source = Source("asks", ["x"], ["y"], body.replace("WAIT(1)", f"WAIT({groups})"), room=64)
+        return np.array(shim.maker(tmp_path, order)(source)([x], {}, (1, 1, 1), 2, [((16,), mx.float32)])[0])
+
+    for order in shim.ORDERS:
+        assert (got(order, 1)[:8] == [1, 2, 3, 4, 0, 0, 0, 0]).all()
+        assert (got(order, 0)[8:] == np.array(x)).all()
+        came = got(order, 1)[8:]
+        assert (came == np.array(x)).all() if order == "apart" else np.isnan(came).all()
 
 
 @pytest.mark.parametrize(

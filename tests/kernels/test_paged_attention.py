@@ -67,11 +67,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     splits=st.sampled_from([0, 1, 2, 5]),
     warps=st.sampled_from([0, 1, 2]),
     depth=st.sampled_from([0, 3]),
-    backwards=st.booleans(),
+    order=st.sampled_from(shim.ORDERS),
     more=st.sampled_from([None, 0, 25]),
 )
 # A split ends within a tile.
-@example(seed=1, rows=2, longest=300, window=EVERYTHING, splits=2, warps=0, depth=3, backwards=False, more=None)
+@example(seed=1, rows=2, longest=300, window=EVERYTHING, splits=2, warps=0, depth=3, order="together", more=None)
 def test_it_is_attention(
     built: Path,
     kind: Kind,
@@ -82,7 +82,7 @@ def test_it_is_attention(
     splits: int,
     warps: int,
     depth: int,
-    backwards: bool,
+    order: shim.Order,
     more: int | None,
 ) -> None:
     """`more`: how many positions beyond the window the tables keep; None: all."""
@@ -118,7 +118,7 @@ def test_it_is_attention(
     begun = np.take_along_axis(np.pad(tables, ((0, 0), (0, width))), first[:, None] + np.arange(width), 1)
     for half in halves if keeps else ():  # what is not kept is not asked for, and NaN beside a weight of 0
         np.nan_to_num(half, copy=False)
-    got = PagedAttention(shim.maker(built, backwards=backwards), form, kind.block)(
+    got = PagedAttention(shim.maker(built, order), form, kind.block)(
         queries,
         pool,
         mx.array(begun),

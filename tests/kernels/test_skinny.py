@@ -79,10 +79,25 @@ def test_a_row_gets_the_same_bits_in_any_company(make: Make) -> None:
         assert mx.array_equal(some, all_of_them[start : start + count])
 
 
-def test_threads_wait_where_they_must(folder: Path, make: Make) -> None:
+def test_threads_wait_where_they_must(folder: Path) -> None:
     x, weight = numbers(20, 1, 328, dtype=mx.bfloat16), numbers(40, 328, dtype=mx.bfloat16, seed=1)
-    there, back = (Skinny(m)(x, weight, None, FORMS[0]) for m in (make, shim.maker(folder, backwards=True)))
-    assert mx.array_equal(there, back)
+    want, *others = (Skinny(shim.maker(folder, order))(x, weight, None, FORMS[0]) for order in shim.ORDERS)
+    assert all(mx.array_equal(want, got) for got in others)
+
+
+RACES = {
+    "a slice that others still read": ("    ASYNC_WAIT(STAGES - 2);\n    BARRIER();", "    ASYNC_WAIT(STAGES - 2);"),
+    "sums over a slice that others still read": ("  ASYNC_WAIT(0);\n  BARRIER();", "  ASYNC_WAIT(0);"),
+}
+
+
+@pytest.mark.parametrize("race", RACES)
+def test_a_race_shows(folder: Path, race: str) -> None:
+    """The last slice lies where the sums begin."""
+    x, weight = numbers(13, 1, 2368, dtype=mx.bfloat16), numbers(40, 2368, dtype=mx.bfloat16, seed=1)
+    want = Skinny(shim.maker(folder))(x, weight, None, FORMS[0])
+    got = Skinny(Broken(shim.maker(folder, "apart"), *RACES[race]))(x, weight, None, FORMS[0])
+    assert not mx.array_equal(want, got)
 
 
 # --- in a model -----------------------------------------------------------------------------------------------------

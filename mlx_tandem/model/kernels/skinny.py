@@ -1,11 +1,11 @@
 """The product of few rows by a linear's weights: weights are read once, at the speed of memory, by one kernel.
 
-A block of threads has 16 · TILES outputs, of all inputs. It goes through them in slices: while its warps multiply one,
-the next STAGES - 1 are on their way from memory to the block's own, which keeps enough bytes under way to fill the
-memory's bandwidth whatever the warps do. Each warp has 32 inputs of a slice; what they have summed is added up at the
-end, in their order. So in one form the sum of a row does not depend on how many others there are. A lane loads eight
-neighbours of a row, which are inputs of two products of matrices; the order of inputs is the same for `x`, and so none
-that matters.
+A block of threads has 16 · TILES outputs, of all inputs: blocks are few, of most layers so few that all run at once. It
+goes through the inputs in slices: while its warps multiply one, the next STAGES - 1 are on their way from memory to the
+block's own, which keeps enough bytes under way to fill the memory's bandwidth whatever the warps do. Each warp has 32
+inputs of a slice; what they have summed is added up at the end, in their order. So in one form the sum of a row does
+not depend on how many others there are. A lane loads eight neighbours of a row, which are inputs of two products of
+matrices; the order of inputs is the same for `x`, and so none that matters.
 
 For CUDA only: the body uses `mma` and `ASYNC16`.
 """

@@ -11,7 +11,7 @@ from itertools import cycle, islice
 import mlx.core as mx
 import mlx.nn as nn
 
-_CALLS, _CALL_BYTES = 8, 400 << 20  # of one kind, over different weights: so many, or together so large
+_CALLS, _CALL_BYTES = 16, 400 << 20  # of one kind, over different weights: so many, or together so large
 _REPEATS = 5
 _LONG = 8192  # rows and columns of what is multiplied meanwhile, at most
 _MEANWHILE = 4e-3  # seconds that this takes, about: many times what the host takes for the calls
@@ -37,7 +37,7 @@ class Kind:
 
     def several(self) -> list[nn.Module]:
         """Enough that what starting and ending takes counts for little; some of them more than once."""
-        return list(islice(cycle(self.some()), 2 * _CALLS))
+        return list(islice(cycle(self.some()), _CALLS))
 
 
 class Meter:

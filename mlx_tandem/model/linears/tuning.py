@@ -27,7 +27,7 @@ from mlx_tandem.model.step.shapes import row_count
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 MOST_ROWS = 512  # beyond, products are bound by arithmetic, and the fixed rule is as good
 MOST_COUNTS = 24
 """Row counts that steps are padded to: each is traced when first met."""
@@ -130,7 +130,8 @@ def _row_counts(
         return ()
     most = row_count(min(most_rows, MOST_ROWS))
     counts = sorted({row_count(n) for n in range(1, most + 1)} | set(range(1, min(most, 8) + 1)))
-    counts = [n for n in counts if n <= 8 or n % 8 == 0 or n == most]  # tensor cores take rows by eight
+    if not any(kind.packed for kind in own.values()):  # tensor cores take rows by eight
+        counts = [n for n in counts if n <= 8 or n % 8 == 0 or n == most]
     pass_seconds(own, dtype, counts[0], meter)  # whatever is slow the first time
     seconds = {}
     for count in counts:

@@ -48,24 +48,28 @@ def choose(
         if "cuda" not in dialect.available():
             return Choice(None, "this device has no kernel for them")
         make = dialect.maker("cuda")
+    room = dialect.most_room() if room is None else room
+    if forms(1)[0].room(1) > room:
+        return Choice(None, "a block of this device has too little memory of its own")
+    try:
+        return _choose(modules, _Trial(Skinny(make), meter or Meter(), room))
+    except Exception as e:  # whatever a compiler or a driver says
+        log.warning("the kernel for few rows failed its check", exc_info=True)
+        return Choice(None, f"the kernel is not taken: {type(e).__name__}: {e}".strip()[:500])
+    finally:
+        mx.clear_cache()
+
+
+def _choose(modules: Sequence[nn.Module], trial: _Trial) -> Choice:
     kinds: dict[Shape, Kind] = {}
     for module in modules:
         shape = Shape.of(module)
         kinds.setdefault(shape, Kind(shape.inputs, module["weight"].nbytes, [])).modules.append(module)
     if not kinds:
         return Choice(None, "no linear has a type and shape for the kernel")
-    trial = _Trial(Skinny(make), meter or Meter(), dialect.most_room() if room is None else room)
-    if forms(1)[0].room(1) > trial.room:
-        return Choice(None, "a block of this device has too little memory of its own")
-    try:
-        allowed = trial.spared(min(kinds.values(), key=lambda kind: kind.nbytes)) * SHARE
-        log.info("the kernel for few rows may take %.1f µs longer than MLX's product", allowed * 1e6)
-        chosen = {shape: trial.forms(shape, kind, allowed) for shape, kind in kinds.items()}
-    except Exception as e:  # whatever a compiler or a driver says
-        log.warning("the kernel for few rows failed its check", exc_info=True)
-        return Choice(None, f"the kernel is not taken: {type(e).__name__}: {e}".strip()[:500])
-    finally:
-        mx.clear_cache()
+    allowed = trial.spared(min(kinds.values(), key=lambda kind: kind.nbytes)) * SHARE
+    log.info("the kernel for few rows may take %.1f µs longer than MLX's product", allowed * 1e6)
+    chosen = {shape: trial.forms(shape, kind, allowed) for shape, kind in kinds.items()}
     return Choice(FewRows(trial.kernel, chosen) if any(chosen.values()) else None, _told(chosen))
 
 
