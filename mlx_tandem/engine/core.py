@@ -277,11 +277,11 @@ class EngineCore:
         was_empty = self._pipeline.is_empty
         rows = scheduler.has_background
         due = self._duty.may_train(scheduler.has_users, rows or training.has_work, self._pipeline.learning_ms)
-        if training.has_work and (due or training.is_brief) and not (rows and self._sliced):
+        if training.has_work and (training.is_brief or (due and not (rows and self._sliced))):
             self._sliced = True
             self._step(self._slice)
         else:
-            self._sliced = False
+            self._sliced = self._sliced and not due  # those rows are in this step only if learning is due
             self._step(lambda: self._pipeline.turn(due))
         # Nothing was under way, and nothing could be begun.
         idle = was_empty and self._pipeline.is_empty and not training.has_work

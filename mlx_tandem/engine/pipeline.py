@@ -63,7 +63,7 @@ class Pipeline:
 
     @property
     def learning_ms(self) -> float:
-        """What is under way for learning will take about so long."""
+        """What is under way for learning will take about so long, or longer."""
         return self._slice_ms if isinstance(self._flight, _Slice) else 0.0
 
     def turn(self, background: bool = True) -> Settled | None:
@@ -80,9 +80,17 @@ class Pipeline:
                 return self._read(previous)
             # What comes behind a launch that waits would be taken for a part of what was before it.
             early = self._runner.waits(plan)
-            result = self._finish(previous) if early else None
+            result, failure = None, None
+            try:
+                result = self._finish(previous) if early else None
+            except DeviceError:
+                raise
+            except Exception as e:  # a slice's; what is planned has to be launched all the same
+                failure = e
             launched = time.perf_counter()
             self._flight = _Flight(plan, self._runner.launch(plan), launched)
+            if failure is not None:
+                raise failure
             return self._settle(previous, result if early else self._finish(previous))
         except DeviceError as e:
             self._flight = None
@@ -136,10 +144,13 @@ class Pipeline:
         if flight is None:
             return None
         if isinstance(flight, _Slice):
-            flight.wait()
-            ms = self._done(flight.launched)
-            self._slice_ms = _averaged(self._slice_ms, ms)
-            self._duty.note_training(ms)
+            try:
+                flight.wait()
+            finally:
+                ms = self._done(flight.launched)
+                # A slow one is forgotten at once: who is thought slow waits long, and then has much to catch up with.
+                self._slice_ms = min(ms, _averaged(self._slice_ms, ms))
+                self._duty.note_training(ms)
             return None
         result = self._runner.wait(flight.handle)
         ms = self._done(flight.launched)

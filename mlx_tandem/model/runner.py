@@ -93,7 +93,7 @@ class _Key(NamedTuple):
     layout: Layout
     level: int | None = None  # as in `StepView`
     scores: int = -1  # likeliest tokens beside each target's logprob; -1: nothing is scored
-    picks: int = 0  # rows that are sampled, where that is not all of them
+    picks: int = 0  # rows that are sampled, padded, where prompts go beside them
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +310,7 @@ class MLXRunner:
             indices, rows = _token_by_token(indices, rows)
         longest = max([len(r.tokens) for r in rows])
         length = 1 if longest == 1 else padded_length(longest)
-        count = coarse_count(len(rows)) if beside else row_count(len(rows), self._good_counts(length))
+        count = row_count(coarse_count(len(rows)) if beside else len(rows), self._good_counts(length))
         pools = range(len(self._pool.windows))
         in_place = tuple(self._contiguous(rows, pool) for pool in pools)
         level = self._level(rows)
@@ -319,10 +319,10 @@ class MLXRunner:
         padding = self._seats.padding
         seats = [r.seat if r.sample else padding for r in rows] + [padding] * (count - len(rows))
         picked = [at for at, seat in enumerate(seats) if seat < padding] if beside else []
-        pads = coarse_count(len(picked)) - len(picked)
+        pads = min(coarse_count(len(picked)), padding) - len(picked)
         drawn_seats = [seats[at] for at in picked] + [padding] * pads if picked else seats
         samples = min(seats) < padding
-        flags, sampling = self._sampling(tuple(drawn_seats)) if samples else (SamplingFlags(), [])
+        flags, sampling = self._sampling(tuple(drawn_seats), beside) if samples else (SamplingFlags(), [])
         adapter_slots = [slots[i] for i in indices]
         route = self._lora.route(adapter_slots + [adapter_slots[-1]] * (count - len(rows)), length)
         tokens, offset, places, last = self._index_arrays(rows, count, length, widths)
@@ -350,7 +350,7 @@ class MLXRunner:
                 self._steps[key] = step
                 self._compiled += 1
                 if len(self._steps) > MAX_COMPILED:
-                    self._steps.popitem(last=False)
+                    self._met.pop(self._steps.popitem(last=False)[0], None)
             self._steps.move_to_end(key)
         seen = [self._seats.prompt_seen, self._seats.output_count] if flags.penalties else []
         drawn, scored, marker, self._last, counts, self._pool.layers = step(
@@ -432,11 +432,11 @@ class MLXRunner:
         return step
 
     def _is_usual(self, key: _Key) -> bool:
-        """Counts the kind, and whether it was met so often that tracing it is worth the time."""
+        """Counts the kind, and whether it was traced or met so often that this is worth the time."""
         if len(self._met) >= MET:
             self._met.clear()
         self._met[key] += 1
-        return self._met[key] > USUAL
+        return key in self._steps or self._met[key] > USUAL
 
     def _is_long(self, key: _Key) -> bool:
         """Whether its forward waits for the device on the way; it is not traced then."""
@@ -527,11 +527,11 @@ class MLXRunner:
             padded[i, : len(own)] = own
         return padded
 
-    def _sampling(self, seats: tuple[int, ...]) -> tuple[SamplingFlags, list[mx.array]]:
-        key = (self._seats.generation, seats)
+    def _sampling(self, seats: tuple[int, ...], beside: bool) -> tuple[SamplingFlags, list[mx.array]]:
+        key = (self._seats.generation, seats, beside)
         made = self._recent.get(key)
         if made is None:
-            flags = self._seats.flags(seats)
+            flags = self._seats.flags(seats, coarse_count if beside else row_count)
             made = self._recent[key] = flags, self._seats.arrays(seats, flags).flatten()
             if len(self._recent) > KEPT_SAMPLING:
                 self._recent.popitem(last=False)

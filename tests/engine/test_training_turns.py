@@ -193,6 +193,19 @@ def test_a_trainer_begins_with_an_adapter_that_is_loaded(front: Front, trainers:
 # --- beside what is served ---------------------------------------------------------------------------------------
 
 
+def test_rows_made_for_training_have_their_turn_beside_a_pass(
+    front: Front, trainers: Slices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Learning is due every third turn: a slice, then the rows."""
+    turns = itertools.cycle([True, False, False])
+    monkeypatch.setattr(front.duty, "may_train", lambda serving, training, under_way: next(turns))
+    front.send(m.Submit(request(0, max_tokens=40)), m.Submit(background(request(1, max_tokens=40))))
+    front.send(a_pass(2, slices=40))
+    front.turn(30)
+    assert len(front.tokens(1)) >= 3 and trainers.launched >= 3
+    front.finish()
+
+
 def test_a_slice_is_launched_behind_the_step_in_flight(
     front: Front, trainers: Slices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -498,6 +511,24 @@ def test_a_slice_that_fails_when_it_is_read_counts_once(front: Front, trainers: 
     assert [x.call for x in front.got(m.Stepped)] == [3]
     assert len(front.got(m.CallFailed)) + len(front.got(m.PassDone)) == 1
     assert front.tokens(0) == expected(request(0, max_tokens=12), 0)
+    front.assert_nothing_is_held()
+
+
+def test_a_step_is_not_lost_with_a_slice_that_fails_before_it(front: Front, trainers: Slices) -> None:
+    """Where the device is waited for before the step is launched. The slice's time is learning's."""
+    front.runner.waits = lambda plan: True  # type: ignore[method-assign]
+    trainers.fail["wait 0"] = RuntimeError("out of memory")
+    front.send(a_pass(2, slices=1))
+    front.turn()
+    front.duty.may_train(True, True)
+    front.duty.note_training(1e6)
+    before = front.duty.training_ms
+    front.send(m.Submit(request(0, max_tokens=4)))
+    front.turn()
+    assert front.duty.training_ms > before
+    front.finish()
+    assert front.tokens(0) == expected(request(0, max_tokens=4), 0)
+    assert len(front.core._failures) == 1
     front.assert_nothing_is_held()
 
 

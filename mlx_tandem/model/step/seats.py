@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
@@ -62,8 +62,8 @@ class Seats:
         """The device lost its state; sequences take their seats again before they go on."""
         self.prompt_seen = self.output_count = None
 
-    def flags(self, seats: Sequence[int]) -> SamplingFlags:
-        """What a step of these seats needs."""
+    def flags(self, seats: Sequence[int], padded: Callable[[int], int] = row_count) -> SamplingFlags:
+        """What a step of these seats needs; `padded` says for how many rows what only some need is made."""
         at = np.asarray(seats)
         v = self._values
         top_p = v["top_p"][at]
@@ -72,7 +72,7 @@ class Seats:
             min_p=bool((v["min_p"][at] > 0).any()),
             top_k=bool((self._top_k[at] < self._vocab_size).any()),
             top_p_rounds=SamplingFlags.rounds_for(float(top_p.min())),
-            top_p_rows=min(row_count(int((top_p < 1.0).sum())), len(at)),
+            top_p_rows=min(padded(int((top_p < 1.0).sum())), len(at)),
             penalties=self._has_penalty(at),
             bias=any(int(s) in self._bias for s in seats),
             min_tokens=any(int(s) in self._stops for s in seats),
