@@ -278,7 +278,8 @@ def test_quantised_keys_and_values_of_a_window(family: str, tmp_path: Path) -> N
     folder = tiny_models.make(tmp_path / family, family)
     engine = mlx_engine.make_engine(folder, num_blocks=64, max_chunk_tokens=32, kv_bits=8)
     loop = engine.run([greedy(i, p) for i, p in enumerate(LONG)], chunks=13, window_blocks=21)
-    assert_agrees(loop, Oracle.load(folder, kv_bits=8), "quantised")
+    # A number at the edge between two codes may get either of them, since prompts are cut differently.
+    assert_agrees(loop, Oracle.load(folder, kv_bits=8), "quantised", tolerance=2e-3, near_tie=2e-3)
 
 
 def test_a_step_reads_no_more_than_the_window(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def most_room() -> int:
     """Bytes of ROOM that the CUDA device has for a block; 0: it lacks ASYNC16. (CUDA programming guide, table of
     compute capabilities.)"""
     info: Mapping[str, Any] = mx.device_info()
-    capability = 10 * int(info["compute_capability_major"]) + int(info["compute_capability_minor"])
+    capability = 10 * int(info.get("compute_capability_major", 0)) + int(info.get("compute_capability_minor", 0))
     if capability < 80:
         return 0
     return {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}.get(capability, 99) << 10
