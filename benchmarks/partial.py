@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 from pathlib import Path
@@ -36,5 +37,12 @@ def stop_cleanly() -> None:
     signal.signal(signal.SIGTERM, _leave)
 
 
-def _leave(signum: int, frame: object) -> NoReturn:
-    sys.exit(f"stopped by signal {signum}")
+def _leave(signum: int, frame: object) -> None:
+    def leave() -> NoReturn:
+        sys.exit(f"stopped by signal {signum}")
+
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        leave()
+    loop.call_soon_threadsafe(leave)  # raised here, it might be taken for a failure of the transport that is read
