@@ -129,7 +129,7 @@ def _row_counts(
     if not own:
         return ()
     most = row_count(min(most_rows, MOST_ROWS))
-    counts = sorted({row_count(n) for n in range(1, most + 1)} | set(range(1, min(most, 8) + 1)))
+    counts = sorted({row_count(n) for n in range(1, most + 1)} | set(range(1, min(most, 16) + 1)))
     if not any(kind.packed for kind in own.values()):  # tensor cores take rows by eight
         counts = [n for n in counts if n <= 8 or n % 8 == 0 or n == most]
     pass_seconds(own, dtype, counts[0], meter)  # whatever is slow the first time

@@ -20,19 +20,19 @@ def row_count(rows: int, good: Sequence[int] = ()) -> int:
     last of them at most an eighth to a quarter more."""
     if good and EXACT_ROWS < rows <= good[-1]:
         return good[bisect_left(good, rows)]
-    for limit, step in ((EXACT_ROWS, 1), (16, 2), (64, 4), (128, 8), (256, 16)):
-        if rows <= limit:
-            return -(-rows // step) * step
-    return -(-rows // 32) * 32
+    return _padded(rows, ((EXACT_ROWS, 1), (16, 2), (64, 4), (128, 8), (256, 16)), 32)
 
 
 def coarse_count(rows: int) -> int:
     """As `row_count`, of rows among which are tokens of prompts: their number changes with every step, and each count
     goes with many a number of rows that are sampled."""
-    for limit, step in ((EXACT_ROWS, 1), (16, 8), (64, 16), (128, 32)):
-        if rows <= limit:
-            return -(-rows // step) * step
-    return -(-rows // 64) * 64
+    return _padded(rows, ((EXACT_ROWS, 1), (16, 8), (64, 16), (128, 32)), 64)
+
+
+def _padded(rows: int, steps: Sequence[tuple[int, int]], beyond: int) -> int:
+    """To the next multiple of the step whose limit rows are within, or of `beyond`."""
+    step = next((step for limit, step in steps if rows <= limit), beyond)
+    return -(-rows // step) * step
 
 
 def coarse_width(blocks: int) -> int:
