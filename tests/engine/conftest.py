@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
+from mlx_tandem.engine import messages as m
 from tests.engine.front import Front
+from tests.engine.slices import Slices, open_trainer
 
 
 @pytest.fixture
@@ -28,6 +30,22 @@ def make_front() -> Iterator[Callable[..., Front]]:
 @pytest.fixture
 def front(make_front: Callable[..., Front]) -> Front:
     return make_front()
+
+
+@pytest.fixture
+def trainers() -> Slices:
+    return Slices()
+
+
+@pytest.fixture
+def learning_front(make_front: Callable[..., Front], trainers: Slices) -> Front:
+    """Its trainer "p" is open."""
+    front = make_front(trainers=trainers)
+    front.send(open_trainer(1))
+    front.turn(2)
+    assert [x.call for x in front.got(m.TrainerOpened)] == [1]
+    trainers.done.clear()
+    return front
 
 
 @pytest.fixture

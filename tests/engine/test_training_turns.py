@@ -1,147 +1,27 @@
-"""Learning in the engine's loop: whose turn it is, one message after the other, and failures that stay its own."""
+"""Learning in the engine's loop: whose turn it is, one message after the other, and what is published and saved."""
 
 from __future__ import annotations
 
 import itertools
-import threading
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 import pytest
-from msgspec import structs
 
-from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.core import EngineFailure
-from mlx_tandem.engine.learning import Adam, Batch, BatchResult, LossConfig, StepDone, TrainerInfo, TrainerSpec
-from mlx_tandem.engine.pipeline import Wait
-from mlx_tandem.errors import InvalidRequest, NotFound
-from mlx_tandem.types import AdapterRef, AdapterSource, Request
+from mlx_tandem.engine.learning import Adam
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.types import AdapterSource
 from tests.engine.front import Front, adapter, request
+from tests.engine.slices import Slices, a_pass, background, failures, open_trainer, owe
 from tests.engine.workloads import expected
 
 MakeFront = Callable[..., Front]
 
 
-@dataclass
-class Slices:
-    """Trainers without a device. A pass is as many slices as it has batches; all of it is written down in `done`."""
-
-    done: list[str] = field(default_factory=list)
-    fail: dict[str, BaseException] = field(default_factory=dict)  # by what would be written down
-    open_: dict[str, int] = field(default_factory=dict)  # name -> version of its weights
-    writing: threading.Event = field(default_factory=threading.Event)
-    may_write: threading.Event = field(default_factory=threading.Event)
-    watch: Callable[[], None] = lambda: None
-    launched: int = 0  # slices of passes
-    waited: int = 0
-
-    def __post_init__(self) -> None:
-        self.may_write.set()
-
-    def _note(self, what: str) -> None:
-        self.watch()
-        self.done.append(what)
-        if what in self.fail:
-            raise self.fail[what]
-
-    def _wait(self, slice_: int) -> None:
-        self.waited += 1
-        if f"wait {slice_}" in self.fail:
-            raise self.fail[f"wait {slice_}"]
-
-    def _version(self, name: str) -> int:
-        if name not in self.open_:
-            raise NotFound(f"there is no trainer {name}", param="trainer", code="trainer_not_found")
-        return self.open_[name]
-
-    def open(self, spec: TrainerSpec, folder: str, weights: AdapterWeights | None) -> TrainerInfo:
-        self._note(f"open {spec.name} {folder}{weights.info.digest if weights else ''}")
-        self.open_[spec.name] = 0
-        return TrainerInfo(spec.name, spec.rank, spec.alpha, (), 1, 0)
-
-    def close(self, name: str) -> None:
-        self._version(name)
-        del self.open_[name]
-
-    def run(
-        self, batches: Sequence[Batch], forward_only: bool, micro_batch_tokens: int
-    ) -> Generator[Wait, None, tuple[BatchResult, ...]]:
-        self._version(batches[0].trainer)
-
-        def slices() -> Generator[Wait, None, tuple[BatchResult, ...]]:
-            for i, _ in enumerate(batches):
-                self._note(f"slice {i}")
-                self.launched += 1
-                yield lambda i=i: self._wait(i)
-            return tuple(BatchResult(b.trainer, 1.0, 0, (), ()) for b in batches)
-
-        return slices()
-
-    def step(self, name: str, adam: Adam) -> Generator[Wait, None, StepDone]:
-        self._note(f"step {name}")
-        self.open_[name] = self._version(name) + 1
-        return StepDone(name, self.open_[name], 1.0, True)
-        yield lambda: None
-
-    def settle(self, name: str, keep: bool) -> None:
-        self._note(f"settle {name} {keep}")
-
-    def publish(self, name: str) -> Callable[[], AdapterWeights]:
-        made = adapter(f"{name}{self._version(name)}")
-        return lambda: made if name != "wide" else AdapterWeights(structs.replace(made.info, rank=16), {})
-
-    def snapshot(self, name: str) -> Callable[[str], None]:
-        version = self._version(name)
-
-        def write(folder: str) -> None:
-            self.writing.set()
-            assert self.may_write.wait(60)
-            self._note(f"write {name}{version} {folder}")
-
-        return write
-
-    def abandon(self) -> None:
-        self.done.append("abandon")
-
-
 @pytest.fixture
-def trainers() -> Slices:
-    return Slices()
-
-
-@pytest.fixture
-def front(make_front: MakeFront, trainers: Slices) -> Front:
-    front = make_front(trainers=trainers)
-    front.send(open_trainer(1))
-    front.turn(2)
-    assert [x.call for x in front.got(m.TrainerOpened)] == [1]
-    trainers.done.clear()
-    return front
-
-
-def open_trainer(call: int, name: str = "p", **more: Any) -> m.OpenTrainer:
-    return m.OpenTrainer(call, TrainerSpec(name, 8, 16.0), **more)
-
-
-def a_pass(call: int, slices: int = 3) -> m.RunPass:
-    return m.RunPass(call, (Batch("p", (), LossConfig()),) * slices)
-
-
-def background(r: Request) -> Request:
-    return structs.replace(r, background=True)
-
-
-def owe(front: Front) -> None:
-    """So much that learning may go next, whatever the clock says."""
-    front.duty.may_train(True, True)
-    front.duty.note_serving(1e6)
-
-
-def failures(front: Front) -> list[tuple[int, str]]:
-    return [(x.call, x.code) for x in front.got(m.CallFailed)]
+def front(learning_front: Front) -> Front:
+    return learning_front
 
 
 # --- one after the other -----------------------------------------------------------------------------------------
@@ -483,134 +363,3 @@ def test_a_checkpoint_that_cannot_be_written_says_why(front: Front, trainers: Sl
     assert (failed.call, failed.code) == (2, "engine_error")
     assert "No space left" in failed.message
     assert [x.call for x in front.got(m.CallDone)] == [3]
-
-
-# --- failures and the end ----------------------------------------------------------------------------------------
-
-
-def test_a_failure_of_the_device_fails_its_message_and_nothing_else(front: Front, trainers: Slices) -> None:
-    trainers.fail["slice 1"] = RuntimeError("out of memory at 0x7f00")
-    front.send(m.Submit(request(0, max_tokens=12)), a_pass(2), m.StepTrainer(3, "p", Adam(0.1)))
-    front.finish()
-    (failed,) = front.got(m.CallFailed)
-    assert (failed.call, failed.code) == (2, "engine_error")
-    assert "0x7f00" not in failed.message
-    assert trainers.done == ["slice 0", "slice 1", "abandon", "step p"]
-    assert [x.call for x in front.got(m.Stepped)] == [3]
-    assert front.tokens(0) == expected(request(0, max_tokens=12), 0)
-
-
-@pytest.mark.parametrize("slice_", [0, 1, 2])
-def test_a_slice_that_fails_when_it_is_read_counts_once(front: Front, trainers: Slices, slice_: int) -> None:
-    """Also when the next was launched already, or all were."""
-    trainers.fail[f"wait {slice_}"] = RuntimeError("out of memory")
-    front.send(m.Submit(request(0, max_tokens=12)), a_pass(2), m.StepTrainer(3, "p", Adam(0.1)))
-    front.finish()
-    assert trainers.done.count("abandon") == 1
-    assert len(front.core._failures) == 1
-    assert [x.call for x in front.got(m.Stepped)] == [3]
-    assert len(front.got(m.CallFailed)) + len(front.got(m.PassDone)) == 1
-    assert front.tokens(0) == expected(request(0, max_tokens=12), 0)
-    front.assert_nothing_is_held()
-
-
-def test_a_step_is_not_lost_with_a_slice_that_fails_before_it(front: Front, trainers: Slices) -> None:
-    """Where the device is waited for before the step is launched. The slice's time is learning's."""
-    front.runner.waits = lambda plan: True  # type: ignore[method-assign]
-    trainers.fail["wait 0"] = RuntimeError("out of memory")
-    front.send(a_pass(2, slices=1))
-    front.turn()
-    front.duty.may_train(True, True)
-    front.duty.note_training(1e6)
-    before = front.duty.training_ms
-    front.send(m.Submit(request(0, max_tokens=4)))
-    front.turn()
-    assert front.duty.training_ms > before
-    front.finish()
-    assert front.tokens(0) == expected(request(0, max_tokens=4), 0)
-    assert len(front.core._failures) == 1
-    front.assert_nothing_is_held()
-
-
-def test_three_failures_in_a_minute_end_the_engine(front: Front, trainers: Slices, clock: list[float]) -> None:
-    trainers.fail["slice 0"] = RuntimeError("broken")
-    for call in (2, 3):
-        front.send(a_pass(call))
-        front.turn()
-        clock[0] += 20
-    front.send(a_pass(4))
-    with pytest.raises(EngineFailure):
-        front.turn()
-    front.receive()
-    assert [call for call, _ in failures(front)] == [2, 3, 4]
-
-
-def test_failures_far_apart_do_not(front: Front, trainers: Slices, clock: list[float]) -> None:
-    trainers.fail["slice 0"] = RuntimeError("broken")
-    for call in range(2, 7):
-        front.send(a_pass(call))
-        front.turn()
-        clock[0] += 31
-    assert len(failures(front)) == 5
-
-
-def test_a_lost_step_before_a_slice_fails_its_requests_and_learning_goes_on(
-    make_front: MakeFront, trainers: Slices
-) -> None:
-    front = make_front(trainers=trainers, fail={1: "wait"})
-    front.send(open_trainer(1), m.Submit(request(0)))
-    front.turn(3)
-    owe(front)
-    front.send(a_pass(2))
-    front.finish()
-    assert [f.request for f in front.got(m.Failed)] == [0]
-    assert [x.call for x in front.got(m.PassDone)] == [2]
-    front.assert_nothing_is_held()
-
-
-def test_a_drain_ends_learning_and_finishes_what_is_being_written(front: Front, trainers: Slices) -> None:
-    trainers.may_write.clear()
-    front.send(m.SaveTrainer(2, "p", "/folder"))
-    front.turn()
-    front.send(m.Submit(request(0)), a_pass(3, slices=100), a_pass(4))
-    front.turn(3)
-    ran = len(trainers.done)
-    front.send(m.Drain(), m.StepTrainer(5, "p", Adam(0.1)))
-    front.turn()
-    trainers.may_write.set()
-    front.core.run()
-    front.receive()
-    assert failures(front) == [(3, "engine_unavailable"), (4, "engine_unavailable"), (5, "engine_unavailable")]
-    assert len(trainers.done) == ran + 1
-    assert trainers.done[-1] == "write p0 /folder"
-    assert [x.call for x in front.got(m.CallDone)] == [2]
-    assert front.finished() == {0}
-
-
-def test_what_is_being_written_is_finished_when_the_front_is_gone(front: Front, trainers: Slices) -> None:
-    trainers.may_write.clear()
-    front.send(m.SaveTrainer(2, "p", "/folder"))
-    front.turn()
-    front.socket.close()
-    threading.Thread(target=lambda: trainers.writing.wait(60) and trainers.may_write.set()).start()
-    front.core.run()
-    assert trainers.done == ["write p0 /folder"]
-
-
-def test_requests_of_a_policy_follow_what_is_published(front: Front) -> None:
-    """The whole round: publish, follow, unload the old one, which nobody needs any more."""
-    front.send(m.PublishTrainer(2, "p"))
-    front.finish()
-    front.send(m.StepTrainer(3, "p", Adam(0.1)), m.PublishTrainer(4, "p"))
-    front.finish()
-    asked = Request(0, (1, 2, 3), request(0, max_tokens=12).params, AdapterRef("policy", 1, "p0"), follow=True)
-    front.send(m.Submit(asked))
-    front.turn(3)
-    front.send(m.FollowAdapter(AdapterRef("policy", 2, "p1")), m.UnloadAdapter(5, "p0"))
-    front.turn(2)
-    assert list(front.weights) == ["p1"]
-    front.finish()
-    versions = [d.version for d in front.deltas]
-    assert set(versions) == {1, 2}
-    assert versions == sorted(versions)
-    front.assert_nothing_is_held()
