@@ -6,6 +6,8 @@
 Greedy streams of the built-in model and its adapters run for a while: with nothing beside them; with updates of about
 2,048 tokens posted without a pause, which the duty cycle holds to 30 % of the device; and with 10 and 30 such updates a
 minute. The modes take turns round by round. Texts must be the same in all of them; every update publishes a version.
+On a device so fast that between two updates of that size there is mostly nothing to learn, `--full-tokens` makes those
+of 70:30 larger.
 
 With `--shape`, a random model is served, its streams are of the base and of the adapter that learns, and texts are not
 compared: they are another version's, and in less than float32 the number of rows picks the kernels. Every round is in
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--modes", default=",".join(MODES), help="idle is always one of them")
     parser.add_argument("--update-tokens", type=int, default=2048)
+    parser.add_argument("--full-tokens", type=int, help="of an update of 70:30; else the same")
     parser.add_argument("--shape", help="a random model of this shape instead of the demo model")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json-out", type=Path)
@@ -87,9 +90,9 @@ async def measure(load: Load, targets: Sequence[str | None], args: argparse.Name
     streams, repeats = args.streams, args.repeats
     modes = [mode for mode in MODES if mode in {"idle", *args.modes.split(",")}]
     client = await Client.open(load)
-    learner = Updates(load.url, args.update_tokens)
+    learner = Updates(load.url)
     began = perf_counter()
-    await learner.post(0.0, began + 0.1)  # the adapter that learns has a version from here on
+    await learner.post(0.0, began + 0.1, args.update_tokens)  # the adapter that learns has a version from here on
     _say(f"first update after {perf_counter() - began:.1f} s")
     bodies = greedy(client, streams, targets)
     want: dict[int, Any] = {}
@@ -114,12 +117,13 @@ async def measure(load: Load, targets: Sequence[str | None], args: argparse.Name
             gaps: list[float] = []
             began = perf_counter()
             until = began + (args.seconds if repeat >= 0 else args.warm_up_seconds)
-            beside = asyncio.create_task(learner.post(MODES[mode], until))
+            size = args.update_tokens if MODES[mode] else args.full_tokens or args.update_tokens
+            beside = asyncio.create_task(learner.post(MODES[mode], until, size))
             tokens = sum(await asyncio.gather(*(stream(i, until, gaps) for i in range(streams))))
             took = perf_counter() - began
-            updates, shares = await beside
+            seconds, shares = await beside
             if repeat < 0:
-                _say(f"warm-up  {mode}  {tokens} tokens, {updates} updates in {took:.1f} s")
+                _say(f"warm-up  {mode}  {tokens} tokens, {len(seconds)} updates in {took:.1f} s")
                 continue
             inter = spread(gaps, 1e3)
             rounds.append(
@@ -128,7 +132,8 @@ async def measure(load: Load, targets: Sequence[str | None], args: argparse.Name
                     "repeat": repeat,
                     "tokens_per_s": round(tokens / took, 1),
                     "inter_token_ms": inter,
-                    "updates_per_minute": round(60 * updates / took, 1),
+                    "updates_per_minute": round(60 * len(seconds) / took, 1),
+                    "update_s": round(statistics.median(seconds), 3) if seconds else None,
                     "training_share": shares,
                 }
             )
@@ -172,23 +177,24 @@ def _median(rounds: list[dict[str, Any]], mode: str) -> dict[str, float]:
 class Updates:
     """Posts updates, and reads what share of the device they had."""
 
-    def __init__(self, url: str, tokens: int):
+    def __init__(self, url: str):
         self._url = url
-        self._tokens = tokens
         self._random = random.Random(0)
 
-    async def post(self, every: float | None, until: float) -> tuple[int, list[float]]:
-        """Updates until then; their number, and learning's share of the device in each window."""
+    async def post(self, every: float | None, until: float, tokens: int) -> tuple[list[float], list[float]]:
+        """Updates of so many tokens until then; how long each took, and learning's share of the device in each
+        window."""
         watching = asyncio.create_task(self._watch(until))
-        count = 0
+        seconds = []
         due = perf_counter()
         while every is not None and perf_counter() < until:
-            body = {"trajectories": trajectories(self._random, self._tokens), "wait": True}
+            body = {"trajectories": trajectories(self._random, tokens), "wait": True}
+            asked = perf_counter()
             await call(self._url, "POST", "/v1/training/update", body)
-            count += 1
+            seconds.append(perf_counter() - asked)
             due += every
             await asyncio.sleep(max(min(due, until) - perf_counter(), 0.0))
-        return count, await watching
+        return seconds, await watching
 
     async def status(self) -> Any:
         return await call(self._url, "GET", "/v1/training/status")

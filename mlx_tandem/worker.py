@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from mlx_tandem.kv.disk.opening import Opening
     from mlx_tandem.kv.hashing import Namespace
 
+SWITCH_SECONDS = 5e-4
+"""After which a thread that makes a version ready gives way to the loop, which asks many times a step."""
 EXIT_FAILURE = 70  # EX_SOFTWARE: the supervisor starts another
 log = logging.getLogger("mlx_tandem.engine")
 
@@ -240,6 +242,7 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     # The front decides when the engine ends: a Ctrl-C in the terminal reaches both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.setswitchinterval(SWITCH_SECONDS)
     options = dict(zip(arguments[::2], arguments[1::2], strict=True))
     config = msgspec.json.decode(options["--config"], type=EngineConfig)
     return run(socket.socket(fileno=int(options["--fd"])), config, own_process=True)

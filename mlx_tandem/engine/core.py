@@ -1,6 +1,6 @@
 """The engine's loop: drain the inbox, plan, launch, and while that runs, settle the step before.
 
-Between steps, and when `Duty` says so, one slice of learning runs with the device to itself.
+Between steps, when `Duty` says so, slices of learning run with the device to themselves.
 
 One thread turns it and nothing else touches the device. Errors are contained: a bad request fails alone, a failed step
 fails its rows, a failed slice its message, and three failures in a minute or a broken invariant end the engine.
@@ -272,47 +272,45 @@ class EngineCore:
     # work on the device
 
     def _work(self) -> None:
-        """A step or a slice. Gradient work and rows made for training take turns in what is learning's."""
-        scheduler, training = self._scheduler, self._training
-        was_empty = self._pipeline.is_empty
+        """A step, and a slice before it when learning is due. Gradient work and rows made for training take turns in
+        what is learning's."""
+        scheduler, training, pipeline = self._scheduler, self._training, self._pipeline
+        was_empty = pipeline.is_empty
+        self._step(pipeline.catch_up)
         rows = scheduler.has_background
-        due = self._duty.may_train(scheduler.has_users, rows or training.has_work, self._pipeline.learning_ms)
+        due = self._duty.may_train(scheduler.has_users, rows or training.has_work, pipeline.learning_ms)
         if training.has_work and (training.is_brief or (due and not (rows and self._sliced))):
             self._sliced = True
-            self._step(self._slice)
+            self._step(lambda: pipeline.turn(False, training.slice, step=not (due and self._duty.may_go_on)))
         else:
             self._sliced = self._sliced and not due  # those rows are in this step only if learning is due
-            self._step(lambda: self._pipeline.turn(due))
+            self._step(lambda: pipeline.turn(due))
         # Nothing was under way, and nothing could be begun.
         idle = was_empty and self._pipeline.is_empty and not training.has_work
         self._waits = idle and self._tier is not None and self._tier.is_reading
         if self._adapters.has_left:
             self._adapters.let_go(scheduler.digests)
 
-    def _step(self, turn: Callable[[], Settled | None]) -> bool:
-        """Whether no step was lost. What learning has to say since is sent with the step's tokens."""
+    def _step(self, turn: Callable[[], Settled | None]) -> None:
+        """What learning has to say since is sent with the step's tokens."""
         try:
             settled = turn()
         except StepsLost as e:
             self._fail(e)
-            return False
+            return
         except TrainingFailed as e:
             self._outbox += self._training.answers()
             self._strike(f"learning: {e}")
-            return True
+            return
         self._outbox += self._training.answers()
         if settled is None:
-            return True
+            return
         if settled.deltas:
             self._outbox.append(m.Output(settled.deltas))
         for request in settled.failed:
             self._outbox.append(m.Failed(request, "numerical_error", "the model's output was not finite"))
         if settled.failed or any(d.finish for d in settled.deltas):
             self._release_adapters()
-        return True
-
-    def _slice(self) -> Settled | None:
-        return self._pipeline.slice(self._training.slice)
 
     def _fail(self, lost: StepsLost) -> None:
         log.error("a step failed: %s", lost)

@@ -32,7 +32,7 @@ class Datum(Struct, frozen=True, array_like=True):
     tokens: tuple[int, ...]
     prompt_length: int  # at least 1
     weights: tuple[float, ...]  # advantages; of cross_entropy plain weights. 0: the token is not trained on
-    logprobs: tuple[float, ...] = ()  # of the distribution drawn from; empty: cross_entropy needs none
+    logprobs: tuple[float, ...] | None = ()  # of what it was drawn from; None: of the trainer as the pass finds it
     temperature: float = 1.0  # that p is taken at, to be comparable with `logprobs`
 
 

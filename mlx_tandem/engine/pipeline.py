@@ -1,11 +1,12 @@
 """Scheduler and runner turned one against the other, one step ahead: the device never waits for the host to decide.
 
-A slice of learning takes a step's place: it is launched behind the step in flight and read when the next thing is
-launched.
+A slice of learning goes behind the step in flight, and the next step behind the slice before anything is read. It is
+read when that step is in flight, so that what it took counts in what is decided next.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine.duty import Duty
 from mlx_tandem.engine.plan import DeviceError, Runner, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler, Settled
+
+LATE_SECONDS = 1e-4
+"""What takes less to wait for was done before."""
 
 
 class StepsLost(Exception):
@@ -49,7 +53,9 @@ class Pipeline:
         self._scheduler = scheduler
         self._runner = runner
         self._duty = duty or Duty(DutyConfig())
-        self._flight: _Flight | _Slice | None = None
+        self._flight: _Flight | None = None
+        self._slice: _Slice | None = None  # before the step in flight, where there is one
+        self._failure: Exception | None = None  # of a slice, not raised yet
         self._last_done = 0.0
         self.steps = 0
         self.rows = 0
@@ -59,119 +65,118 @@ class Pipeline:
 
     @property
     def is_empty(self) -> bool:
-        return self._flight is None
+        return self._flight is None and self._slice is None and self._failure is None
 
     @property
     def learning_ms(self) -> float:
         """What is under way for learning will take about so long, or longer."""
-        return self._slice_ms if isinstance(self._flight, _Slice) else 0.0
+        return self._slice_ms if self._slice is not None else 0.0
 
-    def turn(self, background: bool = True) -> Settled | None:
-        """Launch the next step, then read what was launched before, which ran meanwhile. None when that was no step.
-        `background`: as in `Scheduler.plan`.
+    def turn(
+        self, background: bool = True, launch: Callable[[], Wait | None] | None = None, *, step: bool = True
+    ) -> Settled | None:
+        """Launch a slice of learning, if there is one, and behind it the next step, unless `step` is False; then read
+        what was launched before, which ran meanwhile. None when that was no step. `background`: as in `Scheduler.plan`.
+        `launch` returns None where nothing is waited for.
 
-        Raises StepsLost, the pipeline is empty then; and what a slice's `Wait` does.
+        Raises StepsLost, no step is in flight then; what `launch` does, and what `catch_up` does: then none is lost.
         """
-        previous, self._flight = self._flight, None
-        plan = None
+        self.catch_up()
+        before, slice_ = self._flight, self._slice  # one of them at most
+        self._slice = None
+        if launch is not None:
+            self._slice = self._begin(launch)
+        self._flight = plan = result = None
         try:
-            plan = self._scheduler.plan(background)
-            if plan is None:
-                return self._read(previous)
+            plan = self._scheduler.plan(background) if step else None
             # What comes behind a launch that waits would be taken for a part of what was before it.
-            early = self._runner.waits(plan)
-            result, failure = None, None
-            try:
-                result = self._finish(previous) if early else None
-            except DeviceError:
-                raise
-            except Exception as e:  # a slice's; what is planned has to be launched all the same
-                failure = e
-            launched = time.perf_counter()
-            self._flight = _Flight(plan, self._runner.launch(plan), launched)
-            if failure is not None:
-                raise failure
-            return self._settle(previous, result if early else self._finish(previous))
+            waits = plan is not None and self._runner.waits(plan)
+            early = waits or (launch is not None and self._runner.one_at_a_time)
+            if early:
+                result = self._read(slice_, before)
+            if waits:
+                self._read_slice(self._slice)
+                self._slice = None
+            if plan is not None:
+                launched = time.perf_counter()
+                self._flight = _Flight(plan, self._runner.launch(plan), launched)
+            if not early:
+                result = self._read(slice_, before)
         except DeviceError as e:
             self._flight = None
-            before = previous.plan if isinstance(previous, _Flight) else None
-            raise StepsLost([p for p in (before, plan) if p is not None], e) from e
+            raise StepsLost([p for p in (before.plan if before else None, plan) if p is not None], e) from e
+        return self._settle(before, result)
 
-    def slice(self, launch: Callable[[], Wait | None]) -> Settled | None:
-        """As `turn`, with a slice of learning instead of a step. `launch` returns None where nothing is waited for.
+    def catch_up(self) -> None:
+        """Read a slice that a step was launched behind.
 
-        Raises what `turn` does, and what `launch` does: then a step in flight is still to be read.
+        Raises what the `Wait` of a slice does, also of one that was read in a turn: what that read is not lost.
         """
-        previous, self._flight = self._flight, None
-        launched = time.perf_counter()
-        try:
-            wait = launch()
-        except BaseException:
-            self._flight = previous if isinstance(previous, _Flight) else None
-            raise
-        if wait is None:
-            self._last_done = time.perf_counter()
-            self._duty.note_training((self._last_done - launched) * 1e3)
-        else:
-            self._flight = _Slice(wait, launched)
-        try:
-            settled = self._read(previous)
-        except DeviceError as e:
-            assert isinstance(previous, _Flight)
-            raise StepsLost([previous.plan], e) from e
-        except BaseException:  # a slice failed: the one behind it belongs to the same work
-            self._flight = None
-            raise
-        return settled
+        if self._flight is not None:
+            slice_, self._slice = self._slice, None
+            self._read_slice(slice_)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def drain(self) -> Settled | None:
         """Read what is in flight, if anything is, and launch nothing: the device has nothing to do then.
 
         Raises what `turn` does.
         """
-        previous, self._flight = self._flight, None
+        settled = self.turn(step=False)
+        self.catch_up()
+        return settled
+
+    def _begin(self, launch: Callable[[], Wait | None]) -> _Slice | None:
+        launched = time.perf_counter()
+        wait = launch()
+        if wait is not None:
+            return _Slice(wait, launched)
+        self._last_done = time.perf_counter()
+        self._duty.note_training((self._last_done - launched) * 1e3)
+        return None
+
+    def _read(self, slice_: _Slice | None, flight: _Flight | None) -> StepResult | None:
+        """Wait until they are done, and note what they took; the step's result."""
+        self._read_slice(slice_)
+        return None if flight is None else self._finish(flight)
+
+    def _read_slice(self, slice_: _Slice | None) -> None:
+        """What goes wrong is kept for `catch_up`."""
+        if slice_ is None:
+            return
         try:
-            return self._read(previous)
-        except DeviceError as e:
-            assert isinstance(previous, _Flight)
-            raise StepsLost([previous.plan], e) from e
+            slice_.wait()
+        except Exception as e:
+            self._failure, self._slice = e, None  # the one behind it belongs to the same work
+        ms = self._done(slice_.launched)
+        # A slow one is forgotten at once: who is thought slow waits long, and then has much to catch up with.
+        self._slice_ms = min(ms, _averaged(self._slice_ms, ms))
+        self._duty.note_training(ms)
 
-    def _read(self, flight: _Flight | _Slice | None) -> Settled | None:
-        return self._settle(flight, self._finish(flight))
-
-    def _finish(self, flight: _Flight | _Slice | None) -> StepResult | None:
-        """Wait until it is done, and note what it took; a step's result."""
-        if flight is None:
-            return None
-        if isinstance(flight, _Slice):
-            try:
-                flight.wait()
-            finally:
-                ms = self._done(flight.launched)
-                # A slow one is forgotten at once: who is thought slow waits long, and then has much to catch up with.
-                self._slice_ms = min(ms, _averaged(self._slice_ms, ms))
-                self._duty.note_training(ms)
-            return None
+    def _finish(self, flight: _Flight) -> StepResult:
+        asked = time.perf_counter()
         result = self._runner.wait(flight.handle)
-        ms = self._done(flight.launched)
+        # The host was late, and the device is at the slice behind it: of both together, the step has what steps take.
+        late = self._slice is not None and time.perf_counter() - asked < LATE_SECONDS and self.step_ms > 0
+        ms = self._done(flight.launched, self.step_ms if late else math.inf)
         self.step_ms = _averaged(self.step_ms, ms)
         self._account(flight.plan, ms)
         self.steps += 1
         self.rows += len(flight.plan.rows)
         self.lora_rows += sum(1 for r in flight.plan.rows if r.slot)
-        if not result.cold and not result.scores:  # these pay for the logits of whole chunks
+        if not late and not result.cold and not result.scores:  # these pay for the logits of whole chunks
             self._scheduler.observe(flight.plan, ms)
         return result
 
-    def _settle(self, flight: _Flight | _Slice | None, result: StepResult | None) -> Settled | None:
-        if result is None:
-            return None
-        assert isinstance(flight, _Flight)
-        return self._scheduler.settle(flight.plan, result)
+    def _settle(self, flight: _Flight | None, result: StepResult | None) -> Settled | None:
+        return None if flight is None or result is None else self._scheduler.settle(flight.plan, result)
 
-    def _done(self, launched: float) -> float:
+    def _done(self, launched: float, most_ms: float = math.inf) -> float:
         """Milliseconds that the device had for what was just read: since its launch, or since what was read before."""
-        started, self._last_done = max(launched, self._last_done), time.perf_counter()
+        started = max(launched, self._last_done)
+        self._last_done = min(time.perf_counter(), started + most_ms / 1e3)
         return (self._last_done - started) * 1e3
 
     def _account(self, plan: StepPlan, ms: float) -> None:

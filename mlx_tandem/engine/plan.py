@@ -111,6 +111,9 @@ class DeviceError(Exception):
 class Runner(Protocol):
     """Executes plans in the order of their launch. Two real ones: the MLX runner and the reference runner."""
 
+    one_at_a_time: bool
+    """A step begins when the one before it has been read, and not before."""
+
     def launch(self, plan: StepPlan) -> Any:
         """Start the step and return at once with a handle. Raises DeviceError."""
 

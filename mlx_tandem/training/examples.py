@@ -163,6 +163,6 @@ def cut(datum: Datum, length: int) -> Datum | None:
         datum.tokens[:length],
         datum.prompt_length,
         datum.weights[:kept],
-        datum.logprobs[:kept],
+        datum.logprobs and datum.logprobs[:kept],
         datum.temperature,
     )

@@ -42,6 +42,10 @@ class Recording:
         self.calls.append(f"launch {self.inner.launches}")
         return self.inner.launch(plan)
 
+    @property
+    def one_at_a_time(self) -> bool:
+        return self.inner.one_at_a_time
+
     def waits(self, plan: StepPlan) -> bool:
         return self.inner.waits(plan)
 

@@ -15,6 +15,7 @@ from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.loader import load
 from mlx_tandem.training.device.losses import TokenBatch, loss, shares
+from mlx_tandem.training.device.state import Trainer
 from mlx_tandem.training.device.trainers import Trainers
 from mlx_tandem.training.device.tree import Segment
 from tests import tiny_models
@@ -64,10 +65,11 @@ def strengthen(trainers: Trainers, name: str, seed: int = 0) -> None:
     """B as after much training: with B zero half of the gradients are."""
     trainer = trainers._trainers[name]
     g = np.random.default_rng(seed)
-    trainer.pairs = {
+    pairs = {
         path: (a, mx.array((g.standard_normal(b.shape) * 0.05).astype(np.float32)))
         for path, (a, b) in trainer.pairs.items()
     }
+    trainers._trainers[name] = Trainer(trainer.spec, trainer._linears, pairs)
 
 
 def plain_gradients(trainers: Trainers, name: str, data: Sequence[Datum], config: Any) -> tuple[float, dict[str, Any]]:

@@ -37,6 +37,10 @@ class Corrupting:
     def launch(self, plan: StepPlan) -> Any:
         return self.inner.launch(self.change(plan))
 
+    @property
+    def one_at_a_time(self) -> bool:
+        return self.inner.one_at_a_time
+
     def waits(self, plan: StepPlan) -> bool:
         return self.inner.waits(plan)
 

@@ -160,6 +160,7 @@ class ReferenceRunner:
     fail: Mapping[int, Literal["launch", "half", "wait"]] = field(default_factory=dict)
     nan: Mapping[int, int] = field(default_factory=dict)
     may_wait: bool = False  # in launches, that is
+    one_at_a_time: bool = False
     known: frozenset[str] | None = None  # digests that can be uploaded; None: all
     windows: Windows = (None,)
     window_blocks: int = 0

@@ -28,6 +28,7 @@ class Slices:
     writing: threading.Event = field(default_factory=threading.Event)
     may_write: threading.Event = field(default_factory=threading.Event)
     watch: Callable[[], None] = lambda: None
+    calls: list[str] = field(default_factory=list)  # slices of passes launched and waited for; others may write here
     launched: int = 0  # slices of passes
     waited: int = 0
 
@@ -42,6 +43,7 @@ class Slices:
 
     def _wait(self, slice_: int) -> None:
         self.waited += 1
+        self.calls.append(f"read slice {slice_}")
         if f"wait {slice_}" in self.fail:
             raise self.fail[f"wait {slice_}"]
 
@@ -68,6 +70,7 @@ class Slices:
             for i, _ in enumerate(batches):
                 self._note(f"slice {i}")
                 self.launched += 1
+                self.calls.append(f"slice {i}")
                 yield lambda i=i: self._wait(i)
             return tuple(BatchResult(b.trainer, 1.0, 0, (), ()) for b in batches)
 

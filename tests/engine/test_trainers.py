@@ -13,14 +13,14 @@ import pytest
 
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
-from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig, TrainerSpec
+from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig, LossKind, TrainerSpec
 from mlx_tandem.errors import InvalidRequest, ModelError, NotFound
 from mlx_tandem.model.build import build
 from mlx_tandem.training.device import state
 from mlx_tandem.training.device.trainers import Trainers
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_models
-from tests.engine.learning import finish, some_data, strengthen, trainers_of
+from tests.engine.learning import finish, largest_difference, some_data, strengthen, trainers_of
 from tests.engine.mlx_engine import Engine
 
 SPEC = TrainerSpec("a", 4, 8.0, seed=5)
@@ -82,6 +82,24 @@ def goes_on_from_the_first_step(trainers: Trainers) -> None:
     assert same(weights_of(trainers), after)
 
 
+@pytest.mark.parametrize("kind", ["importance_sampling", "ppo", "cispo", "dro"])
+def test_logprobs_that_are_not_given_are_the_trainer_s_own(trainers: Trainers, kind: LossKind) -> None:
+    """As if a pass had been made for them before; of some sequences or of all."""
+    strengthen(trainers, "a")
+    data = some_data()
+    (seen,) = finish(trainers.run([Batch("a", tuple(data), LossConfig("cross_entropy"))], True, 0))
+    given = [msgspec.structs.replace(d, logprobs=p) for d, p in zip(data, seen.logprobs, strict=True)]
+    for some in (range(len(data)), (1, 2)):
+        left = [msgspec.structs.replace(d, logprobs=None) if i in some else d for i, d in enumerate(given)]
+        found = []
+        for each in (given, left):
+            (result,) = finish(trainers.run([Batch("a", tuple(each), LossConfig(kind, ratio="sequence"))], False, 0))
+            found.append((result.loss, trainers._trainers["a"]._gradients))
+            trainers.abandon()
+        assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
+        assert largest_difference(found[1][1], found[0][1]) < 1e-4
+
+
 def test_a_step_is_taken_back_whole(trainers: Trainers) -> None:
     learn(trainers, 0)
     before = weights_of(trainers)
@@ -112,7 +130,7 @@ def test_a_step_without_gradients_is_none(trainers: Trainers) -> None:
 def test_a_step_that_is_dropped_half_done_changes_nothing(
     trainers: Trainers, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "STEP_PAIRS", 8)
+    monkeypatch.setattr(state, "STEP_PARAMETERS", 8)
     trainers.open(SPEC, "", None)
     learn(trainers, 0)
     before = weights_of(trainers)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine import messages as m
+from mlx_tandem.engine import pipeline
+from mlx_tandem.engine.duty import Duty
 from mlx_tandem.engine.learning import Adam
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import AdapterSource
@@ -79,6 +83,7 @@ def test_rows_made_for_training_have_their_turn_beside_a_pass(
     """Learning is due every third turn: a slice, then the rows."""
     turns = itertools.cycle([True, False, False])
     monkeypatch.setattr(front.duty, "may_train", lambda serving, training, under_way: next(turns))
+    monkeypatch.setattr(Duty, "may_go_on", False)
     front.send(m.Submit(request(0, max_tokens=40)), m.Submit(background(request(1, max_tokens=40))))
     front.send(a_pass(2, slices=40))
     front.turn(30)
@@ -86,31 +91,83 @@ def test_rows_made_for_training_have_their_turn_beside_a_pass(
     front.finish()
 
 
+@pytest.mark.parametrize("one_at_a_time", [False, True])
 def test_a_slice_is_launched_behind_the_step_in_flight(
-    front: Front, trainers: Slices, monkeypatch: pytest.MonkeyPatch
+    front: Front, trainers: Slices, one_at_a_time: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the next step behind the slice: the device is never without work. Requests come out as alone."""
-    looked: list[tuple[int, int]] = []
-
-    def watch() -> None:
-        looked.append((front.reference.launches - len(read()), trainers.launched - trainers.waited))
-
-    def read() -> list[str]:
-        return [call for call in front.runner.calls if call.startswith("wait")]
-
+    """And the next step behind the slice: the device is never without work. Where it would not take that step before
+    the one in flight is read, that is first. Requests come out as alone."""
+    front.reference.one_at_a_time = one_at_a_time
     front.send(*(m.Submit(request(i, max_tokens=12)) for i in range(3)))
     front.turn(2)
-    trainers.watch = watch
     front.send(a_pass(2, slices=6))
     turns = itertools.cycle([True, False])
+    trainers.calls = front.runner.calls = []
+    first = front.reference.launches
     with monkeypatch.context() as patch:
         patch.setattr(front.duty, "may_train", lambda serving, training, under_way: next(turns))
-        front.turn(8)
-    assert looked == [(1, 0)] * 4, "a step in flight, and no slice before this one"
+        patch.setattr(Duty, "may_go_on", False)
+        front.turn(3)
+    beside = [[f"launch {n}", f"wait {n - 1}"] for n in (first, first + 2)]
+    if one_at_a_time:
+        beside = [[wait, launch] for launch, wait in beside]
+    assert front.runner.calls == [
+        *("slice 0", *beside[0]),
+        *("read slice 0", f"launch {first + 1}", f"wait {first}"),
+        *("slice 1", *beside[1]),
+    ]
     front.finish()
     assert trainers.launched == trainers.waited == 6
     assert all(front.tokens(i) == expected(request(i, max_tokens=12), 0) for i in range(3))
     front.assert_nothing_is_held()
+
+
+def test_learning_that_is_due_more_than_a_slice_has_several_between_two_steps(
+    make_front: MakeFront, trainers: Slices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this clock all takes the same time: nine slices to a step, once learning is owed more than its bound."""
+    front = make_front(trainers=trainers, duty=DutyConfig(inference=0.1, training=0.9))
+    now = itertools.count()
+    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: next(now) / 20)
+    front.send(open_trainer(1), m.Submit(request(0, max_tokens=40)), a_pass(2, slices=1000))
+    front.turn(2)
+    trainers.calls = front.runner.calls = []
+    front.finish()
+    calls = front.runner.calls[: len(front.runner.calls) - front.runner.calls[::-1].index("launch 39")]
+    slices = sum(call.startswith("slice") for call in calls)
+    steps = sum(call.startswith("launch") for call in calls)
+    assert steps >= 36 and 6 * steps <= slices < 1000, (steps, slices)
+    assert front.tokens(0) == expected(request(0, max_tokens=40), 0)
+
+
+def test_a_step_that_is_read_late_does_not_pay_for_the_slice_behind_it(
+    front: Front, trainers: Slices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host took longer to launch the next step than this one ran."""
+    now = [time.perf_counter()]
+    monkeypatch.setattr(pipeline.time, "perf_counter", lambda: now[0])
+    took = {"wait": 0.01, "launch": 0.0}
+    plain = front.runner.wait, front.runner.launch
+
+    def passing(what: str, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def timed(given: Any) -> Any:
+            now[0] += took[what]
+            return call(given)
+
+        return timed
+
+    for what, call in zip(("wait", "launch"), plain, strict=True):
+        monkeypatch.setattr(front.runner, what, passing(what, call))
+    front.send(m.Submit(request(0, max_tokens=40)))
+    front.turn(20)
+    took["wait"], took["launch"] = 0.0, 0.016
+    given, had = front.duty.serving_ms, front.duty.training_ms
+    front.send(a_pass(2, slices=1))
+    front.turn(1)
+    assert trainers.launched == 1 and not trainers.waited
+    assert front.duty.serving_ms - given == pytest.approx(10.0, abs=1e-3)
+    front.turn(1)
+    assert trainers.waited and front.duty.training_ms - had == pytest.approx(6.0, abs=1e-3)
 
 
 def test_slices_overlap_with_one_another(front: Front, trainers: Slices) -> None:

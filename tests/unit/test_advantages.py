@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.learning import Batch
-from mlx_tandem.training.online.advantages import RECIPES, advantages, batches, by_group, plain, varies
+from mlx_tandem.training.online.advantages import RECIPES, advantages, batches, by_group, varies
 from mlx_tandem.training.trajectories import Trajectory
 
 REWARDS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12)
@@ -111,9 +111,15 @@ def test_greedy_completions_count_as_drawn_from_the_model() -> None:
     assert [(d.temperature, d.logprobs) for d in batch.data] == [(0.8, (-0.5,))] * 2
 
 
+def test_what_something_else_has_drawn_counts_as_drawn_by_the_trainer() -> None:
+    """Whatever it says of its logprobs."""
+    (group,) = made([[(0, 1), (1, 1)]])
+    (batch,) = batches([[replace(group[0], external=True), group[1]]], RLTrainingConfig())
+    assert [(d.temperature, d.logprobs) for d in batch.data] == [(0.8, None), (0.8, (-0.5,))]
+
+
 def test_groups() -> None:
     groups = made([[(0, 1), (1, 1)], [(1, 1), (1, 2)]])
     mixed = [groups[1][0], groups[0][0], groups[1][1], groups[0][1]]
     assert by_group(mixed) == [groups[1], groups[0]]
     assert [varies(g) for g in groups] == [True, False]
-    assert [d.weights for d in plain(groups[1], "t").data] == [(1.0,), (1.0, 1.0)]

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import msgspec
@@ -29,8 +29,8 @@ TRAINER = "trainer.json"
 OPTIMIZER = "optimizer.safetensors"
 FORMAT = 1
 
-STEP_PAIRS = 16
-"""That the optimiser goes on by in one slice."""
+STEP_PARAMETERS = 4 << 20
+"""About as many as the optimiser goes on by in one slice."""
 
 
 class About(msgspec.Struct, frozen=True):
@@ -41,21 +41,31 @@ class About(msgspec.Struct, frozen=True):
     format: int = FORMAT
 
 
+class _State(NamedTuple):
+    """What a step changes."""
+
+    pairs: dict[str, Pair]
+    flats: list[mx.array]
+    moments: list[Moments]
+    step_count: int
+
+
 class Trainer:
     """`pairs[path]` is (A [inputs, r], B [r, outputs]), with experts in front where the module has them; unscaled."""
 
     def __init__(self, spec: TrainerSpec, linears: Mapping[str, LinearShape], pairs: dict[str, Pair]):
         self.spec = spec
-        self.pairs = pairs
         self.step_count = 0
         self._linears = linears
-        paths = list(pairs)
-        self._chunks = [paths[i : i + STEP_PAIRS] for i in range(0, len(paths), STEP_PAIRS)]
-        sizes = [sum(x.size for x in _arrays(pairs, chunk)) for chunk in self._chunks]
-        self._moments = [Moments(mx.zeros((size,)), mx.zeros((size,))) for size in sizes]  # of each chunk
-        mx.eval(self._moments)  # other threads may read what is evaluated, and nothing else
+        self._chunks = _chunks(pairs)
+        self._flats = [flat(_arrays(pairs, chunk)) for chunk in self._chunks]
+        self.pairs: dict[str, Pair] = {}  # views of the flats
+        for chunk, whole in zip(self._chunks, self._flats, strict=True):
+            self.pairs |= _pairs(whole, chunk, pairs)
+        self._moments = [Moments(mx.zeros(x.shape), mx.zeros(x.shape)) for x in self._flats]
+        mx.eval(self.pairs, self._moments)  # other threads may read what is evaluated, and nothing else
         self._gradients: dict[str, Pair] | None = None
-        self._before: tuple[dict[str, Pair], list[Moments], int] | None = None  # the state before the last step
+        self._before: _State | None = None  # before the last step
 
     @classmethod
     def fresh(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> Trainer:
@@ -68,24 +78,23 @@ class Trainer:
             bound = shape.inputs**-0.5
             a = mx.random.uniform(-bound, bound, (*lead, shape.inputs, spec.rank), key=own)
             pairs[path] = (a, mx.zeros((*lead, spec.rank, shape.outputs)))
-        mx.eval(pairs)
         return cls(spec, linears, pairs)
 
     @classmethod
     def from_adapter(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], weights: AdapterWeights) -> Trainer:
         """Beginning with a loaded adapter, its scale taken out of B again; modules that it has not get fresh pairs."""
         trainer = cls.fresh(spec, linears)
+        pairs = dict(trainer.pairs)
         for path, (a, b) in weights.tensors.items():
             if path not in linears:
                 raise ModelError(f"the adapter changes {path[:200]}, which this trainer does not", param="targets")
             if a.shape[-1] > spec.rank:
                 raise ModelError(f"the adapter has rank {a.shape[-1]}, the trainer {spec.rank}", param="rank")
-            fresh_a, fresh_b = trainer.pairs[path]
+            fresh_a, fresh_b = pairs[path]
             wide_b = np.zeros(fresh_b.shape, np.float32)
             wide_b[..., : b.shape[-2], :] = b / np.float32(trainer.scale)
-            trainer.pairs[path] = (mx.concatenate([mx.array(a), fresh_a[..., a.shape[-1] :]], -1), mx.array(wide_b))
-        mx.eval(trainer.pairs)
-        return trainer
+            pairs[path] = (mx.concatenate([mx.array(a), fresh_a[..., a.shape[-1] :]], -1), mx.array(wide_b))
+        return cls(spec, linears, pairs)
 
     @classmethod
     def restored(
@@ -110,14 +119,15 @@ class Trainer:
 
     # --- learning ------------------------------------------------------------------------------------------------
 
-    def accumulate(self, gradients: Mapping[str, Pair]) -> None:
+    def accumulate(self, gradients: Mapping[str, Pair]) -> dict[str, Pair]:
+        """Add them to those there are; all of them, which the caller has to have computed."""
         if self._gradients is None:
             self._gradients = dict(gradients)
         else:
             for path, (a, b) in gradients.items():
                 known = self._gradients.get(path)
                 self._gradients[path] = (a, b) if known is None else (known[0] + a, known[1] + b)
-        mx.eval(self._gradients)
+        return self._gradients
 
     def drop_gradients(self) -> None:
         self._gradients = None
@@ -140,18 +150,17 @@ class Trainer:
         if not math.isfinite(size):
             return StepDone(self.spec.name, self.step_count, size, False)
         share = min(1.0, adam.grad_norm / (size + 1e-6)) if adam.grad_norm else 1.0
-        pairs: dict[str, Pair] = {}
-        moments: list[Moments] = []
-        for chunk, known in zip(self._chunks, self._moments, strict=True):
-            old = _arrays(self.pairs, chunk)
-            new, after = update(flat(old), flats.pop(0) * share, known, self.step_count + 1, adam)
-            arrays = parts(new, old)
-            pairs |= zip(chunk, zip(arrays[::2], arrays[1::2], strict=True), strict=True)
-            moments.append(after)
-            yield launched(arrays, after)
-        mx.eval(pairs, moments)  # before it counts
-        self._before = (self.pairs, self._moments, self.step_count)
-        self.pairs, self._moments, self.step_count = pairs, moments, self.step_count + 1
+        state = _State({}, [], [], self.step_count + 1)
+        for chunk, old, known in zip(self._chunks, self._flats, self._moments, strict=True):
+            new, after = update(old, flats.pop(0) * share, known, state.step_count, adam)
+            own = _pairs(new, chunk, self.pairs)
+            state.pairs.update(own)
+            state.flats.append(new)
+            state.moments.append(after)
+            yield launched(own, after)
+        mx.eval(state.pairs, state.moments)  # before it counts
+        self._before = _State(self.pairs, self._flats, self._moments, self.step_count)
+        self._become(state)
         return StepDone(self.spec.name, self.step_count, size, True)
 
     def settle(self, keep: bool) -> None:
@@ -160,7 +169,10 @@ class Trainer:
         if not keep:
             self._gradients = None
             if before is not None:
-                self.pairs, self._moments, self.step_count = before
+                self._become(before)
+
+    def _become(self, state: _State) -> None:
+        self.pairs, self._flats, self._moments, self.step_count = state
 
     # --- in and out ----------------------------------------------------------------------------------------------
 
@@ -201,6 +213,24 @@ class Trainer:
             moments.append(Moments(*kinds))
         mx.eval(moments)
         self._moments, self.step_count = moments, about.step
+
+
+def _chunks(pairs: Mapping[str, Pair]) -> list[list[str]]:
+    """Paths in order, those together whose step is one slice."""
+    chunks: list[list[str]] = []
+    size = STEP_PARAMETERS
+    for path, (a, b) in pairs.items():
+        if size >= STEP_PARAMETERS:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(path)
+        size += a.size + b.size
+    return chunks
+
+
+def _pairs(whole: mx.array, paths: Sequence[str], like: Mapping[str, Pair]) -> dict[str, Pair]:
+    arrays = parts(whole, _arrays(like, paths))
+    return dict(zip(paths, zip(arrays[::2], arrays[1::2], strict=True), strict=True))
 
 
 def _arrays(pairs: Mapping[str, Pair], paths: Sequence[str]) -> list[mx.array]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,8 +19,9 @@ from mlx_tandem.engine.learning import Adam, Batch, BatchResult, Datum, StepDone
 from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.training.device import losses
-from mlx_tandem.training.device.backward import MicroBatch, Weights, positions
+from mlx_tandem.training.device.backward import MicroBatch, Pair, Weights, positions
 from mlx_tandem.training.device.losses import TokenBatch
+from mlx_tandem.training.device.slices import launched
 from mlx_tandem.training.device.spine import Spine
 from mlx_tandem.training.device.state import TRAINER, About, Trainer
 from mlx_tandem.training.device.tree import Tree
@@ -34,6 +36,13 @@ class _Item:
     batch: int
     index: int
     datum: Datum
+
+
+class _Found(NamedTuple):
+    """What a micro-batch has of one batch: loss, k3 to the base, and logprobs at the data's temperature and at 1."""
+
+    items: Sequence[_Item]
+    arrays: list[mx.array]
 
 
 class Trainers:
@@ -158,6 +167,8 @@ class Trainers:
         limits.check_token_ids(datum.tokens, self._vocab_size, f"{where}.tokens")
         needs = batch.loss.kind != "cross_entropy"
         for name, values in (("weights", datum.weights), ("logprobs", datum.logprobs)):
+            if values is None:
+                continue
             if len(values) != n - p and (name == "weights" or needs or values):
                 raise InvalidRequest(f"{where}.{name} has {len(values)} entries for {n - p} tokens", param=where)
             if not np.isfinite(np.array(values, np.float32)).all():
@@ -168,10 +179,7 @@ class Trainers:
     def _run(self, batches: tuple[Batch, ...], forward_only: bool, tokens: int) -> Passes:
         shares = [losses.shares([d.weights for d in b.data], b.loss) for b in batches]
         sums: list[dict[str, tuple[mx.array, mx.array]]] = [{} for _ in batches]
-        totals = [0.0] * len(batches)
-        divergence = [0.0] * len(batches)
-        hot: list[dict[int, tuple[float, ...]]] = [{} for _ in batches]
-        cold: list[dict[int, tuple[float, ...]]] = [{} for _ in batches]
+        found: list[list[_Found]] = [[] for _ in batches]
         for items in _cut(batches, tokens, mixed=not self._tree.has_experts):
             owners = sorted({item.batch for item in items})
             micro = self._micro_batch(batches, items, owners)
@@ -185,39 +193,19 @@ class Trainers:
                 span = slice(done, done + count)
                 done += count
                 loss, gradient, kl = _loss(micro, span, own, batches[b], shares[b])
-                totals[b] += loss
-                divergence[b] += kl
                 cotangents.append(gradient)
-                for into, values in ((hot[b], micro.logprobs[span]), (cold[b], micro.plain[span])):
-                    listed, at = np.array(values).tolist(), 0
-                    for item in own:
-                        into[item.index] = tuple(listed[at : at + len(item.datum.weights)])
-                        at += len(item.datum.weights)
+                found[b].append(_Found(own, [loss, kl, micro.logprobs[span], micro.plain[span]]))
+                mx.async_eval(found[b][-1].arrays)  # what they are made from need not be kept
             if forward_only:
                 continue
             yield from micro.backward(mx.concatenate(cotangents))
             for b, gradients in zip(owners, micro.gradients, strict=True):
-                for path, (da, db) in gradients.items():
-                    known = sums[b].get(path)
-                    sums[b][path] = (da, db) if known is None else (known[0] + da, known[1] + db)
-                mx.eval(sums[b])
-        results = []
-        for b, batch in enumerate(batches):
-            if not forward_only and sums[b]:
-                self._get(batch.trainer).accumulate(sums[b])
-            trained = sum(w != 0 for d in batch.data for w in d.weights)
-            order = range(len(batch.data))
-            results.append(
-                BatchResult(
-                    batch.trainer,
-                    totals[b],
-                    trained,
-                    tuple(hot[b][i] for i in order),
-                    tuple(cold[b][i] for i in order),
-                    divergence[b] / max(trained, 1),
-                )
-            )
-        return tuple(results)
+                _add(sums[b], gradients)
+            yield launched([sums[b] for b in owners])
+        for batch, gradients in zip(batches, sums, strict=True):
+            if gradients:
+                yield launched(self._get(batch.trainer).accumulate(gradients))
+        return tuple(_result(*each) for each in zip(batches, found, strict=True))
 
     def _micro_batch(self, batches: Sequence[Batch], items: Sequence[_Item], owners: Sequence[int]) -> MicroBatch:
         width = max(len(item.datum.tokens) for item in items)
@@ -260,7 +248,7 @@ def _cut(batches: Sequence[Batch], tokens: int, *, mixed: bool) -> list[list[_It
 
 def _loss(
     micro: MicroBatch, span: slice, items: Sequence[_Item], batch: Batch, shares: Sequence[float]
-) -> tuple[float, mx.array, float]:
+) -> tuple[mx.array, mx.array, mx.array]:
     """The loss of a trainer's completions in a micro-batch, its gradient [n] with respect to their logprobs, and the
     sum of k3 to the base."""
     lengths = [len(item.datum.weights) for item in items]
@@ -279,8 +267,11 @@ def _loss(
         return mx.zeros((shape[0] * shape[1],)).at[place].add(flat).reshape(shape)
 
     made = TokenBatch(*(mx.array(filled[name]) for name in ("q", "weights", "shares", "mask")))
-    base = micro.base[span] if micro.base is not None and batch.loss.kl_coef else None
     p = micro.logprobs[span]
+    own = np.array([item.datum.logprobs is None for item in items])
+    if own.any():
+        made = made._replace(logprobs=mx.where(mx.array(own)[:, None], spread(p), made.logprobs))
+    base = micro.base[span] if micro.base is not None and batch.loss.kl_coef else None
     value, gradient = mx.value_and_grad(
         lambda flat: losses.loss(spread(flat), made, batch.loss, None if base is None else spread(base))
     )(p)
@@ -289,8 +280,38 @@ def _loss(
         d = base - p
         counted = mx.array(filled["weights"].reshape(-1)[there] != 0)
         kl = ((mx.exp(d) - 1.0 - d) * counted).sum()
-    mx.eval(value, gradient, kl)
-    return float(np.array(value)), gradient, float(np.array(kl))
+    return value, gradient, kl
+
+
+def _add(sums: dict[str, Pair], gradients: Mapping[str, Pair]) -> None:
+    for path, (a, b) in gradients.items():
+        known = sums.get(path)
+        sums[path] = (a, b) if known is None else (known[0] + a, known[1] + b)
+
+
+def _result(batch: Batch, found: Sequence[_Found]) -> BatchResult:
+    loss, kl = 0.0, 0.0
+    hot: dict[int, tuple[float, ...]] = {}
+    cold: dict[int, tuple[float, ...]] = {}
+    for items, arrays in found:
+        own_loss, own_kl, *logprobs = (np.array(x) for x in arrays)
+        loss += float(own_loss)
+        kl += float(own_kl)
+        for into, values in zip((hot, cold), logprobs, strict=True):
+            listed, at = values.tolist(), 0
+            for item in items:
+                into[item.index] = tuple(listed[at : at + len(item.datum.weights)])
+                at += len(item.datum.weights)
+    trained = sum(w != 0 for d in batch.data for w in d.weights)
+    order = range(len(batch.data))
+    return BatchResult(
+        batch.trainer,
+        loss,
+        trained,
+        tuple(hot[i] for i in order),
+        tuple(cold[i] for i in order),
+        kl / max(trained, 1),
+    )
 
 
 def _saved_spec(folder: Path, asked: TrainerSpec) -> TrainerSpec:

@@ -99,18 +99,10 @@ def batches(groups: Sequence[Group], config: RLTrainingConfig) -> tuple[Batch, .
     return tuple(made)
 
 
-def plain(trajectories: Sequence[Trajectory], trainer: str) -> Batch:
-    """Their completions with the same weight each: what the trainer thinks of them can be read from a pass."""
-    data = tuple(
-        Datum(t.prompt + t.tokens, len(t.prompt), (1.0,) * len(t.tokens), temperature=t.temperature or 1.0)
-        for t in trajectories
-    )
-    return Batch(trainer, data, LossConfig("cross_entropy"))
-
-
 def _datum(t: Trajectory, advantage: float) -> Datum:
-    # A greedy choice was not drawn: it counts as if it had been, from the model's own distribution.
-    logprobs = t.logprobs if t.temperature else t.model_logprobs
+    # A greedy choice was not drawn: it counts as if it had been, from the model's own distribution. What something else
+    # has drawn counts as if the trainer had.
+    logprobs = None if t.external else t.logprobs if t.temperature else t.model_logprobs
     return Datum(t.prompt + t.tokens, len(t.prompt), (advantage,) * len(t.tokens), logprobs, t.temperature or 1.0)
 
 

@@ -122,13 +122,12 @@ class Learner:
     ) -> UpdateReport:
         """One update from groups that vary. Raises EngineError and StorageError; it is pending then, and `finish` goes
         on with it."""
-        believed = await update.believed(self._client, self.trainer.name, groups)
-        trajectories = [t for group in believed for t in group]
+        trajectories = [t for group in groups for t in group]
         config = self._training
         began = Began(
             step=self.trainer.step + 1,
             trajectories=tuple(t.id for t in trajectories),
-            batches=advantages.batches(believed, config),
+            batches=advantages.batches(groups, config),
             adam=update.adam(config, self.trainer.step + 1, self.ledger.counters.course.rate_scale),
             micro_batch_tokens=self._config.engine.duty.micro_batch_tokens,
             publish=publish,

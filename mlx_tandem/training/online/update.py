@@ -20,7 +20,7 @@ from mlx_tandem.training.online.serving import Outcome, UpdateReport
 from mlx_tandem.training.store.records import Began
 from mlx_tandem.training.trajectories import Trajectory
 
-GUARD_TOKENS = 4096
+GUARD_TOKENS = 1024
 """The movement of the policy is measured on about so many tokens of an update."""
 
 
@@ -59,17 +59,6 @@ def adam(config: RLTrainingConfig, step: int, scale: float) -> Adam:
         weight_decay=config.weight_decay,
         grad_norm=config.max_grad_norm,
     )
-
-
-async def believed(client: EngineClient, trainer: str, groups: Sequence[advantages.Group]) -> list[list[Trajectory]]:
-    """The same groups; logprobs of external trajectories are the trainer's own now."""
-    outside = [t for group in groups for t in group if t.external]
-    own: dict[str, Trajectory] = {}
-    if outside:
-        (result,) = await client.run_pass([advantages.plain(outside, trainer)], forward_only=True)
-        for t, hot, cold in zip(outside, result.logprobs, result.model_logprobs, strict=True):
-            own[t.id] = replace(t, logprobs=hot, model_logprobs=cold)
-    return [[own.get(t.id, t) for t in group] for group in groups]
 
 
 async def gradients(client: EngineClient, began: Began) -> list[BatchResult]:
