@@ -50,7 +50,7 @@ class CostModel:
 
     def observe(self, chunks: list[tuple[int, int]], decode_rows: int, milliseconds: float) -> None:
         """A step with these (length, context) and so many rows that decode took this long."""
-        expected = sum(self.predict(*chunk) for chunk in chunks) + (self.decode(decode_rows) if decode_rows else 0.0)
+        expected = self.step(chunks, decode_rows)
         if expected <= 0.0:
             return
         # Clipped: a step that took a second because another program ran must not stop the prompts.
@@ -59,6 +59,10 @@ class CostModel:
             self._chunk_scale = min(max(self._chunk_scale * change, 1e-3), 1e3)
         if decode_rows:
             self._decode_scale = min(max(self._decode_scale * change, 1e-3), 1e3)
+
+    def step(self, chunks: list[tuple[int, int]], decode_rows: int) -> float:
+        """Milliseconds of a step with these (length, context) and so many rows that decode."""
+        return sum(self.predict(*chunk) for chunk in chunks) + (self.decode(decode_rows) if decode_rows else 0.0)
 
     def least(self) -> float:
         """Milliseconds of a chunk that half is what any chunk takes."""

@@ -17,9 +17,6 @@ from mlx_tandem.engine.duty import Duty
 from mlx_tandem.engine.plan import DeviceError, Runner, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler, Settled
 
-LATE_SECONDS = 1e-4
-"""What takes less to wait for was done before."""
-
 
 class StepsLost(Exception):
     """The device failed; these steps will never be settled."""
@@ -156,17 +153,17 @@ class Pipeline:
         self._duty.note_training(ms)
 
     def _finish(self, flight: _Flight) -> StepResult:
-        asked = time.perf_counter()
         result = self._runner.wait(flight.handle)
-        # The host was late, and the device is at the slice behind it: of both together, the step has what steps take.
-        late = self._slice is not None and time.perf_counter() - asked < LATE_SECONDS and self.step_ms > 0
-        ms = self._done(flight.launched, self.step_ms if late else math.inf)
+        # Where a slice went behind it, and then another step before it was read, the device may be at the slice by now:
+        # of the time of both, the step has what such steps take by themselves, and the slice what it costs streams.
+        shared = self._slice is not None and not self._runner.one_at_a_time and not result.cold
+        ms = self._done(flight.launched, self._scheduler.expected(flight.plan) if shared else math.inf)
         self.step_ms = _averaged(self.step_ms, ms)
         self._account(flight.plan, ms)
         self.steps += 1
         self.rows += len(flight.plan.rows)
         self.lora_rows += sum(1 for r in flight.plan.rows if r.slot)
-        if not late and not result.cold and not result.scores:  # these pay for the logits of whole chunks
+        if not shared and not result.cold and not result.scores:  # these pay for the logits of whole chunks
             self._scheduler.observe(flight.plan, ms)
         return result
 

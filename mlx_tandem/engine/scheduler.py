@@ -496,8 +496,11 @@ class Scheduler:
         """A step took this long; its cost guides the next budgets."""
         if plan.saves or plan.loads or not plan.rows or any(row.beside for row in plan.rows):
             return
-        chunks = [(padded_length(len(r.tokens)), r.start) for r in plan.rows if len(r.tokens) > 1]
-        self.prefill.cost.observe(chunks, len(plan.rows) - len(chunks), milliseconds)
+        self.prefill.cost.observe(*_parts(plan), milliseconds)
+
+    def expected(self, plan: StepPlan) -> float:
+        """Milliseconds that a step will take, by what such steps took."""
+        return self.prefill.cost.step(*_parts(plan))
 
     def fail(self, plans: Iterable[StepPlan]) -> list[int]:
         """Steps were lost on the device: their requests end here and are returned; every other running sequence
@@ -533,3 +536,9 @@ class Scheduler:
         assert self._background == {s.request.id for s in self._sequences.values() if s.request.background}
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=_PRIORITY), "the order of priorities is lost"
+
+
+def _parts(plan: StepPlan) -> tuple[list[tuple[int, int]], int]:
+    """Chunks of prompts (length, context), and how many rows decode or go beside those that do."""
+    chunks = [(padded_length(len(r.tokens)), r.start) for r in plan.rows if len(r.tokens) > 1 and not r.beside]
+    return chunks, sum(len(r.tokens) for r in plan.rows if r.beside or len(r.tokens) == 1)
