@@ -117,7 +117,7 @@ def build(
                 unmix(each)
     report("checking adapters", 0.0)
     kernels = choose(model.module, config.lora, model.dtype)
-    lora = LoraState(model.module, config.lora, model.dtype, kernels.fused)
+    lora = LoraState(model.module, config.lora, model.dtype, kernels.fused, products.few)
     log.info("adapters by %s: %s", lora.backend, kernels.reason)
     drawing = argmax.choose(model.dtype, vocab_size)
     log.info("greedy tokens: %s", drawing.reason)

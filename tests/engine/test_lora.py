@@ -19,6 +19,7 @@ from mlx_lm.utils import _get_classes
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
+from mlx_tandem.model.linears.skinny import FewRows
 from mlx_tandem.model.lora import routes
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import Layout
@@ -203,6 +204,34 @@ def test_a_base_step_has_no_delta_operation(family: str, bits: int) -> None:
     assert mixed["GatherMM"] - untouched["GatherMM"] == len(state.arrays())
     if family == "qwen3":
         assert uniform["GatherMM"] == 0  # plain products
+
+
+def test_products_are_told_which_steps_have_adapters() -> None:
+    """In whatever order a step is bound and unbound."""
+    model = build("qwen3")
+    few = Told()
+    state = LoraState(model, LoraConfig(max_loras=4), mx.float32, few=few)
+    state.install(2, adapter(state.linears(), 4, 1))
+    seen = []
+    for slots in ([0, 0], [2, 2], [0, 0], [0, 2]):
+        route = state.route(slots)
+        state.bind(route.arrays, None if route.ids is None else mx.array(route.ids), route.layout)
+        seen.append(few.adapted)
+    state.unbind()
+    assert [*seen, few.adapted] == [False, True, False, True, False]
+
+
+class Told(FewRows):
+    """Which of a step's kinds it was told of last."""
+
+    def __init__(self) -> None:
+        self.adapted = False
+
+    def begin(self) -> None:
+        self.adapted = True
+
+    def end(self) -> None:
+        self.adapted = False
 
 
 def test_a_compiled_step_sees_what_is_installed_later() -> None:

@@ -44,6 +44,8 @@ from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 
+from mlx_tandem.model.kernels.included import Included
+
 Target = Literal["cuda", "metal"]
 Constant = int | bool | mx.Dtype
 Shaped = tuple[Sequence[int], mx.Dtype]
@@ -226,12 +228,18 @@ def maker(target: Target) -> Make:
     def make(source: Source) -> Kernel:
         metal = target == "metal"
         header = _METAL + source.functions if metal else _CUDA + source.functions + _CUDA_END
+        body = (_METAL_START if metal else _CUDA_START) + source.body
+        parts = [] if metal else [Included(header), Included(body)]
+        if parts:
+            # MLX gives a kernel those shapes whose names it finds in the body.
+            shapes = [name for name in (f"{one}_shape" for one in source.inputs) if name in body]
+            header, body = parts[0].line, f"// {' '.join(shapes)}\n{parts[1].line}"
         declare: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel
         kernel: Callable[..., list[mx.array]] = declare(
             name=source.name,
             input_names=list(source.inputs),
             output_names=list(source.outputs),
-            source=(_METAL_START if metal else _CUDA_START) + source.body,
+            source=body,
             header=header,
             **({} if metal else {"shared_memory": source.room}),
         )
@@ -243,6 +251,8 @@ def maker(target: Target) -> Make:
             threads: int,
             outputs: Sequence[Shaped],
         ) -> list[mx.array]:
+            for part in parts:
+                part.keep()
             return kernel(
                 inputs=list(inputs),
                 template=list(template.items()),

@@ -27,11 +27,23 @@ class Shape(NamedTuple):
         return Shape(outputs, inputs, "bias" in linear)
 
 
-class FewRows:
-    """The kernel, and by what shape and how many tokens (`eighths` of them) it is used in which form."""
+Forms = Mapping[Shape, Mapping[int, Form]]
+"""By shape and number of tokens (`eighths` of them)."""
 
-    def __init__(self, kernel: Skinny, forms: Mapping[Shape, Mapping[int, Form]]):
-        self._kernel, self._forms = kernel, forms
+
+class FewRows:
+    """The kernel, and in which form it is used: in steps of the base, and in those with adapters, which are called
+    between `begin` and `end`."""
+
+    def __init__(self, kernel: Skinny, base: Forms, adapted: Forms):
+        self._kernel, self._base, self._adapted = kernel, base, adapted
+        self._forms = base
+
+    def begin(self) -> None:
+        self._forms = self._adapted
+
+    def end(self) -> None:
+        self._forms = self._base
 
     def product(self, linear: Any, x: mx.array) -> mx.array | None:
         """What a linear with `weight` and maybe `bias` gives for x; None: MLX is to compute that."""

@@ -21,6 +21,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.model.footprint import bucket
+from mlx_tandem.model.linears.skinny import FewRows
 from mlx_tandem.model.lora.adapted import Target, adapt, find_targets
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import WINDOW, Ids, Ints, Layout, lay_out, read
@@ -61,9 +62,15 @@ class LoraState:
     """
 
     def __init__(
-        self, model: nn.Module, config: LoraConfig, dtype: mx.Dtype, fused: GroupedDeltas | None = None
+        self,
+        model: nn.Module,
+        config: LoraConfig,
+        dtype: mx.Dtype,
+        fused: GroupedDeltas | None = None,
+        few: FewRows | None = None,
     ) -> None:
-        """`fused`: fused kernels, where they have been found to be right and faster (`model/trials/lora.py`)."""
+        """`fused`: fused kernels, where they have been found to be right and faster (`model/trials/lora.py`). `few`:
+        products that are to know which steps have adapters."""
         self.slots = config.max_loras
         self.max_rank = config.max_lora_rank
         # MLX's CPU back end has gather_mm for float32 only, and its half-precision products are slow anyway.
@@ -71,7 +78,7 @@ class LoraState:
         self.dtype = mx.float32 if on_cpu else dtype
         self.uploads = Uploads(self.dtype)
         self.rank = 0  # of the stacked arrays: the present bucket
-        self._fused = fused
+        self._fused, self._few = fused, few
         plain = config.backend if config.backend in ("gather", "windows") else "windows" if on_cpu else "gather"
         self.backend = "fused" if fused is not None else plain
         self._targets = find_targets(model)
@@ -201,6 +208,8 @@ class LoraState:
             return
         if layout.kind == "uniform" and [x.ndim for x in arrays] == [x.ndim for x in self.arrays()]:
             arrays = [x[ids[0]] for x in arrays]
+        if self._few is not None:
+            self._few.begin()
         pairs = zip(arrays[::2], arrays[1::2], strict=True)
         self._bound = _Bound(layout, read(ids, layout), dict(zip(self._stacks, pairs, strict=True)), [])
         if self._fused is not None and self._bound.ids.tiles is not None:
@@ -211,6 +220,8 @@ class LoraState:
         self._bound = None
         if self._fused is not None:
             self._fused.stop()
+        if self._few is not None:
+            self._few.end()
 
     def changes(self, target: Target) -> bool:
         return self._bound is not None and target.path in self._bound.arrays

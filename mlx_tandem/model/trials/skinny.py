@@ -4,9 +4,10 @@ slower."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -21,14 +22,12 @@ from mlx_tandem.model.trials.lora import TOLERANCE, floats
 
 log = logging.getLogger(__name__)
 
-SHARE = 0.25
+SHARE, SHARE_ADAPTED = 0.25, 0.75
 """Of the time that a product by the kernel spares the host, what it may take the device longer. In a compiled step
 MLX's product takes the host ten to thirty microseconds, the kernel three, and with few rows steps wait for the host as
-often as for the device."""
+often as for the device; those with adapters, which have twice as many operations, nearly always."""
 
 _ENDS = 512  # outputs at either end that are compared
-
-Forms = dict[Shape, dict[int, Form]]
 
 
 class Choice(NamedTuple):
@@ -67,15 +66,36 @@ def _choose(modules: Sequence[nn.Module], trial: _Trial) -> Choice:
         kinds.setdefault(shape, Kind(shape.inputs, module["weight"].nbytes, [])).modules.append(module)
     if not kinds:
         return Choice(None, "no linear has a type and shape for the kernel")
-    allowed = trial.spared(min(kinds.values(), key=lambda kind: kind.nbytes)) * SHARE
-    log.info("the kernel for few rows may take %.1f µs longer than MLX's product", allowed * 1e6)
-    chosen = {shape: trial.forms(shape, kind, allowed) for shape, kind in kinds.items()}
-    return Choice(FewRows(trial.kernel, chosen) if any(chosen.values()) else None, _told(chosen))
+    spared = trial.spared(min(kinds.values(), key=lambda kind: kind.nbytes))
+    log.info("the kernel for few rows spares the host %.1f µs a product", spared * 1e6)
+    timed = {shape: trial.forms(shape, kind, spared * SHARE_ADAPTED) for shape, kind in kinds.items()}
+    base, adapted = (_within(timed, spared * share) for share in (SHARE, SHARE_ADAPTED))
+    if not any(adapted.values()):
+        return Choice(None, "the kernel is slower")
+    told = ", ".join(_told(shape, base[shape], own) for shape, own in adapted.items() if own)
+    return Choice(FewRows(trial.kernel, base, adapted), f"the kernel is taken for {told}")
 
 
-def _told(chosen: Forms) -> str:
-    parts = [f"{shape.outputs} x {shape.inputs} up to {8 * max(own)} tokens" for shape, own in chosen.items() if own]
-    return f"the kernel is taken for {', '.join(parts)}" if parts else "the kernel is slower"
+def _within(timed: Mapping[Shape, Sequence[Timed]], allowed: float) -> dict[Shape, dict[int, Form]]:
+    """Up to as many tokens as it takes no longer for."""
+    return {
+        shape: {one.eighths: one.form for one in takewhile(lambda one: one.longer <= allowed, own)}
+        for shape, own in timed.items()
+    }
+
+
+def _told(shape: Shape, base: Mapping[int, Form], adapted: Mapping[int, Form]) -> str:
+    most, more = 8 * max(base, default=0), 8 * max(adapted)
+    beside = f" ({more} with adapters)" if more > most else ""
+    return f"{shape.outputs} x {shape.inputs} up to {most} tokens{beside}"
+
+
+class Timed(NamedTuple):
+    """The best form for so many tokens, and the seconds that it takes the device longer than MLX's product."""
+
+    eighths: int
+    form: Form
+    longer: float
 
 
 @dataclass(frozen=True)
@@ -91,12 +111,11 @@ class _Trial:
         kernel, plain = (self.meter.host_seconds([partial(way, each) for each in linears], x) for way in ways)
         return max(0.0, plain - kernel) / len(linears)
 
-    def forms(self, shape: Shape, kind: Kind, allowed: float) -> dict[int, Form]:
-        """Up to how many tokens the kernel is right and takes no longer than `allowed` more, and in which form. Raises
-        ValueError where it is wrong."""
+    def forms(self, shape: Shape, kind: Kind, allowed: float) -> list[Timed]:
+        """Up to how many tokens the kernel takes no longer than `allowed` more. Raises ValueError where it is wrong."""
         linears: list[Any] = kind.several()
         dtype = linears[0]["weight"].dtype
-        best: dict[int, Form] = {}
+        best: list[Timed] = []
         for many in EIGHTHS:
             tokens = 8 * many
             x = input_of(kind, dtype, tokens)
@@ -108,9 +127,12 @@ class _Trial:
                 if not error <= TOLERANCE[dtype]:
                     raise ValueError(f"wrong by {error:.1e} in {shape.outputs} x {shape.inputs}, {tokens} tokens")
                 times[form] = self._seconds(partial(_product, self.kernel, form), linears, x)
-            if not times or min(times.values()) > self._seconds(_plain, linears, x) + allowed:
+            if not times:
                 break
-            best[many] = min(times, key=times.__getitem__)
+            form = min(times, key=times.__getitem__)
+            best.append(Timed(many, form, times[form] - self._seconds(_plain, linears, x)))
+            if best[-1].longer > allowed:
+                break
         return best
 
     def _seconds(self, way: Callable[[Any, mx.array], mx.array], linears: Sequence[Any], x: mx.array) -> float:
