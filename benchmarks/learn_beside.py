@@ -62,7 +62,8 @@ def main() -> None:
     if unknown := set(args.modes.split(",")) - set(MODES):
         parser.error(f"--modes: {', '.join(unknown)} is none of {', '.join(MODES)}")
     stop_cleanly()
-    results = Results(args.json_out, shape=args.shape or "demo", streams=args.streams, update_tokens=args.update_tokens)
+    sizes = {"update_tokens": args.update_tokens, "full_tokens": args.full_tokens or args.update_tokens}
+    results = Results(args.json_out, shape=args.shape or "demo", streams=args.streams, **sizes)
     with tempfile.TemporaryDirectory(prefix="tandem-beside-") as scratch:
         settings = Path(scratch) / "learn.yaml"
         tree = {
@@ -117,7 +118,7 @@ async def measure(load: Load, targets: Sequence[str | None], args: argparse.Name
             gaps: list[float] = []
             began = perf_counter()
             until = began + (args.seconds if repeat >= 0 else args.warm_up_seconds)
-            size = args.update_tokens if MODES[mode] else args.full_tokens or args.update_tokens
+            size = results.found["update_tokens" if MODES[mode] else "full_tokens"]
             beside = asyncio.create_task(learner.post(MODES[mode], until, size))
             tokens = sum(await asyncio.gather(*(stream(i, until, gaps) for i in range(streams))))
             took = perf_counter() - began

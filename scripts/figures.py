@@ -357,9 +357,11 @@ def groups(name: str, result: dict[str, Any]) -> str:
 
 
 def learn_beside(name: str, result: dict[str, Any]) -> str:
+    more = result.get("full_tokens", result["update_tokens"])
+    sizes = f" ({more:,} at 70:30)" if more != result["update_tokens"] else ""
     text = (
-        f"**{result['streams']} streams beside updates of {result['update_tokens']:,} tokens**, {_model(result)}, "
-        f"{_where(result)} ([data]({_link(name)})). {result['published']} versions were published; {result['failed']} "
+        f"**{result['streams']} streams beside updates of {result['update_tokens']:,} tokens{sizes}**, "
+        f"{_model(result)}, {_where(result)} ([data]({_link(name)})). {result['published']} versions were published; {result['failed']} "
         f"requests failed, {result['different']} had other tokens.\n\n"
     ) + _head("updates", "tokens/s of idle", "p50 of idle", "p99 of idle", "updates a minute", "share of the device")
     for mode, m in result["modes"].items():

@@ -28,6 +28,9 @@ from mlx_tandem.training.device.tree import Tree
 
 Passes = Generator[Wait, None, tuple[BatchResult, ...]]
 
+_EVEN = 5
+"""Micro-batches are even to one part in two to the power of this."""
+
 
 @dataclass(frozen=True)
 class _Item:
@@ -228,10 +231,25 @@ class Trainers:
 
 
 def _cut(batches: Sequence[Batch], tokens: int, *, mixed: bool) -> list[list[_Item]]:
-    """Micro-batches of at most `tokens` with padding (or one sequence): neighbours in length beside each other, and
-    within each the rows of one trainer together. `mixed`: several trainers may share one."""
+    """As few micro-batches as hold `tokens` each, with padding (or one sequence), and these about equally large:
+    neighbours in length beside each other, and within each the rows of one trainer together. `mixed`: several trainers
+    may share one."""
     items = [_Item(b, i, datum) for b, batch in enumerate(batches) for i, datum in enumerate(batch.data)]
     items.sort(key=lambda item: (0 if mixed else item.batch, -len(item.datum.tokens)))
+    cut = _filled(items, tokens, mixed)
+    low, high = 0, tokens
+    while high - low > max(tokens >> _EVEN, 1):
+        middle = (low + high) // 2
+        more = _filled(items, middle, mixed)
+        if len(more) > len(cut):
+            low = middle
+        else:
+            cut, high = more, middle
+    return [sorted(part, key=lambda item: (item.batch, item.index)) for part in cut]
+
+
+def _filled(items: Sequence[_Item], tokens: int, mixed: bool) -> list[list[_Item]]:
+    """Each filled before the next is begun."""
     cut: list[list[_Item]] = []
     for item in items:
         last = cut[-1] if cut else None
@@ -243,7 +261,7 @@ def _cut(batches: Sequence[Batch], tokens: int, *, mixed: bool) -> list[list[_It
             cut.append([item])
         else:
             last.append(item)
-    return [sorted(part, key=lambda item: (item.batch, item.index)) for part in cut]
+    return cut
 
 
 def _loss(
