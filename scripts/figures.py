@@ -361,8 +361,8 @@ def learn_beside(name: str, result: dict[str, Any]) -> str:
     sizes = f" ({more:,} at 70:30)" if more != result["update_tokens"] else ""
     text = (
         f"**{result['streams']} streams beside updates of {result['update_tokens']:,} tokens{sizes}**, "
-        f"{_model(result)}, {_where(result)} ([data]({_link(name)})). {result['published']} versions were published; {result['failed']} "
-        f"requests failed, {result['different']} had other tokens.\n\n"
+        f"{_model(result)}, {_where(result)} ([data]({_link(name)})). {result['published']} versions were "
+        f"published; {result['failed']} requests failed, {result['different']} had other tokens.\n\n"
     ) + _head("updates", "tokens/s of idle", "p50 of idle", "p99 of idle", "updates a minute", "share of the device")
     for mode, m in result["modes"].items():
         if mode != "idle":

@@ -11,13 +11,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.adapters import Adapters
 from mlx_tandem.engine.duty import Duty
-from mlx_tandem.engine.pipeline import Pipeline, StepsLost, Wait
+from mlx_tandem.engine.pipeline import Pipeline, StepsLost
 from mlx_tandem.engine.plan import Runner
 from mlx_tandem.engine.scheduler import Scheduler, Settled
 from mlx_tandem.engine.training import Training, TrainingFailed
@@ -29,8 +29,6 @@ from mlx_tandem.types import AdapterRef, EngineStats, MemoryInUse, Request
 
 log = logging.getLogger(__name__)
 
-MOST_SLICES = 32
-"""Of learning in a row: then the inbox is looked at."""
 STRIKES = 3
 STRIKE_SECONDS = 60.0
 LAST_SECONDS = 3.0
@@ -283,7 +281,7 @@ class EngineCore:
         due = self._duty.may_train(scheduler.has_users, rows or training.has_work, pipeline.learning_ms)
         if training.has_work and (training.is_brief or (due and not (rows and self._sliced))):
             self._sliced = True
-            self._step(lambda: pipeline.turn(False, self._slices, step=not (due and self._duty.is_alone)))
+            self._step(lambda: pipeline.turn(False, training.slice, step=not (due and self._duty.may_go_on)))
         else:
             self._sliced = self._sliced and not due  # those rows are in this step only if learning is due
             self._step(lambda: pipeline.turn(due))
@@ -292,16 +290,6 @@ class EngineCore:
         self._waits = idle and self._tier is not None and self._tier.is_reading
         if self._adapters.has_left:
             self._adapters.let_go(scheduler.digests)
-
-    def _slices(self) -> Iterator[Wait | None]:
-        """One, and more where learning is owed so much that streams have to wait for several."""
-        for launched in range(MOST_SLICES):
-            if not self._training.has_work or (launched and not self._goes_on(launched)):
-                return
-            yield self._training.slice()
-
-    def _goes_on(self, launched: int) -> bool:
-        return self._duty.may_go_on(launched * self._pipeline.slice_ms)
 
     def _step(self, turn: Callable[[], Settled | None]) -> None:
         """What learning has to say since is sent with the step's tokens."""

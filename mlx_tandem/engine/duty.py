@@ -27,7 +27,7 @@ class Duty:
         whole = config.inference + config.training
         self._share = config.training / whole if whole > 0 else 0.0  # of learning
         self._credit = 0.0
-        self.is_alone = False  # learning had nobody to wait for, when last asked
+        self._alone = False  # learning had nobody to wait for, when last asked
         self._lent = True  # one side wanted nothing, or was held back, when last asked
         self._gaps: deque[float] = deque(maxlen=GAPS)
         self._last_tokens: float | None = None  # when a step with streams was last read, in ms
@@ -51,14 +51,15 @@ class Duty:
         if not training or not self.learns:
             self._lent = True
             return False
-        self.is_alone = not serving or self._mode == "training_only"
-        self._lent = self.is_alone or self.is_slow
-        return self.is_alone or (not self._lent and self._credit > (1 - self._share) * under_way)
+        self._alone = not serving or self._mode == "training_only"
+        self._lent = self._alone or self.is_slow
+        return self._alone or (not self._lent and self._credit > (1 - self._share) * under_way)
 
-    def may_go_on(self, under_way: float) -> bool:
-        """Whether learning, which `may_train` has given a piece, may have the next without a step between them: beside
-        what is under way it is owed more than the bound. Streams hardly notice one piece at a time."""
-        return not self.is_alone and self._credit > BOUND_MS + (1 - self._share) * under_way
+    @property
+    def may_go_on(self) -> bool:
+        """Whether learning, which `may_train` has given a piece, may have the next without a step between them: what it
+        is owed is beyond the bound. Streams hardly notice one piece at a time."""
+        return self._alone or self._credit > BOUND_MS
 
     def note_serving(self, ms: float) -> None:
         self.serving_ms += ms

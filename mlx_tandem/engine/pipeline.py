@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,9 @@ from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine.duty import Duty
 from mlx_tandem.engine.plan import DeviceError, Runner, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler, Settled
+
+LATE_SECONDS = 5e-4
+"""What takes less to wait for was over before: to read a step takes up to 0.4 ms itself."""
 
 
 class StepsLost(Exception):
@@ -28,10 +31,6 @@ class StepsLost(Exception):
 
 Wait = Callable[[], None]
 """Blocks until what was launched is done; raises what went wrong with it."""
-
-
-Launch = Callable[[], Iterable[Wait | None]]
-"""Launches slices one by one; None where nothing is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +54,38 @@ class Pipeline:
         self._runner = runner
         self._duty = duty or Duty(DutyConfig())
         self._flight: _Flight | None = None
-        self._slices: list[_Slice] = []  # before the step in flight, where there is one
+        self._slice: _Slice | None = None  # before the step in flight, where there is one
         self._failure: Exception | None = None  # of a slice, not raised yet
         self._last_done = 0.0
         self.steps = 0
         self.rows = 0
         self.lora_rows = 0
         self.step_ms = 0.0  # moving averages
-        self.slice_ms = 0.0
+        self._slice_ms = 0.0
 
     @property
     def is_empty(self) -> bool:
-        return self._flight is None and not self._slices and self._failure is None
+        return self._flight is None and self._slice is None and self._failure is None
 
     @property
     def learning_ms(self) -> float:
         """What is under way for learning will take about so long, or longer."""
-        return len(self._slices) * self.slice_ms
+        return self._slice_ms if self._slice is not None else 0.0
 
-    def turn(self, background: bool = True, launch: Launch | None = None, *, step: bool = True) -> Settled | None:
-        """Launch what `launch` does of learning, and behind it the next step, unless `step` is False; then read what
-        was launched before, which ran meanwhile. None when that was no step. `background`: as in `Scheduler.plan`.
+    def turn(
+        self, background: bool = True, launch: Callable[[], Wait | None] | None = None, *, step: bool = True
+    ) -> Settled | None:
+        """Launch a slice of learning, if there is one, and behind it the next step, unless `step` is False; then read
+        what was launched before, which ran meanwhile. None when that was no step. `background`: as in `Scheduler.plan`.
+        `launch` returns None where nothing is waited for.
 
         Raises StepsLost, no step is in flight then; what `launch` does, and what `catch_up` does: then none is lost.
         """
         self.catch_up()
-        before, slices = self._flight, self._slices  # one of them is empty
-        self._slices = []
+        before, slice_ = self._flight, self._slice  # one of them at most
+        self._slice = None
         if launch is not None:
-            self._begin(launch)
+            self._slice = self._begin(launch)
         self._flight = plan = result = None
         try:
             plan = self._scheduler.plan(background) if step else None
@@ -91,26 +93,28 @@ class Pipeline:
             waits = plan is not None and self._runner.waits(plan)
             early = waits or (launch is not None and self._runner.one_at_a_time)
             if early:
-                result = self._read(slices, before)
+                result = self._read(slice_, before)
             if waits:
-                self._read_slices()
+                self._read_slice(self._slice)
+                self._slice = None
             if plan is not None:
                 launched = time.perf_counter()
                 self._flight = _Flight(plan, self._runner.launch(plan), launched)
             if not early:
-                result = self._read(slices, before)
+                result = self._read(slice_, before)
         except DeviceError as e:
             self._flight = None
             raise StepsLost([p for p in (before.plan if before else None, plan) if p is not None], e) from e
         return self._settle(before, result)
 
     def catch_up(self) -> None:
-        """Read slices that a step was launched behind.
+        """Read a slice that a step was launched behind.
 
         Raises what the `Wait` of a slice does, also of one that was read in a turn: what that read is not lost.
         """
         if self._flight is not None:
-            self._read_slices()
+            slice_, self._slice = self._slice, None
+            self._read_slice(slice_)
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
@@ -124,50 +128,48 @@ class Pipeline:
         self.catch_up()
         return settled
 
-    def _begin(self, launch: Launch) -> None:
+    def _begin(self, launch: Callable[[], Wait | None]) -> _Slice | None:
         launched = time.perf_counter()
-        for wait in launch():
-            now = time.perf_counter()
-            if wait is not None:
-                self._slices.append(_Slice(wait, launched))
-            else:
-                self._last_done = now
-                self._duty.note_training((now - launched) * 1e3)
-            launched = now
+        wait = launch()
+        if wait is not None:
+            return _Slice(wait, launched)
+        self._last_done = time.perf_counter()
+        self._duty.note_training((self._last_done - launched) * 1e3)
+        return None
 
-    def _read(self, slices: list[_Slice], flight: _Flight | None) -> StepResult | None:
+    def _read(self, slice_: _Slice | None, flight: _Flight | None) -> StepResult | None:
         """Wait until they are done, and note what they took; the step's result."""
-        for slice_ in slices:
-            self._read_slice(slice_)
+        self._read_slice(slice_)
         return None if flight is None else self._finish(flight)
 
-    def _read_slices(self) -> None:
-        while self._slices:
-            self._read_slice(self._slices.pop(0))
-
-    def _read_slice(self, slice_: _Slice) -> None:
+    def _read_slice(self, slice_: _Slice | None) -> None:
         """What goes wrong is kept for `catch_up`."""
+        if slice_ is None:
+            return
         try:
             slice_.wait()
         except Exception as e:
-            self._failure, self._slices = e, []  # those behind it belong to the same work
+            self._failure, self._slice = e, None  # the one behind it belongs to the same work
         ms = self._done(slice_.launched)
         # A slow one is forgotten at once: who is thought slow waits long, and then has much to catch up with.
-        self.slice_ms = min(ms, _averaged(self.slice_ms, ms))
+        self._slice_ms = min(ms, _averaged(self._slice_ms, ms))
         self._duty.note_training(ms)
 
     def _finish(self, flight: _Flight) -> StepResult:
+        asked = time.perf_counter()
         result = self._runner.wait(flight.handle)
-        # Where a slice went behind it, and then another step before it was read, the device may be at the slice by now:
-        # of the time of both, the step has what such steps take by themselves, and the slice what it costs streams.
-        shared = bool(self._slices) and not self._runner.one_at_a_time and not result.cold
-        ms = self._done(flight.launched, self._scheduler.expected(flight.plan) if shared else math.inf)
+        usual = not result.cold and not result.scores  # these pay for the logits of whole chunks
+        # Over before it was asked for, as the host launched a slice and another step meanwhile: the device is at the
+        # slice. Of the time of both the step has what such steps take by themselves, the slice what it costs streams.
+        behind = self._slice is not None and self._flight is not None
+        late = usual and behind and time.perf_counter() - asked < LATE_SECONDS
+        ms = self._done(flight.launched, self._scheduler.expected(flight.plan) if late else math.inf)
         self.step_ms = _averaged(self.step_ms, ms)
         self._account(flight.plan, ms)
         self.steps += 1
         self.rows += len(flight.plan.rows)
         self.lora_rows += sum(1 for r in flight.plan.rows if r.slot)
-        if not shared and not result.cold and not result.scores:  # these pay for the logits of whole chunks
+        if usual and not late:
             self._scheduler.observe(flight.plan, ms)
         return result
 
@@ -184,7 +186,7 @@ class Pipeline:
         share = plan.background_share
         self._duty.note_serving(ms * (1 - share))
         self._duty.note_training(ms * share)
-        self._duty.note_tokens(self._last_done * 1e3, plan.has_streams)
+        self._duty.note_tokens(time.perf_counter() * 1e3, plan.has_streams)
 
 
 def _averaged(average: float, ms: float) -> float:

@@ -14,6 +14,7 @@ A plan may be made while the one before it is still on the device: tokens drawn 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort_left, insort_right
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -494,13 +495,13 @@ class Scheduler:
 
     def observe(self, plan: StepPlan, milliseconds: float) -> None:
         """A step took this long; its cost guides the next budgets."""
-        if plan.saves or plan.loads or not plan.rows or any(row.beside for row in plan.rows):
+        if not _is_plain(plan) or any(row.beside for row in plan.rows):
             return
         self.prefill.cost.observe(*_parts(plan), milliseconds)
 
     def expected(self, plan: StepPlan) -> float:
-        """Milliseconds that a step will take, by what such steps took."""
-        return self.prefill.cost.step(*_parts(plan))
+        """Milliseconds that a step will take, by what such steps took; infinite where that is not known."""
+        return self.prefill.cost.step(*_parts(plan)) if _is_plain(plan) else math.inf
 
     def fail(self, plans: Iterable[StepPlan]) -> list[int]:
         """Steps were lost on the device: their requests end here and are returned; every other running sequence
@@ -536,6 +537,11 @@ class Scheduler:
         assert self._background == {s.request.id for s in self._sequences.values() if s.request.background}
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=_PRIORITY), "the order of priorities is lost"
+
+
+def _is_plain(plan: StepPlan) -> bool:
+    """Whether a step is its rows and nothing else that takes long."""
+    return bool(plan.rows) and not (plan.saves or plan.loads)
 
 
 def _parts(plan: StepPlan) -> tuple[list[tuple[int, int]], int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine import pipeline
+from mlx_tandem.engine.duty import Duty
 from mlx_tandem.engine.learning import Adam
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import AdapterSource
@@ -82,8 +84,7 @@ def test_rows_made_for_training_have_their_turn_beside_a_pass(
     """Learning is due every third turn: a slice, then the rows."""
     turns = itertools.cycle([True, False, False])
     monkeypatch.setattr(front.duty, "may_train", lambda serving, training, under_way: next(turns))
-    monkeypatch.setattr(front.duty, "may_go_on", lambda under_way: False)
-    monkeypatch.setattr(front.duty, "is_alone", False)
+    monkeypatch.setattr(Duty, "may_go_on", False)
     front.send(m.Submit(request(0, max_tokens=40)), m.Submit(background(request(1, max_tokens=40))))
     front.send(a_pass(2, slices=40))
     front.turn(30)
@@ -106,8 +107,7 @@ def test_a_slice_is_launched_behind_the_step_in_flight(
     first = front.reference.launches
     with monkeypatch.context() as patch:
         patch.setattr(front.duty, "may_train", lambda serving, training, under_way: next(turns))
-        patch.setattr(front.duty, "may_go_on", lambda under_way: False)
-        patch.setattr(front.duty, "is_alone", False)
+        patch.setattr(Duty, "may_go_on", False)
         front.turn(3)
     beside = [[f"launch {n}", f"wait {n - 1}"] for n in (first, first + 2)]
     if one_at_a_time:
@@ -130,7 +130,7 @@ def test_learning_that_is_due_more_than_a_slice_has_several_between_two_steps(
     front = make_front(trainers=trainers, duty=DutyConfig(inference=0.1, training=0.9))
     now = itertools.count()
     monkeypatch.setattr(pipeline.time, "perf_counter", lambda: next(now) / 20)
-    monkeypatch.setattr(front.scheduler, "expected", lambda plan: 100.0)
+    monkeypatch.setattr(front.scheduler, "expected", lambda plan: math.inf)
     front.send(open_trainer(1), m.Submit(request(0, max_tokens=40)), a_pass(2, slices=1000))
     front.turn(2)
     trainers.calls = front.runner.calls = []
@@ -343,13 +343,13 @@ def test_gradients_and_rows_made_for_training_take_turns(front: Front, trainers:
     for users in ((), (request(8, max_tokens=30),)):
         made = background(request(len(users), max_tokens=10))
         trainers.done.clear()
-        front.send(*map(m.Submit, (*users, made)), a_pass(2, slices=1000))
+        front.send(*map(m.Submit, (*users, made)), a_pass(2, slices=40))
         seen = []
         while made.id not in front.finished():
             owe(front)
             front.turn()
             seen.append(len(trainers.done))
-        assert 5 < seen[-1] < 1000
+        assert 5 < seen[-1] < 40
         front.finish()
         assert front.tokens(made.id) == expected(made, 0)
 

@@ -130,33 +130,6 @@ def test_pieces_that_are_noted_late_hold_nobody_up(shares: tuple[float, float], 
     assert longest <= 2 * step * share / (1 - share) + piece + 1e-6
 
 
-@settings(max_examples=60, deadline=None)
-@given(weights, st.floats(1.0, LONGEST), st.floats(1.0, LONGEST))
-def test_between_two_steps_are_as_many_pieces_as_the_share_needs(
-    shares: tuple[float, float], step: float, piece: float
-) -> None:
-    """One where that is enough; then never two, as long as nothing was borrowed."""
-    duty = Duty(DutyConfig(inference=shares[0], training=shares[1]))
-    share = shares[1] / sum(shares)
-    done: list[float] = []  # of learning, behind each step
-    for _ in range(4_000):
-        pieces = 0
-        if duty.may_train(True, True):
-            pieces = 1
-            while pieces < 1_000 and duty.may_go_on(pieces * piece):
-                pieces += 1
-        for _ in range(pieces):
-            duty.note_training(piece)
-        duty.note_serving(step)
-        done.append(pieces * piece)
-    late = done[2_000:]
-    assert abs(sum(late) / (sum(late) + step * len(late)) - share) < 0.02
-    needed = step * share / (1 - share)
-    if needed <= 0.99 * piece:
-        assert max(done) <= piece
-    assert max(late) <= needed + 2 * piece
-
-
 def test_a_piece_longer_than_the_bound_is_paid_for() -> None:
     """300 ms at once, again and again: no bound forgives what was taken in the contest."""
     duty = Duty(DutyConfig())

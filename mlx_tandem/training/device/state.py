@@ -119,15 +119,14 @@ class Trainer:
 
     # --- learning ------------------------------------------------------------------------------------------------
 
-    def accumulate(self, gradients: Mapping[str, Pair]) -> dict[str, Pair]:
-        """Add them to those there are; all of them, which the caller has to have computed."""
+    def accumulate(self, gradients: Mapping[str, Pair]) -> None:
         if self._gradients is None:
             self._gradients = dict(gradients)
         else:
             for path, (a, b) in gradients.items():
                 known = self._gradients.get(path)
                 self._gradients[path] = (a, b) if known is None else (known[0] + a, known[1] + b)
-        return self._gradients
+        mx.eval(self._gradients)
 
     def drop_gradients(self) -> None:
         self._gradients = None

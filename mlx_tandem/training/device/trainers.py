@@ -198,16 +198,21 @@ class Trainers:
                 loss, gradient, kl = _loss(micro, span, own, batches[b], shares[b])
                 cotangents.append(gradient)
                 found[b].append(_Found(own, [loss, kl, micro.logprobs[span], micro.plain[span]]))
-                mx.async_eval(found[b][-1].arrays)  # what they are made from need not be kept
+            # What they are made from need not be kept.
             if forward_only:
+                yield launched([found[b][-1].arrays for b in owners])
                 continue
+            mx.async_eval([found[b][-1].arrays for b in owners])
             yield from micro.backward(mx.concatenate(cotangents))
+            known = any(sums[b] for b in owners)
             for b, gradients in zip(owners, micro.gradients, strict=True):
                 _add(sums[b], gradients)
-            yield launched([sums[b] for b in owners])
+            if known:
+                yield launched([sums[b] for b in owners])
+        mx.eval(sums)  # before any of it counts
         for batch, gradients in zip(batches, sums, strict=True):
             if gradients:
-                yield launched(self._get(batch.trainer).accumulate(gradients))
+                self._get(batch.trainer).accumulate(gradients)
         return tuple(_result(*each) for each in zip(batches, found, strict=True))
 
     def _micro_batch(self, batches: Sequence[Batch], items: Sequence[_Item], owners: Sequence[int]) -> MicroBatch:
