@@ -14,6 +14,9 @@ from mlx_tandem.config import DutyConfig
 BOUND_MS = 100.0
 """1 % of ten seconds, the window in which shares are meant to hold."""
 
+MUCH_MS = 2 * BOUND_MS
+"""What learning is owed when one piece to a step is too little for it: more than it can be after it wanted nothing."""
+
 GAPS = 128
 """Of the latest gaps between tokens, over which the 95th percentile is taken."""
 
@@ -57,9 +60,9 @@ class Duty:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether learning, which `may_train` has given a piece, may have the next without a step between them: what it
-        is owed is beyond the bound. Streams hardly notice one piece at a time."""
-        return self._alone or self._credit > BOUND_MS
+        """Whether learning, which `may_train` has given a piece, may have the next without a step between them. Streams
+        hardly notice one piece at a time."""
+        return self._alone or self._credit > MUCH_MS
 
     def note_serving(self, ms: float) -> None:
         self.serving_ms += ms
