@@ -130,33 +130,40 @@ def test_pieces_that_are_noted_late_hold_nobody_up(shares: tuple[float, float], 
     assert longest <= 2 * step * share / (1 - share) + piece + 1e-6
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(weights, st.floats(1.0, LONGEST), st.floats(1.0, LONGEST))
 def test_one_piece_goes_before_a_step_where_that_is_enough(
     shares: tuple[float, float], step: float, piece: float
 ) -> None:
-    """Also after learning wanted nothing for long; else as many as its share needs."""
+    """Also after learning wanted nothing for long, and while its pieces are short, as those of a forward are; else as
+    many as its share needs."""
     duty = Duty(DutyConfig(inference=shares[0], training=shares[1]))
     share = shares[1] / sum(shares)
     for _ in range(1_000):
         duty.may_train(True, False)
         duty.note_serving(step)
+    some = int(60 / piece) + 1
+    sizes = cycle([0.5 * piece] * some + [1.5 * piece] * some)
     needed = step * share / (1 - share)
-    done: list[float] = []  # of learning, before each step
+    learned: list[float] = []
+    most = 0
     for _ in range(4_000):
-        learned = 0.0
+        learned.append(0.0)
+        count = 0
         while duty.may_train(True, True):
-            learned += piece
-            duty.note_training(piece)
-            if not duty.may_go_on:
+            go_on, ms = duty.may_go_on, next(sizes)
+            learned[-1] += ms
+            count += 1
+            duty.note_training(ms)
+            if not go_on:
                 break
         duty.note_serving(step)
-        done.append(learned)
-    if needed <= 0.98 * piece:
-        assert max(done) <= piece
-    late = done[2_000:]
+        most = max(most, count)
+    if needed <= 0.95 * piece:
+        assert most == 1
+    late = learned[2_000:]
     assert abs(sum(late) / (sum(late) + step * len(late)) - share) < 0.02
-    assert max(late) <= needed + 2 * piece
+    assert max(late) <= needed + 3 * piece
 
 
 def test_a_piece_longer_than_the_bound_is_paid_for() -> None:
