@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_tandem.adapters.formats import LinearShape
 from mlx_tandem.model.kernels.store import Store
+from mlx_tandem.model.lora.stack import Stack
+from mlx_tandem.model.lora.writer import SlotWriter
 from tests.kernels import shim
 
 pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
@@ -24,3 +28,57 @@ def test_lines_are_where_they_belong_and_the_array_where_it_was(tmp_path: Path, 
     expected[rows] = np.array(lines.astype(mx.float32))
     assert Store(shim.maker(tmp_path))(array, mx.array(rows), lines).tolist() == [0]
     assert (np.array(array.astype(mx.float32)) == expected).all()
+
+
+@pytest.fixture
+def _uncompiled() -> Iterator[None]:
+    """The shim computes at once; while a step is traced there are no numbers."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def stacks_of(rng: np.random.Generator, dtype: mx.Dtype) -> dict[str, Stack]:
+    stacks = {path: Stack(LinearShape(24, outputs), 3, 8, dtype, None) for path, outputs in (("q", 16), ("k", 40))}
+    for stack in stacks.values():
+        for slot in range(4):
+            a, b = (mx.array(rng.standard_normal(x.shape[1:])).astype(dtype) for x in (stack.a, stack.b))
+            stack.write(slot, (a, b))
+    mx.eval([(stack.a, stack.b) for stack in stacks.values()])
+    return stacks
+
+
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_a_slot_is_written_whole_and_nothing_else(tmp_path: Path, dtype: mx.Dtype) -> None:
+    """Of a smaller rank than the stacks have, of some of the linears; bits of the numbers will do."""
+    rng = np.random.default_rng(1)
+    stacks, twins = stacks_of(rng, dtype), stacks_of(np.random.default_rng(1), dtype)
+    a, b = (mx.array(rng.standard_normal(shape)).astype(dtype) for shape in ((24, 4), (4, 40)))
+    bits = mx.uint16 if dtype == mx.bfloat16 else mx.uint32
+    pairs = {"k": (a.view(bits), b.view(bits))}
+    writer = SlotWriter(Store(shim.maker(tmp_path)))
+    for slot in (2, 3):
+        assert writer.write(stacks, slot, pairs)
+        for path, twin in twins.items():
+            twin.write(slot, pairs.get(path))
+    for path, twin in twins.items():
+        assert mx.array_equal(stacks[path].a, twin.a) and mx.array_equal(stacks[path].b, twin.b)
+    assert not np.array(stacks["q"].b[2].astype(mx.float32)).any()
+
+
+@pytest.mark.usefixtures("_uncompiled")
+def test_a_kernel_that_writes_wrongly_is_not_asked_again(tmp_path: Path) -> None:
+    asked = 0
+
+    class Wrong(Store):
+        def __call__(self, array: mx.array, rows: mx.array, lines: mx.array) -> mx.array:
+            nonlocal asked
+            asked += 1
+            return super().__call__(array, rows, lines + 1)
+
+    writer = SlotWriter(Wrong(shim.maker(tmp_path)))
+    stacks = stacks_of(np.random.default_rng(2), mx.float32)
+    assert not writer.write(stacks, 1, {})
+    before = asked
+    assert not writer.write(stacks, 1, {}) and asked == before > 0

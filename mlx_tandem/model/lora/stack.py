@@ -21,16 +21,17 @@ class Stack:
             self.b[..., :known, :] = old.b
         mx.eval(self.a, self.b)  # linear by linear: one old stack at a time lives beside its successor
 
-    def write(self, slot: int, pair: tuple[mx.array, mx.array] | None) -> None:
-        """The whole slot, padding included: nothing of an evicted adapter is left. Evaluated by the caller. `pair` may
-        be the bits of the arrays' dtype."""
+    def contents(self, pair: tuple[mx.array, mx.array] | None) -> tuple[mx.array, mx.array]:
+        """What a whole slot has to hold, padding included: nothing of an evicted adapter is left. `pair` may be the
+        bits of the arrays' dtype."""
         if pair is None:
-            self.a[slot] = mx.array(0, self.a.dtype)
-            self.b[slot] = mx.array(0, self.b.dtype)
-        else:
-            rank = self.a.shape[-1]
-            self.a[slot] = _widened(pair[0].view(self.a.dtype), -1, rank)
-            self.b[slot] = _widened(pair[1].view(self.b.dtype), -2, rank)
+            return mx.zeros(self.a.shape[1:], self.a.dtype), mx.zeros(self.b.shape[1:], self.b.dtype)
+        rank = self.a.shape[-1]
+        return _widened(pair[0].view(self.a.dtype), -1, rank), _widened(pair[1].view(self.b.dtype), -2, rank)
+
+    def write(self, slot: int, pair: tuple[mx.array, mx.array] | None) -> None:
+        """Evaluated by the caller."""
+        self.a[slot], self.b[slot] = self.contents(pair)
 
 
 def _widened(x: mx.array, axis: int, size: int) -> mx.array:

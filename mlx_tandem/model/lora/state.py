@@ -20,6 +20,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
+from mlx_tandem.model.cache.inplace import by_kernel
 from mlx_tandem.model.footprint import bucket
 from mlx_tandem.model.linears.skinny import FewRows
 from mlx_tandem.model.lora.adapted import Target, adapt, find_targets
@@ -27,6 +28,7 @@ from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import WINDOW, Ids, Ints, Layout, lay_out, read
 from mlx_tandem.model.lora.stack import Stack
 from mlx_tandem.model.lora.uploads import Uploads
+from mlx_tandem.model.lora.writer import SlotWriter
 from mlx_tandem.model.mixin import mix_in
 from mlx_tandem.model.step.inputs import Numbers, constant
 
@@ -84,6 +86,8 @@ class LoraState:
         self._targets = find_targets(model)
         self._blocks = [m for m in model.modules() if isinstance(m, (SwitchGLU, SwitchMLP))]
         self._stacks: dict[str, Stack] = {}  # by path, in the model's order
+        store = by_kernel()
+        self._writer = SlotWriter(store) if store is not None else None
         self._routes: OrderedDict[tuple[tuple[int, ...], int], Route] = OrderedDict()
         self._bound: _Bound | None = None
 
@@ -97,7 +101,8 @@ class LoraState:
         """Make `slot` (1 … slots) hold `weights` and nothing else.
 
         True when the set of adapted modules or any array's shape changed, so that compiled steps must be rebuilt.
-        Waits for what the device is doing: arrays that a step in flight reads would be copied whole to be changed.
+        Where MLX writes, it waits for what the device is doing: arrays that a step in flight reads would be copied
+        whole to be changed.
         """
         self._check(slot)
         if weights.info.rank > self.max_rank:
@@ -126,6 +131,8 @@ class LoraState:
     def _write(self, slot: int, weights: AdapterWeights | None) -> None:
         pairs = self.uploads.take(weights) if weights is not None else {}
         self._routes.clear()  # they hold views of the arrays, which would have them copied
+        if self._writer is not None and self._writer.write(self._stacks, slot, pairs):
+            return
         mx.synchronize()
         for path, stack in self._stacks.items():
             stack.write(slot, pairs.get(path))

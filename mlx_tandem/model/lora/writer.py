@@ -1,0 +1,54 @@
+"""Adapters written into their slots where a kernel can write what a step in flight reads other parts of.
+
+MLX writes an array in place when nobody else holds it. On CUDA the steps in flight do until they are done, so that a
+version of 250 pairs has to wait for them, with nothing behind them on the device, and each of its 500 arrays takes
+several operations. With the kernel that writes the KV pool they are one compiled function, which waits for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import mlx.core as mx
+
+from mlx_tandem.model.kernels.store import Store
+from mlx_tandem.model.lora.stack import Stack
+
+log = logging.getLogger(__name__)
+
+Pairs = Mapping[str, tuple[mx.array, mx.array]]
+"""By path, as `Stack.contents` takes them."""
+
+
+class SlotWriter:
+    """Nothing may read a slot in the graph that writes it; later graphs find what was written."""
+
+    def __init__(self, store: Store):
+        self._write = mx.compile(
+            lambda rows, arrays, contents: [
+                store(_lines(x), rows, each.reshape(1, -1)) for x, each in zip(arrays, contents, strict=True)
+            ]
+        )
+        self._is_right: bool | None = None  # not known before the first slot is written
+
+    def write(self, stacks: Mapping[str, Stack], slot: int, pairs: Pairs) -> bool:
+        """False where the kernel has been found to be wrong: then nothing can be said of the slot."""
+        if self._is_right is False or not stacks:
+            return False
+        arrays = [x for stack in stacks.values() for x in (stack.a, stack.b)]
+        contents = [x for path, stack in stacks.items() for x in stack.contents(pairs.get(path))]
+        rows = mx.array([slot] * 4, mx.int32)  # one is used; of eight bytes and less MLX keeps the host's copy
+        mx.async_eval(self._write(rows, arrays, contents))
+        if self._is_right is None:
+            self._is_right = all(
+                bool(mx.array_equal(x[slot], each).item()) for x, each in zip(arrays, contents, strict=True)
+            )
+            if not self._is_right:
+                log.warning("adapters are not written by the kernel: it is wrong on this device")
+        return self._is_right
+
+
+def _lines(x: mx.array) -> mx.array:
+    """[slots + 1, …] as [slots + 1, width], the same memory."""
+    return x.reshape(x.shape[0], -1)
