@@ -29,10 +29,6 @@ class Stack:
         rank = self.a.shape[-1]
         return _widened(pair[0].view(self.a.dtype), -1, rank), _widened(pair[1].view(self.b.dtype), -2, rank)
 
-    def write(self, slot: int, pair: tuple[mx.array, mx.array] | None) -> None:
-        """Evaluated by the caller."""
-        self.a[slot], self.b[slot] = self.contents(pair)
-
 
 def _widened(x: mx.array, axis: int, size: int) -> mx.array:
     """`x` with zeros behind it up to `size` along `axis`."""

@@ -131,12 +131,14 @@ class LoraState:
     def _write(self, slot: int, weights: AdapterWeights | None) -> None:
         pairs = self.uploads.take(weights) if weights is not None else {}
         self._routes.clear()  # they hold views of the arrays, which would have them copied
-        if self._writer is not None and self._writer.write(self._stacks, slot, pairs):
+        arrays = self.arrays()
+        contents = [x for path, stack in self._stacks.items() for x in stack.contents(pairs.get(path))]
+        if self._writer is not None and self._writer.write(arrays, slot, contents):
             return
         mx.synchronize()
-        for path, stack in self._stacks.items():
-            stack.write(slot, pairs.get(path))
-        mx.eval(self.arrays())  # at once: nobody else holds the old arrays, so each slot is written in place
+        for x, own in zip(arrays, contents, strict=True):
+            x[slot] = own
+        mx.eval(arrays)  # at once: nobody else holds the old arrays, so each slot is written in place
 
     def _grow(self, weights: AdapterWeights) -> bool:
         """Room for the rank and the modules of `weights`; True when there was none."""

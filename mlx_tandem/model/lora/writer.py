@@ -8,17 +8,13 @@ several operations. With the kernel that writes the KV pool they are one compile
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from mlx_tandem.model.kernels.store import Store
-from mlx_tandem.model.lora.stack import Stack
 
 log = logging.getLogger(__name__)
-
-Pairs = Mapping[str, tuple[mx.array, mx.array]]
-"""By path, as `Stack.contents` takes them."""
 
 
 class SlotWriter:
@@ -32,12 +28,11 @@ class SlotWriter:
         )
         self._is_right: bool | None = None  # not known before the first slot is written
 
-    def write(self, stacks: Mapping[str, Stack], slot: int, pairs: Pairs) -> bool:
-        """False where the kernel has been found to be wrong: then nothing can be said of the slot."""
-        if self._is_right is False or not stacks:
+    def write(self, arrays: Sequence[mx.array], slot: int, contents: Sequence[mx.array]) -> bool:
+        """`contents[i]` into `arrays[i][slot]`. False where the kernel has been found to be wrong: then nothing can be
+        said of the slot."""
+        if self._is_right is False or not arrays:
             return False
-        arrays = [x for stack in stacks.values() for x in (stack.a, stack.b)]
-        contents = [x for path, stack in stacks.items() for x in stack.contents(pairs.get(path))]
         rows = mx.array([slot] * 4, mx.int32)  # one is used; of eight bytes and less MLX keeps the host's copy
         mx.async_eval(self._write(rows, arrays, contents))
         if self._is_right is None:
