@@ -286,7 +286,7 @@ class EngineCore:
             self._sliced = self._sliced and not due  # those rows are in this step only if learning is due
             self._step(lambda: pipeline.turn(due))
         # Nothing was under way, and nothing could be begun.
-        idle = was_empty and self._pipeline.is_empty and not training.has_work
+        idle = was_empty and pipeline.is_empty and not training.has_work
         self._waits = idle and self._tier is not None and self._tier.is_reading
         if self._adapters.has_left:
             self._adapters.let_go(scheduler.digests)

@@ -63,13 +63,18 @@ def some_data(seed: int = 0, lengths: Sequence[tuple[int, int]] = ((30, 10), (21
 
 def strengthen(trainers: Trainers, name: str, seed: int = 0) -> None:
     """B as after much training: with B zero half of the gradients are."""
-    trainer = trainers._trainers[name]
     g = np.random.default_rng(seed)
     pairs = {
         path: (a, mx.array((g.standard_normal(b.shape) * 0.05).astype(np.float32)))
-        for path, (a, b) in trainer.pairs.items()
+        for path, (a, b) in trainers._trainers[name].pairs.items()
     }
-    trainers._trainers[name] = Trainer(trainer.spec, trainer._linears, pairs)
+    set_pairs(trainers, name, pairs)
+
+
+def set_pairs(trainers: Trainers, name: str, pairs: dict[str, Any]) -> None:
+    """The trainer begins anew with them."""
+    old = trainers._trainers[name]
+    trainers._trainers[name] = Trainer(old.spec, old._linears, pairs)
 
 
 def plain_gradients(trainers: Trainers, name: str, data: Sequence[Datum], config: Any) -> tuple[float, dict[str, Any]]:

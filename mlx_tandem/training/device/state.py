@@ -42,49 +42,40 @@ class About(msgspec.Struct, frozen=True):
 
 
 class _State(NamedTuple):
-    """What a step changes."""
+    """What a step changes. Everything in it is evaluated: other threads may read that, and nothing else."""
 
-    pairs: dict[str, Pair]
-    flats: list[mx.array]
+    flats: list[mx.array]  # the weights of each chunk of pairs, laid end to end
+    pairs: dict[str, Pair]  # views of these
     moments: list[Moments]
     step_count: int
 
 
 class Trainer:
-    """`pairs[path]` is (A [inputs, r], B [r, outputs]), with experts in front where the module has them; unscaled."""
+    """An adapter that is trained."""
 
     def __init__(self, spec: TrainerSpec, linears: Mapping[str, LinearShape], pairs: dict[str, Pair]):
         self.spec = spec
-        self.step_count = 0
         self._linears = linears
         self._chunks = _chunks(pairs)
-        self._flats = [flat(_arrays(pairs, chunk)) for chunk in self._chunks]
-        self.pairs: dict[str, Pair] = {}  # views of the flats
-        for chunk, whole in zip(self._chunks, self._flats, strict=True):
-            self.pairs |= _pairs(whole, chunk, pairs)
-        self._moments = [Moments(mx.zeros(x.shape), mx.zeros(x.shape)) for x in self._flats]
-        mx.eval(self.pairs, self._moments)  # other threads may read what is evaluated, and nothing else
+        self._now = _State([], {}, [], 0)
+        for chunk in self._chunks:
+            whole = flat(_arrays(pairs, chunk))
+            self._now.flats.append(whole)
+            self._now.pairs.update(_pairs(whole, chunk, pairs))
+            self._now.moments.append(Moments(mx.zeros(whole.shape), mx.zeros(whole.shape)))
+        mx.eval(self._now.pairs, self._now.moments)
         self._gradients: dict[str, Pair] | None = None
         self._before: _State | None = None  # before the last step
 
     @classmethod
     def fresh(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> Trainer:
         """A uniform in ±1/sqrt(inputs), B zero: the model is the base until the first step."""
-        key = mx.random.key(spec.seed)
-        pairs: dict[str, Pair] = {}
-        for path, shape in linears.items():
-            key, own = mx.random.split(key)
-            lead = (shape.experts,) if shape.experts else ()
-            bound = shape.inputs**-0.5
-            a = mx.random.uniform(-bound, bound, (*lead, shape.inputs, spec.rank), key=own)
-            pairs[path] = (a, mx.zeros((*lead, spec.rank, shape.outputs)))
-        return cls(spec, linears, pairs)
+        return cls(spec, linears, _fresh(spec, linears))
 
     @classmethod
     def from_adapter(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], weights: AdapterWeights) -> Trainer:
         """Beginning with a loaded adapter, its scale taken out of B again; modules that it has not get fresh pairs."""
-        trainer = cls.fresh(spec, linears)
-        pairs = dict(trainer.pairs)
+        pairs = _fresh(spec, linears)
         for path, (a, b) in weights.tensors.items():
             if path not in linears:
                 raise ModelError(f"the adapter changes {path[:200]}, which this trainer does not", param="targets")
@@ -92,7 +83,7 @@ class Trainer:
                 raise ModelError(f"the adapter has rank {a.shape[-1]}, the trainer {spec.rank}", param="rank")
             fresh_a, fresh_b = pairs[path]
             wide_b = np.zeros(fresh_b.shape, np.float32)
-            wide_b[..., : b.shape[-2], :] = b / np.float32(trainer.scale)
+            wide_b[..., : b.shape[-2], :] = b / np.float32(_scale(spec))
             pairs[path] = (mx.concatenate([mx.array(a), fresh_a[..., a.shape[-1] :]], -1), mx.array(wide_b))
         return cls(spec, linears, pairs)
 
@@ -109,7 +100,16 @@ class Trainer:
 
     @property
     def scale(self) -> float:
-        return self.spec.alpha / self.spec.rank
+        return _scale(self.spec)
+
+    @property
+    def pairs(self) -> dict[str, Pair]:
+        """By path, (A [inputs, r], B [r, outputs]), with experts in front where the module has them; unscaled."""
+        return self._now.pairs
+
+    @property
+    def step_count(self) -> int:
+        return self._now.step_count
 
     @property
     def info(self) -> TrainerInfo:
@@ -120,12 +120,8 @@ class Trainer:
     # --- learning ------------------------------------------------------------------------------------------------
 
     def accumulate(self, gradients: Mapping[str, Pair]) -> None:
-        if self._gradients is None:
-            self._gradients = dict(gradients)
-        else:
-            for path, (a, b) in gradients.items():
-                known = self._gradients.get(path)
-                self._gradients[path] = (a, b) if known is None else (known[0] + a, known[1] + b)
+        self._gradients = self._gradients or {}
+        add_to(self._gradients, gradients)
         mx.eval(self._gradients)
 
     def drop_gradients(self) -> None:
@@ -149,17 +145,16 @@ class Trainer:
         if not math.isfinite(size):
             return StepDone(self.spec.name, self.step_count, size, False)
         share = min(1.0, adam.grad_norm / (size + 1e-6)) if adam.grad_norm else 1.0
-        state = _State({}, [], [], self.step_count + 1)
-        for chunk, old, known in zip(self._chunks, self._flats, self._moments, strict=True):
-            new, after = update(old, flats.pop(0) * share, known, state.step_count, adam)
-            own = _pairs(new, chunk, self.pairs)
-            state.pairs.update(own)
-            state.flats.append(new)
-            state.moments.append(after)
-            yield launched(own, after)
-        mx.eval(state.pairs, state.moments)  # before it counts
-        self._before = _State(self.pairs, self._flats, self._moments, self.step_count)
-        self._become(state)
+        now, after = self._now, _State([], {}, [], self.step_count + 1)
+        for chunk, old, known in zip(self._chunks, now.flats, now.moments, strict=True):
+            new, moments = update(old, flats.pop(0) * share, known, after.step_count, adam)
+            own = _pairs(new, chunk, now.pairs)
+            after.flats.append(new)
+            after.pairs.update(own)
+            after.moments.append(moments)
+            yield launched(own, moments)
+        mx.eval(after.pairs, after.moments)  # before it counts
+        self._before, self._now = now, after
         return StepDone(self.spec.name, self.step_count, size, True)
 
     def settle(self, keep: bool) -> None:
@@ -168,10 +163,7 @@ class Trainer:
         if not keep:
             self._gradients = None
             if before is not None:
-                self._become(before)
-
-    def _become(self, state: _State) -> None:
-        self.pairs, self._flats, self._moments, self.step_count = state
+                self._now = before
 
     # --- in and out ----------------------------------------------------------------------------------------------
 
@@ -185,7 +177,7 @@ class Trainer:
         """Everything that a trainer needs to go on as if nothing had been; what is returned writes it into an empty
         folder, on any thread: a PEFT folder with the optimiser's state beside it, on the drive when it returns."""
         pairs, about = self.pairs, About(self.spec, self.step_count)
-        moments = list(zip(self._chunks, self._moments, strict=True))
+        moments = list(zip(self._chunks, self._now.moments, strict=True))
         return lambda folder: _write(Path(folder), pairs, moments, about)
 
     def _restore(self, folder: Path) -> None:
@@ -211,7 +203,29 @@ class Trainer:
                 kinds.append(mx.array(np.concatenate([x.reshape(-1) for x in found if x is not None])))
             moments.append(Moments(*kinds))
         mx.eval(moments)
-        self._moments, self.step_count = moments, about.step
+        self._now = self._now._replace(moments=moments, step_count=about.step)
+
+
+def add_to(sums: dict[str, Pair], gradients: Mapping[str, Pair]) -> None:
+    for path, (a, b) in gradients.items():
+        known = sums.get(path)
+        sums[path] = (a, b) if known is None else (known[0] + a, known[1] + b)
+
+
+def _fresh(spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> dict[str, Pair]:
+    key = mx.random.key(spec.seed)
+    pairs: dict[str, Pair] = {}
+    for path, shape in linears.items():
+        key, own = mx.random.split(key)
+        lead = (shape.experts,) if shape.experts else ()
+        bound = shape.inputs**-0.5
+        a = mx.random.uniform(-bound, bound, (*lead, shape.inputs, spec.rank), key=own)
+        pairs[path] = (a, mx.zeros((*lead, spec.rank, shape.outputs)))
+    return pairs
+
+
+def _scale(spec: TrainerSpec) -> float:
+    return spec.alpha / spec.rank
 
 
 def _chunks(pairs: Mapping[str, Pair]) -> list[list[str]]:

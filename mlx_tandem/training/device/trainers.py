@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,11 +19,11 @@ from mlx_tandem.engine.learning import Adam, Batch, BatchResult, Datum, StepDone
 from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.training.device import losses
-from mlx_tandem.training.device.backward import MicroBatch, Pair, Weights, positions
+from mlx_tandem.training.device.backward import MicroBatch, Weights, positions
 from mlx_tandem.training.device.losses import TokenBatch
 from mlx_tandem.training.device.slices import launched
 from mlx_tandem.training.device.spine import Spine
-from mlx_tandem.training.device.state import TRAINER, About, Trainer
+from mlx_tandem.training.device.state import TRAINER, About, Pair, Trainer, add_to
 from mlx_tandem.training.device.tree import Tree
 
 Passes = Generator[Wait, None, tuple[BatchResult, ...]]
@@ -181,7 +181,7 @@ class Trainers:
 
     def _run(self, batches: tuple[Batch, ...], forward_only: bool, tokens: int) -> Passes:
         shares = [losses.shares([d.weights for d in b.data], b.loss) for b in batches]
-        sums: list[dict[str, tuple[mx.array, mx.array]]] = [{} for _ in batches]
+        sums: list[dict[str, Pair]] = [{} for _ in batches]
         found: list[list[_Found]] = [[] for _ in batches]
         for items in _cut(batches, tokens, mixed=not self._tree.has_experts):
             owners = sorted({item.batch for item in items})
@@ -206,7 +206,7 @@ class Trainers:
             yield from micro.backward(mx.concatenate(cotangents))
             known = any(sums[b] for b in owners)
             for b, gradients in zip(owners, micro.gradients, strict=True):
-                _add(sums[b], gradients)
+                add_to(sums[b], gradients)
             if known:
                 yield launched([sums[b] for b in owners])
         mx.eval(sums)  # before any of it counts
@@ -304,12 +304,6 @@ def _loss(
         counted = mx.array(filled["weights"].reshape(-1)[there] != 0)
         kl = ((mx.exp(d) - 1.0 - d) * counted).sum()
     return value, gradient, kl
-
-
-def _add(sums: dict[str, Pair], gradients: Mapping[str, Pair]) -> None:
-    for path, (a, b) in gradients.items():
-        known = sums.get(path)
-        sums[path] = (a, b) if known is None else (known[0] + a, known[1] + b)
 
 
 def _result(batch: Batch, found: Sequence[_Found]) -> BatchResult:
