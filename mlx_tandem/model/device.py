@@ -37,6 +37,10 @@ def _load_openblas() -> str | None:
 # MLX's own limits a step is cut into dozens of graphs, each of which costs time on the host. What one graph frees is
 # there again only when it is done, so the number of operations stays limited: a long prompt would need more memory.
 _GRAPH_LIMIT = "1000000"
+# Graphs, plans of cuDNN's attention and the like it keeps for the next time, the latest of each. It takes twice as many
+# as it keeps, counted from the start, for a mistake, and raises an error whenever another is met: a server that runs
+# for days would meet them. To make one anew is only slow.
+_THRASHING_CHECK = "0"
 _CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")
 
 
@@ -48,6 +52,7 @@ def _set_up_cuda() -> None:
     """
     if "mlx.core" not in sys.modules and any(_installed(package) for package in _CUDA_PACKAGES):
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", _GRAPH_LIMIT)
+        os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", _THRASHING_CHECK)
         folder = files.cache_folder() / "-".join(["kernels", version("mlx"), *gpus()])
         with contextlib.suppress(OSError):
             files.make_folder(folder)

@@ -12,17 +12,18 @@ import pytest
 
 from mlx_tandem.model import device
 
-NAME, FOLDER = "MLX_MAX_MB_PER_BUFFER", "MLX_PTX_CACHE_DIR"
+NAME, FOLDER, CHECK = "MLX_MAX_MB_PER_BUFFER", "MLX_PTX_CACHE_DIR", "MLX_ENABLE_CACHE_THRASHING_CHECK"
+NAMES = (NAME, FOLDER, CHECK)
 
 
 def settings(packages: Path, *, before: str = "", **env: str) -> dict[str, str]:
     """What MLX finds in its environment when this program has been imported beside the packages."""
     code = f"{before}\nimport json, os, mlx_tandem.model.device\nprint(json.dumps(dict(os.environ)))"
-    own = {k: v for k, v in os.environ.items() if k not in (NAME, FOLDER)}
+    own = {k: v for k, v in os.environ.items() if k not in NAMES}
     own["XDG_CACHE_HOME"] = str(packages / "cache")
     own["PYTHONPATH"] = os.pathsep.join([str(packages), own.get("PYTHONPATH", "")])
     done = subprocess.run([sys.executable, "-c", code], env=own | env, capture_output=True, text=True, check=True)
-    return {k: v for k, v in json.loads(done.stdout).items() if k in (NAME, FOLDER)}
+    return {k: v for k, v in json.loads(done.stdout).items() if k in NAMES}
 
 
 @pytest.fixture
@@ -36,6 +37,11 @@ def cuda(tmp_path: Path) -> Path:
 
 def test_the_pool_s_size_does_not_cut_graphs_on_cuda(cuda: Path) -> None:
     assert int(settings(cuda)[NAME]) >= 100_000
+
+
+def test_the_number_of_shapes_met_is_no_error_on_cuda(cuda: Path) -> None:
+    """MLX would raise one from the 801st kind of graph on, however many days that took."""
+    assert settings(cuda)[CHECK] == "0"
 
 
 def test_compiled_kernels_are_kept_where_nobody_else_writes(cuda: Path) -> None:
@@ -60,7 +66,8 @@ def test_a_cache_that_cannot_be_made_is_done_without(cuda: Path) -> None:
 
 
 def test_what_is_set_already_stays(cuda: Path) -> None:
-    assert settings(cuda, MLX_MAX_MB_PER_BUFFER="7", MLX_PTX_CACHE_DIR="/own") == {NAME: "7", FOLDER: "/own"}
+    own = {NAME: "7", FOLDER: "/own", CHECK: "1"}
+    assert settings(cuda, **own) == own
 
 
 def test_nothing_is_set_without_cuda_or_too_late(cuda: Path, tmp_path: Path) -> None:
