@@ -99,7 +99,8 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.kv.prefix import PrefixCache
     from mlx_tandem.model import device
     from mlx_tandem.model.build import build
-    from mlx_tandem.model.footprint import MICRO_BATCH_TOKENS
+    from mlx_tandem.model.footprint import FORWARD_LAYERS, MICRO_BATCH_TOKENS
+    from mlx_tandem.model.lora.uploads import Arrays
     from mlx_tandem.training.device.trainers import Trainers
 
     weights: dict[str, AdapterWeights] = {}
@@ -147,9 +148,9 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         built.slot_room,
     )  # other threads must not hold the model
 
-    def prepare(weights: AdapterWeights) -> None:
+    def publish(weights: AdapterWeights, served: Arrays) -> None:
         room.promise(weights.info.rank, weights.tensors)
-        uploads.prepare(weights)
+        uploads.keep(weights.info.digest, served)
 
     def read(source: AdapterSource) -> AdapterWeights:
         weights = formats.read(
@@ -160,18 +161,20 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
             follow_links=source.follow_links,
             root=Path(source.root) if source.root is not None else None,
         )
-        prepare(weights)
+        room.promise(weights.info.rank, weights.tensors)
+        uploads.prepare(weights)
         return weights
 
     def trainers() -> Trainers:
+        kind = "cpu" if device.is_cpu() else "gpu"
         return Trainers(
             built.twin,
             built.adapter_dtype,
             vocab_size=info.vocab_size,
-            micro_batch_tokens=config.duty.micro_batch_tokens
-            or MICRO_BATCH_TOKENS["cpu" if device.is_cpu() else "gpu"],
+            micro_batch_tokens=config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[kind],
             most_tokens=info.max_model_len,
-            prepare=prepare,
+            forward_layers=FORWARD_LAYERS[kind],
+            prepare=publish,
         )
 
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)

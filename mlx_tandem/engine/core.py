@@ -278,7 +278,7 @@ class EngineCore:
         was_empty = pipeline.is_empty
         self._step(pipeline.catch_up)
         rows = scheduler.has_background
-        due = self._duty.may_train(scheduler.has_users, rows or training.has_work, pipeline.learning_ms)
+        due = self._duty.may_train(scheduler.has_users, rows or training.has_work)
         if training.has_work and (training.is_brief or (due and not (rows and self._sliced))):
             self._sliced = True
             self._step(lambda: pipeline.turn(False, training.slice, step=not (due and self._duty.may_go_on)))

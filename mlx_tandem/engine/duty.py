@@ -48,15 +48,14 @@ class Duty:
             return False
         return sorted(self._gaps)[(len(self._gaps) * 95 - 1) // 100] > self._limit
 
-    def may_train(self, serving: bool, training: bool, under_way: float = 0.0) -> bool:
-        """Whether learning has the next piece of work. `serving`, `training`: that side wants to run. `under_way`:
-        milliseconds of learning's that have begun and will be noted later."""
+    def may_train(self, serving: bool, training: bool) -> bool:
+        """Whether learning has the next piece of work. `serving`, `training`: that side wants to run."""
         if not training or not self.learns:
             self._lent = True
             return False
         self._alone = not serving or self._mode == "training_only"
         self._lent = self._alone or self.is_slow
-        return self._alone or (not self._lent and self._credit > (1 - self._share) * under_way)
+        return self._alone or (not self._lent and self._credit > 0)
 
     @property
     def may_go_on(self) -> bool:

@@ -60,17 +60,11 @@ class Pipeline:
         self.steps = 0
         self.rows = 0
         self.lora_rows = 0
-        self.step_ms = 0.0  # moving averages
-        self._slice_ms = 0.0
+        self.step_ms = 0.0  # moving average
 
     @property
     def is_empty(self) -> bool:
         return self._flight is None and self._slice is None and self._failure is None
-
-    @property
-    def learning_ms(self) -> float:
-        """What is under way for learning will take about so long, or longer."""
-        return self._slice_ms if self._slice is not None else 0.0
 
     def turn(
         self, background: bool = True, launch: Callable[[], Wait | None] | None = None, *, step: bool = True
@@ -150,10 +144,7 @@ class Pipeline:
             slice_.wait()
         except Exception as e:
             self._failure, self._slice = e, None  # the one behind it belongs to the same work
-        ms = self._done(slice_.launched)
-        # A slow one is forgotten at once: who is thought slow waits long, and then has much to catch up with.
-        self._slice_ms = min(ms, _averaged(self._slice_ms, ms))
-        self._duty.note_training(ms)
+        self._duty.note_training(self._done(slice_.launched))
 
     def _finish(self, flight: _Flight) -> StepResult:
         asked = time.perf_counter()
@@ -164,7 +155,7 @@ class Pipeline:
         behind = self._slice is not None and self._flight is not None
         late = usual and behind and time.perf_counter() - asked < LATE_SECONDS
         ms = self._done(flight.launched, self._scheduler.expected(flight.plan) if late else math.inf)
-        self.step_ms = _averaged(self.step_ms, ms)
+        self.step_ms = 0.9 * self.step_ms + 0.1 * ms if self.step_ms else ms
         self._account(flight.plan, ms)
         self.steps += 1
         self.rows += len(flight.plan.rows)
@@ -187,7 +178,3 @@ class Pipeline:
         self._duty.note_serving(ms * (1 - share))
         self._duty.note_training(ms * share)
         self._duty.note_tokens(time.perf_counter() * 1e3, plan.has_streams)
-
-
-def _averaged(average: float, ms: float) -> float:
-    return 0.9 * average + 0.1 * ms if average else ms

@@ -255,6 +255,9 @@ def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Repor
     cost.fit(measured, [_decode_time(runner, info, rows) for rows in (1, 4, 16) if rows <= most])
     _draw_once(runner, info)
     _settle_dispatch(runner, info)
+    # Of sizes that what is served hardly asks for again; and with so much kept, what it frees would go back to the
+    # system each time.
+    mx.clear_cache()
     mx.reset_peak_memory()
     report("warming up", 1.0)
 

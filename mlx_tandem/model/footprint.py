@@ -27,7 +27,11 @@ from mlx_tandem.model.loader import LoadedModel, weights
 from mlx_tandem.model.lora.adapted import find_targets
 
 MICRO_BATCH_TOKENS = {"cpu": 128, "gpu": 2048}
-"""Of one forward and backward: a slice of it is one layer, and streams wait for a slice."""
+"""Of one forward and backward: a slice of it is one layer or a few, and streams wait for a slice."""
+
+FORWARD_LAYERS = {"cpu": 1, "gpu": 3}
+"""In a slice of the forward: a layer of the backward, which computes the layer again and two gradients, takes as long
+as three. On a CPU streams would wait longer for them than for that."""
 
 CHUNK_TOKENS = {"cpu": (1024,), "gpu": (4096, 2048, 1024)}
 """Of prompts in one step, the first whose activations are no more than their share. A GPU is at its best from about

@@ -23,7 +23,7 @@ from tests import tiny_models
 T = TypeVar("T")
 
 
-def trainers_of(folder: Path, *, micro_batch_tokens: int = 64, dtype: str = "float32") -> Trainers:
+def trainers_of(folder: Path, *, micro_batch_tokens: int = 64, dtype: str = "float32", **more: Any) -> Trainers:
     model = load(ModelConfig(path=str(folder), dtype=dtype), lambda stage, fraction: None)  # type: ignore[arg-type]
     return Trainers(
         clone(model.module),
@@ -31,6 +31,7 @@ def trainers_of(folder: Path, *, micro_batch_tokens: int = 64, dtype: str = "flo
         vocab_size=tiny_models.VOCAB,
         micro_batch_tokens=micro_batch_tokens,
         most_tokens=256,
+        **more,
     )
 
 

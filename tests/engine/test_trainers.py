@@ -18,7 +18,8 @@ from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig
 from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig, LossKind, TrainerSpec
 from mlx_tandem.errors import InvalidRequest, ModelError, NotFound
 from mlx_tandem.model.build import build
-from mlx_tandem.training.device import state
+from mlx_tandem.model.lora.uploads import Uploads
+from mlx_tandem.training.device import copies, state
 from mlx_tandem.training.device import trainers as cutting
 from mlx_tandem.training.device.trainers import Trainers
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
@@ -218,6 +219,39 @@ def test_other_threads_publish_and_save_a_fresh_trainer(trainers: Trainers, tmp_
         published = thread.submit(trainers.publish("a")).result()
     read = formats.read(tmp_path / "saved", trainers._tree.linears, max_rank=64, base_layers=2)
     assert read.info == published.info
+
+
+@pytest.mark.parametrize("piece", [7, 1 << 20])
+def test_a_copy_is_read_on_another_thread_as_it_was_made(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, whatever becomes of the array meanwhile."""
+    monkeypatch.setattr(copies, "PIECE", piece)
+    values = np.array([-0.0, 1e-42, np.inf, 3.0, -1.5, 2.0**-126, 7.0, 0.1, -1e38], np.float32)
+    whole = mx.array(values)
+    mx.eval(whole)
+    copy = copies.Copy(whole)
+    whole = None
+    with ThreadPoolExecutor(1) as thread:
+        read = thread.submit(copy.read).result()
+    assert read.tobytes() == values.tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_served_is_what_is_published(dtype: str, tmp_path: Path) -> None:
+    """The bits that a slot would get from the published weights, with a scale that is not exact."""
+    folder = tiny_models.make(tmp_path / "model", "qwen3_moe")
+    trainers = trainers_of(folder)
+    told: list[tuple[Any, dict[str, Any]]] = []
+    trainers._prepare = lambda weights, served: told.append((weights, served))
+    trainers.open(TrainerSpec("a", 3, 10.0, seed=5), "", None)
+    learn(trainers, 0)
+    trainers._tree.dtype = getattr(mx, dtype)
+    with ThreadPoolExecutor(1) as thread:
+        published = thread.submit(trainers.publish("a")).result()
+    ((weights, served),) = told
+    assert weights is published and served.keys() == weights.tensors.keys()
+    for path, pair in Uploads(trainers._tree.dtype).take(weights).items():
+        for x, own in zip(pair, served[path], strict=True):
+            assert mx.array_equal(x.view(own.dtype), own), path
 
 
 def test_a_damaged_checkpoint_is_refused(trainers: Trainers, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -129,6 +130,46 @@ def test_micro_batches_add_up_to_the_whole(tmp_path: Path) -> None:
         gradients.append(trainers._trainers["a"]._gradients)
     assert largest_difference(gradients[0], gradients[2]) < TOLERANCE
     assert largest_difference(gradients[1], gradients[2]) < TOLERANCE
+
+
+def test_passes_add_up_until_the_step(tmp_path: Path) -> None:
+    """One that is dropped half done adds nothing."""
+    trainers = trainers_of(tiny_models.make(tmp_path / "m", "qwen3"))
+    trainers.open(TrainerSpec("a", 4, 8.0), "", None)
+    strengthen(trainers, "a")
+    batch = Batch("a", tuple(some_data()), LossConfig("cross_entropy"))
+    finish(trainers.run([batch], False, 0))
+    once = trainers._trainers["a"].gradients
+    dropped = trainers.run([batch], False, 0)
+    for _ in range(12):
+        next(dropped)()
+    dropped.close()
+    assert largest_difference(trainers._trainers["a"].gradients, once) == 0
+    finish(trainers.run([batch], False, 0))
+    twice = {path: (2 * a, 2 * b) for path, (a, b) in once.items()}
+    assert largest_difference(trainers._trainers["a"].gradients, twice) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("way", [{"forward_layers": 3}])
+def test_what_suits_a_gpu_gives_the_same(family: str, way: dict[str, Any], tmp_path: Path) -> None:
+    """Several layers in a slice."""
+    folder = tiny_models.make(tmp_path / "m", family, **(EVERY_EXPERT if "moe" in family else {}))
+    data = some_data(0, ((33, 10), (34, 1), (17, 12), (19, 8), (35, 4)))
+    found = []
+    for more in ({}, way):
+        trainers = trainers_of(folder, micro_batch_tokens=200, **more)
+        for name, rank in (("a", 4), ("b", 2)):
+            trainers.open(TrainerSpec(name, rank, 8.0), "", None)
+            strengthen(trainers, name)
+        batches = [Batch(name, tuple(data), LossConfig(kl_coef=0.1)) for name in "ab"]
+        results = finish(trainers.run(batches, False, 0))
+        found.append((results, [trainers._trainers[name].gradients for name in "ab"]))
+    for one, other in zip(*(results for results, _ in found), strict=True):
+        assert other.loss == pytest.approx(one.loss, rel=1e-5)
+        assert np.allclose(np.concatenate(one.logprobs), np.concatenate(other.logprobs), atol=1e-5)
+    for one, other in zip(*(gradients for _, gradients in found), strict=True):
+        assert largest_difference(other, one) < TOLERANCE
 
 
 def test_the_same_pass_gives_the_same_bits(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_rows_made_for_training_have_their_turn_beside_a_pass(
 ) -> None:
     """Learning is due every third turn: a slice, then the rows."""
     turns = itertools.cycle([True, False, False])
-    monkeypatch.setattr(front.duty, "may_train", lambda serving, training, under_way: next(turns))
+    monkeypatch.setattr(front.duty, "may_train", lambda serving, training: next(turns))
     monkeypatch.setattr(Duty, "may_go_on", False)
     front.send(m.Submit(request(0, max_tokens=40)), m.Submit(background(request(1, max_tokens=40))))
     front.send(a_pass(2, slices=40))
@@ -106,7 +106,7 @@ def test_a_slice_is_launched_behind_the_step_in_flight(
     trainers.calls = front.runner.calls = []
     first = front.reference.launches
     with monkeypatch.context() as patch:
-        patch.setattr(front.duty, "may_train", lambda serving, training, under_way: next(turns))
+        patch.setattr(front.duty, "may_train", lambda serving, training: next(turns))
         patch.setattr(Duty, "may_go_on", False)
         front.turn(3)
     beside = [[f"launch {n}", f"wait {n - 1}"] for n in (first, first + 2)]
@@ -273,7 +273,7 @@ def test_a_step_s_time_is_split_by_tokens(front: Front, monkeypatch: pytest.Monk
     noted: dict[str, list[float]] = {"note_serving": [], "note_training": []}
     for name, into in noted.items():
         monkeypatch.setattr(front.duty, name, into.append)
-    monkeypatch.setattr(front.duty, "may_train", lambda serving, training, under_way: True)
+    monkeypatch.setattr(front.duty, "may_train", lambda serving, training: True)
     front.send(m.Submit(background(request(0, length=3, max_tokens=1))), m.Submit(request(1, length=5, max_tokens=1)))
     front.finish()
     ((serving,), (training,)) = noted.values()

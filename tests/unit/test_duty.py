@@ -107,29 +107,6 @@ def test_idle_time_is_not_paid_back_beyond_the_bound() -> None:
     assert burst <= BOUND_MS / 0.7 + 10.0
 
 
-@settings(max_examples=60, deadline=None)
-@given(weights, st.floats(1.0, LONGEST), st.floats(1.0, LONGEST))
-def test_pieces_that_are_noted_late_hold_nobody_up(shares: tuple[float, float], step: float, piece: float) -> None:
-    """Each is noted when the next one has begun. Learning's do not come in bursts for that."""
-    duty = Duty(DutyConfig(inference=shares[0], training=shares[1]))
-    share = shares[1] / sum(shares)
-    learned, run, longest, under_way = 0.0, 0.0, 0.0, 0.0
-    steps = 0
-    while steps < 2_000:
-        learns = duty.may_train(True, True, under_way)
-        if under_way:
-            duty.note_training(under_way)
-        elif steps:
-            duty.note_serving(step)
-        under_way = piece if learns else 0.0
-        steps += not learns
-        run = run + piece if learns else 0.0
-        learned += under_way
-        longest = max(longest, run)
-    assert abs(learned / (learned + steps * step) - share) < 0.02
-    assert longest <= 2 * step * share / (1 - share) + piece + 1e-6
-
-
 @settings(max_examples=25, deadline=None)
 @given(weights, st.floats(1.0, LONGEST), st.floats(1.0, LONGEST))
 def test_one_piece_goes_before_a_step_where_that_is_enough(

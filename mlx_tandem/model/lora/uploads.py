@@ -24,7 +24,7 @@ KEPT = 2
 
 
 class Uploads:
-    """`prepare` may be called on any thread, `take` on the one that runs the model."""
+    """`prepare` and `keep` may be called on any thread, `take` on the one that runs the model."""
 
     def __init__(self, dtype: mx.Dtype):
         self._dtype = dtype
@@ -35,9 +35,12 @@ class Uploads:
         """Have what `take` needs, if that is worth it."""
         if sum(a.nbytes + b.nbytes for a, b in weights.tensors.values()) < WORTH_BYTES:
             return
-        arrays = self._made(weights)
+        self.keep(weights.info.digest, self._made(weights))
+
+    def keep(self, digest: str, arrays: Arrays) -> None:
+        """Have these for `take`."""
         with self._lock:
-            self._ready[weights.info.digest] = arrays
+            self._ready[digest] = arrays
             while len(self._ready) > KEPT:
                 self._ready.popitem(last=False)
 

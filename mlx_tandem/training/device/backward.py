@@ -24,12 +24,13 @@ Pair = tuple[mx.array, mx.array]
 
 
 class Weights(NamedTuple):
-    """One adapter over rows start … stop; pairs (A, B) by path, B unscaled."""
+    """One adapter over rows start … stop; pairs (A, B) by path, B unscaled. Its gradients are added to `gradients`."""
 
     start: int
     stop: int
     scale: float
     pairs: Mapping[str, Pair]
+    gradients: dict[str, Pair]
 
 
 class Positions(NamedTuple):
@@ -44,12 +45,21 @@ class MicroBatch:
     """Rows of tokens [rows, length], padded on the right: causal attention keeps padding out of what counts.
 
     `adapters` lie one behind the other and cover all rows. After `forward`, `logprobs` [n] (at the tokens'
-    temperature), `plain` [n] (at temperature 1) and, if asked for, `base` [n] are there. After `backward`, `gradients`
-    has those of every adapter's pairs, in order.
+    temperature), `plain` [n] (at temperature 1) and, if asked for, `base` [n] are there.
     """
 
-    def __init__(self, tree: Tree, spine: Spine, tokens: mx.array, where: Positions, adapters: Sequence[Weights]):
+    def __init__(
+        self,
+        tree: Tree,
+        spine: Spine,
+        tokens: mx.array,
+        where: Positions,
+        adapters: Sequence[Weights],
+        forward_layers: int,
+    ):
+        """`forward_layers`: that go forward in one slice; backward it is one."""
         self._tree = tree
+        self._forward_layers = forward_layers
         self._where = where
         self._adapters = adapters
         self._rows, self._length = tokens.shape
@@ -65,15 +75,15 @@ class MicroBatch:
         self.logprobs: mx.array = mx.zeros((0,))
         self.plain: mx.array = mx.zeros((0,))
         self.base: mx.array | None = None
-        self.gradients: list[dict[str, Pair]] = [{} for _ in adapters]
 
     def forward(self, *, backward: bool, base: bool) -> Slices:
         """`backward`: keep what it needs. `base`: also what the model gives without any adapter."""
         if base:
             h = self._entry
-            for layer in self._layers:
+            for i, layer in enumerate(self._layers):
                 h = layer(h)
-                yield launched(h)
+                if self._ends_slice(i):
+                    yield launched(h)
             parts = []
             for at, target, temperature in self._chunks():
                 parts.append(_logprobs(self._leave(self._flat(h)[at]), target, temperature))
@@ -84,7 +94,8 @@ class MicroBatch:
             if backward and i >= self._lowest:
                 self._inputs.append(h)
             h = self._run(i, layer, h, self._arrays(i))
-            yield launched(h)
+            if self._ends_slice(i):
+                yield launched(h)
         self._states = h
         hot, cold = [], []
         for at, target, temperature in self._chunks():
@@ -124,18 +135,27 @@ class MicroBatch:
             below = gradient
         else:
             _, (below, *own) = mx.vjp(lambda x, *ab: self._run(i, layer, x, list(ab)), [h, *arrays], [gradient])
+        # Layer by layer: to add all of a model's in one slice takes as long as a step.
+        sums = []
         for (adapter, path), a, b in zip(self._paths[i], own[::2], own[1::2], strict=True):
-            self.gradients[adapter][path] = (a, b)
-        return below, launched(below, own)
+            gradients = self._adapters[adapter].gradients
+            known = gradients.get(path)
+            sums.append((a, b) if known is None else (known[0] + a, known[1] + b))
+            gradients[path] = sums[-1]
+        return below, launched(below, sums)
 
     def _run(self, i: int, layer: Layer, h: mx.array, arrays: list[mx.array]) -> mx.array:
         """Layer i with its adapters' arrays, A and B in the order of its paths."""
         segments: dict[str, list[Segment]] = {}
         for (adapter, path), a, b in zip(self._paths[i], arrays[::2], arrays[1::2], strict=True):
-            start, stop, scale, _ = self._adapters[adapter]
-            segments.setdefault(path, []).append(Segment(start, stop, (a, b * scale)))
+            own = self._adapters[adapter]
+            segments.setdefault(path, []).append(Segment(own.start, own.stop, (a, b * own.scale)))
         with self._tree.bound(self._rows, segments):
             return layer(h)
+
+    def _ends_slice(self, i: int) -> bool:
+        """Whether layer i is the last of a slice of the forward."""
+        return (i + 1) % self._forward_layers == 0 or i + 1 == len(self._layers)
 
     def _arrays(self, i: int) -> list[mx.array]:
         return [x for adapter, path in self._paths[i] for x in self._adapters[adapter].pairs[path]]

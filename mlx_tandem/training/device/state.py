@@ -5,31 +5,32 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from mlx_tandem import files
 from mlx_tandem.adapters import convert, formats
-from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
+from mlx_tandem.adapters.formats import AdapterWeights, Array, LinearShape
 from mlx_tandem.engine.learning import Adam, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import ModelError
 from mlx_tandem.training.device.adamw import Moments, flat, parts, update
+from mlx_tandem.training.device.copies import Copy
 from mlx_tandem.training.device.slices import launched
 
 Pair = tuple[mx.array, mx.array]
-Arrays = dict[str, npt.NDArray[np.float32]]
+_T = TypeVar("_T")
 
 TRAINER = "trainer.json"
 OPTIMIZER = "optimizer.safetensors"
 FORMAT = 1
 
-STEP_PARAMETERS = 4 << 20
+STEP_PARAMETERS = 16 << 20
 """About as many as the optimiser goes on by in one slice."""
 
 
@@ -44,7 +45,7 @@ class About(msgspec.Struct, frozen=True):
 class _State(NamedTuple):
     """What a step changes. Everything in it is evaluated: other threads may read that, and nothing else."""
 
-    flats: list[mx.array]  # the weights of each chunk of pairs, laid end to end
+    flats: list[mx.array]  # the weights of each chunk of pairs, laid end to end: all A, then all B
     pairs: dict[str, Pair]  # views of these
     moments: list[Moments]
     step_count: int
@@ -119,10 +120,14 @@ class Trainer:
 
     # --- learning ------------------------------------------------------------------------------------------------
 
-    def accumulate(self, gradients: Mapping[str, Pair]) -> None:
-        self._gradients = self._gradients or {}
-        add_to(self._gradients, gradients)
-        mx.eval(self._gradients)
+    @property
+    def gradients(self) -> dict[str, Pair]:
+        """What passes since the last step have added up: a copy, whose arrays nobody changes."""
+        return dict(self._gradients or {})
+
+    @gradients.setter
+    def gradients(self, sums: dict[str, Pair]) -> None:
+        self._gradients = sums
 
     def drop_gradients(self) -> None:
         self._gradients = None
@@ -167,11 +172,31 @@ class Trainer:
 
     # --- in and out ----------------------------------------------------------------------------------------------
 
+    def served(self, dtype: mx.Dtype) -> dict[str, Pair]:
+        """The present weights as a slot has them: B scaled, rounded to `dtype`. They are launched."""
+        made: dict[str, Pair] = {}
+        for chunk, whole in zip(self._chunks, self._now.flats, strict=True):
+            like, n = _arrays(self.pairs, chunk), len(chunk)
+            border = sum(x.size for x in like[:n])
+            a = parts(whole[:border].astype(dtype), like[:n])
+            b = parts((whole[border:] * self.scale).astype(dtype), like[n:])
+            made.update(_by_path(chunk, a + b))
+        mx.async_eval(made)
+        return made
+
     def publish(self) -> Callable[[], AdapterWeights]:
-        """The present weights, as what `snapshot` writes would be read; to be called on any thread. ModelError there
-        when they are not finite."""
+        """The present weights, as what `snapshot` writes would be read; to be called once, on any thread. ModelError
+        there when they are not finite."""
+        copies = [(chunk, Copy(whole)) for chunk, whole in zip(self._chunks, self._now.flats, strict=True)]
         pairs, spec, linears = self.pairs, self.spec, self._linears
-        return lambda: formats.from_arrays(*_peft(pairs, spec), linears)
+
+        def published() -> AdapterWeights:
+            host: dict[str, tuple[Array, Array]] = {}
+            for chunk, copy in copies:
+                host.update(_by_path(chunk, _cut(copy.read(), _arrays(pairs, chunk))))
+            return formats.from_arrays(*convert.to_peft(host, spec.rank, spec.alpha), linears)
+
+        return published
 
     def snapshot(self) -> Callable[[str], None]:
         """Everything that a trainer needs to go on as if nothing had been; what is returned writes it into an empty
@@ -195,21 +220,14 @@ class Trainer:
         for chunk in self._chunks:
             kinds = []
             for kind in Moments._fields:
-                named = _named(self.pairs, chunk, kind)
-                found = [arrays.get(name) for name in named]
-                for x, known in zip(found, named.values(), strict=True):
+                found = [arrays.get(name) for name in _names(chunk, kind)]
+                for x, known in zip(found, _arrays(self.pairs, chunk), strict=True):
                     if x is None or x.shape != known.shape or x.dtype != np.float32:
                         raise ModelError(f"{folder.name}/{OPTIMIZER} does not fit this trainer")
                 kinds.append(mx.array(np.concatenate([x.reshape(-1) for x in found if x is not None])))
             moments.append(Moments(*kinds))
         mx.eval(moments)
         self._now = self._now._replace(moments=moments, step_count=about.step)
-
-
-def add_to(sums: dict[str, Pair], gradients: Mapping[str, Pair]) -> None:
-    for path, (a, b) in gradients.items():
-        known = sums.get(path)
-        sums[path] = (a, b) if known is None else (known[0] + a, known[1] + b)
 
 
 def _fresh(spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> dict[str, Pair]:
@@ -241,23 +259,30 @@ def _chunks(pairs: Mapping[str, Pair]) -> list[list[str]]:
     return chunks
 
 
-def _pairs(whole: mx.array, paths: Sequence[str], like: Mapping[str, Pair]) -> dict[str, Pair]:
-    arrays = parts(whole, _arrays(like, paths))
-    return dict(zip(paths, zip(arrays[::2], arrays[1::2], strict=True), strict=True))
-
-
 def _arrays(pairs: Mapping[str, Pair], paths: Sequence[str]) -> list[mx.array]:
-    return [x for path in paths for x in pairs[path]]
+    """All A, then all B."""
+    return [pairs[path][side] for side in (0, 1) for path in paths]
 
 
-def _named(pairs: Mapping[str, Pair], paths: Sequence[str], kind: str) -> dict[str, mx.array]:
-    """The arrays in the order of `_arrays`, under the names that their moments have in a checkpoint."""
-    return {f"{path}.{side}.{kind}": x for path in paths for side, x in zip("AB", pairs[path], strict=True)}
+def _by_path(paths: Sequence[str], arrays: Sequence[_T]) -> dict[str, tuple[_T, _T]]:
+    """The opposite of `_arrays`."""
+    n = len(paths)
+    return dict(zip(paths, zip(arrays[:n], arrays[n:], strict=True), strict=True))
 
 
-def _peft(pairs: Mapping[str, Pair], spec: TrainerSpec) -> tuple[dict[str, Any], Arrays]:
-    arrays = {path: (np.array(a), np.array(b)) for path, (a, b) in pairs.items()}
-    return convert.to_peft(arrays, spec.rank, spec.alpha)
+def _pairs(whole: mx.array, paths: Sequence[str], like: Mapping[str, Pair]) -> dict[str, Pair]:
+    return _by_path(paths, parts(whole, _arrays(like, paths)))
+
+
+def _cut(whole: Array, like: Sequence[mx.array]) -> list[Array]:
+    """`parts` on the host."""
+    ends = list(accumulate(x.size for x in like))
+    return [x.reshape(old.shape) for x, old in zip(np.split(whole, ends[:-1]), like, strict=True)]
+
+
+def _names(paths: Sequence[str], kind: str) -> list[str]:
+    """Those that the moments of `_arrays` have in a checkpoint."""
+    return [f"{path}.{side}.{kind}" for side in "AB" for path in paths]
 
 
 def _write(
@@ -265,14 +290,13 @@ def _write(
 ) -> None:
     from safetensors.numpy import save
 
-    optimizer: Arrays = {}
+    optimizer: dict[str, Array] = {}
     for paths, known in moments:
         for kind, whole in zip(Moments._fields, known, strict=True):
-            flat_one, at = np.array(whole), 0
-            for name, x in _named(pairs, paths, kind).items():
-                optimizer[name] = flat_one[at : at + x.size].reshape(x.shape)
-                at += x.size
-    config, tensors = _peft(pairs, about.spec)
+            arrays = _cut(np.array(whole), _arrays(pairs, paths))
+            optimizer.update(zip(_names(paths, kind), arrays, strict=True))
+    host = {path: (np.array(a), np.array(b)) for path, (a, b) in pairs.items()}
+    config, tensors = convert.to_peft(host, about.spec.rank, about.spec.alpha)
     for name, data in (
         (formats.CONFIG, json.dumps(config, indent=2).encode() + b"\n"),
         (formats.WEIGHTS["peft"], save(tensors)),

@@ -15,15 +15,23 @@ import numpy as np
 from mlx_tandem import limits
 from mlx_tandem.adapters import formats
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
-from mlx_tandem.engine.learning import Adam, Batch, BatchResult, Datum, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.engine.learning import (
+    Adam,
+    Batch,
+    BatchResult,
+    Datum,
+    StepDone,
+    TrainerInfo,
+    TrainerSpec,
+)
 from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.training.device import losses
-from mlx_tandem.training.device.backward import MicroBatch, Weights, positions
+from mlx_tandem.training.device.backward import MicroBatch, Pair, Weights, positions
 from mlx_tandem.training.device.losses import TokenBatch
 from mlx_tandem.training.device.slices import launched
 from mlx_tandem.training.device.spine import Spine
-from mlx_tandem.training.device.state import TRAINER, About, Pair, Trainer, add_to
+from mlx_tandem.training.device.state import TRAINER, About, Trainer
 from mlx_tandem.training.device.tree import Tree
 
 Passes = Generator[Wait, None, tuple[BatchResult, ...]]
@@ -49,8 +57,9 @@ class _Found(NamedTuple):
 
 
 class Trainers:
-    """`model` is a clone that nobody else calls. `most_tokens`: the longest sequence. `prepare` is told of weights that
-    are about to be published, on another thread."""
+    """`model` is a clone that nobody else calls. `most_tokens`: the longest sequence. `forward_layers`: of one slice.
+    `prepare` is told of weights that are about to be published, and of the same as a slot has them, on another
+    thread."""
 
     def __init__(
         self,
@@ -60,13 +69,15 @@ class Trainers:
         vocab_size: int,
         micro_batch_tokens: int,
         most_tokens: int,
-        prepare: Callable[[AdapterWeights], None] = lambda weights: None,
+        forward_layers: int = 1,
+        prepare: Callable[[AdapterWeights, dict[str, Pair]], None] = lambda weights, served: None,
     ):
         self._tree = Tree(model, dtype)
         self._spine = Spine(self._tree.model, self._tree.layers)
         self._vocab_size = vocab_size
         self._micro_batch_tokens = micro_batch_tokens
         self._most_tokens = most_tokens
+        self._forward_layers = forward_layers
         self._prepare = prepare
         self._trainers: dict[str, Trainer] = {}
 
@@ -127,12 +138,12 @@ class Trainers:
         self._get(name).settle(keep)
 
     def publish(self, name: str) -> Callable[[], AdapterWeights]:
-        make = self._get(name).publish()
-        prepare = self._prepare
+        trainer, prepare = self._get(name), self._prepare
+        make, served = trainer.publish(), trainer.served(self._tree.dtype)
 
         def published() -> AdapterWeights:
             weights = make()
-            prepare(weights)
+            prepare(weights, served)
             return weights
 
         return published
@@ -181,11 +192,12 @@ class Trainers:
 
     def _run(self, batches: tuple[Batch, ...], forward_only: bool, tokens: int) -> Passes:
         shares = [losses.shares([d.weights for d in b.data], b.loss) for b in batches]
-        sums: list[dict[str, Pair]] = [{} for _ in batches]
+        # Copies: nothing counts before all of it is done.
+        sums = [{} if forward_only else self._get(b.trainer).gradients for b in batches]
         found: list[list[_Found]] = [[] for _ in batches]
         for items in _cut(batches, tokens, mixed=not self._tree.has_experts):
             owners = sorted({item.batch for item in items})
-            micro = self._micro_batch(batches, items, owners)
+            micro = self._micro_batch(batches, items, owners, sums)
             with_base = any(batches[b].loss.kl_coef for b in owners)
             yield from micro.forward(backward=not forward_only, base=with_base)
             cotangents = []
@@ -204,18 +216,15 @@ class Trainers:
                 continue
             mx.async_eval([found[b][-1].arrays for b in owners])
             yield from micro.backward(mx.concatenate(cotangents))
-            known = any(sums[b] for b in owners)
-            for b, gradients in zip(owners, micro.gradients, strict=True):
-                add_to(sums[b], gradients)
-            if known:
-                yield launched([sums[b] for b in owners])
-        mx.eval(sums)  # before any of it counts
+        mx.eval(sums)
         for batch, gradients in zip(batches, sums, strict=True):
             if gradients:
-                self._get(batch.trainer).accumulate(gradients)
+                self._get(batch.trainer).gradients = gradients
         return tuple(_result(*each) for each in zip(batches, found, strict=True))
 
-    def _micro_batch(self, batches: Sequence[Batch], items: Sequence[_Item], owners: Sequence[int]) -> MicroBatch:
+    def _micro_batch(
+        self, batches: Sequence[Batch], items: Sequence[_Item], owners: Sequence[int], sums: Sequence[dict[str, Pair]]
+    ) -> MicroBatch:
         width = max(len(item.datum.tokens) for item in items)
         tokens = np.zeros((len(items), width), np.int32)
         for row, item in enumerate(items):
@@ -230,9 +239,9 @@ class Trainers:
         for b in owners:
             trainer = self._get(batches[b].trainer)
             stop = start + sum(item.batch == b for item in items)
-            adapters.append(Weights(start, stop, trainer.scale, trainer.pairs))
+            adapters.append(Weights(start, stop, trainer.scale, trainer.pairs, sums[b]))
             start = stop
-        return MicroBatch(self._tree, self._spine, mx.array(tokens), where, adapters)
+        return MicroBatch(self._tree, self._spine, mx.array(tokens), where, adapters, self._forward_layers)
 
 
 def _cut(batches: Sequence[Batch], tokens: int, *, mixed: bool) -> list[list[_Item]]:
