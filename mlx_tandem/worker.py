@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -140,7 +141,6 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         eos_token_ids=info.eos_token_ids,
         limits=built.step_limits,
     )
-    built.warm_up(scheduler.prefill.cost)
     linears, layers, uploads, room = (
         built.linears,
         built.layers,
@@ -165,6 +165,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         uploads.prepare(weights)
         return weights
 
+    @cache
     def trainers() -> Trainers:
         kind = "cpu" if device.is_cpu() else "gpu"
         return Trainers(
@@ -174,9 +175,17 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
             micro_batch_tokens=config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[kind],
             most_tokens=info.max_model_len,
             forward_layers=FORWARD_LAYERS[kind],
+            few_shapes=device.is_cuda(),
             prepare=publish,
         )
 
+    if config.duty.trainer_rank and device.is_cuda():
+        channel.send([m.Progress("warming up learning", 0.0)])
+        try:
+            trainers().warm_up(config.duty.trainer_rank)
+        except Exception as e:  # whoever learns is told; others are served
+            log.warning("learning could not be warmed up: %r", e)
+    built.warm_up(scheduler.prefill.cost)
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
     adapters = Adapters(store, Loader(read), slots)
     duty = Duty(config.duty)

@@ -41,6 +41,8 @@ _GRAPH_LIMIT = "1000000"
 # as it keeps, counted from the start, for a mistake, and raises an error whenever another is met: a server that runs
 # for days would meet them. To make one anew is only slow.
 _THRASHING_CHECK = "0"
+# Of attention on unpaged sequences, which is what learning has: a plan for each shape, made in tens of milliseconds.
+_PLANS_KEPT = "512"
 _CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")
 
 
@@ -53,6 +55,8 @@ def _set_up_cuda() -> None:
     if "mlx.core" not in sys.modules and any(_installed(package) for package in _CUDA_PACKAGES):
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", _GRAPH_LIMIT)
         os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", _THRASHING_CHECK)
+        for cache in ("MLX_CUDA_SDPA_CACHE_SIZE", "MLX_CUDA_SDPA_BACKWARD_CACHE_SIZE"):
+            os.environ.setdefault(cache, _PLANS_KEPT)
         folder = files.cache_folder() / "-".join(["kernels", version("mlx"), *gpus()])
         with contextlib.suppress(OSError):
             files.make_folder(folder)
@@ -90,6 +94,10 @@ _set_threads = ctypes.CDLL(OPENBLAS).openblas_set_num_threads if OPENBLAS and no
 
 def is_cpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.cpu)
+
+
+def is_cuda() -> bool:
+    return bool(not is_cpu() and mx.cuda.is_available())
 
 
 def describe() -> str:

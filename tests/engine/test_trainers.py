@@ -10,8 +10,6 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
@@ -20,7 +18,6 @@ from mlx_tandem.errors import InvalidRequest, ModelError, NotFound
 from mlx_tandem.model.build import build
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.training.device import copies, state
-from mlx_tandem.training.device import trainers as cutting
 from mlx_tandem.training.device.trainers import Trainers
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_models
@@ -102,36 +99,6 @@ def test_logprobs_that_are_not_given_are_the_trainer_s_own(trainers: Trainers, k
             trainers.abandon()
         assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
         assert largest_difference(found[1][1], found[0][1]) < 1e-4
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.lists(st.integers(2, 60), max_size=20), min_size=1, max_size=3), st.integers(20, 300), st.booleans())
-def test_a_pass_is_cut_into_as_few_micro_batches_as_hold_it(lengths: list[list[int]], most: int, mixed: bool) -> None:
-    """All of it once; the rows of a trainer together."""
-    batches = [
-        Batch(f"t{b}", tuple(Datum((7,) * n, 1, (1.0,) * (n - 1)) for n in own), LossConfig())
-        for b, own in enumerate(lengths)
-    ]
-    cut = cutting._cut(batches, most, mixed=mixed)
-    assert sorted((i.batch, i.index) for part in cut for i in part) == [
-        (b, i) for b, own in enumerate(lengths) for i in range(len(own))
-    ]
-    for part in cut:
-        owners = [item.batch for item in part]
-        assert owners == sorted(owners) and (mixed or len(set(owners)) == 1)
-        assert len(part) == 1 or len(part) * max(len(item.datum.tokens) for item in part) <= most
-    greedy = 0
-    for own in [[n for each in lengths for n in each]] if mixed else lengths:
-        left = sorted(own, reverse=True)
-        while left:
-            greedy += 1
-            del left[: max(most // left[0], 1)]
-    assert len(cut) == greedy
-
-
-def test_micro_batches_are_even() -> None:
-    batch = Batch("a", (Datum((7,) * 56, 24, (1.0,) * 32),) * 40, LossConfig())
-    assert [len(part) for part in cutting._cut([batch], 2048, mixed=True)] == [20, 20]
 
 
 def test_a_step_is_taken_back_whole(trainers: Trainers) -> None:

@@ -151,9 +151,9 @@ def test_passes_add_up_until_the_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("way", [{"forward_layers": 3}])
+@pytest.mark.parametrize("way", [{"forward_layers": 3}, {"few_shapes": True}])
 def test_what_suits_a_gpu_gives_the_same(family: str, way: dict[str, Any], tmp_path: Path) -> None:
-    """Several layers in a slice."""
+    """Several layers in a slice; rows and lengths that are padding."""
     folder = tiny_models.make(tmp_path / "m", family, **(EVERY_EXPERT if "moe" in family else {}))
     data = some_data(0, ((33, 10), (34, 1), (17, 12), (19, 8), (35, 4)))
     found = []

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +19,7 @@ from mlx_tandem.engine.learning import (
     Batch,
     BatchResult,
     Datum,
+    LossConfig,
     StepDone,
     TrainerInfo,
     TrainerSpec,
@@ -28,6 +28,7 @@ from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.training.device import losses
 from mlx_tandem.training.device.backward import MicroBatch, Pair, Weights, positions
+from mlx_tandem.training.device.cutting import Cutter, Item
 from mlx_tandem.training.device.losses import TokenBatch
 from mlx_tandem.training.device.slices import launched
 from mlx_tandem.training.device.spine import Spine
@@ -36,30 +37,18 @@ from mlx_tandem.training.device.tree import Tree
 
 Passes = Generator[Wait, None, tuple[BatchResult, ...]]
 
-_EVEN = 5
-"""Micro-batches are even to one part in two to the power of this."""
-
-
-@dataclass(frozen=True)
-class _Item:
-    """A datum in its place."""
-
-    batch: int
-    index: int
-    datum: Datum
-
 
 class _Found(NamedTuple):
     """What a micro-batch has of one batch: loss, k3 to the base, and logprobs at the data's temperature and at 1."""
 
-    items: Sequence[_Item]
+    items: Sequence[Item]
     arrays: list[mx.array]
 
 
 class Trainers:
     """`model` is a clone that nobody else calls. `most_tokens`: the longest sequence. `forward_layers`: of one slice.
-    `prepare` is told of weights that are about to be published, and of the same as a slot has them, on another
-    thread."""
+    `few_shapes`: micro-batches have few. `prepare` is told of weights that are about to be published, and of the same
+    as a slot has them, on another thread."""
 
     def __init__(
         self,
@@ -70,6 +59,7 @@ class Trainers:
         micro_batch_tokens: int,
         most_tokens: int,
         forward_layers: int = 1,
+        few_shapes: bool = False,
         prepare: Callable[[AdapterWeights, dict[str, Pair]], None] = lambda weights, served: None,
     ):
         self._tree = Tree(model, dtype)
@@ -78,6 +68,7 @@ class Trainers:
         self._micro_batch_tokens = micro_batch_tokens
         self._most_tokens = most_tokens
         self._forward_layers = forward_layers
+        self._few_shapes = few_shapes
         self._prepare = prepare
         self._trainers: dict[str, Trainer] = {}
 
@@ -156,6 +147,20 @@ class Trainers:
         for trainer in self._trainers.values():
             trainer.drop_gradients()
 
+    def warm_up(self, rank: int) -> None:
+        """Do all of it once, with a trainer of this rank that is dropped. On CUDA what compiles then would otherwise in
+        the first pass, for half a minute in which nobody gets a token."""
+        name = "warm-up"
+        self.open(TrainerSpec(name, rank, float(rank)), "", None)
+        try:
+            data = (Datum((0,) * 4, 2, (1.0, -1.0), (0.0, 0.0)),) * 2
+            for forward_only in (False, True):
+                _finish(self.run([Batch(name, data, LossConfig())], forward_only, 0))
+            _finish(self.step(name, Adam(0.0, grad_norm=1.0)))
+            mx.eval(self._get(name).served(self._tree.dtype))
+        finally:
+            self.close(name)
+
     # --- passes --------------------------------------------------------------------------------------------------
 
     def run(self, batches: Sequence[Batch], forward_only: bool, micro_batch_tokens: int) -> Passes:
@@ -195,9 +200,10 @@ class Trainers:
         # Copies: nothing counts before all of it is done.
         sums = [{} if forward_only else self._get(b.trainer).gradients for b in batches]
         found: list[list[_Found]] = [[] for _ in batches]
-        for items in _cut(batches, tokens, mixed=not self._tree.has_experts):
+        cutter = Cutter(tokens, mixed=not self._tree.has_experts, few_shapes=self._few_shapes)
+        for items in cutter.cut(batches):
             owners = sorted({item.batch for item in items})
-            micro = self._micro_batch(batches, items, owners, sums)
+            micro = self._micro_batch(batches, items, cutter.shape(items), owners, sums)
             with_base = any(batches[b].loss.kl_coef for b in owners)
             yield from micro.forward(backward=not forward_only, base=with_base)
             cotangents = []
@@ -223,10 +229,14 @@ class Trainers:
         return tuple(_result(*each) for each in zip(batches, found, strict=True))
 
     def _micro_batch(
-        self, batches: Sequence[Batch], items: Sequence[_Item], owners: Sequence[int], sums: Sequence[dict[str, Pair]]
+        self,
+        batches: Sequence[Batch],
+        items: Sequence[Item],
+        shape: tuple[int, int],
+        owners: Sequence[int],
+        sums: Sequence[dict[str, Pair]],
     ) -> MicroBatch:
-        width = max(len(item.datum.tokens) for item in items)
-        tokens = np.zeros((len(items), width), np.int32)
+        tokens = np.zeros(shape, np.int32)
         for row, item in enumerate(items):
             tokens[row, : len(item.datum.tokens)] = item.datum.tokens
         where = positions(
@@ -238,48 +248,20 @@ class Trainers:
         adapters, start = [], 0
         for b in owners:
             trainer = self._get(batches[b].trainer)
-            stop = start + sum(item.batch == b for item in items)
+            # Rows that are padding go with the last one's: a share of their own would be a copy of all.
+            stop = shape[0] if b == owners[-1] else start + sum(item.batch == b for item in items)
             adapters.append(Weights(start, stop, trainer.scale, trainer.pairs, sums[b]))
             start = stop
         return MicroBatch(self._tree, self._spine, mx.array(tokens), where, adapters, self._forward_layers)
 
 
-def _cut(batches: Sequence[Batch], tokens: int, *, mixed: bool) -> list[list[_Item]]:
-    """As few micro-batches as hold `tokens` each, with padding (or one sequence), and these about equally large:
-    neighbours in length beside each other, and within each the rows of one trainer together. `mixed`: several trainers
-    may share one."""
-    items = [_Item(b, i, datum) for b, batch in enumerate(batches) for i, datum in enumerate(batch.data)]
-    items.sort(key=lambda item: (0 if mixed else item.batch, -len(item.datum.tokens)))
-    cut = _filled(items, tokens, mixed)
-    low, high = 0, tokens
-    while high - low > max(tokens >> _EVEN, 1):
-        middle = (low + high) // 2
-        more = _filled(items, middle, mixed)
-        if len(more) > len(cut):
-            low = middle
-        else:
-            cut, high = more, middle
-    return [sorted(part, key=lambda item: (item.batch, item.index)) for part in cut]
-
-
-def _filled(items: Sequence[_Item], tokens: int, mixed: bool) -> list[list[_Item]]:
-    """Each filled before the next is begun."""
-    cut: list[list[_Item]] = []
-    for item in items:
-        last = cut[-1] if cut else None
-        if (
-            last is None
-            or (len(last) + 1) * len(last[0].datum.tokens) > tokens
-            or not (mixed or last[0].batch == item.batch)
-        ):
-            cut.append([item])
-        else:
-            last.append(item)
-    return cut
+def _finish(slices: Generator[Wait, None, Any]) -> None:
+    for wait in slices:
+        wait()
 
 
 def _loss(
-    micro: MicroBatch, span: slice, items: Sequence[_Item], batch: Batch, shares: Sequence[float]
+    micro: MicroBatch, span: slice, items: Sequence[Item], batch: Batch, shares: Sequence[float]
 ) -> tuple[mx.array, mx.array, mx.array]:
     """The loss of a trainer's completions in a micro-batch, its gradient [n] with respect to their logprobs, and the
     sum of k3 to the base."""

@@ -1,0 +1,81 @@
+"""A pass cut into micro-batches, which have few shapes on a device that needs long to prepare for each.
+
+On CUDA attention and its backward have a plan of cuDNN's for each shape, made in 30 to 90 ms when it is first met, in
+which streams wait. Lengths differ with every pass, so that nearly every micro-batch would be such a one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mlx_tandem.engine.learning import Batch, Datum
+
+_EVEN = 5
+"""Micro-batches are even to one part in two to the power of this."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A datum in its place."""
+
+    batch: int
+    index: int
+    datum: Datum
+
+    @property
+    def length(self) -> int:
+        return len(self.datum.tokens)
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """`tokens`: that a micro-batch holds, with padding (or one sequence). `mixed`: several trainers may share one.
+    `few_shapes`: rows and lengths are padded to `rounded` numbers; that of a sequence alone only where that fits."""
+
+    tokens: int
+    mixed: bool
+    few_shapes: bool = False
+
+    def cut(self, batches: Sequence[Batch]) -> list[list[Item]]:
+        """As few micro-batches as hold all, and these about equally large: neighbours in length beside each other, and
+        within each the rows of one trainer together."""
+        items = [Item(b, i, datum) for b, batch in enumerate(batches) for i, datum in enumerate(batch.data)]
+        items.sort(key=lambda item: (0 if self.mixed else item.batch, -item.length))
+        cut = self._filled(items, self.tokens)
+        low, high = 0, self.tokens
+        while high - low > max(self.tokens >> _EVEN, 1):
+            middle = (low + high) // 2
+            more = self._filled(items, middle)
+            if len(more) > len(cut):
+                low = middle
+            else:
+                cut, high = more, middle
+        return [sorted(part, key=lambda item: (item.batch, item.index)) for part in cut]
+
+    def shape(self, items: Sequence[Item]) -> tuple[int, int]:
+        """Rows and length of a micro-batch."""
+        return self._padded(len(items), max(item.length for item in items))
+
+    def _filled(self, items: Sequence[Item], tokens: int) -> list[list[Item]]:
+        """Each filled before the next is begun."""
+        cut: list[list[Item]] = []
+        for item in items:
+            last = cut[-1] if cut else []
+            rows, length = self._padded(len(last) + 1, last[0].length if last else item.length)
+            if last and rows * length <= tokens and (self.mixed or last[0].batch == item.batch):
+                last.append(item)
+            else:
+                cut.append([item])
+        return cut
+
+    def _padded(self, rows: int, length: int) -> tuple[int, int]:
+        if not self.few_shapes or (rows == 1 and rounded(length) > self.tokens):
+            return rows, length
+        return rounded(rows), rounded(length)
+
+
+def rounded(n: int) -> int:
+    """Up to the next of eight numbers to an octave; to 16 it stays."""
+    step = 1 << max((n - 1).bit_length() - 4, 0)
+    return -(-n // step) * step

@@ -1,0 +1,96 @@
+"""The engine process put together, in this one: what it makes ready where it serves from a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from mlx_tandem.cli.bench.shapes import SHAPES, write_model
+from mlx_tandem.config import DutyConfig, EngineConfig, ModelConfig
+from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig, TrainerSpec
+from mlx_tandem.engine.wire import EngineChannel, WireError
+from mlx_tandem.model import device
+from mlx_tandem.training.device.trainers import Trainers
+from mlx_tandem.worker import serve
+
+BATCH = Batch("a", (Datum((1, 2, 3, 4, 5), 2, (1.0, -1.0, 0.5)),), LossConfig("cross_entropy"))
+LESSON: list[m.Inbound] = [
+    m.OpenTrainer(1, TrainerSpec("a", 4, 8.0)),
+    m.RunPass(2, (BATCH,)),
+    m.StepTrainer(3, "a", Adam(0.1)),
+    m.PublishTrainer(4, "a"),
+]
+
+
+class Channel(EngineChannel):
+    """Hands in a lesson and closes when all of it is answered."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self._left = list(LESSON)
+
+    def receive(self, wait: float) -> list[m.Inbound]:
+        if any(isinstance(x, m.AdapterLoaded) for x in self.sent):
+            raise WireError("over")
+        handed, self._left = self._left, []
+        return handed
+
+    def send(self, messages: Sequence[m.Inbound | m.Outbound]) -> None:
+        self.sent += messages
+
+
+@pytest.fixture
+def learn(tmp_path: Path) -> Callable[[], list[Any]]:
+    """What an engine says that is given the lesson."""
+    model = ModelConfig(path=str(write_model(tmp_path / "model", SHAPES["0.13m"])))
+    config = EngineConfig(model, duty=DutyConfig(trainer_rank=4))
+
+    def run() -> list[Any]:
+        channel = Channel()
+
+        def engine() -> None:
+            with suppress(WireError):
+                serve(channel, config, False)
+
+        thread = Thread(target=engine)  # is done with the device after it
+        thread.start()
+        thread.join()
+        return channel.sent
+
+    return run
+
+
+def answers(sent: list[Any]) -> tuple[Any, str]:
+    (done,) = (x for x in sent if isinstance(x, m.PassDone))
+    (published,) = (x for x in sent if isinstance(x, m.AdapterLoaded))
+    return done.results, published.info.digest
+
+
+def test_learning_is_warmed_up_where_it_would_keep_streams_waiting(
+    learn: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And changes nothing of what is learned then."""
+    plain = learn()
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    warm = learn()
+    stages = [[x.stage for x in sent if isinstance(x, m.Progress)] for sent in (plain, warm)]
+    assert "warming up learning" in stages[1] and "warming up learning" not in stages[0]
+    assert answers(warm) == answers(plain)
+
+
+def test_a_model_that_cannot_be_trained_is_served_all_the_same(
+    learn: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Trainers, rank: int) -> None:
+        raise ValueError("this model does not call its layers one after the other")
+
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    monkeypatch.setattr(Trainers, "warm_up", fail)
+    assert any(isinstance(x, m.Ready) for x in learn())
+    assert "could not be warmed up" in caplog.text
