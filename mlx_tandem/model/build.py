@@ -79,6 +79,8 @@ def build(
     """
     started = time.monotonic()
     limit = device.memory_limit()  # before anything is taken of it
+    if device.is_cuda() and not device.keep_freed_memory():
+        log.warning("the driver does not keep freed memory: steps that need some again may take tens of milliseconds")
     model = load(config.model, report)
     candidates = fused.available() if backends is None else backends
     merged: list[Merged] = []

@@ -100,6 +100,28 @@ def is_cuda() -> bool:
     return bool(not is_cpu() and mx.cuda.is_available())
 
 
+_RELEASE_THRESHOLD = 4  # of CUmemPool_attribute, CUDA driver API
+
+
+def keep_freed_memory(driver: str = "libcuda.so.1") -> bool:
+    """On CUDA, have the driver keep for this process what MLX gives back; whether that could be had.
+
+    By itself it returns such memory to the system as soon as anybody waits for the device, and to map a gigabyte of it
+    again takes tens of milliseconds.
+    """
+    try:
+        cuda = ctypes.CDLL(driver)
+    except OSError:
+        return False
+    number, pool, everything = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64(2**64 - 1)
+    return not (
+        cuda.cuInit(0)
+        or cuda.cuDeviceGet(ctypes.byref(number), 0)
+        or cuda.cuDeviceGetDefaultMemPool(ctypes.byref(pool), number)
+        or cuda.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(everything))
+    )
+
+
 def describe() -> str:
     """One line for people: what computes here."""
     if is_cpu():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
@@ -73,3 +74,31 @@ def test_what_is_set_already_stays(cuda: Path) -> None:
 def test_nothing_is_set_without_cuda_or_too_late(cuda: Path, tmp_path: Path) -> None:
     assert settings(tmp_path / "empty") == {}
     assert settings(cuda, before="import mlx.core") == {}
+
+
+DRIVER = """
+int pool;
+unsigned long long threshold = 0;
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGet(int *device, int ordinal) { *device = 7; return ordinal; }
+int cuDeviceGetDefaultMemPool(void **found, int device) { *found = &pool; return device != 7; }
+int cuMemPoolSetAttribute(void *of, int attribute, void *value) {
+  if (of != &pool || attribute != 4) return 1;
+  threshold = *(unsigned long long *)value;
+  return REFUSED;
+}
+"""
+
+
+@pytest.mark.parametrize("refused", [0, 801])
+def test_the_driver_is_asked_to_keep_what_is_freed(tmp_path: Path, refused: int) -> None:
+    """A driver of its own, with the signatures of CUDA's."""
+    source, library = tmp_path / "driver.c", tmp_path / "driver.so"
+    source.write_text(DRIVER, encoding="utf-8")
+    subprocess.run(["cc", "-shared", "-fPIC", f"-DREFUSED={refused}", "-o", library, source], check=True)
+    assert device.keep_freed_memory(str(library)) is not bool(refused)
+    assert ctypes.c_uint64.in_dll(ctypes.CDLL(str(library)), "threshold").value == 2**64 - 1
+
+
+def test_without_a_driver_nothing_is_asked(tmp_path: Path) -> None:
+    assert not device.keep_freed_memory(str(tmp_path / "none.so"))
