@@ -20,12 +20,13 @@ def batches_of(lengths: list[list[int]]) -> list[Batch]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(LENGTHS, st.integers(20, 300), st.booleans(), st.booleans())
+@given(LENGTHS, st.integers(20, 300), st.booleans(), st.booleans(), st.integers(0, 3))
 def test_all_of_a_pass_is_in_it_once_and_fits(
-    lengths: list[list[int]], most: int, mixed: bool, few_shapes: bool
+    lengths: list[list[int]], most: int, mixed: bool, few_shapes: bool, beyond: int
 ) -> None:
-    """The rows of a trainer together."""
-    cutter = Cutter(most, mixed, few_shapes)
+    """The rows of a trainer together, and no position that the model does not have."""
+    longest = max((n for own in lengths for n in own), default=1) + beyond
+    cutter = Cutter(most, mixed, few_shapes, longest)
     cut = cutter.cut(batches_of(lengths))
     assert sorted((i.batch, i.index) for part in cut for i in part) == [
         (b, i) for b, own in enumerate(lengths) for i in range(len(own))
@@ -34,7 +35,7 @@ def test_all_of_a_pass_is_in_it_once_and_fits(
         owners = [item.batch for item in part]
         assert owners == sorted(owners) and (mixed or len(set(owners)) == 1)
         rows, length = cutter.shape(part)
-        assert rows >= len(part) and length >= max(item.length for item in part)
+        assert rows >= len(part) and max(item.length for item in part) <= length <= longest
         assert rows * length <= most or (rows, length) == (1, part[0].length)
 
 

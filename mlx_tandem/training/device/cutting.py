@@ -31,11 +31,13 @@ class Item:
 @dataclass(frozen=True)
 class Cutter:
     """`tokens`: that a micro-batch holds, with padding (or one sequence). `mixed`: several trainers may share one.
-    `few_shapes`: rows and lengths are padded to `rounded` numbers; that of a sequence alone only where that fits."""
+    `few_shapes`: rows and lengths are padded to `rounded` numbers; that of a sequence alone only where that fits, and
+    none beyond the `longest` that the model takes."""
 
     tokens: int
     mixed: bool
     few_shapes: bool = False
+    longest: int = 1 << 30
 
     def cut(self, batches: Sequence[Batch]) -> list[list[Item]]:
         """As few micro-batches as hold all, and these about equally large: neighbours in length beside each other, and
@@ -72,7 +74,7 @@ class Cutter:
     def _padded(self, rows: int, length: int) -> tuple[int, int]:
         if not self.few_shapes or (rows == 1 and rounded(length) > self.tokens):
             return rows, length
-        return rounded(rows), rounded(length)
+        return rounded(rows), min(rounded(length), self.longest)
 
 
 def rounded(n: int) -> int:

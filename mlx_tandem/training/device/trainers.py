@@ -200,7 +200,7 @@ class Trainers:
         # Copies: nothing counts before all of it is done.
         sums = [{} if forward_only else self._get(b.trainer).gradients for b in batches]
         found: list[list[_Found]] = [[] for _ in batches]
-        cutter = Cutter(tokens, mixed=not self._tree.has_experts, few_shapes=self._few_shapes)
+        cutter = Cutter(tokens, not self._tree.has_experts, self._few_shapes, self._most_tokens)
         for items in cutter.cut(batches):
             owners = sorted({item.batch for item in items})
             micro = self._micro_batch(batches, items, cutter.shape(items), owners, sums)
