@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import msgspec
@@ -24,6 +24,7 @@ from mlx_tandem.training.device.copies import Copy
 from mlx_tandem.training.device.slices import launched
 
 Pair = tuple[mx.array, mx.array]
+HostPairs = dict[str, tuple[Array, Array]]
 _T = TypeVar("_T")
 
 TRAINER = "trainer.json"
@@ -187,23 +188,20 @@ class Trainer:
     def publish(self) -> Callable[[], AdapterWeights]:
         """The present weights, as what `snapshot` writes would be read; to be called once, on any thread. ModelError
         there when they are not finite."""
-        copies = [(chunk, Copy(whole)) for chunk, whole in zip(self._chunks, self._now.flats, strict=True)]
-        pairs, spec, linears = self.pairs, self.spec, self._linears
-
-        def published() -> AdapterWeights:
-            host: dict[str, tuple[Array, Array]] = {}
-            for chunk, copy in copies:
-                host.update(_by_path(chunk, _cut(copy.read(), _arrays(pairs, chunk))))
-            return formats.from_arrays(*convert.to_peft(host, spec.rank, spec.alpha), linears)
-
-        return published
+        copies = [
+            _Copies(chunk, self.pairs, [whole]) for chunk, whole in zip(self._chunks, self._now.flats, strict=True)
+        ]
+        spec, linears = self.spec, self._linears
+        return lambda: formats.from_arrays(*_peft([each.read()[0] for each in copies], spec), linears)
 
     def snapshot(self) -> Callable[[str], None]:
         """Everything that a trainer needs to go on as if nothing had been; what is returned writes it into an empty
-        folder, on any thread: a PEFT folder with the optimiser's state beside it, on the drive when it returns."""
-        pairs, about = self.pairs, About(self.spec, self.step_count)
-        moments = list(zip(self._chunks, self._now.moments, strict=True))
-        return lambda folder: _write(Path(folder), pairs, moments, about)
+        folder, once, on any thread: a PEFT folder with the optimiser's state beside it, on the drive when it
+        returns."""
+        known = zip(self._chunks, self._now.flats, self._now.moments, strict=True)
+        copies = [_Copies(chunk, self.pairs, [whole, *moments]) for chunk, whole, moments in known]
+        about = About(self.spec, self.step_count)
+        return lambda folder: _write(Path(folder), [each.read() for each in copies], about)
 
     def _restore(self, folder: Path) -> None:
         """The optimiser's state from a checkpoint."""
@@ -220,7 +218,7 @@ class Trainer:
         for chunk in self._chunks:
             kinds = []
             for kind in Moments._fields:
-                found = [arrays.get(name) for name in _names(chunk, kind)]
+                found = [arrays.get(_name(path, side, kind)) for side in "AB" for path in chunk]
                 for x, known in zip(found, _arrays(self.pairs, chunk), strict=True):
                     if x is None or x.shape != known.shape or x.dtype != np.float32:
                         raise ModelError(f"{folder.name}/{OPTIMIZER} does not fit this trainer")
@@ -228,6 +226,24 @@ class Trainer:
             moments.append(Moments(*kinds))
         mx.eval(moments)
         self._now = self._now._replace(moments=moments, step_count=about.step)
+
+
+class _Copies:
+    """Arrays of one chunk of pairs, each laid end to end as its weights are; copies of them, read once, on any
+    thread."""
+
+    def __init__(self, paths: Sequence[str], pairs: Mapping[str, Pair], wholes: Sequence[mx.array]):
+        self._paths = paths
+        self._shapes = [x.shape for x in _arrays(pairs, paths)]
+        self._copies = [Copy(whole) for whole in wholes]
+
+    def read(self) -> list[HostPairs]:
+        ends = list(accumulate(math.prod(shape) for shape in self._shapes))[:-1]
+        found = []
+        for copy in self._copies:
+            arrays = [x.reshape(shape) for x, shape in zip(np.split(copy.read(), ends), self._shapes, strict=True)]
+            found.append(_by_path(self._paths, arrays))
+        return found
 
 
 def _fresh(spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> dict[str, Pair]:
@@ -274,29 +290,27 @@ def _pairs(whole: mx.array, paths: Sequence[str], like: Mapping[str, Pair]) -> d
     return _by_path(paths, parts(whole, _arrays(like, paths)))
 
 
-def _cut(whole: Array, like: Sequence[mx.array]) -> list[Array]:
-    """`parts` on the host."""
-    ends = list(accumulate(x.size for x in like))
-    return [x.reshape(old.shape) for x, old in zip(np.split(whole, ends[:-1]), like, strict=True)]
+def _name(path: str, side: str, kind: str) -> str:
+    """That a moment has in a checkpoint."""
+    return f"{path}.{side}.{kind}"
 
 
-def _names(paths: Sequence[str], kind: str) -> list[str]:
-    """Those that the moments of `_arrays` have in a checkpoint."""
-    return [f"{path}.{side}.{kind}" for side in "AB" for path in paths]
+def _peft(chunks: Sequence[HostPairs], spec: TrainerSpec) -> tuple[dict[str, Any], dict[str, Array]]:
+    return convert.to_peft({path: pair for pairs in chunks for path, pair in pairs.items()}, spec.rank, spec.alpha)
 
 
-def _write(
-    folder: Path, pairs: Mapping[str, Pair], moments: Sequence[tuple[Sequence[str], Moments]], about: About
-) -> None:
+def _write(folder: Path, chunks: Sequence[Sequence[HostPairs]], about: About) -> None:
+    """Of each chunk the weights, and its moments."""
     from safetensors.numpy import save
 
-    optimizer: dict[str, Array] = {}
-    for paths, known in moments:
-        for kind, whole in zip(Moments._fields, known, strict=True):
-            arrays = _cut(np.array(whole), _arrays(pairs, paths))
-            optimizer.update(zip(_names(paths, kind), arrays, strict=True))
-    host = {path: (np.array(a), np.array(b)) for path, (a, b) in pairs.items()}
-    config, tensors = convert.to_peft(host, about.spec.rank, about.spec.alpha)
+    optimizer = {
+        _name(path, side, kind): x
+        for _, *moments in chunks
+        for kind, pairs in zip(Moments._fields, moments, strict=True)
+        for path, pair in pairs.items()
+        for side, x in zip("AB", pair, strict=True)
+    }
+    config, tensors = _peft([weights for weights, *_ in chunks], about.spec)
     for name, data in (
         (formats.CONFIG, json.dumps(config, indent=2).encode() + b"\n"),
         (formats.WEIGHTS["peft"], save(tensors)),
