@@ -1,8 +1,9 @@
 """Whose turn the device is: requests and learning share its measured time by weight while both want it.
 
 Deficit round robin in milliseconds. `credit` is what learning is owed: it grows with learning's share of each
-millisecond that goes to requests and shrinks with theirs of each one that goes to learning. While one side wants
-nothing the other has all of the time; of what it borrowed so, BOUND_MS at most are ever paid back.
+millisecond that goes to requests and shrinks with theirs of each one that goes to learning; beyond a bound with a share
+that is a little lower. While one side wants nothing the other has all of the time; of what it borrowed so, BOUND_MS at
+most are ever paid back.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ BOUND_MS = 100.0
 MUCH_MS = 2 * BOUND_MS
 """What learning is owed when one piece to a step is too little for it: more than it can be after it wanted nothing."""
 
+TOLERANCE = 0.045
+"""Less than its share that learning makes do with where one piece to a step gives no more: with two streams would wait
+twice as long. In ten seconds shares are meant to hold to 0.05."""
+
 GAPS = 128
 """Of the latest gaps between tokens, over which the 95th percentile is taken."""
 
@@ -29,6 +34,7 @@ class Duty:
         self._limit = config.inter_token_p95_ms
         whole = config.inference + config.training
         self._share = config.training / whole if whole > 0 else 0.0  # of learning
+        self._least = max(self._share - TOLERANCE, 0.85 * self._share)
         self._credit = 0.0
         self._alone = False  # learning had nobody to wait for, when last asked
         self._lent = True  # one side wanted nothing, or was held back, when last asked
@@ -65,17 +71,22 @@ class Duty:
 
     def note_serving(self, ms: float) -> None:
         self.serving_ms += ms
-        self._add(self._share * ms)
+        self._add(self._grows * ms)
 
     def note_training(self, ms: float) -> None:
         self.training_ms += ms
-        self._add((self._share - 1) * ms)
+        self._add((self._grows - 1) * ms)
 
     def note_tokens(self, now_ms: float, streams: bool) -> None:
         """A step was read at `now_ms`; `streams`: it drew the next tokens of users' requests."""
         if streams and self._last_tokens is not None:
             self._gaps.append(now_ms - self._last_tokens)
         self._last_tokens = now_ms if streams else None
+
+    @property
+    def _grows(self) -> float:
+        """The share by which credit does: beyond its bound what learning has to have."""
+        return self._least if self._credit > BOUND_MS else self._share
 
     def _add(self, ms: float) -> None:
         # Within the contest a debt is as large as the piece of work that made it, and all of it counts.

