@@ -1,6 +1,6 @@
 """A pass cut into micro-batches, which have few shapes on a device that needs long to prepare for each.
 
-On CUDA attention and its backward have a plan of cuDNN's for each shape, made in 30 to 90 ms when it is first met, in
+On CUDA attention and its backward have a plan of cuDNN's for each shape, made in up to 100 ms when it is first met, in
 which streams wait. Lengths differ with every pass, so that nearly every micro-batch would be such a one.
 """
 
