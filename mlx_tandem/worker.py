@@ -179,7 +179,8 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
             prepare=publish,
         )
 
-    if config.duty.trainer_rank and device.is_cuda():
+    duty = Duty(config.duty)
+    if config.duty.trainer_rank and duty.learns and device.is_cuda():
         channel.send([m.Progress("warming up learning", 0.0)])
         try:
             trainers().warm_up(config.duty.trainer_rank)
@@ -188,7 +189,6 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     built.warm_up(scheduler.prefill.cost)
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
     adapters = Adapters(store, Loader(read), slots)
-    duty = Duty(config.duty)
     core = EngineCore(
         channel,
         built.runner,

@@ -15,12 +15,12 @@ from mlx_tandem.config import DutyConfig
 BOUND_MS = 100.0
 """1 % of ten seconds, the window in which shares are meant to hold."""
 
-MUCH_MS = 2 * BOUND_MS
+MUCH_MS = 1.5 * BOUND_MS
 """What learning is owed when one piece to a step is too little for it: more than it can be after it wanted nothing."""
 
-TOLERANCE = 0.045
+TOLERANCE = 0.035
 """Less than its share that learning makes do with where one piece to a step gives no more: with two streams would wait
-twice as long. In ten seconds shares are meant to hold to 0.05."""
+twice as long. With that, and what it is owed before it has two, shares hold to 0.05 over ten seconds."""
 
 GAPS = 128
 """Of the latest gaps between tokens, over which the 95th percentile is taken."""
@@ -34,7 +34,7 @@ class Duty:
         self._limit = config.inter_token_p95_ms
         whole = config.inference + config.training
         self._share = config.training / whole if whole > 0 else 0.0  # of learning
-        self._least = max(self._share - TOLERANCE, 0.85 * self._share)
+        self._least = max(self._share - TOLERANCE, 0.85 * self._share) if self._share < 1 else 1.0
         self._credit = 0.0
         self._alone = False  # learning had nobody to wait for, when last asked
         self._lent = True  # one side wanted nothing, or was held back, when last asked

@@ -79,8 +79,6 @@ def build(
     """
     started = time.monotonic()
     limit = device.memory_limit()  # before anything is taken of it
-    if device.is_cuda() and not device.keep_freed_memory():
-        log.warning("the driver does not keep freed memory: steps that need some again may take tens of milliseconds")
     model = load(config.model, report)
     candidates = fused.available() if backends is None else backends
     merged: list[Merged] = []
@@ -189,7 +187,7 @@ def build(
         info,
         lora.linears(),
         len(shapes),
-        lambda cost: _warm_up(runner, info, cost, report),
+        lambda cost: _warm_up(runner, info, cost, report, limit),
         lambda: MemoryInUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), runner.compiled_steps),
         lambda: lora.nbytes,
         twin,
@@ -226,8 +224,9 @@ def _divide(config: EngineConfig, limit: int, needs: Needs) -> MemoryBudget:
     return divide(config, limit, needs, most_pool=_CPU_POOL_BYTES, most_activations=_CPU_ACTIVATION_BYTES)
 
 
-def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Report) -> None:
-    """Run the first shapes, learn what chunks of prompts cost, and see that the pool is written in place."""
+def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Report, limit: int) -> None:
+    """Run the first shapes, learn what chunks of prompts cost, and see that the pool is written in place. `limit`: the
+    device's bytes."""
     bs = info.block_size
     pools = open_pools(info.memory, bs)
     room = min(info.max_model_len, *(pool.usable_blocks * bs for pool in pools))
@@ -260,6 +259,9 @@ def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Repor
     # Of sizes that what is served hardly asks for again; and with so much kept, what it frees would go back to the
     # system each time.
     mx.clear_cache()
+    # Below the 95 % from where on MLX empties its cache for what does not come from the driver's pool.
+    if device.is_cuda() and not device.keep_freed_memory(int(0.9 * limit)):
+        log.warning("the driver does not keep freed memory: steps that need some again may take tens of milliseconds")
     mx.reset_peak_memory()
     report("warming up", 1.0)
 

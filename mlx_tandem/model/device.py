@@ -38,8 +38,8 @@ def _load_openblas() -> str | None:
 # there again only when it is done, so the number of operations stays limited: a long prompt would need more memory.
 _GRAPH_LIMIT = "1000000"
 # Graphs, plans of cuDNN's attention and the like it keeps for the next time, the latest of each. It takes twice as many
-# as it keeps, counted from the start, for a mistake, and raises an error whenever another is met: a server that runs
-# for days would meet them. To make one anew is only slow.
+# new ones in a row as it keeps for a mistake and raises an error (older versions: so many in all). A server must not
+# end for that: to make one anew is only slow.
 _THRASHING_CHECK = "0"
 # Of attention on unpaged sequences, which is what learning has: a plan for each shape, made in tens of milliseconds.
 _PLANS_KEPT = "512"
@@ -103,8 +103,9 @@ def is_cuda() -> bool:
 _RELEASE_THRESHOLD = 4  # of CUmemPool_attribute, CUDA driver API
 
 
-def keep_freed_memory(driver: str = "libcuda.so.1") -> bool:
-    """On CUDA, have the driver keep for this process what MLX gives back; whether that could be had.
+def keep_freed_memory(most: int, driver: str = "libcuda.so.1") -> bool:
+    """On CUDA, have the driver keep for this process what MLX gives back, while that and what is in use are no more
+    than `most` bytes; whether that could be had.
 
     By itself it returns such memory to the system as soon as anybody waits for the device, and to map a gigabyte of it
     again takes tens of milliseconds.
@@ -113,12 +114,12 @@ def keep_freed_memory(driver: str = "libcuda.so.1") -> bool:
         cuda = ctypes.CDLL(driver)
     except OSError:
         return False
-    number, pool, everything = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64(2**64 - 1)
+    number, pool, threshold = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_uint64(most)
     return not (
         cuda.cuInit(0)
         or cuda.cuDeviceGet(ctypes.byref(number), 0)
         or cuda.cuDeviceGetDefaultMemPool(ctypes.byref(pool), number)
-        or cuda.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(everything))
+        or cuda.cuMemPoolSetAttribute(pool, _RELEASE_THRESHOLD, ctypes.byref(threshold))
     )
 
 

@@ -131,7 +131,7 @@ def test_a_step_without_gradients_is_none(trainers: Trainers) -> None:
 def test_a_step_that_is_dropped_half_done_changes_nothing(
     trainers: Trainers, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "STEP_PARAMETERS", 8)
+    monkeypatch.setattr(state, "STEP_PARAMETERS", {"cpu": 8})
     trainers.open(SPEC, "", None)
     learn(trainers, 0)
     before = weights_of(trainers)

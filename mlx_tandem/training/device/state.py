@@ -31,7 +31,7 @@ TRAINER = "trainer.json"
 OPTIMIZER = "optimizer.safetensors"
 FORMAT = 1
 
-STEP_PARAMETERS = 16 << 20
+STEP_PARAMETERS = {"cpu": 4 << 20, "gpu": 16 << 20}
 """About as many as the optimiser goes on by in one slice."""
 
 
@@ -265,9 +265,10 @@ def _scale(spec: TrainerSpec) -> float:
 def _chunks(pairs: Mapping[str, Pair]) -> list[list[str]]:
     """Paths in order, those together whose step is one slice."""
     chunks: list[list[str]] = []
-    size = STEP_PARAMETERS
+    most = STEP_PARAMETERS["cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"]
+    size = most
     for path, (a, b) in pairs.items():
-        if size >= STEP_PARAMETERS:
+        if size >= most:
             chunks.append([])
             size = 0
         chunks[-1].append(path)

@@ -154,8 +154,9 @@ class Trainers:
         self.open(TrainerSpec(name, rank, float(rank)), "", None)
         try:
             data = (Datum((0,) * 4, 2, (1.0, -1.0), (0.0, 0.0)),) * 2
+            batch = Batch(name, data, LossConfig(kl_coef=0.1))
             for forward_only in (False, True):
-                _finish(self.run([Batch(name, data, LossConfig())], forward_only, 0))
+                _finish(self.run([batch], forward_only, len(data[0].tokens)))
             _finish(self.step(name, Adam(0.0, grad_norm=1.0)))
             mx.eval(self._get(name).served(self._tree.dtype))
         finally:
