@@ -129,7 +129,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
             caches,
             [own.block_bytes for own in info.memory.pools],
             write_through=write_through,
-            step_bytes=STEP_BYTES["cpu" if device.is_cpu() else "gpu"],
+            step_bytes=STEP_BYTES[device.kind()],
         )
     slots = SlotTable(config.lora.max_loras)
     scheduler = Scheduler(
@@ -167,14 +167,13 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
 
     @cache
     def trainers() -> Trainers:
-        kind = "cpu" if device.is_cpu() else "gpu"
         return Trainers(
             built.twin,
             built.adapter_dtype,
             vocab_size=info.vocab_size,
-            micro_batch_tokens=config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[kind],
+            micro_batch_tokens=config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()],
             most_tokens=info.max_model_len,
-            forward_layers=FORWARD_LAYERS[kind],
+            forward_layers=FORWARD_LAYERS[device.kind()],
             few_shapes=device.is_cuda(),
             prepare=publish,
         )

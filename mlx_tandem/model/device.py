@@ -96,6 +96,11 @@ def is_cpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
+def kind() -> str:
+    """The key of what differs between the two: "cpu" or "gpu"."""
+    return "cpu" if is_cpu() else "gpu"
+
+
 def is_cuda() -> bool:
     return bool(not is_cpu() and mx.cuda.is_available())
 

@@ -63,7 +63,7 @@ def needs(
     learning = _learning(config, model, len(layers), vocab_size, linears) if config.duty.trainer_rank else 0
     share = (limit - weight_bytes - learning) // ACTIVATION_SHARE
     asked = config.scheduler.max_chunk_tokens
-    for chunk in (asked,) if asked else CHUNK_TOKENS["cpu" if device.is_cpu() else "gpu"]:
+    for chunk in (asked,) if asked else CHUNK_TOKENS[device.kind()]:
         step = _step(config, chunk, model, layers, vocab_size, linears)
         if step.least() <= share:
             break
@@ -179,7 +179,7 @@ def _learning(
     """A trainer of every linear, and a micro-batch: what the forward keeps, and two slices, as one is launched
     before the last is read: a layer backward, logits in pieces. Its sequences have at most 1,024 tokens: scores grow
     with their length."""
-    tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS["cpu" if device.is_cpu() else "gpu"]
+    tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()]
     size = model.dtype.size
     widths = Counter(s.inputs for s in linears.values())
     hidden = widths.most_common(1)[0][0] if widths else 1

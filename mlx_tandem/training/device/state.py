@@ -19,6 +19,7 @@ from mlx_tandem.adapters.formats import AdapterWeights, Array, LinearShape
 from mlx_tandem.engine.learning import Adam, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model import device
 from mlx_tandem.training.device.adamw import Moments, flat, parts, update
 from mlx_tandem.training.device.copies import Copy
 from mlx_tandem.training.device.slices import launched
@@ -265,7 +266,7 @@ def _scale(spec: TrainerSpec) -> float:
 def _chunks(pairs: Mapping[str, Pair]) -> list[list[str]]:
     """Paths in order, those together whose step is one slice."""
     chunks: list[list[str]] = []
-    most = STEP_PARAMETERS["cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"]
+    most = STEP_PARAMETERS[device.kind()]
     size = most
     for path, (a, b) in pairs.items():
         if size >= most:

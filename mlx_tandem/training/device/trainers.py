@@ -239,10 +239,10 @@ class Trainers:
     ) -> MicroBatch:
         tokens = np.zeros(shape, np.int32)
         for row, item in enumerate(items):
-            tokens[row, : len(item.datum.tokens)] = item.datum.tokens
+            tokens[row, : item.length] = item.datum.tokens
         where = positions(
             [item.datum.prompt_length for item in items],
-            [len(item.datum.tokens) for item in items],
+            [item.length for item in items],
             [item.datum.temperature for item in items],
             tokens,
         )
