@@ -26,7 +26,7 @@ from mlx_tandem.model.cache.pools import windows_of
 from mlx_tandem.model.loader import LoadedModel, weights
 from mlx_tandem.model.lora.adapted import find_targets
 
-MICRO_BATCH_TOKENS = {"cpu": 128, "gpu": 2048}
+MICRO_BATCH_TOKENS = {"cpu": 128, "gpu": 1536}
 """Of one forward and backward: a slice of it is one layer or a few, and streams wait for a slice."""
 
 FORWARD_LAYERS = {"cpu": 1, "gpu": 3}

@@ -32,7 +32,7 @@ from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.routes import Layout
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.step.head import HeadSelector
-from mlx_tandem.model.step.inputs import Form, Inputs, Numbers, constant, forms, receive
+from mlx_tandem.model.step.inputs import Form, Inputs, Numbers, Sent, constant, forms, receive
 from mlx_tandem.model.step.rope import SharedAngles
 from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags, Seen, by_argmax, sample, score
 from mlx_tandem.model.step.seats import Seats
@@ -113,6 +113,7 @@ class _Part:
     wanted: list[int] = field(default_factory=list)
     wanted_scores: list[int] = field(default_factory=list)
     saves: tuple[int, ...] = ()  # blocks that the marker holds
+    sent: Sent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +241,8 @@ class MLXRunner:
         try:
             for part in handle.parts:
                 mx.eval(part.marker)
+                if part.sent is not None:
+                    self.inputs.done(part.sent)
                 self._running = None
                 self._dispatch()
                 if part.saves:
@@ -353,14 +356,15 @@ class MLXRunner:
                     self._met.pop(self._steps.popitem(last=False)[0], None)
             self._steps.move_to_end(key)
         seen = [self._seats.prompt_seen, self._seats.output_count] if flags.penalties else []
+        sent = self.inputs.send(numbers)
         drawn, scored, marker, self._last, counts, self._pool.layers = step(
-            self.inputs.send(numbers), self._last, sampling, seen, route.arrays, self._pool.layers
+            sent.arrays, self._last, sampling, seen, route.arrays, self._pool.layers
         )
         if counts:
             self._seats.output_count = counts[0]
         wanted = [self._seats.wanted_logprobs(r.seat) for r in rows] if flags.logprobs >= 0 else []
         wanted_scores = [self._seats.wanted_prompt_logprobs(r.seat) for r in rows] if scored else []
-        return _Part(indices, flags, drawn, marker, count * length, scored, wanted, wanted_scores)
+        return _Part(indices, flags, drawn, marker, count * length, scored, wanted, wanted_scores, sent=sent)
 
     def _make_step(
         self, key: _Key, expected: Sequence[Form], in_place: Sequence[tuple[int, int] | None]

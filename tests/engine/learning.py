@@ -79,13 +79,14 @@ def set_pairs(trainers: Trainers, name: str, pairs: dict[str, Any]) -> None:
 
 
 def plain_gradients(trainers: Trainers, name: str, data: Sequence[Datum], config: Any) -> tuple[float, dict[str, Any]]:
-    """The loss and its gradients by one backward through the whole tree, a sequence at a time."""
+    """The loss and its gradients with respect to what is served, by one backward through the whole tree, a sequence at
+    a time."""
     trainer = trainers._trainers[name]
     tree = trainers._tree
     counts = shares([d.weights for d in data], config)
 
     def logprobs(pairs: Any, d: Datum, adapted: bool) -> mx.array:
-        segments = {k: [Segment(0, 1, (a, b * trainer.scale))] for k, (a, b) in pairs.items()} if adapted else {}
+        segments = {path: [Segment(0, 1, pair)] for path, pair in pairs.items()} if adapted else {}
         with tree.bound(1, segments):
             scores = tree.model(mx.array([d.tokens])).astype(mx.float32)[0] / d.temperature
         scores = scores - mx.logsumexp(scores, -1, keepdims=True)
@@ -102,7 +103,7 @@ def plain_gradients(trainers: Trainers, name: str, data: Sequence[Datum], config
             value = value + loss(p[None], batch, config, base)
         return value
 
-    value, gradients = mx.value_and_grad(total)(trainer.pairs)
+    value, gradients = mx.value_and_grad(total)(trainer.served(tree.dtype))
     return float(np.array(value)), gradients
 
 

@@ -70,7 +70,7 @@ def test_gradients_are_those_of_finite_differences(family: str, tmp_path: Path) 
     for path in list(start)[:: max(len(start) // 6, 1)]:
         for side in (0, 1):
             # Along the gradient itself the difference is largest beside the rounding of the forward.
-            own = np.array(gradients[path][side])
+            own = np.array(gradients[path][side]) * (1.0, trainer.scale)[side]
             direction = own / np.linalg.norm(own) + 0.05 * g.standard_normal(own.shape) / own.size**0.5
             exact = float((own * direction).sum())
             closest = np.inf

@@ -16,19 +16,29 @@ import numpy as np
 import numpy.typing as npt
 
 from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.step.staging import Buffer, Staging
 
 Numbers = npt.NDArray[Any]
-"""int32 or uint32. One that cannot be written never changes."""
+"""int32, uint32 or float32. One that cannot be written never changes."""
 
 KEPT = 64
 """Arrays that are on the device and whose numbers may be used again."""
 
 _ALIGNED = 4  # numbers; kernels load so many at once
 
+_TYPES = {"int32": mx.int32, "uint32": mx.uint32, "float32": mx.float32}
+
 
 class Form(NamedTuple):
     shape: tuple[int, ...]
-    unsigned: bool
+    type: str
+
+
+class Sent(NamedTuple):
+    """What the forward is given, for `receive` there; `buffer` holds it, if it travels as one."""
+
+    arrays: list[mx.array]
+    buffer: Buffer | None = None
 
 
 class Inputs:
@@ -37,22 +47,23 @@ class Inputs:
     def __init__(self, packed: bool | None = None):
         self.packed = "cuda" in dialect.available() if packed is None else packed
         self._kept: dict[int, tuple[Numbers, mx.array]] = {}
-        self._sent: mx.array | None = (
-            None  # held until the next: the device's copy would take its memory over otherwise
-        )
+        self._staging = Staging()
 
-    def send(self, numbers: Sequence[Numbers]) -> list[mx.array]:
-        """What the forward is given, for `receive` there."""
+    def send(self, numbers: Sequence[Numbers]) -> Sent:
         if not self.packed:
-            return [self._array(n) for n in numbers]
+            return Sent([self._array(n) for n in numbers])
         spans = [_aligned(n.size) for n in numbers]
-        whole = np.zeros(sum(spans), np.int32)
+        buffer = self._staging.take(sum(spans))
         start = 0
         for n, span in zip(numbers, spans, strict=True):
-            whole[start : start + n.size] = n.reshape(-1).view(np.int32)
+            buffer.numbers[start : start + n.size] = n.reshape(-1).view(np.int32)
             start += span
-        self._sent = mx.array(whole)
-        return [self._sent]
+        return Sent([buffer.array], buffer)
+
+    def done(self, sent: Sent) -> None:
+        """The device has what was sent. Where nobody says so, its buffer is not used again."""
+        if sent.buffer is not None:
+            self._staging.give_back(sent.buffer)
 
     def _array(self, numbers: Numbers) -> mx.array:
         if numbers.flags.writeable:
@@ -66,7 +77,7 @@ class Inputs:
 
 
 def forms(numbers: Sequence[Numbers]) -> tuple[Form, ...]:
-    return tuple(Form(n.shape, n.dtype == np.uint32) for n in numbers)
+    return tuple(Form(n.shape, n.dtype.name) for n in numbers)
 
 
 def receive(sent: Sequence[mx.array], expected: Sequence[Form]) -> list[mx.array]:
@@ -77,10 +88,10 @@ def receive(sent: Sequence[mx.array], expected: Sequence[Form]) -> list[mx.array
     whole = whole + 0  # a copy in the device's own memory
     arrays = []
     start = 0
-    for shape, unsigned in expected:
+    for shape, kind in expected:
         size = int(np.prod(shape))
         array = whole[start : start + size].reshape(shape)
-        arrays.append(array.view(mx.uint32) if unsigned else array)
+        arrays.append(array if kind == "int32" else array.view(_TYPES[kind]))
         start += _aligned(size)
     return arrays
 

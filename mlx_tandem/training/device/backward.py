@@ -13,6 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.pipeline import Wait
+from mlx_tandem.model.step.inputs import Numbers
 from mlx_tandem.training.device.slices import Slices, launched
 from mlx_tandem.training.device.spine import Layer, Spine
 from mlx_tandem.training.device.tree import Segment, Tree
@@ -24,11 +25,11 @@ Pair = tuple[mx.array, mx.array]
 
 
 class Weights(NamedTuple):
-    """One adapter over rows start … stop; pairs (A, B) by path, B unscaled. Its gradients are added to `gradients`."""
+    """One adapter over rows start … stop; pairs (A, B) by path as the tree multiplies by them, B scaled. Gradients are
+    added to `gradients`, float32."""
 
     start: int
     stop: int
-    scale: float
     pairs: Mapping[str, Pair]
     gradients: dict[str, Pair]
 
@@ -140,7 +141,7 @@ class MicroBatch:
         for (adapter, path), a, b in zip(self._paths[i], own[::2], own[1::2], strict=True):
             gradients = self._adapters[adapter].gradients
             known = gradients.get(path)
-            sums.append((a, b) if known is None else (known[0] + a, known[1] + b))
+            sums.append((a.astype(mx.float32), b.astype(mx.float32)) if known is None else (known[0] + a, known[1] + b))
             gradients[path] = sums[-1]
         return below, launched(below, sums)
 
@@ -149,7 +150,7 @@ class MicroBatch:
         segments: dict[str, list[Segment]] = {}
         for (adapter, path), a, b in zip(self._paths[i], arrays[::2], arrays[1::2], strict=True):
             own = self._adapters[adapter]
-            segments.setdefault(path, []).append(Segment(own.start, own.stop, (a, b * own.scale)))
+            segments.setdefault(path, []).append(Segment(own.start, own.stop, (a, b)))
         with self._tree.bound(self._rows, segments):
             return layer(h)
 
@@ -177,21 +178,22 @@ class MicroBatch:
 
 def _logprobs(logits: mx.array, target: mx.array, temperature: mx.array | None) -> mx.array:
     """[n] from logits [1, n, vocabulary] in float32."""
-    scores = logits[0]
+    scores = logits.squeeze(0)  # which an index would copy
     if temperature is not None:
         scores = scores / temperature[:, None]
     return mx.take_along_axis(scores, target[:, None], axis=-1)[:, 0] - mx.logsumexp(scores, axis=-1)
 
 
 def positions(
-    prompts: Sequence[int], lengths: Sequence[int], temperatures: Sequence[float], tokens: np.ndarray
-) -> Positions:
-    """Of rows whose completion begins at prompts[i] (≥ 1) and ends before lengths[i]; row after row."""
+    prompts: Sequence[int], lengths: Sequence[int], temperatures: Sequence[float], tokens: Numbers
+) -> list[Numbers]:
+    """The fields of `Positions` for rows whose completion begins at prompts[i] (≥ 1) and ends before lengths[i]; row
+    after row."""
     width = tokens.shape[1]
     rows = [np.arange(p, n) for p, n in zip(prompts, lengths, strict=True)]
     at = np.concatenate([r * width + own - 1 for r, own in enumerate(rows)])
-    return Positions(
-        mx.array(at.astype(np.int32)),
-        mx.array(tokens.reshape(-1)[at + 1].astype(np.int32)),
-        mx.array(np.repeat(np.array(temperatures, np.float32), [len(own) for own in rows])),
-    )
+    return [
+        at.astype(np.int32),
+        tokens.reshape(-1)[at + 1],
+        np.repeat(np.array(temperatures, np.float32), [len(own) for own in rows]),
+    ]

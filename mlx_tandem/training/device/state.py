@@ -124,7 +124,8 @@ class Trainer:
 
     @property
     def gradients(self) -> dict[str, Pair]:
-        """What passes since the last step have added up: a copy, whose arrays nobody changes."""
+        """What passes since the last step have added up, with respect to the pairs that are `served`: a copy, whose
+        arrays nobody changes."""
         return dict(self._gradients or {})
 
     @gradients.setter
@@ -143,7 +144,8 @@ class Trainer:
             return StepDone(self.spec.name, self.step_count, 0.0, True)
         flats, squares = [], []
         for chunk in self._chunks:
-            flats.append(flat(_arrays(gradients, chunk)))
+            a, b = ([gradients[path][side] for path in chunk] for side in (0, 1))
+            flats.append(mx.concatenate([flat(a), flat(b) * self.scale]))
             squares.append(flats[-1].square().sum())
             for path in chunk:
                 del gradients[path]

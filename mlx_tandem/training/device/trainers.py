@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,23 +26,17 @@ from mlx_tandem.engine.learning import (
 )
 from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import InvalidRequest, NotFound
-from mlx_tandem.training.device import losses
-from mlx_tandem.training.device.backward import MicroBatch, Pair, Weights, positions
+from mlx_tandem.model.step.inputs import Inputs, Numbers, forms, receive
+from mlx_tandem.training.device import completions, losses
+from mlx_tandem.training.device.backward import MicroBatch, Pair, Positions, Weights, positions
+from mlx_tandem.training.device.completions import Part
 from mlx_tandem.training.device.cutting import Cutter, Item
-from mlx_tandem.training.device.losses import TokenBatch
 from mlx_tandem.training.device.slices import launched
 from mlx_tandem.training.device.spine import Spine
 from mlx_tandem.training.device.state import TRAINER, About, Trainer
 from mlx_tandem.training.device.tree import Tree
 
 Passes = Generator[Wait, None, tuple[BatchResult, ...]]
-
-
-class _Found(NamedTuple):
-    """What a micro-batch has of one batch: loss, k3 to the base, and logprobs at the data's temperature and at 1."""
-
-    items: Sequence[Item]
-    arrays: list[mx.array]
 
 
 class Trainers:
@@ -70,6 +64,7 @@ class Trainers:
         self._forward_layers = forward_layers
         self._few_shapes = few_shapes
         self._prepare = prepare
+        self._inputs = Inputs()
         self._trainers: dict[str, Trainer] = {}
 
     # --- trainers ------------------------------------------------------------------------------------------------
@@ -158,7 +153,6 @@ class Trainers:
             for forward_only in (False, True):
                 _finish(self.run([batch], forward_only, len(data[0].tokens)))
             _finish(self.step(name, Adam(0.0, grad_norm=1.0)))
-            mx.eval(self._get(name).served(self._tree.dtype))
         finally:
             self.close(name)
 
@@ -198,129 +192,73 @@ class Trainers:
 
     def _run(self, batches: tuple[Batch, ...], forward_only: bool, tokens: int) -> Passes:
         shares = [losses.shares([d.weights for d in b.data], b.loss) for b in batches]
+        served = [self._get(b.trainer).served(self._tree.dtype) for b in batches]
+        yield launched(served)
         # Copies: nothing counts before all of it is done.
         sums = [{} if forward_only else self._get(b.trainer).gradients for b in batches]
-        found: list[list[_Found]] = [[] for _ in batches]
+        parts: list[Part] = []
+        found: list[mx.array] = []
         cutter = Cutter(tokens, not self._tree.has_experts, self._few_shapes, self._most_tokens)
         for items in cutter.cut(batches):
-            owners = sorted({item.batch for item in items})
-            micro = self._micro_batch(batches, items, cutter.shape(items), owners, sums)
-            with_base = any(batches[b].loss.kl_coef for b in owners)
+            shape = cutter.shape(items)
+            own = completions.split(items, shares)
+            numbers = [*_rows(items, shape), *(n for part in own for n in part.numbers)]
+            sent = self._inputs.send(numbers)
+            rows, at, target, temperature, *rest = receive(sent.arrays, forms(numbers))
+            adapters = _adapters(own, shape[0], served, sums)
+            where = Positions(at, target, temperature)
+            micro = MicroBatch(self._tree, self._spine, rows, where, adapters, self._forward_layers)
+            with_base = any(batches[part.batch].loss.kl_coef for part in own)
             yield from micro.forward(backward=not forward_only, base=with_base)
             cotangents = []
-            done = 0
-            for b in owners:
-                own = [item for item in items if item.batch == b]
-                count = sum(len(item.datum.weights) for item in own)
-                span = slice(done, done + count)
-                done += count
-                loss, gradient, kl = _loss(micro, span, own, batches[b], shares[b])
+            for part in own:
+                arrays, rest = rest[: len(part.numbers)], rest[len(part.numbers) :]
+                values, gradient = completions.loss(micro, part, arrays, batches[part.batch].loss)
+                parts.append(part)
+                found.append(values)
                 cotangents.append(gradient)
-                found[b].append(_Found(own, [loss, kl, micro.logprobs[span], micro.plain[span]]))
             # What they are made from need not be kept.
+            made = found[-len(own) :]
             if forward_only:
-                yield launched([found[b][-1].arrays for b in owners])
-                continue
-            mx.async_eval([found[b][-1].arrays for b in owners])
-            yield from micro.backward(mx.concatenate(cotangents))
+                yield launched(made)
+            else:
+                mx.async_eval(made)
+                yield from micro.backward(mx.concatenate(cotangents))
+            self._inputs.done(sent)  # the first of several slices has copied it
+        # As one, since for each that is read the host waits for the device.
+        whole = mx.concatenate(found)
+        yield launched(whole)
         mx.eval(sums)
         for batch, gradients in zip(batches, sums, strict=True):
             if gradients:
                 self._get(batch.trainer).gradients = gradients
-        return tuple(_result(*each) for each in zip(batches, found, strict=True))
+        return completions.results(batches, parts, np.array(whole))
 
-    def _micro_batch(
-        self,
-        batches: Sequence[Batch],
-        items: Sequence[Item],
-        shape: tuple[int, int],
-        owners: Sequence[int],
-        sums: Sequence[dict[str, Pair]],
-    ) -> MicroBatch:
-        tokens = np.zeros(shape, np.int32)
-        for row, item in enumerate(items):
-            tokens[row, : item.length] = item.datum.tokens
-        where = positions(
-            [item.datum.prompt_length for item in items],
-            [item.length for item in items],
-            [item.datum.temperature for item in items],
-            tokens,
-        )
-        adapters, start = [], 0
-        for b in owners:
-            trainer = self._get(batches[b].trainer)
-            # Rows that are padding go with the last one's: a share of their own would be a copy of all.
-            stop = shape[0] if b == owners[-1] else start + sum(item.batch == b for item in items)
-            adapters.append(Weights(start, stop, trainer.scale, trainer.pairs, sums[b]))
-            start = stop
-        return MicroBatch(self._tree, self._spine, mx.array(tokens), where, adapters, self._forward_layers)
+
+def _rows(items: Sequence[Item], shape: tuple[int, int]) -> list[Numbers]:
+    """A micro-batch's tokens [rows, length], and the fields of its `Positions`."""
+    tokens = np.zeros(shape, np.int32)
+    for row, item in enumerate(items):
+        tokens[row, : item.length] = item.datum.tokens
+    prompts, lengths = [item.datum.prompt_length for item in items], [item.length for item in items]
+    return [tokens, *positions(prompts, lengths, [item.datum.temperature for item in items], tokens)]
+
+
+def _adapters(
+    own: Sequence[Part], rows: int, served: Sequence[dict[str, Pair]], sums: Sequence[dict[str, Pair]]
+) -> list[Weights]:
+    adapters, start = [], 0
+    for part in own:
+        # Rows that are padding go with the last one's: a share of their own would be a copy of all.
+        stop = rows if part is own[-1] else start + len(part.items)
+        adapters.append(Weights(start, stop, served[part.batch], sums[part.batch]))
+        start = stop
+    return adapters
 
 
 def _finish(slices: Generator[Wait, None, Any]) -> None:
     for wait in slices:
         wait()
-
-
-def _loss(
-    micro: MicroBatch, span: slice, items: Sequence[Item], batch: Batch, shares: Sequence[float]
-) -> tuple[mx.array, mx.array, mx.array]:
-    """The loss of a trainer's completions in a micro-batch, its gradient [n] with respect to their logprobs, and the
-    sum of k3 to the base."""
-    lengths = [len(item.datum.weights) for item in items]
-    shape = (len(items), max(lengths))
-    filled = {name: np.zeros(shape, np.float32) for name in ("q", "weights", "shares", "mask")}
-    for row, item in enumerate(items):
-        n = lengths[row]
-        filled["q"][row, :n] = item.datum.logprobs or 0.0
-        filled["weights"][row, :n] = item.datum.weights
-        filled["shares"][row, :n] = shares[item.index]
-        filled["mask"][row, :n] = 1.0
-    there = np.flatnonzero(filled["mask"].reshape(-1)).astype(np.int32)
-    place = mx.array(there)
-
-    def spread(flat: mx.array) -> mx.array:
-        return mx.zeros((shape[0] * shape[1],)).at[place].add(flat).reshape(shape)
-
-    made = TokenBatch(*(mx.array(filled[name]) for name in ("q", "weights", "shares", "mask")))
-    p = micro.logprobs[span]
-    own = np.array([item.datum.logprobs is None for item in items])
-    if own.any():
-        made = made._replace(logprobs=mx.where(mx.array(own)[:, None], spread(p), made.logprobs))
-    base = micro.base[span] if micro.base is not None and batch.loss.kl_coef else None
-    value, gradient = mx.value_and_grad(
-        lambda flat: losses.loss(spread(flat), made, batch.loss, None if base is None else spread(base))
-    )(p)
-    kl = mx.array(0.0)
-    if base is not None:
-        d = base - p
-        counted = mx.array(filled["weights"].reshape(-1)[there] != 0)
-        kl = ((mx.exp(d) - 1.0 - d) * counted).sum()
-    return value, gradient, kl
-
-
-def _result(batch: Batch, found: Sequence[_Found]) -> BatchResult:
-    loss, kl = 0.0, 0.0
-    hot: dict[int, tuple[float, ...]] = {}
-    cold: dict[int, tuple[float, ...]] = {}
-    for items, arrays in found:
-        own_loss, own_kl, *logprobs = (np.array(x) for x in arrays)
-        loss += float(own_loss)
-        kl += float(own_kl)
-        for into, values in zip((hot, cold), logprobs, strict=True):
-            listed, at = values.tolist(), 0
-            for item in items:
-                into[item.index] = tuple(listed[at : at + len(item.datum.weights)])
-                at += len(item.datum.weights)
-    trained = sum(w != 0 for d in batch.data for w in d.weights)
-    order = range(len(batch.data))
-    return BatchResult(
-        batch.trainer,
-        loss,
-        trained,
-        tuple(hot[i] for i in order),
-        tuple(cold[i] for i in order),
-        kl / max(trained, 1),
-    )
 
 
 def _saved_spec(folder: Path, asked: TrainerSpec) -> TrainerSpec:

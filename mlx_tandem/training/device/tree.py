@@ -19,7 +19,8 @@ from mlx_tandem.model.lora.adapted import Target, adapt, find_targets
 
 
 class Segment(NamedTuple):
-    """Rows start … stop of the batch go through `pair`, (A [in, r], B [r, out]) with the scale in B."""
+    """Rows start … stop of the batch go through `pair`, (A [in, r], B [r, out]) with the scale in B, of the tree's
+    type."""
 
     start: int
     stop: int
@@ -30,7 +31,7 @@ class Tree:
     """The clone, its layers, and the linears in them by path."""
 
     def __init__(self, model: nn.Module, dtype: mx.Dtype):
-        """`dtype`: of the adapters' products, as the served ones have it."""
+        """`dtype`: of the adapters and their products, as the served ones have it."""
         self.model: Any = model
         self.dtype = dtype
         self.layers: list[Any] = list(self.model.layers)
@@ -79,8 +80,7 @@ class Tree:
 
     def _add(self, y: mx.array, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
         """As the served linear computes it, so that both agree where the same kernels run."""
-        u = x.astype(self.dtype) @ a.astype(self.dtype)
-        b = b.astype(self.dtype)
+        u = x.astype(self.dtype) @ a
         return mx.addmm(y, u, b) if y.dtype == self.dtype else y + (u @ b).astype(y.dtype)
 
     def switch(self, target: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
@@ -89,6 +89,6 @@ class Tree:
         if not segments:
             return y
         (segment,) = segments
-        a, b = (part.astype(self.dtype) for part in segment.pair)
+        a, b = segment.pair
         u = mx.gather_mm(x.astype(self.dtype), a, rhs_indices=indices)
         return y + mx.gather_mm(u, b, rhs_indices=indices).astype(y.dtype)
