@@ -18,7 +18,7 @@ BOUND_MS = 100.0
 MUCH_MS = 1.5 * BOUND_MS
 """What learning is owed when one piece to a step is too little for it: more than it can be after it wanted nothing."""
 
-TOLERANCE = 0.035
+TOLERANCE = 0.02
 """Less than its share that learning makes do with where one piece to a step gives no more: with two streams would wait
 twice as long. With that, and what it is owed before it has two, shares hold to 0.05 over ten seconds."""
 

@@ -79,6 +79,7 @@ class MicroBatch:
 
     def forward(self, *, backward: bool, base: bool) -> Slices:
         """`backward`: keep what it needs. `base`: also what the model gives without any adapter."""
+        yield launched(self._entry)  # the host has been at the micro-batch for long enough
         if base:
             h = self._entry
             for i, layer in enumerate(self._layers):

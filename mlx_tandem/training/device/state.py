@@ -177,7 +177,7 @@ class Trainer:
     # --- in and out ----------------------------------------------------------------------------------------------
 
     def served(self, dtype: mx.Dtype) -> dict[str, Pair]:
-        """The present weights as a slot has them: B scaled, rounded to `dtype`. They are launched."""
+        """The present weights as a slot has them: B scaled, rounded to `dtype`. Nothing is computed yet."""
         made: dict[str, Pair] = {}
         for chunk, whole in zip(self._chunks, self._now.flats, strict=True):
             like, n = _arrays(self.pairs, chunk), len(chunk)
@@ -185,7 +185,6 @@ class Trainer:
             a = parts(whole[:border].astype(dtype), like[:n])
             b = parts((whole[border:] * self.scale).astype(dtype), like[n:])
             made.update(_by_path(chunk, a + b))
-        mx.async_eval(made)
         return made
 
     def publish(self) -> Callable[[], AdapterWeights]:

@@ -126,6 +126,7 @@ class Trainers:
     def publish(self, name: str) -> Callable[[], AdapterWeights]:
         trainer, prepare = self._get(name), self._prepare
         make, served = trainer.publish(), trainer.served(self._tree.dtype)
+        mx.async_eval(served)
 
         def published() -> AdapterWeights:
             weights = make()
@@ -193,13 +194,14 @@ class Trainers:
     def _run(self, batches: tuple[Batch, ...], forward_only: bool, tokens: int) -> Passes:
         shares = [losses.shares([d.weights for d in b.data], b.loss) for b in batches]
         served = [self._get(b.trainer).served(self._tree.dtype) for b in batches]
-        yield launched(served)
         # Copies: nothing counts before all of it is done.
         sums = [{} if forward_only else self._get(b.trainer).gradients for b in batches]
         parts: list[Part] = []
         found: list[mx.array] = []
         cutter = Cutter(tokens, not self._tree.has_experts, self._few_shapes, self._most_tokens)
-        for items in cutter.cut(batches):
+        cut = cutter.cut(batches)
+        yield launched()  # nothing yet, but to come so far takes the host as long as a slice
+        for items in cut:
             shape = cutter.shape(items)
             own = completions.split(items, shares)
             numbers = [*_rows(items, shape), *(n for part in own for n in part.numbers)]
