@@ -73,19 +73,26 @@ def with_engine(args: argparse.Namespace, *, serving: bool, learning: bool) -> d
 
 
 def slices(args: argparse.Namespace) -> dict[str, Any]:
-    """Of each slice of an update, what it needs beyond what is there when it begins and when it ends."""
+    """Of each slice of one of an update's micro-batches, what it needs beyond what is there when it begins and when it
+    ends."""
     import mlx.core as mx
 
     from mlx_tandem.config import ModelConfig
+    from mlx_tandem.model import device
     from mlx_tandem.model.clone import clone
+    from mlx_tandem.model.footprint import MICRO_BATCH_TOKENS
     from mlx_tandem.model.loader import load
+    from mlx_tandem.training.device.cutting import Cutter
     from mlx_tandem.training.device.trainers import Trainers
 
     model = load(ModelConfig(args.model, args.dtype, random_weights=args.random), lambda stage, done: None)
-    trainers = Trainers(clone(model.module), model.dtype, vocab_size=1000, micro_batch_tokens=4096, most_tokens=2048)
+    size = MICRO_BATCH_TOKENS[device.kind()]
+    trainers = Trainers(clone(model.module), model.dtype, vocab_size=1000, micro_batch_tokens=size, most_tokens=2048)
     trainers.open(TrainerSpec("learner", RANK, 2.0 * RANK), "", None)
     datum = Datum(tuple(range(3, 3 + PROMPT + COMPLETION)), PROMPT, (1.0,) * COMPLETION)
     batch = Batch("learner", (datum,) * UPDATE, LossConfig("cross_entropy"))
+    rows = max(len(items) for items in Cutter(size, True).cut([batch]))
+    batch = Batch("learner", (datum,) * rows, batch.loss)
     most: list[int] = []
     run = trainers.run((batch,), False, 0)
     begun = mx.get_active_memory()
@@ -98,7 +105,8 @@ def slices(args: argparse.Namespace) -> dict[str, Any]:
             break
         most.append(int(mx.get_peak_memory() - max(before, mx.get_active_memory())))
     layers, hidden = len(trainers._tree.layers), model.module.args.hidden_size
-    tokens = UPDATE * (PROMPT + COMPLETION)
+    tokens = rows * (PROMPT + COMPLETION)
+    most = most[2:-1]  # without those that begin a pass and a micro-batch, and the one that reads what was found
     return {
         "layer_bytes": max(most[:layers] + most[-layers:]),
         "head_bytes": max(most[layers:-layers]),

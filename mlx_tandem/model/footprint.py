@@ -42,9 +42,9 @@ SMALLEST_RANK = 8
 _SAMPLING = 24  # float32 [rows, vocabulary] alive at once with every feature on
 _STATE = 25  # bytes of a row and token that seats and their arrays keep: penalties, biases, banned tokens
 _SCORED = 4 << 26  # logits of a prompt's own tokens, and what is made of them
-_TRAINER = 12
-"""float32 copies of an adapter: its arrays, moments, gradients, their sums, those before the last step, and those that
-are read or wait for a slot."""
+_TRAINER = 13
+"""float32 copies of an adapter: its arrays, moments, gradients, their sums, those before the last step, those that
+slices multiply by, and those that are read or wait for a slot."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
 

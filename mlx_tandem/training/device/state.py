@@ -69,6 +69,7 @@ class Trainer:
         mx.eval(self._now.pairs, self._now.moments)
         self._gradients: dict[str, Pair] | None = None
         self._before: _State | None = None  # before the last step
+        self._served: tuple[_State, mx.Dtype, dict[str, Pair]] | None = None
 
     @classmethod
     def fresh(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> Trainer:
@@ -139,7 +140,7 @@ class Trainer:
         """One step with the gradients there are, some pairs at a time. With gradients that are not finite, or none,
         nothing is changed."""
         gradients, self._gradients = self._gradients, None
-        self._before = None
+        self._before = self._served = None
         if gradients is None:
             return StepDone(self.spec.name, self.step_count, 0.0, True)
         flats, squares = [], []
@@ -177,7 +178,10 @@ class Trainer:
     # --- in and out ----------------------------------------------------------------------------------------------
 
     def served(self, dtype: mx.Dtype) -> dict[str, Pair]:
-        """The present weights as a slot has them: B scaled, rounded to `dtype`. Nothing is computed yet."""
+        """The present weights as a slot has them: B scaled, rounded to `dtype`. They are computed when they are first
+        needed, and once: passes multiply by what was published."""
+        if self._served is not None and self._served[0] is self._now and self._served[1] == dtype:
+            return self._served[2]
         made: dict[str, Pair] = {}
         for chunk, whole in zip(self._chunks, self._now.flats, strict=True):
             like, n = _arrays(self.pairs, chunk), len(chunk)
@@ -185,6 +189,7 @@ class Trainer:
             a = parts(whole[:border].astype(dtype), like[:n])
             b = parts((whole[border:] * self.scale).astype(dtype), like[n:])
             made.update(_by_path(chunk, a + b))
+        self._served = self._now, dtype, made
         return made
 
     def publish(self) -> Callable[[], AdapterWeights]:
