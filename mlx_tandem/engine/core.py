@@ -281,6 +281,8 @@ class EngineCore:
         due = self._duty.may_train(scheduler.has_users, rows or training.has_work)
         if training.has_work and (training.is_brief or (due and not (rows and self._sliced))):
             self._sliced = True
+            if pipeline.is_apart:
+                self._step(pipeline.drain)
             self._step(lambda: pipeline.turn(False, training.slice, step=not (due and self._duty.may_go_on)))
         else:
             self._sliced = self._sliced and not due  # those rows are in this step only if learning is due

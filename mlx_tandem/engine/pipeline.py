@@ -20,6 +20,9 @@ from mlx_tandem.engine.scheduler import Scheduler, Settled
 LATE_SECONDS = 5e-4
 """What takes less to wait for was over before: to read a step takes up to 0.4 ms itself."""
 
+APART_TOKENS = 256
+"""Of prompts in a step that is not under way together with a slice: the activations of both would be there at once."""
+
 
 class StepsLost(Exception):
     """The device failed; these steps will never be settled."""
@@ -66,6 +69,11 @@ class Pipeline:
     def is_empty(self) -> bool:
         return self._flight is None and self._slice is None and self._failure is None
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether the step in flight is to be read before a slice is launched."""
+        return self._flight is not None and self._flight.plan.prompt_tokens >= APART_TOKENS
+
     def turn(
         self, background: bool = True, launch: Callable[[], Wait | None] | None = None, *, step: bool = True
     ) -> Settled | None:
@@ -84,11 +92,13 @@ class Pipeline:
         try:
             plan = self._scheduler.plan(background) if step else None
             # What comes behind a launch that waits would be taken for a part of what was before it.
-            waits = plan is not None and self._runner.waits(plan)
-            early = waits or (launch is not None and self._runner.one_at_a_time)
+            apart = plan is not None and (
+                self._runner.waits(plan) or (self._slice is not None and plan.prompt_tokens >= APART_TOKENS)
+            )
+            early = apart or (launch is not None and self._runner.one_at_a_time)
             if early:
                 result = self._read(slice_, before)
-            if waits:
+            if apart:
                 self._read_slice(self._slice)
                 self._slice = None
             if plan is not None:

@@ -78,6 +78,11 @@ class StepPlan:
         return background / sum(len(row.tokens) for row in self.rows) if background else 0.0
 
     @property
+    def prompt_tokens(self) -> int:
+        """In rows of several tokens."""
+        return sum(len(row.tokens) for row in self.rows if len(row.tokens) > 1)
+
+    @property
     def has_streams(self) -> bool:
         """Whether users' requests get another token from it, not their first."""
         return any(row.sample and row.start and len(row.tokens) == 1 and not row.background for row in self.rows)

@@ -336,3 +336,12 @@ def test_half_precision_model() -> None:
     assert far(mixed[1].astype(mx.float32), alone[1].astype(mx.float32)) < 0.25
     if mx.default_device().type == mx.DeviceType.cpu:
         assert state.arrays()[0].dtype == mx.float32  # the only type of gather_mm there
+
+
+def test_a_step_of_one_adapter_reads_its_slot_where_it_is() -> None:
+    """A copy of every array for each number of rows would be as large as many adapters."""
+    state, _ = installed(build("qwen3"))
+    before = mx.get_active_memory()
+    routes = [state.route([2] * rows) for rows in range(1, 9)]
+    assert all(route.layout.kind == "uniform" for route in routes)
+    assert mx.get_active_memory() - before < sum(x[2].nbytes for x in state.arrays())

@@ -127,11 +127,48 @@ def test_a_step_without_gradients_is_none(trainers: Trainers) -> None:
     assert (done.step, done.grad_norm) == (0, 0.0)
 
 
+@pytest.mark.parametrize("together", [1, 2, 100])
+def test_a_step_is_the_same_in_slices_of_any_size(
+    together: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for count in (1, together):
+        monkeypatch.setattr(state, "CHUNK_PARAMETERS", 200)
+        monkeypatch.setattr(state, "STEP_CHUNKS", {"cpu": count})
+        own = trainers_of(tiny_models.make(tmp_path / f"model-{count}", "qwen3"))
+        own.open(SPEC, "", None)
+        finish(own.run([Batch("a", tuple(some_data(1)), LossConfig())], False, 0))
+        step, slices = own.step("a", ADAM), 0
+        while True:
+            try:
+                next(step)()
+            except StopIteration as e:
+                found.append((e.value, weights_of(own)))
+                break
+            slices += 1
+        chunks = len(own._trainers["a"]._chunks)
+        assert chunks > 4 and slices == 2 * -(-chunks // count)
+    assert found[0][0] == found[1][0] and same(found[0][1], found[1][1])
+
+
+def test_logits_are_gone_when_the_layers_have_their_turn(tmp_path: Path) -> None:
+    """They are larger than all that a layer needs. 72 positions of 16,384 numbers here."""
+    own = trainers_of(tiny_models.make(tmp_path / "model", "qwen3", vocab_size=16_384))
+    own.open(SPEC, "", None)
+    data = tuple(some_data(lengths=((40, 4), (40, 4))))
+    seen = []
+    for wait in own.run([Batch("a", data, LossConfig("ppo", kl_coef=0.1))], False, 80):
+        wait()
+        seen.append(mx.get_active_memory())
+    logits = 72 * 16_384 * 4
+    assert max(seen[-4:]) - seen[0] < logits / 2
+
+
 @pytest.mark.parametrize("slices", [1, 3])
 def test_a_step_that_is_dropped_half_done_changes_nothing(
     trainers: Trainers, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "STEP_PARAMETERS", {"cpu": 8})
+    monkeypatch.setattr(state, "CHUNK_PARAMETERS", 8)
     trainers.open(SPEC, "", None)
     learn(trainers, 0)
     before = weights_of(trainers)

@@ -8,8 +8,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mlx_tandem.engine.learning import Adam, Batch, LossConfig, TrainerSpec
+from mlx_tandem.training.device.logprobs import logprobs
 from tests import tiny_models
 from tests.engine.learning import (
     finish,
@@ -187,3 +190,22 @@ def test_the_same_pass_gives_the_same_bits(tmp_path: Path) -> None:
     for path, pair in found[0][1].items():
         for x, y in zip(pair, found[1][1][path], strict=True):
             assert np.array_equal(x, y)
+
+
+@given(st.integers(1, 5), st.integers(2, 40), st.booleans(), st.integers(0, 2**31))
+@settings(max_examples=50, deadline=None)
+def test_logprobs_have_the_gradient_of_their_formula(n: int, vocabulary: int, warm: bool, seed: int) -> None:
+    g = np.random.default_rng(seed)
+    logits = mx.array((8 * g.normal(size=(1, n, vocabulary))).astype(np.float32))
+    target = mx.array(g.integers(0, vocabulary, n).astype(np.int32))
+    temperature = mx.array(g.uniform(0.3, 2.0, n).astype(np.float32)) if warm else None
+    cotangent = mx.array(g.normal(size=n).astype(np.float32))
+
+    def plainly(x: mx.array) -> mx.array:
+        x = x[0] if temperature is None else x[0] / temperature[:, None]
+        return (x - mx.logsumexp(x, -1, keepdims=True))[mx.arange(n), target]
+
+    (wanted,), (gradient,) = mx.vjp(plainly, [logits], [cotangent])
+    (found,), (own,) = mx.vjp(lambda x: logprobs(x, target, temperature), [logits], [cotangent])
+    assert np.allclose(np.array(found), np.array(wanted), atol=1e-5)
+    assert np.allclose(np.array(own), np.array(gradient), atol=1e-5)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine import messages as m
@@ -120,6 +121,47 @@ def test_a_slice_is_launched_behind_the_step_in_flight(
     front.finish()
     assert trainers.launched == trainers.waited == 6
     assert all(front.tokens(i) == expected(request(i, max_tokens=12), 0) for i in range(3))
+    front.assert_nothing_is_held()
+
+
+def test_a_step_of_many_prompt_tokens_and_a_slice_are_not_under_way_at_once(
+    front: Front, trainers: Slices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are. Requests come out as alone."""
+    monkeypatch.setattr(pipeline, "APART_TOKENS", 10)
+    monkeypatch.setattr(Duty, "may_go_on", False)
+    prompts = [(1 + i,) * n for i, n in enumerate((15, 4, 21, 12, 9))]
+    requests = [structs.replace(request(i, max_tokens=6), prompt=prompt) for i, prompt in enumerate(prompts)]
+    trainers.calls = front.runner.calls = calls = []
+    large: set[int] = set()
+
+    def launch(plan: Any, real: Any = front.runner.launch) -> Any:
+        if plan.prompt_tokens >= 10:
+            large.add(front.reference.launches)
+        return real(plan)
+
+    monkeypatch.setattr(front.runner, "launch", launch)
+    front.send(a_pass(2, slices=40))
+    for one in requests:
+        owe(front)
+        front.send(m.Submit(one))
+        front.turn(3)
+    owe(front)
+    front.finish()
+    slices, steps, together = set[str](), set[int](), 0
+    for call in calls:
+        if call.startswith("slice"):
+            slices.add(call)
+        elif call.startswith("read slice"):
+            slices.remove(call.removeprefix("read "))
+        elif call.startswith("launch"):
+            steps.add(int(call.split()[1]))
+        else:
+            steps.remove(int(call.split()[1]))
+        together += bool(slices and steps)
+        assert not (slices and steps & large), calls
+    assert len(large) >= 3 and together and trainers.waited == 40
+    assert all(front.tokens(i) == expected(one, 0) for i, one in enumerate(requests))
     front.assert_nothing_is_held()
 
 

@@ -193,8 +193,9 @@ class LoraState:
             return Route(layout, None, [])
         constant(ids)
         if layout.kind == "uniform":
-            own = [x[slots[0]] for x in self.arrays()]
-            mx.eval(own)  # views
+            at = slots[0]
+            own = [x[at : at + 1].squeeze(0) for x in self.arrays()]
+            mx.eval(own)  # views, which an index alone would not give
             return Route(layout, ids, own)
         return Route(layout, ids, self.arrays())
 

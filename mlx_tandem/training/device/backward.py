@@ -14,6 +14,7 @@ import numpy as np
 
 from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.model.step.inputs import Numbers
+from mlx_tandem.training.device.logprobs import logprobs
 from mlx_tandem.training.device.slices import Slices, launched
 from mlx_tandem.training.device.spine import Layer, Spine
 from mlx_tandem.training.device.tree import Segment, Tree
@@ -39,7 +40,7 @@ class Positions(NamedTuple):
 
     at: mx.array  # [n] int32, row · length + position
     target: mx.array  # [n] int32
-    temperature: mx.array  # [n] float32
+    temperature: mx.array | None  # [n] float32; None: 1 for all
 
 
 class MicroBatch:
@@ -87,8 +88,8 @@ class MicroBatch:
                 if self._ends_slice(i):
                     yield launched(h)
             parts = []
-            for at, target, temperature in self._chunks():
-                parts.append(_logprobs(self._leave(self._flat(h)[at]), target, temperature))
+            for chunk in self._chunks():
+                parts.append(self._head(self._flat(h)[chunk.at], chunk)[0])
                 yield launched(parts[-1])
             self.base = mx.concatenate(parts)
         h = self._entry
@@ -100,11 +101,11 @@ class MicroBatch:
                 yield launched(h)
         self._states = h
         hot, cold = [], []
-        for at, target, temperature in self._chunks():
-            logits = self._leave(self._flat(h)[at])
-            hot.append(_logprobs(logits, target, temperature))
-            cold.append(_logprobs(logits, target, None))
-            yield launched(hot[-1], cold[-1])
+        for chunk in self._chunks():
+            warm, plain = self._head(self._flat(h)[chunk.at], chunk)
+            hot.append(warm)
+            cold.append(plain)
+            yield launched(warm, plain)
         self.logprobs, self.plain = mx.concatenate(hot), mx.concatenate(cold)
 
     def backward(self, cotangents: mx.array) -> Slices:
@@ -113,21 +114,27 @@ class MicroBatch:
         states, self._states = self._states, None
         flat, gradient = self._flat(states), mx.zeros((self._rows * self._length, states.shape[-1]), states.dtype)
         done = 0
-        for at, target, temperature in self._chunks():
-            here = cotangents[done : done + at.size]
-            done += at.size
-
-            def head(h: mx.array, target: mx.array = target, temperature: mx.array = temperature) -> mx.array:
-                return _logprobs(self._leave(h), target, temperature)
-
-            _, (own,) = mx.vjp(head, [flat[at]], [here])
-            gradient = gradient.at[at].add(own)
+        for chunk in self._chunks():
+            here = cotangents[done : done + chunk.at.size]
+            done += chunk.at.size
+            gradient = gradient.at[chunk.at].add(self._head_backward(flat[chunk.at], chunk, here))
             yield launched(gradient)
         del flat, states
         gradient = gradient.reshape(self._rows, self._length, -1)
         for i in reversed(range(self._lowest, len(self._layers))):
             gradient, wait = self._layer_backward(i, self._inputs.pop(), gradient)
             yield wait
+
+    def _head(self, h: mx.array, chunk: Positions) -> tuple[mx.array, mx.array]:
+        """The logprobs of a chunk, at its temperature and at 1, from the states there."""
+        logits = self._leave(h)
+        plain = logprobs(logits, chunk.target, None)
+        return (plain if chunk.temperature is None else logprobs(logits, chunk.target, chunk.temperature)), plain
+
+    def _head_backward(self, h: mx.array, chunk: Positions, cotangent: mx.array) -> mx.array:
+        """Keeps nothing else: what it makes on the way is larger than a layer's."""
+        _, (gradient,) = mx.vjp(lambda x: self._head(x, chunk)[0], [h], [cotangent])
+        return gradient
 
     def _layer_backward(self, i: int, h: mx.array, gradient: mx.array) -> tuple[mx.array, Wait]:
         layer, arrays = self._layers[i], self._arrays(i)
@@ -169,20 +176,14 @@ class MicroBatch:
         """The positions in pieces whose logits fit HEAD_BYTES."""
         n = self._where.at.size
         size = max(HEAD_BYTES // (4 * self._vocabulary()), 16)
-        return [Positions(*(x[k : k + size] for x in self._where)) for k in range(0, n, size)]
+        at, target, warm = self._where
+        spans = [slice(k, k + size) for k in range(0, n, size)]
+        return [Positions(at[own], target[own], None if warm is None else warm[own]) for own in spans]
 
     def _vocabulary(self) -> int:
         if not hasattr(self, "_width"):
             self._width = int(self._leave(self._flat(self._entry)[:1]).shape[-1])  # a shape: never evaluated
         return self._width
-
-
-def _logprobs(logits: mx.array, target: mx.array, temperature: mx.array | None) -> mx.array:
-    """[n] from logits [1, n, vocabulary] in float32."""
-    scores = logits.squeeze(0)  # which an index would copy
-    if temperature is not None:
-        scores = scores / temperature[:, None]
-    return mx.take_along_axis(scores, target[:, None], axis=-1)[:, 0] - mx.logsumexp(scores, axis=-1)
 
 
 def positions(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -16,3 +18,14 @@ def launched(*made: Any) -> Wait:
     """Start computing arrays, or containers of them; returns what waits for them."""
     mx.async_eval(*made)
     return lambda: mx.eval(*made)
+
+
+def joined(slices: Iterator[Wait], count: int) -> Slices:
+    """`count` of them as one slice: each is still launched by itself, and what it needed is free when it is done."""
+    while group := list(islice(slices, count)):
+        yield partial(_wait_for, group)
+
+
+def _wait_for(waits: list[Wait]) -> None:
+    for wait in waits:
+        wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +22,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
 from mlx_tandem.training.device.adamw import Moments, flat, parts, update
 from mlx_tandem.training.device.copies import Copy
-from mlx_tandem.training.device.slices import launched
+from mlx_tandem.training.device.slices import joined, launched
 
 Pair = tuple[mx.array, mx.array]
 HostPairs = dict[str, tuple[Array, Array]]
@@ -32,8 +32,11 @@ TRAINER = "trainer.json"
 OPTIMIZER = "optimizer.safetensors"
 FORMAT = 1
 
-STEP_PARAMETERS = {"cpu": 4 << 20, "gpu": 16 << 20}
-"""About as many as the optimiser goes on by in one slice."""
+CHUNK_PARAMETERS = 4 << 20
+"""About as many lie end to end: what the optimiser needs to go on by so many is there at once."""
+
+STEP_CHUNKS = {"cpu": 1, "gpu": 4}
+"""In one slice of a step."""
 
 
 class About(msgspec.Struct, frozen=True):
@@ -143,29 +146,40 @@ class Trainer:
         self._before = self._served = None
         if gradients is None:
             return StepDone(self.spec.name, self.step_count, 0.0, True)
-        flats, squares = [], []
-        for chunk in self._chunks:
-            a, b = ([gradients[path][side] for path in chunk] for side in (0, 1))
-            flats.append(mx.concatenate([flat(a), flat(b) * self.scale]))
-            squares.append(flats[-1].square().sum())
-            for path in chunk:
-                del gradients[path]
-            yield launched(flats[-1], squares[-1])
+        flats: list[mx.array] = []
+        squares: list[mx.array] = []
+        count = STEP_CHUNKS[device.kind()]
+        yield from joined(self._flattened(gradients, flats, squares), count)
         size = math.sqrt(sum(float(np.array(s)) for s in squares))
         if not math.isfinite(size):
             return StepDone(self.spec.name, self.step_count, size, False)
         share = min(1.0, adam.grad_norm / (size + 1e-6)) if adam.grad_norm else 1.0
         now, after = self._now, _State([], {}, [], self.step_count + 1)
-        for chunk, old, known in zip(self._chunks, now.flats, now.moments, strict=True):
+        yield from joined(self._moved(flats, share, after, adam), count)
+        mx.eval(after.pairs, after.moments)  # before it counts
+        self._before, self._now = now, after
+        return StepDone(self.spec.name, self.step_count, size, True)
+
+    def _flattened(self, gradients: dict[str, Pair], flats: list[mx.array], squares: list[mx.array]) -> Iterator[Wait]:
+        """Gradients of the weights, as these are laid out, and the sums of their squares; `gradients` is used up."""
+        for chunk in self._chunks:
+            a, b = ([gradients[path][side] for path in chunk] for side in (0, 1))
+            flats.append(mx.concatenate([flat(a), flat(b) * self.scale]))
+            squares.append(flats[-1].square().sum())
+            del a, b
+            for path in chunk:
+                del gradients[path]
+            yield launched(flats[-1], squares[-1])
+
+    def _moved(self, flats: list[mx.array], share: float, after: _State, adam: Adam) -> Iterator[Wait]:
+        """Fill in `after`; `flats` is used up, and of the gradients in it `share` counts."""
+        for chunk, old, known in zip(self._chunks, self._now.flats, self._now.moments, strict=True):
             new, moments = update(old, flats.pop(0) * share, known, after.step_count, adam)
-            own = _pairs(new, chunk, now.pairs)
+            own = _pairs(new, chunk, self._now.pairs)
             after.flats.append(new)
             after.pairs.update(own)
             after.moments.append(moments)
             yield launched(own, moments)
-        mx.eval(after.pairs, after.moments)  # before it counts
-        self._before, self._now = now, after
-        return StepDone(self.spec.name, self.step_count, size, True)
 
     def settle(self, keep: bool) -> None:
         """Keep the last step, or take it back, and all gradients with it."""
@@ -270,12 +284,11 @@ def _scale(spec: TrainerSpec) -> float:
 
 
 def _chunks(pairs: Mapping[str, Pair]) -> list[list[str]]:
-    """Paths in order, those together whose step is one slice."""
+    """Paths in order, those together whose arrays lie end to end."""
     chunks: list[list[str]] = []
-    most = STEP_PARAMETERS[device.kind()]
-    size = most
+    size = CHUNK_PARAMETERS
     for path, (a, b) in pairs.items():
-        if size >= most:
+        if size >= CHUNK_PARAMETERS:
             chunks.append([])
             size = 0
         chunks[-1].append(path)
