@@ -6,8 +6,8 @@
 Each way is measured in a process of its own, by MLX's count of its peak: updates of about 2,048 tokens in a process
 that serves nothing; streams of the base and of the adapter that was learned; the same streams beside the same updates,
 each stepped and published; and mlx-lm's own LoRA trainer on a batch of that size, with and without checkpointing its
-layers. One more process runs the slices of an update apart, to see what the activations of one layer come to. What each
-way found is in the file when it ends; `--ways` leaves some out.
+layers. One more process runs the slices of one of an update's micro-batches apart, to see what the activations of one
+layer come to. What each way found is in the file when it ends; `--ways` leaves some out.
 """
 
 from __future__ import annotations

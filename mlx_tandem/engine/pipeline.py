@@ -78,8 +78,9 @@ class Pipeline:
         self, background: bool = True, launch: Callable[[], Wait | None] | None = None, *, step: bool = True
     ) -> Settled | None:
         """Launch a slice of learning, if there is one, and behind it the next step, unless `step` is False; then read
-        what was launched before, which ran meanwhile. None when that was no step. `background`: as in `Scheduler.plan`.
-        `launch` returns None where nothing is waited for.
+        what was launched before, which ran meanwhile. None when that was no step. All of it is read before a step that
+        waits or has many tokens of prompts. `background`: as in `Scheduler.plan`. `launch` returns None where nothing
+        is waited for.
 
         Raises StepsLost, no step is in flight then; what `launch` does, and what `catch_up` does: then none is lost.
         """
@@ -92,9 +93,8 @@ class Pipeline:
         try:
             plan = self._scheduler.plan(background) if step else None
             # What comes behind a launch that waits would be taken for a part of what was before it.
-            apart = plan is not None and (
-                self._runner.waits(plan) or (self._slice is not None and plan.prompt_tokens >= APART_TOKENS)
-            )
+            sliced = self._slice is not None or slice_ is not None
+            apart = plan is not None and (self._runner.waits(plan) or (sliced and plan.prompt_tokens >= APART_TOKENS))
             early = apart or (launch is not None and self._runner.one_at_a_time)
             if early:
                 result = self._read(slice_, before)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from mlx.optimizers import AdamW
 
 from mlx_tandem.engine.learning import Adam
-from mlx_tandem.training.device.adamw import Moments, flat, parts, update
+from mlx_tandem.training.device.adamw import ALIGNED, Moments, ends, flat, parts, update
 
-SHAPES = st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
+SHAPES = st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
 
 
 def some(shapes: list[tuple[int, ...]], seed: int) -> list[mx.array]:
@@ -24,9 +24,14 @@ def some(shapes: list[tuple[int, ...]], seed: int) -> list[mx.array]:
 @settings(max_examples=30, deadline=None)
 def test_arrays_come_apart_as_they_were(shapes: list[tuple[int, ...]]) -> None:
     arrays = some(shapes, 0)
-    for x, y in zip(arrays, parts(flat(arrays), arrays), strict=True):
+    whole = flat(arrays)
+    mx.eval(whole)
+    start = np.asarray(whole).ctypes.data
+    for x, y in zip(arrays, parts(whole, arrays), strict=True):
         assert x.shape == y.shape
         assert mx.array_equal(x, y)
+        assert (np.asarray(y).ctypes.data - start) % (4 * ALIGNED) == 0
+    assert ends(x.size for x in arrays)[-1] == whole.size
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

@@ -112,6 +112,24 @@ def test_a_step_is_taken_back_whole(trainers: Trainers) -> None:
     goes_on_from_the_first_step(trainers)
 
 
+def test_nothing_is_kept_of_a_step_that_was_taken_back(trainers: Trainers) -> None:
+    trainers.open(TrainerSpec("a", 64, 64.0), "", None)
+    learn(trainers, 0)
+    trainers.settle("a", True)
+    before = mx.get_active_memory()
+    finish(trainers.run([Batch("a", tuple(some_data(1)), LossConfig())], False, 0))
+    finish(trainers.step("a", ADAM))
+    trainers.publish("a")()
+    trainers.settle("a", False)
+    assert mx.get_active_memory() - before < 4 * trainers._trainers["a"].info.parameters
+
+
+def test_a_pass_without_data_finds_nothing(trainers: Trainers) -> None:
+    (result,) = finish(trainers.run([Batch("a", (), LossConfig())], False, 0))
+    assert (result.loss, result.tokens, result.logprobs) == (0.0, 0, ())
+    assert finish(trainers.run([], True, 0)) == ()
+
+
 def test_gradients_that_are_not_finite_change_nothing(trainers: Trainers) -> None:
     learn(trainers, 0)
     before = weights_of(trainers)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,14 +18,32 @@ class Moments(NamedTuple):
     v: mx.array
 
 
+ALIGNED = 128
+"""Numbers: each array begins at a multiple. Products of matrices read them where they lie, also in 16 bits, and cuBLAS
+takes it that what it is given begins at a multiple of 256 bytes."""
+
+
 def flat(arrays: Sequence[mx.array]) -> mx.array:
-    return mx.concatenate([x.reshape(-1) for x in arrays])
+    """With zeros between arrays, where there have to be any."""
+    pieces: list[mx.array] = []
+    for x in arrays:
+        pieces.append(x.reshape(-1))
+        if x.size % ALIGNED:
+            pieces.append(mx.zeros((-x.size % ALIGNED,), x.dtype))
+    return mx.concatenate(pieces)
 
 
 def parts(whole: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
     """The opposite of `flat`: views of `whole` in the shapes of `like`."""
-    ends = list(accumulate(x.size for x in like))
-    return [x.reshape(old.shape) for x, old in zip(mx.split(whole, ends[:-1]), like, strict=True)]
+    pieces = mx.split(whole, ends(x.size for x in like)[:-1])
+    return [
+        (x if x.size == old.size else x[: old.size]).reshape(old.shape) for x, old in zip(pieces, like, strict=True)
+    ]
+
+
+def ends(sizes: Iterable[int]) -> list[int]:
+    """Where each of arrays of these sizes, and the zeros behind it, end in `flat`."""
+    return list(accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes))
 
 
 def update(p: mx.array, g: mx.array, moments: Moments, step: int, adam: Adam) -> tuple[mx.array, Moments]:

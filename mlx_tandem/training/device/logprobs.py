@@ -17,18 +17,21 @@ def logprobs(logits: mx.array, target: mx.array, temperature: mx.array | None) -
     scores = logits.squeeze(0)  # which an index would copy
     if temperature is not None:
         scores = scores / temperature[:, None]
-    picked: mx.array = _picked(scores, target)
+    picked: mx.array = _picked(scores, target)[0]
     return picked
 
 
-def _formula(scores: mx.array, target: mx.array) -> mx.array:
-    return mx.take_along_axis(scores, target[:, None], axis=-1)[:, 0] - mx.logsumexp(scores, axis=-1)
+def _formula(scores: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
+    """The second is for the gradient: what is left of it in the first is too coarse at low temperatures."""
+    normaliser = mx.logsumexp(scores, axis=-1)
+    return mx.take_along_axis(scores, target[:, None], axis=-1)[:, 0] - normaliser, normaliser
 
 
-def _vjp(primals: Sequence[mx.array], cotangent: mx.array, output: mx.array) -> tuple[mx.array, mx.array]:
-    scores, target = primals
-    normaliser = mx.take_along_axis(scores, target[:, None], axis=-1) - output[:, None]
-    gradient = mx.exp(scores - normaliser) * -cotangent[:, None]
+def _vjp(
+    primals: Sequence[mx.array], cotangents: Sequence[mx.array], outputs: Sequence[mx.array]
+) -> tuple[mx.array, mx.array]:
+    (scores, target), (cotangent, _), (_, normaliser) = primals, cotangents, outputs
+    gradient = mx.exp(scores - normaliser[:, None]) * -cotangent[:, None]
     return gradient.at[mx.arange(target.size), target].add(cotangent), mx.zeros_like(target)
 
 

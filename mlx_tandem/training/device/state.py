@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -20,7 +19,7 @@ from mlx_tandem.engine.learning import Adam, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
-from mlx_tandem.training.device.adamw import Moments, flat, parts, update
+from mlx_tandem.training.device.adamw import Moments, ends, flat, parts, update
 from mlx_tandem.training.device.copies import Copy
 from mlx_tandem.training.device.slices import joined, launched
 
@@ -187,7 +186,7 @@ class Trainer:
         if not keep:
             self._gradients = None
             if before is not None:
-                self._now = before
+                self._now, self._served = before, None
 
     # --- in and out ----------------------------------------------------------------------------------------------
 
@@ -199,7 +198,7 @@ class Trainer:
         made: dict[str, Pair] = {}
         for chunk, whole in zip(self._chunks, self._now.flats, strict=True):
             like, n = _arrays(self.pairs, chunk), len(chunk)
-            border = sum(x.size for x in like[:n])
+            border = ends(x.size for x in like[:n])[-1]
             a = parts(whole[:border].astype(dtype), like[:n])
             b = parts((whole[border:] * self.scale).astype(dtype), like[n:])
             made.update(_by_path(chunk, a + b))
@@ -243,7 +242,7 @@ class Trainer:
                 for x, known in zip(found, _arrays(self.pairs, chunk), strict=True):
                     if x is None or x.shape != known.shape or x.dtype != np.float32:
                         raise ModelError(f"{folder.name}/{OPTIMIZER} does not fit this trainer")
-                kinds.append(mx.array(np.concatenate([x.reshape(-1) for x in found if x is not None])))
+                kinds.append(flat([mx.array(x) for x in found if x is not None]))
             moments.append(Moments(*kinds))
         mx.eval(moments)
         self._now = self._now._replace(moments=moments, step_count=about.step)
@@ -259,10 +258,11 @@ class _Copies:
         self._copies = [Copy(whole) for whole in wholes]
 
     def read(self) -> list[HostPairs]:
-        ends = list(accumulate(math.prod(shape) for shape in self._shapes))[:-1]
+        sizes = [math.prod(shape) for shape in self._shapes]
         found = []
         for copy in self._copies:
-            arrays = [x.reshape(shape) for x, shape in zip(np.split(copy.read(), ends), self._shapes, strict=True)]
+            pieces = zip(np.split(copy.read(), ends(sizes)[:-1]), sizes, self._shapes, strict=True)
+            arrays = [x[:size].reshape(shape) for x, size, shape in pieces]
             found.append(_by_path(self._paths, arrays))
         return found
 

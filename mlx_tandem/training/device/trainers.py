@@ -149,7 +149,7 @@ class Trainers:
         name = "warm-up"
         self.open(TrainerSpec(name, rank, float(rank)), "", None)
         try:
-            data = (Datum((0,) * 4, 2, (1.0, -1.0), (0.0, 0.0)),) * 2
+            data = (Datum((0,) * 4, 2, (1.0, -1.0), (0.0, 0.0)), Datum((0,) * 4, 2, (1.0, -1.0), (0.0, 0.0), 0.5))
             batch = Batch(name, data, LossConfig(kl_coef=0.1))
             for forward_only in (False, True):
                 _finish(self.run([batch], forward_only, len(data[0].tokens)))
@@ -229,7 +229,7 @@ class Trainers:
                 yield from micro.backward(mx.concatenate(cotangents))
             self._inputs.done(sent)  # the first of several slices has copied it
         # As one, since for each that is read the host waits for the device.
-        whole = mx.concatenate(found)
+        whole = mx.concatenate(found) if found else mx.zeros((0,))
         yield launched(whole)
         mx.eval(sums)
         for batch, gradients in zip(batches, sums, strict=True):
