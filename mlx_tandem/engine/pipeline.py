@@ -72,7 +72,7 @@ class Pipeline:
     @property
     def is_apart(self) -> bool:
         """Whether the step in flight is to be read before a slice is launched."""
-        return self._flight is not None and self._flight.plan.prompt_tokens >= APART_TOKENS
+        return self._flight is not None and _is_large(self._flight.plan)
 
     def turn(
         self, background: bool = True, launch: Callable[[], Wait | None] | None = None, *, step: bool = True
@@ -94,7 +94,7 @@ class Pipeline:
             plan = self._scheduler.plan(background) if step else None
             # What comes behind a launch that waits would be taken for a part of what was before it.
             sliced = self._slice is not None or slice_ is not None
-            apart = plan is not None and (self._runner.waits(plan) or (sliced and plan.prompt_tokens >= APART_TOKENS))
+            apart = plan is not None and (self._runner.waits(plan) or (sliced and _is_large(plan)))
             early = apart or (launch is not None and self._runner.one_at_a_time)
             if early:
                 result = self._read(slice_, before)
@@ -188,3 +188,7 @@ class Pipeline:
         self._duty.note_serving(ms * (1 - share))
         self._duty.note_training(ms * share)
         self._duty.note_tokens(time.perf_counter() * 1e3, plan.has_streams)
+
+
+def _is_large(plan: StepPlan) -> bool:
+    return plan.prompt_tokens >= APART_TOKENS

@@ -17,12 +17,10 @@ from mlx_tandem.model.step.inputs import Numbers
 from mlx_tandem.training.device.logprobs import logprobs
 from mlx_tandem.training.device.slices import Slices, launched
 from mlx_tandem.training.device.spine import Layer, Spine
-from mlx_tandem.training.device.tree import Segment, Tree
+from mlx_tandem.training.device.tree import Pair, Segment, Tree
 
 HEAD_BYTES = 128 << 20
 """Of logits at a time: a whole micro-batch's would be larger than everything else."""
-
-Pair = tuple[mx.array, mx.array]
 
 
 class Weights(NamedTuple):

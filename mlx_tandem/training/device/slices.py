@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -23,9 +23,9 @@ def launched(*made: Any) -> Wait:
 def joined(slices: Iterator[Wait], count: int) -> Slices:
     """`count` of them as one slice: each is still launched by itself, and what it needed is free when it is done."""
     while group := list(islice(slices, count)):
-        yield partial(_wait_for, group)
+        yield partial(finish, group)
 
 
-def _wait_for(waits: list[Wait]) -> None:
-    for wait in waits:
+def finish(slices: Iterable[Wait]) -> None:
+    for wait in slices:
         wait()

@@ -22,8 +22,8 @@ from mlx_tandem.model import device
 from mlx_tandem.training.device.adamw import Moments, ends, flat, parts, update
 from mlx_tandem.training.device.copies import Copy
 from mlx_tandem.training.device.slices import joined, launched
+from mlx_tandem.training.device.tree import Pair
 
-Pair = tuple[mx.array, mx.array]
 HostPairs = dict[str, tuple[Array, Array]]
 _T = TypeVar("_T")
 
@@ -47,12 +47,14 @@ class About(msgspec.Struct, frozen=True):
 
 
 class _State(NamedTuple):
-    """What a step changes. Everything in it is evaluated: other threads may read that, and nothing else."""
+    """What a step changes. Everything in it but `served` is evaluated: other threads may read that, and nothing
+    else."""
 
     flats: list[mx.array]  # the weights of each chunk of pairs, laid end to end: all A, then all B
     pairs: dict[str, Pair]  # views of these
     moments: list[Moments]
     step_count: int
+    served: dict[mx.Dtype, dict[str, Pair]]  # what `Trainer.served` has made of the pairs
 
 
 class Trainer:
@@ -62,7 +64,7 @@ class Trainer:
         self.spec = spec
         self._linears = linears
         self._chunks = _chunks(pairs)
-        self._now = _State([], {}, [], 0)
+        self._now = _State([], {}, [], 0, {})
         for chunk in self._chunks:
             whole = flat(_arrays(pairs, chunk))
             self._now.flats.append(whole)
@@ -71,7 +73,6 @@ class Trainer:
         mx.eval(self._now.pairs, self._now.moments)
         self._gradients: dict[str, Pair] | None = None
         self._before: _State | None = None  # before the last step
-        self._served: tuple[_State, mx.Dtype, dict[str, Pair]] | None = None
 
     @classmethod
     def fresh(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> Trainer:
@@ -142,7 +143,8 @@ class Trainer:
         """One step with the gradients there are, some pairs at a time. With gradients that are not finite, or none,
         nothing is changed."""
         gradients, self._gradients = self._gradients, None
-        self._before = self._served = None
+        self._before = None
+        self._now.served.clear()
         if gradients is None:
             return StepDone(self.spec.name, self.step_count, 0.0, True)
         flats: list[mx.array] = []
@@ -153,7 +155,7 @@ class Trainer:
         if not math.isfinite(size):
             return StepDone(self.spec.name, self.step_count, size, False)
         share = min(1.0, adam.grad_norm / (size + 1e-6)) if adam.grad_norm else 1.0
-        now, after = self._now, _State([], {}, [], self.step_count + 1)
+        now, after = self._now, _State([], {}, [], self.step_count + 1, {})
         yield from joined(self._moved(flats, share, after, adam), count)
         mx.eval(after.pairs, after.moments)  # before it counts
         self._before, self._now = now, after
@@ -162,10 +164,10 @@ class Trainer:
     def _flattened(self, gradients: dict[str, Pair], flats: list[mx.array], squares: list[mx.array]) -> Iterator[Wait]:
         """Gradients of the weights, as these are laid out, and the sums of their squares; `gradients` is used up."""
         for chunk in self._chunks:
-            a, b = ([gradients[path][side] for path in chunk] for side in (0, 1))
-            flats.append(mx.concatenate([flat(a), flat(b) * self.scale]))
+            own, n = _arrays(gradients, chunk), len(chunk)
+            flats.append(mx.concatenate([flat(own[:n]), flat(own[n:]) * self.scale]))
             squares.append(flats[-1].square().sum())
-            del a, b
+            del own
             for path in chunk:
                 del gradients[path]
             yield launched(flats[-1], squares[-1])
@@ -186,15 +188,16 @@ class Trainer:
         if not keep:
             self._gradients = None
             if before is not None:
-                self._now, self._served = before, None
+                self._now = before
 
     # --- in and out ----------------------------------------------------------------------------------------------
 
     def served(self, dtype: mx.Dtype) -> dict[str, Pair]:
         """The present weights as a slot has them: B scaled, rounded to `dtype`. They are computed when they are first
         needed, and once: passes multiply by what was published."""
-        if self._served is not None and self._served[0] is self._now and self._served[1] == dtype:
-            return self._served[2]
+        known = self._now.served.get(dtype)
+        if known is not None:
+            return known
         made: dict[str, Pair] = {}
         for chunk, whole in zip(self._chunks, self._now.flats, strict=True):
             like, n = _arrays(self.pairs, chunk), len(chunk)
@@ -202,7 +205,7 @@ class Trainer:
             a = parts(whole[:border].astype(dtype), like[:n])
             b = parts((whole[border:] * self.scale).astype(dtype), like[n:])
             made.update(_by_path(chunk, a + b))
-        self._served = self._now, dtype, made
+        self._now.served[dtype] = made
         return made
 
     def publish(self) -> Callable[[], AdapterWeights]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,13 +27,13 @@ from mlx_tandem.engine.pipeline import Wait
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.model.step.inputs import Inputs, Numbers, forms, receive
 from mlx_tandem.training.device import completions, losses
-from mlx_tandem.training.device.backward import MicroBatch, Pair, Positions, Weights, positions
+from mlx_tandem.training.device.backward import MicroBatch, Positions, Weights, positions
 from mlx_tandem.training.device.completions import Part
 from mlx_tandem.training.device.cutting import Cutter, Item
-from mlx_tandem.training.device.slices import launched
+from mlx_tandem.training.device.slices import finish, launched
 from mlx_tandem.training.device.spine import Spine
 from mlx_tandem.training.device.state import TRAINER, About, Trainer
-from mlx_tandem.training.device.tree import Tree
+from mlx_tandem.training.device.tree import Pair, Tree
 
 Passes = Generator[Wait, None, tuple[BatchResult, ...]]
 
@@ -152,8 +151,8 @@ class Trainers:
             data = (Datum((0,) * 4, 2, (1.0, -1.0), (0.0, 0.0)), Datum((0,) * 4, 2, (1.0, -1.0), (0.0, 0.0), 0.5))
             batch = Batch(name, data, LossConfig(kl_coef=0.1))
             for forward_only in (False, True):
-                _finish(self.run([batch], forward_only, len(data[0].tokens)))
-            _finish(self.step(name, Adam(0.0, grad_norm=1.0)))
+                finish(self.run([batch], forward_only, len(data[0].tokens)))
+            finish(self.step(name, Adam(0.0, grad_norm=1.0)))
         finally:
             self.close(name)
 
@@ -257,11 +256,6 @@ def _adapters(
         adapters.append(Weights(start, stop, served[part.batch], sums[part.batch]))
         start = stop
     return adapters
-
-
-def _finish(slices: Generator[Wait, None, Any]) -> None:
-    for wait in slices:
-        wait()
 
 
 def _saved_spec(folder: Path, asked: TrainerSpec) -> TrainerSpec:

@@ -17,6 +17,8 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_tandem.adapters.formats import LinearShape
 from mlx_tandem.model.lora.adapted import Target, adapt, find_targets
 
+Pair = tuple[mx.array, mx.array]
+
 
 class Segment(NamedTuple):
     """Rows start … stop of the batch go through `pair`, (A [in, r], B [r, out]) with the scale in B, of the tree's
@@ -24,7 +26,7 @@ class Segment(NamedTuple):
 
     start: int
     stop: int
-    pair: tuple[mx.array, mx.array]
+    pair: Pair
 
 
 class Tree:
