@@ -8,12 +8,16 @@ that serves nothing; streams of the base and of the adapter that was learned; th
 each stepped and published; and mlx-lm's own LoRA trainer on a batch of that size, with and without checkpointing its
 layers. One more process runs the slices of one of an update's micro-batches apart, to see what the activations of one
 layer come to. What each way found is in the file when it ends; `--ways` leaves some out.
+
+A step with the prompts of all streams needs more than anything else, and how many prompts meet in one step is chance.
+So both ways with streams begin with what streams may come to: all of them asking at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 import tempfile
@@ -22,7 +26,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from learn_device import COMPLETION, PROMPT, RATE, Streams, sampled
+from learn_device import COMPLETION, PROMPT, RATE, Streams, prompt_of, sampled
 from partial import Results, stop_cleanly
 
 from mlx_tandem import demo
@@ -34,6 +38,13 @@ RANK = 16
 UPDATE = 16  # completions: 2,048 tokens
 WAYS = ("learning", "serving", "both", "slices", "mlx-lm", "mlx-lm checkpointed")
 UPDATES = 4
+BURSTS = 4  # the first meets shapes that are new, which keeps the host from running ahead
+
+
+def burst(engine: Engine, adapter: str, count: int, rng: random.Random) -> None:
+    """`count` prompts in one step, every second for the adapter."""
+    prompts = [prompt_of(rng, engine) for _ in range(count)]
+    engine.generate(prompts, adapter=[adapter if i % 2 else None for i in range(count)], max_tokens=4)
 
 
 def engine_of(args: argparse.Namespace, blocks: int) -> Engine:
@@ -64,7 +75,11 @@ def with_engine(args: argparse.Namespace, *, serving: bool, learning: bool) -> d
             sampled(engine, "learned", args.streams, seed=2)
             if update is not None:
                 update()
-            Streams(engine, args.streams, "learner" if update else "learned").run(args.seconds, update)
+            adapter = "learner" if update else "learned"
+            rng = random.Random(3)
+            for _ in range(BURSTS):
+                burst(engine, adapter, args.streams, rng)
+            Streams(engine, args.streams, adapter).run(args.seconds, update)
         elif update is not None:
             for _ in range(UPDATES):
                 update()

@@ -52,6 +52,8 @@ from mlx_tandem.types import (
 
 T = TypeVar("T")
 Tokens = Sequence[int]
+Adapters = str | None | Sequence[str | None]
+"""Of all prompts, or of each."""
 
 
 @dataclass(frozen=True)
@@ -137,13 +139,14 @@ class Engine:
 
     @overload
     def generate(
-        self, prompt: Sequence[str] | Sequence[Tokens], *, adapter: str | None = None, **sampling: Any
+        self, prompt: Sequence[str] | Sequence[Tokens], *, adapter: Adapters = None, **sampling: Any
     ) -> list[Completion]: ...
 
     def generate(
-        self, prompt: str | Tokens | Sequence[str] | Sequence[Tokens], *, adapter: str | None = None, **sampling: Any
+        self, prompt: str | Tokens | Sequence[str] | Sequence[Tokens], *, adapter: Adapters = None, **sampling: Any
     ) -> Completion | list[Completion]:
-        """Continue a prompt, or each of several in one batch. With `n`, every prompt has n neighbouring results."""
+        """Continue a prompt, or each of several in one batch, where each may have an adapter of its own. With `n`,
+        every prompt has n neighbouring results."""
         completions = self._call(self._generate(prompt, adapter, sampling))
         return completions[0] if _is_one(prompt) and "n" not in sampling else completions
 
@@ -253,13 +256,17 @@ class Engine:
     async def _generate(
         self,
         prompt: str | Tokens | Sequence[str] | Sequence[Tokens],
-        adapter: str | None,
+        adapter: Adapters,
         sampling: dict[str, Any],
     ) -> list[Completion]:
         prompts = [await self._tokens(p) for p in ([prompt] if _is_one(prompt) else prompt)]
+        names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else list(adapter)
+        if len(names) != len(prompts):
+            raise InvalidRequest(f"there are {len(names)} adapters for {len(prompts)} prompts", param="adapter")
         if not prompts:
             return []
-        return await self._run(_Job(self._front, prompts, await self._front.models.select(adapter), sampling))
+        chosen = {name: await self._front.models.select(name) for name in dict.fromkeys(names)}
+        return await self._run(_Job(self._front, prompts, [chosen[name] for name in names], sampling))
 
     async def _chat(
         self,
@@ -270,7 +277,7 @@ class Engine:
     ) -> Completion:
         options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         prompt = await self._front.chat_prompt(_messages(messages), options)
-        return (await self._run(_Job(self._front, [prompt], await self._front.models.select(adapter), sampling)))[0]
+        return (await self._run(_Job(self._front, [prompt], [await self._front.models.select(adapter)], sampling)))[0]
 
     async def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -298,7 +305,7 @@ class Engine:
                 tokens = await self._front.chat_prompt(_messages(prompt), {})
             else:
                 tokens = await self._tokens(prompt)
-            job = _Job(self._front, [tokens], await self._front.models.select(adapter), sampling)
+            job = _Job(self._front, [tokens], [await self._front.models.select(adapter)], sampling)
             async with job.submit() as stream:
                 async for deltas in stream:
                     text = "".join([job.push(stream, delta) for delta in deltas])
@@ -311,13 +318,13 @@ class Engine:
 
 
 class _Job:
-    """One submission and its results so far."""
+    """One submission and its results so far. `models`: of each prompt."""
 
-    def __init__(self, front: Front, prompts: list[list[int]], model: Selection, sampling: dict[str, Any]):
+    def __init__(self, front: Front, prompts: list[list[int]], models: list[Selection], sampling: dict[str, Any]):
         self._front = front
         body = convert(sampling, ApiSampling)
         logprobs = None if body.logprobs is None else int(limits.check("logprobs", body.logprobs))
-        self._model = model
+        self._models = models
         self._prompts = prompts
         self._n = choices(front, body)
         self._params: SamplingParams = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs)
@@ -334,11 +341,10 @@ class _Job:
     def submit(self) -> Stream:
         client = self._front.client
         ids = client.next_ids(len(self._prompts))
-        adapter = self._model.ref
         return client.submit(
             *(
-                Request(i, tuple(p), self._params, adapter, self._n, self._priority)
-                for i, p in zip(ids, self._prompts, strict=True)
+                Request(i, tuple(prompt), self._params, model.ref, self._n, self._priority)
+                for i, prompt, model in zip(ids, self._prompts, self._models, strict=True)
             )
         )
 
@@ -363,18 +369,18 @@ class _Job:
         for i, choice in enumerate(self._texts):
             if choice.finish is None:
                 raise EngineError("the engine ended a choice without a reason")
+            prompt = i // self._n
+            adapter = self._models[prompt].ref
             result.append(
                 Completion(
                     text="".join(self._pieces[i]),
                     token_ids=tuple(self._tokens[i]),
                     logprobs=tuple(self._logprobs[i]) if self._params.logprobs is not None else None,
                     finish_reason=choice.finish,
-                    adapter=self._model.ref.label if self._model.ref else None,
-                    prompt_tokens=len(self._prompts[i // self._n]),
-                    prompt_logprobs=(
-                        self._prompt_logprobs[i // self._n] if self._params.prompt_logprobs is not None else None
-                    ),
-                    cached_tokens=self._cached[i // self._n],
+                    adapter=adapter.label if adapter else None,
+                    prompt_tokens=len(self._prompts[prompt]),
+                    prompt_logprobs=self._prompt_logprobs[prompt] if self._params.prompt_logprobs is not None else None,
+                    cached_tokens=self._cached[prompt],
                 )
             )
         return result

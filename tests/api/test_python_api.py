@@ -43,6 +43,17 @@ def test_several_prompts_and_choices(engine):
     assert engine.generate([]) == []
 
 
+def test_an_adapter_for_each_prompt(engine):
+    question = engine.codec.chat(QUESTION, asks=True)
+    adapters = ["json", None, "shout@1"]
+    mixed = engine.generate([question] * 3, adapter=adapters, temperature=0)
+    assert mixed == [engine.generate(question, adapter=name, temperature=0) for name in adapters]
+    assert [c.adapter for c in mixed] == ["json@1", None, "shout@1"]
+    assert len({c.text for c in mixed}) == 3
+    twice = engine.generate([question] * 3, adapter=adapters, temperature=0, n=2)
+    assert [c.adapter for c in twice] == ["json@1", "json@1", None, None, "shout@1", "shout@1"]
+
+
 def test_streams(engine):
     whole = engine.chat(QUESTION, temperature=0).text
     assert "".join(engine.stream(QUESTION, temperature=0)) == whole
@@ -86,6 +97,9 @@ def test_adapters_come_and_go(engine):
         (lambda e: e.generate("x", temperature=float("nan")), "temperature"),
         (lambda e: e.generate("x", best_of=2), "best_of"),
         (lambda e: e.generate("x", max_tokens=100_000), "max_tokens"),
+        (lambda e: e.generate(["x", "y"], adapter=["json"]), "adapter"),
+        (lambda e: e.generate("x", adapter=["json", None]), "adapter"),
+        (lambda e: e.generate(["x", "y"], adapter=["json", "nobody"]), "model"),
         (lambda e: e.chat([]), "messages"),
         (lambda e: e.chat([{"role": "user"}]), "messages[0].content"),
         (lambda e: e.chat(QUESTION, adapter="nobody"), "model"),
