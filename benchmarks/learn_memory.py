@@ -9,8 +9,9 @@ each stepped and published; and mlx-lm's own LoRA trainer on a batch of that siz
 layers. One more process runs the slices of one of an update's micro-batches apart, to see what the activations of one
 layer come to. What each way found is in the file when it ends; `--ways` leaves some out.
 
-A step with the prompts of all streams needs more than anything else, and how many prompts meet in one step is chance.
-So both ways with streams begin with what streams may come to: all of them asking at once.
+A step with the prompts of all streams needs more than any other, the more the further the host runs ahead of the device
+in it; and how many prompts meet in one step is chance. So both ways with streams begin with what streams may come to:
+all of them asking at once, again and again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ RANK = 16
 UPDATE = 16  # completions: 2,048 tokens
 WAYS = ("learning", "serving", "both", "slices", "mlx-lm", "mlx-lm checkpointed")
 UPDATES = 4
-BURSTS = 4  # the first meets shapes that are new, which keeps the host from running ahead
+BURSTS = 24  # shapes that are new and moments in which the host is slow keep it from running ahead
 
 
 def burst(engine: Engine, adapter: str, count: int, rng: random.Random) -> None:

@@ -50,6 +50,8 @@ def test_an_adapter_for_each_prompt(engine):
     assert mixed == [engine.generate(question, adapter=name, temperature=0) for name in adapters]
     assert [c.adapter for c in mixed] == ["json@1", None, "shout@1"]
     assert len({c.text for c in mixed}) == 3
+    assert engine.generate([question] * 2, adapter="json", temperature=0) == [mixed[0]] * 2
+    assert engine.generate([], adapter=[]) == []
     twice = engine.generate([question] * 3, adapter=adapters, temperature=0, n=2)
     assert [c.adapter for c in twice] == ["json@1", "json@1", None, None, "shout@1", "shout@1"]
 
@@ -98,11 +100,19 @@ def test_adapters_come_and_go(engine):
         (lambda e: e.generate("x", best_of=2), "best_of"),
         (lambda e: e.generate("x", max_tokens=100_000), "max_tokens"),
         (lambda e: e.generate(["x", "y"], adapter=["json"]), "adapter"),
-        (lambda e: e.generate("x", adapter=["json", None]), "adapter"),
-        (lambda e: e.generate(["x", "y"], adapter=["json", "nobody"]), "model"),
+        (lambda e: e.generate([], adapter=["json"]), "adapter"),
+        (lambda e: e.generate("x", adapter=["json"]), "adapter"),
+        (lambda e: e.generate([5, 6], adapter=["json", None]), "adapter"),
+        (lambda e: e.generate(["x", "y"], adapter=["json", "nobody"]), "adapter"),
+        (lambda e: e.generate(["x", "y"], adapter=["json", ["shout"]]), "adapter"),
+        (lambda e: e.generate(["x"], adapter={"json": "shout"}), "adapter"),
+        (lambda e: e.generate("x", adapter=5), "adapter"),
+        (lambda e: e.generate("x", adapter=b"json"), "adapter"),
+        (lambda e: next(e.stream("x", adapter=["json"])), "adapter"),
         (lambda e: e.chat([]), "messages"),
         (lambda e: e.chat([{"role": "user"}]), "messages[0].content"),
-        (lambda e: e.chat(QUESTION, adapter="nobody"), "model"),
+        (lambda e: e.chat(QUESTION, adapter="nobody"), "adapter"),
+        (lambda e: next(e.stream("x", adapter="nobody")), "adapter"),
     ],
 )
 def test_errors_name_the_field(engine, call, param):
