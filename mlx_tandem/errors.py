@@ -19,6 +19,9 @@ ModelError                   a model or adapter folder that cannot be loaded, be
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class TandemError(Exception):
     """Base of everything this project raises on purpose. The message is safe to show to a client."""
@@ -125,3 +128,13 @@ class ModelError(InvalidRequest):
     """A model or adapter folder that cannot be used; the message names the file or the field."""
 
     code = "invalid_model_folder"
+
+
+@contextmanager
+def renamed(**fields: str) -> Iterator[None]:
+    """What is wrong with one of these fields is raised under the name that the caller has for it."""
+    try:
+        yield
+    except TandemError as e:
+        e.param = fields.get(e.param or "", e.param)
+        raise

@@ -392,7 +392,7 @@ def learn_device(name: str, result: dict[str, Any]) -> str:
 
 
 def learn_memory(name: str, result: dict[str, Any]) -> str:
-    ways, saved = result["ways"], result.get("saved", {})
+    ways, saved = result["ways"], result["saved"]
     text = (
         f"**Memory of learning beside serving**, {result['shape']}, {result['time'][:10]} ([data]({_link(name)})).\n\n"
     )
@@ -402,7 +402,7 @@ def learn_memory(name: str, result: dict[str, Any]) -> str:
     for way, called in _TRAINERS:
         if way not in ways:
             continue
-        text += _row(called, f"{ways[way]['peak_bytes'] / 1e9:.1f} GB", f"{saved[way]:.0%}" if saved else "")
+        text += _row(called, f"{ways[way]['peak_bytes'] / 1e9:.1f} GB", f"{saved[way]:.0%}")
     return text
 
 

@@ -33,7 +33,7 @@ from mlx_tandem.config import (
 from mlx_tandem.engine.learning import BatchResult, LossConfig, LossKind
 from mlx_tandem.engine.process import EngineProcess, Launch
 from mlx_tandem.engine.stream import Stream
-from mlx_tandem.errors import EngineError, InvalidRequest, TandemError
+from mlx_tandem.errors import EngineError, InvalidRequest, renamed
 from mlx_tandem.server.decode import convert
 from mlx_tandem.server.dialects.openai import ChatMessage, chat_messages
 from mlx_tandem.server.front import Front
@@ -260,23 +260,23 @@ class Engine:
         sampling: dict[str, Any],
     ) -> list[Completion]:
         prompts = [await self._tokens(p) for p in ([prompt] if _is_one(prompt) else prompt)]
-        each = isinstance(adapter, Sequence) and not isinstance(adapter, str)
-        if each and _is_one(prompt):
-            raise InvalidRequest("one prompt has one adapter, not a list of them", param="adapter")
-        names = [_adapter_name(name) for name in (adapter or () if each else [adapter] * len(prompts))]
+        names: Sequence[Any] = [adapter] * len(prompts)
+        if isinstance(adapter, Sequence) and not isinstance(adapter, str):
+            if _is_one(prompt):
+                raise InvalidRequest("one prompt has one adapter, not a list of them", param="adapter")
+            names = adapter
         if len(names) != len(prompts):
             raise InvalidRequest(f"adapter has {len(names)} names for {len(prompts)} prompts", param="adapter")
-        if not prompts:
-            return []
-        chosen = {name: await self._select(name) for name in dict.fromkeys(names)}  # one version of a name for all
-        return await self._run(_Job(self._front, prompts, [chosen[name] for name in names], sampling))
+        models = await self._select(*names)
+        return await self._run(_Job(self._front, prompts, models, sampling)) if prompts else []
 
-    async def _select(self, adapter: str | None) -> Selection:
-        try:
-            return await self._front.models.select(_adapter_name(adapter))
-        except TandemError as e:
-            e.param = "adapter" if e.param == "model" else e.param
-            raise
+    async def _select(self, *adapters: Any) -> list[Selection]:
+        """What each stands for now; one name is one version."""
+        if not all(adapter is None or isinstance(adapter, str) for adapter in adapters):
+            raise InvalidRequest("an adapter is given by its name; None is the base model", param="adapter")
+        with renamed(model="adapter"):
+            chosen = {name: await self._front.models.select(name) for name in dict.fromkeys(adapters)}
+        return [chosen[name] for name in adapters]
 
     async def _chat(
         self,
@@ -287,7 +287,7 @@ class Engine:
     ) -> Completion:
         options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         prompt = await self._front.chat_prompt(_messages(messages), options)
-        return (await self._run(_Job(self._front, [prompt], [await self._select(adapter)], sampling)))[0]
+        return (await self._run(_Job(self._front, [prompt], await self._select(adapter), sampling)))[0]
 
     async def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -315,7 +315,7 @@ class Engine:
                 tokens = await self._front.chat_prompt(_messages(prompt), {})
             else:
                 tokens = await self._tokens(prompt)
-            job = _Job(self._front, [tokens], [await self._select(adapter)], sampling)
+            job = _Job(self._front, [tokens], await self._select(adapter), sampling)
             async with job.submit() as stream:
                 async for deltas in stream:
                     text = "".join([job.push(stream, delta) for delta in deltas])
@@ -399,12 +399,6 @@ class _Job:
 def _is_one(prompt: Any) -> bool:
     """A text or one list of token ids, not several of them."""
     return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
-
-
-def _adapter_name(adapter: Any) -> str | None:
-    if adapter is None or isinstance(adapter, str):
-        return adapter
-    raise InvalidRequest("an adapter is given by its name; None is the base model", param="adapter")
 
 
 def _messages(messages: Any) -> list[Mapping[str, Any]]:

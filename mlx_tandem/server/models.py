@@ -26,6 +26,7 @@ from mlx_tandem.errors import (
     ModelError,
     NotFound,
     TandemError,
+    renamed,
 )
 from mlx_tandem.server.adapter_root import AdapterRoot
 from mlx_tandem.server.first_reads import FirstReads
@@ -97,11 +98,8 @@ class Models:
     async def select_adapter(self, adapter: str, model: str | None, user: str | None = None) -> Selection:
         """What `lora_adapter` stands for now. `model`, beside it, may name the base or the same version; else this
         raises InvalidRequest."""
-        try:
+        with renamed(model="lora_adapter"):
             chosen = await self.select(adapter, user)
-        except TandemError as e:
-            e.param = "lora_adapter" if e.param == "model" else e.param
-            raise
         if model is None or model in self.base_names or model == adapter:
             return chosen
         if (await self.select(model, user)).ref != chosen.ref:

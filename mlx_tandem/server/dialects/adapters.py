@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -12,7 +11,7 @@ from msgspec import Struct
 from mlx_tandem.adapters.aliases import AliasArm
 from mlx_tandem.adapters.registry import Entry
 from mlx_tandem.config import Arm
-from mlx_tandem.errors import InvalidRequest, NotFound
+from mlx_tandem.errors import InvalidRequest, NotFound, renamed
 from mlx_tandem.server.front import Front
 
 
@@ -120,25 +119,15 @@ async def vllm_load(front: Front, body: VllmLoadBody) -> str:
             f"the LoRA adapter {body.lora_name!r} has already been loaded; set load_inplace to replace it",
             param="lora_name",
         )
-    with _named_as_in_vllm():
+    with renamed(name="lora_name", path="lora_path"):
         await models.load(body.lora_name, models.source(body.lora_name, body.lora_path))
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
 async def vllm_unload(front: Front, body: VllmUnloadBody) -> str:
-    with _named_as_in_vllm():
+    with renamed(name="lora_name"):
         await front.models.unload(body.lora_name)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
-
-
-@contextmanager
-def _named_as_in_vllm() -> Iterator[None]:
-    """Errors name the field as the caller wrote it."""
-    try:
-        yield
-    except InvalidRequest as e:
-        e.param = {"name": "lora_name", "path": "lora_path"}.get(e.param or "", e.param)
-        raise
 
 
 def describe_alias(name: str, arms: Sequence[AliasArm]) -> dict[str, Any]:
