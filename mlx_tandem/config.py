@@ -50,7 +50,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64
     max_chunk_tokens: int = 0  # prompt tokens of one step; 0: from the device
     prefill_share: float = 0.6  # of a decode step's time, while others decode
-    idle_prefill_ms: float = 200.0  # of one prefill step, while nobody decodes
+    idle_prefill_ms: float = 0.0  # of one prefill step, while nobody decodes; 0: from the device
     prefill_batch_size: int = 0  # prompts read in one step; 0: as many as the time allows
     max_inflight_tokens: int = 0  # prompt and max_tokens of all that runs; 0: what the pool holds
 
@@ -84,6 +84,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     duty: DutyConfig = field(default_factory=DutyConfig)
+    memory_limit_gb: float = 0.0  # of the device, for all of this server; 0: from the device and what else runs
     heartbeat_seconds: float = 0.5
     stall_seconds: float = 60.0  # longer than the longest legal step
 
@@ -104,7 +105,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_concurrent_requests: int = 0  # 0: no limit of its own
     memory_pressure_threshold: float = 0.9  # of the pool's blocks in use: more is refused from here on
     request_timeout_s: float = 0.0  # 0: none
-    first_token_timeout_s: float = 300.0  # 0: none
+    first_token_timeout_s: float = 300.0  # beside the time to read the prompt, as predicted; 0: none
     receive_timeout_s: float = 30.0  # for a request's headers, and for its body
     write_timeout_s: float = 60.0  # for a client that takes nothing of what is sent to it
     drain_seconds: float = 30.0

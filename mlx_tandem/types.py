@@ -126,6 +126,7 @@ class MemoryBudget(Struct, frozen=True):
     """How the device's memory is divided, decided once at start. Bytes."""
 
     limit: int = 0  # what the device has for this process
+    limit_reason: str = ""  # why it has no more, in words
     weights: int = 0
     activations: int = 0  # the most that steps need beside everything else
     chunk_tokens: int = 0  # prompt tokens of one of these steps
@@ -168,6 +169,8 @@ class EngineInfo(Struct, frozen=True):
     attention_reason: str = ""  # why this back end
     lora_reason: str = ""  # why this back end
     products_reason: str = ""  # which products of few rows a kernel computes, or why none
+    prompt_cost: tuple[float, ...] = ()  # the form of `engine.cost.CostModel` for chunks; empty: unknown
+    micro_batch_tokens: int = 0  # of one forward and backward of learning; 0: not decided
 
 
 class DiskStats(Struct, frozen=True):

@@ -102,6 +102,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.model.build import build
     from mlx_tandem.model.footprint import FORWARD_LAYERS, MICRO_BATCH_TOKENS
     from mlx_tandem.model.lora.uploads import Arrays
+    from mlx_tandem.training.device import pace
     from mlx_tandem.training.device.trainers import Trainers
 
     weights: dict[str, AdapterWeights] = {}
@@ -185,7 +186,17 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
             trainers().warm_up(config.duty.trainer_rank)
         except Exception as e:  # whoever learns is told; others are served
             log.warning("learning could not be warmed up: %r", e)
-    built.warm_up(scheduler.prefill.cost)
+    cost = scheduler.prefill.cost
+    built.warm_up(cost)
+    tokens = 0
+    if duty.learns:
+        tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()]
+        if config.duty.trainer_rank and not config.duty.micro_batch_tokens and device.is_metal():
+            channel.send([m.Progress("timing learning", 0.0)])
+            tokens = trainers().micro_batch_tokens = pace.micro_batch_tokens(
+                lambda tokens: trainers().slowest_slice(config.duty.trainer_rank, tokens), cost.decode(1), tokens
+            )
+    info = msgspec.structs.replace(info, prompt_cost=cost.form, micro_batch_tokens=tokens)
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
     adapters = Adapters(store, Loader(read), slots)
     core = EngineCore(

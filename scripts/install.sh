@@ -73,6 +73,11 @@ case $backend in
 esac
 
 [ -x "$venv/bin/python" ] || make_venv "$(find_python)"
+if [ "$backend" = macos ] && [ "$("$venv/bin/python" -c 'import platform; print(platform.machine())')" != arm64 ]; then
+    say "This Python is built for Intel processors and runs under Rosetta; MLX needs a native (arm64) one."
+    say "Remove $venv and try again with PYTHON=/opt/homebrew/bin/python3, or one from python.org or uv."
+    exit 1
+fi
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check "$@"; }
 for lock in "$backend" "$@"; do
     say "Installing into $venv from locks/$lock.txt …"

@@ -6,12 +6,14 @@ cd "$(dirname "$0")/.."
 uv=${1:-uv}
 shift || true
 
+# bash 3.2, which macOS has, takes an empty array for an unset variable: hence ${array[@]+"${array[@]}"}.
 compile() { # name, then the extras
     local name=$1 extras=()
     shift
     for extra in "$@"; do extras+=(--extra "$extra"); done
     "$uv" pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes --no-header \
-        --no-annotate --no-emit-index-url --no-emit-find-links "${extras[@]}" "${options[@]}" -o "locks/$name.txt"
+        --no-annotate --no-emit-index-url --no-emit-find-links ${extras[@]+"${extras[@]}"} ${options[@]+"${options[@]}"} \
+        -o "locks/$name.txt"
     echo "locks/$name.txt: $(grep -c '==' "locks/$name.txt") packages"
 }
 

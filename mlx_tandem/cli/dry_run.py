@@ -44,7 +44,7 @@ def lines(config: Config, memory: MemoryBudget, longest: int, device: str) -> It
     engine = config.engine
     size = engine.cache.block_size
     yield f"device               {device}"
-    yield f"there is             {_size(memory.limit)}"
+    yield f"there is             {_size(memory.limit)}  {memory.limit_reason}"
     yield f"weights              {_size(memory.weights)}"
     yield f"activations          {_size(memory.activations)}  at most, steps of {memory.chunk_tokens:,} prompt tokens"
     if memory.learning:

@@ -117,6 +117,7 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "Tokens of all that runs; 0: what the pool holds.",
         ),
         Option("engine.heartbeat_seconds", "--heartbeat-seconds", "Between two signs of life of the engine."),
+        Option("engine.memory_limit_gb", "--memory-limit-gb", "Device memory of this server; 0: what is free."),
         Option("engine.stall_seconds", "--stall-seconds", "A silent engine is restarted after this."),
     ),
     "KV cache": (

@@ -1,8 +1,9 @@
 """How the device's memory is divided, once, at start: arithmetic on bytes, before anything is allocated.
 
 Weights take what they take. Activations get a part that is chosen, and steps are cut to it (`StepLimits`). Of what is
-left `memory_fraction` goes to the KV pool, and adapter slots may grow into the rest. Nothing else on the device grows
-with traffic.
+left `memory_fraction` goes to the KV pool, and adapter slots may grow into the rest. Where the memory is shared with
+other programs, adapter slots get a part of their own before that, and the rest stays free. Nothing else on the device
+grows with traffic.
 
 Where some layers see a window, they have a pool of their own. It is large enough for every sequence to have its window,
 but has no more than half of the memory, unless the longest sequences need more of it there.
@@ -20,6 +21,16 @@ from mlx_tandem.types import MemoryBudget, PoolBudget
 
 ACTIVATION_SHARE = 16
 """One part in so many, of what weights leave, is for activations where they can use as much."""
+
+SLOT_SHARE = 4
+"""Where memory is shared with other programs, adapter slots get at most one part in so many of what is left for them
+and the KV pool."""
+
+NARROWER = (8, 6, 5, 4, 3)
+"""Bits of a weight that mlx-lm's quantisation offers, the widest first."""
+
+_SCALE_BITS = 0.5
+"""Bits a weight that a scale and a bias of 16 bits add in groups of 64."""
 
 _ANY = 1 << 62
 
@@ -72,44 +83,73 @@ class Needs:
     adapter_slots: int  # every slot at the highest rank over every linear
     block: int  # of the first pool
     max_model_len: int
+    parameters: int = 0  # weights of the model, as its authors count them; 0: unknown
     chunk_tokens: int = 1024  # that `step` is for
     window: Window | None = None  # of the last pool
     window_block: int = 0  # of the second pool, where there is one: the first is for layers without a window then
 
 
 def divide(
-    config: EngineConfig, limit: int, needs: Needs, *, most_pool: int = _ANY, most_activations: int = _ANY
+    config: EngineConfig,
+    limit: int,
+    needs: Needs,
+    *,
+    reason: str = "",
+    shared: bool = False,
+    most_pool: int = _ANY,
+    most_activations: int = _ANY,
 ) -> MemoryBudget:
-    """The budget of a device that has `limit` bytes. Raises ModelError, with the figures, when it is too little."""
+    """Return the budget of a device that has `limit` bytes for this server.
+
+    `reason`: why there are no more, in words. `shared`: other programs use the same memory, so that what is left over
+    stays free. Raises ModelError, with the figures, when the limit is too low.
+    """
     left = limit - needs.weights - needs.learning
     wanted = min(left // ACTIVATION_SHARE, most_activations, needs.step.most())
     activations = max(needs.step.least(), wanted)
     left -= activations
     asked = config.cache.num_blocks
+    slots = min(needs.adapter_slots, max(left, 0) // SLOT_SHARE) if shared else 0
+    left -= slots
     pools = _pools(config, needs, min(int(max(left, 0) * config.cache.memory_fraction), most_pool))
     pool = sum(p.num_blocks * p.block_bytes for p in pools)
     if min(p.num_blocks for p in pools) < 2 or pool > left:
         learning = f", learning {_mb(needs.learning)}" if needs.learning else ""
         wish = " and ".join(f"{p.num_blocks if asked else 2} blocks of {_mb(p.block_bytes)}" for p in pools)
-        hint = "a smaller model, fewer --num-blocks, --max-num-seqs or --max-chunk-tokens"
+        smaller = _smaller(limit, needs, config.cache.block_size)
+        hint = f"{smaller}, fewer --num-blocks, --max-num-seqs or --max-chunk-tokens"
+        why = f" ({reason})" if reason else ""
         raise ModelError(
-            f"the device has {_mb(limit)} for this server: weights {_mb(needs.weights)}, activations "
+            f"the device has {_mb(limit)} for this server{why}: weights {_mb(needs.weights)}, activations "
             f"{_mb(activations)}{learning}; that leaves {_mb(max(left, 0))} for a KV pool of at least {wish}. "
             f"What helps: {hint}",
             param="num_blocks",
         )
     return MemoryBudget(
         limit=limit,
+        limit_reason=reason,
         weights=needs.weights,
         activations=activations,
         chunk_tokens=needs.chunk_tokens,
         learning=needs.learning,
         pool=pool,
-        adapter_slots=min(needs.adapter_slots, left - pool),
+        adapter_slots=slots if shared else min(needs.adapter_slots, left - pool),
         adapter_slots_wanted=needs.adapter_slots,
         block_bytes=needs.block,
         pools=pools,
     )
+
+
+def _smaller(limit: int, needs: Needs, block_size: int) -> str:
+    """Return which size of this model would fit, in words: the widest quantisation that leaves room for a step and for
+    one sequence of 1,024 tokens."""
+    blocks = -(-min(needs.max_model_len, 1024) // block_size) + 1
+    room = limit - needs.learning - needs.step.least() - blocks * (needs.block + needs.window_block)
+    for bits in NARROWER:
+        size = int(needs.parameters * (bits + _SCALE_BITS) / 8)
+        if 0 < size <= room and size < needs.weights:
+            return f"the same model in {bits} bits (about {_mb(size)})"
+    return f"a model whose weights take at most {_mb(room)}" if room > 0 else "a smaller model"
 
 
 def _pools(config: EngineConfig, needs: Needs, room: int) -> tuple[PoolBudget, ...]:

@@ -38,6 +38,11 @@ class CostModel:
         self._decode_form = np.array([1.0, 0.1])
         self._chunk_scale = self._decode_scale = 1.0
 
+    @property
+    def form(self) -> tuple[float, ...]:
+        """What `prompt_seconds` needs."""
+        return tuple(float(x) for x in self._chunk_form)
+
     def fit(self, chunks: list[tuple[int, int, float]], decodes: list[tuple[int, float]] | None = None) -> None:
         """Take the forms from measured (length, context, milliseconds) and (rows, milliseconds)."""
         self._chunk_form = _nonnegative_fit([_features(n, context) for n, context, _ in chunks], [c[2] for c in chunks])
@@ -64,9 +69,13 @@ class CostModel:
         """Milliseconds of a step with these (length, context) and so many rows that decode."""
         return sum(self.predict(*chunk) for chunk in chunks) + (self.decode(decode_rows) if decode_rows else 0.0)
 
+    def fixed(self) -> float:
+        """Return the milliseconds that every chunk costs, however short: mostly those to read the weights."""
+        return self._chunk_scale * float(self._chunk_form[0])
+
     def least(self) -> float:
-        """Milliseconds of a chunk that half is what any chunk takes."""
-        return 2.0 * self._chunk_scale * float(self._chunk_form[0])
+        """Return the milliseconds of a chunk of which half is the fixed cost of any chunk."""
+        return 2.0 * self.fixed()
 
     def tokens(self, milliseconds: float) -> int:
         """Of prompts, at the start of their contexts, that so much time is for in a forward that runs in any case."""
@@ -89,6 +98,15 @@ class CostModel:
                 break
             best = n
         return best
+
+
+def prompt_seconds(form: tuple[float, ...], tokens: int, chunk: int) -> float:
+    """Return the seconds that a device of this `CostModel.form` needs to read a prompt, `chunk` tokens at a time, with
+    nothing else to do. An empty form means that the device is unknown: 0."""
+    if not form:
+        return 0.0
+    starts = range(0, tokens, chunk)
+    return 1e-3 * sum(float(np.dot(form, _features(min(chunk, tokens - at), at))) for at in starts)
 
 
 def _features(length: int, context: int) -> np.ndarray:

@@ -19,6 +19,14 @@ full wastes more."""
 _BESIDE_END = 1024
 """The position up to which tokens of prompts go beside rows that decode: each reads all that is before it by itself."""
 
+_IDLE_MS, _MOST_IDLE_MS = 200.0, 1500.0
+"""Milliseconds of a step of prompts while nobody decodes: at least, and at most where each chunk has a high fixed cost.
+Whoever comes meanwhile waits for the step."""
+
+_FIXED_SHARE = 16
+"""A step of prompts while nobody decodes takes so many times the fixed cost of a chunk, so that a device that needs
+long to read the weights does not read them again for every few tokens."""
+
 _WHOLE = 4 / 3
 """How far over its budget a prompt may go to be finished in one chunk."""
 
@@ -52,7 +60,7 @@ class Prefill:
             reading = self._plan_beside(reading, min(self._beside, max(room, LENGTHS[0])), most, take)
         if not reading:
             return
-        budget = idle = self._config.idle_prefill_ms
+        budget = idle = self.idle_ms()
         if streams:
             budget = min(idle, self._saved + self._share(len(reading), streams))
             if budget < min(idle, self.cost.least()) and _WHOLE * budget < self._whole(reading[0]):
@@ -60,6 +68,10 @@ class Prefill:
                 return
         self._saved = 0.0
         self._plan_apart(reading, budget, most, take)
+
+    def idle_ms(self) -> float:
+        """Return the milliseconds of a step of prompts while nobody decodes."""
+        return self._config.idle_prefill_ms or min(max(_IDLE_MS, _FIXED_SHARE * self.cost.fixed()), _MOST_IDLE_MS)
 
     def _share(self, prompts: int, streams: int) -> float:
         """Milliseconds of a step that so many streams give to so many prompts."""

@@ -13,6 +13,10 @@ import msgspec
 
 from mlx_tandem.config import EngineConfig
 
+BUFFER_BYTES = 1 << 20
+"""Bytes that either end of the socket may be behind. macOS gives 8 KB unless told, less than the tokens of one step:
+the engine would wait for the front in the middle of a frame."""
+
 
 class EngineProcess(Protocol):
     """What the client needs of whatever runs the engine."""
@@ -54,6 +58,9 @@ def process_launch(config: EngineConfig, command: Sequence[str] = ("-m", "mlx_ta
 
     def launch() -> tuple[socket.socket, EngineProcess]:
         ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            for direction in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                end.setsockopt(socket.SOL_SOCKET, direction, BUFFER_BYTES)
         try:
             child = subprocess.Popen(
                 [sys.executable, *command, "--fd", str(theirs.fileno()), "--config", text],

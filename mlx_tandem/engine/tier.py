@@ -24,7 +24,7 @@ from mlx_tandem.kv.hashing import ROOT, Chain
 from mlx_tandem.kv.pool import SCRATCH, BlockPool
 from mlx_tandem.kv.prefix import Entry, PrefixCache
 
-STEP_BYTES = {"cpu": 8 << 20, "gpu": 64 << 20}
+STEP_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20, "metal": 16 << 20}
 """That one step reads for the drive, and that one writes from it; one block at least. On a CPU these are 30 ms."""
 
 READ_BYTES = 1 << 30

@@ -28,9 +28,10 @@ from mlx_tandem.model.linears import skinny
 from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import Merged, merge
 from mlx_tandem.model.linears.tuning import Tuned, tune
-from mlx_tandem.model.loader import Report, load
+from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weights
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
+from mlx_tandem.model.memory import Limit
 from mlx_tandem.model.mixin import unmix
 from mlx_tandem.model.runner import Flight, MLXRunner
 from mlx_tandem.model.trials import argmax
@@ -78,8 +79,10 @@ def build(
     backends: of attention, beside the portable one; None: those of the device.
     """
     started = time.monotonic()
-    limit = device.memory_limit()  # before anything is taken of it
-    model = load(config.model, report)
+    limit = device.memory_limit(config.memory_limit_gb)  # before anything is taken of it
+    model = load_unread(config.model, report)
+    _check_fit(config, limit, model)
+    read_weights(model.module, report)
     candidates = fused.available() if backends is None else backends
     merged: list[Merged] = []
     if candidates:
@@ -121,10 +124,13 @@ def build(
     log.info("adapters by %s: %s", lora.backend, kernels.reason)
     drawing = argmax.choose(model.dtype, vocab_size)
     log.info("greedy tokens: %s", drawing.reason)
-    needs = footprint.needs(config, limit, model, shapes, vocab_size, lora.linears(), lora.dtype)
+    needs = footprint.needs(config, limit.size, model, shapes, vocab_size, lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
     beside = BESIDE if attention.layers and all(attention.layers) else 0
     step_limits = needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens, beside=beside)
+    device.wire(memory.total)
+    if advice := device.advice(str(model.dtype).rpartition(".")[2]):
+        log.warning("%s", advice)
     mx.set_cache_limit(memory.activations)  # freed arrays that MLX keeps for the next ones are a step's
     per_token = sum(s.bytes_per_token() for s in shapes)
     tuned = Tuned()  # on a CPU the time of a product is what one would think
@@ -187,7 +193,7 @@ def build(
         info,
         lora.linears(),
         len(shapes),
-        lambda cost: _warm_up(runner, info, cost, report, limit),
+        lambda cost: _warm_up(runner, info, cost, report, limit.size),
         lambda: MemoryInUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), runner.compiled_steps),
         lambda: lora.nbytes,
         twin,
@@ -200,11 +206,11 @@ def build(
 
 def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     """The budget that `build` would come to, and the longest sequence; no weight is read. Raises ModelError."""
-    limit = device.memory_limit()
-    model = load(config.model, lambda stage, fraction: None, evaluate=False)
+    limit = device.memory_limit(config.memory_limit_gb)
+    model = load_unread(config.model, lambda stage, fraction: None)
     shapes = _in_pool(config, probe.layer_shapes(model))
     lora = LoraState(model.module, config.lora, model.dtype)
-    needs = footprint.needs(config, limit, model, shapes, probe.vocabulary(model), lora.linears(), lora.dtype)
+    needs = footprint.needs(config, limit.size, model, shapes, probe.vocabulary(model), lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
     pools = open_pools(memory, config.cache.block_size)
     return memory, min(model.max_model_len, *(pool.longest for pool in pools))
@@ -216,12 +222,19 @@ def _in_pool(config: EngineConfig, shapes: list[LayerShape]) -> list[LayerShape]
     return [s.quantised(config.cache.kv_bits, config.cache.kv_group_size) for s in shapes]
 
 
-def _divide(config: EngineConfig, limit: int, needs: Needs) -> MemoryBudget:
+def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel) -> None:
+    """Raise ModelError when the device has too little memory for the model, before any weight is read."""
+    shapes, linears = _in_pool(config, probe.layer_shapes(model)), footprint.linears(model.module)
+    needs = footprint.needs(config, limit.size, model, shapes, probe.vocabulary(model), linears, model.dtype)
+    _divide(config, limit, needs)
+
+
+def _divide(config: EngineConfig, limit: Limit, needs: Needs) -> MemoryBudget:
+    size = limit.size
     if config.disk.on:  # blocks on their way to and from the drive may lie in the same memory
-        limit -= MAX_QUEUE_BYTES + READ_BYTES
-    if not device.is_cpu():
-        return divide(config, limit, needs)
-    return divide(config, limit, needs, most_pool=_CPU_POOL_BYTES, most_activations=_CPU_ACTIVATION_BYTES)
+        size -= MAX_QUEUE_BYTES + READ_BYTES
+    cpu = {"most_pool": _CPU_POOL_BYTES, "most_activations": _CPU_ACTIVATION_BYTES} if device.is_cpu() else {}
+    return divide(config, size, needs, reason=limit.reason, shared=limit.shared, **cpu)
 
 
 def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Report, limit: int) -> None:

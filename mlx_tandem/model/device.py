@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import platform
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal
 
 from mlx_tandem import files
+from mlx_tandem.model.memory import Limit, UnifiedMemory, available_on_linux, available_on_macos
 
 # MLX's Linux CPU wheel brings the reference BLAS along: 6 GFLOP/s where OpenBLAS reaches 60 to 100. Its symbols win
 # when they are global before MLX's own library is loaded, so this stands before the first import of mlx.core.
@@ -92,20 +95,54 @@ import mlx.core as mx  # noqa: E402
 _set_threads = ctypes.CDLL(OPENBLAS).openblas_set_num_threads if OPENBLAS and not _THREADS_WERE_CHOSEN else None
 
 
+Kind = Literal["cpu", "cuda", "metal"]
+
+
+def kind() -> Kind:
+    """Return the back end of MLX that computes here, the key of every table of sizes by device."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
 def is_cpu() -> bool:
-    return bool(mx.default_device().type == mx.DeviceType.cpu)
-
-
-def kind() -> str:
-    """The key of what differs between the two: "cpu" or "gpu"."""
-    return "cpu" if is_cpu() else "gpu"
+    return kind() == "cpu"
 
 
 def is_cuda() -> bool:
-    return bool(not is_cpu() and mx.cuda.is_available())
+    return kind() == "cuda"
+
+
+def is_metal() -> bool:
+    return kind() == "metal"
 
 
 _RELEASE_THRESHOLD = 4  # of CUmemPool_attribute, CUDA driver API
+
+
+def wire(size: int) -> None:
+    """On macOS 15 or newer, keep up to `size` bytes of what this process has on the GPU resident between steps.
+
+    Without it macOS may unmap memory that was idle for a moment, and the next step waits until it is there again.
+    """
+    if is_metal() and _macos() >= (15, 0):
+        mx.set_wired_limit(min(size, int(mx.device_info()["max_recommended_working_set_size"])))
+
+
+def _macos() -> tuple[int, ...]:
+    return tuple(int(n) for n in platform.mac_ver()[0].split(".")[:2] if n.isdigit())
+
+
+EMULATE_BFLOAT16 = re.compile(r"Apple M[12]\b")
+"""GPUs that have float16 in hardware and compute bfloat16 by converting it (Metal feature set tables: bfloat16 is
+native from the family Apple9 on, which is M3)."""
+
+
+def advice(dtype: str) -> str:
+    """Return a sentence for the user when this device computes slowly in `dtype`; empty where it does not."""
+    if dtype == "bfloat16" and is_metal() and EMULATE_BFLOAT16.match(describe()):
+        return "this GPU has no bfloat16 in hardware: --dtype float16 is faster, unless the model overflows in it"
+    return ""
 
 
 def keep_freed_memory(most: int, driver: str = "libcuda.so.1") -> bool:
@@ -154,39 +191,18 @@ def leave_thread() -> None:
     mx.clear_streams()
 
 
-def memory_limit() -> int:
-    """Bytes that this process may sensibly use on the device."""
+def memory_limit(chosen_gb: float = 0.0) -> Limit:
+    """Return how many bytes this process may use on the device. `chosen_gb`: what the user allows; 0: decide here."""
+    if chosen_gb:
+        return Limit(int(chosen_gb * 1e9), "as --memory-limit-gb allows", shared=False)
+    free = "what the machine has free"
     if is_cpu():
-        return _available_ram()
+        return Limit(available_on_linux(), free, shared=False)
     info = mx.device_info()
-    for key in ("max_recommended_working_set_size", "free_memory", "total_memory", "memory_size"):
+    if is_metal():
+        sizes = int(info["memory_size"]), int(info["max_recommended_working_set_size"])
+        return UnifiedMemory(*sizes, available_on_macos()).limit()
+    for key in ("free_memory", "total_memory"):
         if info.get(key):
-            return int(info[key])
-    return _available_ram()
-
-
-def _available_ram() -> int:
-    """What the machine has free, or less where a container has less left."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if (available := _fields("/proc/meminfo").get("MemAvailable:")) is not None:
-        total = min(total, available * 1024)
-    for limit, used, stat, cached in (
-        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
-    ):
-        most, now = (_fields(f"/sys/fs/cgroup/{name}", named=False).get("", None) for name in (limit, used))
-        if most is not None and now is not None:
-            files = _fields(f"/sys/fs/cgroup/{stat}").get(cached, 0)  # given back when somebody needs it
-            total = min(total, max(most - max(now - files, 0), 0))
-    return total
-
-
-def _fields(path: str, *, named: bool = True) -> dict[str, int]:
-    """The numbers of one of the kernel's files, by the word before each; none where there is no such file."""
-    try:
-        with open(path) as f:
-            lines = [line.split() for line in f]
-    except OSError:
-        return {}
-    pairs = [line[:2] if named else ["", line[0]] for line in lines if len(line) > named]
-    return {name: int(value) for name, value in pairs if value.isdigit()}
+            return Limit(int(info[key]), "what the GPU has free", shared=False)
+    return Limit(available_on_linux(), free, shared=False)

@@ -26,16 +26,21 @@ from mlx_tandem.model.cache.pools import windows_of
 from mlx_tandem.model.loader import LoadedModel, weights
 from mlx_tandem.model.lora.adapted import find_targets
 
-MICRO_BATCH_TOKENS = {"cpu": 128, "gpu": 1536}
-"""Of one forward and backward: a slice of it is one layer or a few, and streams wait for a slice."""
+MICRO_BATCH_TOKENS = {"cpu": 128, "cuda": 1536, "metal": 512}
+"""Tokens of one forward and backward, for which memory is kept. A slice of it is one layer or a few, and streams wait
+for a slice. On Metal the start measures a slice and takes fewer where it is slow (`training/device/pace.py`)."""
 
-FORWARD_LAYERS = {"cpu": 1, "gpu": 3}
+FORWARD_LAYERS = {"cpu": 1, "cuda": 3, "metal": 1}
 """In a slice of the forward: a layer of the backward, which computes the layer again and two gradients, takes as long
 as three. On a CPU streams would wait longer for them than for that."""
 
-CHUNK_TOKENS = {"cpu": (1024,), "gpu": (4096, 2048, 1024)}
-"""Of prompts in one step, the first whose activations are no more than their share. A GPU is at its best from about
-4,096 on; a CPU gains nothing beyond a few hundred."""
+CHUNK_TOKENS: dict[device.Kind, tuple[int, ...]] = {
+    "cpu": (1024,),
+    "cuda": (4096, 2048, 1024),
+    "metal": (2048, 1024, 512, 256),
+}
+"""Prompt tokens of one step: the first entry whose activations are no more than their share or than what the last entry
+needs. An H200 is at its best from about 4,096 on; a CPU gains nothing beyond a few hundred; a Mac's memory is small."""
 
 SMALLEST_RANK = 8
 
@@ -57,16 +62,17 @@ def needs(
     linears: Mapping[str, LinearShape],
     lora_dtype: mx.Dtype,
 ) -> Needs:
-    """Of a device with `limit` bytes. `layers`: as they lie in the pool."""
+    """Return what `model` needs on a device with `limit` bytes. `layers`: as they lie in the pool."""
     lora = config.lora
     weight_bytes = sum(p.nbytes for p in weights(model.module))
     learning = _learning(config, model, len(layers), vocab_size, linears) if config.duty.trainer_rank else 0
     share = (limit - weight_bytes - learning) // ACTIVATION_SHARE
     asked = config.scheduler.max_chunk_tokens
-    for chunk in (asked,) if asked else CHUNK_TOKENS[device.kind()]:
-        step = _step(config, chunk, model, layers, vocab_size, linears)
-        if step.least() <= share:
-            break
+    sizes = (asked,) if asked else CHUNK_TOKENS[device.kind()]
+    steps = [_step(config, size, model, layers, vocab_size, linears) for size in sizes]
+    # What the smallest chunk needs anyway, mostly to draw tokens for every row, a larger one may have, too.
+    allowed = max(share, steps[-1].least())
+    chunk, step = next((size, step) for size, step in zip(sizes, steps, strict=True) if step.least() <= allowed)
     windows, size = windows_of(layers), config.cache.block_size
     windowed = sum(s.bytes_per_token() for s in layers if s.window is not None)
     others = sum(s.bytes_per_token() for s in layers) - windowed
@@ -79,6 +85,7 @@ def needs(
         else 0,
         block=(others or windowed) * size,
         max_model_len=model.max_model_len,
+        parameters=model.parameters,
         chunk_tokens=chunk,
         window=None if windows[-1] is None else Window(windows[-1], chunk),
         window_block=windowed * size if others else 0,
@@ -101,8 +108,13 @@ def slot_bytes(linears: Mapping[str, LinearShape], paths: Iterable[str], slots: 
 
 def adapter_bytes(model: nn.Module, rank: int, itemsize: int) -> int:
     """Of one adapter on every linear, as it lies on the device."""
-    linears = {path: target.shape for path, target in find_targets(model).items()}
-    return slot_bytes(linears, linears, 0, bucket(rank), itemsize)
+    own = linears(model)
+    return slot_bytes(own, own, 0, bucket(rank), itemsize)
+
+
+def linears(model: nn.Module) -> dict[str, LinearShape]:
+    """Return every module that an adapter may target, by path."""
+    return {path: target.shape for path, target in find_targets(model).items()}
 
 
 def read_by_a_step(model: nn.Module) -> int:

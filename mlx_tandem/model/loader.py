@@ -41,10 +41,16 @@ class LoadedModel:
     heads: int  # of queries
 
 
-def load(config: ModelConfig, report: Report, *, evaluate: bool = True) -> LoadedModel:
-    """Load `config.path`; `report(stage, fraction)` is called as the weights come in. Raises ModelError.
+def load(config: ModelConfig, report: Report) -> LoadedModel:
+    """Return the model of `config.path` with its weights in memory. Raises ModelError."""
+    model = load_unread(config, report)
+    read_weights(model.module, report)
+    return model
 
-    Unless `evaluate`, no weight is read: there are shapes, and nothing must be computed with them."""
+
+def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
+    """Return the model of `config.path` with its weights unread: there are shapes, and nothing must be computed with
+    them before `read_weights`. `report(stage, fraction)` is told how far it is. Raises ModelError."""
     path = Path(config.path)
     settings = _read_settings(path)
     if "model_file" in settings:
@@ -62,8 +68,6 @@ def load(config: ModelConfig, report: Report, *, evaluate: bool = True) -> Loade
         raise ModelError(f"{path}: {_first_line(e)}") from e
     module.eval()
     dtype = _cast(module, config)
-    if evaluate:
-        _evaluate(module, report)
     text = settings.get("text_config", settings)
     limit = int(text.get("max_position_embeddings") or DEFAULT_MAX_MODEL_LEN)
     if config.max_model_len > limit:
@@ -159,7 +163,8 @@ def weights(module: nn.Module) -> list[mx.array]:
     return [p for _, p in leaves]
 
 
-def _evaluate(module: nn.Module, report: Report) -> None:
+def read_weights(module: nn.Module, report: Report) -> None:
+    """Read all weights into memory; `report(stage, fraction)` is told as they come in."""
     arrays = weights(module)
     total = sum(p.nbytes for p in arrays) or 1
     done, size = 0, 0

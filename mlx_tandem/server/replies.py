@@ -16,6 +16,7 @@ from typing import Any
 from msgspec import structs
 from starlette.types import Receive, Scope, Send
 
+from mlx_tandem.engine.cost import prompt_seconds
 from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import Timeout
 from mlx_tandem.server.collecting import Collect, Outcome, Recorder, Said
@@ -110,13 +111,20 @@ class Reply:
 
     def _set_deadlines(self, stream: Stream) -> None:
         server, loop = self._front.config.server, asyncio.get_running_loop()
+        first = server.first_token_timeout_s and server.first_token_timeout_s + self._reading_seconds()
         for code, seconds, what in (
-            ("first_token_timeout", server.first_token_timeout_s, "its first token"),
+            ("first_token_timeout", first, "its first token"),
             ("request_timeout", server.request_timeout_s, "its end"),
         ):
             if seconds:
                 error = Timeout(f"the request did not come to {what} within {seconds:g} s", code=code)
                 self._deadlines[code] = loop.call_later(seconds, stream.fail, error)
+
+    def _reading_seconds(self) -> float:
+        """Return the time that these prompts may take to be read: twice what was predicted, as others are read, too."""
+        info = self._front.client.check_ready()
+        chunk = info.memory.chunk_tokens or len(self._plan.prompts[0])
+        return 2 * sum(prompt_seconds(info.prompt_cost, len(prompt), chunk) for prompt in self._plan.prompts)
 
     def _client_left(self) -> bool:
         return self._gone

@@ -21,7 +21,7 @@ from mlx_tandem.server.app import create_app
 from mlx_tandem.server.connection import connection_class
 from mlx_tandem.server.front import Front
 from mlx_tandem.server.keys import check_exposure
-from mlx_tandem.server.sockets import bind
+from mlx_tandem.server.sockets import allow_many_connections, bind
 
 EX_SOFTWARE = 70
 """Exit status when the engine could not be kept alive."""
@@ -44,6 +44,7 @@ def run(
     """
     check_exposure(config.server)
     logs.configure(log_level)
+    allow_many_connections()
     sock = sock or bind(config.server.host, config.server.port)
     try:
         front = Front(config, launch or process_launch(config.engine), on_progress=on_progress)

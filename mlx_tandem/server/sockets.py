@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import socket
+
+OPEN_FILES = 65_536
+"""Open files that the front asks for: one for each connection. macOS gives a process 256 unless it asks."""
+
+
+def allow_many_connections() -> None:
+    """Raise this process's limit of open files as far as the system lets it, up to OPEN_FILES."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    while soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            return
+        wanted //= 2  # macOS has a limit of its own (kern.maxfilesperproc) below an unlimited hard one
 
 
 def bind(host: str, port: int) -> socket.socket:

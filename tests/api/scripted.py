@@ -60,8 +60,8 @@ class Peer:
     def say(self, *messages: Outbound) -> None:
         self._channel.send(messages)
 
-    def ready(self) -> Peer:
-        self.say(Ready(INFO))
+    def ready(self, info: EngineInfo = INFO) -> Peer:
+        self.say(Ready(info))
         return self
 
     def hear(self, kind: type[M]) -> M:
@@ -124,7 +124,7 @@ class ScriptedEngine:
 
 
 @contextlib.contextmanager
-def scripted_server(**server: object) -> Iterator[tuple[httpx.Client, Peer, ScriptedEngine]]:
+def scripted_server(info: EngineInfo = INFO, **server: object) -> Iterator[tuple[httpx.Client, Peer, ScriptedEngine]]:
     """A real HTTP server on a thread, over a scripted engine that is ready."""
     config = Config(EngineConfig(ModelConfig(str(demo.MODEL_PATH))), ServerConfig(**server))
     engine = ScriptedEngine()
@@ -134,7 +134,7 @@ def scripted_server(**server: object) -> Iterator[tuple[httpx.Client, Peer, Scri
     running = Server(front, sock, lambda front, port: up.set())
     thread = threading.Thread(target=running.run, kwargs={"sockets": [sock]})
     thread.start()
-    peer = engine.peer().ready()
+    peer = engine.peer().ready(info)
     try:
         assert up.wait(SECONDS)
         with httpx.Client(base_url=f"http://127.0.0.1:{sock.getsockname()[1]}", timeout=SECONDS) as client:

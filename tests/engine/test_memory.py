@@ -16,7 +16,7 @@ from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.learning import Adam, Batch, LossConfig, TrainerSpec
 from mlx_tandem.engine.plan import Row, Seating, StepPlan
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device
+from mlx_tandem.model import device, memory
 from mlx_tandem.model import runner as runner_module
 from mlx_tandem.model.build import Built, build, plan
 from mlx_tandem.training.device.trainers import Trainers
@@ -146,7 +146,7 @@ def test_a_plan_reads_no_weights_and_comes_to_what_a_build_does(family: str, tmp
 
 def test_a_device_that_is_too_small_is_said_with_its_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tiny_models.make(tmp_path / "model", "qwen3", seed=1)
-    monkeypatch.setattr(device, "memory_limit", lambda: 100_000)
+    monkeypatch.setattr(device, "memory_limit", lambda chosen: memory.Limit(100_000, "", shared=False))
     with pytest.raises(ModelError, match=r"the device has 0\.1 MB .* weights 0\.\d MB"):
         build(EngineConfig(ModelConfig(str(folder))), {}, lambda stage, fraction: None)
 
@@ -208,7 +208,7 @@ def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         "/sys/fs/cgroup/memory.current": {"": 2 << 30},
         "/sys/fs/cgroup/memory.stat": {"inactive_file": 1 << 30},
     }
-    monkeypatch.setattr(device, "_fields", lambda path, named=True: files.get(path, {}))
-    assert device._available_ram() == 2 << 30
+    monkeypatch.setattr(memory, "_fields", lambda path, named=True: files.get(path, {}))
+    assert memory.available_on_linux() == 2 << 30
     del files["/sys/fs/cgroup/memory.max"]  # "max": none
-    assert device._available_ram() > 2 << 30
+    assert memory.available_on_linux() > 2 << 30

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine import prefill
+from mlx_tandem.engine.cost import CostModel, prompt_seconds
 from tests.engine.workloads import make_engine, request
 
 
@@ -95,14 +96,34 @@ def test_a_prompt_is_read_beside_streams_however_dear_a_chunk_is() -> None:
     """A chunk that is worth its fixed cost may be more than any step has time for."""
     engine = make_engine(num_blocks=600, block_size=4)
     loop, cost = engine.loop, engine.scheduler.prefill.cost
-    cost.fit([(length, 0, 150.0 + length) for length in (8, 64, 256, 1024)], [(1, 100.0)])
-    assert cost.least() > SchedulerConfig().idle_prefill_ms
+    cost.fit([(length, 0, 150.0 + length) for length in (8, 64, 256, 1024)], [(1, 10.0)])
+    assert cost.least() > SchedulerConfig().prefill_share * prefill._HURRY * cost.decode(1)
     loop.add(request(0, (1,), max_tokens=100))
     loop.step()
     loop.add(request(1, tuple(i % 13 for i in range(500))))
     while not loop.tokens[1, 0]:
         assert not loop.finished, "the prompt waits until nobody decodes"
         loop.step()
+
+
+@pytest.mark.parametrize(("fixed", "least", "most"), [(1.0, 150, 200), (80.0, 1000, 1280), (500.0, 900, 1500)])
+def test_an_idle_device_that_is_slow_to_read_the_weights_reads_long_chunks(fixed: float, least: int, most: int) -> None:
+    """At 1 ms a token, so that chunks are as long as milliseconds were given to them."""
+    engine = make_engine(num_blocks=3000, block_size=4, max_num_seqs=2, max_chunk_tokens=2048)
+    loop = engine.loop
+    engine.scheduler.prefill.cost.fit([(n, 0, fixed + n) for n in (8, 64, 256, 1024)], [(1, fixed)])
+    loop.add(request(0, tuple(i % 13 for i in range(4000))))
+    loop.step()
+    assert least <= fixed + engine.runner.positions <= 4 / 3 * most
+
+
+def test_what_reading_a_prompt_takes_is_predicted_chunk_by_chunk() -> None:
+    cost = CostModel()
+    assert prompt_seconds((), 10_000, 512) == 0.0
+    cost.fit([(n, c, 50.0 + n + 0.001 * n * (c + n / 2)) for n in (8, 64, 256) for c in (0, 1024)])
+    whole = sum(cost.predict(min(512, 2000 - at), at) for at in range(0, 2000, 512)) / 1e3
+    assert prompt_seconds(cost.form, 2000, 512) == pytest.approx(whole)
+    assert prompt_seconds(cost.form, 2000, 128) > prompt_seconds(cost.form, 2000, 512), "chunks have a fixed cost"
 
 
 def test_what_was_saved_up_for_a_prompt_survives_steps_without_it() -> None:

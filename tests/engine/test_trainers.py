@@ -438,3 +438,10 @@ def test_serving_and_training_share_the_weights(tmp_path: Path) -> None:
 
     own: Any = tree_flatten(engine.built.runner._model.parameters())
     assert served == {id(p) for _, p in own}
+
+
+def test_the_slowest_slice_is_timed_and_nothing_is_left(tmp_path: Path) -> None:
+    own = trainers_of(tiny_models.make(tmp_path / "model", "qwen3"))
+    assert 0.0 < own.slowest_slice(8, 64) < 60_000.0
+    with pytest.raises(NotFound):
+        own.settle("warm-up", True)

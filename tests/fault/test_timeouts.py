@@ -15,7 +15,7 @@ import pytest
 from mlx_tandem.config import Config, SchedulerConfig
 from mlx_tandem.engine.messages import Cancel, Output, Submit
 from mlx_tandem.types import Delta
-from tests.api.scripted import scripted_server
+from tests.api.scripted import INFO, scripted_server
 from tests.serving import RunningServer, demo_config, serving
 
 BODY = {"prompt": [300], "max_tokens": 200}
@@ -71,6 +71,24 @@ def test_a_stream_that_has_begun_ends_with_an_event():
         assert replies[0].status_code == 200
         assert error_of(replies[0]) == ("timeout_error", "request_timeout")
         assert "[DONE]" not in replies[0].text
+
+
+def test_the_deadline_of_the_first_token_leaves_time_to_read_the_prompt():
+    """A device that needs 40 s for the first prompt has not failed when the second one's time is over."""
+    slow = msgspec.structs.replace(INFO, prompt_cost=(0.0, 256_000.0, 0.0, 0.0))  # a second for each token
+    with scripted_server(slow, first_token_timeout_s=0.2) as (client, peer, _):
+        long: list[httpx.Response] = []
+        short: list[httpx.Response] = []
+        first = post(client, {"prompt": [300] * 20, "max_tokens": 1, "stream": True}, long)
+        waiting = peer.hear(Submit).request
+        second = post(client, {"prompt": [300], "max_tokens": 1}, short)
+        late = peer.hear(Submit).request
+        assert peer.hear(Cancel) == Cancel(late.id)
+        second.join()
+        assert error_of(short[0]) == ("timeout_error", "first_token_timeout")
+        peer.say(Output([Delta(waiting.id, 0, (301,), None, "length")]))
+        first.join()
+        assert long[0].text.strip().endswith("data: [DONE]")
 
 
 def test_the_deadline_of_the_first_token_ends_with_it():

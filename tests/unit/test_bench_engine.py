@@ -149,7 +149,7 @@ def test_what_was_measured_is_kept_when_the_peer_ends(model: ModelConfig, monkey
 
 
 def test_the_least_that_a_step_moves(model: ModelConfig) -> None:
-    module = loader.load(model, lambda stage, fraction: None, evaluate=False).module
+    module = loader.load_unread(model, lambda stage, fraction: None).module
     # The embedding is the head, too: a step reads all of it.
     assert footprint.read_by_a_step(module) == 4 * SHAPE.parameters
     widths = sum(i + o for o, i in SHAPE.linears().values()) * SHAPE.layers
@@ -166,7 +166,7 @@ def test_the_least_that_a_step_moves(model: ModelConfig) -> None:
 
 def test_an_embedding_that_is_looked_up_is_not_read(tmp_path: Path) -> None:
     config = ModelConfig(path=str(write_model(tmp_path, SHAPES["qwen3-8b"], weights=False)), random_weights=True)
-    module = loader.load(config, lambda stage, fraction: None, evaluate=False).module
+    module = loader.load_unread(config, lambda stage, fraction: None).module
     shape = SHAPES["qwen3-8b"]
     item = mx.float32.size  # on this device
     assert footprint.read_by_a_step(module) == item * (shape.parameters - shape.vocab * shape.hidden)

@@ -112,6 +112,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--prefill-share 0.5", "engine.scheduler.prefill_share", 0.5),
     ("--idle-prefill-ms 50", "engine.scheduler.idle_prefill_ms", 50.0),
     ("--heartbeat-seconds 1", "engine.heartbeat_seconds", 1.0),
+    ("--memory-limit-gb 7.5", "engine.memory_limit_gb", 7.5),
     ("--stall-seconds 9", "engine.stall_seconds", 9.0),
     ("--attention-backend portable", "engine.cache.attention_backend", "portable"),
     ("--block-size 32", "engine.cache.block_size", 32),

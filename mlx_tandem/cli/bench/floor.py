@@ -23,7 +23,7 @@ class Floor:
         from mlx_tandem.model import footprint, loader
         from mlx_tandem.model.trials.machine import copy_bandwidth
 
-        model = loader.load(config.model, lambda stage, fraction: None, evaluate=False)
+        model = loader.load_unread(config.model, lambda stage, fraction: None)
         return cls(
             footprint.read_by_a_step(model.module),
             info.kv_bytes_per_token,

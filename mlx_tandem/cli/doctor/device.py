@@ -23,7 +23,7 @@ def opens(bench: Bench) -> Outcome:
 
     says = device.describe()
     error = machine.product_error()
-    figures: Figures = {"product_error": error, "memory_gb": round(device.memory_limit() / 2**30, 1)}
+    figures: Figures = {"product_error": error, "memory_gb": round(device.memory_limit().size / 2**30, 1)}
     if not error < 1e-5:
         raise Failed(f"{says}: a product of matrices is wrong by {error:.1e}", _REPORT, figures)
     names = {d.metadata["Name"] for d in distributions()}
@@ -83,7 +83,7 @@ def pool(bench: Bench) -> Outcome:
     from mlx_tandem.model import device
     from mlx_tandem.model.trials.pool import growth
 
-    blocks = POOL_BLOCKS if device.is_cpu() else min(GPU_POOL_BLOCKS, device.memory_limit() // 8 // (48 << 10))
+    blocks = POOL_BLOCKS if device.is_cpu() else min(GPU_POOL_BLOCKS, device.memory_limit().size // 8 // (48 << 10))
     found = growth(str(demo.MODEL_PATH), blocks)
     figures: Figures = {"pool_mb": found.pool >> 20, "beside_it_mb": round(found.one_at_a_time / 2**20, 2)}
     if found.overlapped is not None:

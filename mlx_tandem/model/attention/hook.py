@@ -1,4 +1,4 @@
-"""Sends the attention calls of mlx-lm's model modules to the cache they are given, when it has an opinion."""
+"""Sends the attention calls of mlx-lm's model modules to the cache they are given, or without one to `unpaged`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from typing import Any
 
 from mlx_lm.models import base
+
+from mlx_tandem.model.attention import unpaged
 
 _NAME = "scaled_dot_product_attention"
 _original = getattr(base, _NAME)
@@ -16,6 +18,8 @@ def _dispatch(
 ) -> Any:
     if hasattr(cache, "attend"):
         return cache.attend(queries, keys, values, scale, mask, sinks)
+    if cache is None and (out := unpaged.in_blocks(queries, keys, values, scale, mask, sinks)) is not None:
+        return out
     return _original(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks)
 
 

@@ -20,6 +20,7 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
+from mlx_tandem.model import device
 from mlx_tandem.model.cache.inplace import by_kernel
 from mlx_tandem.model.footprint import bucket
 from mlx_tandem.model.linears.skinny import FewRows
@@ -76,7 +77,7 @@ class LoraState:
         self.slots = config.max_loras
         self.max_rank = config.max_lora_rank
         # MLX's CPU back end has gather_mm for float32 only, and its half-precision products are slow anyway.
-        on_cpu = mx.default_device().type == mx.DeviceType.cpu
+        on_cpu = device.is_cpu()
         self.dtype = mx.float32 if on_cpu else dtype
         self.uploads = Uploads(self.dtype)
         self.rank = 0  # of the stacked arrays: the present bucket

@@ -34,7 +34,7 @@ FORMAT = 1
 CHUNK_PARAMETERS = 4 << 20
 """About as many lie end to end: what the optimiser needs to go on by so many is there at once."""
 
-STEP_CHUNKS = {"cpu": 1, "gpu": 4}
+STEP_CHUNKS = {"cpu": 1, "cuda": 4, "metal": 1}
 """In one slice of a step."""
 
 

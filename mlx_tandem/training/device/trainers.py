@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import mlx.core as mx
@@ -58,7 +60,7 @@ class Trainers:
         self._tree = Tree(model, dtype)
         self._spine = Spine(self._tree.model, self._tree.layers)
         self._vocab_size = vocab_size
-        self._micro_batch_tokens = micro_batch_tokens
+        self.micro_batch_tokens = micro_batch_tokens
         self._most_tokens = most_tokens
         self._forward_layers = forward_layers
         self._few_shapes = few_shapes
@@ -145,14 +147,35 @@ class Trainers:
     def warm_up(self, rank: int) -> None:
         """Do all of it once, with a trainer of this rank that is dropped. On CUDA what compiles then would otherwise in
         the first pass, for half a minute in which nobody gets a token."""
-        name = "warm-up"
-        self.open(TrainerSpec(name, rank, float(rank)), "", None)
-        try:
+        with self._temporary(rank) as name:
             data = (Datum((0,) * 4, 2, (1.0, -1.0), (0.0, 0.0)), Datum((0,) * 4, 2, (1.0, -1.0), (0.0, 0.0), 0.5))
             batch = Batch(name, data, LossConfig(kl_coef=0.1))
             for forward_only in (False, True):
                 finish(self.run([batch], forward_only, len(data[0].tokens)))
             finish(self.step(name, Adam(0.0, grad_norm=1.0)))
+
+    def slowest_slice(self, rank: int, tokens: int) -> float:
+        """Return the milliseconds of the slowest slice of a pass over one sequence of `tokens`, with a trainer of this
+        rank that is dropped. The device must have nothing else to do."""
+        with self._temporary(rank) as name:
+            ones = (1.0,) * (tokens - 1)
+            batch = Batch(name, (Datum((0,) * tokens, 1, ones, ones),), LossConfig("cross_entropy"))
+            finish(self.run([batch], False, tokens))  # compiles
+            slices, times = self.run([batch], False, tokens), [0.0]
+            started = time.perf_counter()
+            for wait in slices:
+                wait()
+                times.append((time.perf_counter() - started) * 1e3)
+                started = time.perf_counter()
+            return max(times)
+
+    @contextmanager
+    def _temporary(self, rank: int) -> Iterator[str]:
+        """A fresh trainer by this name, which is gone afterwards."""
+        name = "warm-up"
+        self.open(TrainerSpec(name, rank, float(rank)), "", None)
+        try:
+            yield name
         finally:
             self.close(name)
 
@@ -170,7 +193,7 @@ class Trainers:
         if not forward_only:
             for batch in batches:
                 self._get(batch.trainer).settle(True)  # what a step back would need has no room beside a pass
-        return self._run(batches, forward_only, micro_batch_tokens or self._micro_batch_tokens)
+        return self._run(batches, forward_only, micro_batch_tokens or self.micro_batch_tokens)
 
     def _check(self, datum: Datum, batch: Batch, where: str) -> None:
         n, p = len(datum.tokens), datum.prompt_length

@@ -129,7 +129,7 @@ class Learner:
             trajectories=tuple(t.id for t in trajectories),
             batches=advantages.batches(groups, config),
             adam=update.adam(config, self.trainer.step + 1, self.ledger.counters.course.rate_scale),
-            micro_batch_tokens=self._config.engine.duty.micro_batch_tokens,
+            micro_batch_tokens=self._client.check_ready().micro_batch_tokens,
             publish=publish,
         )
         self.ledger.begin(Pending(began, trajectories, skipped))

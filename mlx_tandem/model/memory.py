@@ -1,0 +1,103 @@
+"""How many bytes of a device this server may use, beside everything else that runs on the machine."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_GIB = 1 << 30
+
+LARGE = 32 * _GIB
+"""Memory of a Mac from which on macOS and other programs need a small share of it."""
+
+SHARE_OF_SMALL, SHARE_OF_LARGE = 0.8, 0.9
+"""Share of macOS's recommended working set that the server takes on a Mac below LARGE, and from there on."""
+
+HOST_BYTES = 600 << 20
+"""Memory of the front process and of the engine's Python interpreter, which lies in the same memory on a Mac."""
+
+RESERVE = 1 * _GIB
+"""Bytes of a Mac's available memory that are left to other programs, which grow while the server runs."""
+
+_VM_STAT = "/usr/bin/vm_stat"
+_USABLE_PAGES = ("free", "inactive", "speculative", "purgeable")
+
+
+class Limit(NamedTuple):
+    """How many bytes the server may use on the device, and the reason in words for people."""
+
+    size: int
+    reason: str
+    shared: bool  # the rest belongs to other programs: nothing may grow into it
+
+
+@dataclass(frozen=True)
+class UnifiedMemory:
+    """Memory of a Mac in bytes. Its CPU, its GPU and all programs share it."""
+
+    total: int
+    working_set: int  # what macOS recommends that one process uses on the GPU
+    available: int | None = None  # what programs can get without swapping; None: unknown
+
+    def limit(self) -> Limit:
+        """Return the smaller of a share of the working set and what other programs leave."""
+        share = SHARE_OF_LARGE if self.total >= LARGE else SHARE_OF_SMALL
+        size = min(int(self.working_set * share), self.total - HOST_BYTES)
+        reason = f"{share:.0%} of the {_gb(self.working_set)} that macOS recommends for the GPU"
+        if self.available is not None and self.available - RESERVE - HOST_BYTES < size:
+            size = max(self.available - RESERVE - HOST_BYTES, 0)
+            reason = f"other programs leave {_gb(self.available)} of {_gb(self.total)}"
+        return Limit(size, reason, shared=True)
+
+
+def available_on_macos() -> int | None:
+    """Return the bytes that macOS can hand out without swapping; None where `vm_stat` does not say."""
+    try:
+        said = subprocess.run([_VM_STAT], capture_output=True, text=True, timeout=5, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return parse_vm_stat(said)
+
+
+def parse_vm_stat(said: str) -> int | None:
+    """Return the bytes of the free, inactive, speculative and purgeable pages in the output of `vm_stat`; None when
+    it is not such an output."""
+    page = re.search(r"page size of (\d+) bytes", said)
+    counts = [re.search(rf"^Pages {kind}:\s+(\d+)\.", said, re.MULTILINE) for kind in _USABLE_PAGES]
+    if page is None or counts[0] is None:
+        return None
+    return int(page[1]) * sum(int(count[1]) for count in counts if count is not None)
+
+
+def available_on_linux() -> int:
+    """Return the bytes that the machine has free, or less where a container has less left."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if (available := _fields("/proc/meminfo").get("MemAvailable:")) is not None:
+        total = min(total, available * 1024)
+    for limit, used, stat, cached in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ):
+        most, now = (_fields(f"/sys/fs/cgroup/{name}", named=False).get("", None) for name in (limit, used))
+        if most is not None and now is not None:
+            files = _fields(f"/sys/fs/cgroup/{stat}").get(cached, 0)  # given back when somebody needs it
+            total = min(total, max(most - max(now - files, 0), 0))
+    return total
+
+
+def _fields(path: str, *, named: bool = True) -> dict[str, int]:
+    """Return the numbers in one of the kernel's files by the word before each; none where there is no such file."""
+    try:
+        with open(path) as f:
+            lines = [line.split() for line in f]
+    except OSError:
+        return {}
+    pairs = [line[:2] if named else ["", line[0]] for line in lines if len(line) > named]
+    return {name: int(value) for name, value in pairs if value.isdigit()}
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -1,0 +1,27 @@
+"""How many tokens a micro-batch has on a device whose speed is not known beforehand: one pass is timed at start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+SIZES = (64, 128, 256, 512)
+"""Tokens of a micro-batch that are tried, ascending."""
+
+FIRST = 256
+"""The size that is timed."""
+
+LEAST_MS = 10.0
+"""Milliseconds of a slice that streams do not notice on any device."""
+
+
+def micro_batch_tokens(slowest_slice: Callable[[int], float], step_ms: float, most: int) -> int:
+    """Return the largest size up to `most` whose slices take no longer than a step of one stream.
+
+    `slowest_slice(tokens)` returns the milliseconds of the slowest slice of a pass of so many tokens. `step_ms`: of a
+    step in which one stream decodes. A slice's time grows at most in proportion to its tokens, so one measurement of a
+    larger size bounds every smaller one.
+    """
+    allowed = max(step_ms, LEAST_MS)
+    timed = min(FIRST, most)
+    each = slowest_slice(timed) / timed
+    return max((size for size in SIZES if size <= most and size * each <= allowed), default=min(SIZES[0], most))
