@@ -91,14 +91,19 @@ def restart(port: _Port = 8000, timeout: _Timeout = 45.0) -> None:
 def doctor(
     only: Annotated[str, typer.Option(help="Names of checks with commas; what they need is checked, too.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")] = False,
+    as_block: Annotated[
+        bool, typer.Option("--report", help="Run every check and fold the report into one block for an issue.")
+    ] = False,
 ) -> None:
     """Check that everything works on this machine, and print a report to paste into an issue. Status 1 when not."""
     from mlx_tandem.cli.doctor.checks import CHECKS, chosen
     from mlx_tandem.cli.doctor.command import examine
 
+    if as_block and (only or as_json):
+        raise typer.BadParameter("goes with neither --only nor --json", param_hint="--report")
     try:
         checks = chosen(only)
     except KeyError as e:
         known = ", ".join(check.name for check in CHECKS)
         raise typer.BadParameter(f"{e} is not one of {known}", param_hint="--only") from None
-    raise SystemExit(examine(checks, as_json))
+    raise SystemExit(examine(checks, as_json, as_block))

@@ -176,7 +176,7 @@ class MLXRunner:
         self.one_at_a_time = device.is_cpu()
         # A CPU has no fused attention that a mask would be in the way of.
         self.levels = not device.is_cpu()
-        self.pauses = not device.is_cpu()  # a CPU's memory holds one part at a time
+        self.pauses = device.is_cuda()  # elsewhere the host is at most a few command buffers ahead of the device
         self._built: deque[_Part] = deque()  # not dispatched yet
         self._running: _Part | None = None
         self._last = self._no_tokens()

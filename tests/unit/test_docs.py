@@ -48,6 +48,8 @@ TANDEM = [sys.executable, "-m", "mlx_tandem"]
 SHORT = {
     "bench serve": ["--num-requests", "2", "--repeats", "1", "--concurrency", "2", "--max-tokens", "4"],
     "bench engine": ["--batch", "1", "--max-tokens", "4", "--prompt-tokens", "8", "--repeats", "1"],
+    "bench report": ["--repeats", "1"],
+    "doctor --report": [],
     "doctor": ["--only", "packages"],  # all of it is run by test_doctor.py
     "demo learn": ["--updates", "1"],
     "demo": ["--seconds", "1"],

@@ -24,7 +24,7 @@ from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.command import examine
 from mlx_tandem.cli.doctor.known import explain, explain_end
 from mlx_tandem.cli.doctor.redact import Redactor
-from mlx_tandem.cli.doctor.report import markdown
+from mlx_tandem.cli.doctor.report import folded, markdown
 from mlx_tandem.cli.doctor.result import Check, Failed
 from mlx_tandem.model.attention import portable
 from mlx_tandem.model.lora.state import LoraState
@@ -63,6 +63,9 @@ def test_it_passes_here_and_names_every_check() -> None:
     for c in CHECKS:
         assert re.search(rf"^\| {c.name} \| (ok|note) \|", text, re.MULTILINE)
     assert f"mlx-lm {report['versions']['mlx-lm']}" in text
+    block = folded(text)
+    assert block.startswith(f"<details><summary>tandem doctor: {len(CHECKS)} of {len(CHECKS)} checks pass</summary>")
+    assert block.endswith("</details>") and "###" not in block
 
 
 def test_the_page_has_every_check() -> None:

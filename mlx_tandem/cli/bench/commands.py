@@ -265,3 +265,17 @@ def bench_engine(
         json_out=json_out,
         picture=picture,
     )
+
+
+@bench.command("report")
+def bench_report(
+    model: Annotated[
+        Path | None, typer.Argument(metavar="[MODEL]", help="Folder of a model; the built-in one unless given.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Alternating rounds; the median is reported.")] = 3,
+) -> None:
+    """Measure the engine briefly and print one Markdown block to paste into an issue."""
+    from mlx_tandem import demo
+    from mlx_tandem.cli.bench.block import run
+
+    print(run(model or demo.MODEL_PATH, repeats))

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from mlx_tandem.cli.doctor.result import Check
 
 
-def examine(checks: Sequence[Check], as_json: bool) -> int:
-    """Print the report of some checks on standard output; the exit status, 1 when one has failed."""
+def examine(checks: Sequence[Check], as_json: bool, as_block: bool = False) -> int:
+    """Print the report of some checks on standard output; return the exit status, 1 when one has failed.
+
+    `as_json`: as JSON. `as_block`: as Markdown that an issue shows folded, with its verdict as the title."""
     import json
 
     from mlx_tandem.cli.bench.machine import describe
@@ -19,5 +21,6 @@ def examine(checks: Sequence[Check], as_json: bool) -> int:
         print(f"tandem: checking {name}", file=sys.stderr, flush=True)
 
     found = report.data(describe(), isolate.run(checks, tell))
-    print(json.dumps(found, indent=2, ensure_ascii=False) if as_json else report.markdown(found))
+    said = json.dumps(found, indent=2, ensure_ascii=False) if as_json else report.markdown(found)
+    print(report.folded(said) if as_block else said)
     return 0 if found["well"] else 1

@@ -58,6 +58,12 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def folded(markdown: str) -> str:
+    """Return a Markdown report as a block that an issue shows folded under the report's own title."""
+    title, _, rest = markdown.partition("\n")
+    return f"<details><summary>{title.lstrip('# ')}</summary>\n{rest}\n\n</details>"
+
+
 def _sum(counts: dict[str, int]) -> str:
     well = sum(counts.values()) - counts["failed"] - counts["skipped"]
     said = f"{well} of {sum(counts.values())} checks pass"
