@@ -17,8 +17,9 @@ import mlx.core as mx
 
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Shaped, Source
 
-MOST_MEMBERS = 8
-"""Linears of one call: Metal gives a kernel 31 arrays, and each needs three."""
+MOST_MEMBERS = 7
+"""Linears of one call. Metal gives a kernel 31 buffers, and expand needs two, and four for each linear: B, its shape,
+the linear's own outputs and the sums."""
 
 _SPAN = 512  # inputs that a block takes at once: 64 threads with 8 each
 _MOST_PARTS = 12  # sums that expand has to add up, whatever the width
