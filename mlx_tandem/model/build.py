@@ -32,7 +32,8 @@ from mlx_tandem.model.loader import Report, load
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.mixin import unmix
-from mlx_tandem.model.runner import Flight, MLXRunner
+from mlx_tandem.model.runner import MLXRunner
+from mlx_tandem.model.step.parts import Flight
 from mlx_tandem.model.trials import argmax
 from mlx_tandem.model.trials.lora import choose
 from mlx_tandem.model.trials.skinny import choose as choose_products

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -32,7 +31,8 @@ from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.routes import Layout
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.step.head import HeadSelector
-from mlx_tandem.model.step.inputs import Form, Inputs, Numbers, Sent, constant, forms, receive
+from mlx_tandem.model.step.inputs import Form, Inputs, Numbers, constant, forms, receive
+from mlx_tandem.model.step.parts import Flight, Part
 from mlx_tandem.model.step.rope import SharedAngles
 from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags, Seen, by_argmax, sample, score
 from mlx_tandem.model.step.seats import Seats
@@ -96,33 +96,6 @@ class _Key(NamedTuple):
     picks: int = 0  # rows that are sampled, padded, where prompts go beside them
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A piece of a step that writes the pool once: the rows of the plan it holds and what it drew for them.
-
-    `marker` is evaluated when the part is done; no array in it shares the pool's buffers.
-    """
-
-    rows: list[int]
-    flags: SamplingFlags
-    drawn: list[mx.array]  # empty when no row samples
-    marker: list[mx.array]
-    tokens: int = 0  # rows times length
-    scored: list[mx.array] = field(default_factory=list)
-    # How many alternatives each row wants; when this is read, its seat may be somebody else's.
-    wanted: list[int] = field(default_factory=list)
-    wanted_scores: list[int] = field(default_factory=list)
-    saves: tuple[int, ...] = ()  # blocks that the marker holds
-    sent: Sent | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    plan: StepPlan
-    parts: list[_Part]
-    cold: bool
-
-
 class MLXRunner:
     """`weights` maps adapter digests to what `StepPlan.uploads` may ask for; the owner keeps it current.
     `attention` has for each layer what answers few queries; None, or nothing for any layer: the portable back end does.
@@ -177,8 +150,8 @@ class MLXRunner:
         # A CPU has no fused attention that a mask would be in the way of.
         self.levels = not device.is_cpu()
         self.pauses = not device.is_cpu()  # a CPU's memory holds one part at a time
-        self._built: deque[_Part] = deque()  # not dispatched yet
-        self._running: _Part | None = None
+        self._built: deque[Part] = deque()  # not dispatched yet
+        self._running: Part | None = None
         self._last = self._no_tokens()
 
     def _no_tokens(self) -> mx.array:
@@ -248,7 +221,7 @@ class MLXRunner:
                 if part.saves:
                     saves = self._pool.bytes_of(part.marker, part.saves)
                 if part.scored:
-                    self._read_scores(handle, part, scores)
+                    scores |= part.scores(handle.plan)
                 if not part.drawn:
                     continue
                 drawn: Any = part.drawn[0].tolist()
@@ -257,7 +230,8 @@ class MLXRunner:
                         tokens[i] = token
                 if part.flags.logprobs >= 0:
                     logprobs = logprobs or [None] * len(tokens)
-                    self._read_logprobs(handle, part, logprobs)
+                    for i, found in part.logprobs(handle.plan).items():
+                        logprobs[i] = found
         except Exception as e:
             log.exception("a step failed on the device")
             raise DeviceError(f"{type(e).__name__}: {e}") from e
@@ -304,7 +278,7 @@ class MLXRunner:
         """Of rows; chunks of prompts are many tokens a row, all of which padding would multiply."""
         return self._row_counts if length == 1 else ()
 
-    def _build_part(self, plan: StepPlan, indices: list[int]) -> _Part:
+    def _build_part(self, plan: StepPlan, indices: list[int]) -> Part:
         slots = [r.slot for r in plan.rows]
         indices = sorted(indices, key=slots.__getitem__)  # rows of one adapter beside each other are faster
         rows = [plan.rows[i] for i in indices]
@@ -364,7 +338,7 @@ class MLXRunner:
             self._seats.output_count = counts[0]
         wanted = [self._seats.wanted_logprobs(r.seat) for r in rows] if flags.logprobs >= 0 else []
         wanted_scores = [self._seats.wanted_prompt_logprobs(r.seat) for r in rows] if scored else []
-        return _Part(indices, flags, drawn, marker, count * length, scored, wanted, wanted_scores, sent=sent)
+        return Part(indices, flags, drawn, marker, count * length, scored, wanted, wanted_scores, sent=sent)
 
     def _make_step(
         self, key: _Key, expected: Sequence[Form], in_place: Sequence[tuple[int, int] | None]
@@ -551,42 +525,16 @@ class MLXRunner:
             found = self._cached[key] = constant(make())
         return found
 
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> list[_Part]:
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> list[Part]:
         """Two parts: read the blocks, then write them; in one, the write would find the pool being read."""
-        return [_Part([], SamplingFlags(), [], arrays) for arrays in self._pool.copy(copies)]
+        return [Part([], SamplingFlags(), [], arrays) for arrays in self._pool.copy(copies)]
 
-    def _save_blocks(self, blocks: Sequence[int]) -> list[_Part]:
+    def _save_blocks(self, blocks: Sequence[int]) -> list[Part]:
         """When the part is done, `KVPools.bytes_of` makes bytes of its marker."""
-        return [_Part([], SamplingFlags(), [], self._pool.read(blocks), saves=tuple(blocks))]
+        return [Part([], SamplingFlags(), [], self._pool.read(blocks), saves=tuple(blocks))]
 
-    def _load_blocks(self, loads: Sequence[tuple[int, Bytes]]) -> list[_Part]:
-        return [_Part([], SamplingFlags(), [], self._pool.write(loads))]
-
-    def _read_logprobs(self, handle: Flight, part: _Part, out: list[TokenLogprob | None]) -> None:
-        lists: Any = [a.tolist() for a in part.drawn[1:]]
-        model, sampled, *top = lists
-        for row, i in enumerate(part.rows):
-            k = part.wanted[row]
-            if k < 0 or not handle.plan.rows[i].sample:
-                continue
-            best = tuple(zip(top[0][row][:k], top[1][row][:k], strict=True)) if k else ()
-            out[i] = TokenLogprob(model[row], sampled[row], best)
-
-    def _read_scores(self, handle: Flight, part: _Part, out: dict[int, list[TokenLogprob]]) -> None:
-        lists: Any = [a.tolist() for a in part.scored]
-        for row, i in enumerate(part.rows):
-            own = handle.plan.rows[i]
-            k = part.wanted_scores[row]
-            logprobs, ranks, *top = (values[row] for values in lists)
-            out[i] = [
-                TokenLogprob(
-                    logprobs[at],
-                    logprobs[at],
-                    tuple(zip(top[0][at][:k], top[1][at][:k], strict=True)) if k else (),
-                    ranks[at],
-                )
-                for at in range(len(own.targets))
-            ]
+    def _load_blocks(self, loads: Sequence[tuple[int, Bytes]]) -> list[Part]:
+        return [Part([], SamplingFlags(), [], self._pool.write(loads))]
 
 
 def _token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[int], list[Row]]:
