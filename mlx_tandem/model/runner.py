@@ -22,7 +22,8 @@ from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import CARRY, Bytes, DeviceError, Row, StepPlan, StepResult
 from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model import cpu, device
-from mlx_tandem.model.cache.inplace import by_kernel
+from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.cache.inplace import after, zero_of
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
@@ -135,7 +136,8 @@ class MLXRunner:
         # Rows of so many tokens are read where they lie: their step needs no memory for what it reads of the pool, and
         # short contexts are not padded to the length of long ones.
         self._fused_length = MOST_QUERIES if all(attention) else 0
-        self._pool = KVPools(layers, num_blocks, block_size)
+        self._order = lora.order  # adapters' slots are written as the pool is
+        self._pool = KVPools(layers, num_blocks, block_size, self._order)
         self._tables = [SeatTables(max_num_seqs, first) for first in self._pool.firsts]
         self._steps: OrderedDict[_Key, Callable[..., Any]] = OrderedDict()
         self._compiled = 0  # since start
@@ -143,9 +145,9 @@ class MLXRunner:
         self._cached: dict[Any, Numbers] = {}  # of the present set of rows
         self.inputs = Inputs()
         self._recent: OrderedDict[Any, tuple[SamplingFlags, list[mx.array]]] = OrderedDict()  # may be a vocabulary wide
-        # Where operations in flight hold their inputs' buffers (MLX's CPU back end does), a write dispatched behind a
+        # Where MLX's own operations write, and those in flight hold their inputs' buffers, a write dispatched behind a
         # read of the pool would copy the pool. There each part is built while the one before it runs, and dispatched
-        # when that is done. Whether this device needs it is measured at start.
+        # when that is done. Whether this device needs it is measured at start (`settling.py`).
         self.one_at_a_time = device.is_cpu()
         # A CPU has no fused attention that a mask would be in the way of.
         self.levels = not device.is_cpu()
@@ -214,6 +216,8 @@ class MLXRunner:
         try:
             for part in handle.parts:
                 mx.eval(part.marker)
+                if self.one_at_a_time and not device.is_cpu():
+                    mx.synchronize()  # a GPU gives back what operations held a little later
                 if part.sent is not None:
                     self.inputs.done(part.sent)
                 self._running = None
@@ -246,6 +250,7 @@ class MLXRunner:
         self._running = None
         self._lora.unbind()
         self._head.select(None)
+        self._order.reset()
         self._pool.clear()
         self._last = self._no_tokens()
 
@@ -331,8 +336,8 @@ class MLXRunner:
             self._steps.move_to_end(key)
         seen = [self._seats.prompt_seen, self._seats.output_count] if flags.penalties else []
         sent = self.inputs.send(numbers)
-        drawn, scored, marker, self._last, counts, self._pool.layers = step(
-            sent.arrays, self._last, sampling, seen, route.arrays, self._pool.layers
+        drawn, scored, marker, self._last, counts, self._pool.layers, self._order.zeros = step(
+            sent.arrays, self._last, sampling, seen, route.arrays, self._pool.layers, self._order.zeros
         )
         if counts:
             self._seats.output_count = counts[0]
@@ -356,9 +361,12 @@ class MLXRunner:
             seen: list[mx.array],
             lora_arrays: list[mx.array],
             pool: list[list[mx.array]],
+            order: list[mx.array],
         ) -> tuple[Any, ...]:
             tokens, offset, last, seats, *rest = receive(inputs, expected)
-            places, rest = rest[: 2 * len(windows)], rest[2 * len(windows) :]
+            # All that the forward computes is made of the tokens, and what it reads of the pool is found by the places.
+            tokens, *places = (after(order, x) for x in (tokens, *rest[: 2 * len(windows)]))
+            rest = rest[2 * len(windows) :]
             targets = rest.pop(0) if key.scores >= 0 else None
             picked, drawn_seats = (rest.pop(0), rest.pop(0)) if key.picks else (None, seats)
             ids = rest.pop(0) if rest else None
@@ -395,8 +403,9 @@ class MLXRunner:
                     whole.clear()
                 pool = [cache.release() for cache in caches]
             scored = [] if targets is None else score(output, targets, key.scores)
+            order = [zero_of([logits])] if order else []
             if not key.samples:
-                return [], scored, scored or [logits[:1, :1]], last_tokens, [], pool
+                return [], scored, [*(scored or [logits[:1, :1]]), *order], last_tokens, [], pool, order
             how = SamplingArrays.unflatten(sampling, key.flags)
             met = Seen(seen[0][drawn_seats], seen[1][drawn_seats]) if seen else None
             position = offset + last + 1
@@ -405,7 +414,7 @@ class MLXRunner:
             last_tokens[drawn_seats] = token
             counts = [seen[1].at[drawn_seats, token].add(1.0)] if seen else []
             outputs = drawn.flatten()
-            return outputs, scored, [*outputs, *scored, last_tokens], last_tokens, counts, pool
+            return outputs, scored, [*outputs, *scored, last_tokens, *order], last_tokens, counts, pool, order
 
         return step
 
@@ -434,8 +443,9 @@ class MLXRunner:
         """The block range of a single prompt chunk that can be read in place."""
         if len(rows) > 1 or len(rows[0].tokens) <= max(1, self._fused_length):
             return None
-        if by_kernel() is not None and self._level(rows) is None:
-            return None  # what was just written is read by index there
+        store, by_outputs = inplace.writing()
+        if by_outputs or (store is not None and self._level(rows) is None):
+            return None  # what kernels write is read by index there
         n = blocks_read(rows[0], self._block_size, self._pool.windows[pool])
         if n < VIEW_BLOCKS:
             return None
