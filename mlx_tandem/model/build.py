@@ -15,12 +15,12 @@ from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine.budget import Needs, StepLimits, divide
 from mlx_tandem.engine.cost import CostModel
-from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
+from mlx_tandem.engine.plan import Row, Seating, StepPlan
 from mlx_tandem.engine.tier import READ_BYTES
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.pool import open_pools
 from mlx_tandem.model import cpu, device, footprint, probe
-from mlx_tandem.model.attention import block, choice, fused, hook
+from mlx_tandem.model.attention import choice, fused, hook
 from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.footprint import SlotRoom
@@ -32,9 +32,9 @@ from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weigh
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.memory import Limit
-from mlx_tandem.model.mixin import unmix
-from mlx_tandem.model.runner import Flight, MLXRunner
-from mlx_tandem.model.trials import argmax
+from mlx_tandem.model.runner import MLXRunner
+from mlx_tandem.model.settling import settle, tables_of
+from mlx_tandem.model.trials import argmax, blocks
 from mlx_tandem.model.trials.lora import choose
 from mlx_tandem.model.trials.skinny import choose as choose_products
 from mlx_tandem.types import EngineInfo, MemoryBudget, MemoryInUse, SamplingParams
@@ -111,13 +111,19 @@ def build(
         candidates,
     )
     log.info("attention by %s: %s", attention.name, attention.reason)
+    short_way = ""
     if any(attention.layers):
-        blocks = block.shorten(model.module)
-        error = probe.fused_error(model, vocab_size, shapes, attention.layers, config.cache.block_size, axes)
-        if not error <= 1:
-            log.warning("attention blocks run their own code: in few operations they are off by %.1e", error)
-            for each in blocks:
-                unmix(each)
+        short_way = blocks.choose(
+            model,
+            vocab_size,
+            shapes,
+            attention.layers,
+            config.cache.block_size,
+            axes,
+            timed=config.cache.attention_backend == choice.AUTO,
+        )
+        if short_way:
+            log.warning("attention blocks run their own code: %s", short_way)
     report("checking adapters", 0.0)
     kernels = choose(model.module, config.lora, model.dtype)
     lora = LoraState(model.module, config.lora, model.dtype, kernels.fused, products.few)
@@ -186,7 +192,7 @@ def build(
         products_reason=products.reason,
         load_seconds=time.monotonic() - started,
         memory=memory,
-        attention_reason=attention.reason,
+        attention_reason="; blocks run their own code: ".join(filter(None, (attention.reason, short_way))),
     )
     return Built(
         runner,
@@ -268,7 +274,7 @@ def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Repor
     most = min(pool.usable_blocks for pool in pools)
     cost.fit(measured, [_decode_time(runner, info, rows) for rows in (1, 4, 16) if rows <= most])
     _draw_once(runner, info)
-    _settle_dispatch(runner, info)
+    settle(runner, info)
     # Of sizes that what is served hardly asks for again; and with so much kept, what it frees would go back to the
     # system each time.
     mx.clear_cache()
@@ -279,12 +285,6 @@ def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Repor
     report("warming up", 1.0)
 
 
-def _block(info: EngineInfo, number: int) -> list[list[int]]:
-    """Tables of one block: this one of each pool."""
-    sizes = [pool.num_blocks for pool in info.memory.pools]
-    return [[sum(sizes[:i]) + number] for i in range(len(sizes))]
-
-
 def _decode_time(runner: MLXRunner, info: EngineInfo, rows: int) -> tuple[int, float]:
     """(rows, milliseconds) of a step in which `rows` short sequences decode, no more than there are seats for."""
     rows = min(rows, info.max_num_seqs)
@@ -293,7 +293,7 @@ def _decode_time(runner: MLXRunner, info: EngineInfo, rows: int) -> tuple[int, f
     times = []
     for position in range(4):
         plan = StepPlan(
-            tuple(Row(seat, seat, 0, position, (0,), _block(info, 1 + seat), True) for seat in range(rows)),
+            tuple(Row(seat, seat, 0, position, (0,), tables_of(info, 1 + seat), True) for seat in range(rows)),
             seatings=() if position else seatings,
         )
         started = time.perf_counter()
@@ -306,38 +306,5 @@ def _draw_once(runner: MLXRunner, info: EngineInfo) -> None:
     """A step that draws at random: its kernels are compiled when first met, and on a machine that has never run them
     that can take longer than a step may before the engine is taken for hung."""
     params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=20, logprobs=1)
-    row = Row(0, 0, 0, 0, (0,), _block(info, 1), True)
+    row = Row(0, 0, 0, 0, (0,), tables_of(info, 1), True)
     runner.wait(runner.launch(StepPlan((row,), seatings=(Seating(0, params, 0, 1, (0,)),))))
-
-
-def _settle_dispatch(runner: MLXRunner, info: EngineInfo) -> None:
-    """See that no step copies the pool; where steps dispatched one behind the other do, dispatch one at a time."""
-    growth = decode_growth(runner, info)
-    allowed = max(runner.pool_bytes // 4, 64 << 20)
-    if growth > allowed and not runner.one_at_a_time:
-        log.warning("steps in flight copy the KV pool on this device: each is dispatched when the one before is done")
-        runner.one_at_a_time = True
-        growth = decode_growth(runner, info)
-    if growth > allowed:
-        raise RuntimeError(
-            f"a decode step used {growth >> 20} MiB beside the KV pool of {runner.pool_bytes >> 20} MiB: "
-            "the pool is copied instead of written in place"
-        )
-
-
-def decode_growth(runner: MLXRunner, info: EngineInfo) -> int:
-    """Bytes that a few decode steps, each planned while the one before it runs, need beyond what they start with."""
-
-    def decode(position: int) -> Flight:
-        return runner.launch(StepPlan((Row(0, 0, 0, position, (CARRY,), _block(info, 1), True),)))
-
-    runner.wait(decode(1))
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    previous = decode(2)
-    for position in range(3, min(8, info.block_size)):
-        flight = decode(position)
-        runner.wait(previous)
-        previous = flight
-    runner.wait(previous)
-    return int(mx.get_peak_memory() - before)

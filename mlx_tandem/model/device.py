@@ -85,10 +85,27 @@ def _installed(package: str) -> bool:
         return False
 
 
+# On Metal, MLX hands work to the device in command buffers. It begins a new one when the operations in it are more than
+# 40 or 50, or what they touch is more than so many Mi elements (`needs_commit` in its mlx/backend/metal/device.cpp). An
+# array of the KV pool has more, so that nearly every operation on it would be a command buffer by itself, and the host
+# waits when ten are under way. What a command buffer frees is there again only when it is done, so the number of
+# operations stays limited, to that of a graph on CUDA.
+_COMMAND_BUFFER_OPERATIONS = "100"
+
+
+def _set_up_metal() -> None:
+    """Set how large MLX's command buffers are on macOS, unless MLX is loaded: it reads that once. What is set already
+    stays."""
+    if sys.platform == "darwin" and "mlx.core" not in sys.modules:
+        os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", _GRAPH_LIMIT)
+        os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", _COMMAND_BUFFER_OPERATIONS)
+
+
 _THREADS_WERE_CHOSEN = "OPENBLAS_NUM_THREADS" in os.environ
 OPENBLAS = _load_openblas()
 """The library that was put in front, or None."""
 _set_up_cuda()
+_set_up_metal()
 
 import mlx.core as mx  # noqa: E402
 

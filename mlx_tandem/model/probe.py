@@ -14,6 +14,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, ProbeCache, StepView
 from mlx_tandem.model.cache.pools import KVPools, windows_of
 from mlx_tandem.model.loader import LoadedModel
+from mlx_tandem.model.trials import machine
 
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 """Of the largest logit. What is looked for are wrong masks and mixed-up rows, which are off by far more."""
@@ -106,6 +107,19 @@ def fused_error(
     return max(errors) / _TOLERANCE.get(model.dtype, 1e-1)
 
 
+def decode_seconds(
+    model: LoadedModel,
+    shapes: Sequence[LayerShape],
+    kernels: Sequence[LayerKernels | None],
+    block: int,
+    axes: int,
+    rows: int,
+) -> float:
+    """Return how long a forward of so many rows of one token takes."""
+    paged = _Paged(model.module, shapes, [[0] * 9] * rows, axes, kernels, block)
+    return machine.seconds(lambda: [paged.decode()], 1)
+
+
 def _paged_logits(
     module: Any,
     shapes: Sequence[LayerShape],
@@ -116,54 +130,76 @@ def _paged_logits(
 ) -> list[Any]:
     """Each prompt's last logits: all but the last token in one padded batch, then one decode step of all rows. With
     kernels the batch is a level one, as prompts are read with them."""
-    width = -(-32 // block)
-    blocks = 1 + len(prompts) * width
-    caches = [PagedCache(*each) for each in zip(shapes, kernels or [None] * len(shapes), strict=True)]
-    windows = windows_of(shapes)
-    pool = KVPools(shapes, [blocks] * len(windows), block)
-    rows = len(prompts)
-    tables = 1 + np.arange(rows * width).reshape(rows, width)
-    tables = np.random.default_rng(1).permuted(tables.reshape(-1)).reshape(rows, width)
-    longest = max(len(p) for p in prompts) - 1
-    tokens = np.zeros((rows, longest), np.int32)
-    slots = np.zeros((rows, longest), np.int32)
-    for i, p in enumerate(prompts):
-        n = len(p) - 1
-        at = np.arange(n)
-        tokens[i, :n] = p[:-1]
-        slots[i, :n] = tables[i, at // block] * block + at % block
-    lengths = np.array([len(p) - 1 for p in prompts])
-    last_slots = (tables[np.arange(rows), lengths // block] * block + lengths % block)[:, None]
+    paged = _Paged(module, shapes, prompts, axes, kernels, block)
+    mx.eval(paged.read())
+    output = paged.decode()
+    return [np.array(output[i, -1].astype(mx.float32)) for i in range(len(prompts))]
 
-    def forward(tokens: Any, offset: Any, slots: Any, level: int | None = None) -> mx.array:
+
+class _Paged:
+    """Prompts of up to 32 tokens over a pool of their own."""
+
+    def __init__(
+        self,
+        module: Any,
+        shapes: Sequence[LayerShape],
+        prompts: Sequence[Sequence[int]],
+        axes: int,
+        kernels: Sequence[LayerKernels | None],
+        block: int,
+    ):
+        self._module, self._prompts, self._axes, self._block = module, prompts, axes, block
+        self._level = 0 if kernels and kernels[0] is not None else None
+        self._width = -(-32 // block)
+        self._blocks = 1 + len(prompts) * self._width
+        self._caches = [PagedCache(*each) for each in zip(shapes, kernels or [None] * len(shapes), strict=True)]
+        self._windows = windows_of(shapes)
+        self._pool = KVPools(shapes, [self._blocks] * len(self._windows), block)
+        tables = 1 + np.arange(self._blocks - 1).reshape(len(prompts), self._width)
+        self._tables = np.random.default_rng(1).permuted(tables.reshape(-1)).reshape(tables.shape)
+        self._lengths = np.array([len(p) - 1 for p in prompts])
+
+    def read(self) -> mx.array:
+        """Return the logits of all tokens but the last of each prompt, which come into the pool."""
+        tokens, slots = (np.zeros((len(self._prompts), self._lengths.max()), np.int32) for _ in range(2))
+        for i, p in enumerate(self._prompts):
+            at = np.arange(len(p) - 1)
+            tokens[i, : len(at)] = p[:-1]
+            slots[i, : len(at)] = self._tables[i, at // self._block] * self._block + at % self._block
+        return self._forward(tokens, np.zeros(len(tokens)), slots, self._level)
+
+    def decode(self) -> mx.array:
+        """Return the logits of each prompt's last token."""
+        tokens = np.array([[p[-1]] for p in self._prompts], np.int32)
+        rows, at = np.arange(len(tokens)), self._lengths
+        slots = (self._tables[rows, at // self._block] * self._block + at % self._block)[:, None]
+        return self._forward(tokens, at, slots, None)
+
+    def _forward(self, tokens: Any, offset: Any, slots: Any, level: int | None) -> mx.array:
         views = []
-        for i, window in enumerate(windows):
+        for i, window in enumerate(self._windows):
             # Of another width in each pool: a mask that goes to a layer of the other does not fit.
-            seen = np.pad(tables, ((0, 0), (0, i + width)))
-            first = np.maximum(offset + 1 - (window or longest + 2), 0) // block
-            seen = np.take_along_axis(seen, first[:, None].astype(int) + np.arange(width + i), 1)
+            seen = np.pad(self._tables, ((0, 0), (0, i + self._width)))
+            first = np.maximum(offset + 1 - (window or self._lengths.max() + 2), 0) // self._block
+            seen = np.take_along_axis(seen, first[:, None].astype(int) + np.arange(self._width + i), 1)
             view = StepView(
                 mx.array(offset.astype(np.int32)),
                 mx.array(slots.astype(np.int32)),
                 mx.array(seen.astype(np.int32)),
-                num_blocks=blocks,
-                block_size=block,
-                mask_axes=axes,
+                num_blocks=self._blocks,
+                block_size=self._block,
+                mask_axes=self._axes,
                 kept=window,
                 level=level,
             )
             views.append(view)
-        for cache, arrays, own in zip(caches, pool.layers, pool.pool_of, strict=True):
+        for cache, arrays, own in zip(self._caches, self._pool.layers, self._pool.pool_of, strict=True):
             cache.bind(arrays, views[own])
         try:
-            output: mx.array = module(mx.array(tokens), cache=caches)
+            output: mx.array = self._module(mx.array(tokens), cache=self._caches)
         finally:
-            pool.layers = [cache.release() for cache in caches]
+            self._pool.layers = [cache.release() for cache in self._caches]
         return output
-
-    mx.eval(forward(tokens, np.zeros(rows), slots, 0 if kernels and kernels[0] is not None else None))
-    output = forward(np.array([[p[-1]] for p in prompts], np.int32), lengths, last_slots)
-    return [np.array(output[i, -1].astype(mx.float32)) for i in range(rows)]
 
 
 def _unsupported(model: LoadedModel, why: str) -> ModelError:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -23,7 +22,8 @@ from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import CARRY, Bytes, DeviceError, Row, StepPlan, StepResult
 from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model import cpu, device
-from mlx_tandem.model.cache.inplace import by_kernel
+from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.cache.inplace import after, zero_of
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
 from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
@@ -32,7 +32,8 @@ from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.routes import Layout
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.step.head import HeadSelector
-from mlx_tandem.model.step.inputs import Form, Inputs, Numbers, Sent, constant, forms, receive
+from mlx_tandem.model.step.inputs import Form, Inputs, Numbers, constant, forms, receive
+from mlx_tandem.model.step.parts import Flight, Part
 from mlx_tandem.model.step.rope import SharedAngles
 from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags, Seen, by_argmax, sample, score
 from mlx_tandem.model.step.seats import Seats
@@ -96,33 +97,6 @@ class _Key(NamedTuple):
     picks: int = 0  # rows that are sampled, padded, where prompts go beside them
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A piece of a step that writes the pool once: the rows of the plan it holds and what it drew for them.
-
-    `marker` is evaluated when the part is done; no array in it shares the pool's buffers.
-    """
-
-    rows: list[int]
-    flags: SamplingFlags
-    drawn: list[mx.array]  # empty when no row samples
-    marker: list[mx.array]
-    tokens: int = 0  # rows times length
-    scored: list[mx.array] = field(default_factory=list)
-    # How many alternatives each row wants; when this is read, its seat may be somebody else's.
-    wanted: list[int] = field(default_factory=list)
-    wanted_scores: list[int] = field(default_factory=list)
-    saves: tuple[int, ...] = ()  # blocks that the marker holds
-    sent: Sent | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    plan: StepPlan
-    parts: list[_Part]
-    cold: bool
-
-
 class MLXRunner:
     """`weights` maps adapter digests to what `StepPlan.uploads` may ask for; the owner keeps it current.
     `attention` has for each layer what answers few queries; None, or nothing for any layer: the portable back end does.
@@ -162,7 +136,8 @@ class MLXRunner:
         # Rows of so many tokens are read where they lie: their step needs no memory for what it reads of the pool, and
         # short contexts are not padded to the length of long ones.
         self._fused_length = MOST_QUERIES if all(attention) else 0
-        self._pool = KVPools(layers, num_blocks, block_size)
+        self._order = lora.order  # adapters' slots are written as the pool is
+        self._pool = KVPools(layers, num_blocks, block_size, self._order)
         self._tables = [SeatTables(max_num_seqs, first) for first in self._pool.firsts]
         self._steps: OrderedDict[_Key, Callable[..., Any]] = OrderedDict()
         self._compiled = 0  # since start
@@ -170,15 +145,15 @@ class MLXRunner:
         self._cached: dict[Any, Numbers] = {}  # of the present set of rows
         self.inputs = Inputs()
         self._recent: OrderedDict[Any, tuple[SamplingFlags, list[mx.array]]] = OrderedDict()  # may be a vocabulary wide
-        # Where operations in flight hold their inputs' buffers (MLX's CPU back end does), a write dispatched behind a
+        # Where MLX's own operations write, and those in flight hold their inputs' buffers, a write dispatched behind a
         # read of the pool would copy the pool. There each part is built while the one before it runs, and dispatched
-        # when that is done. Whether this device needs it is measured at start.
+        # when that is done. Whether this device needs it is measured at start (`settling.py`).
         self.one_at_a_time = device.is_cpu()
         # A CPU has no fused attention that a mask would be in the way of.
         self.levels = not device.is_cpu()
         self.pauses = device.is_cuda()  # elsewhere the host is at most a few command buffers ahead of the device
-        self._built: deque[_Part] = deque()  # not dispatched yet
-        self._running: _Part | None = None
+        self._built: deque[Part] = deque()  # not dispatched yet
+        self._running: Part | None = None
         self._last = self._no_tokens()
 
     def _no_tokens(self) -> mx.array:
@@ -241,6 +216,8 @@ class MLXRunner:
         try:
             for part in handle.parts:
                 mx.eval(part.marker)
+                if self.one_at_a_time and not device.is_cpu():
+                    mx.synchronize()  # a GPU gives back what operations held a little later
                 if part.sent is not None:
                     self.inputs.done(part.sent)
                 self._running = None
@@ -248,7 +225,7 @@ class MLXRunner:
                 if part.saves:
                     saves = self._pool.bytes_of(part.marker, part.saves)
                 if part.scored:
-                    self._read_scores(handle, part, scores)
+                    scores |= part.scores(handle.plan)
                 if not part.drawn:
                     continue
                 drawn: Any = part.drawn[0].tolist()
@@ -257,7 +234,8 @@ class MLXRunner:
                         tokens[i] = token
                 if part.flags.logprobs >= 0:
                     logprobs = logprobs or [None] * len(tokens)
-                    self._read_logprobs(handle, part, logprobs)
+                    for i, found in part.logprobs(handle.plan).items():
+                        logprobs[i] = found
         except Exception as e:
             log.exception("a step failed on the device")
             raise DeviceError(f"{type(e).__name__}: {e}") from e
@@ -272,6 +250,7 @@ class MLXRunner:
         self._running = None
         self._lora.unbind()
         self._head.select(None)
+        self._order.reset()
         self._pool.clear()
         self._last = self._no_tokens()
 
@@ -304,7 +283,7 @@ class MLXRunner:
         """Of rows; chunks of prompts are many tokens a row, all of which padding would multiply."""
         return self._row_counts if length == 1 else ()
 
-    def _build_part(self, plan: StepPlan, indices: list[int]) -> _Part:
+    def _build_part(self, plan: StepPlan, indices: list[int]) -> Part:
         slots = [r.slot for r in plan.rows]
         indices = sorted(indices, key=slots.__getitem__)  # rows of one adapter beside each other are faster
         rows = [plan.rows[i] for i in indices]
@@ -357,14 +336,14 @@ class MLXRunner:
             self._steps.move_to_end(key)
         seen = [self._seats.prompt_seen, self._seats.output_count] if flags.penalties else []
         sent = self.inputs.send(numbers)
-        drawn, scored, marker, self._last, counts, self._pool.layers = step(
-            sent.arrays, self._last, sampling, seen, route.arrays, self._pool.layers
+        drawn, scored, marker, self._last, counts, self._pool.layers, self._order.zeros = step(
+            sent.arrays, self._last, sampling, seen, route.arrays, self._pool.layers, self._order.zeros
         )
         if counts:
             self._seats.output_count = counts[0]
         wanted = [self._seats.wanted_logprobs(r.seat) for r in rows] if flags.logprobs >= 0 else []
         wanted_scores = [self._seats.wanted_prompt_logprobs(r.seat) for r in rows] if scored else []
-        return _Part(indices, flags, drawn, marker, count * length, scored, wanted, wanted_scores, sent=sent)
+        return Part(indices, flags, drawn, marker, count * length, scored, wanted, wanted_scores, sent=sent)
 
     def _make_step(
         self, key: _Key, expected: Sequence[Form], in_place: Sequence[tuple[int, int] | None]
@@ -382,9 +361,12 @@ class MLXRunner:
             seen: list[mx.array],
             lora_arrays: list[mx.array],
             pool: list[list[mx.array]],
+            order: list[mx.array],
         ) -> tuple[Any, ...]:
             tokens, offset, last, seats, *rest = receive(inputs, expected)
-            places, rest = rest[: 2 * len(windows)], rest[2 * len(windows) :]
+            # All that the forward computes is made of the tokens, and what it reads of the pool is found by the places.
+            tokens, *places = (after(order, x) for x in (tokens, *rest[: 2 * len(windows)]))
+            rest = rest[2 * len(windows) :]
             targets = rest.pop(0) if key.scores >= 0 else None
             picked, drawn_seats = (rest.pop(0), rest.pop(0)) if key.picks else (None, seats)
             ids = rest.pop(0) if rest else None
@@ -421,8 +403,9 @@ class MLXRunner:
                     whole.clear()
                 pool = [cache.release() for cache in caches]
             scored = [] if targets is None else score(output, targets, key.scores)
+            order = [zero_of([logits])] if order else []
             if not key.samples:
-                return [], scored, scored or [logits[:1, :1]], last_tokens, [], pool
+                return [], scored, [*(scored or [logits[:1, :1]]), *order], last_tokens, [], pool, order
             how = SamplingArrays.unflatten(sampling, key.flags)
             met = Seen(seen[0][drawn_seats], seen[1][drawn_seats]) if seen else None
             position = offset + last + 1
@@ -431,7 +414,7 @@ class MLXRunner:
             last_tokens[drawn_seats] = token
             counts = [seen[1].at[drawn_seats, token].add(1.0)] if seen else []
             outputs = drawn.flatten()
-            return outputs, scored, [*outputs, *scored, last_tokens], last_tokens, counts, pool
+            return outputs, scored, [*outputs, *scored, last_tokens, *order], last_tokens, counts, pool, order
 
         return step
 
@@ -460,8 +443,9 @@ class MLXRunner:
         """The block range of a single prompt chunk that can be read in place."""
         if len(rows) > 1 or len(rows[0].tokens) <= max(1, self._fused_length):
             return None
-        if by_kernel() is not None and self._level(rows) is None:
-            return None  # what was just written is read by index there
+        store, by_outputs = inplace.writing()
+        if by_outputs or (store is not None and self._level(rows) is None):
+            return None  # what kernels write is read by index there
         n = blocks_read(rows[0], self._block_size, self._pool.windows[pool])
         if n < VIEW_BLOCKS:
             return None
@@ -551,42 +535,16 @@ class MLXRunner:
             found = self._cached[key] = constant(make())
         return found
 
-    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> list[_Part]:
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> list[Part]:
         """Two parts: read the blocks, then write them; in one, the write would find the pool being read."""
-        return [_Part([], SamplingFlags(), [], arrays) for arrays in self._pool.copy(copies)]
+        return [Part([], SamplingFlags(), [], arrays) for arrays in self._pool.copy(copies)]
 
-    def _save_blocks(self, blocks: Sequence[int]) -> list[_Part]:
+    def _save_blocks(self, blocks: Sequence[int]) -> list[Part]:
         """When the part is done, `KVPools.bytes_of` makes bytes of its marker."""
-        return [_Part([], SamplingFlags(), [], self._pool.read(blocks), saves=tuple(blocks))]
+        return [Part([], SamplingFlags(), [], self._pool.read(blocks), saves=tuple(blocks))]
 
-    def _load_blocks(self, loads: Sequence[tuple[int, Bytes]]) -> list[_Part]:
-        return [_Part([], SamplingFlags(), [], self._pool.write(loads))]
-
-    def _read_logprobs(self, handle: Flight, part: _Part, out: list[TokenLogprob | None]) -> None:
-        lists: Any = [a.tolist() for a in part.drawn[1:]]
-        model, sampled, *top = lists
-        for row, i in enumerate(part.rows):
-            k = part.wanted[row]
-            if k < 0 or not handle.plan.rows[i].sample:
-                continue
-            best = tuple(zip(top[0][row][:k], top[1][row][:k], strict=True)) if k else ()
-            out[i] = TokenLogprob(model[row], sampled[row], best)
-
-    def _read_scores(self, handle: Flight, part: _Part, out: dict[int, list[TokenLogprob]]) -> None:
-        lists: Any = [a.tolist() for a in part.scored]
-        for row, i in enumerate(part.rows):
-            own = handle.plan.rows[i]
-            k = part.wanted_scores[row]
-            logprobs, ranks, *top = (values[row] for values in lists)
-            out[i] = [
-                TokenLogprob(
-                    logprobs[at],
-                    logprobs[at],
-                    tuple(zip(top[0][at][:k], top[1][at][:k], strict=True)) if k else (),
-                    ranks[at],
-                )
-                for at in range(len(own.targets))
-            ]
+    def _load_blocks(self, loads: Sequence[tuple[int, Bytes]]) -> list[Part]:
+        return [Part([], SamplingFlags(), [], self._pool.write(loads))]
 
 
 def _token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[int], list[Row]]:

@@ -16,7 +16,8 @@ from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig
 from mlx_tandem.engine.plan import CARRY, DeviceError, Row, Seating, StepPlan
 from mlx_tandem.model import runner
 from mlx_tandem.model.build import build
-from mlx_tandem.model.runner import Flight, MLXRunner
+from mlx_tandem.model.runner import MLXRunner
+from mlx_tandem.model.step.parts import Flight
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_models
 from tests.engine.harness import Choice, Loop

@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.model import runner
 from mlx_tandem.model.attention.block import ShortBlock
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.cache.inplace import Writing
 from mlx_tandem.model.kernels.paged_attention import PagedAttention
 from mlx_tandem.model.kernels.store import Store
 from mlx_tandem.types import Request, SamplingParams
@@ -34,6 +34,12 @@ def _uncompiled() -> Iterator[None]:
     mx.disable_compile()
     yield
     mx.enable_compile()
+
+
+@pytest.fixture(autouse=True)
+def _writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels write the pool."""
+    monkeypatch.setattr(inplace, "writing", lambda: Writing(Store(shim.maker(tmp_path))))
 
 
 @pytest.fixture
@@ -71,12 +77,8 @@ def test_it_says_what_mlx_lm_says(
     kv_bits: Literal[16, 8],
     changes: dict[str, Any],
     calls: list[int],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With all that a CUDA device has: kernels write the pool, numbers travel together, chunks need no mask."""
-    store = Store(shim.maker(tmp_path))
-    for module in (inplace, runner):
-        monkeypatch.setattr(module, "by_kernel", lambda: store)
     # In few bits a number at the edge between two codes may get either of them.
     near: dict[str, float] = {"tolerance": 1e-2, "near_tie": 1e-2} if kv_bits == 8 else {}
     folder = tiny_models.make(tmp_path / "model", family, **changes)

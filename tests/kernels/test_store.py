@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlx_tandem.adapters.formats import LinearShape
+from mlx_tandem.model.cache.inplace import Order
 from mlx_tandem.model.kernels.store import Store
 from mlx_tandem.model.lora.stack import Stack
 from mlx_tandem.model.lora.writer import SlotWriter
@@ -62,7 +63,7 @@ def test_a_slot_is_written_whole_and_nothing_else(tmp_path: Path, dtype: mx.Dtyp
     a, b = (mx.array(rng.standard_normal(shape)).astype(dtype) for shape in ((24, 4), (4, 40)))
     bits = mx.uint16 if dtype == mx.bfloat16 else mx.uint32
     pairs = {"k": (a.view(bits), b.view(bits))}
-    writer = SlotWriter(Store(shim.maker(tmp_path)))
+    writer = SlotWriter(Store(shim.maker(tmp_path)), Order())
     for slot in (2, 3):
         assert write(writer, stacks, slot, pairs)
         for path, twin in twins.items():
@@ -82,7 +83,7 @@ def test_a_kernel_that_writes_wrongly_is_not_asked_again(tmp_path: Path) -> None
             asked += 1
             return super().__call__(array, rows, lines + 1)
 
-    writer = SlotWriter(Wrong(shim.maker(tmp_path)))
+    writer = SlotWriter(Wrong(shim.maker(tmp_path)), Order())
     stacks = stacks_of(np.random.default_rng(2), mx.float32)
     assert not write(writer, stacks, 1, {})
     before = asked

@@ -14,7 +14,9 @@ import pytest
 from mlx_tandem.model import device
 
 NAME, FOLDER, CHECK = "MLX_MAX_MB_PER_BUFFER", "MLX_PTX_CACHE_DIR", "MLX_ENABLE_CACHE_THRASHING_CHECK"
-NAMES = (NAME, FOLDER, CHECK)
+OPERATIONS = "MLX_MAX_OPS_PER_BUFFER"
+NAMES = (NAME, FOLDER, CHECK, OPERATIONS)
+MACOS = "import sys; sys.platform = 'darwin'"
 
 
 def settings(packages: Path, *, before: str = "", **env: str) -> dict[str, str]:
@@ -74,6 +76,23 @@ def test_what_is_set_already_stays(cuda: Path) -> None:
 def test_nothing_is_set_without_cuda_or_too_late(cuda: Path, tmp_path: Path) -> None:
     assert settings(tmp_path / "empty") == {}
     assert settings(cuda, before="import mlx.core") == {}
+
+
+def test_the_pool_s_size_does_not_cut_command_buffers_on_macos(tmp_path: Path) -> None:
+    """An array of the pool may have 10^9 elements, and MLX begins a new one behind 40 or 50 Mi."""
+    found = settings(tmp_path, before=MACOS)
+    assert int(found[NAME]) >= 100_000
+    assert int(found[OPERATIONS]) == 100
+    assert set(found) == {NAME, OPERATIONS}
+
+
+def test_the_user_s_own_command_buffers_stay_on_macos(tmp_path: Path) -> None:
+    assert settings(tmp_path, before=MACOS, **{NAME: "7"}) == {NAME: "7", OPERATIONS: "100"}
+    assert settings(tmp_path, before=MACOS, **{OPERATIONS: "9"})[OPERATIONS] == "9"
+
+
+def test_command_buffers_are_left_alone_where_mlx_is_loaded_already(tmp_path: Path) -> None:
+    assert settings(tmp_path, before=f"import mlx.core\n{MACOS}") == {}
 
 
 DRIVER = """

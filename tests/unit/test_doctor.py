@@ -28,7 +28,8 @@ from mlx_tandem.cli.doctor.report import folded, markdown
 from mlx_tandem.cli.doctor.result import Check, Failed
 from mlx_tandem.model.attention import portable
 from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.runner import Flight, MLXRunner
+from mlx_tandem.model.runner import MLXRunner
+from mlx_tandem.model.step.parts import Flight
 from mlx_tandem.model.trials import attention
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,6 +8,7 @@ attention, an output linear, and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +32,18 @@ class Parts:
     norms: tuple[mx.array, mx.array, float] | None  # weights of the queries' and the keys', epsilon
 
 
-def shorten(model: nn.Module) -> list[nn.Module]:
-    """From here on the blocks of known kinds take the short way where their cache offers it; returns these."""
-    found = []
-    for module in model.modules():
-        parts = _parts(module) if type(module) in KINDS else None
-        if parts is not None:
-            own: Any = module
-            own._parts = parts
-            mix_in(module, ShortBlock)
-            found.append(module)
-    return found
+def known(model: nn.Module) -> list[tuple[nn.Module, Parts]]:
+    """Return the model's blocks of known kinds that can take the short way."""
+    found = [(module, _parts(module)) for module in model.modules() if type(module) in KINDS]
+    return [(module, parts) for module, parts in found if parts is not None]
+
+
+def shorten(blocks: Iterable[tuple[nn.Module, Parts]]) -> None:
+    """Let these blocks take the short way from here on, where their cache offers it."""
+    for module, parts in blocks:
+        own: Any = module
+        own._parts = parts
+        mix_in(module, ShortBlock)
 
 
 def _parts(block: Any) -> Parts | None:

@@ -63,8 +63,8 @@ def choose(
         own = [fused.unreadable(s) if s.asks else "layers that compute attention by themselves" for s in shapes]
         reasons = [f"the model has {own[0]}"]
     for candidate in candidates if kinds else ():
-        attentions = {kind: candidate.kernels(kind, block_size) for kind in kinds}
         try:
+            attentions = {kind: candidate.kernels(kind, block_size) for kind in kinds}
             problem = _problem(attentions, block_size, windows)
             if not problem and asked == AUTO:
                 theirs, ours = (

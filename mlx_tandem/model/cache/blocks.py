@@ -2,7 +2,8 @@
 
 Every array is [heads · blocks · block_size, width], head-major. All is written in place (`inplace.py`), for which an
 array must be the only reference to its data on some devices: a read and a write of it never go into one evaluation.
-Blocks are read and written in pieces of two bytes, which every type of an array consists of.
+On others whoever reads or writes takes its turn by the pool's `Order`. Blocks are read and written in pieces of two
+bytes, which every type of an array consists of.
 """
 
 from __future__ import annotations
@@ -13,17 +14,19 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import Bytes
-from mlx_tandem.model.cache.inplace import write
+from mlx_tandem.model.cache.inplace import Order, after, write
 from mlx_tandem.model.cache.kvcache import LayerShape
 
 
 class KVArrays:
-    """`layers` holds each layer's arrays, keys before values; a step takes them all and gives them back."""
+    """`layers` holds each layer's arrays, keys before values; a step takes them all and gives them back. `order`: of
+    all who read and write them."""
 
-    def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int):
+    def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int, order: Order | None = None):
         self._shapes = shapes
         self.num_blocks = num_blocks
         self._block_size = block_size
+        self._order = order or Order()
         self.clear()
 
     def clear(self) -> None:
@@ -48,12 +51,16 @@ class KVArrays:
     def copy(self, copies: Sequence[tuple[int, int]]) -> tuple[list[mx.array], list[mx.array]]:
         """Give each second block the contents of the first. Returns what to evaluate, and what after that."""
         sources, targets = zip(*copies, strict=True)
-        read = [array[self._rows(sources, heads)] for array, heads in self._each()]
+        rows = self._rows(sources)
+        read = [array[rows[heads]] for array, heads in self._each()]
         return read, self._write(targets, read)
 
     def read(self, blocks: Sequence[int]) -> list[mx.array]:
         """What `bytes_of` makes bytes of, once it is evaluated; that must be before the next write."""
-        return [array[self._rows(blocks, heads)].view(mx.uint16) for array, heads in self._each()]
+        rows = self._rows(blocks)
+        read = [array[rows[heads]].view(mx.uint16) for array, heads in self._each()]
+        self._order.follow(read)
+        return read
 
     def bytes_of(self, read: Sequence[mx.array], count: int) -> list[bytes]:
         """`block_bytes` bytes for each of the `count` blocks that were read: array by array, head by head."""
@@ -84,17 +91,27 @@ class KVArrays:
 
     def _write(self, blocks: Sequence[int], lines: Sequence[mx.array]) -> list[mx.array]:
         """New lines for each of the arrays. Returns what is evaluated with them, and shares nothing with them."""
-        written = [write(a, self._rows(blocks, h), new) for (a, h), new in zip(self._each(), lines, strict=True)]
+        rows = self._rows(blocks)
+        written = [write(array, rows[heads], new) for (array, heads), new in zip(self._each(), lines, strict=True)]
         each = iter([array for array, _ in written])
         self.layers = [[next(each) for _ in arrays] for arrays in self.layers]
-        return [array[:1, :1] + 0 if after is None else after for array, after in written]
+        touched = [array[:1, :1] + 0 if zero is None else zero for array, zero in written]
+        self._order.follow(touched)
+        return touched
 
     def _each(self) -> list[tuple[mx.array, int]]:
         """All arrays with their heads."""
         heads = [half.heads for shape in self._shapes for half in shape.halves for _ in half.lines()]
         return list(zip((a for arrays in self.layers for a in arrays), heads, strict=True))
 
-    def _rows(self, blocks: Sequence[int], heads: int) -> mx.array:
+    def _rows(self, blocks: Sequence[int]) -> dict[int, mx.array]:
+        """The lines of these blocks in arrays of so many heads, behind whoever has used the arrays before."""
         at = np.array(blocks)[:, None] * self._block_size + np.arange(self._block_size)
         stride = self.num_blocks * self._block_size
-        return mx.array((np.arange(heads)[:, None, None] * stride + at).reshape(-1).astype(np.int32))
+        return {
+            n: after(
+                self._order.zeros,
+                mx.array((np.arange(n)[:, None, None] * stride + at).reshape(-1).astype(np.int32)),
+            )
+            for n in {heads for _, heads in self._each()}
+        }

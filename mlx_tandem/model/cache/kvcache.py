@@ -18,7 +18,8 @@ import numpy as np
 
 from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model.attention import portable
-from mlx_tandem.model.cache.inplace import write
+from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.cache.inplace import after, write, zero_of
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, MOST_QUERIES, PagedAttention
 from mlx_tandem.model.kernels.rotary import Rotary
@@ -262,7 +263,7 @@ class PagedCache:
         if self._fused is not None and fetched and queries.shape[2] <= MOST_QUERIES:
             window = v.window(mask)
             if window is not None and queries.dtype == self.shape.keys.dtype:
-                attention, tables = self._fused.attention, sum(self._after, v.tables)
+                attention, tables = self._fused.attention, after(self._after, v.tables)
                 return attention(
                     queries, self._arrays, tables, v.offset, scale, window=window, kept=v.kept, sinks=sinks
                 )
@@ -304,8 +305,9 @@ class PagedCache:
             out = fused.attention(queries, self._arrays, v.tables, v.offset, scale, window=window, kept=v.kept)
         else:
             if v.level:
+                zeros = [zero_of([queries])] if inplace.writing().by_outputs else []
                 keys, values = (
-                    mx.concatenate([self._before(form, pool, v), new], axis=2)
+                    mx.concatenate([self._before(form, pool, v, zeros), new], axis=2)
                     for form, pool, new in zip(self.shape.halves, self._halves(), (keys, values), strict=True)
                 )
             out = portable.attend(queries, keys, values, scale, mask, None)
@@ -329,31 +331,34 @@ class PagedCache:
         encoded = form.encode(new.reshape(-1, form.dim))
         written = [write(array, writes, lines) for array, lines in zip(pool, encoded, strict=True)]
         pool[:] = [array for array, _ in written]
-        after = [zero for _, zero in written if zero is not None]
-        self._after += after
+        zeros = [zero for _, zero in written if zero is not None]
+        self._after += zeros
         if v.level is None:
-            return form.decode([self._seen(array, form.heads, v, after) for array in pool])
+            return form.decode([self._seen(array, form.heads, v, zeros) for array in pool])
         own = form.decode([lines.reshape(*new.shape[:3], -1) for lines in encoded])
-        if after:  # nothing else asks for what was written
-            own = mx.depends(own, after)
+        by_outputs = inplace.writing().by_outputs
+        if by_outputs:
+            own = after(zeros, own)  # so that the part's outputs are made of what was written
+        elif zeros:  # nothing else asks for what was written
+            own = mx.depends(own, zeros)
         if v.level == 0:
             return own
-        return mx.concatenate([self._before(form, pool, v), own], axis=2)
+        return mx.concatenate([self._before(form, pool, v, zeros if by_outputs else ()), own], axis=2)
 
-    def _before(self, form: RowFormat, pool: Sequence[mx.array], v: StepView) -> mx.array:
-        """Keys or values of the positions before a level chunk."""
+    def _before(self, form: RowFormat, pool: Sequence[mx.array], v: StepView, zeros: Sequence[mx.array]) -> mx.array:
+        """Keys or values of the positions before a level chunk, read after what gave these zeros."""
         assert v.level is not None
         seen = v.level - v.level_first
-        return form.decode([self._seen(array, form.heads, v)[:, :, :seen] for array in pool])
+        return form.decode([self._seen(array, form.heads, v, zeros)[:, :, :seen] for array in pool])
 
     @staticmethod
-    def _seen(array: mx.array, heads: int, v: StepView, after: Sequence[mx.array] = ()) -> mx.array:
+    def _seen(array: mx.array, heads: int, v: StepView, zeros: Sequence[mx.array]) -> mx.array:
         """[rows, heads, positions, width] of an array of the pool, as it is after what gave these zeros."""
         width = array.shape[1]
         if v.in_place is not None:
             first, last = v.in_place
             return array.reshape(heads, -1, width)[None, :, first * v.block_size : last * v.block_size]
-        runs = sum(after, v.runs(heads))
+        runs = after(zeros, v.runs(heads))
         rows, _, blocks = runs.shape
         gathered = array.reshape(-1, v.block_size * width)[runs]
         return gathered.reshape(rows, heads, blocks * v.block_size, width)

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlx_tandem.engine.plan import Bytes
 from mlx_tandem.model.cache.blocks import KVArrays
+from mlx_tandem.model.cache.inplace import Order
 from mlx_tandem.model.cache.kvcache import LayerShape
 
 
@@ -23,14 +24,17 @@ def windows_of(shapes: Iterable[LayerShape]) -> tuple[int | None, ...]:
 
 
 class KVPools:
-    """`num_blocks`: of each pool, in the order of `windows_of`."""
+    """`num_blocks`: of each pool, in the order of `windows_of`; `order`: of all who use the arrays."""
 
-    def __init__(self, shapes: Sequence[LayerShape], num_blocks: Sequence[int], block_size: int):
+    def __init__(
+        self, shapes: Sequence[LayerShape], num_blocks: Sequence[int], block_size: int, order: Order | None = None
+    ):
+        order = order or Order()
         self.windows = windows_of(shapes)
         self.pool_of = [0 if s.window is None else len(self.windows) - 1 for s in shapes]  # by layer
         self.firsts = [sum(num_blocks[:i]) for i in range(len(num_blocks))]
         self.pools = [
-            KVArrays([s for s, own in zip(shapes, self.pool_of, strict=True) if own == i], n, block_size)
+            KVArrays([s for s, own in zip(shapes, self.pool_of, strict=True) if own == i], n, block_size, order)
             for i, n in enumerate(num_blocks)
         ]
 

@@ -21,7 +21,8 @@ from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.model import device
-from mlx_tandem.model.cache.inplace import by_kernel
+from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.cache.inplace import Order
 from mlx_tandem.model.footprint import bucket
 from mlx_tandem.model.linears.skinny import FewRows
 from mlx_tandem.model.lora.adapted import Target, adapt, find_targets
@@ -87,8 +88,9 @@ class LoraState:
         self._targets = find_targets(model)
         self._blocks = [m for m in model.modules() if isinstance(m, (SwitchGLU, SwitchMLP))]
         self._stacks: dict[str, Stack] = {}  # by path, in the model's order
-        store = by_kernel()
-        self._writer = SlotWriter(store) if store is not None else None
+        self.order = Order()  # of all who use arrays that kernels write: these, and those of the KV pool
+        store = inplace.writing().store
+        self._writer = SlotWriter(store, self.order) if store is not None else None
         self._routes: OrderedDict[tuple[tuple[int, ...], int], Route] = OrderedDict()
         self._bound: _Bound | None = None
 
@@ -146,6 +148,8 @@ class LoraState:
         rank = max(self.rank, bucket(weights.info.rank))
         wider = rank > self.rank
         self.rank = rank
+        if wider:
+            self.order.wait()  # a slot may still be written, of which a copy is made now
         changed = False
         for path, target in self._targets.items():
             old = self._stacks.get(path)

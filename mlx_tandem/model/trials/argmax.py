@@ -43,8 +43,8 @@ def choose(
         makers = [dialect.maker(target) for target in dialect.available()]
     if not makers:
         return Choice(by_argmax, "this device has no kernels")
-    kernel = Argmax(makers[0])
     try:
+        kernel = Argmax(makers[0])
         problem = wrong(kernel, dict.fromkeys((dtype, mx.float32)), vocabulary)
         if not problem:
             ours, theirs = (seconds(greedy, dtype, vocabulary) for greedy in (kernel, by_argmax))

@@ -68,9 +68,9 @@ def choose(
     shapes = sorted({s for group in groups for s in _shapes(group)})
     if not shapes:
         return _plain("no linear has a shape for fused kernels", forced)
-    kernels = LoraKernels(makers[0])
     mixed = same = UNLIMITED
     try:
+        kernels = LoraKernels(makers[0])
         problem = wrong(kernels, shapes, dtype)
         if not problem and not forced:
             mixed, same = (faster_up_to(kernels, shapes, dtype, slots=slots) for slots in (_TIMED_SLOTS, 1))

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig
 from mlx_tandem.engine.plan import Row, Seating, StepPlan
-from mlx_tandem.model.build import build, decode_growth
+from mlx_tandem.model.build import build
+from mlx_tandem.model.settling import decode_growth
 from mlx_tandem.types import SamplingParams
 
 

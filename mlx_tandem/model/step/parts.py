@@ -1,0 +1,73 @@
+"""The parts of a step in flight: what each of them will have drawn, and how that is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_tandem.engine.plan import StepPlan
+from mlx_tandem.model.step.inputs import Sent
+from mlx_tandem.model.step.sampler import SamplingFlags
+from mlx_tandem.types import TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a step that writes the pool once: the rows of the plan it holds and what it drew for them.
+
+    `marker` is evaluated when the part is done; no array in it shares the pool's buffers.
+    """
+
+    rows: list[int]
+    flags: SamplingFlags
+    drawn: list[mx.array]  # empty when no row samples
+    marker: list[mx.array]
+    tokens: int = 0  # rows times length
+    scored: list[mx.array] = field(default_factory=list)
+    # How many alternatives each row wants; when this is read, its seat may be somebody else's.
+    wanted: list[int] = field(default_factory=list)
+    wanted_scores: list[int] = field(default_factory=list)
+    saves: tuple[int, ...] = ()  # blocks that the marker holds
+    sent: Sent | None = None
+
+    def logprobs(self, plan: StepPlan) -> dict[int, TokenLogprob]:
+        """Return the logprobs of the tokens that were drawn, by the row of the plan, for rows that want them."""
+        lists: Any = [a.tolist() for a in self.drawn[1:]]
+        model, sampled, *top = lists
+        found = {}
+        for row, i in enumerate(self.rows):
+            k = self.wanted[row]
+            if k < 0 or not plan.rows[i].sample:
+                continue
+            best = tuple(zip(top[0][row][:k], top[1][row][:k], strict=True)) if k else ()
+            found[i] = TokenLogprob(model[row], sampled[row], best)
+        return found
+
+    def scores(self, plan: StepPlan) -> dict[int, list[TokenLogprob]]:
+        """Return the logprobs of the rows' targets, by the row of the plan."""
+        lists: Any = [a.tolist() for a in self.scored]
+        found = {}
+        for row, i in enumerate(self.rows):
+            k = self.wanted_scores[row]
+            logprobs, ranks, *top = (values[row] for values in lists)
+            found[i] = [
+                TokenLogprob(
+                    logprobs[at],
+                    logprobs[at],
+                    tuple(zip(top[0][at][:k], top[1][at][:k], strict=True)) if k else (),
+                    ranks[at],
+                )
+                for at in range(len(plan.rows[i].targets))
+            ]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was launched. `cold`: a shape was met for the first time."""
+
+    plan: StepPlan
+    parts: list[Part]
+    cold: bool

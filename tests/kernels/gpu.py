@@ -1,0 +1,144 @@
+"""A GPU that is not there: everything in the package takes the device for one, and its kernels run on the CPU.
+
+What MLX itself computes is computed by its CPU back end. Kernels are those of `shim.py`; some can be made to fail.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlx_tandem.model import build, device
+from mlx_tandem.model.attention import choice
+from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
+from mlx_tandem.model.linears.tuning import Tuned
+from mlx_tandem.model.trials import machine
+from tests.kernels import shim
+
+Around = Callable[[Source, Make], Kernel]
+"""Makes a kernel of a source, by what makes right ones."""
+
+
+@dataclass
+class Gpu:
+    """`faults` has a way of making those kernels that are not to be right, by the beginning of their names. `clock` is
+    what the trials at start see: so many seconds for each kernel, and for each operation of MLX's own."""
+
+    make: Make
+    faults: dict[str, Around] = field(default_factory=dict)
+    sources: dict[tuple[str, int], Source] = field(default_factory=dict)  # made so far, by name and number of inputs
+    clock: float = 0.0
+    kernel_seconds: float = 1e-7
+    operation_seconds: float = 1e-6
+
+    def maker(self, target: Target) -> Make:
+        def make(source: Source) -> Kernel:
+            self.sources[source.name, len(source.inputs)] = source
+            found = [fault for name, fault in self.faults.items() if source.name.startswith(name)]
+            kernel = found[0](source, self.make) if found else self.make(source)
+
+            def call(
+                inputs: Sequence[mx.array],
+                template: Mapping[str, Constant],
+                groups: tuple[int, int, int],
+                threads: int,
+                outputs: Sequence[Shaped],
+            ) -> list[mx.array]:
+                self.clock += self.kernel_seconds
+                return kernel(inputs, template, groups, threads, outputs)
+
+            return call
+
+        return make
+
+    def count(self, arrays: Any) -> None:
+        """Let the time pass that MLX's operations take which make these arrays."""
+        graph = io.StringIO()
+        mx.export_to_dot(graph, *_flat(arrays))
+        self.clock += self.operation_seconds * graph.getvalue().count("rectangle")
+
+
+def _flat(arrays: Any) -> list[mx.array]:
+    if isinstance(arrays, mx.array):
+        return [arrays]
+    return [x for each in (arrays.values() if isinstance(arrays, dict) else arrays) for x in _flat(each)]
+
+
+def install(target: Target, make: Make, monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Have the package find a GPU of this kind for the rest of the test. Whoever calls it clears `inplace.writing` when
+    the test is over."""
+    gpu = Gpu(make)
+    monkeypatch.setattr(dialect, "available", lambda: (target,))
+    monkeypatch.setattr(dialect, "maker", gpu.maker)
+    monkeypatch.setattr(device, "is_cpu", lambda: False)
+    monkeypatch.setattr(device, "memory_limit", lambda: 1 << 30)
+    monkeypatch.setattr(device, "describe", lambda: f"a {target} GPU that is not there")
+    monkeypatch.setattr(build, "tune", lambda *args, **options: Tuned())
+    inplace.writing.cache_clear()
+    return gpu
+
+
+def time_by_clock(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the trials at start measure time by the clock of `gpu`."""
+    evaluate = mx.eval
+
+    def counted(*arrays: Any) -> None:
+        gpu.count(list(arrays))
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", counted)
+    for module in (choice, machine):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: gpu.clock))
+
+
+def uncompilable(source: Source, make: Make) -> Kernel:
+    """A kernel whose text the device's compiler does not take, which it says when the kernel is run."""
+
+    def call(*args: Any) -> list[mx.array]:
+        raise RuntimeError(f"[metal::Device] Unable to build metal library from source: {source.name}")
+
+    return call
+
+
+def instead(right: str, wrong: str) -> Around:
+    """Kernels in whose text, where it has the one, the other stands."""
+
+    def around(source: Source, make: Make) -> Kernel:
+        return make(replace(source, body=source.body.replace(right, wrong)))
+
+    return around
+
+
+def slow(gpu: Gpu) -> Around:
+    """Kernels that take a second each."""
+
+    def around(source: Source, make: Make) -> Kernel:
+        kernel = make(source)
+
+        def call(*args: Any) -> list[mx.array]:
+            gpu.clock += 1.0
+            return kernel(*args)
+
+        return call
+
+    return around
+
+
+def folder_of(factory: pytest.TempPathFactory) -> Path:
+    """Where compiled kernels of this process are kept."""
+    found = factory.getbasetemp() / "compiled-kernels"
+    found.mkdir(exist_ok=True)
+    return found
+
+
+def by_shim(factory: pytest.TempPathFactory) -> Make:
+    return shim.maker(folder_of(factory))

@@ -1,0 +1,190 @@
+"""Faults at start: a kernel that is not to be had, wrong or slow on this device ends in a server that serves, and that
+says what it goes on without."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlx_tandem.engine.cost import CostModel
+from mlx_tandem.engine.plan import StepPlan, StepResult
+from mlx_tandem.model.attention import choice
+from mlx_tandem.model.attention.block import ShortBlock
+from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
+from mlx_tandem.model.runner import MLXRunner
+from mlx_tandem.model.step.parts import Flight
+from mlx_tandem.model.trials import argmax, lora
+from mlx_tandem.types import Request, SamplingParams
+from tests import tiny_models
+from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
+from tests.kernels import gpu as fake
+from tests.kernels import shim
+from tests.kernels.gpu import Around, Gpu
+
+pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+
+_rng = np.random.default_rng(5)
+PROMPTS = [tuple(_rng.integers(3, tiny_models.VOCAB, n).tolist()) for n in (5, 20)]
+
+
+@pytest.fixture
+def metal(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    """A Metal device whose kernels are all faster than MLX's operations."""
+    gpu = fake.install("metal", fake.by_shim(tmp_path_factory), monkeypatch)
+    fake.time_by_clock(gpu, monkeypatch)
+    for name, few in (("ROWS", 2), ("CONTEXT", 64), ("CHAIN", 2)):
+        monkeypatch.setattr(choice, name, few)
+    monkeypatch.setattr(argmax, "ROWS", 2)
+    monkeypatch.setattr(lora, "_TOKENS", (1, 16))
+    mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
+    yield gpu
+    mx.enable_compile()
+    inplace.writing.cache_clear()
+
+
+def start(tmp_path: Path) -> Engine:
+    engine = make_engine(tiny_models.make(tmp_path / "model", "llama"), num_blocks=12)
+    engine.built.warm_up(CostModel())
+    return engine
+
+
+def assert_serves(engine: Engine, tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=3)
+    loop = engine.run([Request(i, prompt, params) for i, prompt in enumerate(PROMPTS)], chunks=16)
+    assert_agrees(loop, Oracle.load(tmp_path / "model"), "at the end")
+
+
+def short_blocks(engine: Engine) -> bool:
+    return any(isinstance(m, ShortBlock) for m in engine.built.runner._model.modules())
+
+
+def test_all_kernels_are_taken_where_they_are_right_and_faster(metal: Gpu, tmp_path: Path) -> None:
+    engine = start(tmp_path)
+    info = engine.built.info
+    assert info.attention_backend == "metal" and info.lora_backend == "fused"
+    assert info.attention_reason.startswith("faster: ") and "own code" not in info.attention_reason
+    assert inplace.writing().store is not None and short_blocks(engine)
+    assert not engine.built.runner.one_at_a_time
+    assert_serves(engine, tmp_path)
+
+
+WRONG: dict[str, Around] = {
+    "paged_attention": fake.instead("k <= position", "k < position"),
+    "rotary": fake.instead("a * c - b * s", "a * c + b * s"),
+    "store": fake.instead("= lines[i]", "= lines[i] + T(1)"),
+    "lora_shrink": fake.instead("= total;", "= 2.0f * total;"),
+    "argmax": fake.instead(" > peak.height)", " < peak.height)"),
+}
+
+SAYS = {
+    "paged_attention": "attention by portable: metal is not taken: ",
+    "rotary": "attention blocks run their own code: ",
+    "store": "MLX's own operations write the KV pool: the kernel that writes in place is ",
+    "lora_shrink": "fused kernels are not taken: ",
+    "argmax": "greedy tokens: the kernel is not taken: ",
+}
+
+WHY = {
+    "uncompilable": r"RuntimeError: \[metal::Device\] Unable to build",
+    "wrong": r"(in few operations they are off|wrong|token -?\d+ instead of \d+)",
+    "slow": r"(in few operations a step of 16 rows takes|slower)",
+}
+
+
+@pytest.mark.parametrize("fault", WHY)
+@pytest.mark.parametrize("kernel", SAYS)
+def test_a_server_starts_without_a_kernel_that_is(
+    metal: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture, kernel: str, fault: str
+) -> None:
+    caplog.set_level("INFO")
+    ways = {"uncompilable": fake.uncompilable, "wrong": WRONG[kernel], "slow": fake.slow(metal)}
+    metal.faults[kernel] = ways[fault]
+    engine = start(tmp_path)
+    assert re.search(re.escape(SAYS[kernel]) + "[^\n]*" + WHY[fault], caplog.text)
+    info = engine.built.info
+    assert (info.attention_backend == "metal") == (kernel != "paged_attention")
+    assert (info.lora_backend == "fused") == (kernel != "lora_shrink")
+    assert short_blocks(engine) == (kernel not in ("paged_attention", "rotary", "store"))
+    assert (inplace.writing().store is None) == (kernel == "store")
+    assert_serves(engine, tmp_path)
+
+
+@pytest.fixture
+def growth(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes that the device says it needed at most beside what it did, at one look after the other."""
+    more: list[int] = []
+    peak = mx.get_peak_memory
+    monkeypatch.setattr(mx, "get_peak_memory", lambda: peak() + (more.pop(0) if more else 0))
+    return more
+
+
+def test_memory_that_grows_once_is_looked_at_again(
+    metal: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture, growth: list[int]
+) -> None:
+    """A GPU may give back what operations held only after they are done."""
+    growth.append(1 << 30)
+    engine = start(tmp_path)
+    assert "once decode steps used 102" in caplog.text and "looked at again they did not" in caplog.text
+    assert not engine.built.runner.one_at_a_time
+    assert_serves(engine, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["decode steps", "chunks, copies, loads and forks"])
+def test_steps_that_need_memory_in_flight_go_one_at_a_time(
+    metal: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture, growth: list[int], kind: str
+) -> None:
+    growth += [1 << 30] * 4 if kind == "decode steps" else [0, 1 << 30] * 2
+    engine = start(tmp_path)
+    assert re.search(
+        f"each step is dispatched when the one before is done: in flight together {kind} used", caplog.text
+    )
+    assert engine.built.runner.one_at_a_time
+    assert_serves(engine, tmp_path)
+
+
+def test_a_pool_that_is_copied_whatever_is_done_ends_the_start(metal: Gpu, tmp_path: Path, growth: list[int]) -> None:
+    growth += [1 << 30] * 8
+    with pytest.raises(RuntimeError, match="the pool is copied instead of written in place"):
+        start(tmp_path)
+
+
+def test_steps_that_disturb_each_other_go_one_at_a_time(
+    metal: Gpu, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device on which what a chunk writes is lost while another step is in flight."""
+    in_flight = 0
+    launch, wait = MLXRunner.launch, MLXRunner.wait
+
+    def counted_launch(self: MLXRunner, plan: StepPlan) -> Flight:
+        nonlocal in_flight
+        in_flight += 1
+        return launch(self, plan)
+
+    def counted_wait(self: MLXRunner, handle: Flight) -> StepResult:
+        nonlocal in_flight
+        in_flight -= 1
+        return wait(self, handle)
+
+    def lossy(source: Source, make: Make) -> Kernel:
+        kernel = make(source)
+
+        def call(inputs: Sequence[mx.array], *rest: Any) -> list[mx.array]:
+            if in_flight > 1:
+                inputs = [mx.array(x) if n in source.writes else x for n, x in zip(source.inputs, inputs, strict=True)]
+            return kernel(inputs, *rest)
+
+        return call
+
+    monkeypatch.setattr(MLXRunner, "launch", counted_launch)
+    monkeypatch.setattr(MLXRunner, "wait", counted_wait)
+    metal.faults["rotary"] = lossy
+    engine = start(tmp_path)
+    assert "each step is dispatched when the one before is done: in flight together they disturb" in caplog.text
+    assert engine.built.runner.one_at_a_time
