@@ -21,6 +21,7 @@ from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
 from mlx_tandem.model.linears.tuning import Tuned
+from mlx_tandem.model.memory import Limit
 from mlx_tandem.model.trials import machine
 from tests.kernels import shim
 
@@ -79,8 +80,8 @@ def install(target: Target, make: Make, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu(make)
     monkeypatch.setattr(dialect, "available", lambda: (target,))
     monkeypatch.setattr(dialect, "maker", gpu.maker)
-    monkeypatch.setattr(device, "is_cpu", lambda: False)
-    monkeypatch.setattr(device, "memory_limit", lambda: 1 << 30)
+    monkeypatch.setattr(device, "kind", lambda: target)
+    monkeypatch.setattr(device, "memory_limit", lambda chosen: Limit(1 << 30, "", shared=target == "metal"))
     monkeypatch.setattr(device, "describe", lambda: f"a {target} GPU that is not there")
     monkeypatch.setattr(build, "tune", lambda *args, **options: Tuned())
     inplace.writing.cache_clear()
