@@ -22,6 +22,7 @@ from mlx_tandem.errors import EngineError, InvalidRequest, TandemError
 from mlx_tandem.server.jobs import Jobs
 from mlx_tandem.server.log import log, log_exception
 from mlx_tandem.text.output import TextOptions
+from mlx_tandem.training.external import Prompt
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.online.serving import Outcome, Sampled, UpdateReport
 from mlx_tandem.training.store import manifests
@@ -30,8 +31,6 @@ from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats
 
 if TYPE_CHECKING:
     from mlx_tandem.server.front import Front
-
-Prompt = str | list[dict[str, str]]
 
 PACE_SECONDS = 300.0
 

@@ -56,6 +56,7 @@ async def update(front: Front, body: UpdateBody) -> tuple[int, dict[str, Any]]:
             body.trajectories,
             vocab_size=info.vocab_size,
             max_tokens=front.room(info),
+            newest_version=learner.newest_version,
             encode_prompt=learning.encode,
             encode_completion=front.tokenizer.encode,
         )

@@ -61,6 +61,11 @@ class OnlineLearner:
         """Of the last updates, oldest first."""
         return self._learner.history
 
+    @property
+    def newest_version(self) -> int:
+        """The highest version number of the trained adapter that was ever given."""
+        return self._learner.versions.last
+
     # -- life -----------------------------------------------------------------------------------------------------
 
     async def bring_up(self) -> None:

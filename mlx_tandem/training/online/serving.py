@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
@@ -70,7 +70,7 @@ class Serving(Protocol):
         """`n` completions of each prompt, in training's share of the device. Raises EngineError."""
         ...
 
-    def encode(self, prompt: str | list[dict[str, str]]) -> tuple[int, ...]:
+    def encode(self, prompt: str | list[dict[str, Any]]) -> tuple[int, ...]:
         """Token ids of a text, or of chat messages through the model's template. Raises InvalidRequest."""
         ...
 
