@@ -173,7 +173,7 @@ def test_prompts_may_be_conversations_and_versions_those_that_were_there(learner
     version = status(learner)["version"]
     said = [
         chat("user", name="ann") | {"completion": None, "token_ids": tokens, "versions": [v] * len(tokens), "reward": i}
-        for i, v in enumerate((0, 1, version))
+        for i, v in enumerate((max(version - 4, 0), version - 1, version))
     ]
     reply = update(learner, trajectories=said)
     assert reply.status_code == 200, reply.text

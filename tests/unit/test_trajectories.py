@@ -71,7 +71,7 @@ class BufferMachine(RuleBasedStateMachine):
         taken = self.buffer.take(count, self.version, MAX_STALENESS)
         got = [t for g in taken.groups for t in g]
         assert not {t.id for t in got} & (self.taken | self.gone), "twice"
-        assert all(staleness(t, self.version) <= MAX_STALENESS for t in got)
+        assert all(staleness(t.versions, self.version) <= MAX_STALENESS for t in got)
         assert all(len({t.reward for t in g}) > 1 and len({t.group for t in g}) == 1 for g in taken.groups)
         assert sum(len(g) for g in taken.groups[:-1]) < count, "no more groups than were asked for"
         assert len(got) >= min(count, usable if not taken.stale else 0), "progress"
