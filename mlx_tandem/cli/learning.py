@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -65,6 +66,28 @@ def _check(config: Config) -> None:
         )
     if source and source not in adapters and not config.adapter_root:
         raise InvalidRequest(f"'rl_training.init_from' is '{source}', but no adapter of this name is served")
+    _check_checkpoints(config)
+
+
+def _check_checkpoints(config: Config) -> None:
+    """Refuse names that belong to checkpoints: those that are there, and those that come by themselves."""
+    from mlx_tandem.training.store.checkpoints import AUTOMATIC, Checkpoints
+
+    folder = config.checkpointing.checkpoint_dir
+    there = {info.name.casefold() for info in Checkpoints(Path(folder), 1).list()}
+    named = [
+        (config.rl_training.adapter, "rl_training.adapter"),
+        *((name, "adapters") for name, _ in config.adapters),
+        *((name, "aliases") for name, _ in config.aliases),
+    ]
+    for name, setting in named:
+        if name.casefold() in there or AUTOMATIC.fullmatch(name.casefold()):
+            raise InvalidRequest(
+                f"'{name}' in '{setting}' is the name of a checkpoint: give it another name, or name another folder "
+                f"than {folder} with --checkpoint-dir"
+                if name.casefold() in there
+                else f"'{name}' in '{setting}' is a name that checkpoints get by themselves: give it another name"
+            )
 
 
 def _with_room(config: Config) -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_tandem.errors import TandemError
 from mlx_tandem.server.log import log
@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from mlx_tandem.training.rewards import Scoring
 
 Outcome = dict[str, Any]
-"""What a choice says of itself once it is scored: `trajectory_id` and `score`, each only when asked for."""
+"""What a choice says of itself once it is scored: `trajectory_id` and `score`, each only when asked for, and `dropped`
+when it was to be collected and is not."""
+
+Reason = Literal["stale", "no_score", "empty", "storage_error"]
+"""Why a choice is not collected. stale: it is too many versions away; empty: it has no token; storage_error: the
+journal cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -69,24 +74,30 @@ class Recorder:
     async def close(self) -> list[Outcome]:
         """All choices have ended. What they have to say of it, one for each; with `shown` that waits for the scores,
         and a trajectory that is named then is on disk."""
-        collect = self._collect
+        collect, learner = self._collect, self._learning.learner
         if collect.keep:
             for prompt, text in zip(self._prompts, collect.prompts, strict=True):
-                self._learning.learner.record_prompt(tuple(prompt), collect.scoring, collect.params, text)
-        ids = [new_id() if collect.keep else "" for _ in self._said]
+                learner.record_prompt(tuple(prompt), collect.scoring, collect.params, text)
+        ids = [new_id() for _ in self._said]
         if not collect.shown:
+            # What has no score is dropped later, when the reply is gone.
+            gone = {id: self._doomed(said) for id, said in zip(ids, self._said, strict=True)}
             await self._learning.later(self._settle(ids))
-            return [{"trajectory_id": id} for id in ids]
-        scores, kept = await self._settle(ids)
-        outcomes: list[Outcome] = []
-        for id, score in zip(ids, scores, strict=True):
-            taken = {"trajectory_id": id if id in kept else None} if collect.keep else {}
-            outcomes.append(taken | {"score": score})
-        return outcomes
+            return [_collected(id, gone[id]) for id in ids]
+        scores, dropped = await self._settle(ids)
+        return [
+            (_collected(id, dropped.get(id)) if collect.keep else {}) | {"score": score}
+            for id, score in zip(ids, scores, strict=True)
+        ]
 
-    async def _settle(self, ids: Sequence[str]) -> tuple[list[float | None], frozenset[str]]:
-        """The choices' scores, and which ids are collected: choices without a score are not, nor is any when the
-        journal cannot be written."""
+    def _doomed(self, said: Said) -> Reason | None:
+        """Return why a choice will not be collected whatever its score is."""
+        if not said.tokens:
+            return "empty"
+        return "stale" if self._learning.learner.is_stale(said.versions) else None
+
+    async def _settle(self, ids: Sequence[str]) -> tuple[list[float | None], dict[str, Reason]]:
+        """Score the choices and collect them; return the scores, and why some are not collected, by id."""
         from mlx_tandem.training.rewards import Sample
 
         collect, learner = self._collect, self._learning.learner
@@ -95,21 +106,26 @@ class Recorder:
             for i, c in enumerate(self._said)
         ]
         scores = await learner.rewards.score([collect.scoring] * len(samples), samples)
+        dropped: dict[str, Reason] = {}
         if not collect.keep:
-            return scores, frozenset()
+            return scores, dropped
         now = self._learning.clock()
         scored: dict[str, list[Trajectory]] = {group: [] for group in collect.groups}
         for i, (id, score) in enumerate(zip(ids, scores, strict=True)):
-            if score is not None and self._said[i].tokens:
+            if not self._said[i].tokens:
+                dropped[id] = "empty"
+            elif score is None:
+                dropped[id] = "no_score"
+            else:
                 scored[collect.groups[i // self._n]].append(self._trajectory(i, id, score, now))
         try:
-            await asyncio.gather(
+            stale = await asyncio.gather(
                 *(learner.add(group, 0 if collect.shared else len(group)) for group in scored.values() if group)
             )
         except TandemError as e:  # serving goes on without a journal
             log("trajectories not collected", error=e.message)
-            return scores, frozenset()
-        return scores, frozenset(t.id for group in scored.values() for t in group)
+            return scores, dropped | {t.id: "storage_error" for group in scored.values() for t in group}
+        return scores, dropped | dict.fromkeys(frozenset[str]().union(*stale), "stale")
 
     def _trajectory(self, index: int, id: str, score: float, created: float) -> Trajectory:
         collect, own = self._collect, self._said[index]
@@ -126,3 +142,7 @@ class Recorder:
             created=created,
             metadata=collect.metadata,
         )
+
+
+def _collected(id: str, dropped: Reason | None) -> Outcome:
+    return {"trajectory_id": id} if dropped is None else {"trajectory_id": None, "dropped": dropped}

@@ -64,6 +64,8 @@ class Front:
 
     async def _bring_up(self) -> None:
         """An engine is ready and knows nothing yet."""
+        if self.learning is not None:
+            await self.learning.read_checkpoints()  # adapters that are loaded now may not take their names
         await self.models.bring_up()
         if self.learning is not None:
             await self.learning.bring_up()

@@ -12,26 +12,25 @@ import itertools
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from msgspec import structs
 
-from mlx_tandem.errors import EngineError, InvalidRequest, TandemError
+from mlx_tandem.errors import Conflict, EngineError, InvalidRequest, TandemError, renamed
 from mlx_tandem.server.jobs import Jobs
 from mlx_tandem.server.log import log, log_exception
 from mlx_tandem.text.output import TextOptions
+from mlx_tandem.training.external import Prompt
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.online.serving import Outcome, Sampled, UpdateReport
 from mlx_tandem.training.store import manifests
-from mlx_tandem.training.store.checkpoints import BEST, Checkpoints
+from mlx_tandem.training.store.checkpoints import AUTOMATIC, BEST, CheckpointInfo, Checkpoints
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats, Request, SamplingParams
 
 if TYPE_CHECKING:
     from mlx_tandem.server.front import Front
-
-Prompt = str | list[dict[str, str]]
 
 PACE_SECONDS = 300.0
 
@@ -47,6 +46,8 @@ class Serving:
         self._name = front.config.rl_training.adapter
         self._folder = os.path.abspath(front.config.checkpointing.checkpoint_dir)
         self._checkpoints: set[str] = set()  # names that are served because there is a checkpoint of that name
+        self._named: set[str] = set()  # names of all checkpoints, in lower case
+        self._naming: set[str] = set()  # names, in lower case, that checkpoints get as soon as they are saved
         self._numbers: dict[str, int] = {}  # versions of the checkpoints' contents, by digest
         self.swaps = 0  # how often the trained adapter's name has come to stand for a version, since the start
 
@@ -96,15 +97,34 @@ class Serving:
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
+    def is_checkpoint(self, name: str) -> bool:
+        """Return whether a checkpoint has this name, is getting it now, or may get it by itself at any time. Names that
+        differ in case only would be one folder on many disks."""
+        folded = name.casefold()
+        return folded in self._named or folded in self._naming or AUTOMATIC.fullmatch(folded) is not None
+
     def check_checkpoint_name(self, name: str, param: str) -> None:
-        """Raises InvalidRequest naming `param` unless a checkpoint may be called and served as `name`."""
+        """Raises InvalidRequest naming `param` unless a new checkpoint may be called and served as `name`."""
         if name in (BEST, "journal") or ".corrupt" in name or name.isdigit():  # a number is a version's
             raise InvalidRequest(f"{param} may not be {name[:64]!r}", param=param)
-        try:
+        if name.casefold() in self._named | self._naming:
+            raise Conflict(f"there is a checkpoint {name[:64]!r}", param=param, code="checkpoint_exists")
+        with renamed(name=param):
             self._front.models.check_free(name)
-        except InvalidRequest as e:
-            e.param = param
-            raise
+
+    @contextlib.contextmanager
+    def naming(self, name: str | None, param: str) -> Iterator[None]:
+        """Keep `name` for a checkpoint that is saved meanwhile, so that nothing else gets it; None: it gets a name by
+        itself. Raises InvalidRequest naming `param` when it may not be called so."""
+        if name is None:
+            yield
+            return
+        self.check_checkpoint_name(name, param)
+        self._naming.add(name.casefold())
+        try:
+            yield
+        finally:
+            self._naming.discard(name.casefold())
 
     def saved(self, info: AdapterInfo, folder: str, name: str) -> None:
         """This content is now in a checkpoint, too, which may be asked for by its name."""
@@ -114,13 +134,20 @@ class Serving:
             if manifests.read(Path(best.path)).digest == info.digest:
                 names[BEST] = best
         for each, source in names.items():
+            self._named.add(each.casefold())
             if self._takes(each):
                 self._front.models.saved(each, source, info)
+
+    async def read_checkpoints(self) -> Sequence[CheckpointInfo]:
+        """Return the checkpoints that lie in the folder now; from here on nothing else gets a name of theirs."""
+        found = await asyncio.to_thread(Checkpoints(Path(self._folder), 1).list)
+        self._named = {info.name.casefold() for info in found}
+        return found
 
     async def list_checkpoints(self) -> None:
         """Serve the checkpoints that lie in the folder now, each under its name, and no others."""
         models, before = self._front.models, frozenset(self._checkpoints)
-        found = await asyncio.to_thread(Checkpoints(Path(self._folder), 1).list)
+        found = await self.read_checkpoints()
         names = {info.name for info in found}
         self._numbers = {info.digest: info.version for info in found if info.version}
         models.shelve({f"{self._name}@{i.version}": self._source(i.name) for i in found if i.version})
@@ -203,6 +230,7 @@ class Learning(Serving):
         self.clock = clock
         self.learner = OnlineLearner(front.config, front.client, self, clock=clock)
         self.jobs = Jobs(clock)
+        front.models.is_checkpoint = self.is_checkpoint
         self._outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
         self._counted: UpdateReport | None = None  # the last of those
         self._pace: deque[tuple[float, int]] = deque()  # (time, updates so far)

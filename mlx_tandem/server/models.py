@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +76,8 @@ class Models:
         self._expected: frozenset[str] = frozenset()  # versions of an earlier server that are being made again
         self._trained = config.rl_training.adapter if config.rl_training.enabled else None
         self._checkpoints = os.path.abspath(config.checkpointing.checkpoint_dir)
+        self.is_checkpoint: Callable[[str], bool] = lambda name: False
+        """Whether a name belongs to the checkpoints of a server that learns, so that nothing else may have it."""
         self._is_up = False
 
     # -- what a request means -----------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ class Models:
             self.registry.check(name)
         except InvalidRequest:
             return None
-        return self._root.find(name)
+        return None if self.is_checkpoint(name) else self._root.find(name)
 
     # -- adapters -----------------------------------------------------------------------------------------------
 
@@ -180,7 +182,12 @@ class Models:
         return self._publish(name, source, info, pin)
 
     def _check(self, name: str) -> None:
-        """Raise unless an adapter may be called `name`."""
+        """Raise unless an adapter may be called `name`, be it one that is there already."""
+        self._check_others(name)
+        self._check_no_checkpoint(name)
+
+    def _check_others(self, name: str) -> None:
+        """Raise if `name` is no name of an adapter, or that of the base, an alias or the trained adapter."""
         self.registry.check(name)
         if name in self.base_names:
             raise Conflict(f"{name!r} is the name of the base model", param="name")
@@ -189,10 +196,14 @@ class Models:
         self._check_untrained(name)
 
     def check_free(self, name: str) -> None:
-        """Raise unless nothing is called `name` and an adapter may be."""
-        self._check(name)
+        """Raise unless nothing is called `name`, so that a new checkpoint may be."""
+        self._check_others(name)
         if name in self.registry:
             raise Conflict(f"{name!r} is the name of an adapter", param="name")
+
+    def _check_no_checkpoint(self, name: str) -> None:
+        if self.is_checkpoint(name):
+            raise Conflict(f"{name!r} is the name of a checkpoint of this server", param="name")
 
     def _check_untrained(self, name: str) -> None:
         if name == self._trained and self._is_up:  # before that it may be what training begins with
@@ -213,8 +224,13 @@ class Models:
             self._client.know_adapter(holders[0].info, source, pinned)
 
     async def unload(self, name: str) -> list[AdapterRef]:
-        """Forget a name and all its versions. Requests that run are finished."""
+        """Forget a name and all its versions. Requests that run are finished. Raises Conflict for what is trained here
+        and for a checkpoint, which is there as long as its folder is."""
         self._check_untrained(name)
+        self._check_no_checkpoint(name)
+        return await self._remove(name)
+
+    async def _remove(self, name: str) -> list[AdapterRef]:
         refs = self.registry.remove(name)
         for digest in {r.digest for r in refs}:
             await self._let_go(digest)
@@ -282,7 +298,7 @@ class Models:
                 if entry.source == source:
                     entry.source = None
         if name in self.registry:
-            await self.unload(name)
+            await self._remove(name)
 
     def expect(self, labels: Iterable[str]) -> None:
         """These versions are being made again: who asks for one is told so until `drop_lost`."""
@@ -316,6 +332,7 @@ class Models:
     def _check_alias(self, name: str) -> None:
         if name in self.base_names or name in self.registry:
             raise Conflict(f"{name!r} is the name of a model", param="name")
+        self._check_no_checkpoint(name)
 
     # -- the engine's life --------------------------------------------------------------------------------------
 
@@ -353,6 +370,7 @@ class Models:
             if name in self.base_names:
                 continue
             try:
+                self._check_no_checkpoint(name)
                 self.registry.announce(name, source)
                 found += 1
             except InvalidRequest as e:

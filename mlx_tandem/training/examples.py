@@ -38,21 +38,29 @@ class Codec(Protocol):
         ...
 
 
-class Message(Struct, forbid_unknown_fields=True):
+class Turn(Struct, forbid_unknown_fields=True):
+    """A message of a conversation, as people write it."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str
     name: str | None = None
     reasoning_content: str | None = None
-    weight: Literal[0, 1] = 1  # of an assistant's: whether it is taught
+    tool_call_id: str | None = None
 
     def turn(self) -> dict[str, Any]:
-        """As templates expect it; "system" is the older name of "developer"."""
-        more = {"name": self.name, "reasoning_content": self.reasoning_content}
+        """Return the message as chat templates expect it; "system" is the older name of "developer"."""
+        more = {"name": self.name, "reasoning_content": self.reasoning_content, "tool_call_id": self.tool_call_id}
         return {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content,
             **{key: value for key, value in more.items() if value is not None},
         }
+
+
+class Message(Turn, forbid_unknown_fields=True):
+    """A message of a conversation that is taught."""
+
+    weight: Literal[0, 1] = 1  # of an assistant's message: whether it is taught
 
 
 class Chat(Struct):

@@ -5,31 +5,34 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.training.examples import Turn
 from mlx_tandem.training.trajectories import Trajectory, check_label, new_id
 
-Prompt = str | list[dict[str, str]]
-"""Text, or chat messages that go through the template."""
+Prompt = str | list[dict[str, Any]]
+"""A text, or chat messages for the model's template."""
 
 
 class External(Struct, forbid_unknown_fields=True):
     """A trajectory as a client writes it: prompt and completion each as text or as token ids."""
 
     reward: float
-    prompt: Prompt | None = None  # chat messages go through the template
+    prompt: str | list[Turn] | None = None  # chat messages go through the template
     prompt_token_ids: list[int] | None = None
     completion: str | None = None
     token_ids: list[int] | None = None
     group: str | None = None  # absent: shared by all that have the same prompt
     id: str | None = None
     logprobs: list[float] | None = None  # checked, and not believed
-    versions: list[int] | None = None
-    temperature: float = 1.0
+    versions: list[int] | None = None  # of the trained adapter, one for each token of the completion; 0: the base
+    temperature: float = 1.0  # that the completion was drawn at
 
 
 def check_external(
@@ -37,17 +40,26 @@ def check_external(
     *,
     vocab_size: int,
     max_tokens: int,
+    newest_version: int,
     encode_prompt: Callable[[Prompt], Sequence[int]],
     encode_completion: Callable[[str], Sequence[int]],
 ) -> tuple[Trajectory, ...]:
-    """The trajectories that `items`, the body's `trajectories`, describe; InvalidRequest names the field that is wrong.
-    `max_tokens` bounds prompt and completion together."""
+    """Return the trajectories that `items`, the body's `trajectories`, describe.
+
+    `max_tokens` bounds prompt and completion together; `newest_version` is the highest version number of the trained
+    adapter that was ever given. Raises InvalidRequest for the first field that is wrong, with its name.
+    """
     if not 0 < len(items) <= limits.MAX_TRAJECTORIES:
         raise InvalidRequest(
             f"trajectories must have 1 to {limits.MAX_TRAJECTORIES} entries, not {len(items)}", param="trajectories"
         )
+    first_with: dict[str, int] = {}
+    for i, item in enumerate(items):
+        if item.id is not None and first_with.setdefault(item.id, i) != i:
+            at = f"trajectories[{i}].id"
+            raise InvalidRequest(f"{at} is also the id of trajectories[{first_with[item.id]}]", param=at)
     return tuple(
-        _check(item, f"trajectories[{i}]", vocab_size, max_tokens, encode_prompt, encode_completion)
+        _check(item, f"trajectories[{i}]", vocab_size, max_tokens, newest_version, encode_prompt, encode_completion)
         for i, item in enumerate(items)
     )
 
@@ -57,21 +69,22 @@ def _check(
     at: str,
     vocab_size: int,
     max_tokens: int,
+    newest_version: int,
     encode_prompt: Callable[[Prompt], Sequence[int]],
     encode_completion: Callable[[str], Sequence[int]],
 ) -> Trajectory:
-    prompt_text = None if item.prompt is None else encode_prompt(item.prompt)
-    completion_text = None if item.completion is None else encode_completion(item.completion)
-    prompt = _ids(prompt_text, item.prompt_token_ids, f"{at}.prompt", f"{at}.prompt_token_ids", vocab_size)
-    tokens = _ids(completion_text, item.token_ids, f"{at}.completion", f"{at}.token_ids", vocab_size)
+    prompt_ids, completion_ids = None, None
+    if item.prompt is not None:
+        prompt_ids = _encoded(item.prompt, f"{at}.prompt", encode_prompt)
+    if item.completion is not None:
+        completion_ids = encode_completion(item.completion)
+    prompt = _ids(prompt_ids, item.prompt_token_ids, f"{at}.prompt", f"{at}.prompt_token_ids", vocab_size)
+    tokens = _ids(completion_ids, item.token_ids, f"{at}.completion", f"{at}.token_ids", vocab_size)
     if len(prompt) + len(tokens) > max_tokens:
         raise InvalidRequest(f"{at} has {len(prompt) + len(tokens)} tokens; at most {max_tokens} fit", param=at)
     limits.check("reward", item.reward, f"{at}.reward")
-    limits.check("temperature", item.temperature, f"{at}.temperature")
-    if item.temperature == 0:
-        raise InvalidRequest(
-            f"{at}.temperature must be above 0: greedy choices have no logprobs", param=f"{at}.temperature"
-        )
+    # Nothing can be learned from greedy choices: they have no logprobs. Nor from what was drawn nearly so.
+    limits.check("example_temperature", item.temperature, f"{at}.temperature")
     for name, values in (("logprobs", item.logprobs), ("versions", item.versions)):
         if values is not None and len(values) != len(tokens):
             raise InvalidRequest(
@@ -83,7 +96,11 @@ def _check(
                 f"{at}.logprobs[{i}] must be a finite number of at most 0", param=f"{at}.logprobs[{i}]"
             )
     for i, v in enumerate(item.versions or ()):
-        limits.check("version", v, f"{at}.versions[{i}]")
+        where = f"{at}.versions[{i}]"
+        if limits.check("version", v, where) > newest_version:
+            raise InvalidRequest(
+                f"{where} is {v}, which has never been there: the newest version is {newest_version}", param=where
+            )
     return Trajectory(
         id=new_id() if item.id is None else check_label(item.id, f"{at}.id"),
         group=_same_prompt(prompt) if item.group is None else check_label(item.group, f"{at}.group"),
@@ -99,16 +116,35 @@ def _check(
     )
 
 
+def _encoded(prompt: str | list[Turn], at: str, encode: Callable[[Prompt], Sequence[int]]) -> Sequence[int]:
+    if not prompt:
+        raise InvalidRequest(f"{at} is empty", param=at)
+    if not isinstance(prompt, str) and len(prompt) > limits.MAX_MESSAGES:
+        raise InvalidRequest(f"{at} has at most {limits.MAX_MESSAGES} messages", param=at)
+    with _within(at):
+        return encode(prompt if isinstance(prompt, str) else [turn.turn() for turn in prompt])
+
+
+@contextmanager
+def _within(at: str) -> Iterator[None]:
+    """Name the prompt at `at`, or the part of it that is wrong, in errors of whoever encodes a conversation."""
+    try:
+        yield
+    except InvalidRequest as e:
+        part = (e.param or "").removeprefix("messages")
+        where = at + part if part.startswith("[") else at
+        raise InvalidRequest(f"{where}: {e.message}", param=where, code=e.code) from e
+
+
 def _ids(
     encoded: Sequence[int] | None, given: Sequence[int] | None, text_at: str, ids_at: str, vocab_size: int
 ) -> tuple[int, ...]:
     if (encoded is None) == (given is None):
         raise InvalidRequest(f"give either {text_at} or {ids_at}", param=text_at if encoded is None else ids_at)
-    at = ids_at if encoded is None else text_at
-    ids = tuple(encoded or given or ())
+    at, ids = (text_at, encoded) if given is None else (ids_at, given)
     if not ids:
         raise InvalidRequest(f"{at} must have at least one token", param=at)
-    return limits.check_token_ids(ids, vocab_size, at)
+    return limits.check_token_ids(tuple(ids), vocab_size, at)
 
 
 def _same_prompt(prompt: tuple[int, ...]) -> str:

@@ -7,14 +7,19 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from mlx_tandem.errors import InvalidRequest
 
 SEEN_IDS = 1 << 17
 """So many ids are remembered after their trajectories have gone."""
+
+DropReason = Literal["duplicate", "stale", "overflow", "equal_rewards"]
+"""Why a trajectory is not learned from. duplicate: its id was seen before; stale: it is too many versions away;
+overflow: the buffer was full; equal_rewards: no sibling of its group has another reward."""
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 """Ids and groups that come from outside."""
@@ -50,9 +55,9 @@ def check_label(value: str, param: str) -> str:
     return value
 
 
-def staleness(t: Trajectory, current_version: int) -> int:
-    """How many versions lie between `current_version` and the one that made the farthest of the tokens."""
-    return max((abs(current_version - v) for v in t.versions), default=0)
+def staleness(versions: Iterable[int], current_version: int) -> int:
+    """Return how many versions lie between `current_version` and the farthest of those that made a completion."""
+    return max((abs(current_version - v) for v in versions), default=0)
 
 
 @dataclass
@@ -75,7 +80,7 @@ class _Group:
 
 
 class Counts(Struct):
-    """Since the start."""
+    """What happened to trajectories, since the very beginning unless something else is said."""
 
     collected: int = 0
     taken: int = 0
@@ -83,6 +88,15 @@ class Counts(Struct):
     dropped_overflow: int = 0
     dropped_duplicate: int = 0
     skipped_groups: int = 0  # complete, and every reward the same: nothing to learn from
+
+    @property
+    def dropped(self) -> dict[DropReason, int]:
+        """How many were dropped one by one, by reason."""
+        return {"stale": self.dropped_stale, "duplicate": self.dropped_duplicate, "overflow": self.dropped_overflow}
+
+    def since(self, before: Counts) -> Counts:
+        """Return what was counted after `before`."""
+        return Counts(**{name: count - getattr(before, name) for name, count in asdict(self).items()})
 
 
 class Taken(Struct, frozen=True):
@@ -128,10 +142,14 @@ class Buffer:
         """Ids that will not be taken again, oldest first."""
         return tuple(self._seen)
 
+    def knows(self, id: str) -> bool:
+        """Return whether a trajectory with this id was seen before, so that it is not taken again."""
+        return id in self._seen or id in self._group_of
+
     def add(self, trajectory: Trajectory, size: int = 0) -> bool:
         """False: its id was seen before, and nothing is changed. `size`: how many its group will have in all; 0: nobody
         knows. What was said with the group's first member holds."""
-        if trajectory.id in self._seen or trajectory.id in self._group_of:
+        if self.knows(trajectory.id):
             self.counts.dropped_duplicate += 1
             return False
         self.remember((trajectory.id,))
@@ -162,11 +180,16 @@ class Buffer:
 
     def take(self, count: int, current_version: int, max_staleness: int) -> Taken:
         """Whole groups in the order in which they began, until there are `count` trajectories or no usable group is
-        left; the last group may go beyond `count`. What is more than `max_staleness` versions away goes first."""
+        left; the last group may go beyond `count`. What is more than `max_staleness` versions away goes first, and its
+        ids are remembered from now on as those of an update are: they may be the oldest that are known."""
         stale = [
-            t.id for g in self._groups.values() for t in g.members if staleness(t, current_version) > max_staleness
+            t.id
+            for g in self._groups.values()
+            for t in g.members
+            if staleness(t.versions, current_version) > max_staleness
         ]
         self.remove(stale)
+        self.remember(stale)
         self.counts.dropped_stale += len(stale)
         groups: list[tuple[Trajectory, ...]] = []
         total = 0

@@ -14,7 +14,7 @@ from mlx_tandem import limits
 from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.records import Added
 from mlx_tandem.training.trajectories import Trajectory
-from tests.api.learns import SORT, collect, learning_config
+from tests.api.learns import SORT, collect, learning_config, trajectories
 from tests.serving import ROOT, RunningServer, serving
 
 
@@ -171,12 +171,53 @@ def test_what_has_no_score_is_not_collected(tmp_path):
     with serving(learning_config(tmp_path, "inference_only", scoring_function="moody"), tmp_path) as server:
         failed = collect(server, scoring_function="moody", metadata={"fine": False})
         assert all(c["text"] is not None and c["score"] is c["trajectory_id"] is None for c in failed)
+        assert [c["dropped"] for c in failed] == ["no_score"] * 4
         scored = collect(server, scoring_function="moody", metadata={"fine": True})
         later = collect(server, scoring_function=None, metadata={"fine": False})
         assert all(c["trajectory_id"] for c in later)
         metrics = server.client.get("/metrics").text
         assert 'tandem_training_reward_failures_total{kind="raised"}' in metrics
     assert set(collected(tmp_path)) == {c["trajectory_id"] for c in scored}
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_what_is_too_old_already_says_so(tmp_path, shown):
+    """Here what the base answers, two versions after it; in the reply, the status, the metrics and the journal."""
+    config = learning_config(tmp_path, max_staleness=1, scoring_function="contains")
+    fields = {"scoring_function": "contains" if shown else None}
+    with serving(config) as server:
+        for text in ("Sort down: 1 2", "Sort down: 2 3"):
+            post = {"trajectories": trajectories(text=text), "wait": True}
+            assert server.client.post("/v1/training/update", json=post).json()["report"]["outcome"] == "published"
+        before = server.client.get("/v1/training/status").json()
+        assert (before["version"], before["dropped_stale"], before["advice"]) == (3, 0, "")
+        named = {"answer": "3", "group": "mine"}  # so that they wait, whatever their rewards are
+        fresh, old = collect(server, metadata=named, **fields), collect(server, model="base", **fields)
+        streamed = events(
+            server.complete(
+                SORT, model="policy@1", collect_trajectory=True, stream=True, metadata={"answer": "3"}, **fields
+            ).text
+        )
+        assert all(c["trajectory_id"] and "dropped" not in c for c in fresh)
+        for choice in [*old, *streamed[-1]["choices"]]:
+            assert (choice["trajectory_id"], choice["dropped"]) == (None, "stale")
+            assert ("score" in choice) is shown
+        while (status := server.client.get("/v1/training/status").json())["dropped_stale"] < 5:
+            pass  # without a score in the reply they are collected in the background
+        assert (status["buffered"], status["dropped_stale"]) == (4, 5)
+        assert "5 trajectories were not learned from" in status["advice"] and "ask for policy" in status["advice"]
+        metrics = server.client.get("/metrics").text
+        assert 'tandem_training_trajectories_dropped_total{reason="stale"} 5.0' in metrics
+        posted = trajectories()
+        tokens = server.client.post("/tokenize", json={"prompt": posted[0]["completion"]}).json()["tokens"]
+        posted[0] |= {"completion": None, "token_ids": tokens, "versions": [1] * len(tokens)}
+        post = {"trajectories": [*posted, posted[1] | {"group": "alone"}], "wait": True}
+        report = server.client.post("/v1/training/update", json=post).json()["report"]
+        assert report["dropped_at"] == {"stale": [0], "equal_rewards": [4]} and report["trajectories"] == 3
+    with serving(config) as server:
+        status = server.client.get("/v1/training/status").json()
+        assert status["dropped_stale"] == 6 and status["advice"], "restarts do not forget"
+    assert set(collected(tmp_path)) == {c["trajectory_id"] for c in fresh}
 
 
 def test_a_client_that_leaves_leaves_nothing(tmp_path):

@@ -35,6 +35,14 @@ def learner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]
         yield running
 
 
+GOOD = trajectories()
+
+
+def chat(role: str, **more: object) -> dict[str, Any]:
+    """A trajectory whose prompt is one message."""
+    return GOOD[0] | {"prompt": [{"role": role, "content": SORT} | more]}
+
+
 def status(server: RunningServer) -> dict[str, Any]:
     reply = server.client.get("/v1/training/status")
     assert reply.status_code == 200, reply.text
@@ -126,6 +134,14 @@ def test_a_trajectory_is_learned_from_once(learner):
         ({"trajectories": [{"prompt": "x", "token_ids": [-1], "reward": 1}]}, "trajectories[0].token_ids"),
         ({"trajectories": [{"prompt": "x", "token_ids": [1] * 2000, "reward": 1}]}, "trajectories[0]"),
         ({"trajectories": [{"prompt": "x", "completion": "y", "reward": 1, "path": "/"}]}, "trajectories[0].path"),
+        ({"trajectories": [*GOOD, GOOD[0] | {"temperature": 0.0001}]}, "trajectories[4].temperature"),
+        ({"trajectories": [*GOOD, GOOD[0] | {"versions": [999] * 6}]}, "trajectories[4].versions[0]"),
+        ({"trajectories": [*GOOD, GOOD[0] | {"prompt": ""}]}, "trajectories[4].prompt"),
+        ({"trajectories": [*GOOD, GOOD[0] | {"prompt": []}]}, "trajectories[4].prompt"),
+        ({"trajectories": [*GOOD, chat("evil")]}, "trajectories[4].prompt[0].role"),
+        ({"trajectories": [*GOOD, chat("user", content=None)]}, "trajectories[4].prompt[0].content"),
+        ({"trajectories": [*GOOD, chat("user", mood="good")]}, "trajectories[4].prompt[0].mood"),
+        ({"trajectories": [t | {"id": "same"} for t in GOOD]}, "trajectories[1].id"),
         ({"checkpoint_name": "../x"}, "checkpoint_name"),
         ({"checkpoint_name": "shout"}, "checkpoint_name"),
         ({"checkpoint_name": "policy"}, "checkpoint_name"),
@@ -138,11 +154,33 @@ def test_a_trajectory_is_learned_from_once(learner):
     ],
 )
 def test_bodies_that_are_wrong(learner, body, param):
-    before = status(learner)["updates"]
+    """One bad trajectory refuses the whole post, and none of it is learned from."""
+    before = status(learner)
     reply = update(learner, **body)
     assert 400 <= reply.status_code < 410, reply.text
     assert reply.json()["error"]["param"] == param
-    assert status(learner)["updates"] == before
+    after = status(learner)
+    assert (after["updates"], after["step"], after["buffered"]) == (
+        before["updates"],
+        before["step"],
+        before["buffered"],
+    )
+
+
+def test_prompts_may_be_conversations_and_versions_those_that_were_there(learner):
+    update(learner)
+    tokens = learner.client.post("/tokenize", json={"prompt": " 1 2", "add_special_tokens": False}).json()["tokens"]
+    version = status(learner)["version"]
+    said = [
+        chat("user", name="ann") | {"completion": None, "token_ids": tokens, "versions": [v] * len(tokens), "reward": i}
+        for i, v in enumerate((max(version - 4, 0), version - 1, version))
+    ]
+    reply = update(learner, trajectories=said)
+    assert reply.status_code == 200, reply.text
+    assert reply.json()["report"]["trajectories"] == 3
+    wrong = said[0] | {"versions": [0] * (len(tokens) - 1) + [status(learner)["version"] + 1]}
+    reply = update(learner, trajectories=[*said, wrong])
+    assert reply.json()["error"]["param"] == f"trajectories[3].versions[{len(tokens) - 1}]"
 
 
 def test_checkpoints_are_models(learner):

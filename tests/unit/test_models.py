@@ -168,6 +168,27 @@ def test_lora_adapter_and_model(models: Models) -> None:
         assert missing.value.param == param
 
 
+def test_a_name_that_a_checkpoint_gets_while_an_adapter_is_read_is_the_checkpoint_s(models: Models) -> None:
+    """This is what every way in stands on, the Python API's among them."""
+    taken: set[str] = set()
+    models.is_checkpoint = taken.__contains__
+
+    async def both() -> None:
+        reading = asyncio.create_task(models.load("first", SAVED))
+        await asyncio.sleep(0)
+        taken.add("first")
+        with pytest.raises(Conflict, match="'first' is the name of a checkpoint") as e:
+            await reading
+        assert e.value.param == "name"
+        for attempt in (models.load("first", SAVED), models.unload("first")):
+            with pytest.raises(Conflict):
+                await attempt
+
+    asyncio.run(both())
+    assert "first" not in models.registry
+    models.check_free("first")  # whoever saves the checkpoint may have it
+
+
 def test_the_trained_name_is_taken(models: Models) -> None:
     for attempt in (models.load("policy", SAVED), models.unload("policy")):
         with pytest.raises(Conflict):

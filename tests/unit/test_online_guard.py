@@ -95,6 +95,7 @@ async def test_a_version_that_answers_worse_is_never_current(tmp_path: Path) -> 
         ('{"prompt": "", "scoring_function": "contains", "metadata": {"answer": "a"}}', "0 tokens"),
         ('{"prompt": "x", "scoring_function": "contains", "metadata": {"answer": "a"}, "max_tokens": 0}', "max_tokens"),
         ('{"prompt": "x", "scoring_function": "length", "other": 0}', "other"),
+        ('{"prompt": [{"role": "evil", "content": "x"}], "scoring_function": "length"}', "prompt[0].role"),
     ],
 )
 def test_wrong_validation_prompts_are_refused_at_the_start(tmp_path: Path, line: str, says: str) -> None:

@@ -19,6 +19,8 @@ from mlx_tandem.cli.flags import FLAGS, MODES
 from mlx_tandem.cli.options import PANELS
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import CheckpointingConfig, Config, DutyConfig, RLTrainingConfig
+from mlx_tandem.training.store.checkpoints import Checkpoints
+from mlx_tandem.training.store.manifests import Manifest
 
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = {"duty": DutyConfig, "rl_training": RLTrainingConfig, "checkpointing": CheckpointingConfig}
@@ -137,6 +139,10 @@ ON = "rl_training: {enabled: true}\n"
         (ON + "aliases: {policy: {base: 1}}", "'policy' is an alias or the base itself"),
         (ON + "adapters: {policy: x}", "to train it further set 'rl_training.init_from: policy'"),
         ("rl_training: {enabled: true, init_from: x}", "'rl_training.init_from' is 'x', but no adapter of this name"),
+        ("rl_training: {enabled: true, adapter: best-performance}", "'best-performance' in 'rl_training.adapter' is a"),
+        (ON + "adapters: {checkpoint-500: x}", "'checkpoint-500' in 'adapters' is a name that checkpoints get by them"),
+        (ON + "adapters: {Checkpoint-5.2: x}", "'Checkpoint-5.2' in 'adapters' is a name that checkpoints get by them"),
+        (ON + "aliases: {best-performance: {base: 1}}", "'best-performance' in 'aliases' is a name that checkpoints"),
         ("rl_training: {enabled: true, scoring_function: no_such}", "'rl_training.scoring_function' is 'no_such'"),
         ("rl_training: {algorithm: sarsa}", "rl_training.algorithm"),
         ("rl_training: {lora_rnk: 1}", "unknown setting 'rl_training.lora_rnk'; did you mean 'lora_rank'?"),
@@ -149,16 +155,29 @@ def test_what_is_refused_says_why(tmp_path: Path, text: str, said: str) -> None:
         settings(tmp_path, text)
 
 
+def test_a_checkpoint_that_is_there_keeps_its_name(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "kept", 3)
+    checkpoints.lock()
+    checkpoints.commit(checkpoints.new("mine"), Manifest(name="mine", step=1, version=1, digest="d", pinned=True))
+    checkpoints.close()
+    text = f"checkpointing: {{checkpoint_dir: {tmp_path / 'kept'}}}\nadapters: {{Mine: x}}\n"
+    with pytest.raises(SettingsError, match="'Mine' in 'adapters' is the name of a checkpoint: give it another name"):
+        settings(tmp_path, ON + text)
+    assert settings(tmp_path, text).adapters == (("Mine", "x"),), "a server that does not learn has no checkpoints"
+
+
 @pytest.mark.parametrize(
     "text",
     [
         "rl_training: {enabled: true}\nduty: {mode: inference_only}",  # it collects and does not train
+        "adapters: {checkpoint-500: x, best-performance: y}",
+        ON + "adapters: {checkpoint-final: x, checkpoint: y}",
         "rl_training: {enabled: true, adapter: a, init_from: a}\nadapters: {a: x}",
         "rl_training: {enabled: true, init_from: a}\nadapter_root: r",
     ],
 )
 def test_what_looks_odd_and_is_not(tmp_path: Path, text: str) -> None:
-    assert settings(tmp_path, text).rl_training.enabled
+    assert settings(tmp_path, text).rl_training.enabled is ("rl_training" in text)
 
 
 @pytest.mark.parametrize("place", [p for p in limits.SETTINGS if p.split(".")[-2] in SECTIONS])

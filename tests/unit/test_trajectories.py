@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.training.external import External, check_external
+from mlx_tandem.server.decode import convert
+from mlx_tandem.server.dialects.training import UpdateBody
+from mlx_tandem.training.device.trainers import Trainers
+from mlx_tandem.training.external import check_external
+from mlx_tandem.training.online.advantages import RECIPES, batches
 from mlx_tandem.training.trajectories import Buffer, Trajectory, staleness
 
 CAPACITY = 10
@@ -66,7 +71,7 @@ class BufferMachine(RuleBasedStateMachine):
         taken = self.buffer.take(count, self.version, MAX_STALENESS)
         got = [t for g in taken.groups for t in g]
         assert not {t.id for t in got} & (self.taken | self.gone), "twice"
-        assert all(staleness(t, self.version) <= MAX_STALENESS for t in got)
+        assert all(staleness(t.versions, self.version) <= MAX_STALENESS for t in got)
         assert all(len({t.reward for t in g}) > 1 and len({t.group for t in g}) == 1 for g in taken.groups)
         assert sum(len(g) for g in taken.groups[:-1]) < count, "no more groups than were asked for"
         assert len(got) >= min(count, usable if not taken.stale else 0), "progress"
@@ -160,12 +165,25 @@ def test_removing_what_was_taken_is_as_good_as_taking_it(order: list[int], count
 GOOD: dict[str, Any] = {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "reward": 0.5}
 
 
+def encode_prompt(prompt: str | list[dict[str, Any]]) -> list[int]:
+    """A template that takes one message of a user, and begins with a token of its own."""
+    if isinstance(prompt, str):
+        return [9] + [5] * len(prompt)
+    for i, message in enumerate(prompt):
+        if message["role"] != "user":
+            raise InvalidRequest("only users speak", param=f"messages[{i}].role")
+    if len(prompt) > 1:
+        raise InvalidRequest("the template refuses it", param="messages")
+    return [9] + [5] * len(prompt[0]["content"])
+
+
 def check(*items: dict[str, Any]) -> Sequence[Trajectory]:
     return check_external(
-        msgspec.convert(list(items), list[External]),
+        convert({"trajectories": list(items)}, UpdateBody).trajectories,
         vocab_size=10,
         max_tokens=6,
-        encode_prompt=lambda prompt: [9] + ([5] * len(prompt)),
+        newest_version=3,
+        encode_prompt=encode_prompt,
         encode_completion=lambda text: [6] * len(text),
     )
 
@@ -190,6 +208,9 @@ def test_external_trajectories():
         ({"reward": math.inf}, "trajectories[1].reward"),
         ({"reward": -1.1e6}, "trajectories[1].reward"),
         ({"temperature": 0.0}, "trajectories[1].temperature"),
+        ({"temperature": 0.0001}, "trajectories[1].temperature"),
+        ({"temperature": 0.0099}, "trajectories[1].temperature"),
+        ({"temperature": math.nan}, "trajectories[1].temperature"),
         ({"temperature": 2.1}, "trajectories[1].temperature"),
         ({"logprobs": [-1.0]}, "trajectories[1].logprobs"),
         ({"logprobs": [-1.0, 0.1]}, "trajectories[1].logprobs[1]"),
@@ -197,6 +218,8 @@ def test_external_trajectories():
         ({"versions": [1]}, "trajectories[1].versions"),
         ({"versions": [1, -1]}, "trajectories[1].versions[1]"),
         ({"versions": [2**54, 1]}, "trajectories[1].versions[0]"),
+        ({"versions": [3, 4]}, "trajectories[1].versions[1]"),
+        ({"versions": [999, 999]}, "trajectories[1].versions[0]"),
         ({"id": "../x"}, "trajectories[1].id"),
         ({"id": ""}, "trajectories[1].id"),
         ({"group": "a b"}, "trajectories[1].group"),
@@ -208,13 +231,60 @@ def test_external_trajectories():
         ({"prompt": "both"}, "trajectories[1].prompt_token_ids"),
         ({"token_ids": None}, "trajectories[1].completion"),
         ({"token_ids": None, "completion": ""}, "trajectories[1].completion"),
+        ({"prompt_token_ids": []}, "trajectories[1].prompt_token_ids"),
+        ({"prompt_token_ids": None, "prompt": ""}, "trajectories[1].prompt"),
+        ({"prompt_token_ids": None, "prompt": []}, "trajectories[1].prompt"),
+        ({"prompt_token_ids": None, "prompt": [{"role": "evil", "content": "x"}]}, "trajectories[1].prompt[0].role"),
+        ({"prompt_token_ids": None, "prompt": [{"content": "x"}]}, "trajectories[1].prompt[0].role"),
+        ({"prompt_token_ids": None, "prompt": [{"role": "user"}]}, "trajectories[1].prompt[0].content"),
+        ({"prompt_token_ids": None, "prompt": [{"role": "user", "content": 3}]}, "trajectories[1].prompt[0].content"),
+        ({"prompt_token_ids": None, "prompt": [{"role": "tool", "content": "x"}]}, "trajectories[1].prompt[0].role"),
+        ({"prompt_token_ids": None, "prompt": [{"role": "user", "content": "x"}] * 2}, "trajectories[1].prompt"),
     ],
 )
 def test_what_is_wrong_is_named(change: dict[str, Any], param: str):
     with pytest.raises(InvalidRequest) as e:
         check(GOOD, GOOD | change)
     assert e.value.param == (param.rsplit("[", 1)[0] if "ids[" in param else param)
-    assert param.split("[1].")[-1].split("[")[0] in e.value.message
+    assert e.value.message.startswith((param, "give either", e.value.param))
+
+
+def test_an_id_that_comes_twice_in_one_post_is_refused():
+    with pytest.raises(InvalidRequest, match=r"trajectories\[2\]\.id is also the id of trajectories\[0\]") as e:
+        check(GOOD | {"id": "a"}, GOOD | {"id": "b"}, GOOD | {"id": "a"})
+    assert e.value.param == "trajectories[2].id"
+
+
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "prompt_token_ids": st.none() | st.lists(st.integers(-1, 11), max_size=7),
+    "token_ids": st.none() | st.lists(st.integers(-1, 11), max_size=7),
+    "prompt": st.none() | st.text("ab", max_size=6) | st.just([{"role": "user", "content": "a"}]),
+    "completion": st.none() | st.text("ab", max_size=6),
+    "temperature": st.floats(-1, 3) | st.floats(0, 0.02),
+    "reward": st.floats(-2e6, 2e6) | st.sampled_from([math.nan, math.inf, 0.5]),
+    "versions": st.none() | st.lists(st.integers(-1, 5), max_size=3),
+    "logprobs": st.none() | st.lists(st.floats(-9, 0.1), max_size=3),
+}
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.fixed_dictionaries({}, optional=VALUES), min_size=1, max_size=3), st.sampled_from(list(RECIPES)))
+def test_whatever_is_accepted_the_trainer_takes(changes: list[dict[str, Any]], algorithm: str):
+    """A post is refused with a name or passes the engine's own check: one trajectory cannot cost all their update."""
+    accepted: Sequence[Trajectory] = ()
+    refused: InvalidRequest | None = None
+    try:
+        accepted = check(*(GOOD | change for change in changes))
+    except InvalidRequest as e:
+        refused = e
+    if refused is not None:
+        assert refused.param is not None
+        assert refused.param.startswith("trajectories[") and refused.param in refused.message
+        return
+    device: Any = SimpleNamespace(_most_tokens=6, _vocab_size=10)
+    for batch in batches([accepted], RLTrainingConfig(algorithm=algorithm)):  # type: ignore[arg-type]
+        for datum in batch.data:
+            Trainers._check(device, datum, batch, "datum")
 
 
 def test_how_many_may_come_at_once():

@@ -114,13 +114,14 @@ async def unload(front: Front, name: str) -> dict[str, Any]:
 async def vllm_load(front: Front, body: VllmLoadBody) -> str:
     """vLLM refuses a name that is loaded unless `load_inplace` says that it shall be replaced."""
     models = front.models
-    if body.lora_name in models.registry and not body.load_inplace and models.registry.is_read(body.lora_name):
-        raise InvalidRequest(
-            f"the LoRA adapter {body.lora_name!r} has already been loaded; set load_inplace to replace it",
-            param="lora_name",
-        )
     with renamed(name="lora_name", path="lora_path"):
-        await models.load(body.lora_name, models.source(body.lora_name, body.lora_path))
+        source = models.source(body.lora_name, body.lora_path)
+        if models.registry.is_read(body.lora_name) and not body.load_inplace:
+            raise InvalidRequest(
+                f"the LoRA adapter {body.lora_name!r} has already been loaded; set load_inplace to replace it",
+                param="lora_name",
+            )
+        await models.load(body.lora_name, source)
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 

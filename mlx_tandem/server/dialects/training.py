@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec import Struct
@@ -15,6 +15,9 @@ from mlx_tandem.errors import NotFound
 from mlx_tandem.server.front import Front
 from mlx_tandem.training.external import External, check_external
 from mlx_tandem.training.trajectories import Trajectory
+
+if TYPE_CHECKING:
+    from mlx_tandem.training.online.serving import UpdateReport
 
 WHAT = "this route"
 
@@ -56,12 +59,18 @@ async def update(front: Front, body: UpdateBody) -> tuple[int, dict[str, Any]]:
             body.trajectories,
             vocab_size=info.vocab_size,
             max_tokens=front.room(info),
+            newest_version=learner.newest_version,
             encode_prompt=learning.encode,
             encode_completion=front.tokenizer.encode,
         )
-    job = learning.jobs.start(
-        lambda: learner.update(trajectories, publish=body.update_inference, checkpoint_name=body.checkpoint_name)
-    )
+
+    async def work() -> UpdateReport:
+        with learning.naming(body.checkpoint_name, "checkpoint_name"):
+            return await learner.update(
+                trajectories, publish=body.update_inference, checkpoint_name=body.checkpoint_name
+            )
+
+    job = learning.jobs.start(work)
     if not body.wait:
         return 202, job.describe()
     await learning.jobs.wait(job)
@@ -100,9 +109,8 @@ def stop(front: Front) -> dict[str, Any]:
 async def checkpoint(front: Front, body: CheckpointBody) -> dict[str, Any]:
     learning = front.check_learning(WHAT)
     learner = learning.check_up()
-    if body.name is not None:
-        learning.check_checkpoint_name(body.name, "name")
-    return {"status": "saved", "checkpoint": await learner.checkpoint(body.name)}
+    with learning.naming(body.name, "name"):
+        return {"status": "saved", "checkpoint": await learner.checkpoint(body.name)}
 
 
 async def rollback(front: Front, body: RollbackBody) -> dict[str, Any]:

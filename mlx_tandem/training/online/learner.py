@@ -117,9 +117,7 @@ class Learner:
 
     # -- updates --------------------------------------------------------------------------------------------------
 
-    async def learn(
-        self, groups: Sequence[Sequence[Trajectory]], *, skipped: int = 0, publish: bool = True
-    ) -> UpdateReport:
+    async def learn(self, groups: Sequence[Sequence[Trajectory]], *, publish: bool = True) -> UpdateReport:
         """One update from groups that vary. Raises EngineError and StorageError; it is pending then, and `finish` goes
         on with it."""
         trajectories = [t for group in groups for t in group]
@@ -132,7 +130,7 @@ class Learner:
             micro_batch_tokens=self._client.check_ready().micro_batch_tokens,
             publish=publish,
         )
-        self.ledger.begin(Pending(began, trajectories, skipped))
+        self.ledger.begin(Pending(began, trajectories, self.ledger.untold()))
         return await self.finish()
 
     async def finish(self) -> UpdateReport:
@@ -186,11 +184,14 @@ class Learner:
         finding = replace(finding, outcome="rolled_back", step=self.trainer.step)
         return self._end(pending, finding, started, validation=reward)
 
-    def nothing(self, skipped: int) -> UpdateReport:
-        """The report of an update that had nothing to learn from."""
+    def nothing(self) -> UpdateReport:
+        """Return the report of an update that had nothing to learn from."""
         began = Began(self.trainer.step, (), (), Adam(0.0), 0)
-        finding = Finding("skipped", "no group has rewards that vary", step=self.trainer.step, loss=0.0)
-        return update.report(Pending(began, (), skipped), finding, 0.0, None)
+        left_out = self.ledger.untold()
+        dropped = ", ".join(f"{count} {reason}" for reason, count in left_out.dropped.items() if count)
+        reason = "no group has rewards that vary" + (f"; trajectories were dropped: {dropped}" if dropped else "")
+        finding = Finding("skipped", reason, step=self.trainer.step, loss=0.0)
+        return update.report(Pending(began, (), left_out), finding, 0.0, None)
 
     def _end(
         self,

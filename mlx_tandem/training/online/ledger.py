@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,9 +18,16 @@ from mlx_tandem.training.store.checkpoints import CheckpointInfo, Checkpoints
 from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.manifests import Manifest
 from mlx_tandem.training.store.records import Added, Dropped, Ended, Opened, Record
-from mlx_tandem.training.trajectories import Buffer, Trajectory
+from mlx_tandem.training.trajectories import Buffer, Counts, DropReason, Trajectory, staleness
 
 log = logging.getLogger(__name__)
+
+
+class Accepted(NamedTuple):
+    """What can be learned of trajectories that somebody brought, and the positions of the others, by reason."""
+
+    groups: list[list[Trajectory]]
+    dropped: dict[DropReason, list[int]]
 
 
 class Ledger:
@@ -38,6 +46,7 @@ class Ledger:
         self._journal: Journal | None = None
         self._saving: asyncio.Task[CheckpointInfo] | None = None
         self._late: list[tuple[Trajectory, int]] | None = None  # what comes in while the journal is read
+        self._told = Counts()  # what reports of updates have told
 
     @property
     def is_open(self) -> bool:
@@ -94,39 +103,75 @@ class Ledger:
             self.counters.follows, self.counters.began = counters.follows, counters.began
         else:
             self.counters = counters
+            self._told = msgspec.structs.replace(self.buffer.counts)
 
-    async def add(self, trajectories: Sequence[Trajectory], size: int) -> None:
-        """Those that are new, on the drive when this returns."""
-        journal = self._opened()
-        for t in trajectories:
+    async def add(self, trajectories: Sequence[tuple[Trajectory, int]]) -> None:
+        """Take those that are new, each with the size of its group (0: nobody knows); they are on the drive when this
+        returns."""
+        journal, overflow = self._opened(), self.buffer.counts.dropped_overflow
+        for t, size in trajectories:
             if self.buffer.add(t, size):
                 journal.append(Added(t, size))
                 if self._late is not None:
                     self._late.append((t, size))
+        self._log_dropped("overflow", self.buffer.counts.dropped_overflow - overflow)
         await journal.flush()
+
+    def is_stale(self, versions: Sequence[int], version: int) -> bool:
+        """Return whether a completion by these versions is too old to be learned from, when `version` is trained."""
+        return staleness(versions, version) > self._config.rl_training.max_staleness
+
+    def drop_stale(self, trajectories: Sequence[Trajectory]) -> None:
+        """Count these, which were too old when they came, and take none of them; durable with the next `flush`."""
+        ids = tuple(t.id for t in trajectories)
+        if ids:
+            self._opened().append(Dropped(ids))
+            self.buffer.remember(ids)
+            self.buffer.counts.dropped_stale += len(ids)
+            self._log_dropped("stale", len(ids))
 
     def take(self, count: int, version: int) -> list[list[Trajectory]]:
         """Groups to learn from, about `count` completions; fewer when there are no more."""
         taken = self.buffer.take(count, version, self._config.rl_training.max_staleness)
         if taken.stale:
             self._opened().append(Dropped(taken.stale))
+            self._log_dropped("stale", len(taken.stale))
         return [list(group) for group in taken.groups]
 
-    def accept(self, trajectories: Sequence[Trajectory]) -> tuple[list[list[Trajectory]], int]:
-        """The groups of these that can be learned from now, without those that were there before, and how many groups
-        cannot. Until `begin` they may be brought again."""
-        sizes = {group[0].group: len(group) for group in advantages.by_group(trajectories)}
-        own = Buffer(max(len(trajectories), 1))
-        own.remember(self.buffer.seen)
-        for t in trajectories:
-            own.add(t, sizes[t.group])
-        # A group whose other members were there before waits in vain for them.
-        groups = [g for g in advantages.by_group([t for t, _ in own.held]) if advantages.varies(g)]
-        total = self.buffer.counts
-        total.collected += own.counts.collected
-        total.dropped_duplicate += own.counts.dropped_duplicate
-        total.skipped_groups += own.counts.skipped_groups
-        return groups, own.counts.skipped_groups
+    def accept(self, trajectories: Sequence[Trajectory], version: int) -> Accepted:
+        """Sort trajectories that somebody brings for an update of their own, when `version` is trained. Those that
+        cannot be learned from now may be brought again, and so may all others until `begin`."""
+        dropped: dict[DropReason, list[int]] = {}
+        fresh: dict[str, int] = {}
+        for i, t in enumerate(trajectories):
+            if t.id in fresh or self.buffer.knows(t.id):
+                dropped.setdefault("duplicate", []).append(i)
+            elif self.is_stale(t.versions, version):
+                dropped.setdefault("stale", []).append(i)
+            else:
+                fresh[t.id] = i
+        groups = advantages.by_group([trajectories[i] for i in fresh.values()])
+        same = [group for group in groups if not advantages.varies(group)]
+        if same:
+            dropped["equal_rewards"] = sorted(fresh[t.id] for group in same for t in group)
+        counts = self.buffer.counts
+        counts.collected += len(fresh)
+        counts.dropped_duplicate += len(dropped.get("duplicate", ()))
+        counts.dropped_stale += len(dropped.get("stale", ()))
+        counts.skipped_groups += len(same)
+        self._log_dropped("stale", len(dropped.get("stale", ())))
+        return Accepted([group for group in groups if advantages.varies(group)], dropped)
+
+    def untold(self) -> Counts:
+        """Return what was counted since the last call: each report of an update tells a part of it."""
+        found = self.buffer.counts.since(self._told)
+        self._told = msgspec.structs.replace(self.buffer.counts)
+        return found
+
+    def _log_dropped(self, reason: DropReason, count: int) -> None:
+        """Say where it happens that so many trajectories are not learned from."""
+        if count:
+            log.warning("trajectories dropped", extra={"fields": {"reason": reason, "count": count}})
 
     def begin(self, pending: Pending) -> None:
         """This update will be done, whatever happens; durable with the next `flush`."""

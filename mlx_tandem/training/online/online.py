@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from datetime import UTC, datetime
 from typing import Any, TypeVar
+
+import msgspec
 
 from mlx_tandem import limits
 from mlx_tandem.config import Config
@@ -24,7 +26,7 @@ from mlx_tandem.training.online.loop import Loop
 from mlx_tandem.training.online.prompts import Prompt, Recorded
 from mlx_tandem.training.online.serving import Sampled, Serving, TrainingStatus, UpdateReport
 from mlx_tandem.training.rewards import RewardPool, Scoring
-from mlx_tandem.training.trajectories import Trajectory
+from mlx_tandem.training.trajectories import DropReason, Trajectory
 from mlx_tandem.types import AdapterRef, SamplingParams
 
 __all__ = ["OnlineLearner", "Sampled", "Serving", "TrainingStatus", "UpdateReport"]
@@ -60,6 +62,11 @@ class OnlineLearner:
     def history(self) -> deque[UpdateReport]:
         """Of the last updates, oldest first."""
         return self._learner.history
+
+    @property
+    def newest_version(self) -> int:
+        """The highest version number of the trained adapter that was ever given."""
+        return self._learner.versions.last
 
     # -- life -----------------------------------------------------------------------------------------------------
 
@@ -122,19 +129,30 @@ class OnlineLearner:
 
     # -- what comes in --------------------------------------------------------------------------------------------
 
-    async def add(self, trajectories: Sequence[Trajectory], size: int = 0) -> None:
-        """Scored completions, on the drive when this returns; those that were added before are left out. `size`: how
-        many the group of each will have in all; 0: nobody knows. Raises StorageError, EngineUnavailable."""
+    def is_stale(self, versions: Sequence[int]) -> bool:
+        """Return whether a completion by these versions is too old already to be learned from."""
+        learner = self._learner
+        return learner.is_up and learner.ledger.is_stale(versions, learner.version)
+
+    async def add(self, trajectories: Sequence[Trajectory], size: int = 0) -> frozenset[str]:
+        """Take scored completions, which are on the drive when this returns; those that were added before are left out.
+        `size`: how many the group of each will have in all; 0: nobody knows. Returns the ids of those that were dropped
+        since they are too old already. Raises StorageError, EngineUnavailable."""
         ledger = self._learner.ledger
         if not ledger.is_open:
             raise EngineUnavailable("learning has not started yet")
         for t in trajectories:
             if t.versions and t.versions[-1] and not t.external and not self._training.validation_prompts:
                 self._learner.watch.add(t.versions[-1], t.reward)
+        stale = [t for t in trajectories if self.is_stale(t.versions)]
+        gone = Counter(t.group for t in stale)
+        ids = frozenset(t.id for t in stale)
+        ledger.drop_stale(stale)
         try:
-            await ledger.add([t for t in trajectories if t.tokens], size)
+            await ledger.add([(t, size and size - gone[t.group]) for t in trajectories if t.tokens and t.id not in ids])
         finally:
             self._loop.wake()
+        return ids
 
     def record_prompt(self, prompt: tuple[int, ...], scoring: Scoring, params: SamplingParams, text: str = "") -> None:
         """A prompt that the loop may answer itself, `group_size` times, when it lacks something to learn from."""
@@ -157,19 +175,20 @@ class OnlineLearner:
 
         async def work() -> UpdateReport:
             await self._finish()
+            dropped: dict[DropReason, list[int]] = {}
             if trajectories:
-                groups, skipped = ledger.accept(trajectories)
+                groups, dropped = ledger.accept(trajectories, self._learner.version)
             else:
-                groups, skipped = ledger.take(ledger.buffer.capacity, self._learner.version), 0
+                groups = ledger.take(ledger.buffer.capacity, self._learner.version)
             if groups:
-                report = await self._learner.learn(groups, skipped=skipped, publish=publish)
+                report = await self._learner.learn(groups, publish=publish)
             else:
-                report = self._learner.nothing(skipped)
+                report = self._learner.nothing()
             self._loop.look_back()
             if checkpoint_name is not None:
                 await self._learner.checkpoint(checkpoint_name)
             await self._loop.save_if_due()
-            return report
+            return msgspec.structs.replace(report, dropped_at={why: tuple(at) for why, at in dropped.items()})
 
         return await self._alone(work)
 
@@ -215,6 +234,7 @@ class OnlineLearner:
             dropped_duplicate=counts.dropped_duplicate,
             dropped_overflow=counts.dropped_overflow,
             skipped_groups=counts.skipped_groups,
+            advice=self._advice(),
             last_update=None if when is None else datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             loss=0.0 if last is None else last.loss,
             kl=0.0 if last is None else last.kl,
@@ -229,6 +249,24 @@ class OnlineLearner:
             serving_ms=self._client.stats.serving_ms,
             training_ms=self._client.stats.training_ms,
         )
+
+    def _advice(self) -> str:
+        """Return what to do about trajectories that are dropped; empty: none are."""
+        counts, training = self._learner.ledger.buffer.counts, self._training
+        said = []
+        if counts.dropped_stale:
+            said.append(
+                f"{counts.dropped_stale} trajectories were not learned from because the versions that made them were "
+                f"more than max_staleness = {training.max_staleness} away from the one that was trained: ask for "
+                f"{training.adapter} itself rather than for the base or an older version, raise "
+                "rl_training.max_staleness, or raise rl_training.update_frequency, so that there are fewer versions."
+            )
+        if counts.dropped_overflow:
+            said.append(
+                f"{counts.dropped_overflow} trajectories were not learned from because the buffer was full: raise "
+                "rl_training.trajectory_buffer_size or learning's share of the device, or collect fewer."
+            )
+        return " ".join(said)
 
     # -- one thing at a time --------------------------------------------------------------------------------------
 

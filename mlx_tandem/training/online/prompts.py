@@ -16,6 +16,7 @@ from msgspec import Struct
 from mlx_tandem import limits
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.errors import EngineUnavailable, InvalidRequest
+from mlx_tandem.training.examples import Turn
 from mlx_tandem.training.online.guard import Course
 from mlx_tandem.training.online.serving import Sampled, Serving
 from mlx_tandem.training.rewards import Sample, Scoring
@@ -75,7 +76,7 @@ class Recorded:
 
 
 class _Line(Struct, forbid_unknown_fields=True):
-    prompt: str | list[dict[str, str]]
+    prompt: str | list[Turn]
     scoring_function: str | dict[str, float] | list[dict[str, Any]] = ""
     metadata: dict[str, Any] = {}
     max_tokens: int = VALIDATION_TOKENS
@@ -103,11 +104,12 @@ def _prompt(line: bytes, serving: Serving, rewards: Scorer, default_scoring: str
     said = msgspec.json.decode(line, type=_Line)
     limits.check("max_tokens", said.max_tokens)
     scoring = rewards.check(said.scoring_function or default_scoring, said.metadata)
-    tokens = serving.encode(said.prompt)
+    prompt = said.prompt if isinstance(said.prompt, str) else [turn.turn() for turn in said.prompt]
+    tokens = serving.encode(prompt)
     room = max_len - len(tokens)
     if not tokens or room < 1:
         raise InvalidRequest(f"the prompt has {len(tokens)} tokens; the model takes {max_len}", param="prompt")
-    text = said.prompt if isinstance(said.prompt, str) else "\n".join(m.get("content", "") for m in said.prompt)
+    text = said.prompt if isinstance(said.prompt, str) else "\n".join(turn.content for turn in said.prompt)
     return Prompt(tokens, scoring, SamplingParams(min(said.max_tokens, room), temperature=0.0), text)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
 from mlx_tandem.config import Mode
 from mlx_tandem.training.online.guard import Verdict
+from mlx_tandem.training.trajectories import DropReason
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, SamplingParams
 
 Outcome = Literal["published", "kept", "rolled_back", "refused", "skipped"]
@@ -70,7 +71,7 @@ class Serving(Protocol):
         """`n` completions of each prompt, in training's share of the device. Raises EngineError."""
         ...
 
-    def encode(self, prompt: str | list[dict[str, str]]) -> tuple[int, ...]:
+    def encode(self, prompt: str | list[dict[str, Any]]) -> tuple[int, ...]:
         """Token ids of a text, or of chat messages through the model's template. Raises InvalidRequest."""
         ...
 
@@ -79,14 +80,15 @@ class UpdateReport(Struct, frozen=True):
     """What one update did. `kl`: mean k3 in nats that it moved the policy; `kl_base`: mean k3 to the base model;
     `mismatch_k3`: between sampler and trainer, of tokens that the trainer's present weights have sampled. Of one that
     was published, in milliseconds: `ready_ms` until the engine had its weights as a version, beside what it served;
-    `swap_ms` until the name stood for that version."""
+    `swap_ms` until the name stood for that version. `skipped_groups` and `dropped` count what was not learned from
+    since the update before this one."""
 
     step: int  # the optimiser's, afterwards
     version: int  # that was published; 0: none
     trajectories: int
     tokens: int
     groups: int
-    skipped_groups: int
+    skipped_groups: int  # groups whose rewards were all the same
     mean_reward: float
     loss: float
     grad_norm: float
@@ -100,6 +102,8 @@ class UpdateReport(Struct, frozen=True):
     validation: float | None = None  # mean reward on the validation prompts, where there are any
     ready_ms: float = 0.0
     swap_ms: float = 0.0
+    dropped: dict[DropReason, int] = {}  # trajectories
+    dropped_at: dict[DropReason, tuple[int, ...]] = {}  # positions in the `trajectories` of who asked for the update
 
 
 class TrainingStatus(Struct, frozen=True):
@@ -121,6 +125,7 @@ class TrainingStatus(Struct, frozen=True):
     dropped_duplicate: int
     dropped_overflow: int
     skipped_groups: int
+    advice: str  # what to do about trajectories that are dropped; empty: none are
     last_update: str | None  # ISO 8601
     loss: float
     kl: float

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -18,7 +18,7 @@ from mlx_tandem.engine.learning import Adam, Batch, BatchResult
 from mlx_tandem.training.online import advantages, guard
 from mlx_tandem.training.online.serving import Outcome, UpdateReport
 from mlx_tandem.training.store.records import Began
-from mlx_tandem.training.trajectories import Trajectory
+from mlx_tandem.training.trajectories import Counts, Trajectory
 
 GUARD_TOKENS = 1024
 """The movement of the policy is measured on about so many tokens of an update."""
@@ -30,7 +30,7 @@ class Pending:
 
     began: Began
     trajectories: Sequence[Trajectory]  # as far as they are known: after a restart external ones are not
-    skipped_groups: int = 0
+    left_out: Counts = field(default_factory=Counts)  # what was dropped since the update before this one
     attempts: int = 0
 
 
@@ -118,7 +118,8 @@ def report(pending: Pending, finding: Finding, seconds: float, validation: float
         trajectories=len(pending.began.trajectories),
         tokens=sum(len(d.weights) for b in pending.began.batches for d in b.data),
         groups=len(advantages.by_group(pending.trajectories)),
-        skipped_groups=pending.skipped_groups,
+        skipped_groups=pending.left_out.skipped_groups,
+        dropped={reason: count for reason, count in pending.left_out.dropped.items() if count},
         mean_reward=math.fsum(rewards) / len(rewards) if rewards else 0.0,
         loss=_finite(finding.loss),
         grad_norm=_finite(finding.grad_norm),

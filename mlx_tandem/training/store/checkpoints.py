@@ -27,6 +27,9 @@ from mlx_tandem.training.store.manifests import FORMAT, MANIFEST, Corrupt, Manif
 log = logging.getLogger(__name__)
 
 BEST = "best-performance"
+AUTOMATIC = re.compile(rf"{BEST}|checkpoint-\d+(\.\d+)?")
+"""Names that checkpoints get when nobody gives them one."""
+
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 _NEW = ".new-"

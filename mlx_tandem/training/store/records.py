@@ -51,7 +51,7 @@ class Seen(Struct, frozen=True, array_like=True, tag="seen"):
 
 
 class Dropped(Struct, frozen=True, array_like=True, tag="dropped"):
-    """These have left the buffer untrained."""
+    """These are too old and are not learned from; those of them that were in the buffer have left it."""
 
     ids: tuple[str, ...]
 
