@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import msgspec
 from mlx_tandem import files, limits
 from mlx_tandem.adapters.convert import inspect
 from mlx_tandem.api import Engine, Trainer
-from mlx_tandem.cli.console import warn
+from mlx_tandem.cli.console import say, warn
 from mlx_tandem.errors import Conflict
 from mlx_tandem.training.sft import Evaluation, SftConfig, Step, encode, fit, read, split
 from mlx_tandem.types import EngineInfo
@@ -52,7 +51,7 @@ class Job:
         lines, held_lines = read(self.data), read(self.valid) if self.valid else []
         with files.storage(self.out):
             files.make_folder(self.out.absolute().parent)  # whether that can be done must not show after hours
-        _say(f"loading {self.model} …")
+        say(f"loading {self.model} …")
         blocks = -(-self.max_length // BLOCK) + 1
         with Engine(
             self.model, {}, dtype=self.dtype, max_loras=0, max_lora_rank=self.adapter["rank"], num_blocks=blocks,
@@ -69,7 +68,7 @@ class Job:
                     f"{found.shortened} examples were cut to {longest} tokens, and {found.left_out} left out, of which "
                     "nothing to teach would have been left"
                 )
-            _say(f"{len(train)} examples to learn, {len(held)} held out, {trainer.info.parameters:,} parameters")
+            say(f"{len(train)} examples to learn, {len(held)} held out, {trainer.info.parameters:,} parameters")
             counts = {
                 "learned": len(train),
                 "held_out": len(held),
@@ -145,10 +144,6 @@ class Job:
         }
 
 
-def _say(text: str) -> None:
-    print(f"tandem: {text}", file=sys.stderr, flush=True)
-
-
 @contextmanager
 def _progress() -> Iterator[Callable[[Job], None]]:
     """A bar on a terminal; elsewhere a line at every look at what is held out."""
@@ -169,7 +164,7 @@ def _progress() -> Iterator[Callable[[Job], None]]:
             nonlocal said
             if len(job.evaluations) > said:
                 said = len(job.evaluations)
-                _say(f"step {len(job.steps)}   {text(job)}")
+                say(f"step {len(job.steps)}   {text(job)}")
 
         yield line
         return

@@ -20,6 +20,7 @@ from mlx_tandem import demo, limits
 from mlx_tandem.cli import main
 from mlx_tandem.cli.app import app
 from mlx_tandem.cli.options import OPTIONS, split_arms, split_pairs
+from mlx_tandem.cli.serve import adapters_line
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Arm, Config
 from tests.fake_hub import fake_hub
@@ -230,6 +231,21 @@ def test_a_port_in_use_is_said_before_anything_is_fetched_or_loaded(tmp_path: Pa
                 said = f"tandem: port {port} on 127.0.0.1 is in use; choose another with --port (0: any free one)\n"
                 assert (done.returncode, done.stderr) == (1, said)
         assert not hub.asked
+
+
+@pytest.mark.parametrize(
+    ("loaded", "unread", "root", "said"),
+    [
+        ([], [], "", "none"),
+        (["a", "b"], [], "", "a, b"),
+        (["a"], [], "r", "a; 0 folders in r"),
+        (["a"], ["sql"], "r", "a; 1 folder in r, such as sql"),
+        ([], ["math", "sql"], "r", "2 folders in r, such as math"),
+        ([f"a{i}" for i in range(14)], [], "", ", ".join(f"a{i}" for i in range(12)) + " and 2 more"),
+    ],
+)
+def test_the_banner_says_which_adapters_there_are(loaded: list[str], unread: list[str], root: str, said: str) -> None:
+    assert adapters_line(loaded, unread, root) == said
 
 
 def test_settings_need_no_web_framework() -> None:
