@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +39,22 @@ def test_a_server_starts_with_one_line_of_progress_and_then_its_banner(columns: 
         terminal.process.send_signal(signal.SIGTERM)
         assert '"event": "draining"' in re.sub(r"\s+", " ", " ".join(terminal.read_to_end()))
         assert terminal.process.wait(30) == 0
+
+
+@SIZES
+def test_the_demo_that_learns_draws_each_row_of_its_chart_on_a_line(columns: int, tmp_path: Path) -> None:
+    plot = tmp_path / "curve.svg"
+    with on_terminal("demo", "learn", "--updates", "3", "--plot", str(plot), columns=columns) as terminal:
+        lines = terminal.read_to_end()
+        assert terminal.process.wait(30) == 0
+    top = lines.index("mean reward")
+    rows = lines[top + 1 : top + 9]
+    assert [row[:6] for row in rows] == [f"{1 - i / 8:4.2f} │" for i in range(8)]
+    assert re.fullmatch(" *└─{20}", lines[top + 9])
+    assert lines[top + 10].strip() == "update 3 of 3"
+    bars = [{row[6 + i : 7 + i] for row in rows} - {" ", ""} for i in range(3)]
+    assert all(bars), "three updates, three bars"
+    facts = [line.split()[0] for line in lines[top + 12 :] if line]
+    assert facts[:4] == ["reward", "beside", "their", "base"]
+    assert lines.count("mean reward") == 1, "what was drawn before is still there"
+    assert plot.read_text().startswith("<svg")
