@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from mlx_tandem import files, limits
+from mlx_tandem import demo, files, limits
 from mlx_tandem.adapters.convert import inspect
 from mlx_tandem.api import Engine, Trainer
 from mlx_tandem.cli.console import say, warn
@@ -51,7 +51,7 @@ class Job:
         lines, held_lines = read(self.data), read(self.valid) if self.valid else []
         with files.storage(self.out):
             files.make_folder(self.out.absolute().parent)  # whether that can be done must not show after hours
-        say(f"loading {self.model} …")
+        say(f"loading {'the built-in model' if self._is_demo else self.model} …")
         blocks = -(-self.max_length // BLOCK) + 1
         with Engine(
             self.model, {}, dtype=self.dtype, max_loras=0, max_lora_rank=self.adapter["rank"], num_blocks=blocks,
@@ -88,6 +88,10 @@ class Job:
             if not held:
                 self._keep(trainer, about)
         return self._report()
+
+    @property
+    def _is_demo(self) -> bool:
+        return self.model == str(demo.MODEL_PATH)
 
     @property
     def rate(self) -> float:
@@ -134,8 +138,10 @@ class Job:
             print(f"held-out loss {before:.4f} → {after:.4f} nats per token (step {kept['step']} of {len(self.steps)})")
             if after >= before:
                 warn("what is held out is not predicted better than before: this adapter is of no use")
-        name = self.out.resolve().name
-        print(f"wrote {self.out}; try it: tandem serve --model {self.model} --adapter {name} {self.out}")
+            if self.evaluations[-1].fell:
+                warn("the held-out loss was still falling at the end: more epochs (--epochs) would teach more")
+        base = "" if self._is_demo else f" --model {self.model}"
+        print(f"wrote {self.out}; try it: tandem serve{base} --adapter {self.out.resolve().name} {self.out}")
         return kept | {
             "tokens_per_s": self.rate,
             "seconds": sum(s.seconds for s in self.steps),
