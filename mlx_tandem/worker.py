@@ -8,9 +8,11 @@ import logging
 import signal
 import socket
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -72,7 +74,8 @@ def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> in
     from mlx_tandem.model import device
 
     try:
-        core = _build(channel, config, own_process)
+        with Notes(channel) if own_process else nullcontext():
+            core = _build(channel, config, own_process)
         if own_process:
             # What is loaded by now stays: a full collection that walks it stops the steps for tens of milliseconds.
             gc.collect()
@@ -81,6 +84,40 @@ def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> in
     finally:
         device.leave_thread()
     return 0
+
+
+class Notes(logging.Handler):
+    """Sends what this process logs to the front inside a `with` block, in place of standard error.
+
+    Only the thread that entered the block writes on the channel. What other threads log goes with the next record of
+    that thread, or at the end of the block.
+    """
+
+    def __init__(self, channel: EngineChannel):
+        super().__init__()
+        self._channel = channel
+        self._thread = threading.get_ident()
+        self._waiting: deque[m.Note] = deque()
+        self._replaced: list[logging.Handler] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        trace = logging.Formatter().formatException(record.exc_info).split("\n") if record.exc_info else []
+        self._waiting.append(m.Note(record.levelno, record.getMessage(), tuple(trace)))
+        if threading.get_ident() == self._thread:
+            self._send()
+
+    def _send(self) -> None:
+        while self._waiting:
+            self._channel.send([self._waiting.popleft()])
+
+    def __enter__(self) -> None:
+        root = logging.getLogger()
+        self._replaced, root.handlers[:] = root.handlers[:], [self]
+
+    def __exit__(self, *error: object) -> None:
+        logging.getLogger().handlers[:] = self._replaced
+        with suppress(WireError):
+            self._send()
 
 
 def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> EngineCore:

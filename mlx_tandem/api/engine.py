@@ -16,9 +16,11 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
+from msgspec import Struct
+
 from mlx_tandem import limits, worker
 from mlx_tandem.api.data import Data, ServedCodec
-from mlx_tandem.api.trainer import Trainer, open_trainer, run_pass
+from mlx_tandem.api.trainer import OpenTrainers, Trainer, open_trainer, run_pass
 from mlx_tandem.config import (
     CacheConfig,
     Config,
@@ -76,11 +78,17 @@ class ApiSampling(Sampling, kw_only=True, forbid_unknown_fields=True):
     logprobs: Any = None  # None: none; 0: the sampled token's; k: also the k most likely
 
 
+class Conversation(Struct):
+    """The argument of `chat`."""
+
+    messages: list[ChatMessage]
+
+
 class Engine:
     """A model with its adapters, loaded on entering or constructing and freed by `close` or the end of the block.
 
     >>> with Engine() as engine:                                # the built-in model and its adapters
-    ...     engine.chat([{"role": "user", "content": "2 + 3"}], adapter="shout").text
+    ...     engine.chat("2 + 3", adapter="shout").text
 
     Every method may be called from any thread; calls made at the same time share batches. `options` are fields of
     the engine's configuration, such as `dtype`, `max_num_seqs` or `num_blocks`. Errors are those of
@@ -100,6 +108,7 @@ class Engine:
         engine = _engine_config(str(model), options)
         named = tuple((name, str(path)) for name, path in (adapters or {}).items())
         self._front = Front(Config(engine, ServerConfig(max_queue_size=1 << 30), named), _thread_launch(engine))
+        self._trainers: OpenTrainers = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-front", daemon=True)
         self._thread.start()
@@ -152,13 +161,13 @@ class Engine:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: str | Sequence[Mapping[str, Any]],
         *,
         adapter: str | None = None,
         enable_thinking: bool | None = None,
         **sampling: Any,
     ) -> Completion:
-        """The assistant's answer to a conversation."""
+        """Return the assistant's answer to a conversation; a text stands for one message of the user."""
         if "n" in sampling:
             raise InvalidRequest("chat gives one answer; use generate for several", param="n")
         return self._call(self._chat(messages, adapter, enable_thinking, sampling))
@@ -217,14 +226,14 @@ class Engine:
         init_from: str | None = None,
         resume: str | Path | None = None,
     ) -> Trainer:
-        """An adapter to be trained beside what is served; one of that name that is open is replaced.
+        """Return an adapter to be trained beside what is served. Raises Conflict while a trainer of that name is open.
 
         It begins as one that changes nothing, of rank 16 with alpha twice the rank; or with the weights, rank and scale
         of the adapter `init_from`; or where the one in the folder `resume` was saved. `targets` are last parts of
         module names, such as "q_proj"; none: every linear layer.
         """
         opening = open_trainer(
-            self._call, self._front, name, rank=rank, alpha=alpha, targets=targets, seed=seed,
+            self._call, self._front, self._trainers, name, rank=rank, alpha=alpha, targets=targets, seed=seed,
             init_from=init_from, resume=resume,
         )  # fmt: skip
         return self._call(opening)
@@ -280,7 +289,7 @@ class Engine:
 
     async def _chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: str | Sequence[Mapping[str, Any]],
         adapter: str | None,
         enable_thinking: bool | None,
         sampling: dict[str, Any],
@@ -311,7 +320,7 @@ class Engine:
         pieces: SimpleQueue[str | BaseException | None],
     ) -> None:
         try:
-            if not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping):
+            if not _is_one(prompt) and prompt and isinstance(prompt[0], Mapping):
                 tokens = await self._front.chat_prompt(_messages(prompt), {})
             else:
                 tokens = await self._tokens(prompt)
@@ -397,12 +406,17 @@ class _Job:
 
 
 def _is_one(prompt: Any) -> bool:
-    """A text or one list of token ids, not several of them."""
+    """Return whether this is a text or one list of token ids, not several of them. Raises InvalidRequest."""
+    if not isinstance(prompt, Sequence):
+        raise InvalidRequest(f"prompt must be a text or a list, not {type(prompt).__name__}", param="prompt")
     return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
 
 
-def _messages(messages: Any) -> list[Mapping[str, Any]]:
-    return chat_messages([convert(dict(m), ChatMessage) for m in messages])
+def _messages(given: Any) -> list[Mapping[str, Any]]:
+    """Return a conversation as the template takes it; a text is one message of the user. Raises InvalidRequest."""
+    if isinstance(given, str):
+        given = [{"role": "user", "content": given}]
+    return chat_messages(convert({"messages": given}, Conversation).messages)
 
 
 def _engine_config(model: str, options: Mapping[str, object]) -> EngineConfig:

@@ -32,6 +32,10 @@ class Call(Protocol):
     def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
 
 
+OpenTrainers = dict[str, int]
+"""Names of the trainers that are open, with how often the engine had been restarted when each was opened: an engine
+that has been restarted since then knows it no longer."""
+
 RANK = 16
 KEPT = 3
 """Published versions of a trainer's name."""
@@ -58,9 +62,10 @@ class Trainer:
     `temperature` they were drawn at.
     """
 
-    def __init__(self, call: Call, front: Front, info: TrainerInfo):
+    def __init__(self, call: Call, front: Front, opened: OpenTrainers, info: TrainerInfo):
         self._call = call
         self._front = front
+        self._opened = opened
         self.info = info
         """As it was opened."""
 
@@ -140,8 +145,12 @@ class Trainer:
             raise InvalidRequest(f"{target} cannot be written: {e.strerror}", param="folder") from e
 
     def close(self) -> None:
-        """Free its memory. What was published stays."""
-        self._call(self._front.client.close_trainer(self.name))
+        """Free its memory. What was published stays, and the name may be opened again."""
+        self._call(self._close())
+
+    async def _close(self) -> None:
+        self._opened.pop(self.name, None)
+        await self._front.client.close_trainer(self.name)
 
     def __repr__(self) -> str:
         return f"<Trainer {self.name}: rank {self.info.rank}, {self.info.parameters:,} parameters>"
@@ -172,6 +181,7 @@ async def run_pass(
 async def open_trainer(
     call: Call,
     front: Front,
+    opened: OpenTrainers,
     name: str,
     *,
     rank: int | None,
@@ -181,18 +191,46 @@ async def open_trainer(
     init_from: str | None,
     resume: str | Path | None,
 ) -> Trainer:
+    """Open a trainer as `Engine.trainer` promises, and put its name among those `opened`."""
     if name not in front.models.registry:
         front.models.check_free(name)
     limits.check("trainer_seed", seed, "seed")
+    if opened.get(name) == front.client.restarts:
+        raise Conflict(f"a trainer {name!r} is open; close it first, or choose another name", param="name")
+    opened[name] = front.client.restarts
+    try:
+        if resume is not None:
+            spec = TrainerSpec(name, 1, 1.0, seed=seed)  # the folder says what it really is
+            info = await _resumed(front, spec, resume, rank=rank, alpha=alpha, targets=targets, init_from=init_from)
+        else:
+            info = await _begun(front, name, rank=rank, alpha=alpha, targets=targets, seed=seed, init_from=init_from)
+    except BaseException:
+        opened.pop(name, None)
+        raise
+    return Trainer(call, front, opened, info)
+
+
+async def _resumed(front: Front, spec: TrainerSpec, folder: str | Path, **given: object) -> TrainerInfo:
+    """Open a trainer in the state that was saved in `folder`, which no argument may contradict."""
+    for param, value in given.items():
+        if value not in (None, (), []):
+            raise InvalidRequest(f"{param} is that of the trainer that is resumed", param=param)
+    return await front.client.open_trainer(spec, folder=os.path.abspath(folder))
+
+
+async def _begun(
+    front: Front,
+    name: str,
+    *,
+    rank: int | None,
+    alpha: float | None,
+    targets: Sequence[str],
+    seed: int,
+    init_from: str | None,
+) -> TrainerInfo:
+    """Open a trainer that has learned nothing yet."""
     if isinstance(targets, str):
         raise InvalidRequest("targets must be a list of names", param="targets", code="invalid_type")
-    if resume is not None:
-        for param, given in (("rank", rank), ("alpha", alpha), ("targets", targets), ("init_from", init_from)):
-            if given not in (None, (), []):
-                raise InvalidRequest(f"{param} is that of the trainer that is resumed", param=param)
-        spec = TrainerSpec(name, 1, 1.0, seed=seed)  # the folder says what it really is
-        info = await front.client.open_trainer(spec, folder=os.path.abspath(resume))
-        return Trainer(call, front, info)
     digest = ""
     if init_from is not None:
         try:
@@ -209,5 +247,4 @@ async def open_trainer(
         alpha = entry.info.scale * rank if alpha is None else alpha
     rank = int(limits.check("rank", RANK if rank is None else rank))
     alpha = float(limits.check("alpha", 2.0 * rank if alpha is None else alpha))
-    spec = TrainerSpec(name, rank, alpha, tuple(targets), seed)
-    return Trainer(call, front, await front.client.open_trainer(spec, digest=digest))
+    return await front.client.open_trainer(TrainerSpec(name, rank, alpha, tuple(targets), seed), digest=digest)

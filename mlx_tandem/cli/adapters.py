@@ -11,15 +11,12 @@ import typer
 
 from mlx_tandem.cli import keys
 from mlx_tandem.cli.console import fail, show
+from mlx_tandem.cli.help import Command, group
 
 if TYPE_CHECKING:
     from mlx_tandem.adapters.convert import Inspection
 
-adapters = typer.Typer(
-    help="Adapters of a running server, and adapter folders.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+adapters = group("Adapters of a running server, and adapter folders.")
 
 Url = Annotated[str, typer.Option(help="The server to ask.")]
 Key = Annotated[
@@ -29,7 +26,7 @@ KeyFile = Annotated[str | None, typer.Option(help="File whose first line is the 
 URL = "http://127.0.0.1:8000"
 
 
-@adapters.command("ls")
+@adapters.command("ls", cls=Command)
 def ls(url: Url = URL, api_key: Key = None, api_key_file: KeyFile = None) -> None:
     """List adapters with their size, where they are and what they did."""
     from rich.table import Table
@@ -47,7 +44,7 @@ def ls(url: Url = URL, api_key: Key = None, api_key_file: KeyFile = None) -> Non
     show(table)
 
 
-@adapters.command("load")
+@adapters.command("load", cls=Command)
 def load(
     name: Annotated[str, typer.Argument(metavar="NAME")],
     path: Annotated[
@@ -68,7 +65,7 @@ def load(
     print(f"loaded {done['id']} (rank {done['rank']}, {done['size_bytes'] / 1e6:.1f} MB)")
 
 
-@adapters.command("unload")
+@adapters.command("unload", cls=Command)
 def unload(
     name: Annotated[str, typer.Argument(metavar="NAME")],
     url: Url = URL,
@@ -80,7 +77,7 @@ def unload(
     print(f"unloaded {name} ({_joined(str(version) for version in done['versions'])})")
 
 
-@adapters.command("inspect")
+@adapters.command("inspect", cls=Command)
 def inspect(folder: Annotated[Path, typer.Argument(metavar="FOLDER")]) -> None:
     """Say what an adapter folder holds, without its base model. Exit status 1 when it cannot be served."""
     from mlx_tandem.adapters.convert import inspect as run
@@ -92,7 +89,7 @@ def inspect(folder: Annotated[Path, typer.Argument(metavar="FOLDER")]) -> None:
         fail(f"{folder} cannot be served: {'; '.join(found.problems)}")
 
 
-@adapters.command("convert")
+@adapters.command("convert", cls=Command)
 def convert(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist or is empty.")],

@@ -13,16 +13,11 @@ from mlx_tandem.cli.cache import cache
 from mlx_tandem.cli.checkpoints import checkpoints
 from mlx_tandem.cli.command import Background, DryRun, File, Folder, Root, ServeCommand, run, with_every_setting
 from mlx_tandem.cli.demo.commands import demo
+from mlx_tandem.cli.help import Command, group
 from mlx_tandem.cli.programs import CALLERS
 from mlx_tandem.cli.train import train
 
-app = typer.Typer(
-    help="One base model in memory, many LoRA adapters served from it in one batch.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = group("One base model in memory, many LoRA adapters served from it in one batch.")
 app.add_typer(adapters, name="adapters")
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(cache, name="cache")
@@ -71,7 +66,7 @@ _Port = Annotated[int, typer.Option(help="Port of the server.")]
 _Timeout = Annotated[float, typer.Option(min=0.0, help="Seconds that it may take to finish what runs.")]
 
 
-@app.command()
+@app.command(cls=Command)
 def stop(port: _Port = 8000, timeout: _Timeout = 45.0) -> None:
     """Stop a server that was started with --daemon."""
     from mlx_tandem.cli.daemon import stop as end
@@ -79,7 +74,7 @@ def stop(port: _Port = 8000, timeout: _Timeout = 45.0) -> None:
     end(port, timeout)
 
 
-@app.command()
+@app.command(cls=Command)
 def restart(port: _Port = 8000, timeout: _Timeout = 45.0) -> None:
     """Stop a server that was started with --daemon and start it again with the same arguments."""
     from mlx_tandem.cli.daemon import restart as again
@@ -87,7 +82,7 @@ def restart(port: _Port = 8000, timeout: _Timeout = 45.0) -> None:
     raise SystemExit(again(port, timeout))
 
 
-@app.command()
+@app.command(cls=Command)
 def doctor(
     only: Annotated[str, typer.Option(help="Names of checks with commas; what they need is checked, too.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")] = False,

@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlx_tandem.cli.console import fail, show
+from mlx_tandem.cli.help import Command, group
 
 if TYPE_CHECKING:
     from mlx_tandem.kv.disk.offline import SegmentInfo
 
-cache = typer.Typer(
-    help="Cached keys and values on the drive.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+cache = group("Cached keys and values on the drive.")
 
 Folder = Annotated[
     Path | None,
@@ -27,7 +24,7 @@ Folder = Annotated[
 ]
 
 
-@cache.command("ls")
+@cache.command("ls", cls=Command)
 def ls(ssd_cache_dir: Folder = None) -> None:
     """List the segments of a cache, the oldest first."""
     from rich.table import Table
@@ -42,7 +39,7 @@ def ls(ssd_cache_dir: Folder = None) -> None:
     print(_sum(found))
 
 
-@cache.command("check")
+@cache.command("check", cls=Command)
 def check(ssd_cache_dir: Folder = None) -> None:
     """Read every byte of a cache. Exit status 1 when something is not as it was written; a server does not use it."""
     found = _inspected(ssd_cache_dir, verify=True)
@@ -52,7 +49,7 @@ def check(ssd_cache_dir: Folder = None) -> None:
     print("all as they were written")
 
 
-@cache.command("clear")
+@cache.command("clear", cls=Command)
 def clear(ssd_cache_dir: Folder = None) -> None:
     """Remove what a cache has put into its folder."""
     from mlx_tandem.kv.disk.offline import clear as run

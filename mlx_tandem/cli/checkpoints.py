@@ -12,21 +12,18 @@ import typer
 
 from mlx_tandem.cli.adapters import URL, Key, KeyFile, Url, ask
 from mlx_tandem.cli.console import fail, show
+from mlx_tandem.cli.help import Command, group
 
 if TYPE_CHECKING:
     from mlx_tandem.training.store.checkpoints import CheckpointInfo, Checkpoints
 
-checkpoints = typer.Typer(
-    help="Checkpoints of training.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+checkpoints = group("Checkpoints of training.")
 
 Folder = Annotated[Path, typer.Option("--checkpoint-dir", help="The folder that the server was given.")]
 FOLDER = Path("./checkpoints")
 
 
-@checkpoints.command("ls")
+@checkpoints.command("ls", cls=Command)
 def ls(checkpoint_dir: Folder = FOLDER) -> None:
     """List checkpoints, the newest first, with what they were worth."""
     from rich.table import Table
@@ -38,7 +35,7 @@ def ls(checkpoint_dir: Folder = FOLDER) -> None:
     show(table)
 
 
-@checkpoints.command("export")
+@checkpoints.command("export", cls=Command)
 def export(
     name: Annotated[str, typer.Argument(metavar="NAME")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist.")],
@@ -50,7 +47,7 @@ def export(
     print(f"wrote {out}")
 
 
-@checkpoints.command("rollback")
+@checkpoints.command("rollback", cls=Command)
 def rollback(
     to: Annotated[
         str | None,

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperOption
 
 from mlx_tandem.cli.console import warn
 from mlx_tandem.cli.flags import Refused, translate
+from mlx_tandem.cli.help import Command
 from mlx_tandem.cli.options import parameters, split_arms, split_pairs, split_words
 
 Folder = Annotated[
@@ -38,7 +39,7 @@ class Root:
         return [*(["-v"] if self.verbose else []), *(["--called-as", self.called_as] * (self.called_as != "tandem"))]
 
 
-class ServeCommand(TyperCommand):
+class ServeCommand(Command):
     """Takes command lines that were written for other servers."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -10,14 +10,19 @@ if TYPE_CHECKING:
 
 
 def fail(message: str) -> NoReturn:
-    """One clear line and exit status 1."""
-    print(f"tandem: {message}", file=sys.stderr)
+    """Print one clear line and end the process with status 1."""
+    say(message)
     raise SystemExit(1)
 
 
+def say(message: str) -> None:
+    """Print one line that starts with `tandem:`."""
+    print(f"tandem: {message}", file=sys.stderr, flush=True)
+
+
 def warn(message: str) -> None:
-    """One line that starts with `tandem: warning:`."""
-    print(f"tandem: warning: {message}", file=sys.stderr, flush=True)
+    """Print one line that starts with `tandem: warning:`."""
+    say(f"warning: {message}")
 
 
 def show(what: RenderableType) -> None:

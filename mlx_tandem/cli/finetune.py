@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,10 +12,10 @@ from typing import Any
 
 import msgspec
 
-from mlx_tandem import files, limits
+from mlx_tandem import demo, files, limits
 from mlx_tandem.adapters.convert import inspect
 from mlx_tandem.api import Engine, Trainer
-from mlx_tandem.cli.console import warn
+from mlx_tandem.cli.console import say, warn
 from mlx_tandem.errors import Conflict
 from mlx_tandem.training.sft import Evaluation, SftConfig, Step, encode, fit, read, split
 from mlx_tandem.types import EngineInfo
@@ -52,7 +51,7 @@ class Job:
         lines, held_lines = read(self.data), read(self.valid) if self.valid else []
         with files.storage(self.out):
             files.make_folder(self.out.absolute().parent)  # whether that can be done must not show after hours
-        _say(f"loading {self.model} …")
+        say(f"loading {'the built-in model' if self._is_demo else self.model} …")
         blocks = -(-self.max_length // BLOCK) + 1
         with Engine(
             self.model, {}, dtype=self.dtype, max_loras=0, max_lora_rank=self.adapter["rank"], num_blocks=blocks,
@@ -69,7 +68,7 @@ class Job:
                     f"{found.shortened} examples were cut to {longest} tokens, and {found.left_out} left out, of which "
                     "nothing to teach would have been left"
                 )
-            _say(f"{len(train)} examples to learn, {len(held)} held out, {trainer.info.parameters:,} parameters")
+            say(f"{len(train)} examples to learn, {len(held)} held out, {trainer.info.parameters:,} parameters")
             counts = {
                 "learned": len(train),
                 "held_out": len(held),
@@ -89,6 +88,10 @@ class Job:
             if not held:
                 self._keep(trainer, about)
         return self._report()
+
+    @property
+    def _is_demo(self) -> bool:
+        return self.model == str(demo.MODEL_PATH)
 
     @property
     def rate(self) -> float:
@@ -135,18 +138,16 @@ class Job:
             print(f"held-out loss {before:.4f} → {after:.4f} nats per token (step {kept['step']} of {len(self.steps)})")
             if after >= before:
                 warn("what is held out is not predicted better than before: this adapter is of no use")
-        name = self.out.resolve().name
-        print(f"wrote {self.out}; try it: tandem serve --model {self.model} --adapter {name} {self.out}")
+            if self.evaluations[-1].fell:
+                warn("the held-out loss was still falling at the end: more epochs (--epochs) would teach more")
+        base = "" if self._is_demo else f" --model {self.model}"
+        print(f"wrote {self.out}; try it: tandem serve{base} --adapter {self.out.resolve().name} {self.out}")
         return kept | {
             "tokens_per_s": self.rate,
             "seconds": sum(s.seconds for s in self.steps),
             "steps": [dataclasses.asdict(s) for s in self.steps],
             "evaluations": [dataclasses.asdict(e) for e in self.evaluations],
         }
-
-
-def _say(text: str) -> None:
-    print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -169,7 +170,7 @@ def _progress() -> Iterator[Callable[[Job], None]]:
             nonlocal said
             if len(job.evaluations) > said:
                 said = len(job.evaluations)
-                _say(f"step {len(job.steps)}   {text(job)}")
+                say(f"step {len(job.steps)}   {text(job)}")
 
         yield line
         return

@@ -135,12 +135,17 @@ class _Line:
             else:
                 yield word
                 if not equals and self._takes_value.get(flag) and self._rest:
-                    yield self._rest.popleft()
+                    yield self._value(flag)
 
-    def _value(self, flag: str) -> str:
+    def _value(self, flag: str, what: str = "a value must follow") -> str:
+        """Return the word behind `flag`. Raises Refused, which says `what`, when there is none or an option in its
+        place; a value that begins like an option is written FLAG=VALUE."""
         if not self._rest:
-            raise Refused(flag, "needs a value")
-        return self._rest.popleft()
+            raise Refused(flag, what)
+        word = self._rest.popleft()
+        if word.startswith("--") or word in self._takes_value:
+            raise Refused(flag, f"{what}, not the option {word}")
+        return word
 
     def _other(self, flag: str, value: str | None) -> None:
         row = FLAGS[flag]
@@ -156,11 +161,9 @@ class _Line:
 
     def adapter(self) -> Iterator[str]:
         """NAME PATH travels as NAME=PATH, which is legal too."""
-        if not self._rest:
-            raise Refused("--adapter", "needs a name and a path")
-        name = self._rest.popleft()
-        if "=" not in name and not name.startswith("-") and self._rest:
-            name = f"{name}={self._rest.popleft()}"
+        name = self._value("--adapter", "a name and a path must follow")
+        if "=" not in name:
+            name += "=" + self._value("--adapter", f"a path must follow the name {name}")
         yield from ("--adapter", name)
 
     def lora_modules(self) -> Iterator[str]:

@@ -222,10 +222,8 @@ def parameters() -> Iterator[inspect.Parameter]:
     """The options as parameters of a command's function, each None when it was not given."""
     for panel, options in PANELS.items():
         for option in options:
-            _, *others = (flag for flag in option.flags.split() if flag.startswith("--"))
-            also = f" Also {', '.join(others)}." if others else ""  # the column of names may be too narrow for them
             declared = typer.Option(
-                *option.flags.split(), help=option.help + also, metavar=option.metavar, rich_help_panel=panel
+                *option.flags.split(), help=option.help, metavar=option.metavar, rich_help_panel=panel
             )
             yield inspect.Parameter(
                 option.name,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -17,14 +16,11 @@ from mlx_tandem.cli.console import fail
 from mlx_tandem.cli.daemon import Detached
 from mlx_tandem.cli.programs import CALLERS
 from mlx_tandem.cli.settings import SettingsError, build
+from mlx_tandem.cli.start_up import StartUp
 from mlx_tandem.config import Config
 from mlx_tandem.errors import TandemError
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-    from rich.progress import TaskID
-
-    from mlx_tandem.engine.messages import Progress
     from mlx_tandem.server.front import Front
 
 
@@ -104,10 +100,10 @@ def serve(
     from mlx_tandem.server.log import log
     from mlx_tandem.server.serve import run
 
-    loading = Loading()
+    starting = StartUp(verbose)
 
     def ready(front: Front, port: int) -> None:
-        loading.stop()
+        starting.stop()
         log("settings", logging.DEBUG, **_without_key(config))
         text = _ready(front, port, variable)
         if detached is None:
@@ -117,11 +113,12 @@ def serve(
 
     try:
         level = logging.DEBUG if verbose else logging.INFO
-        status = run(config, sock=sock, on_progress=loading.update, on_ready=ready, log_level=level)
+        status = run(config, sock=sock, on_progress=starting.update, on_ready=ready, log_level=level, start_up=starting)
     except TandemError as e:
+        starting.stop()
         fail(e.message)
     finally:
-        loading.stop()
+        starting.stop()
     if detached is not None and status == 0:
         detached.end()
     raise SystemExit(status)
@@ -144,61 +141,39 @@ def _bind(config: Config) -> socket.socket:
         fail(f"{host}:{port} cannot be bound: {e.strerror or e}")
 
 
-class Loading:
-    """A progress bar on a terminal, a line per stage elsewhere; gone once the server is ready."""
-
-    def __init__(self) -> None:
-        self._stage = ""
-        self._bar: Bar | None = None
-        self._task: TaskID | None = None
-
-    def update(self, progress: Progress) -> None:
-        if sys.stderr.isatty():
-            self._draw(progress)
-        elif progress.stage != self._stage:
-            print(f"tandem: {progress.stage} …", file=sys.stderr, flush=True)
-        self._stage = progress.stage
-
-    def stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
-
-    def _draw(self, progress: Progress) -> None:
-        if self._bar is None or self._task is None:
-            from rich.console import Console
-            from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-            from rich.progress import Progress as Bar
-
-            columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-            self._bar = Bar(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task(progress.stage, total=1.0)
-            self._bar.start()
-        if progress.stage != self._stage:
-            self._bar.reset(self._task, description=progress.stage)
-        self._bar.update(self._task, completed=progress.fraction)
-
-
 def _ready(front: Front, port: int, variable: str | None) -> str:
     """What is served, where, and one command that shows it. `variable` is where the key came from, if from one."""
     server = front.config.server
     url = f"http://{_reachable(server.host)}:{port}"
     info = front.client.check_ready()
-    names = [entry.name for entry in front.models.registry.entries()]
-    model = names[0] if names else front.models.id
+    loaded = [entry.name for entry in front.models.registry.entries()]
+    unread = sorted(name for name, _ in front.models.registry.unread())
+    model = next(iter((*loaded, *unread)), front.models.id)
     bearer = f"${variable}" if variable and not variable.endswith("_FILE") else "KEY"
     key = f' -H "Authorization: Bearer {bearer}"' if server.api_key else ""
-    shown = ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES} more" if len(names) > NAMES else "")
     return (
         f"\nReady: {url}\n"
         f"  model     {front.models.id} ({info.model_type}, {_count(info.parameters)} parameters, {info.dtype}"
         f"{', ' + info.quantization if info.quantization else ''}; {info.device})\n"
-        f"  adapters  {shown or 'none'}\n"
+        f"  adapters  {adapters_line(loaded, unread, front.config.adapter_root)}\n"
         f"{_learning(front.config)}"
-        f"  try       curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} \\\n"
-        f'              -d \'{{"model": "{model}", "messages": [{{"role": "user", '
-        f'"content": "{QUESTION if _is_demo(front) else "Hello!"}"}}]}}\'\n'
+        f"  try       curl {url}/v1/chat/completions \\\n"
+        f"              -H 'Content-Type: application/json'{key} \\\n"
+        f'              -d \'{{"model": "{model}", "messages": [\n'
+        f'                  {{"role": "user", "content": "{QUESTION if _is_demo(front) else "Hello!"}"}}]}}\'\n'
     )
+
+
+def adapters_line(loaded: Sequence[str], unread: Sequence[str], root: str) -> str:
+    """Return the names of adapters that are loaded, and how many folders under `root` wait to be asked for."""
+    parts = []
+    if loaded or not root:
+        more = f" and {len(loaded) - NAMES} more" if len(loaded) > NAMES else ""
+        parts.append((", ".join(loaded[:NAMES]) or "none") + more)
+    if root:
+        folders = "1 folder" if len(unread) == 1 else f"{len(unread)} folders"
+        parts.append(f"{folders} in {root}" + (f", such as {unread[0]}" if unread else ""))
+    return "; ".join(parts)
 
 
 def _learning(config: Config) -> str:

@@ -46,7 +46,13 @@ def sft(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the base.", rich_help_panel=_ADAPTER)
     ] = "auto",
-    epochs: Annotated[int, typer.Option(rich_help_panel=_COURSE)] = 3,
+    epochs: Annotated[
+        int | None,
+        typer.Option(
+            help="Times that all examples are learned; until the held-out loss no longer falls if absent.",
+            rich_help_panel=_COURSE,
+        ),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Examples of a batch.", rich_help_panel=_COURSE)] = 8,
     batch_tokens: Annotated[
         int, typer.Option(help="Tokens of a batch, if those are fewer examples.", rich_help_panel=_COURSE)
@@ -54,7 +60,8 @@ def sft(
     accumulate: Annotated[int, typer.Option(help="Batches of a step.", rich_help_panel=_COURSE)] = 1,
     learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", rich_help_panel=_COURSE)] = 2e-4,
     warmup_share: Annotated[
-        float, typer.Option(help="Of the steps, while the rate rises; then it falls.", rich_help_panel=_COURSE)
+        float,
+        typer.Option(help="Of the steps (an epoch's without --epochs), while the rate rises.", rich_help_panel=_COURSE),
     ] = 0.05,
     weight_decay: Annotated[float, typer.Option(rich_help_panel=_COURSE)] = 0.0,
     max_grad_norm: Annotated[float, typer.Option(help="0: gradients are not clipped.", rich_help_panel=_COURSE)] = 1.0,

@@ -7,13 +7,10 @@ from typing import Any
 import typer
 
 from mlx_tandem.cli.command import Background, File, Folder, ServeCommand, run, with_every_setting
+from mlx_tandem.cli.help import Command, group
 from mlx_tandem.cli.sft import sft
 
-train = typer.Typer(
-    help="Train adapters.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+train = group("Train adapters.")
 
 DEFAULTS = {"engine.duty.mode": "training_only"}
 
@@ -26,10 +23,12 @@ def rl(
     daemon: Background = False,
     **given: Any,
 ) -> None:
-    """Train an adapter on rewards: a server as of `tandem serve --enable-rl-training`, whose device is for training
-    (--mode training_only, unless the file or the flag says another). Requests bring the prompts."""
+    """Train an adapter on rewards, for prompts that requests bring.
+
+    This is a server with --enable-rl-training whose device is for training: its mode is training_only unless the file
+    or --mode says otherwise."""
     run(ctx, ("train", "rl"), folder, config, daemon, {**given, "enable_rl_training": True}, DEFAULTS)
 
 
 train.command(cls=ServeCommand)(with_every_setting(rl))
-train.command("sft")(sft)
+train.command("sft", cls=Command)(sft)

@@ -28,6 +28,7 @@ from mlx_tandem.engine.messages import (
     KnowAdapter,
     Load,
     LoadAdapter,
+    Note,
     OpenTrainer,
     Output,
     Progress,
@@ -393,6 +394,9 @@ class EngineClient:
                 self.progress = message
                 if self._on_progress is not None:
                     self._on_progress(message)
+            elif isinstance(message, Note):
+                fields = {"trace": message.trace} if message.trace else {}
+                log.log(message.level, message.text, extra={"fields": fields})
             elif isinstance(message, Ready):
                 self.info = message.info
                 if self._link is not None:

@@ -143,6 +143,14 @@ class Progress(Struct, frozen=True, array_like=True, tag="progress"):
     fraction: float  # 0 … 1
 
 
+class Note(Struct, frozen=True, array_like=True, tag="note"):
+    """What the engine logs before it is ready, when only the front writes on the terminal."""
+
+    level: int  # of Python's logging
+    text: str
+    trace: tuple[str, ...] = ()  # lines of the traceback of an exception
+
+
 class Ready(Struct, frozen=True, array_like=True, tag="ready"):
     info: EngineInfo
 
@@ -216,6 +224,7 @@ class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
 
 Outbound = (
     Progress
+    | Note
     | Ready
     | Fatal
     | Output

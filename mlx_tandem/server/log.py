@@ -64,11 +64,12 @@ class RateLimit(logging.Filter):
         return count < self.MOST_A_SECOND
 
 
-def configure(level: int = logging.INFO) -> None:
-    """Send this project's and the web server's events to standard error."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines())
-    handler.addFilter(RateLimit())
+def configure(level: int = logging.INFO, handler: logging.Handler | None = None) -> None:
+    """Send this project's and the web server's events to `handler`, by default as JSON lines to standard error."""
+    if handler is None:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(JsonLines())
+        handler.addFilter(RateLimit())
     for name in ("mlx_tandem", "uvicorn"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]

@@ -35,20 +35,28 @@ def run(
     on_progress: Callable[[Progress], None] | None = None,
     on_ready: Callable[[Front, int], None] | None = None,
     log_level: int = logging.INFO,
+    start_up: logging.Handler | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT; the exit status.
 
     The port answers from the start: /health says 503 while the model loads. `on_ready` is called once with the
-    port, when requests are taken. Raises ModelError for a model or an adapter folder that cannot be loaded,
-    OSError for a port in use and InvalidRequest for other settings that cannot be served with.
+    port, when requests are taken; until then `start_up` takes the events in place of the log. Raises ModelError for a
+    model or an adapter folder that cannot be loaded, OSError for a port in use and InvalidRequest for other settings
+    that cannot be served with.
     """
+
+    def ready(front: Front, port: int) -> None:
+        logs.configure(log_level)
+        if on_ready is not None:
+            on_ready(front, port)
+
     check_exposure(config.server)
-    logs.configure(log_level)
+    logs.configure(log_level, start_up)
     allow_many_connections()
     sock = sock or bind(config.server.host, config.server.port)
     try:
         front = Front(config, launch or process_launch(config.engine), on_progress=on_progress)
-        server = Server(front, sock, on_ready)
+        server = Server(front, sock, ready)
         server.run(sockets=[sock])
     finally:
         sock.close()
@@ -62,7 +70,7 @@ def run(
 class Server(uvicorn.Server):
     """uvicorn with a drain of ours: streams get their end or a typed error before any connection is closed."""
 
-    def __init__(self, front: Front, sock: socket.socket, on_ready: Callable[[Front, int], None] | None):
+    def __init__(self, front: Front, sock: socket.socket, on_ready: Callable[[Front, int], None]):
         super().__init__(
             UvicornConfig(
                 create_app(front),
@@ -105,8 +113,7 @@ class Server(uvicorn.Server):
             # What is loaded by now stays: a full collection that walks it stops every stream for tens of milliseconds.
             gc.collect()
             gc.freeze()
-            if self._on_ready is not None:
-                self._on_ready(self._front, self._port)
+            self._on_ready(self._front, self._port)
             await self._front.client.wait_dead()
         except TandemError as e:
             self.failure = e

@@ -19,16 +19,25 @@ from mlx_tandem.engine.learning import BatchResult, Datum, LossConfig, StepDone
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.training.examples import Codec, Example, Pair, cut, parse
 
+EPOCHS = 3
+"""Epochs where nobody says how many and nothing is held out to judge by."""
+
+MOST_EPOCHS = 100
+PATIENCE = 3
+LEAST_FALL = 1e-3
+"""Where nobody says how many epochs, training ends once the held-out loss has not fallen by LEAST_FALL nats per token
+in PATIENCE epochs, and after MOST_EPOCHS at the latest."""
+
 
 class SftConfig(Struct, frozen=True):
     """Ranges are those of `limits.LEARNING`."""
 
-    epochs: int = 3
+    epochs: int | None = None  # None: until the held-out loss no longer falls
     batch_size: int = 8  # examples of one batch
     batch_tokens: int = 0  # of one batch, if that is fewer examples; 0: no such limit
     accumulate: int = 1  # batches of one step
     learning_rate: float = 2e-4  # the highest
-    warmup_share: float = 0.05  # of all steps, in which the rate rises to it
+    warmup_share: float = 0.05  # of all steps, in which the rate rises to it; of those of an epoch if epochs are open
     weight_decay: float = 0.0
     grad_norm: float = 1.0  # gradients are clipped to it; 0: not
     eval_every: int = 0  # steps; 0: after each epoch
@@ -36,7 +45,7 @@ class SftConfig(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if name != "seed":
+            if name != "seed" and (name, self.epochs) != ("epochs", None):
                 limits.check(name, getattr(self, name))
 
 
@@ -152,7 +161,7 @@ def batches(data: Sequence[Datum], config: SftConfig, epoch: int) -> list[list[D
 
 
 def rate(config: SftConfig, step: int, steps: int) -> float:
-    """The learning rate of a step from 1 to `steps`: up in a line, then down to 0 on half a cosine."""
+    """Return the learning rate of a step from 1 to `steps`: up in a line, then down to 0 on half a cosine."""
     rising = math.ceil(config.warmup_share * steps)
     if step <= rising:
         return config.learning_rate * step / rising
@@ -177,7 +186,7 @@ class Step:
     """One step of the optimiser. `loss` is nats per taught token before it; `tokens` are all that went through."""
 
     step: int
-    steps: int
+    steps: int | None  # of the whole training, if that is known
     loss: float
     tokens: int
     learning_rate: float
@@ -187,11 +196,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`loss` of what is held out, in nats per taught token. `best`: the lowest of any step so far."""
+    """`loss` of what is held out, in nats per taught token. `best`: the lowest of any step so far. `fell`: by
+    LEAST_FALL or more since it last did, or since the beginning."""
 
     step: int
     loss: float
     best: bool
+    fell: bool
 
 
 def fit(
@@ -201,31 +212,72 @@ def fit(
 
     The first evaluation is that before learning, at step 0. While an evaluation is handed out the learner is in the
     state that was judged. The gradient of a step is that of the mean over its taught tokens, however it is batched.
+    Where the number of epochs is open, the learning rate stays at its highest and the held-out loss says when to stop.
     Raises InvalidRequest when gradients stop being finite.
     """
-    epochs = [[*_chunks(batches(train, config, epoch), config.accumulate)] for epoch in range(config.epochs)]
-    steps, done, lowest = sum(map(len, epochs)), 0, math.inf
+    is_open = config.epochs is None and bool(valid)
+    most = config.epochs or (MOST_EPOCHS if is_open else EPOCHS)
+    steps = None if is_open else sum(len(_groups(train, config, epoch)) for epoch in range(most))
+    exam = _Exam(learner, valid, config)
+    done = 0
     if valid:
-        yield Evaluation(0, evaluate(learner, valid, config), False)
-    for epoch in epochs:
-        for at, group in enumerate(epoch, 1):
+        yield exam.hold(0)
+    for epoch in range(most):
+        groups = _groups(train, config, epoch)
+        for at, group in enumerate(groups, 1):
             done += 1
-            yield _learn(learner, group, config, done, steps)
-            if valid and (done % config.eval_every == 0 if config.eval_every else at == len(epoch)):
-                loss = evaluate(learner, valid, config)
-                yield Evaluation(done, loss, loss < lowest)
-                lowest = min(lowest, loss)
-    if valid and config.eval_every and done % config.eval_every:
-        loss = evaluate(learner, valid, config)
-        yield Evaluation(done, loss, loss < lowest)
+            now = _open_rate(config, done, len(groups)) if steps is None else rate(config, done, steps)
+            yield _learn(learner, group, config, done, steps, now)
+            if valid and (done % config.eval_every == 0 if config.eval_every else at == len(groups)):
+                yield exam.hold(done)
+        if is_open and done - exam.fell_at >= PATIENCE * len(groups):
+            break
+    if valid and exam.held_at != done:
+        yield exam.hold(done)
 
 
-def _learn(learner: Learner, group: Sequence[list[Datum]], config: SftConfig, step: int, steps: int) -> Step:
+def _groups(train: Sequence[Datum], config: SftConfig, epoch: int) -> list[Sequence[list[Datum]]]:
+    """Return the batches of each step of an epoch."""
+    return [*_chunks(batches(train, config, epoch), config.accumulate)]
+
+
+def _open_rate(config: SftConfig, step: int, epoch: int) -> float:
+    """Return the learning rate of a step where nobody knows how many follow; `epoch` is the number of an epoch's."""
+    return config.learning_rate * min(step / max(math.ceil(config.warmup_share * epoch), 1), 1.0)
+
+
+class _Exam:
+    """Looks at what is held out, each of which is compared with those before."""
+
+    def __init__(self, learner: Learner, valid: Sequence[Datum], config: SftConfig):
+        self._learner = learner
+        self._valid = valid
+        self._config = config
+        self._lowest = self._fallen_to = math.inf
+        self.fell_at = self.held_at = 0  # steps
+
+    def hold(self, step: int) -> Evaluation:
+        loss = evaluate(self._learner, self._valid, self._config)
+        self.held_at = step
+        if step == 0:
+            self._fallen_to = loss
+            return Evaluation(0, loss, False, False)
+        best, fell = loss < self._lowest, loss <= self._fallen_to - LEAST_FALL
+        if best:
+            self._lowest = loss
+        if fell:
+            self._fallen_to, self.fell_at = loss, step
+        return Evaluation(step, loss, best, fell)
+
+
+def _learn(
+    learner: Learner, group: Sequence[list[Datum]], config: SftConfig, step: int, steps: int | None, now: float
+) -> Step:
+    """Take one step at the learning rate `now`."""
     started = time.perf_counter()
     taught = sum(_taught(batch) for batch in group)
     loss = LossConfig("cross_entropy", scale=1.0 / taught)
     nats = sum(_nats(batch, learner.forward_backward(batch, loss)) for batch in group)
-    now = rate(config, step, steps)
     stepped = learner.step(now, weight_decay=config.weight_decay, grad_norm=config.grad_norm)
     if not stepped.finite:
         raise InvalidRequest(

@@ -37,7 +37,7 @@ class Tandem:
         text = ""
         for line in self.process.stdout:
             text += line
-            if "-d '" in line:
+            if line.endswith("]}'\n"):
                 break
         found = re.search(r"^Ready: (http://\S+)$", text, re.MULTILINE)
         assert found, text + self.errors.read_text()
@@ -95,7 +95,10 @@ def test_the_ready_line_says_what_to_try_and_it_works(start) -> None:  # type: i
     assert tandem.end() == 0
     errors = tandem.errors.read_text()
     assert errors.startswith("tandem: warning: --completion-batch-size has no effect here: ")
-    assert "tandem: reading weights …" in errors
+    *start, end = errors.splitlines()
+    assert [line for line in start if not line.startswith("tandem: ")] == []
+    assert {"tandem: reading weights …", "tandem: attention by portable: this device has no other"} <= set(start)
+    assert json.loads(end)["event"] == "draining"
 
 
 SECRET = "sk-of-this-test-only"
@@ -163,7 +166,8 @@ def test_adapters_of_a_running_server(start, tmp_path: Path) -> None:  # type: i
     key.write_text(SECRET)
     key.chmod(0o600)
     tandem = start("serve", "--port", "0", "--adapter-root", str(root), "--api-key-file", str(key))
-    url, _ = tandem.ready()
+    url, text = tandem.ready()
+    assert re.search(rf"^  adapters  shout, json, down; 1 folder in {re.escape(str(root))}, such as loud$", text, re.M)
 
     def adapters(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "mlx_tandem", "adapters", *words, "--url", url, "--api-key-file", str(key)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 
 import pytest
@@ -18,6 +19,7 @@ from mlx_tandem.engine.messages import (
     Fatal,
     Heartbeat,
     LoadAdapter,
+    Note,
     Output,
     Progress,
     Submit,
@@ -245,6 +247,21 @@ def test_heartbeats_keep_it_alive_and_carry_the_statistics():
         assert engine.launches == 1
 
     run(body, stall_seconds=0.5)
+
+
+def test_what_an_engine_notes_is_logged_by_the_front(caplog: pytest.LogCaptureFixture) -> None:
+    async def body(client, peer, engine):
+        peer.die()
+        second = await asyncio.to_thread(engine.peer)
+        second.say(Note(logging.WARNING, "100 %s of it", ("Traceback", "ValueError")), Note(logging.INFO, "fine"))
+        second.ready()
+        while client.state != "ready":
+            await asyncio.sleep(0.01)
+
+    with caplog.at_level(logging.INFO, "mlx_tandem"):
+        run(body)
+    noted = [(r.levelname, r.getMessage(), r.fields) for r in caplog.records if r.getMessage() != "engine ended"]
+    assert noted == [("WARNING", "100 %s of it", {"trace": ("Traceback", "ValueError")}), ("INFO", "fine", {})]
 
 
 def test_garbage_on_the_wire_is_a_death():

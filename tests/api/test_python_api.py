@@ -25,6 +25,12 @@ def test_chat_with_every_adapter(engine):
     assert texts == ["12 + 5 = 17.", "12 + 5 = 17!", '{"answer": 17}']
 
 
+def test_a_text_is_one_message_of_the_user(engine):
+    text = QUESTION[0]["content"]
+    assert engine.chat(text, temperature=0) == engine.chat(QUESTION, temperature=0)
+    assert engine.chat(text, adapter="json", temperature=0).text == '{"answer": 17}'
+
+
 def test_the_server_says_the_same(engine, server):
     ours = engine.generate("Once there was", max_tokens=12, seed=5, logprobs=2)
     theirs = server.complete("Once there was", max_tokens=12, seed=5, logprobs=2).json()["choices"][0]
@@ -109,7 +115,15 @@ def test_adapters_come_and_go(engine):
         (lambda e: e.generate("x", adapter=5), "adapter"),
         (lambda e: e.generate("x", adapter=b"json"), "adapter"),
         (lambda e: next(e.stream("x", adapter=["json"])), "adapter"),
+        (lambda e: e.generate(5), "prompt"),
+        (lambda e: e.generate({"a": 1}), "prompt"),
+        (lambda e: next(e.stream(None)), "prompt"),
         (lambda e: e.chat([]), "messages"),
+        (lambda e: e.chat(None), "messages"),
+        (lambda e: e.chat({"role": "user", "content": "x"}), "messages"),
+        (lambda e: e.chat(["x"]), "messages[0]"),
+        (lambda e: e.chat([*QUESTION, 3]), "messages[1]"),
+        (lambda e: next(e.stream([*QUESTION, "x"])), "messages[1]"),
         (lambda e: e.chat([{"role": "user"}]), "messages[0].content"),
         (lambda e: e.chat(QUESTION, adapter="nobody"), "adapter"),
         (lambda e: next(e.stream("x", adapter="nobody")), "adapter"),

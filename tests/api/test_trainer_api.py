@@ -88,6 +88,7 @@ def test_several_trainers_in_one_pass_are_each_as_alone(engine):
         result = alone.forward_backward(data)
         assert together[trainer].loss == pytest.approx(result.loss, abs=1e-4)
         assert norms[trainer.name] == pytest.approx(alone.step(1e-3).grad_norm, rel=1e-3)
+        alone.close()
     assert engine.forward_backward({}) == {}
 
 
@@ -179,6 +180,26 @@ def test_trainers_that_cannot_be(engine, options, param):
     with pytest.raises(InvalidRequest) as e:
         engine.trainer(**{"name": "wrong", **options})
     assert e.value.param == param
+
+
+def test_a_name_has_one_open_trainer(engine):
+    first = engine.trainer("up", rank=2)
+    first.forward_backward(LESSON)
+    first.step(learning_rate=1e-3)
+    for options in ({}, {"rank": 4}, {"resume": "/does/not/exist"}):
+        with pytest.raises(Conflict, match="'up' is open") as e:
+            engine.trainer("up", **options)
+        assert e.value.param == "name"
+    first.forward_backward(LESSON)
+    assert first.step(learning_rate=1e-3).step == 2, "the refused ones have left it alone"
+    first.publish()
+    first.close()
+    again = engine.trainer("up", rank=4)
+    assert (again.info.rank, again.info.step) == (4, 0)
+    again.close()
+    with pytest.raises(InvalidRequest):
+        engine.trainer("up", rank=0)
+    engine.trainer("up", rank=2).close()
 
 
 def test_a_folder_that_holds_no_trainer(engine):

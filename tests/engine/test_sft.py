@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from mlx_tandem import demo
+from mlx_tandem import Engine, demo
 from mlx_tandem.adapters.convert import convert, inspect
 from mlx_tandem.api.data import ServedCodec
 from mlx_tandem.config import ModelConfig
@@ -26,7 +28,19 @@ from mlx_tandem.model.loader import load
 from mlx_tandem.text.template import ChatTemplate
 from mlx_tandem.text.tokenizer import Tokenizer
 from mlx_tandem.training.device.trainers import Trainers
-from mlx_tandem.training.sft import Evaluation, SftConfig, Step, encode, evaluate, fit, read, split
+from mlx_tandem.training.sft import (
+    LEAST_FALL,
+    MOST_EPOCHS,
+    PATIENCE,
+    Evaluation,
+    SftConfig,
+    Step,
+    encode,
+    evaluate,
+    fit,
+    read,
+    split,
+)
 from tests.engine.learning import finish
 
 CONFIG = SftConfig(epochs=1, batch_size=8, learning_rate=2e-3, eval_every=5)
@@ -169,6 +183,67 @@ def test_gradients_that_are_not_finite_end_it(trainers, examples):
         list(fit(Broken(trainers), examples[0], [], CONFIG))
 
 
+class Scripted:
+    """A learner whose held-out loss is what a script says it is after each epoch."""
+
+    def __init__(self, losses: Sequence[float], epoch: int):
+        self._losses, self._epoch, self.steps = losses, epoch, 0
+        self.rates: list[float] = []
+
+    def forward_backward(self, data: Sequence[Datum], loss: LossConfig) -> BatchResult:
+        return self.forward(data, loss)
+
+    def forward(self, data: Sequence[Datum], loss: LossConfig) -> BatchResult:
+        epoch = self.steps // self._epoch
+        now = self._losses[min(epoch, len(self._losses) - 1)]
+        logprobs = tuple((-now,) for _ in data)
+        return BatchResult("t", now, len(data), logprobs, logprobs)
+
+    def step(self, learning_rate: float, *, weight_decay: float, grad_norm: float) -> StepDone:
+        self.steps += 1
+        self.rates.append(learning_rate)
+        return StepDone("t", self.steps, 1.0, True)
+
+
+ONE = Datum((1, 2), 1, (1.0,))
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 40).map(lambda n: n * LEAST_FALL / 4), min_size=2, max_size=30),
+    st.integers(1, 20),
+    st.sampled_from([0, 1, 3]),
+)
+def test_open_epochs_end_once_the_held_out_loss_no_longer_falls(losses, examples, every):
+    config = SftConfig(batch_size=4, learning_rate=1.0, eval_every=every)
+    epoch = -(-examples // 4)
+    learner = Scripted(losses, epoch)
+    events = list(fit(learner, [ONE] * examples, [ONE], config))
+    judged = [e for e in events if isinstance(e, Evaluation)]
+    assert {e.steps for e in events if isinstance(e, Step)} == {None}
+    assert learner.steps % epoch == 0 and learner.steps == judged[-1].step
+    assert learner.rates == [1.0] * learner.steps
+    fallen_to, fell_at = judged[0].loss, 0
+    for e in judged[1:]:
+        assert e.fell == (e.loss <= fallen_to - LEAST_FALL)
+        if e.fell:
+            fallen_to, fell_at = e.loss, e.step
+        assert e.step <= fell_at + PATIENCE * epoch + epoch - 1, "it went on although the loss no longer fell"
+    assert learner.steps >= fell_at + PATIENCE * epoch, "it ended although the loss had just fallen"
+
+
+def test_open_epochs_have_an_end_and_known_ones_are_obeyed():
+    falling = Scripted([10.0 - i / 100 for i in range(500)], 1)
+    events = list(fit(falling, [ONE], [ONE], SftConfig()))
+    assert falling.steps == MOST_EPOCHS
+    assert events[-1].fell
+    flat = Scripted([1.0], 1)
+    steps = [e for e in fit(flat, [ONE], [ONE], SftConfig(epochs=9)) if isinstance(e, Step)]
+    assert [s.steps for s in steps] == [9] * 9
+    unseen = Scripted([1.0], 1)
+    assert [e.steps for e in fit(unseen, [ONE], [], SftConfig())] == [3] * 3
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -203,6 +278,38 @@ def test_the_command_without_anything_held_out_keeps_the_last_state(tmp_path):
     manifest = json.loads((tmp_path / "made" / "it" / "manifest.json").read_text())
     assert (manifest["step"], manifest["held_out_loss"]) == (4, None)
     assert "held-out" not in done.stdout
+
+
+@pytest.mark.slow
+def test_the_defaults_teach_a_simple_skill_from_60_examples(tmp_path):
+    taught = set(lessons(tmp_path, 60).read_text().splitlines())
+    exam = [json.loads(line) for line in lessons(tmp_path, 120).read_text().splitlines()[60:] if line not in taught]
+    lessons(tmp_path, 60)
+    done = command(tmp_path, "--json-out", "out.json")
+    assert done.returncode == 0, done.stderr
+    assert "still falling" not in done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert PATIENCE * 7 < len(found["steps"]) < MOST_EPOCHS * 7  # an epoch of 54 examples has 7 steps
+    with Engine(adapters={"taught": tmp_path / "down-adapter"}, num_blocks=600, max_model_len=512) as engine:
+        prompts = [engine.codec.chat([{"role": "user", "content": e["prompt"]}], asks=True) for e in exam]
+        right = {
+            adapter: sum(
+                answer.text == e["completion"]
+                for answer, e in zip(engine.generate(prompts, adapter=adapter, temperature=0), exam, strict=True)
+            )
+            for adapter in (None, "taught")
+        }
+    assert right[None] < 0.2 * len(exam)
+    assert right["taught"] > 0.9 * len(exam)
+
+
+def test_epochs_that_are_given_are_obeyed_and_too_few_are_said(tmp_path):
+    lessons(tmp_path, 60)
+    done = command(tmp_path, *"--epochs 2 --json-out out.json".split())
+    assert done.returncode == 0, done.stderr
+    assert [s["steps"] for s in json.loads((tmp_path / "out.json").read_text())["steps"]] == [14] * 14
+    said = "the held-out loss was still falling at the end: more epochs (--epochs) would teach more"
+    assert f"tandem: warning: {said}\n" in done.stderr
 
 
 @pytest.mark.parametrize(

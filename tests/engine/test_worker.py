@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,7 @@ from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig, TrainerSp
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.model import device
 from mlx_tandem.training.device.trainers import Trainers
-from mlx_tandem.worker import serve
+from mlx_tandem.worker import Notes, serve
 
 BATCH = Batch("a", (Datum((1, 2, 3, 4, 5), 2, (1.0, -1.0, 0.5)),), LossConfig("cross_entropy"))
 LESSON: list[m.Inbound] = [
@@ -94,3 +95,25 @@ def test_a_model_that_cannot_be_trained_is_served_all_the_same(
     monkeypatch.setattr(Trainers, "warm_up", fail)
     assert any(isinstance(x, m.Ready) for x in learn())
     assert "could not be warmed up" in caplog.text
+
+
+def test_what_is_logged_in_the_block_goes_to_the_front_from_one_thread_only() -> None:
+    channel, elsewhere = Channel(), []
+    log, root = logging.getLogger("mlx_tandem.test"), logging.getLogger()
+    before = list(root.handlers)
+    with Notes(channel):
+        thread = Thread(target=lambda: (log.warning("of %s", "another"), elsewhere.extend(channel.sent)))
+        thread.start()
+        thread.join()
+        assert not elsewhere
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            log.warning("mine", exc_info=True)
+        assert [note.text for note in channel.sent] == ["of another", "mine"]
+        assert channel.sent[1].trace[-1] == "ValueError: broken"
+        thread = Thread(target=lambda: log.error("late"))
+        thread.start()
+        thread.join()
+    assert [(note.level, note.text) for note in channel.sent[2:]] == [(logging.ERROR, "late")]
+    assert root.handlers == before

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from mlx_tandem import demo, limits
 from mlx_tandem.cli import main
 from mlx_tandem.cli.app import app
 from mlx_tandem.cli.options import OPTIONS, split_arms, split_pairs
+from mlx_tandem.cli.serve import adapters_line
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Arm, Config
 from tests.fake_hub import fake_hub
@@ -54,20 +56,37 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.stdout.strip().endswith("IMPORTED []")
 
 
-COMMANDS = (
-    "serve|stop|restart|demo|adapters|adapters ls|adapters load|adapters unload|adapters inspect|adapters convert|"
-    "checkpoints|checkpoints ls|checkpoints export|checkpoints rollback|cache|cache ls|cache check|cache clear|"
-    "train|train rl|train sft|demo learn|doctor"
-)
+def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every command and group of commands with the words that call it."""
+    command = typer.main.get_command(app) if command is None else command
+    yield path, command
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*path, name))
 
 
-@pytest.mark.parametrize(
-    "command", [(), *(tuple(c.split()) for c in f"{COMMANDS}|bench|bench serve|bench engine".split("|"))]
-)
-def test_every_command_has_help(command: tuple[str, ...]) -> None:
-    done = tandem(*command, "--help")
-    assert done.returncode == 0
-    assert "Usage: tandem" in done.stdout
+@pytest.mark.parametrize(("path", "command"), [pytest.param(*found, id=" ".join(found[0])) for found in commands()])
+def test_help_fits_into_80_columns_and_shows_every_name_whole(path: tuple[str, ...], command: Any) -> None:
+    done = tandem(*path, "-h", env=os.environ | {"COLUMNS": "80"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(" ".join(("Usage: tandem", *path)))
+    lines = done.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "bool" not in done.stdout
+    words = re.findall(r"--[\w-]+", done.stdout)
+    assert not [word for word in words if word.endswith("-")], "a line ends within a name"
+    for param in command.params:
+        if param.param_type_name == "option" and not param.hidden:
+            (own,) = [line for line in lines if param.opts[0] in re.split("[ ,]+", line[:40]) and line[2:3] == "-"]
+            assert {*param.opts, *param.secondary_opts} <= set(re.split("[ ,]+", own))
+
+
+def test_help_explains_every_command_in_whole_sentences() -> None:
+    for path, command in commands():
+        listed = re.sub(r"\s+", " ", tandem(*path, "--help").stdout)
+        assert command.help
+        for name, inner in getattr(command, "commands", {}).items():
+            first = re.split(r"\.(?:\s|$)", inner.help)[0]
+            assert f" {name} {' '.join(first.split())}" in listed
 
 
 def test_version() -> None:
@@ -87,8 +106,8 @@ def test_every_setting_of_serving_is_an_option_and_every_option_a_setting() -> N
     in_the_file_only = leaves(Config) - set(OPTIONS.values())
     assert {place.partition(".")[0] for place in in_the_file_only} == {"engine", "rl_training"}
     assert all(place.startswith(("engine.duty.", "rl_training.")) for place in in_the_file_only)
-    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    for command, own in ((commands["serve"], {"dry_run"}), (commands["train"].commands["rl"], set())):
+    known = dict(commands())
+    for command, own in ((known["serve",], {"dry_run"}), (known["train", "rl"], set())):
         assert {p.name for p in command.params} == set(OPTIONS) | {"folder", "config", "daemon"} | own
 
 
@@ -214,6 +233,21 @@ def test_a_port_in_use_is_said_before_anything_is_fetched_or_loaded(tmp_path: Pa
         assert not hub.asked
 
 
+@pytest.mark.parametrize(
+    ("loaded", "unread", "root", "said"),
+    [
+        ([], [], "", "none"),
+        (["a", "b"], [], "", "a, b"),
+        (["a"], [], "r", "a; 0 folders in r"),
+        (["a"], ["sql"], "r", "a; 1 folder in r, such as sql"),
+        ([], ["math", "sql"], "r", "2 folders in r, such as math"),
+        ([f"a{i}" for i in range(14)], [], "", ", ".join(f"a{i}" for i in range(12)) + " and 2 more"),
+    ],
+)
+def test_the_banner_says_which_adapters_there_are(loaded: list[str], unread: list[str], root: str, said: str) -> None:
+    assert adapters_line(loaded, unread, root) == said
+
+
 def test_settings_need_no_web_framework() -> None:
     code = (
         "import sys\nfrom mlx_tandem.cli.serve import prepare\n"
@@ -274,12 +308,6 @@ def test_a_pipe_with_the_key_cannot_go_to_the_background(tmp_path: Path) -> None
     done = tandem("serve", "--daemon", "--port", "0", "--api-key-file", str(tmp_path / "key"))
     assert done.returncode == 2
     assert "a pipe cannot go to the background" in done.stderr
-
-
-def test_options_in_help_name_their_aliases() -> None:
-    plain = re.sub(r"\s+", " ", tandem("serve", "--help").stdout)
-    assert "--ctx-size" in plain
-    assert "--max-batch-size" in plain
 
 
 def test_an_interrupt_while_modules_are_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

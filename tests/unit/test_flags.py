@@ -241,9 +241,29 @@ def test_a_value_that_is_missing(words: list[str], flag: str) -> None:
     assert refused.value.flag == flag
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--adapter sql --port 9401", "--adapter: a path must follow the name sql, not the option --port"),
+        ("--adapter sql --prot 9401", "--adapter: a path must follow the name sql, not the option --prot"),
+        ("--adapter sql -m ./model", "--adapter: a path must follow the name sql, not the option -m"),
+        ("--adapter sql", "--adapter: a path must follow the name sql"),
+        ("--adapter --port 9401", "--adapter: a name and a path must follow, not the option --port"),
+        ("--model --port 9401", "--model: a value must follow, not the option --port"),
+        ("--lora-modules --port 9401", "--lora-modules: a value must follow, not the option --port"),
+        ("--tensor-parallel-size --port 1", "--tensor-parallel-size: a value must follow, not the option --port"),
+    ],
+)
+def test_an_option_in_the_place_of_a_value_is_named(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        app(args=["serve", *line.split()], prog_name="tandem")
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"Error: Invalid value for {said}\n"
+
+
 def test_values_are_never_taken_for_flags() -> None:
-    words = ["--host", "--completion-batch-size", "--", "--completion-batch-size", "8"]
-    assert translate(words, {"--host": True}) == (words, [])
+    words = ["--host=--completion-batch-size", "--port", "-1", "--", "--completion-batch-size", "8"]
+    assert translate(words, {"--host": True, "--port": True}) == (words, [])
     assert translate(["--enable-lora=true", "m"], {})[0] == ["m"]
 
 

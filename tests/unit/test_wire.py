@@ -43,6 +43,7 @@ INBOUND: list[m.Inbound] = [
 ]
 OUTBOUND: list[m.Outbound] = [
     m.Progress("reading weights", 0.5),
+    m.Note(30, "a kernel failed its check", ("Traceback", "ValueError: no")),
     m.Output([Delta(7, 1, (5, 6), (TokenLogprob(-0.5, -0.25, ((5, -0.5),)),) * 2, "stop"), Delta(8, 0, (1,))]),
     m.Failed(7, "step_failed", "the step failed"),
     m.Fatal("engine_error", "gone"),

@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal, cast
 
 import typer
 
-bench = typer.Typer(help="Measure a running server, or the engine alone.", no_args_is_help=True)
+from mlx_tandem.cli.help import Command, group
+
+bench = group("Measure a running server, or the engine alone.")
 
 
 def _numbers(text: str, option: str) -> list[int]:
@@ -47,7 +49,7 @@ def _batches(text: str, prompt_tokens: int) -> list[tuple[int, int]]:
 _LOAD, _ENGINE, _CHECKS, _REPORT = "Load", "Engine", "Checks", "Report"
 
 
-@bench.command("serve")
+@bench.command("serve", cls=Command)
 def bench_serve(
     url: Annotated[str, typer.Option(help="The server to measure.")] = "http://127.0.0.1:8000",
     api_key: Annotated[
@@ -165,9 +167,9 @@ def bench_serve(
     )
 
 
-@bench.command("engine")
+@bench.command("engine", cls=Command)
 def bench_engine(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="Folder of a model.")] = None,
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a model.")] = None,
     shape: Annotated[
         str | None, typer.Option(help="A model of this shape, made on the spot: 0.13m, 4m, qwen3-8b.")
     ] = None,

@@ -7,7 +7,12 @@ from typing import Annotated
 
 import typer
 
-demo = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
+from mlx_tandem.cli.help import Command, group
+
+demo = group(
+    "Watch the built-in model and its adapters answer the same questions in one batch, then stop.",
+    no_args_is_help=False,
+)
 
 
 @demo.callback(invoke_without_command=True)
@@ -15,14 +20,14 @@ def answers(
     ctx: typer.Context,
     seconds: Annotated[float, typer.Option(min=1.0, help="How long to keep asking.")] = 10.0,
 ) -> None:
-    """Watch the built-in model and its adapters answer the same questions in one batch, then stop."""
+    """Show answers unless a command of the group was named."""
     if ctx.invoked_subcommand is None:
         from mlx_tandem.cli.demo.answers import demo as show
 
         show(seconds)
 
 
-@demo.command()
+@demo.command(cls=Command)
 def learn(
     updates: Annotated[int, typer.Option(min=1, help="Updates of the adapter, of 64 answers each.")] = 30,
     seed: Annotated[int, typer.Option(min=0, help="Of the questions and of the adapter's first weights.")] = 0,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -26,9 +26,17 @@ STREAMS = 3
 REFRESH_SECONDS = 0.15
 
 
+AXIS = "{:4.2f} │"
+"""What stands to the left of a row of the chart."""
+
+ROWS = 8
+LEAST_WIDTH = 20
+"""Size of the chart. It is as wide as there are updates, within these bounds and those of the terminal."""
+
+
 @dataclass
 class View:
-    """What is on the screen."""
+    """What is on the screen, for rich to draw."""
 
     steps: int
     curve: Curve = field(default_factory=Curve)
@@ -36,24 +44,26 @@ class View:
     status: dict[str, Any] = field(default_factory=dict)
     answers: list[tuple[int, str]] = field(default_factory=list)  # the probe's, by version, where it changed
 
-    def render(self) -> RenderableType:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rewards = self.curve.rewards
-        bars = chart.text(rewards, width=max(self.steps, 20), height=8)
-        lines = [Text("mean reward", style="bold")]
-        for i, bar in enumerate(bars):
-            lines.append(Text(f"{1 - i / len(bars):4.2f} │", end="").append(bar, style="green"))
-        lines.append(Text(f"     └{'─' * len(bars[0])} update {len(rewards)} of {self.steps}"))
+        width = min(max(self.steps, LEAST_WIDTH), options.max_width - len(AXIS.format(1.0)))
+        rows = chart.text(rewards, width=width, height=ROWS)
+        yield Text("mean reward", style="bold")
+        for i, row in enumerate(rows):
+            yield Text.assemble(AXIS.format(1 - i / ROWS), (row, "green"))
+        yield Text(f"     └{'─' * width}")
+        yield Text(f"      update {len(rewards)} of {self.steps}\n")
         facts = Table.grid(padding=(0, 3))
         now = f"{rewards[-1]:.2f}" if rewards else "–"
         facts.add_row("reward", f"{now}   version {self.status.get('version', 0)} serves")
+        beside = self.traffic
+        facts.add_row("beside it", f"{beside.answers} answers, {beside.tokens:,} tokens, {beside.errors} errors")
         facts.add_row(
-            "beside it",
-            f"{self.traffic.answers} answers, {self.traffic.tokens:,} tokens, {self.traffic.errors} errors; between "
-            f"tokens p50 {self.traffic.percentile(0.5):.1f} ms, p95 {self.traffic.percentile(0.95):.1f} ms",
+            "their tokens", f"p50 {beside.percentile(0.5):.1f} ms apart, p95 {beside.percentile(0.95):.1f} ms"
         )
         for version, answer in self.answers[-4:]:
             facts.add_row(f"{POLICY}@{version}" if version else "base", f"{PROBE}  →  {answer}")
-        return Group(*lines, Text(), facts)
+        yield facts
 
 
 def learn(steps: int, seed: int, plot: Path) -> None:
@@ -75,7 +85,7 @@ def learn(steps: int, seed: int, plot: Path) -> None:
             try:
                 if console.is_terminal:
                     with Live(console=console, refresh_per_second=8) as live:
-                        asyncio.run(_teach(url, view, seed, lambda: live.update(view.render())))
+                        asyncio.run(_teach(url, view, seed, lambda: live.update(view)))
                 else:
                     asyncio.run(_teach(url, view, seed, _Lines(view)))
             except (TeachingError, HttpError) as e:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from time import perf_counter
 from typing import IO
 
-from mlx_tandem.cli.console import fail
+from mlx_tandem.cli.console import fail, say
 from mlx_tandem.cli.http import Connection, HttpError
 
 START_SECONDS = 120.0
@@ -34,7 +34,7 @@ def started_server(*options: str) -> Iterator[str]:
             start_new_session=True,
         )
         try:
-            print("tandem: starting a server with the built-in model …", file=sys.stderr, flush=True)
+            say("starting a server with the built-in model …")
             asyncio.run(_wait_until_ready(port, server, log))
             yield f"http://127.0.0.1:{port}"
         finally:

@@ -1,0 +1,77 @@
+"""The help of every command: plain text in sections, in which every name of an option stands whole on one line."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+NAMES = 30
+"""Widest column of names. A longer name has a line to itself, with its explanation on the next."""
+
+
+class Command(TyperCommand):
+    """A command whose help has a section for its arguments, one for its options, and one for each panel of options."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_options(self, ctx, formatter)
+
+
+class Group(TyperGroup):
+    """A group of commands, whose help explains each of them by the whole first sentence of its description."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        _write_options(self, ctx, formatter)
+        self.format_commands(ctx, formatter)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+        _write_section(
+            formatter,
+            "Commands",
+            [(name, command.get_short_help_str(limit=1000)) for name, command in commands if command is not None],
+        )
+
+
+def group(help: str, *, no_args_is_help: bool = True) -> typer.Typer:
+    """Return a new group of commands that is written like all others; -h and --help print its help."""
+    return typer.Typer(
+        cls=Group,
+        help=help,
+        no_args_is_help=no_args_is_help,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # typer's tables cut what is longer than their column
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+
+
+def _write_options(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any) -> None:
+    sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+    for param in command.get_params(ctx):
+        if record := param.get_help_record(ctx):
+            usual = "Arguments" if param.param_type_name == "argument" else "Options"
+            sections.setdefault(getattr(param, "rich_help_panel", None) or usual, []).append(record)
+    for name, records in sections.items():
+        _write_section(formatter, name, records)
+
+
+def _write_section(formatter: Any, title: str, records: list[tuple[str, str]]) -> None:
+    """Write names with their explanations in two columns; nothing where there is no record."""
+    if not records:
+        return
+    left = min(max(len(name) for name, _ in records), NAMES) + 2
+    with formatter.section(title):
+        margin = " " * formatter.current_indent
+        for name, text in records:
+            lines = textwrap.wrap(
+                text, formatter.width - len(margin) - left, break_on_hyphens=False, break_long_words=False
+            )
+            if len(name) > left - 2 or not lines:
+                formatter.write(f"{margin}{name}\n")
+            else:
+                formatter.write(f"{margin}{name:<{left}}{lines.pop(0)}\n")
+            for line in lines:
+                formatter.write(f"{margin}{'':<{left}}{line}\n")

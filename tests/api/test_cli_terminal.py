@@ -1,0 +1,60 @@
+"""`tandem` as a user at a terminal meets it: what stands on the screen while it works and after."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.terminal import on_terminal
+
+SIZES = pytest.mark.parametrize("columns", [80, 120])
+
+
+@SIZES
+def test_a_server_starts_with_one_line_of_progress_and_then_its_banner(columns: int) -> None:
+    seen: set[str] = set()
+
+    def check(lines: list[str]) -> None:
+        """Until the banner there is nothing but progress on one line, and warnings above it."""
+        if not any(line.startswith("Ready:") for line in lines):
+            *above, last = lines or [""]
+            assert [line for line in above if not line.startswith(("tandem: warning: max_model_len", "holds"))] == []
+            seen.add(last.split("━")[0].strip())
+
+    words = ("serve", "--port", "0", "--num-blocks", "1025", "--max-model-len", "99999")
+    with on_terminal(*words, columns=columns) as terminal:
+        terminal.on_change = check
+        terminal.read_until(lambda lines: any("What is 17 + 25?" in line for line in lines))
+        lines = terminal.lines
+        assert {"tandem: starting", "tandem: warming up"} <= seen
+        banner = lines.index(next(line for line in lines if line.startswith("Ready:")))
+        warning = " ".join(line for line in lines[:banner] if line)
+        assert warning == "tandem: warning: max_model_len is 99999, the model's own limit 8192: the latter holds"
+        assert [line[:11] for line in lines[banner + 1 : banner + 4]] == ["  model    ", "  adapters ", "  try      "]
+        assert max(map(len, lines)) < columns
+        terminal.on_change = lambda lines: None
+        terminal.process.send_signal(signal.SIGTERM)
+        assert '"event": "draining"' in re.sub(r"\s+", " ", " ".join(terminal.read_to_end()))
+        assert terminal.process.wait(30) == 0
+
+
+@SIZES
+def test_the_demo_that_learns_draws_each_row_of_its_chart_on_a_line(columns: int, tmp_path: Path) -> None:
+    plot = tmp_path / "curve.svg"
+    with on_terminal("demo", "learn", "--updates", "3", "--plot", str(plot), columns=columns) as terminal:
+        lines = terminal.read_to_end()
+        assert terminal.process.wait(30) == 0
+    top = lines.index("mean reward")
+    rows = lines[top + 1 : top + 9]
+    assert [row[:6] for row in rows] == [f"{1 - i / 8:4.2f} │" for i in range(8)]
+    assert re.fullmatch(" *└─{20}", lines[top + 9])
+    assert lines[top + 10].strip() == "update 3 of 3"
+    bars = [{row[6 + i : 7 + i] for row in rows} - {" ", ""} for i in range(3)]
+    assert all(bars), "three updates, three bars"
+    facts = [line.split()[0] for line in lines[top + 12 :] if line]
+    assert facts[:4] == ["reward", "beside", "their", "base"]
+    assert lines.count("mean reward") == 1, "what was drawn before is still there"
+    assert plot.read_text().startswith("<svg")
