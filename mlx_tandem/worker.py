@@ -23,6 +23,7 @@ from mlx_tandem.engine.core import EngineCore, EngineFailure
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import TandemError
 from mlx_tandem.files import StorageError
+from mlx_tandem.printable import printable
 from mlx_tandem.types import AdapterSource, MemoryBudget
 
 if TYPE_CHECKING:
@@ -249,8 +250,20 @@ class _Watchdog:
             faulthandler.dump_traceback_later(self._seconds, exit=True)
 
 
+class EngineLines(logging.Formatter):
+    """A record as one line on standard error. The lines of a traceback are indented, so that no text of a file or a
+    client can pass for a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = printable(f"{record.levelname} {record.name}: {record.getMessage()}")
+        trace = self.formatException(record.exc_info).split("\n") if record.exc_info else []
+        return "\n    ".join([line, *map(printable, trace)])
+
+
 def main(arguments: list[str]) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(EngineLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     # The front decides when the engine ends: a Ctrl-C in the terminal reaches both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_SECONDS)

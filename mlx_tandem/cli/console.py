@@ -5,19 +5,21 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from mlx_tandem.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
 def fail(message: str) -> NoReturn:
     """One clear line and exit status 1."""
-    print(f"tandem: {message}", file=sys.stderr)
+    print(printable(f"tandem: {message}"), file=sys.stderr)
     raise SystemExit(1)
 
 
 def warn(message: str) -> None:
     """One line that starts with `tandem: warning:`."""
-    print(f"tandem: warning: {message}", file=sys.stderr, flush=True)
+    print(printable(f"tandem: warning: {message}"), file=sys.stderr, flush=True)
 
 
 def show(what: RenderableType) -> None:
