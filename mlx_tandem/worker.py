@@ -261,6 +261,7 @@ class EngineLines(logging.Formatter):
 
 
 def main(arguments: list[str]) -> int:
+    faulthandler.enable()  # a crash of a library leaves a line that says so
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(EngineLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
