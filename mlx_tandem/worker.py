@@ -73,7 +73,7 @@ def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> in
     from mlx_tandem.model import device
 
     try:
-        core = _build(channel, config, own_process)
+        core = _built(channel, config, own_process)
         if own_process:
             # What is loaded by now stays: a full collection that walks it stops the steps for tens of milliseconds.
             gc.collect()
@@ -82,6 +82,17 @@ def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> in
     finally:
         device.leave_thread()
     return 0
+
+
+def _built(channel: EngineChannel, config: EngineConfig, own_process: bool) -> EngineCore:
+    """Return an engine. What nobody expected is raised with its text, in which nobody's prompt can be yet."""
+    try:
+        return _build(channel, config, own_process)
+    except (TandemError, EngineFailure, WireError):
+        raise
+    except Exception as e:
+        log.exception("the engine could not be started")
+        raise EngineFailure(f"the engine could not be started: {type(e).__name__}: {e}") from e
 
 
 def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> EngineCore:

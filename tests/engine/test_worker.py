@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,10 +15,10 @@ from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.config import DutyConfig, EngineConfig, ModelConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig, TrainerSpec
-from mlx_tandem.engine.wire import EngineChannel, WireError
-from mlx_tandem.model import device
+from mlx_tandem.engine.wire import EngineChannel, FrameReader, WireError, decode_outbound
+from mlx_tandem.model import build, device
 from mlx_tandem.training.device.trainers import Trainers
-from mlx_tandem.worker import serve
+from mlx_tandem.worker import run, serve
 
 BATCH = Batch("a", (Datum((1, 2, 3, 4, 5), 2, (1.0, -1.0, 0.5)),), LossConfig("cross_entropy"))
 LESSON: list[m.Inbound] = [
@@ -94,3 +95,19 @@ def test_a_model_that_cannot_be_trained_is_served_all_the_same(
     monkeypatch.setattr(Trainers, "warm_up", fail)
     assert any(isinstance(x, m.Ready) for x in learn())
     assert "could not be warmed up" in caplog.text
+
+
+def test_what_nobody_expected_at_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one printable line, as the last thing that the engine says."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("the driver\nis \ud800 gone")
+
+    monkeypatch.setattr(build, "build", fail)
+    front, engine = socket.socketpair()
+    with front:
+        thread = Thread(target=run, args=(engine, EngineConfig(ModelConfig(str(tmp_path)))))
+        thread.start()
+        thread.join()
+        said = [message for frame in FrameReader().feed(front.recv(1 << 16)) for message in decode_outbound(frame)]
+    assert said[-1] == m.Fatal("engine_error", r"the engine could not be started: OSError: the driver\nis \ud800 gone")
