@@ -28,7 +28,7 @@ from mlx_tandem.model.linears import skinny
 from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import Merged, merge
 from mlx_tandem.model.linears.tuning import Tuned, tune
-from mlx_tandem.model.loader import Report, load
+from mlx_tandem.model.loader import Report, blamed_on, load
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.mixin import unmix
@@ -95,9 +95,10 @@ def build(
     if device.is_cpu():
         cpu.install()
     report("checking the model", 0.0)
-    shapes = probe.layer_shapes(model)
-    vocab_size = probe.vocabulary(model)
-    axes = probe.mask_axes(model, shapes, vocab_size)
+    with blamed_on(model.folder, "the model cannot be run"):
+        shapes = probe.layer_shapes(model)
+        vocab_size = probe.vocabulary(model)
+        axes = probe.mask_axes(model, shapes, vocab_size)
     shapes = _in_pool(config, shapes)
     report("checking attention", 0.0)
     attention = choice.choose(
@@ -202,9 +203,10 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     """The budget that `build` would come to, and the longest sequence; no weight is read. Raises ModelError."""
     limit = device.memory_limit()
     model = load(config.model, lambda stage, fraction: None, evaluate=False)
-    shapes = _in_pool(config, probe.layer_shapes(model))
+    with blamed_on(model.folder, "the model cannot be run"):
+        shapes, vocab_size = _in_pool(config, probe.layer_shapes(model)), probe.vocabulary(model)
     lora = LoraState(model.module, config.lora, model.dtype)
-    needs = footprint.needs(config, limit, model, shapes, probe.vocabulary(model), lora.linears(), lora.dtype)
+    needs = footprint.needs(config, limit, model, shapes, vocab_size, lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
     pools = open_pools(memory, config.cache.block_size)
     return memory, min(model.max_model_len, *(pool.longest for pool in pools))
