@@ -110,7 +110,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.kv.pool import open_pools
     from mlx_tandem.kv.prefix import PrefixCache
-    from mlx_tandem.model import device
+    from mlx_tandem.model import compiler, device
     from mlx_tandem.model.build import build
     from mlx_tandem.model.footprint import FORWARD_LAYERS, MICRO_BATCH_TOKENS
     from mlx_tandem.model.lora.uploads import Arrays
@@ -207,7 +207,13 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         pools[0],
         slots,
         adapters,
-        Training(trainers, adapters, learns=duty.learns, most_rank=config.lora.max_lora_rank),
+        Training(
+            trainers,
+            adapters,
+            learns=duty.learns,
+            most_rank=config.lora.max_lora_rank,
+            on_failure=compiler.has_failed,
+        ),
         duty,
         heartbeat_seconds=config.heartbeat_seconds,
         opening=opening,

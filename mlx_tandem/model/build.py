@@ -19,7 +19,7 @@ from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
 from mlx_tandem.engine.tier import READ_BYTES
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.pool import open_pools
-from mlx_tandem.model import cpu, device, footprint, probe
+from mlx_tandem.model import compiler, cpu, device, footprint, probe
 from mlx_tandem.model.attention import block, choice, fused, hook
 from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.clone import clone
@@ -79,6 +79,7 @@ def build(
     """
     started = time.monotonic()
     limit = device.memory_limit()  # before anything is taken of it
+    compiler.prepare()
     model = load(config.model, report)
     candidates = fused.available() if backends is None else backends
     merged: list[Merged] = []

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import httpx
 import mlx.core as mx
 import pytest
 
@@ -22,13 +25,21 @@ from tests.tiny_models import make
 SMALL = ("--num-blocks", "64", "--max-model-len", "256", "--max-num-seqs", "4")
 
 
+def ask(client: httpx.Client) -> None:
+    reply = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 4})
+    assert reply.status_code == 200, reply.text
+
+
 def serve(
-    *words: str, env: Mapping[str, str] | None = None, before: Callable[[], None] = drop_privileges
+    *options: str,
+    env: Mapping[str, str] | None = None,
+    before: Callable[[], None] = drop_privileges,
+    once_ready: Callable[[httpx.Client], None] = ask,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `tandem serve` until it is ready or has ended; one that was ready is ended by a signal. `before` runs in the
-    process before the program does."""
+    """Run `tandem serve` until it is ready, `once_ready` has returned and a signal has ended it, or until it ends by
+    itself. `before` runs in the process before the program does."""
     with subprocess.Popen(
-        [sys.executable, "-m", "mlx_tandem", "serve", *words, "--port", "0"],
+        [sys.executable, "-m", "mlx_tandem", "serve", *options, "--port", "0"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -41,7 +52,11 @@ def serve(
         for line in server.stdout:
             said += line
             if "-d '" in line:  # the end of what it says when it is ready
-                server.send_signal(signal.SIGTERM)
+                try:
+                    with httpx.Client(base_url=said.split()[1], timeout=60) as client:
+                        once_ready(client)
+                finally:
+                    server.send_signal(signal.SIGTERM)
         _, errors = server.communicate(timeout=60)
         return subprocess.CompletedProcess(server.args, server.returncode, said, errors)
 
@@ -158,3 +173,116 @@ def test_a_model_folder_whose_path_is_not_utf_8(tmp_path: Path) -> None:
     done = serve(f"{tmp_path}/m\udcff", *SMALL)
     assert done.returncode == 1
     assert done.stderr == "tandem: 'model.path' must be UTF-8 text without control characters\n"
+
+
+# --- a C++ compiler, and no folder for what it makes ------------------------------------------------------------------
+
+
+@pytest.fixture
+def compiler() -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("there is no compiler here")
+
+
+def full(folder: Path) -> list[str]:
+    """Return what has to stand before a command for `folder` to be on a drive of its own that is full."""
+    fill = f"mount -t tmpfs -o size=64k none {folder} && (head -c 1000000 /dev/zero > {folder}/x 2> /dev/null || true)"
+    within = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", f'{fill}; exec "$@"', "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*within, "true"], capture_output=True).returncode:
+        pytest.skip("no file system can be mounted here")
+    return within
+
+
+COMPILES = """
+import logging
+import mlx_tandem.model
+import mlx.core as mx
+from mlx_tandem.model import compiler
+logging.basicConfig(format="%(message)s")
+compiler.prepare()
+print(mx.compile(lambda x: mx.sin(x) * 2.0 + 1.0)(mx.zeros(4)).tolist())
+"""
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("temporary", ["usable", "missing", "read-only", "full", "another's"])
+@pytest.mark.parametrize("cache", ["usable", "not usable"])
+def test_a_temporary_folder_that_is_no_use(tmp_path: Path, temporary: str, cache: str) -> None:
+    """Another folder is used, or nothing is compiled, and one line says which; what is computed is right."""
+    folder, home = tmp_path / "temporary", tmp_path / "home"
+    home.mkdir()
+    words: list[str] = []
+    if temporary != "missing":
+        folder.mkdir()
+    if temporary == "read-only":
+        folder.chmod(0o500)
+    if temporary == "full":
+        words = full(folder)
+    if temporary == "another's":
+        (folder / "mlx").mkdir(mode=0o700)
+        (folder / "mlx").chmod(0o777)
+    if cache == "not usable":
+        (home / ".cache").write_text("a file")
+    done = subprocess.run(
+        [*words, sys.executable, "-c", COMPILES],
+        env={**os.environ, "TMPDIR": str(folder), "HOME": str(home), "XDG_CACHE_HOME": ""},
+        preexec_fn=drop_privileges,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    assert done.stdout == "[1.0, 1.0, 1.0, 1.0]\n"
+    made = home / ".cache/mlx-tandem/compiled"
+    if temporary == "usable":
+        assert not done.stderr and not made.exists()
+        assert list(folder.glob("mlx/*/cpu/*.so"))
+        return
+    (said,) = done.stderr.splitlines()
+    assert str(folder) in said
+    if cache == "usable":
+        assert said.startswith(f"fused operations are compiled in {made} (")
+        assert len(list(made.glob("mlx/*/cpu/*.so"))) == 2, "the trial's and the one that is asked for"
+    else:
+        assert said.startswith("fused operations are not compiled, which makes steps slower: ")
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_server_without_any_folder_for_what_is_compiled(tmp_path: Path) -> None:
+    (tmp_path / ".cache").write_text("a file")
+    done = serve(*SMALL, env={"TMPDIR": "/nowhere", "HOME": str(tmp_path), "XDG_CACHE_HOME": ""})
+    assert (done.returncode, "Ready: " in done.stdout) == (0, True), done.stderr
+    assert "fused operations are not compiled" in done.stderr
+    assert "Traceback" not in done.stderr and "step failed" not in done.stderr
+
+
+@pytest.mark.usefixtures("compiler")
+def test_the_folder_for_what_is_compiled_goes_while_a_server_runs(tmp_path: Path) -> None:
+    """Requests that need a kernel which nobody has needed yet are answered all the same."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    if (known := Path(tempfile.gettempdir()) / "mlx").is_dir():
+        shutil.copytree(known, folder / "mlx")  # to compile everything anew takes long
+    (tmp_path / ".cache").write_text("a file")
+
+    def lose(client: httpx.Client) -> None:
+        shutil.rmtree(folder)
+        folder.write_text("a file")
+        for more in (
+            {"temperature": 0.0},
+            {"frequency_penalty": 1.0, "presence_penalty": 0.5, "logprobs": 2},
+            {"min_p": 0.1, "repetition_penalty": 1.3, "logit_bias": {"5": 3}},
+            {"prompt": "b " * 300, "n": 3},
+        ):
+            body = {"prompt": "a", "max_tokens": 4, "seed": 1, **more}
+            reply = client.post("/v1/completions", json=body)
+            assert reply.status_code == 200, reply.text
+        state = client.get("/health").json()
+        assert (state["status"], state["engine_restarts"]) == ("ok", 0)
+
+    env = {"TMPDIR": str(folder), "HOME": str(tmp_path), "XDG_CACHE_HOME": ""}
+    done = serve("--num-blocks", "64", "--max-num-seqs", "4", env=env, once_ready=lose)
+    assert done.returncode == 0
+    assert "a step failed and is computed again" in done.stderr, "nothing was compiled: the test sees nothing"
+    assert done.stderr.count("fused operations are not compiled, which makes steps slower") == 1
+    assert "Traceback" not in done.stderr
