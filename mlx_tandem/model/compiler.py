@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from importlib.metadata import version
+from itertools import count
 from pathlib import Path
 
 import mlx.core as mx
@@ -33,6 +34,7 @@ _FAILURES = re.compile(
 """What MLX says when it cannot compile."""
 
 _failures = 0
+_constants = count(1)  # a process compiles a kernel once: each trial needs one of its own
 
 
 def prepare() -> None:
@@ -68,7 +70,7 @@ def has_failed(error: Exception) -> bool:
         return False
     _failures += 1
     try:
-        _compile(1.0 + _failures / 16)
+        _compile(1.0 + next(_constants) / 16)
         if _failures >= MOST_FAILURES:
             _stop(_first_line(error))
     except RuntimeError as e:
