@@ -22,9 +22,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mlx_tandem.printable import printable
+
+MOST_PARAM = 300
+"""Characters of the name of a field."""
+
 
 class TandemError(Exception):
-    """Base of everything this project raises on purpose. The message is safe to show to a client."""
+    """Base of everything this project raises on purpose. The message is safe to show to a client.
+
+    `message` and `param` may repeat text from files and clients: whatever is assigned to them is escaped and cut.
+    """
 
     status = 500
     type = "server_error"
@@ -32,11 +40,30 @@ class TandemError(Exception):
     retry_after: float | None = None
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
-        super().__init__(message)
+        super().__init__()
         self.message = message
         self.param = param
         if code is not None:
             self.code = code
+
+    @property
+    def message(self) -> str:
+        return self._message
+
+    @message.setter
+    def message(self, text: str) -> None:
+        self._message = printable(text)
+
+    @property
+    def param(self) -> str | None:
+        return self._param
+
+    @param.setter
+    def param(self, text: str | None) -> None:
+        self._param = None if text is None else printable(text, MOST_PARAM)
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class InvalidRequest(TandemError):

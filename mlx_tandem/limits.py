@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.errors import InvalidRequest, ModelError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Adapter names and aliases. A version is `name@number`."""
@@ -149,6 +150,32 @@ SETTINGS |= {
     "checkpointing.keep_n_checkpoints": Range(1, 100_000, integer=True),
 }
 
+_LAYERS = Range(1, 1024, integer=True)
+_WIDTH = Range(1, 1 << 24, integer=True)
+_HEADS = Range(1, 1 << 16, integer=True)
+_EXPERTS = Range(0, 1 << 16, integer=True)
+_POSITIONS = Range(1, 2**31 - 1, integer=True)
+_EPSILON = Range(0.0, 1.0)
+
+MODEL: dict[str, Range] = {  # of config.json in a model folder, under the names that families have for them
+    "vocab_size": _WIDTH,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "model_dim"), _WIDTH),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_hidden_size"), _WIDTH),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), Range(0, 1 << 24, integer=True)),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), _LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_key_value_heads", "head_dim"), _HEADS),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), _EXPERTS),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), _POSITIONS),
+    **dict.fromkeys(("rms_norm_eps", "norm_eps", "norm_epsilon"), _EPSILON),
+    **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon"), _EPSILON),
+    "rope_theta": Range(1e-3, 1e15),
+}
+
+QUANTIZATION: dict[str, Range] = {
+    "bits": Range(1, 32, integer=True),
+    "group_size": Range(1, 1 << 16, integer=True),
+}
+
 MAX_ARMS = 16
 MAX_STOP_STRINGS = 8
 MAX_STOP_LENGTH = 256
@@ -186,6 +213,22 @@ def check(name: str, value: object, param: str | None = None) -> float | int:
     if not (r.low <= value <= r.high) or not math.isfinite(value):
         raise InvalidRequest(f"{where} must be {kind} between {r.low:g} and {r.high:g}", param=where)
     return value
+
+
+def check_model(table: Mapping[str, Range], values: Mapping[str, object], file: str, place: str = "") -> None:
+    """Raise ModelError for the first of `values` that lies outside of its range in `table`, naming `file` and the key,
+    which stands in the object `place` of it. A null says nothing; of a list, which has a value for each layer, every
+    item is looked at."""
+    for name, r in table.items():
+        value = values.get(name)
+        for item in value if isinstance(value, list) else [value]:
+            if item is None:
+                continue
+            number = isinstance(item, int if r.integer else (int, float)) and not isinstance(item, bool)
+            if not number or not r.low <= item <= r.high:  # type: ignore[operator]
+                what = "an integer" if r.integer else "a number"
+                field = f"{place}.{name}" if place else name
+                raise ModelError(f"{file}: {field} must be {what} from {r.low:,} to {r.high:,}", param=field)
 
 
 def check_name(value: str, param: str = "name") -> str:

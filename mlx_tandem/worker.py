@@ -25,6 +25,7 @@ from mlx_tandem.engine.core import EngineCore, EngineFailure
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import TandemError
 from mlx_tandem.files import StorageError
+from mlx_tandem.printable import printable
 from mlx_tandem.types import AdapterSource, MemoryBudget
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> in
 
     try:
         with Notes(channel) if own_process else nullcontext():
-            core = _build(channel, config, own_process)
+            core = _built(channel, config, own_process)
         if own_process:
             # What is loaded by now stays: a full collection that walks it stops the steps for tens of milliseconds.
             gc.collect()
@@ -120,6 +121,17 @@ class Notes(logging.Handler):
             self._send()
 
 
+def _built(channel: EngineChannel, config: EngineConfig, own_process: bool) -> EngineCore:
+    """Return an engine. What nobody expected is raised with its text, in which nobody's prompt can be yet."""
+    try:
+        return _build(channel, config, own_process)
+    except (TandemError, EngineFailure, WireError):
+        raise
+    except Exception as e:
+        log.exception("the engine could not be started")
+        raise EngineFailure(f"the engine could not be started: {type(e).__name__}: {e}") from e
+
+
 def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> EngineCore:
     from mlx_tandem.adapters import formats
     from mlx_tandem.adapters.formats import AdapterWeights
@@ -135,7 +147,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.kv.pool import open_pools
     from mlx_tandem.kv.prefix import PrefixCache
-    from mlx_tandem.model import device
+    from mlx_tandem.model import compiler, device
     from mlx_tandem.model.build import build
     from mlx_tandem.model.footprint import FORWARD_LAYERS, MICRO_BATCH_TOKENS
     from mlx_tandem.model.lora.uploads import Arrays
@@ -243,7 +255,13 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         pools[0],
         slots,
         adapters,
-        Training(trainers, adapters, learns=duty.learns, most_rank=config.lora.max_lora_rank),
+        Training(
+            trainers,
+            adapters,
+            learns=duty.learns,
+            most_rank=config.lora.max_lora_rank,
+            on_failure=compiler.has_failed,
+        ),
         duty,
         heartbeat_seconds=config.heartbeat_seconds,
         opening=opening,
@@ -297,8 +315,21 @@ class _Watchdog:
             faulthandler.dump_traceback_later(self._seconds, exit=True)
 
 
+class EngineLines(logging.Formatter):
+    """A record as one line on standard error. The lines of a traceback are indented, so that no text of a file or a
+    client can pass for a record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = printable(f"{record.levelname} {record.name}: {record.getMessage()}")
+        trace = self.formatException(record.exc_info).split("\n") if record.exc_info else []
+        return "\n    ".join([line, *map(printable, trace)])
+
+
 def main(arguments: list[str]) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    faulthandler.enable()  # a crash of a library leaves a line that says so
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(EngineLines())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     # The front decides when the engine ends: a Ctrl-C in the terminal reaches both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_SECONDS)

@@ -463,6 +463,10 @@ class _EngineThread:
         self._thread.join(timeout)
         return None if self._thread.is_alive() else self._status or 0
 
+    def last_words(self) -> str:
+        """Return nothing: what is wrong is said in a message, and a thread cannot end without it."""
+        return ""
+
 
 def _thread_launch(config: EngineConfig) -> Launch:
     def launch() -> tuple[socket.socket, EngineProcess]:

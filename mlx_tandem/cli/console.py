@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
+from mlx_tandem.printable import printable
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -17,7 +19,7 @@ def fail(message: str) -> NoReturn:
 
 def say(message: str) -> None:
     """Print one line that starts with `tandem:`."""
-    print(f"tandem: {message}", file=sys.stderr, flush=True)
+    print(printable(f"tandem: {message}"), file=sys.stderr, flush=True)
 
 
 def warn(message: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -23,6 +23,7 @@ from mlx_tandem.cli.options import OPTIONS
 from mlx_tandem.config import Config, EngineConfig
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.explain import explain
+from mlx_tandem.printable import printable
 
 SECTIONS = ("model", "cache", "disk", "scheduler", "lora", "duty")
 """Parts of the engine's settings that are sections of their own in the file."""
@@ -116,6 +117,8 @@ def _read(file: Path) -> dict[str, Any]:
         raise SettingsError(f"{file} cannot be read: {e.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise SettingsError(f"{file} is not YAML: {' '.join(str(e).split())}") from None
+    except RecursionError:
+        raise SettingsError(f"{file} is nested too deeply") from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -223,3 +226,20 @@ def _check(config: Config) -> None:
             aliases.put(name, arms)
         except InvalidRequest as e:
             raise SettingsError(f"alias '{name}': {e.message}") from None
+    for place, text in _texts(msgspec.to_builtins(config) | {"adapters": dict(config.adapters)}):
+        # Patterns and schemas of rewards may have lines.
+        if printable(text, len(text)) != text and not place.startswith("rl_training.rewards."):
+            raise SettingsError(f"'{_shown(place)}' must be UTF-8 text without control characters")
+
+
+def _texts(value: object, place: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every text in the settings with its place."""
+    match value:
+        case str():
+            yield place, value
+        case dict():
+            for key, inner in value.items():
+                yield from _texts(inner, f"{place}.{key}" if place else key)
+        case list() | tuple():
+            for inner in value:
+                yield from _texts(inner, place)

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from mlx_tandem.engine.calls import Answer, Calls, error_of
+from mlx_tandem.engine.ending import explain_end
 from mlx_tandem.engine.learning import Adam, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.engine.link import Link
 from mlx_tandem.engine.messages import (
@@ -271,7 +272,8 @@ class EngineClient:
                 deaths.popleft()
             log.error("engine ended", extra={"fields": {"reason": reason, "deaths": len(deaths)}})
             if len(deaths) >= MAX_DEATHS:
-                self._die(self._fatal or EngineError(f"the engine ended {len(deaths)} times before it was ready"))
+                problem = f"the engine ended {len(deaths)} times before it was ready; the last time: {reason}"
+                self._die(self._fatal or EngineError(problem))
                 return
             if self._settled.is_set():
                 self.state = "restarting"
@@ -280,31 +282,22 @@ class EngineClient:
             await asyncio.sleep(self._backoff_seconds * (2 ** (len(deaths) - 1) - 1))
 
     async def _run_once(self) -> str:
-        """One engine from launch to end; says why it ended."""
+        """Run one engine from launch to end; return why it ended and what it said last."""
         self._fatal = None
         self.info = None
         self.load = Load()
-        loop = asyncio.get_running_loop()
         process: EngineProcess | None = None
         link: Link | None = None
-        raising: asyncio.Task[None] | None = None
+        status: int | None = None
         try:
             sock, process = self._launch()
-            _, link = await loop.create_unix_connection(lambda: Link(self._on_messages), sock=sock)
+            _, link = await asyncio.get_running_loop().create_unix_connection(
+                lambda: Link(self._on_messages), sock=sock
+            )
             self._link = link
-            while not await link.ended(WATCH_SECONDS):
-                if raising is None and self._said_ready():
-                    raising = asyncio.create_task(self._bring_up())
-                status = process.wait(0.0)
-                if status is not None:  # the socket may live on in a compiler that the engine had started
-                    await link.ended(WATCH_SECONDS)
-                    return f"exit status {status}"
-                silent = loop.time() - link.heard
-                if self._said_ready() and silent > self._stall_seconds:
-                    return f"no sign of life for {silent:.0f} s"
-            return link.why
+            why = await self._watch(process, link)
         except OSError as e:
-            return f"cannot be launched: {e}"
+            return f"it cannot be launched: {e}"
         finally:
             self._link = None
             self.info = None
@@ -314,19 +307,43 @@ class EngineClient:
             if self.state == "ready":
                 self.state = "restarting"
             self._fail_all(self._fatal_for_streams())
+            if process is not None:
+                status = await self._reap(process, KILL_SECONDS if hung_up else 0.0)
+        if status is not None:
+            ended, meaning = explain_end(status)
+            why = f"{ended} ({meaning})" if meaning else ended
+        words = await asyncio.to_thread(process.last_words)
+        return f"{why}: {words}" if words else why
+
+    async def _watch(self, process: EngineProcess, link: Link) -> str:
+        """Return why the engine is over, once it is. When it is ready, it is brought to where requests are taken."""
+        raising: asyncio.Task[None] | None = None
+        try:
+            while not await link.ended(WATCH_SECONDS):
+                if raising is None and self._said_ready():
+                    raising = asyncio.create_task(self._bring_up())
+                if process.wait(0.0) is not None:  # the socket may live on in a compiler that the engine had started
+                    await link.ended(WATCH_SECONDS)
+                    break
+                silent = asyncio.get_running_loop().time() - link.heard
+                if self._said_ready() and silent > self._stall_seconds:
+                    return f"no sign of life for {silent:.0f} s"
+            return link.why
+        finally:
             if raising is not None:
                 raising.cancel()
-            if process is not None:
-                await self._reap(process, KILL_SECONDS if hung_up else 0.0)
 
     def _said_ready(self) -> bool:
         return self.info is not None
 
-    async def _reap(self, process: EngineProcess, wait: float) -> None:
-        """One that hung up ends by itself within `wait` seconds; one that hangs does not."""
-        if await asyncio.to_thread(process.wait, wait) is None:
+    async def _reap(self, process: EngineProcess, wait: float) -> int | None:
+        """Return the status of a process that ends by itself within `wait` seconds, as one that hung up does. One that
+        does not is killed, and its status says nothing."""
+        status = await asyncio.to_thread(process.wait, wait)
+        if status is None:
             process.kill()
             await asyncio.to_thread(process.wait, KILL_SECONDS)
+        return status
 
     async def _bring_up(self) -> None:
         try:

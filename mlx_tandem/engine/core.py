@@ -315,12 +315,13 @@ class EngineCore:
             self._release_adapters()
 
     def _fail(self, lost: StepsLost) -> None:
-        log.error("a step failed: %s", lost)
+        log.error("a step failed%s: %s", " and is computed again" if lost.again else "", lost)
         self._step_failures += 1
-        for request in self._scheduler.fail(lost.plans):
+        for request in self._scheduler.fail(lost.plans, again=lost.again):
             self._outbox.append(m.Failed(request, "step_failed", "the step that computed this request failed"))
         self._release_adapters()
-        self._strike(str(lost))
+        if not lost.again:
+            self._strike(str(lost))
         self._runner.reset()
 
     def _strike(self, what: str) -> None:

@@ -25,11 +25,12 @@ APART_TOKENS = 256
 
 
 class StepsLost(Exception):
-    """The device failed; these steps will never be settled."""
+    """The device failed; these steps will never be settled. `again` as in DeviceError."""
 
     def __init__(self, plans: list[StepPlan], cause: DeviceError):
         super().__init__(str(cause))
         self.plans = plans
+        self.again = cause.again
 
 
 Wait = Callable[[], None]

@@ -110,7 +110,12 @@ class StepResult:
 
 
 class DeviceError(Exception):
-    """The device or the runtime failed in a step; the rows of that step are lost, the engine may go on."""
+    """The device or the runtime failed in a step, whose rows are lost; the engine may go on. With `again` the cause is
+    gone: whoever had a row in it can be computed again."""
+
+    def __init__(self, message: str, *, again: bool = False):
+        super().__init__(message)
+        self.again = again
 
 
 class Runner(Protocol):

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import IO, Protocol
 
 import msgspec
 
+from mlx_tandem import files
 from mlx_tandem.config import EngineConfig
+from mlx_tandem.engine.ending import last_words
+from mlx_tandem.printable import printable
+
+KEPT_LINES = 50
+"""The last lines of the engine's standard error, among which its last words are looked for."""
+LINE_BYTES = 4096
+"""Of one line; what is longer becomes several."""
+PIPE_SECONDS = 1.0
+"""That the end of standard error is waited for: a compiler that the engine has started may still hold it."""
 
 BUFFER_BYTES = 1 << 20
 """Bytes that either end of the socket may be behind. macOS gives 8 KB unless told, less than the tokens of one step:
@@ -27,16 +40,23 @@ class EngineProcess(Protocol):
     def wait(self, timeout: float) -> int | None:
         """Its exit status once it has ended, None when it still runs after `timeout` seconds."""
 
+    def last_words(self) -> str:
+        """Return what it said last about why it has ended; empty when it said nothing."""
+
 
 Launch = Callable[[], tuple[socket.socket, EngineProcess]]
 
 
 class ChildProcess:
-    """A child with the engine in it."""
+    """A child with the engine in it. What it writes on standard error goes on to ours, a printable line at a time."""
 
     def __init__(self, child: subprocess.Popen[bytes]):
+        assert child.stderr is not None
         self._child = child
         self.pid = child.pid
+        self._said: deque[str] = deque(maxlen=KEPT_LINES)
+        self._listener = threading.Thread(target=self._listen, args=(child.stderr,), name="engine-stderr", daemon=True)
+        self._listener.start()
 
     def kill(self) -> None:
         self._child.kill()
@@ -46,6 +66,18 @@ class ChildProcess:
             return self._child.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
+
+    def last_words(self) -> str:
+        self._listener.join(PIPE_SECONDS)
+        return last_words(tuple(self._said))
+
+    def _listen(self, pipe: IO[bytes]) -> None:
+        with pipe:
+            while line := pipe.readline(LINE_BYTES):
+                text = printable(line.rstrip(b"\n").decode("utf-8", "backslashreplace"))
+                self._said.append(text)
+                with contextlib.suppress(OSError):
+                    files.write_all(2, text.encode() + b"\n")
 
 
 def process_launch(config: EngineConfig, command: Sequence[str] = ("-m", "mlx_tandem.worker")) -> Launch:
@@ -65,6 +97,7 @@ def process_launch(config: EngineConfig, command: Sequence[str] = ("-m", "mlx_ta
             child = subprocess.Popen(
                 [sys.executable, *command, "--fd", str(theirs.fileno()), "--config", text],
                 stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 env=os.environ | {"HF_HUB_OFFLINE": "1"},

@@ -503,17 +503,20 @@ class Scheduler:
         """Milliseconds that a step will take, by what such steps took; infinite where that is not known."""
         return self.prefill.cost.step(*_parts(plan)) if _is_plain(plan) else math.inf
 
-    def fail(self, plans: Iterable[StepPlan]) -> list[int]:
-        """Steps were lost on the device: their requests end here and are returned; every other running sequence
-        is computed again, since nothing in the cache can be trusted."""
+    def fail(self, plans: Iterable[StepPlan], *, again: bool = False) -> list[int]:
+        """Give up steps that were lost on the device, and return the requests that had a row in them: these end here,
+        unless they can be computed `again`; then none is returned. Every other running sequence is computed again,
+        since nothing in the cache can be trusted."""
         plans = list(plans)
         for s in self._sequences.values():
             s.is_pure = s.seat < 0
         self._tables.distrust()
         sequences = [self._sequences.get(row.sequence) for plan in plans for row in plan.rows]
-        failed = list(dict.fromkeys(s.request.id for s in sequences if s is not None))
+        failed = [] if again else list(dict.fromkeys(s.request.id for s in sequences if s is not None))
         for request in failed:
             self.cancel(request)
+        for s in self._sequences.values():
+            s.pending = 0  # what was drawn in these steps is drawn again
         for s in list(reversed(self._running)):
             self._preempt(s)
         # Nobody holds a slot now, and what was to be written there may not have been: it is not resident.

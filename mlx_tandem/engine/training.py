@@ -57,10 +57,20 @@ class TrainingFailed(Exception):
 
 class Training:
     """`make`: the trainers, made when the first is opened; None: this engine has none. `learns` False: they are opened
-    and published but never trained. `most_rank`: of an adapter that can be served."""
+    and published but never trained. `most_rank`: of an adapter that can be served. `on_failure` is called with what
+    went wrong on the device."""
 
-    def __init__(self, make: Callable[[], Trainers] | None, adapters: Adapters, *, learns: bool, most_rank: int):
+    def __init__(
+        self,
+        make: Callable[[], Trainers] | None,
+        adapters: Adapters,
+        *,
+        learns: bool,
+        most_rank: int,
+        on_failure: Callable[[Exception], object] = lambda error: None,
+    ):
         self._make = make
+        self._on_failure = on_failure
         self._adapters = adapters
         self._learns = learns
         self._most_rank = most_rank
@@ -130,6 +140,7 @@ class Training:
 
     def _failed(self, message: m.Learning, e: Exception) -> TrainingFailed:
         log.error("learning failed", exc_info=e)
+        self._on_failure(e)
         if self._queue and self._queue[0] is message:
             self._end()
             self._fail(message, EngineError(f"learning failed: {type(e).__name__}"))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from mlx_tandem.engine.messages import MAX_FRAME, Inbound, Outbound
+from mlx_tandem.engine.texts import escape_of
 
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
@@ -23,10 +24,18 @@ class WireError(Exception):
 
 
 def encode(messages: Sequence[Inbound | Outbound]) -> bytes:
-    body = _encoder.encode(messages)
+    """Return a frame of `messages`, their texts escaped and cut as `texts` says. Raises WireError for one that is too
+    large."""
+    body = _encoder.encode([_printable(message) for message in messages])
     if len(body) > MAX_FRAME:
         raise WireError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
     return _LENGTH.pack(len(body)) + body
+
+
+def _printable(message: Inbound | Outbound) -> Inbound | Outbound:
+    escape = escape_of(type(message))
+    safe: Inbound | Outbound = message if escape is None else escape(message)
+    return safe
 
 
 class FrameReader:

@@ -19,7 +19,7 @@ from mlx_tandem.engine.plan import Row, Seating, StepPlan
 from mlx_tandem.engine.tier import READ_BYTES
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.pool import open_pools
-from mlx_tandem.model import cpu, device, footprint, probe
+from mlx_tandem.model import compiler, cpu, device, footprint, probe
 from mlx_tandem.model.attention import choice, fused, hook
 from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.clone import clone
@@ -28,7 +28,7 @@ from mlx_tandem.model.linears import skinny
 from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import Merged, merge
 from mlx_tandem.model.linears.tuning import Tuned, tune
-from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weights
+from mlx_tandem.model.loader import LoadedModel, Report, blamed_on, load_unread, read_weights
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.memory import Limit
@@ -80,9 +80,10 @@ def build(
     """
     started = time.monotonic()
     limit = device.memory_limit(config.memory_limit_gb)  # before anything is taken of it
+    compiler.prepare()
     model = load_unread(config.model, report)
     _check_fit(config, limit, model)
-    read_weights(model.module, report)
+    read_weights(model, report)
     candidates = fused.available() if backends is None else backends
     merged: list[Merged] = []
     if candidates:
@@ -98,9 +99,10 @@ def build(
     if device.is_cpu():
         cpu.install()
     report("checking the model", 0.0)
-    shapes = probe.layer_shapes(model)
-    vocab_size = probe.vocabulary(model)
-    axes = probe.mask_axes(model, shapes, vocab_size)
+    with blamed_on(model.folder, "the model cannot be run"):
+        shapes = probe.layer_shapes(model)
+        vocab_size = probe.vocabulary(model)
+        axes = probe.mask_axes(model, shapes, vocab_size)
     shapes = _in_pool(config, shapes)
     report("checking attention", 0.0)
     attention = choice.choose(
@@ -214,9 +216,10 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     """The budget that `build` would come to, and the longest sequence; no weight is read. Raises ModelError."""
     limit = device.memory_limit(config.memory_limit_gb)
     model = load_unread(config.model, lambda stage, fraction: None)
-    shapes = _in_pool(config, probe.layer_shapes(model))
+    with blamed_on(model.folder, "the model cannot be run"):
+        shapes, vocab_size = _in_pool(config, probe.layer_shapes(model)), probe.vocabulary(model)
     lora = LoraState(model.module, config.lora, model.dtype)
-    needs = footprint.needs(config, limit.size, model, shapes, probe.vocabulary(model), lora.linears(), lora.dtype)
+    needs = footprint.needs(config, limit.size, model, shapes, vocab_size, lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
     pools = open_pools(memory, config.cache.block_size)
     return memory, min(model.max_model_len, *(pool.longest for pool in pools))
@@ -230,8 +233,10 @@ def _in_pool(config: EngineConfig, shapes: list[LayerShape]) -> list[LayerShape]
 
 def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel) -> None:
     """Raise ModelError when the device has too little memory for the model, before any weight is read."""
-    shapes, linears = _in_pool(config, probe.layer_shapes(model)), footprint.linears(model.module)
-    needs = footprint.needs(config, limit.size, model, shapes, probe.vocabulary(model), linears, model.dtype)
+    with blamed_on(model.folder, "the model cannot be run"):
+        shapes, vocab_size = _in_pool(config, probe.layer_shapes(model)), probe.vocabulary(model)
+    linears = footprint.linears(model.module)
+    needs = footprint.needs(config, limit.size, model, shapes, vocab_size, linears, model.dtype)
     _divide(config, limit, needs)
 
 

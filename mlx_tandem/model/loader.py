@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import _get_classes, load_model
+from safetensors import SafetensorError, safe_open
 
+from mlx_tandem import limits
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
+from mlx_tandem.jsonfile import read_object
 
 log = logging.getLogger(__name__)
 
+CONFIG = "config.json"
 DEFAULT_MAX_MODEL_LEN = 4096
+_MODEL_TYPE = re.compile(r"[A-Za-z0-9_-]{1,100}")
+"""It becomes the name of a module."""
+
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _EVAL_BYTES = 256 << 20
 
@@ -30,6 +40,7 @@ Report = Callable[[str, float], None]
 class LoadedModel:
     """A model and what its folder says of it."""
 
+    folder: Path
     module: nn.Module
     model_type: str
     dtype: mx.Dtype
@@ -44,7 +55,7 @@ class LoadedModel:
 def load(config: ModelConfig, report: Report) -> LoadedModel:
     """Return the model of `config.path` with its weights in memory. Raises ModelError."""
     model = load_unread(config, report)
-    read_weights(model.module, report)
+    read_weights(model, report)
     return model
 
 
@@ -52,70 +63,108 @@ def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
     """Return the model of `config.path` with its weights unread: there are shapes, and nothing must be computed with
     them before `read_weights`. `report(stage, fraction)` is told how far it is. Raises ModelError."""
     path = Path(config.path)
+    file = path / CONFIG
     settings = _read_settings(path)
-    if "model_file" in settings:
-        raise ModelError(f"{path / 'config.json'}: model_file asks to run code from the folder", param="model_file")
     report("reading weights", 0.0)
-    try:
+    with blamed_on(path, f"its weights do not fit {CONFIG}"):
         if config.random_weights:
             module = _random_model(settings)
         else:
             _check_weights(path)
-            module, settings = load_model(path, lazy=True)
-    except ModelError:
-        raise
-    except (ValueError, OSError, KeyError, TypeError, RuntimeError, AttributeError, ImportError, SystemExit) as e:
-        raise ModelError(f"{path}: {_first_line(e)}") from e
-    module.eval()
-    dtype = _cast(module, config)
+            module, settings = load_model(path, lazy=True, get_model_classes=lambda config: _classes(config, file))
+        module.eval()
+        dtype = _cast(module, config)
     text = settings.get("text_config", settings)
-    limit = int(text.get("max_position_embeddings") or DEFAULT_MAX_MODEL_LEN)
+    limit = _first(text, "max_position_embeddings") or DEFAULT_MAX_MODEL_LEN
     if config.max_model_len > limit:
         log.warning("max_model_len is %d, the model's own limit %d: the latter holds", config.max_model_len, limit)
     quantization = settings.get("quantization")
     return LoadedModel(
+        path,
         module,
         str(settings["model_type"]),
         dtype,
         f"{quantization['bits']}-bit" if quantization and "bits" in quantization else None,
         _count(module),
-        int(text.get("vocab_size") or settings.get("vocab_size") or 0),
+        _first(text, "vocab_size") or _first(settings, "vocab_size"),
         _eos(settings),
         min(config.max_model_len or limit, limit),
-        int(text.get("num_attention_heads") or text.get("n_head") or 32),
+        _first(text, "num_attention_heads", "n_head") or 32,
     )
+
+
+@contextmanager
+def blamed_on(file: Path, problem: str) -> Iterator[None]:
+    """Whatever goes wrong within is a ModelError about `file`: mlx-lm believes a folder, and fails in many ways."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except (Exception, SystemExit) as e:
+        lines = str(e).strip().splitlines()
+        raise ModelError(f"{file}: {problem} ({': '.join([type(e).__name__, *lines[:1]])})", param=file.name) from e
+
+
+def _classes(config: dict[str, Any], file: Path) -> tuple[Any, Any]:
+    """Return what mlx-lm calls to make the arguments and the model that `config` asks for; both name `file` when it
+    asks for what cannot be."""
+    with blamed_on(file, f"model_type {config['model_type']!r} is not supported"):
+        model_class, args_class = _get_classes(config)
+
+    def build(make: Callable[..., Any], given: Any) -> Any:
+        with blamed_on(file, "no model can be made of it"):
+            return make(given)
+
+    return partial(build, model_class), SimpleNamespace(from_dict=partial(build, args_class.from_dict))
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise ModelError(f"{path} is not a folder", param="model")
-    file = path / "config.json"
-    if not file.is_file():
+    file = path / CONFIG
+    settings = read_object(file)
+    if settings is None:
         raise ModelError(f"{file} is missing", param="model")
-    try:
-        settings = json.loads(file.read_text())
-        generation = path / "generation_config.json"
-        if generation.is_file() and (eos := json.loads(generation.read_text()).get("eos_token_id")) is not None:
-            settings["eos_token_id"] = eos
-    except (ValueError, UnicodeDecodeError) as e:
-        raise ModelError(f"{path}: a configuration file is not JSON: {e}") from e
-    if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
+    eos = (read_object(path / "generation_config.json") or {}).get("eos_token_id")
+    if eos is not None:
+        settings["eos_token_id"] = eos
+    if not isinstance(settings.get("model_type"), str):
         raise ModelError(f"{file}: model_type is missing", param="model_type")
+    if not _MODEL_TYPE.fullmatch(settings["model_type"]):
+        raise ModelError(f"{file}: model_type {settings['model_type']!r} is no model's name", param="model_type")
+    if "model_file" in settings:
+        raise ModelError(f"{file}: model_file asks to run code from the folder", param="model_file")
+    for field in ("text_config", "quantization", "quantization_config", "rope_scaling"):
+        if not isinstance(settings.get(field), dict | None):
+            raise ModelError(f"{file}: {field} must be an object", param=field)
+    limits.check_model(limits.MODEL, settings, str(file))
+    for field, table in (("text_config", limits.MODEL), ("quantization", limits.QUANTIZATION)):
+        limits.check_model(table, settings.get(field) or {}, str(file), field)
     return settings
 
 
 def _check_weights(path: Path) -> None:
+    """Raise ModelError unless the files of weights are there and their headers are sound. MLX believes what a header
+    says."""
     index = path / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as e:
-            raise ModelError(f"{index}: no weight_map in it") from e
-        for shard in shards:
-            if not isinstance(shard, str) or Path(shard).name != shard or not (path / shard).is_file():
-                raise ModelError(f"{path / str(shard)} is missing; {index.name} names it", param="model")
-    elif not any(path.glob("model*.safetensors")):
+    if (listed := read_object(index)) is not None:
+        shards = listed.get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+            raise ModelError(f"{index}: weight_map must name the file of each tensor", param="weight_map")
+        for shard in sorted(set(shards.values())):
+            if Path(shard).name != shard or not (path / shard).is_file():
+                raise ModelError(f"{path / shard} is missing; {index.name} names it", param="model")
+    files = sorted(path.glob("model*.safetensors"))
+    if not files:
         raise ModelError(f"{path / 'model.safetensors'} is missing", param="model")
+    for file in files:
+        if not file.is_file():
+            raise ModelError(f"{file} is not a regular file", param=file.name)
+        try:
+            with safe_open(file, framework="numpy", backend="pread"):
+                pass
+        except (SafetensorError, OSError) as e:
+            raise ModelError(f"{file} is not a valid safetensors file: {e}", param=file.name) from e
 
 
 def _random_model(settings: dict[str, Any]) -> nn.Module:
@@ -157,26 +206,36 @@ def _cast(module: nn.Module, config: ModelConfig) -> mx.Dtype:
     return dtype
 
 
+def not_finite(module: nn.Module) -> str | None:
+    """Return the name of the first weight that holds NaN or infinity, None when there is none."""
+    leaves: Any = tree_flatten(module.parameters())
+    for name, p in leaves:
+        if mx.issubdtype(p.dtype, mx.floating) and not mx.isfinite(p).all().item():
+            return str(name)
+    return None
+
+
 def weights(module: nn.Module) -> list[mx.array]:
     """Every parameter array, in the order of the module tree."""
     leaves: Any = tree_flatten(module.parameters())
     return [p for _, p in leaves]
 
 
-def read_weights(module: nn.Module, report: Report) -> None:
-    """Read all weights into memory; `report(stage, fraction)` is told as they come in."""
-    arrays = weights(module)
+def read_weights(model: LoadedModel, report: Report) -> None:
+    """Read all weights into memory; `report(stage, fraction)` is told as they come in. Raises ModelError."""
+    arrays = weights(model.module)
     total = sum(p.nbytes for p in arrays) or 1
     done, size = 0, 0
     batch: list[mx.array] = []
-    for p in arrays:
-        batch.append(p)
-        size += p.nbytes
-        if size >= _EVAL_BYTES:
-            mx.eval(batch)
-            done, batch, size = done + size, [], 0
-            report("reading weights", done / total)
-    mx.eval(batch)
+    with blamed_on(model.folder, "its weights cannot be read"):
+        for p in arrays:
+            batch.append(p)
+            size += p.nbytes
+            if size >= _EVAL_BYTES:
+                mx.eval(batch)
+                done, batch, size = done + size, [], 0
+                report("reading weights", done / total)
+        mx.eval(batch)
     report("reading weights", 1.0)
 
 
@@ -194,11 +253,13 @@ def _count(module: nn.Module) -> int:
     return total
 
 
+def _first(settings: Mapping[str, Any], *names: str) -> int:
+    """Return the first of these numbers that is there; of one for each layer the largest; 0 when none is."""
+    values = (settings.get(name) for name in names)
+    return next((int(max(value) if isinstance(value, list) else value) for value in values if value), 0)
+
+
 def _eos(settings: dict[str, Any]) -> tuple[int, ...]:
     eos = settings.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [eos]
-    return tuple(i for i in ids if isinstance(i, int))
-
-
-def _first_line(e: BaseException) -> str:
-    return str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+    return tuple(i for i in ids if type(i) is int and i >= 0)

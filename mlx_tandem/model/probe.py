@@ -13,7 +13,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, ProbeCache, StepView
 from mlx_tandem.model.cache.pools import KVPools, windows_of
-from mlx_tandem.model.loader import LoadedModel
+from mlx_tandem.model.loader import CONFIG, LoadedModel, not_finite
 from mlx_tandem.model.trials import machine
 
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
@@ -26,10 +26,10 @@ def layer_shapes(model: LoadedModel) -> list[LayerShape]:
     caches = make_prompt_cache(module)
     for cache in caches:
         if type(cache) not in (KVCache, RotatingKVCache) or (isinstance(cache, RotatingKVCache) and cache.keep):
-            raise ModelError(
-                f"model_type {model.model_type!r} uses a {type(cache).__name__}, which is not supported yet: "
-                "only models whose layers all keep the keys and values of all positions, or of a window, are",
-                param="model_type",
+            raise _unsupported(
+                model,
+                f"it uses a {type(cache).__name__}; only models whose layers all keep the keys and values of all "
+                "positions, or of a window, are",
             )
     probes = [ProbeCache() for _ in caches]
     try:
@@ -73,6 +73,8 @@ def mask_axes(model: LoadedModel, shapes: Sequence[LayerShape], vocab_size: int)
     expected = [
         np.array(module(mx.array([p]), cache=make_prompt_cache(module))[0, -1].astype(mx.float32)) for p in prompts
     ]
+    if not all(np.isfinite(logits).all() for logits in expected):
+        raise _not_numbers(model)
     worst, problem = float("inf"), ""
     for axes in (1, 2):
         try:
@@ -85,7 +87,8 @@ def mask_axes(model: LoadedModel, shapes: Sequence[LayerShape], vocab_size: int)
         if error <= _TOLERANCE.get(model.dtype, 1e-1):
             return axes
         worst = min(worst, error)
-    raise _unsupported(model, problem or f"the paged cache changes its logits by {worst:.1e} of the largest")
+    changes = f"the paged cache changes its logits by {worst:.1e} of the largest"
+    raise _unsupported(model, changes if worst < float("inf") else problem)
 
 
 def fused_error(
@@ -203,4 +206,13 @@ class _Paged:
 
 
 def _unsupported(model: LoadedModel, why: str) -> ModelError:
-    return ModelError(f"model_type {model.model_type!r} is not supported yet: {why}", param="model_type")
+    file = model.folder / CONFIG
+    return ModelError(f"{file}: model_type {model.model_type!r} is not supported yet: {why}", param="model_type")
+
+
+def _not_numbers(model: LoadedModel) -> ModelError:
+    """The error about a model whose logits are NaN or infinite, with the weight that is the cause, if one is."""
+    name = not_finite(model.module)
+    if name is None:
+        return ModelError(f"{model.folder}: the model's logits are not finite numbers", param="model")
+    return ModelError(f"{model.folder}: the weight {name} holds NaN or infinity", param=name)

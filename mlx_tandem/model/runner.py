@@ -21,7 +21,7 @@ from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import CARRY, Bytes, DeviceError, Row, StepPlan, StepResult
 from mlx_tandem.kv.pool import first_block
-from mlx_tandem.model import cpu, device
+from mlx_tandem.model import compiler, cpu, device
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import after, zero_of
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
@@ -193,8 +193,7 @@ class MLXRunner:
                 self._built.append(parts[-1])
                 self._dispatch()
         except Exception as e:
-            log.exception("a step could not be launched")
-            raise DeviceError(f"{type(e).__name__}: {e}") from e
+            raise _device_error(e) from e
         return Flight(plan, parts, cold=self._compiled != compiled)
 
     def waits(self, plan: StepPlan) -> bool:
@@ -237,8 +236,7 @@ class MLXRunner:
                     for i, found in part.logprobs(handle.plan).items():
                         logprobs[i] = found
         except Exception as e:
-            log.exception("a step failed on the device")
-            raise DeviceError(f"{type(e).__name__}: {e}") from e
+            raise _device_error(e) from e
         return StepResult(tokens, logprobs, scores, saves, handle.cold)
 
     def reset(self) -> None:
@@ -545,6 +543,14 @@ class MLXRunner:
 
     def _load_blocks(self, loads: Sequence[tuple[int, Bytes]]) -> list[Part]:
         return [Part([], SamplingFlags(), [], self._pool.write(loads))]
+
+
+def _device_error(error: Exception) -> DeviceError:
+    """Return what a step that fails with `error` raises. A step that could not be compiled can be computed again."""
+    again = compiler.has_failed(error)
+    if not again:
+        log.error("a step failed on the device", exc_info=error)
+    return DeviceError(f"{type(error).__name__}: {error}", again=again)
 
 
 def _token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[int], list[Row]]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from mlx_tandem.adapters.formats import CONFIG
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.printable import printable
 from mlx_tandem.types import AdapterSource
 
 MAX_PATH = 4096  # characters
@@ -37,8 +38,8 @@ class AdapterRoot:
             raise InvalidRequest(
                 "this server takes no paths: it was started without --adapter-root", param="path", code="no_paths"
             )
-        if not path or "\0" in path or len(path) > MAX_PATH:
-            raise InvalidRequest("path must name a folder", param="path")
+        if not path or printable(path, MAX_PATH) != path:
+            raise InvalidRequest("path must name a folder, without control characters", param="path")
         places = [os.path.normpath(os.path.join(start, path)) for start in (self.path, os.getcwd())]
         inside = [
             os.path.join(self.path, os.path.relpath(place, root))

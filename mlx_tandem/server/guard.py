@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -44,8 +45,20 @@ def error_handlers(front: Front) -> Mapping[Any, Handler]:
     return {TandemError: on_tandem_error, HTTPException: on_http_exception}
 
 
+MOST_HEADER = 1024
+"""Bytes of a header's value in an answer."""
+
+_NOT_IN_HEADERS = re.compile(rb"[^\x20-\x7e]")
+
+
+def header_value(value: bytes) -> bytes:
+    """Return `value` with everything but printable ASCII escaped, so that no text can begin a header of its own."""
+    return _NOT_IN_HEADERS.sub(lambda found: b"\\x%02x" % found[0][0], value)[:MOST_HEADER]
+
+
 class Guard:
-    """The last line: what nobody expected becomes a 500 with a fixed text and one log line that quotes nothing."""
+    """The last line: no answer has a header that was not meant, and what nobody expected becomes a 500 with a fixed
+    text and one log line that quotes nothing."""
 
     def __init__(self, app: ASGIApp, on_error: Callable[[], None]):
         self._app = app
@@ -60,6 +73,9 @@ class Guard:
         async def watched(message: Message) -> None:
             nonlocal started
             started = True
+            if message["type"] == "http.response.start":
+                headers = [(name, header_value(value)) for name, value in message.get("headers", ())]
+                message = {**message, "headers": headers}
             await send(message)
 
         try:

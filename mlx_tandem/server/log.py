@@ -9,6 +9,11 @@ import threading
 import time
 import traceback
 
+from mlx_tandem.printable import MOST_SHOWN
+
+MOST_LOGGED = MOST_SHOWN
+"""Characters of one text in a line."""
+
 _logger = logging.getLogger("mlx_tandem")
 
 
@@ -24,19 +29,34 @@ def log_exception(event: str, error: BaseException, **fields: object) -> None:
 
 
 class JsonLines(logging.Formatter):
-    """Escapes everything that is not printable ASCII, so that no value can start a line of its own."""
+    """Escapes everything that is not printable ASCII, so that no value can start a line of its own, and cuts what is
+    long."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, object] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": record.getMessage(),
+            "event": _cut(record.getMessage()),
         }
-        line.update(getattr(record, "fields", {}))
+        line.update({name: _cut(value) for name, value in getattr(record, "fields", {}).items()})
         if record.exc_info and record.exc_info[1] is not None:
             line["error"] = type(record.exc_info[1]).__name__
-        return json.dumps(line, ensure_ascii=True, default=str)
+        return json.dumps(line, ensure_ascii=True)
+
+
+def _cut(value: object) -> object:
+    """Return `value` as plain data in which no text has more than MOST_LOGGED characters."""
+    match value:
+        case None | bool() | int() | float():
+            return value
+        case list() | tuple():
+            return [_cut(item) for item in value]
+        case dict():
+            return {str(_cut(name)): _cut(item) for name, item in value.items()}
+        case _:
+            text = str(value)
+            return text if len(text) <= MOST_LOGGED else text[: MOST_LOGGED - 1] + "…"
 
 
 class RateLimit(logging.Filter):

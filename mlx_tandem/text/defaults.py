@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest, ModelError
-from mlx_tandem.text.tokenizer import read_json
+from mlx_tandem.jsonfile import read_object
 
 KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -15,7 +15,7 @@ def sampling_defaults(folder: Path) -> dict[str, float | int]:
     """Values of `generation_config.json` that this server has a parameter for; {} without the file."""
     path = folder / "generation_config.json"
     found: dict[str, float | int] = {}
-    for key, value in read_json(path).items():
+    for key, value in (read_object(path) or {}).items():
         if key not in KEYS or value is None:
             continue
         if key == "top_p" and value == 0:  # some files write "off" like this

@@ -15,7 +15,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from mlx_tandem.errors import InvalidRequest, ModelError
-from mlx_tandem.limits import MAX_CONFIG_BYTES
+from mlx_tandem.jsonfile import read_object
 
 TEXT_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Keys of `tokenizer_config.json` that a chat template may print."""
@@ -83,7 +83,7 @@ class Tokenizer:
             raise ModelError(f"{path} is not a tokenizer: {e}", param=path.name) from e
         backend.no_truncation()
         backend.no_padding()
-        return cls(backend, read_json(folder / "tokenizer_config.json"))
+        return cls(backend, read_object(folder / "tokenizer_config.json"))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -203,18 +203,3 @@ def _byte_of_char() -> dict[str, int]:
 
 
 _BYTE_OF_CHAR = _byte_of_char()
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a small JSON file, {} when there is no file. Raises ModelError naming it."""
-    if not path.is_file():
-        return {}
-    if path.stat().st_size > 16 * MAX_CONFIG_BYTES:
-        raise ModelError(f"{path} is larger than {16 * MAX_CONFIG_BYTES} bytes", param=path.name)
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as e:
-        raise ModelError(f"{path} is not JSON: {e}", param=path.name) from e
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} does not hold a JSON object", param=path.name)
-    return value

@@ -94,6 +94,9 @@ class Peer:
     def wait(self, timeout: float) -> int | None:
         return 9 if self.ended.wait(timeout) else None
 
+    def last_words(self) -> str:
+        return ""
+
 
 class ScriptedEngine:
     """Hands out a Peer for every launch."""

@@ -139,7 +139,8 @@ def test_a_root_behind_a_link_is_known_by_both_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["../outside0/secret", "/etc", "a0/../../outside0/secret", "/", "", ".", "deep/../..", "a\0b", "x" * 5000]
+    "path",
+    ["../outside0/secret", "/etc", "a0/../../outside0/secret", "/", "", ".", "deep/../..", "a\0b", "a\nb", "x" * 5000],
 )
 def test_a_path_outside_the_root_is_refused(server: RunningServer, path: str) -> None:
     reply = server.client.post("/v1/adapters", json={"name": "x", "path": path})

@@ -255,10 +255,23 @@ def test_a_broken_model_folder_is_one_line_and_status_1(
     assert not done.stdout
 
 
-def test_a_broken_adapter_is_one_line_and_status_1(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("{}", "adapters.safetensors: is missing"),
+        (r'{"peft_type": "LORA", "\ud800\n": 1}', r"adapter_config.json: \ud800\n is not a known key"),
+        (
+            r'{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {"\udfff": 1}}',
+            r"adapter_config.json: rank_pattern.\udfff is a regular expression",
+        ),
+    ],
+)
+def test_a_broken_adapter_is_one_line_and_status_1(tmp_path: Path, config: str, said: str) -> None:
     folder = tmp_path / "broken"
     folder.mkdir()
-    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_config.json").write_text(config)
+    if config != "{}":
+        shutil.copy(demo.ADAPTER_PATHS["shout"] / "adapters.safetensors", folder / "adapter_model.safetensors")
     done = subprocess.run(
         [sys.executable, "-m", "mlx_tandem", "serve", "--port", "0", "--adapter", "mine", str(folder)],
         capture_output=True,
@@ -267,7 +280,9 @@ def test_a_broken_adapter_is_one_line_and_status_1(tmp_path: Path) -> None:
         timeout=60,
     )
     assert done.returncode == 1, done.stderr
-    assert done.stderr.strip().splitlines()[-1].startswith("tandem: ")
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("tandem: adapter mine: ")
+    assert said in last
     assert "Traceback" not in done.stderr
 
 

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from mlx_tandem.config import EngineConfig, ModelConfig
 from mlx_tandem.engine.client import MAX_DEATHS, EngineClient
 from mlx_tandem.engine.messages import (
     AdapterLoaded,
@@ -25,6 +26,7 @@ from mlx_tandem.engine.messages import (
     Submit,
     UnloadAdapter,
 )
+from mlx_tandem.engine.process import process_launch
 from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import EngineDied, EngineError, EngineUnavailable, InvalidRequest, ModelError, NotFound
 from mlx_tandem.types import AdapterSource, Delta, EngineStats, Request, SamplingParams
@@ -316,7 +318,9 @@ def test_an_engine_that_never_gets_ready_is_given_up():
             await client.start()
             for _ in range(MAX_DEATHS):
                 (await asyncio.to_thread(engine.peer)).die()
-            with pytest.raises(EngineError, match="ended 3 times"):
+            with pytest.raises(
+                EngineError, match="ended 3 times before it was ready; the last time: ended with status 9"
+            ):
                 await client.wait_ready()
             assert (client.state, engine.launches) == ("dead", MAX_DEATHS)
             with pytest.raises(EngineUnavailable):
@@ -324,6 +328,55 @@ def test_an_engine_that_never_gets_ready_is_given_up():
             await client.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        ("import no_such_module", "ended with status 1: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("import sys; sys.exit('no driver for this device')", "ended with status 1: no driver for this device"),
+        ("import os; os._exit(3)", "ended with status 3"),
+        (
+            "import os, signal, sys; print('ERROR engine: gone\x1b[2J', file=sys.stderr, flush=True); "
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            r"died of SIGKILL (Something outside ended it, mostly the system for lack of memory. "
+            r"Close other programs.): ERROR engine: gone\x1b[2J",
+        ),
+        (
+            "import faulthandler, os; faulthandler.enable(); os.abort()",
+            "died of SIGABRT (A library has ended the process; its last lines say why.): Fatal Python error: Aborted",
+        ),
+    ],
+)
+def test_why_an_engine_never_got_ready_is_told(program: str, says: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its exit status and its last words; all that it writes is in our own log, a printable line at a time."""
+
+    async def main() -> None:
+        launch = process_launch(EngineConfig(ModelConfig("nowhere")), ("-c", program))
+        client = EngineClient(launch, backoff_seconds=0.0)
+        await client.start()
+        with pytest.raises(EngineError) as e:
+            await client.wait_ready()
+        assert e.value.message == f"the engine ended 3 times before it was ready; the last time: {says}"
+        await client.close()
+
+    asyncio.run(main())
+    written = capfd.readouterr().err.splitlines()
+    assert says.partition(": ")[2] in ["", *written]
+    assert all(line.isprintable() for line in written)
+
+
+def test_of_what_an_engine_wrote_the_end_is_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    """However much and whatever it is."""
+    program = (
+        r"import sys; write = sys.stderr.buffer.write; "
+        r"write(b'x' * 1_000_000 + b'\n' + b'\xff\n' * 10_000 + b'ValueError: the cause\n')"
+    )
+    ours, process = process_launch(EngineConfig(ModelConfig("nowhere")), ("-c", program))()
+    with ours:
+        assert process.wait(30.0) == 0
+        assert process.last_words() == "ValueError: the cause"
+    assert r"\xff" in capfd.readouterr().err
 
 
 def test_draining_lets_run_what_runs():

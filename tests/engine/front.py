@@ -100,8 +100,13 @@ class Front:
             self.slots,
         )
         self.duty = Duty(duty or DutyConfig())
+        self.broke: list[Exception] = []  # what went wrong on the device while learning
         self.training = Training(
-            None if trainers is None else lambda: trainers, adapters, learns=self.duty.learns, most_rank=8
+            None if trainers is None else lambda: trainers,
+            adapters,
+            learns=self.duty.learns,
+            most_rank=8,
+            on_failure=self.broke.append,
         )
         self.core = EngineCore(
             EngineChannel(engine),

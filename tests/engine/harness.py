@@ -118,8 +118,8 @@ class Loop:
                 self._flights.append((plan, self.runner.launch(plan)))
             if len(self._flights) > self.depth or plan is None:
                 self._settle()
-        except DeviceError:
-            self._fail(plans)
+        except DeviceError as e:
+            self._fail(plans, e.again)
         self.steps += 1
         self.scheduler.check()
         self.slots.check()
@@ -219,13 +219,15 @@ class Loop:
         own = ([None, *(cell(t, d) for d in allowed)] for t in known)
         assert all(c in cells for c, cells in zip(context, own, strict=True)), "a foreign cell"
 
-    def _fail(self, plans: Several[StepPlan]) -> None:
+    def _fail(self, plans: Several[StepPlan], again: bool) -> None:
         self.failures += 1
         self._flights.clear()
         alive = self.scheduler._sequences
         lost = {alive[r.sequence].request.id for plan in plans for r in plan.rows if r.sequence in alive}
-        failed = self.scheduler.fail(plans)
-        assert set(failed) == lost, "the requests with a row in the lost steps fail, and no others"
+        failed = self.scheduler.fail(plans, again=again)
+        assert set(failed) == (set() if again else lost), (
+            "the requests with a row in the lost steps fail, and no others"
+        )
         self._take_failed(failed)
         self.runner.reset()
 

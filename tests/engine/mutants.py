@@ -331,11 +331,25 @@ def _preempt_oldest(patch: pytest.MonkeyPatch) -> None:
 def _forget_nothing(patch: pytest.MonkeyPatch) -> None:
     """After a failed step everything that was not in it goes on as if nothing had happened."""
 
-    def fail(self: Scheduler, plans: Any) -> list[int]:
+    def fail(self: Scheduler, plans: Any, again: bool = False) -> list[int]:
         sequences = [self._sequences.get(row.sequence) for plan in plans for row in plan.rows]
         failed = list(dict.fromkeys(s.request.id for s in sequences if s is not None))
         for request in failed:
             self.cancel(request)
+        return failed
+
+    patch.setattr(Scheduler, "fail", fail)
+
+
+def _wait_for_lost_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Tokens of a step that is computed again are still waited for."""
+    right = Scheduler.fail
+
+    def fail(self: Scheduler, plans: Any, *, again: bool = False) -> list[int]:
+        pending = {s: s.pending for s in self._sequences.values()}
+        failed = right(self, plans, again=again)
+        for s in self._sequences.values():
+            s.pending = pending[s]
         return failed
 
     patch.setattr(Scheduler, "fail", fail)
@@ -554,6 +568,7 @@ PLANTS: dict[str, Plant] = {
     "a cancelled leader takes its followers along": _lose_heirs,
     "a planned sequence is preempted": _preempt_oldest,
     "survivors of a failed step keep their cache": _forget_nothing,
+    "tokens of a lost step are waited for": _wait_for_lost_tokens,
     "an upload that was lost is trusted": _trust_lost_uploads,
     "an evicted slot is not written": _assume_resident,
     "a slot in use is given away": _steal_slots,

@@ -158,6 +158,7 @@ class ReferenceRunner:
     num_slots: int
     vocab: int
     fail: Mapping[int, Literal["launch", "half", "wait"]] = field(default_factory=dict)
+    again: frozenset[int] = frozenset()  # those of `fail` after which the rows can be computed again
     nan: Mapping[int, int] = field(default_factory=dict)
     may_wait: bool = False  # in launches, that is
     one_at_a_time: bool = False
@@ -250,7 +251,7 @@ class ReferenceRunner:
 
     def _break(self, number: int) -> None:
         self.broken = True
-        raise DeviceError(f"injected into step {number}")
+        raise DeviceError(f"injected into step {number}", again=number in self.again)
 
     def _copy(self, copies: Sequence[tuple[int, int]]) -> None:
         targets = [b for _, b in copies]

@@ -114,6 +114,19 @@ def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(make_front: Cal
     front.assert_nothing_is_held()
 
 
+def test_a_step_that_can_be_computed_again_fails_nobody(make_front: Callable[..., Front]) -> None:
+    """However often: it is no reason to end the engine."""
+    steps = {1, 4, 7, 10}  # what is launched behind one that fails is lost with it
+    front = make_front(fail=dict.fromkeys(steps, "wait"), again=frozenset(steps))
+    requests = [request(i, max_tokens=12) for i in range(2)]
+    front.send(*map(m.Submit, requests))
+    front.finish()
+    assert not front.got(m.Failed)
+    assert [front.tokens(r.id) for r in requests] == [expected(r, 0) for r in requests]
+    assert front.core.stats().step_failures == len(steps)
+    front.assert_nothing_is_held()
+
+
 def test_a_row_that_is_not_finite_fails_its_request(make_front: Callable[..., Front]) -> None:
     front = make_front(nan={2: 0})
     front.send(m.Submit(request(0)), m.Submit(request(1)))

@@ -119,6 +119,23 @@ def test_a_failed_step_ends_its_own_requests_only(depth: int, where: Literal["la
         assert loop.failed, "a step has rows"
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("where", ["launch", "half", "wait"])
+def test_a_step_that_can_be_computed_again_ends_nobody(depth: int, where: Literal["launch", "half", "wait"]) -> None:
+    """For every step of a workload: all are exact, as if nothing had happened."""
+    for n in range(_steps_of_fixed_workload(depth)):
+        engine = make_engine(
+            max_num_seqs=5, num_blocks=16, depth=depth, fail={n: where, n + 2: where}, again=frozenset({n, n + 2})
+        )
+        loop = engine.loop
+        _fixed_workload(engine)
+        loop.run()
+        loop.assert_idle()
+        assert_exact(loop)
+        assert loop.failures and not loop.failed
+        assert len(loop.finished) == 6
+
+
 def test_a_step_that_failed_while_others_ran_leaves_them_exact() -> None:
     """Survivors are computed again: nothing in the cache is trusted after a failure."""
     engine = make_engine(depth=0, fail={6: "half"}, max_num_seqs=2)

@@ -80,6 +80,14 @@ def test_three_failures_in_a_minute_end_the_engine(front: Front, trainers: Slice
     assert [call for call, _ in failures(front)] == [2, 3, 4]
 
 
+@pytest.mark.parametrize("where", ["slice 0", "wait 0"])
+def test_what_went_wrong_is_handed_to_whoever_can_mend_it(front: Front, trainers: Slices, where: str) -> None:
+    trainers.fail[where] = error = RuntimeError("broken")
+    front.send(a_pass(2))
+    front.finish()
+    assert front.broke == [error]
+
+
 def test_failures_far_apart_do_not(front: Front, trainers: Slices, clock: list[float]) -> None:
     trainers.fail["slice 0"] = RuntimeError("broken")
     for call in range(2, 7):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -15,10 +16,10 @@ from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.config import DutyConfig, EngineConfig, ModelConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig, TrainerSpec
-from mlx_tandem.engine.wire import EngineChannel, WireError
-from mlx_tandem.model import device
+from mlx_tandem.engine.wire import EngineChannel, FrameReader, WireError, decode_outbound
+from mlx_tandem.model import build, device
 from mlx_tandem.training.device.trainers import Trainers
-from mlx_tandem.worker import Notes, serve
+from mlx_tandem.worker import Notes, run, serve
 
 BATCH = Batch("a", (Datum((1, 2, 3, 4, 5), 2, (1.0, -1.0, 0.5)),), LossConfig("cross_entropy"))
 LESSON: list[m.Inbound] = [
@@ -117,3 +118,19 @@ def test_what_is_logged_in_the_block_goes_to_the_front_from_one_thread_only() ->
         thread.join()
     assert [(note.level, note.text) for note in channel.sent[2:]] == [(logging.ERROR, "late")]
     assert root.handlers == before
+
+
+def test_what_nobody_expected_at_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one printable line, as the last thing that the engine says."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("the driver\nis \ud800 gone")
+
+    monkeypatch.setattr(build, "build", fail)
+    front, engine = socket.socketpair()
+    with front:
+        thread = Thread(target=run, args=(engine, EngineConfig(ModelConfig(str(tmp_path)))))
+        thread.start()
+        thread.join()
+        said = [message for frame in FrameReader().feed(front.recv(1 << 16)) for message in decode_outbound(frame)]
+    assert said[-1] == m.Fatal("engine_error", r"the engine could not be started: OSError: the driver\nis \ud800 gone")

@@ -320,6 +320,7 @@ def play(
         beside=rng.choice((0, 3, 50)),
         patience=rng.choice((0.0, 60.0, 60.0)) if drive is not None else 0.0,
         fail=fail,
+        again=frozenset(i for i in fail if i % 3 == 0),
         nan=nan,
         **options,
     )

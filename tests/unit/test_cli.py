@@ -187,6 +187,9 @@ def test_options_weigh_more_than_the_file(tmp_path: Path) -> None:
         ("a: [", "is not YAML"),
         ("adapters: {../x: y}", "adapter name"),
         ("model: {path: m, dtype: float8}", "dtype"),
+        ('model: {path: "a\\ud800"}', "'model.path' must be UTF-8 text without control characters"),
+        ('adapters: {a: "x\\ny"}', "'adapters.a' must be UTF-8 text without control characters"),
+        ("[" * 5000, "is nested too deeply"),
     ],
 )
 def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, said: str) -> None:
@@ -262,6 +265,9 @@ def test_settings_need_no_web_framework() -> None:
     ("args", "said"),
     [
         (("nowhere", "--port", "0"), "there is no model folder nowhere"),
+        (("m\udcff", "--port", "0"), "'model.path' must be UTF-8 text without control characters"),
+        (("--dry-run", "m\udcff"), "'model.path' must be UTF-8 text without control characters"),
+        (("--adapter", "a", "x\udcff", "--port", "0"), "'adapters.a' must be UTF-8 text without control characters"),
         (("--adapter", "a", "nowhere", "--port", "0"), "there is no 'a' adapter folder nowhere"),
         (("--port", "0", "--host", "256.0.0.1", "--api-key", "k"), "256.0.0.1:0 cannot be bound"),
         (("--host", "0.0.0.0"), "0.0.0.0 can be reached from other machines: set an API key"),

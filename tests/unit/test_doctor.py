@@ -22,10 +22,11 @@ from mlx_tandem.cli.doctor import device, host, isolate, served
 from mlx_tandem.cli.doctor.checks import CHECKS, chosen
 from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.command import examine
-from mlx_tandem.cli.doctor.known import explain, explain_end
+from mlx_tandem.cli.doctor.known import explain
 from mlx_tandem.cli.doctor.redact import Redactor
 from mlx_tandem.cli.doctor.report import folded, markdown
 from mlx_tandem.cli.doctor.result import Check, Failed
+from mlx_tandem.engine.ending import explain_end
 from mlx_tandem.model.attention import portable
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.runner import MLXRunner

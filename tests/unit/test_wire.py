@@ -6,15 +6,19 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from typing import Any, get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import inspect, structs
 
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine import wire
+from mlx_tandem.engine.texts import MOST_TEXT, escape_of
 from mlx_tandem.engine.wire import EngineChannel, FrameReader, WireError, decode_inbound, decode_outbound, encode
+from mlx_tandem.printable import printable
 from mlx_tandem.types import (
     AdapterInfo,
     AdapterRef,
@@ -25,6 +29,7 @@ from mlx_tandem.types import (
     SamplingParams,
     TokenLogprob,
 )
+from tests.texts import ANY_TEXT, is_safe
 
 REQUEST = Request(
     7,
@@ -57,6 +62,83 @@ OUTBOUND: list[m.Outbound] = [
 def test_messages_come_back_as_they_went() -> None:
     assert decode_inbound(encode(INBOUND)[4:]) == INBOUND
     assert decode_outbound(encode(OUTBOUND)[4:]) == OUTBOUND
+
+
+def values(kind: inspect.Type) -> st.SearchStrategy[Any]:
+    """Any values of a type that messages use, with any text."""
+    match kind:
+        case inspect.StrType():
+            return ANY_TEXT
+        case inspect.IntType():
+            return st.integers(-(2**63), 2**63 - 1)
+        case inspect.FloatType():
+            return st.floats(allow_nan=False)
+        case inspect.BoolType():
+            return st.booleans()
+        case inspect.NoneType():
+            return st.none()
+        case inspect.LiteralType():
+            return st.sampled_from(kind.values)
+        case inspect.UnionType():
+            return st.one_of(map(values, kind.types))
+        case inspect.ListType():
+            return st.lists(values(kind.item_type), max_size=3)
+        case inspect.VarTupleType():
+            return st.lists(values(kind.item_type), max_size=3).map(tuple)
+        case inspect.TupleType():
+            return st.tuples(*map(values, kind.item_types))
+        case inspect.StructType():
+            return st.builds(kind.cls, **{f.name: values(f.type) for f in kind.fields})
+    raise NotImplementedError(kind)
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Every text in a decoded message."""
+    match value:
+        case str():
+            yield value
+        case dict():
+            yield from texts(list(value.items()))
+        case list() | tuple():
+            for item in value:
+                yield from texts(item)
+
+
+MESSAGES = [*get_args(m.Inbound), *get_args(m.Outbound)]
+
+
+@pytest.mark.parametrize("kind", MESSAGES, ids=lambda kind: kind.__name__)
+def test_any_text_can_be_sent_and_shown(kind: type) -> None:
+    """A text that came from a file cannot end the engine, and is one printable line of bounded length where it
+    arrives. Every other value arrives as it was."""
+
+    @settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(values(inspect.type_info(kind)))
+    def check(message: Any) -> None:
+        decode = decode_inbound if kind in get_args(m.Inbound) else decode_outbound
+        (arrived,) = decode(encode([message])[4:])
+        sent, got = (list(texts(msgspec.to_builtins(each))) for each in (message, arrived))
+        assert all(is_safe(text) and len(text) <= MOST_TEXT for text in got)
+        assert got == [printable(text, MOST_TEXT) for text in sent]
+        if all(is_safe(text) and len(text) <= MOST_TEXT for text in sent):
+            assert arrived == message
+
+    check()
+
+
+def test_what_holds_no_text_is_not_looked_at() -> None:
+    assert escape_of(m.Output) is None
+    delta = m.Output([Delta(1, 0, (1, 2))])
+    assert decode_outbound(encode([delta])[4:]) == [delta]
+    prompt = Untouchable((1, 2, 3))
+    assert decode_inbound(encode([m.Submit(structs.replace(REQUEST, prompt=prompt))])[4:]) == [m.Submit(REQUEST)]
+
+
+class Untouchable(tuple[int, ...]):
+    """Tokens, of which there may be many: nobody looks at each of them in Python."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

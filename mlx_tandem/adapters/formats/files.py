@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -15,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from mlx_tandem import limits
+from mlx_tandem import jsonfile, limits
 from mlx_tandem.adapters.formats.parts import CONFIG, WEIGHTS, Format, refuse
 from mlx_tandem.errors import TooLarge
 
@@ -110,9 +109,9 @@ def configuration(directory: int, follow_links: bool) -> dict[str, Any]:
         refuse(CONFIG, None, f"contains {name}, which is not a number")
 
     try:
-        config = json.loads(raw.tobytes().decode(), object_pairs_hook=pairs, parse_constant=constant)
-    except (ValueError, RecursionError):
-        refuse(CONFIG, None, "is not valid JSON")
+        config = jsonfile.parse(raw.tobytes(), object_pairs_hook=pairs, parse_constant=constant)
+    except ValueError as e:
+        refuse(CONFIG, None, f"is not valid JSON: {e}")
     if not isinstance(config, dict):
         refuse(CONFIG, None, "must hold a JSON object")
     return config

@@ -7,7 +7,6 @@ project itself, which has not been run on one.
 from __future__ import annotations
 
 import re
-import signal
 
 _REINSTALL = (
     "Install it anew on this machine: `pip install --force-reinstall --no-cache-dir mlx mlx-metal` (or remove `.venv` "
@@ -78,26 +77,7 @@ _KNOWN: tuple[tuple[str, str], ...] = (
     ),
 )
 
-_SIGNALS = {
-    signal.SIGKILL: "Something outside ended it, mostly the system for lack of memory. Close other programs.",
-    signal.SIGILL: "The processor lacks an instruction that MLX or OpenBLAS was built with; a wheel for another one?",
-    signal.SIGSEGV: "A library has crashed. The report's last lines and the crash log of the system say where.",
-    signal.SIGABRT: "A library has ended the process; its last lines say why.",
-    signal.SIGBUS: "A library has crashed, or the drive is full.",
-}
-
 
 def explain(text: str) -> str:
     """What helps against the failure that left this text behind; empty when it is not known."""
     return next((advice for pattern, advice in _KNOWN if re.search(pattern, text, re.DOTALL)), "")
-
-
-def explain_end(status: int) -> tuple[str, str]:
-    """(how a process ended, what that means) of the exit status that Python gives."""
-    if status >= 0:
-        return f"ended with status {status}", ""
-    try:
-        ended = signal.Signals(-status)
-    except ValueError:
-        return f"died of signal {-status}", ""
-    return f"died of {ended.name}", _SIGNALS.get(ended, "")

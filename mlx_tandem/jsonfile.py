@@ -1,0 +1,66 @@
+"""Small JSON files of model and adapter folders, read without trusting a byte of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from mlx_tandem.errors import ModelError
+from mlx_tandem.limits import MAX_JSON_DEPTH
+
+MOST_BYTES = 16 << 20
+"""Of a file: a tokenizer's settings may list a whole vocabulary."""
+
+
+def parse(raw: bytes, **hooks: Any) -> Any:
+    """Return the value that `raw` says. `hooks`: those of json.loads.
+
+    Raises ValueError for what is no JSON, for numbers of thousands of digits and for more than MAX_JSON_DEPTH levels.
+    """
+    try:
+        value = json.loads(raw.decode(), **hooks)
+    except RecursionError as e:
+        raise ValueError("it is nested too deeply") from e
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        if not level:
+            return value
+    raise ValueError("it is nested too deeply")
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """Return the object in the file `path`, None where there is no such file. Raises ModelError naming the file."""
+    try:
+        raw = _read(path)
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise ModelError(f"{path} cannot be read: {e.strerror}", param=path.name) from e
+    try:
+        value = parse(raw)
+    except ValueError as e:
+        raise ModelError(f"{path} is not JSON: {e}", param=path.name) from e
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} does not hold a JSON object", param=path.name)
+    return value
+
+
+def _read(path: Path) -> bytes:
+    """Return what a regular file holds. A pipe or a device does not block the open."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ModelError(f"{path} is not a regular file", param=path.name)
+        if status.st_size > MOST_BYTES:
+            raise ModelError(f"{path} is larger than {MOST_BYTES} bytes", param=path.name)
+        return file.read(MOST_BYTES)

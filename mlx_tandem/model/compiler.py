@@ -1,0 +1,112 @@
+"""Whether and where MLX compiles fused operations on a CPU: in a folder that works and is nobody else's, or not at all.
+
+MLX writes C++ into the system's folder for temporary files, has g++ make a library of it and loads that, and the next
+process loads what it finds there. So the folder has to be writable, with room, on a file system that libraries can be
+loaded from, and no other user may have put something into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from importlib.metadata import version
+from itertools import count
+from pathlib import Path
+
+import mlx.core as mx
+
+from mlx_tandem import files
+from mlx_tandem.model import device
+
+log = logging.getLogger(__name__)
+
+ROOM = 1 << 20
+"""Bytes that a folder must have room for: a library takes some tens of thousands."""
+MOST_FAILURES = 3
+"""After which nothing is compiled any more, though a trial succeeds each time."""
+
+_VARIABLES = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in which MLX looks for the folder, in this order
+_FAILURES = re.compile(
+    r"\[Compile::eval_cpu\]|Could not load C\+\+ shared library|filesystem error|p(open|close)\(\) failed"
+)
+"""What MLX says when it cannot compile."""
+
+_failures = 0
+_constants = count(1)  # a process compiles a kernel once: each trial needs one of its own
+
+
+def prepare() -> None:
+    """Choose where MLX compiles: in the system's folder for temporary files, else in one in the user's cache, else not
+    at all, which makes steps slower. What is not as usual is logged. Call it before anything is computed."""
+    if not device.is_cpu() or shutil.which("g++") is None or "MLX_DISABLE_COMPILE" in os.environ:
+        return
+    temporary = Path(next((os.environ[name] for name in _VARIABLES if name in os.environ), "/tmp"))
+    try:
+        _check(temporary)
+        _compile(1.0)
+        return
+    except (OSError, RuntimeError) as e:
+        problem = f"{temporary}: {_first_line(e)}"
+    try:
+        own = files.cache_folder() / "compiled"
+        files.make_folder(own)
+        _check(own)
+        os.environ["TMPDIR"] = str(own)
+        _compile(1.0)
+    except (OSError, RuntimeError) as e:  # RuntimeError also where nobody knows the user's home
+        _stop(f"{problem}; the user's cache: {_first_line(e)}")
+    else:
+        log.warning("fused operations are compiled in %s (%s)", own, problem)
+
+
+def has_failed(error: Exception) -> bool:
+    """Return whether `error` is that MLX could not compile, and see to it that it does not fail for ever: where a trial
+    fails, too, nothing is compiled from here on, which is logged. What was computed with the error can be computed
+    again."""
+    global _failures
+    if _FAILURES.search(str(error)) is None:
+        return False
+    _failures += 1
+    try:
+        _compile(1.0 + next(_constants) / 16)
+        if _failures >= MOST_FAILURES:
+            _stop(_first_line(error))
+    except RuntimeError as e:
+        _stop(_first_line(e))
+    return True
+
+
+def _check(folder: Path) -> None:
+    """Raise OSError unless MLX can write under `folder` and no other user could have done so."""
+    if not folder.is_dir():
+        raise FileNotFoundError("there is no such folder")
+    place = folder
+    for part in ("mlx", version("mlx"), "cpu"):
+        place /= part
+        place.mkdir(mode=0o700, exist_ok=True)
+        status = place.stat(follow_symlinks=False)
+        if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise PermissionError(f"{place} can be written by other users")
+    trial = place / f".trial-{os.getpid()}"
+    try:
+        trial.write_bytes(b"\0" * ROOM)
+    finally:
+        trial.unlink(missing_ok=True)
+
+
+def _compile(constant: float) -> None:
+    """Have MLX compile a kernel of its own for each `constant`, unless an earlier process did. Raises RuntimeError."""
+    mx.eval(mx.compile(lambda x: mx.exp(x) * constant + x)(mx.arange(4.0)))
+
+
+def _stop(why: str) -> None:
+    mx.disable_compile()
+    log.warning("fused operations are not compiled, which makes steps slower: %s", why)
+
+
+def _first_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return next(iter(str(error).splitlines()), type(error).__name__)
