@@ -11,6 +11,12 @@ from mlx_tandem.errors import InvalidRequest
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Adapter names and aliases. A version is `name@number`."""
 
+BASE = "base"
+"""The name that always selects the base model, whatever it is called and whatever adapter answers by default."""
+
+BASE_NAMES = (BASE, "default_model")
+"""Names of the base model on every server. The second one is what clients of mlx-lm's server send."""
+
 
 @dataclass(frozen=True)
 class Range:

@@ -28,8 +28,52 @@ def test_models(server):
     for name in ("tandem-demo", "shout"):
         assert server.client.get(f"/v1/models/{name}").json() == listed[name]
     assert server.client.get("/v1/models/shout@1").json()["root"] == "shout@1"
+    assert all((m["loaded"], m["status"]) == (True, "loaded") for m in listed.values())
     missing = server.client.get("/v1/models/nobody")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("name", ["base", "default_model", "tandem-demo"])
+def test_names_of_the_base(server, name):
+    reply = server.chat(QUESTION, model=name, temperature=0).json()
+    assert (reply["model"], reply["choices"][0]["message"]["content"]) == ("tandem-demo", "12 + 5 = 17.")
+    assert server.client.get(f"/v1/models/{name}").json()["id"] == "tandem-demo"
+
+
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [
+        ("shuot", "did you mean 'shout'?"),
+        ("SHOUT", "did you mean 'shout'?"),
+        ("Base", "did you mean 'base'?"),
+        ("shout@99", "did you mean 'shout'?"),
+        ("tandem_demo", "did you mean 'tandem-demo'?"),
+        ("gpt-4o", "does not exist"),
+    ],
+)
+def test_an_unknown_model_is_told_what_is_spelled_like_it(server, asked, hint):
+    replies = [
+        server.chat(QUESTION, model=asked),
+        server.chat(QUESTION, lora_adapter=asked),
+        server.client.get(f"/v1/models/{asked}"),
+    ]
+    for reply in replies:
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (404, "model_not_found")
+        assert error["message"].endswith(hint)
+        assert str(demo.MODEL_PATH) not in error["message"]
+
+
+def test_a_path_that_does_not_exist_has_a_code_of_its_own(server):
+    reply = server.client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "does-not-exist"})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (404, "adapter_not_found", "lora_path")
+
+
+@pytest.mark.parametrize("name", ["Base", "BASE", "default_model", "Tandem-Demo"])
+def test_an_alias_cannot_be_called_like_the_base(server, name):
+    reply = server.client.put(f"/v1/aliases/{name}", json={"arms": [{"adapter": "shout", "weight": 1}]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (409, "name")
 
 
 def test_an_adapter_comes_changes_and_goes(server):
@@ -87,10 +131,15 @@ def test_removal_does_not_touch_a_request_that_runs(server):
         ({"name": "SHOUT", "path": "/tmp"}, 400, "name"),
         ({"name": "base", "path": "/tmp"}, 409, "name"),
         ({"name": "tandem-demo", "path": "/tmp"}, 409, "name"),
+        ({"name": "Base", "path": "shout"}, 409, "name"),
+        ({"name": "Tandem-DEMO", "path": "shout"}, 409, "name"),
+        ({"name": "default_model", "path": "shout"}, 409, "name"),
+        ({"name": "Default_Model", "path": "shout"}, 409, "name"),
         ({"name": "x", "path": ""}, 400, "path"),
         ({"name": "x", "path": "a\0b"}, 400, "path"),
         ({"name": "x", "path": "/does/not/exist"}, 400, "path"),
-        ({"name": "x", "path": "does-not-exist"}, 400, "path"),
+        ({"name": "x", "path": "does-not-exist"}, 404, "path"),
+        ({"name": "x", "path": "shout/does-not-exist"}, 404, "path"),
         ({"name": "x", "path": "../adapters/../.."}, 400, "path"),
         ({"name": "x", "path": "."}, 400, "path"),
         ({"name": "x", "path": "shout", "pin": 1}, 400, "pin"),
