@@ -201,7 +201,7 @@ def test_metrics(server):
             for s in family.samples
         }
 
-    base, shout = "[('model_name', 'tandem-demo')]", "[('model_name', 'shout')]"
+    base, shout = (f"[('engine', '0'), ('model_name', '{model}')]" for model in ("tandem-demo", "shout"))
     before = values()
     replies = [server.chat(QUESTION, max_tokens=4, ignore_eos=True, model=m, n=2) for m in ("base", "shout")]
     server.chat(QUESTION, model="nobody")
@@ -213,7 +213,10 @@ def test_metrics(server):
     assert grown("vllm:generation_tokens_total" + base) == 8
     assert grown("vllm:generation_tokens_total" + shout) == 8
     assert grown("vllm:prompt_tokens_total" + shout) == replies[1].json()["usage"]["prompt_tokens"]
-    assert grown("vllm:request_success_total[('finished_reason', 'length'), ('model_name', 'shout')]") == 2
+    assert (
+        grown("vllm:request_success_total[('engine', '0'), ('finished_reason', 'length'), ('model_name', 'shout')]")
+        == 2
+    )
     assert grown("vllm:time_to_first_token_seconds_count" + base) == 2
     assert grown("vllm:e2e_request_latency_seconds_count" + base) == 2
     assert grown("tandem_errors_total[('code', 'model_not_found')]") == 1
@@ -222,7 +225,12 @@ def test_metrics(server):
 
 
 def test_engine_metrics(server):
+    before = server.client.get("/v1/engine/metrics").json()
+    server.chat(QUESTION, max_tokens=4, ignore_eos=True, n=2)
+    server.chat(QUESTION, max_tokens=0)  # refused
     body = server.client.get("/v1/engine/metrics").json()
+    assert body["total_tokens_generated"] == body["generated_tokens"] == before["generated_tokens"] + 8
+    assert body["requests_completed"] == before["requests_completed"] + 1
     assert body["state"] == "ready"
     assert body["engine"]["steps"] > 0
     assert set(body["adapters"]["shout@1"]) == {
