@@ -75,6 +75,8 @@ SETTINGS: dict[str, Range] = {  # by their place in config.py
     "engine.heartbeat_seconds": Range(0.05, 60.0),
     "engine.stall_seconds": Range(1.0, 3600.0),
     "server.port": Range(0, 65_535, integer=True),
+    "server.seed": Range(0, 2**63 - 1, integer=True),
+    "server.max_logprobs": Range(0, 20, integer=True),
     "server.default_max_tokens": Range(1, 1_048_576, integer=True),
     "server.max_request_bytes": Range(1024, 1 << 30, integer=True),
     "server.max_queue_size": Range(1, 1_000_000, integer=True),

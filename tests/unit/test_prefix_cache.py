@@ -67,6 +67,7 @@ def test_a_key_depends_on_namespace_parent_and_tokens() -> None:
     assert all(len(key) == 32 for key in keys)
 
 
+@settings(deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=32),
     place=st.integers(0, 31),
@@ -90,6 +91,7 @@ def test_a_key_is_what_is_written_on_drives() -> None:
 DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
 
 
+@settings(deadline=None)
 @given(digest=DIGESTS, place=st.integers(0, 63), character=st.sampled_from("0123456789abcdef"))
 def test_every_character_of_an_adapter_s_digest_makes_another_namespace(
     digest: str, place: int, character: str
