@@ -333,3 +333,13 @@ def test_a_case_answers_alone_as_in_the_crowd(server: RunningServer, crowded: li
     for one, other in zip(alone.choices, beside.choices, strict=True):
         assert (one.tokens, one.text, one.finish) == (other.tokens, other.text, other.finish)
         assert len(one.logprobs) == len(other.logprobs)
+
+
+def test_choices_and_seeds_draw_apart(crowded: list[Reply]) -> None:
+    """The oracle has the engine's noise: that this depends on the choice and the seed is looked at here."""
+    free = [
+        [tuple(said.tokens) for said in reply.choices[:4]]
+        for case, reply in zip(CASES, crowded, strict=True)
+        if case["n"] == "four" and case["draw"] in ("plain", "hot") and case["bias"] != "forced"
+    ]
+    assert sum(len(set(choices)) > 1 for choices in free) > 1
