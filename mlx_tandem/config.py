@@ -97,6 +97,11 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     api_key: str = ""  # empty: none is asked for
     api_key_file: str = ""  # the key is the file's first line
     allowed_hosts: tuple[str, ...] = ()  # Host headers that are taken, beside the address that is bound
+    chat_template: str = ""  # a file, or the template itself; empty: the model's own
+    generation_config: str = "auto"  # sampling defaults: auto is the model folder's, vllm or none has none, or a folder
+    seed: int | None = None  # begins the generator of seeds for requests that bring none; None: one by chance
+    force_include_usage: bool = False  # streams end with their usage whether or not it was asked for
+    max_logprobs: int = 20  # alternatives that a request may ask for at each token
     default_max_tokens: int = 512
     max_prompt_tokens: int = 0  # 0: what fits
     max_generation_tokens: int = 0  # upper bound of max_tokens; 0: what fits

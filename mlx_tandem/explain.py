@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -15,6 +17,25 @@ _AT = re.compile(r" - at `(?:key in )?\$?\.?(?P<path>.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$", re.DOTALL)
 _EXPECTED = re.compile(r"Expected `(?P<want>.*)`, got `(?P<got>.*)`$", re.DOTALL)
+
+COMPARED_NAMES = 50
+"""Names at most that a wrong one is compared with: each comparison takes up to a few hundred microseconds."""
+LISTED_NAMES = 10_000
+"""Names at most that are looked at to choose those."""
+
+
+def did_you_mean(given: str, names: Iterable[str]) -> str:
+    """Return "; did you mean 'a' or 'b'?" with up to three of `names` that are spelled most like `given`, whatever
+    their case, or "" when none is.
+
+    The work is bounded: of more than COMPARED_NAMES only those that begin with the same character are compared.
+    """
+    wanted = given[:140].casefold()
+    known = {name.casefold(): name for name in islice(names, LISTED_NAMES)}
+    if len(known) > COMPARED_NAMES:
+        known = dict(islice((pair for pair in known.items() if pair[0][:1] == wanted[:1]), COMPARED_NAMES))
+    near = [repr(known[match]) for match in difflib.get_close_matches(wanted, known, n=3)]
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def explain(error: msgspec.ValidationError, kind: Any, where: str = "") -> InvalidRequest:

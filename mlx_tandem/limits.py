@@ -12,6 +12,12 @@ from mlx_tandem.errors import InvalidRequest, ModelError
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Adapter names and aliases. A version is `name@number`."""
 
+BASE = "base"
+"""The name that always selects the base model, whatever it is called and whatever adapter answers by default."""
+
+BASE_NAMES = (BASE, "default_model")
+"""Names of the base model on every server. The second one is what clients of mlx-lm's server send."""
+
 
 @dataclass(frozen=True)
 class Range:
@@ -71,6 +77,8 @@ SETTINGS: dict[str, Range] = {  # by their place in config.py
     "engine.memory_limit_gb": Range(0.0, 65_536.0),
     "engine.stall_seconds": Range(1.0, 3600.0),
     "server.port": Range(0, 65_535, integer=True),
+    "server.seed": Range(0, 2**63 - 1, integer=True),
+    "server.max_logprobs": Range(0, 20, integer=True),
     "server.default_max_tokens": Range(1, 1_048_576, integer=True),
     "server.max_request_bytes": Range(1024, 1 << 30, integer=True),
     "server.max_queue_size": Range(1, 1_000_000, integer=True),

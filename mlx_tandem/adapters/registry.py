@@ -9,8 +9,9 @@ A name may also be known by its folder only (`announce`): it gets its first vers
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from mlx_tandem import limits
 from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
@@ -198,6 +199,10 @@ class Registry:
     def entries(self) -> list[Entry]:
         """The current version of every name, in the order in which the names were first published."""
         return [book.versions[book.current] for book in self._names.values() if book.current]
+
+    def names(self) -> Iterator[str]:
+        """Yield every name, those with a version first, in the order in which they became known."""
+        return chain(self._names, self._unread)
 
     def unread(self) -> list[tuple[str, AdapterSource]]:
         """Names that were announced and never asked for, with their folders."""

@@ -25,6 +25,7 @@ class Flag:
     value: bool = False  # a value follows
     refuse: bool = False
     harmless: tuple[str, ...] = ()  # values that mean what happens here anyway: nothing is said
+    quiet: bool = False  # a switch that is always on here: nothing is said, and to turn it off is refused
 
 
 _ONE_BATCH = "rows of all adapters and of the base are always decoded in one batch"
@@ -32,6 +33,7 @@ _ADMISSION = "requests join the running batch at the next step; --max-num-seqs b
 _NO_SPECULATION = "this version decodes without speculation; the answers are the same"
 _IN_THE_POOL = "what prompts have in common is kept in the KV pool, which --num-blocks sizes"
 _ONE_DEVICE = "this server runs on one device"
+_CHUNKS = "prompts are always read in chunks, so that streams go on beside them"
 _NO_CODE = "code that comes with a model is never run"
 
 
@@ -83,7 +85,21 @@ FLAGS: dict[str, Flag] = {
     "--connect-to": Flag(
         "this version learns on the machine that serves, and on no other yet", value=True, refuse=True
     ),
+    "--scheduler": Flag(f"batching is always continuous: {_ADMISSION}", value=True, harmless=("continuous",)),
+    "--batch-timeout": Flag(f"no batch is waited for: {_ADMISSION}", value=True),
+    "--max-concurrent-streams": Flag(
+        "a stream costs the batch what any other reply does; --max-num-seqs bounds what runs at once", value=True
+    ),
+    "--diverse-mode": Flag(
+        "no request is answered with another's tokens, and each draws with a seed of its own",
+        value=True,
+        harmless=("true", "True", "1"),
+    ),
     # vLLM
+    "--enable-prompt-tokens-details": Flag("the usage always has prompt_tokens_details", quiet=True),
+    "--enable-chunked-prefill": Flag(_CHUNKS, quiet=True),
+    "--no-enable-chunked-prefill": Flag(_CHUNKS, refuse=True),
+    "--enable-tokenizer-info-endpoint": Flag("GET /tokenizer_info is always there", quiet=True),
     "--enable-lora": Flag("adapters need no switch; --max-loras 0 turns them off"),
     "--disable-log-requests": Flag("requests are never logged"),
     "--no-enable-log-requests": Flag("requests are never logged"),
@@ -151,7 +167,9 @@ class _Line:
         row = FLAGS[flag]
         if row.value and value is None:
             value = self._value(flag)
-        if value in row.harmless:
+        if row.quiet and value is not None and value.lower() in ("false", "0"):
+            raise Refused(flag, f"{flag}={value} cannot be kept: {row.text}")
+        if row.quiet or value in row.harmless:
             return
         if row.refuse:
             raise Refused(flag, f"{flag} {value or ''}".strip() + f" cannot be kept: {row.text}")

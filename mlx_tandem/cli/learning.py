@@ -57,7 +57,7 @@ def _check(config: Config) -> None:
             f"'rl_training.update_frequency' is {training.update_frequency}, over "
             f"'rl_training.trajectory_buffer_size', {training.trajectory_buffer_size}: no update would ever come"
         )
-    if name == "base" or name in {alias for alias, _ in config.aliases}:
+    if name.casefold() in limits.BASE_NAMES or name in {alias for alias, _ in config.aliases}:
         raise InvalidRequest(f"'{name}' is an alias or the base itself; give 'rl_training.adapter' a name of its own")
     if name in adapters and source != name:
         raise InvalidRequest(

@@ -37,6 +37,23 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "Longest prompt and answer, in tokens; at most the model's own.",
         ),
         Option("engine.model.random_weights", "--random-weights", "Read the shapes only, for benchmarks."),
+        Option(
+            "server.chat_template",
+            "--chat-template",
+            "A file with the chat template, or the template itself, in the place of the model's.",
+            "FILE",
+        ),
+        Option(
+            "server.generation_config",
+            "--generation-config",
+            "Where sampling defaults come from: the model's folder (auto), nowhere (vllm, none), or another folder.",
+            "FOLDER",
+        ),
+        Option(
+            "server.seed",
+            "--seed",
+            "Requests without a seed draw theirs one after the other from a generator that begins with this.",
+        ),
     ),
     "Adapters": (
         Option("adapters", "--adapter", "Serve the LoRA adapter in PATH as NAME (repeatable).", "NAME PATH"),
@@ -65,9 +82,15 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("server.served_model_names", "--served-model-name", "A further name of the base (repeatable).", "NAME"),
         Option("server.api_key", "--api-key", "Key that clients must send; a file does not show in `ps`.", "KEY"),
         Option("server.api_key_file", "--api-key-file", "File whose first line is the key.", "FILE"),
+        Option(
+            "server.force_include_usage",
+            "--enable-force-include-usage",
+            "End every stream with its usage, as if stream_options.include_usage were true.",
+        ),
         Option("server.allowed_hosts", "--allowed-host", "A further Host header that is taken (repeatable).", "NAME"),
     ),
     "Limits": (
+        Option("server.max_logprobs", "--max-logprobs", "Alternatives that logprobs may ask for; at most 20 (20)."),
         Option("server.default_max_tokens", "--default-max-tokens", "For requests that do not say (512)."),
         Option("server.max_prompt_tokens", "--max-prompt-tokens", "Longest prompt; 0: what fits."),
         Option("server.max_generation_tokens", "--max-generation-tokens", "Upper bound of max_tokens; 0: what fits."),

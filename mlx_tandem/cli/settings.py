@@ -213,6 +213,8 @@ def _check(config: Config) -> None:
         value: Any = config
         for part in place.split("."):
             value = getattr(value, part)
+        if value is None:
+            continue
         if not (r.low <= value <= r.high) or not math.isfinite(value):
             raise SettingsError(f"'{_shown(place)}' is {value}: it must lie between {r.low:.10g} and {r.high:.10g}")
     names = [name for name, _ in (*config.adapters, *config.aliases)]

@@ -67,6 +67,7 @@ _CLASSES: Mapping[str, type[TandemError]] = {
     for c in (InvalidRequest, NotFound, Conflict, TooLarge, ModelError, EngineError, EngineDied, EngineUnavailable)
 } | {
     "invalid_adapter": ModelError,
+    "adapter_not_found": NotFound,
     "adapter_changed": Conflict,
     "model_not_found": NotFound,
     "trainer_not_found": NotFound,

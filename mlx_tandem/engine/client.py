@@ -32,12 +32,14 @@ from mlx_tandem.engine.messages import (
     Note,
     OpenTrainer,
     Output,
+    Preempted,
     Progress,
     PublishTrainer,
     Ready,
     RunPass,
     SaveTrainer,
     SettleTrainer,
+    Started,
     StepTrainer,
     Submit,
     UnloadAdapter,
@@ -398,6 +400,14 @@ class EngineClient:
                         stream.push(delta)
             elif isinstance(message, Load):
                 self.load = message
+            elif isinstance(message, Started):
+                stream = streams.get(message.request)
+                if stream is not None and stream.started is None:
+                    stream.started = message.at
+            elif isinstance(message, Preempted):
+                stream = streams.get(message.request)
+                if stream is not None:
+                    stream.preemptions += 1
             elif isinstance(message, Heartbeat):
                 self.stats = message.stats
             elif isinstance(message, Failed):

@@ -131,6 +131,9 @@ class EngineCore:
         self._flush()
 
     def _flush(self) -> None:
+        started, preempted = self._scheduler.take_events()
+        self._outbox += [m.Started(request, at) for request, at in started]
+        self._outbox += [m.Preempted(request) for request in preempted]
         if self._outbox or self._freed:
             self._freed = False
             self._send_load()
@@ -140,8 +143,8 @@ class EngineCore:
 
     def _send_load(self) -> None:
         s, pool = self._scheduler, self._pool
-        waiting = s.num_waiting + self._adapters.num_waiting
-        load = m.Load(s.num_running, waiting, pool.used_blocks, pool.free_blocks)
+        deferred = self._adapters.num_waiting
+        load = m.Load(s.num_running, s.num_waiting + deferred, pool.used_blocks, pool.free_blocks, deferred)
         if load != self._load:
             self._load = load
             self._outbox.append(load)
@@ -180,6 +183,11 @@ class EngineCore:
             serving_ms=self._duty.serving_ms,
             training_ms=self._duty.training_ms,
             training_jobs=self._training.jobs,
+            step_tokens=tuple(self._pipeline.step_tokens.counts),
+            step_tokens_sum=int(self._pipeline.step_tokens.total),
+            batch_fill=tuple(self._pipeline.batch_fill),
+            prompt_tokens_per_s=self._pipeline.prompt_rate,
+            decode_tokens_per_s=self._pipeline.decode_rate,
             disk=drive.stats() if drive is not None else None,
             disk_hit_tokens=tier.hit_tokens if tier is not None else 0,
             disk_unsaved=tier.unsaved if tier is not None else 0,

@@ -162,6 +162,20 @@ class Fatal(Struct, frozen=True, array_like=True, tag="fatal"):
     message: str
 
 
+class Started(Struct, frozen=True, array_like=True, tag="started"):
+    """The first row of a request is in a step. `at`: in seconds of the monotonic clock, which is the same in all
+    processes of a machine."""
+
+    request: int
+    at: float
+
+
+class Preempted(Struct, frozen=True, array_like=True, tag="preempted"):
+    """A sequence of this request gave its blocks back and will be computed again."""
+
+    request: int
+
+
 class Output(Struct, frozen=True, array_like=True, tag="output"):
     """All deltas of one step."""
 
@@ -216,6 +230,7 @@ class Load(Struct, frozen=True, array_like=True, tag="load_now"):
     waiting: int = 0
     used_blocks: int = 0
     free_blocks: int = 0
+    deferred: int = 0  # of those that wait, how many wait for their adapter to be in memory
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
@@ -227,6 +242,8 @@ Outbound = (
     | Note
     | Ready
     | Fatal
+    | Started
+    | Preempted
     | Output
     | Failed
     | AdapterLoaded

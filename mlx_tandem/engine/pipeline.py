@@ -14,6 +14,7 @@ from typing import Any
 
 from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine.duty import Duty
+from mlx_tandem.engine.histogram import FILL_PARTS, STEP_TOKENS, Histogram
 from mlx_tandem.engine.plan import DeviceError, Runner, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler, Settled
 
@@ -65,6 +66,9 @@ class Pipeline:
         self.rows = 0
         self.lora_rows = 0
         self.step_ms = 0.0  # moving average
+        self.step_tokens = Histogram(STEP_TOKENS)
+        self.batch_fill = [0] * FILL_PARTS
+        self.prompt_rate = self.decode_rate = 0.0  # tokens per second of the last step that read prompts, that decoded
 
     @property
     def is_empty(self) -> bool:
@@ -168,9 +172,7 @@ class Pipeline:
         ms = self._done(flight.launched, self._scheduler.expected(flight.plan) if late else math.inf)
         self.step_ms = 0.9 * self.step_ms + 0.1 * ms if self.step_ms else ms
         self._account(flight.plan, ms)
-        self.steps += 1
-        self.rows += len(flight.plan.rows)
-        self.lora_rows += sum(1 for r in flight.plan.rows if r.slot)
+        self._count(flight.plan, ms)
         if usual and not late:
             self._scheduler.observe(flight.plan, ms)
         return result
@@ -189,6 +191,21 @@ class Pipeline:
         self._duty.note_serving(ms * (1 - share))
         self._duty.note_training(ms * share)
         self._duty.note_tokens(time.perf_counter() * 1e3, plan.has_streams)
+
+    def _count(self, plan: StepPlan, ms: float) -> None:
+        """Note what a step of `ms` milliseconds computed."""
+        rows, seats = len(plan.rows), self._scheduler.max_num_seqs
+        tokens, chunks = sum(len(r.tokens) for r in plan.rows), plan.prompt_tokens
+        self.steps += 1
+        self.rows += rows
+        self.lora_rows += sum(1 for r in plan.rows if r.slot)
+        if rows:
+            self.step_tokens.observe(tokens)
+            self.batch_fill[(rows * FILL_PARTS - 1) // seats] += 1
+        if chunks:
+            self.prompt_rate = chunks / max(ms, 1e-3) * 1e3
+        if tokens > chunks:
+            self.decode_rate = (tokens - chunks) / max(ms, 1e-3) * 1e3
 
 
 def _is_large(plan: StepPlan) -> bool:

@@ -15,6 +15,7 @@ A plan may be made while the one before it is still on the device: tokens drawn 
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left, insort_left, insort_right
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -77,6 +78,8 @@ class Scheduler:
         self._moving: dict[int, Sequence] = {}  # by id: running, and to go on under another version
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
         self._uploads: list[tuple[int, str]] = []  # for the next plan
+        self._started: list[tuple[int, float]] = []  # for the next `take_events`
+        self._preempted: list[int] = []
         self._next_id = 0
         self.preemptions = 0
         self.prompt_tokens = 0
@@ -190,6 +193,21 @@ class Scheduler:
     def prefix_counts(self) -> PrefixCounts:
         return self._tables.prefix_counts
 
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that may run at once."""
+        return self._config.max_num_seqs
+
+    def take_events(self) -> tuple[list[tuple[int, float]], list[int]]:
+        """Return what happened since the last call: requests whose first row was planned, each once and with the
+        seconds of the monotonic clock then, and requests of which a sequence was preempted, once for each time."""
+        events = self._started, self._preempted
+        if self._started:
+            self._started = []
+        if self._preempted:
+            self._preempted = []
+        return events
+
     # planning
 
     def plan(self, background: bool = True) -> StepPlan | None:
@@ -242,7 +260,7 @@ class Scheduler:
     def _row(self, s: Sequence, tokens: tuple[int, ...], beside: bool = False) -> Row:
         start = s.scheduled
         if s.cached is None:
-            self._tables.count(s)
+            self._start(s)
         s.scheduled += len(tokens)
         sample = s.scheduled == s.total
         if sample:
@@ -251,6 +269,11 @@ class Scheduler:
         request = s.request
         version = s.adapter.version if request.follow and s.adapter is not None else 0
         return Row(s.id, s.seat, s.slot, start, tokens, s.tables, sample, targets, version, request.background, beside)
+
+    def _start(self, s: Sequence) -> None:
+        """Note that the work on the request of `s` begins."""
+        self._tables.count(s)
+        self._started.append((s.request.id, time.monotonic()))
 
     def _seating(self, s: Sequence) -> Seating:
         s.is_seated = True
@@ -365,6 +388,8 @@ class Scheduler:
 
         Each then runs the last prompt token itself, which draws its own first token.
         """
+        if s.cached is None:
+            self._start(s)
         followers, s.followers = s.followers, []
         at = self._running.index(s) + 1
         for f in followers:
@@ -393,6 +418,7 @@ class Scheduler:
 
     def _preempt(self, s: Sequence) -> None:
         self.preemptions += 1
+        self._preempted.append(s.request.id)
         self._running.remove(s)
         for x in (s, *s.followers):
             self._leave(x)

@@ -27,7 +27,19 @@ class Stream:
     k * n + i (`index`).
     """
 
-    __slots__ = ("_error", "_first", "_live", "_mailbox", "_n", "_open", "_owner", "_requests", "_waiter")
+    __slots__ = (
+        "_error",
+        "_first",
+        "_live",
+        "_mailbox",
+        "_n",
+        "_open",
+        "_owner",
+        "_requests",
+        "_waiter",
+        "preemptions",
+        "started",
+    )
 
     def __init__(self, owner: Owner, requests: Sequence[Request]):
         self._owner = owner
@@ -39,6 +51,8 @@ class Stream:
         self._mailbox: list[Delta] = []
         self._waiter: asyncio.Future[None] | None = None
         self._error: TandemError | None = None
+        self.started: float | None = None  # when its first row was planned, in seconds of the monotonic clock
+        self.preemptions = 0  # times that a sequence of it gave its blocks back
 
     def index(self, delta: Delta) -> int:
         return (delta.request - self._first) * self._n + delta.choice

@@ -131,8 +131,6 @@ class Tables:
 
     def fork(self, s: Sequence, follower: Sequence) -> bool:
         """`follower` goes on where `s` is: whole blocks are shared, the last one is copied. False: there is no room."""
-        if s.cached is None:
-            self.count(s)
         follower.cached = s.cached
         shared, rest = divmod(s.scheduled, self._size)
         if rest and not all(pool.free_blocks for pool in self.pools):

@@ -15,12 +15,13 @@ from mlx_tandem.server.auth import Gate
 from mlx_tandem.server.body import BodyLimit, T, read_json
 from mlx_tandem.server.dialects import adapters, models, training
 from mlx_tandem.server.dialects.openai import ChatBody, CompletionBody
+from mlx_tandem.server.dialects.perplexity import PerplexityBody, PerplexityReply, plan_perplexity
 from mlx_tandem.server.dialects.plans import plan_chat, plan_completion
 from mlx_tandem.server.dialects.shapes import dumps
 from mlx_tandem.server.dialects.tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize, tokenizer_info
 from mlx_tandem.server.front import Front
 from mlx_tandem.server.guard import Guard, error_handlers
-from mlx_tandem.server.health import cache_stats, engine_metrics, health
+from mlx_tandem.server.health import cache_stats, debug_metrics, engine_metrics, health
 from mlx_tandem.server.keys import read_key
 from mlx_tandem.server.replies import Plan, Reply
 from mlx_tandem.server.stream_reply import StreamReply
@@ -73,6 +74,10 @@ def _routes(front: Front) -> list[Route]:
     async def completions(request: Request) -> ASGIApp:
         front.check_open()
         return _reply(front, await plan_completion(front, await read_json(request, CompletionBody, limit)))
+
+    async def perplexity(request: Request) -> ASGIApp:
+        front.check_open()
+        return PerplexityReply(front, await plan_perplexity(front, await read_json(request, PerplexityBody, limit)))
 
     async def post_tokenize(request: Request) -> ASGIApp:
         return _json(await tokenize(front, await body(request, TokenizeBody)))
@@ -153,6 +158,9 @@ def _routes(front: Front) -> list[Route]:
     async def get_engine_metrics(request: Request) -> ASGIApp:
         return _json(engine_metrics(front))
 
+    async def get_debug_metrics(request: Request) -> ASGIApp:
+        return _json(debug_metrics(front))
+
     async def get_cache_stats(request: Request) -> ASGIApp:
         return _json(cache_stats(front))
 
@@ -173,6 +181,7 @@ def _routes(front: Front) -> list[Route]:
     table: list[tuple[str, str, Endpoint]] = [
         ("POST", "/v1/chat/completions", chat_completions),
         ("POST", "/v1/completions", completions),
+        ("POST", "/v1/perplexity", perplexity),
         ("POST", "/tokenize", post_tokenize),
         ("POST", "/detokenize", post_detokenize),
         ("GET", "/tokenizer_info", get_tokenizer_info),
@@ -199,6 +208,7 @@ def _routes(front: Front) -> list[Route]:
         ("POST", "/model/switch-lora", switch_lora),
         ("GET", "/debug/training", debug_training),
         ("GET", "/v1/engine/metrics", get_engine_metrics),
+        ("GET", "/debug/metrics", get_debug_metrics),
         ("GET", "/v1/cache/stats", get_cache_stats),
         ("GET", "/health", get_health),
         ("GET", "/readyz", get_ready),

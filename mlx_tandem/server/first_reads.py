@@ -16,6 +16,10 @@ class FirstReads:
         self._seconds = seconds
         self._reading: dict[str, asyncio.Task[None]] = {}
 
+    def __contains__(self, name: object) -> bool:
+        """Return whether `name` is being read now."""
+        return name in self._reading
+
     async def wait(self, name: str, read: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Returns when `name` was read, by `read` unless that is under way. Raises what it raises, and Timeout."""
         reading = self._reading.get(name)

@@ -6,6 +6,7 @@ No web framework here: the HTTP dialects and the Python API both stand on this.
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +22,7 @@ from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.server.admission import Admission
 from mlx_tandem.server.metrics import Metrics
 from mlx_tandem.server.models import Models
-from mlx_tandem.text.defaults import sampling_defaults
+from mlx_tandem.text.defaults import generation_folder, sampling_defaults
 from mlx_tandem.text.template import ChatTemplate, Message
 from mlx_tandem.text.tokenizer import Tokenizer
 from mlx_tandem.types import EngineInfo
@@ -44,8 +45,13 @@ class Front:
             raise NotFound(f"the model folder {folder} does not exist", param="model")
         self.config = config
         self.tokenizer = Tokenizer.load(folder)
-        self.template = ChatTemplate.load(folder, self.tokenizer)
-        self.defaults = sampling_defaults(folder)
+        given = config.server.chat_template
+        self.template = (
+            ChatTemplate.given(given, self.tokenizer) if given else ChatTemplate.load(folder, self.tokenizer)
+        )
+        source = generation_folder(config.server.generation_config, folder)
+        self.defaults = {} if source is None else sampling_defaults(source)
+        self._seeds = None if config.server.seed is None else random.Random(config.server.seed)
         self.metrics = Metrics()
         self.client = EngineClient(
             launch,
@@ -142,9 +148,11 @@ class Front:
             )
         return asked
 
-    @staticmethod
-    def seed(value: object) -> int:
-        return secrets.randbits(63) if value is None else int(limits.check("seed", value))
+    def seed(self, value: object) -> int:
+        """Return the checked `seed` of a request, or one for a request that brings none."""
+        if value is not None:
+            return int(limits.check("seed", value))
+        return secrets.randbits(63) if self._seeds is None else self._seeds.getrandbits(63)
 
     # -- admission ----------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from mlx_tandem import __version__
+from mlx_tandem.engine.histogram import FILL_PARTS
 from mlx_tandem.server.front import Front
 from mlx_tandem.server.metrics import hit_rate
 
@@ -63,12 +64,39 @@ def engine_metrics(front: Front) -> dict[str, Any]:
         "engine": msgspec.to_builtins(front.client.stats),
         "prompt_tokens": sum(metrics.prompt_tokens.values()),
         "generated_tokens": sum(metrics.generation_tokens.values()),
+        "total_tokens_generated": sum(metrics.generation_tokens.values()),  # MOLA's names of these two
+        "requests_completed": metrics.completed,
         "finished": {reason: _by_reason(front, reason) for reason in ("stop", "length", "abort", "error")},
         "adapters": {
             v.ref.label: msgspec.to_builtins(v.counters)
             for e in front.models.registry.entries()
             for v in front.models.registry.versions(e.name)
         },
+    }
+
+
+def debug_metrics(front: Front) -> dict[str, Any]:
+    """Return MLX ParaLLM's /debug/metrics: what the engine's steps did since it started, which are its batches.
+
+    Averages of tokens per second are over the time that the device had for requests; those of the last step are over
+    that step's. Tokens of prompts that did not have to be computed count in the total only.
+    """
+    client = front.client
+    stats, info = client.stats, client.info
+    seats = stats.steps * info.max_num_seqs if info is not None else 0
+    seconds = stats.serving_ms / 1e3
+    return {
+        "batches_processed": stats.steps,
+        "avg_batch_fill_pct": 100 * stats.rows / seats if seats else 0.0,
+        "batch_fill_hist": stats.batch_fill or (0,) * FILL_PARTS,
+        "queue_depth_last": client.load.waiting,
+        "stream_batches_processed": stats.steps,  # streams are rows of every batch
+        "prompt_tps_avg": (stats.prompt_tokens - stats.prefix_hits) / seconds if seconds else 0.0,
+        "prompt_tps_last": stats.prompt_tokens_per_s,
+        "decode_tps_avg": stats.generated_tokens / seconds if seconds else 0.0,
+        "decode_tps_last": stats.decode_tokens_per_s,
+        "prompt_tokens_total": stats.prompt_tokens,
+        "decode_tokens_total": stats.generated_tokens,
     }
 
 

@@ -5,22 +5,25 @@ Plain numbers on one event loop: an observation is a bisection and two additions
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from mlx_tandem.engine.histogram import Histogram
+from mlx_tandem.server import vllm_metrics
+from mlx_tandem.server.vllm_metrics import ITL_BOUNDS, REQUESTS, SECONDS_BOUNDS, TTFT_BOUNDS
 from mlx_tandem.types import DiskStats, EngineStats
 
 if TYPE_CHECKING:
     from mlx_tandem.server.front import Front
 
-TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
-ITL_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-E2E_BOUNDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 60.0, 120.0, 240.0)
+LABELLED_MODELS = 1000
+"""Names of models, and arms of aliases, that have series of their own; what the others do is counted under OTHER."""
+OTHER = "other"
 
 
 def hit_rate(stats: EngineStats) -> float:
@@ -56,40 +59,60 @@ def _disk_families(stats: EngineStats, disk: DiskStats) -> Iterator[Metric]:
         yield gauge
 
 
-class Histogram:
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]):
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += count
-        self.total += value * count
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative, as Prometheus wants them."""
-        pairs: list[tuple[str, float]] = []
-        seen = 0
-        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
-            seen += count
-            pairs.append((bound, float(seen)))
-        return pairs
-
-
 class Metrics:
     """What the front has seen since it started."""
 
     def __init__(self) -> None:
         self.prompt_tokens: Counter[str] = Counter()  # by model: the base's id or a registered adapter's name
         self.generation_tokens: Counter[str] = Counter()
-        self.finished: Counter[tuple[str, str]] = Counter()  # (model, reason)
+        self.finished: Counter[tuple[str, str]] = Counter()  # choices by (model, reason)
+        self.completed = 0  # requests of which every choice has come to its end
         self.errors: Counter[str] = Counter()  # by code
         self.shutdown_clean = True  # until the drain cuts something off
         self.time_to_first_token = Histogram(TTFT_BOUNDS)
         self.inter_token = Histogram(ITL_BOUNDS)
-        self.end_to_end = Histogram(E2E_BOUNDS)
+        self.end_to_end = Histogram(SECONDS_BOUNDS)
+        self.requests = {name: Histogram(bounds) for name, (_, bounds) in REQUESTS.items()}
+
+    def finish(
+        self,
+        prompts: Sequence[int],
+        choices: Sequence[int],
+        *,
+        max_tokens: int,
+        n: int,
+        preemptions: int,
+        times: tuple[float, float | None, float, float],
+    ) -> None:
+        """Count a request that has come to its end.
+
+        prompts, choices: tokens of each; times: when it came, when its first row was planned (None: not known), and
+        when its first and its last token came, in seconds of the monotonic clock.
+        """
+        self.completed += 1
+        observe = {name: histogram.observe for name, histogram in self.requests.items()}
+        for tokens in prompts:
+            observe["request_prompt_tokens"](tokens)
+        for tokens in choices:
+            observe["request_generation_tokens"](tokens)
+        observe["request_max_num_generation_tokens"](max(choices))
+        observe["request_params_max_tokens"](max_tokens)
+        observe["request_params_n"](n)
+        observe["request_num_preemptions"](preemptions)
+        came, started, first, last = times
+        observe["request_decode_time_seconds"](last - first)
+        if started is not None:
+            observe["request_queue_time_seconds"](max(started - came, 0.0))
+            observe["request_prefill_time_seconds"](max(first - started, 0.0))
+            observe["request_inference_time_seconds"](max(last - started, 0.0))
+
+    def fold(self, known: Collection[str]) -> None:
+        """Count what models other than `known` did under OTHER from now on, so that no counter ever decreases."""
+        for by_model in (self.prompt_tokens, self.generation_tokens):
+            for model in [m for m in by_model if m not in known and m != OTHER]:
+                by_model[OTHER] += by_model.pop(model)
+        for model, reason in [key for key in self.finished if key[0] not in known and key[0] != OTHER]:
+            self.finished[OTHER, reason] += self.finished.pop((model, reason))
 
     def render(self, front: Front) -> bytes:
         """The text of /metrics."""
@@ -105,54 +128,16 @@ class _Collector:
 
     def collect(self) -> Iterator[Metric]:
         metrics, front = self._metrics, self._front
-        base = front.models.id
         stats, load = front.client.stats, front.client.load
-        # Labels come from fixed sets: an adapter that is gone is counted under "other".
-        known = {base} | {e.name for e in front.models.registry.entries()}
+        # Labels come from bounded sets: an adapter that is gone is counted under OTHER.
+        metrics.fold({front.models.id, *islice((e.name for e in front.models.registry.entries()), LABELLED_MODELS)})
 
-        def gauge(name: str, text: str, value: float, model: bool = True) -> GaugeMetricFamily:
-            family = GaugeMetricFamily(name, text, labels=["model_name"] if model else [])
-            family.add_metric([base] if model else [], value)
+        def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+            family = GaugeMetricFamily(name, text)
+            family.add_metric([], value)
             return family
 
-        def counter(name: str, text: str, by_model: Counter[str]) -> CounterMetricFamily:
-            family = CounterMetricFamily(name, text, labels=["model_name"])
-            merged: Counter[str] = Counter({base: 0})
-            for model, value in by_model.items():
-                merged[model if model in known else "other"] += value
-            for model, value in merged.items():
-                family.add_metric([model], value)
-            return family
-
-        def histogram(name: str, text: str, values: Histogram) -> HistogramMetricFamily:
-            family = HistogramMetricFamily(name, text, labels=["model_name"])
-            family.add_metric([base], buckets=values.buckets(), sum_value=values.total)
-            return family
-
-        blocks = load.used_blocks + load.free_blocks
-        usage = load.used_blocks / blocks if blocks else 0.0
-        yield gauge("vllm:num_requests_running", "Requests in the running batch.", load.running)
-        yield gauge("vllm:num_requests_waiting", "Requests that wait to be run.", load.waiting)
-        yield gauge("vllm:kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1.", usage)
-        yield gauge("vllm:gpu_cache_usage_perc", "The same under its older name.", usage)
-        yield counter("vllm:prompt_tokens", "Prompt tokens of admitted requests.", metrics.prompt_tokens)
-        yield counter("vllm:generation_tokens", "Tokens generated.", metrics.generation_tokens)
-        yield self._successes(known)
-        preempted = CounterMetricFamily("vllm:num_preemptions", "Sequences preempted.", labels=["model_name"])
-        preempted.add_metric([base], stats.preemptions)
-        yield preempted
-        for name, text, total in (
-            ("queries", "Prompt tokens looked up in the prefix cache.", stats.prefix_queries),
-            ("hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
-        ):
-            for place in ("vllm:prefix_cache_", "vllm:gpu_prefix_cache_"):  # the second is the older name
-                family = CounterMetricFamily(place + name, text, labels=["model_name"])
-                family.add_metric([base], total)
-                yield family
-        yield histogram("vllm:time_to_first_token_seconds", "Until the first token.", metrics.time_to_first_token)
-        yield histogram("vllm:inter_token_latency_seconds", "Between tokens.", metrics.inter_token)
-        yield histogram("vllm:time_per_output_token_seconds", "The same, older name.", metrics.inter_token)
-        yield histogram("vllm:e2e_request_latency_seconds", "Until the last token.", metrics.end_to_end)
+        yield from vllm_metrics.families(metrics, front)
         yield from self._arms()
         errors = CounterMetricFamily("tandem_errors", "Requests that ended with an error.", labels=["code"])
         for code, value in metrics.errors.items():
@@ -163,17 +148,17 @@ class _Collector:
             refused.add_metric([setting], front.admission.refused[setting])
         yield refused
         opened = front.admission.open_requests
-        yield gauge("tandem_open_requests", "Requests admitted and not ended.", opened, model=False)
-        yield gauge("tandem_adapters", "Adapter names registered.", len(front.models.registry), model=False)
-        yield gauge("tandem_engine_ready", "1 while requests are taken.", front.client.state == "ready", model=False)
-        yield gauge("tandem_step_milliseconds", "Moving average of a step.", stats.step_ms, model=False)
-        yield gauge("tandem_active_memory_bytes", "Device memory in use.", stats.active_memory, model=False)
+        yield gauge("tandem_open_requests", "Requests admitted and not ended.", opened)
+        yield gauge("tandem_adapters", "Adapter names registered.", len(front.models.registry))
+        yield gauge("tandem_engine_ready", "1 while requests are taken.", front.client.state == "ready")
+        yield gauge("tandem_step_milliseconds", "Moving average of a step.", stats.step_ms)
+        yield gauge("tandem_active_memory_bytes", "Device memory in use.", stats.active_memory)
         budget = front.client.info.memory.total if front.client.info is not None else 0
-        yield gauge("tandem_memory_budget_bytes", "Device memory divided at start.", budget, model=False)
-        yield gauge("tandem_cached_blocks", "Blocks that a prompt may find.", stats.cached_blocks, model=False)
-        yield gauge("tandem_peak_memory_bytes", "Highest device memory in use.", stats.peak_memory, model=False)
-        yield gauge("tandem_kept_memory_bytes", "Freed arrays kept for the next.", stats.kept_memory, model=False)
-        yield gauge("tandem_compiled_steps", "Compiled steps in memory.", stats.compiled_steps, model=False)
+        yield gauge("tandem_memory_budget_bytes", "Device memory divided at start.", budget)
+        yield gauge("tandem_cached_blocks", "Blocks that a prompt may find.", stats.cached_blocks)
+        yield gauge("tandem_peak_memory_bytes", "Highest device memory in use.", stats.peak_memory)
+        yield gauge("tandem_kept_memory_bytes", "Freed arrays kept for the next.", stats.kept_memory)
+        yield gauge("tandem_compiled_steps", "Compiled steps in memory.", stats.compiled_steps)
         for name, text, total in (
             ("tandem_engine_restarts", "Engines started again after a death.", front.client.restarts),
             ("tandem_prefix_cache_evictions", "Blocks of the prefix cache given to others.", stats.prefix_evictions),
@@ -193,24 +178,13 @@ class _Collector:
             yield from families(front.learning)
 
         # The names that mlx-lm-server gives them.
-        yield gauge("active_sequences", "Requests in the running batch.", load.running, model=False)
-        yield gauge("queued_requests", "Requests that wait to be run.", load.waiting, model=False)
-        yield gauge("used_blocks", "Blocks of the KV pool in use.", load.used_blocks, model=False)
-        yield gauge("free_blocks", "Blocks of the KV pool that are free.", load.free_blocks, model=False)
-        yield gauge("cache_hit_rate", "Share of prompt tokens found computed.", hit_rate(stats), model=False)
-        yield gauge("dist_fatal", "Always 0: there is one machine.", 0.0, model=False)
-        yield gauge("shutdown_clean", "0 once the drain has cut requests off.", metrics.shutdown_clean, model=False)
-
-    def _successes(self, known: set[str]) -> CounterMetricFamily:
-        family = CounterMetricFamily(
-            "vllm:request_success", "Choices that finished.", labels=["model_name", "finished_reason"]
-        )
-        merged: Counter[tuple[str, str]] = Counter()
-        for (model, reason), value in self._metrics.finished.items():
-            merged[model if model in known else "other", reason] += value
-        for labels, value in merged.items():
-            family.add_metric(list(labels), value)
-        return family
+        yield gauge("active_sequences", "Requests in the running batch.", load.running)
+        yield gauge("queued_requests", "Requests that wait to be run.", load.waiting)
+        yield gauge("used_blocks", "Blocks of the KV pool in use.", load.used_blocks)
+        yield gauge("free_blocks", "Blocks of the KV pool that are free.", load.free_blocks)
+        yield gauge("cache_hit_rate", "Share of prompt tokens found computed.", hit_rate(stats))
+        yield gauge("dist_fatal", "Always 0: there is one machine.", 0.0)
+        yield gauge("shutdown_clean", "0 once the drain has cut requests off.", metrics.shutdown_clean)
 
     def _arms(self) -> Iterator[Metric]:
         """What the arms of aliases did: mean time is seconds over requests."""
@@ -222,8 +196,11 @@ class _Collector:
             "errors": CounterMetricFamily("tandem_alias_errors", "Errors by arm.", labels=labels),
             "seconds": CounterMetricFamily("tandem_alias_seconds", "Time of requests by arm.", labels=labels),
         }
-        for alias, arms in self._front.models.aliases.items():
-            for arm in arms:
-                for field, family in families.items():
-                    family.add_metric([alias, arm.adapter], getattr(arm.counters, field))
-        yield from families.values()
+        arms = [arm for _, own in self._front.models.aliases.items() for arm in own]
+        shown, rest = arms[:LABELLED_MODELS], arms[LABELLED_MODELS:]
+        for field, family in families.items():
+            for arm in shown:
+                family.add_metric([arm.alias, arm.adapter], getattr(arm.counters, field))
+            if rest:
+                family.add_metric([OTHER, OTHER], sum(getattr(arm.counters, field) for arm in rest))
+            yield family

@@ -11,13 +11,15 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Literal
 
 from mlx_tandem import limits
 from mlx_tandem.adapters.aliases import AliasArm, Aliases
 from mlx_tandem.adapters.registry import Counters, Entry, Registry
 from mlx_tandem.config import Arm, Config
-from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.engine.client import EngineClient, State
 from mlx_tandem.errors import (
     Conflict,
     EngineError,
@@ -28,13 +30,23 @@ from mlx_tandem.errors import (
     TandemError,
     renamed,
 )
+from mlx_tandem.explain import did_you_mean
+from mlx_tandem.limits import BASE, BASE_NAMES
 from mlx_tandem.server.adapter_root import AdapterRoot
 from mlx_tandem.server.first_reads import FirstReads
 from mlx_tandem.server.log import log
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
-BASE = "base"
-"""Always selects the base model, whatever it is called."""
+Status = Literal["loaded", "loading", "available_not_loaded", "error_loading"]
+"""How far a model has been read, in MLX ParaLLM's words. `available_not_loaded`: it is read when it is asked for."""
+
+_BASE_STATUS: dict[State, Status] = {
+    "starting": "loading",
+    "ready": "loaded",
+    "restarting": "loading",
+    "draining": "loaded",
+    "dead": "error_loading",
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +75,8 @@ class Models:
         self.id = names[0] if names else folder.resolve().name
         """The base's own name."""
         self.served_names = tuple(n for n in names if n != self.id)
-        self.base_names = frozenset((BASE, folder.resolve().name, config.engine.model.path, *names))
+        self.base_names = frozenset((*BASE_NAMES, folder.resolve().name, config.engine.model.path, *names))
+        self._reserved = frozenset(name.casefold() for name in self.base_names)
         self.registry = Registry()
         self.aliases = Aliases()
         self._config = config
@@ -108,6 +121,25 @@ class Models:
             raise InvalidRequest("lora_adapter and model name different adapters", param="lora_adapter")
         return chosen
 
+    def status(self, selector: str) -> Status:
+        """Return how far what `selector` means has been read: a name of the base, an adapter, a version or an alias.
+
+        Raises NotFound for what nothing is called.
+        """
+        if selector in self.base_names:
+            return _BASE_STATUS[self._client.state]
+        if selector in self.aliases:
+            try:
+                arms = {self.status(arm.adapter) for arm in self.aliases.arms(selector)}
+            except NotFound:  # an adapter of it was removed
+                return "error_loading"
+            return "loaded" if arms == {"loaded"} else "available_not_loaded"
+        if selector in self._first_reads:
+            return "loading"
+        if selector in self.registry and not self.registry.is_read(selector):
+            return "available_not_loaded"
+        return "loading" if self.registry.entry(selector).ref.digest in self._lost else "loaded"
+
     def label(self, adapter: AdapterRef | None) -> str:
         return self.id if adapter is None else adapter.label
 
@@ -118,22 +150,28 @@ class Models:
             if entry.ref.digest in self._lost:
                 raise EngineUnavailable(f"{entry.ref.label} is being made again")
             return entry
-        except NotFound:
+        except NotFound as e:
             if selector in self._expected:
                 raise EngineUnavailable(f"{selector} is being made again") from None
             source = self._shelf.get(selector)
             name = selector.partition("@")[0] if source is None else selector
             source = source or self._unread(name)
             if source is None:
-                raise
+                raise self.unknown(selector, e) from None
         try:
             await self._first_reads.wait(name, lambda: self._first_read(name, source))
-        except ModelError as e:
-            if os.path.dirname(source.path) == self._checkpoints and not os.path.isdir(source.path):
-                # It went at this moment.
+        except (ModelError, NotFound) as e:
+            in_removal = os.path.dirname(source.path) == self._checkpoints and not os.path.isdir(source.path)
+            if isinstance(e, NotFound) or in_removal:
                 raise NotFound(f"{name!r} is no longer there", param="model", code="model_not_found") from None
             raise ModelError(f"adapter {name}: {e.message}", param="model", code=e.code) from e
         return self.registry.entry(selector)
+
+    def unknown(self, selector: str, error: NotFound) -> NotFound:
+        """Return `error`, which says that nothing is called `selector`, with the names that are spelled like it."""
+        aliases = (name for name, _ in self.aliases.items())
+        names = chain((self.id, *self.served_names, *BASE_NAMES), aliases, self.registry.names())
+        return NotFound(error.message + did_you_mean(selector, names), param=error.param, code=error.code)
 
     async def _first_read(self, name: str, source: AdapterSource) -> None:
         info = await self._client.load_adapter(source)
@@ -148,7 +186,7 @@ class Models:
     def _unread(self, name: str) -> AdapterSource | None:
         """The folder of a name that has no version yet: announced, or new under the root."""
         registry = self.registry
-        if registry.is_read(name) or registry.was_removed(name) or name in self.base_names or name in self.aliases:
+        if registry.is_read(name) or registry.was_removed(name) or self._is_reserved(name) or name in self.aliases:
             return None
         return registry.source(name) or self._under_root(name)
 
@@ -189,11 +227,21 @@ class Models:
     def _check_others(self, name: str) -> None:
         """Raise if `name` is no name of an adapter, or that of the base, an alias or the trained adapter."""
         self.registry.check(name)
-        if name in self.base_names:
-            raise Conflict(f"{name!r} is the name of the base model", param="name")
+        self._check_reserved(name)
         if name in self.aliases:
             raise Conflict(f"{name!r} is the name of an alias", param="name")
         self._check_untrained(name)
+
+    def _is_reserved(self, name: str) -> bool:
+        """Return whether `name` is one of the base model's, in whatever case."""
+        return name.casefold() in self._reserved
+
+    def _check_reserved(self, name: str) -> None:
+        """Raise Conflict when `name` is one of the base model's, in whatever case."""
+        if name in self.base_names:
+            raise Conflict(f"{name!r} is the name of the base model", param="name")
+        if self._is_reserved(name):
+            raise Conflict(f"{name!r} differs from a name of the base model in case only", param="name")
 
     def check_free(self, name: str) -> None:
         """Raise unless nothing is called `name`, so that a new checkpoint may be."""
@@ -330,8 +378,10 @@ class Models:
         return self.aliases.put(name, arms)
 
     def _check_alias(self, name: str) -> None:
-        if name in self.base_names or name in self.registry:
-            raise Conflict(f"{name!r} is the name of a model", param="name")
+        """Raise Conflict when `name` is taken by the base model or an adapter."""
+        self._check_reserved(name)
+        if name in self.registry:
+            raise Conflict(f"{name!r} is the name of an adapter", param="name")
         self._check_no_checkpoint(name)
 
     # -- the engine's life --------------------------------------------------------------------------------------
@@ -371,6 +421,7 @@ class Models:
                 continue
             try:
                 self._check_no_checkpoint(name)
+                self._check_reserved(name)
                 self.registry.announce(name, source)
                 found += 1
             except InvalidRequest as e:

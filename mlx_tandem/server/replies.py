@@ -21,6 +21,7 @@ from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import Timeout
 from mlx_tandem.server.collecting import Collect, Outcome, Recorder, Said
 from mlx_tandem.server.dialects.shapes import Details, LogprobShape, Shape, prompt_scores, usage
+from mlx_tandem.server.error_reply import JSON_TYPE
 from mlx_tandem.server.front import Front
 from mlx_tandem.server.models import Selection
 from mlx_tandem.text.output import ChoiceText, TextOptions
@@ -72,7 +73,7 @@ class Reply:
         if plan.params.logprobs is not None:
             self._logprobs = [plan.shape.logprobs(front.tokenizer) for _ in range(count)]
         self._began = time.monotonic()
-        self._last = 0.0
+        self._first = self._last = 0.0  # when the first and the last token came
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._gone = False
 
@@ -97,7 +98,7 @@ class Reply:
                     watcher.cancel()
                     for deadline in self._deadlines.values():
                         deadline.cancel()
-                    self._count_end()
+                    self._count_end(stream)
 
     async def _run(self, stream: Stream, send: Send) -> None:
         raise NotImplementedError
@@ -180,6 +181,12 @@ class Reply:
     def _headers(self, kind: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
         return [kind, (b"x-request-id", self._id.encode()), (b"cache-control", b"no-cache")]
 
+    async def _send_body(self, send: Send, body: bytes) -> None:
+        """Send the whole reply, which is JSON."""
+        headers = [*self._headers(JSON_TYPE), (b"content-length", b"%d" % len(body))]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
     def _completion_tokens(self) -> int:
         return sum(c.count for c in self._choices)
 
@@ -199,18 +206,28 @@ class Reply:
             # Several choices advance in one step: the time between their tokens is that between steps.
             metrics.inter_token.observe((now - self._last) * len(self._choices) / len(deltas), len(deltas))
         else:
+            self._first = now
             metrics.time_to_first_token.observe(now - self._began)
             if deadline := self._deadlines.pop("first_token_timeout", None):
                 deadline.cancel()
         self._last = now
 
-    def _count_end(self) -> None:
+    def _count_end(self, stream: Stream) -> None:
         metrics, name = self._front.metrics, self._name()
         tokens, seconds = self._completion_tokens(), time.monotonic() - self._began
         metrics.generation_tokens[name] += tokens
         metrics.end_to_end.observe(seconds)
         for choice in self._choices:
             metrics.finished[name, choice.finish or ("abort" if self._gone else "error")] += 1
+        if self._last and all(choice.finish is not None for choice in self._choices):
+            metrics.finish(
+                [len(prompt) for prompt in self._plan.prompts],
+                [choice.count for choice in self._choices],
+                max_tokens=self._plan.params.max_tokens,
+                n=self._plan.n,
+                preemptions=stream.preemptions,
+                times=(self._began, stream.started, self._first, self._last),
+            )
         for counters in self._plan.model.counters:
             counters.open -= 1
             counters.generated_tokens += tokens

@@ -49,6 +49,7 @@ def sampling_params(
 ) -> SamplingParams:
     """Checked parameters for a prompt of `prompt` tokens; `max_tokens` is the field and value where the dialect has
     another one for it. With `echo`, the prompt gets the logprobs that its continuation gets."""
+    check_logprobs(front, "prompt_logprobs", prompt_logprobs(body))
     field, asked = max_tokens or ("max_tokens", body.max_tokens)
     if is_silent(body, echo):
         asked = 1  # drawn and dropped
@@ -106,6 +107,13 @@ def text_options(body: Sampling, echo: bool = False) -> TextOptions:
 def prompt_logprobs(body: Sampling) -> int | None:
     """How many alternatives to report for each token of the prompt; None: no logprobs of the prompt."""
     return None if body.prompt_logprobs is None else int(limits.check("prompt_logprobs", body.prompt_logprobs))
+
+
+def check_logprobs(front: Front, param: str, asked: int | None) -> None:
+    """Raise InvalidRequest naming `param` when more alternatives are asked for than this server gives."""
+    most = front.config.server.max_logprobs
+    if asked is not None and asked > most:
+        raise InvalidRequest(f"{param} is {asked}; this server gives {most} at most", param=param)
 
 
 def priority(body: Sampling) -> int:

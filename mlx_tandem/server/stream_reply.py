@@ -25,6 +25,7 @@ class StreamReply(Reply):
 
     def __init__(self, front: Front, plan: Plan):
         super().__init__(front, plan)
+        self._with_usage = plan.with_usage or front.config.server.force_include_usage
         self._no_details: Details = {"token_ids": ()} if self._shows_tokens else {}
         if plan.version is not None:
             self._no_details["versions"] = ()
@@ -34,7 +35,7 @@ class StreamReply(Reply):
 
     async def _run(self, stream: Stream, send: Send) -> None:
         plan = self._plan
-        events = Events(plan.shape, self._id, self._created, self._model, len(self._choices), plan.with_usage)
+        events = Events(plan.shape, self._id, self._created, self._model, len(self._choices), self._with_usage)
         started = False
         try:
             async for deltas in stream:
@@ -59,7 +60,7 @@ class StreamReply(Reply):
             await send({"type": "http.response.body", "body": b"data: " + error_body(e) + b"\n\n"})
             return
         tail = events.outcomes(outcomes) if outcomes else b""
-        if plan.with_usage:
+        if self._with_usage:
             tail += events.usage(self._usage())
         await send({"type": "http.response.body", "body": tail + DONE})
 

@@ -11,7 +11,6 @@ from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import EngineError
 from mlx_tandem.server.collecting import Outcome, Said
 from mlx_tandem.server.dialects.shapes import dumps
-from mlx_tandem.server.error_reply import JSON_TYPE
 from mlx_tandem.server.replies import Reply
 
 MANY_LOGPROBS = 20_000
@@ -46,9 +45,7 @@ class WholeReply(Reply):
             body = self._body(texts, said, outcomes)
         else:
             body = await asyncio.to_thread(self._body, texts, said, outcomes)
-        headers = [*self._headers(JSON_TYPE), (b"content-length", b"%d" % len(body))]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await self._send_body(send, body)
 
     def _body(self, texts: list[list[str]], said: list[Said], outcomes: list[Outcome]) -> bytes:
         plan, shape = self._plan, self._plan.shape

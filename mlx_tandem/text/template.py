@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -14,6 +15,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.text.tokenizer import Tokenizer
 
@@ -33,6 +35,24 @@ class ChatTemplate:
         self._variables = tokenizer.special_texts()
         names = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, names))) if names else None
+
+    @classmethod
+    def given(cls, given: str, tokenizer: Tokenizer) -> ChatTemplate:
+        """Return the template in the file that `given` names, or the one that `given` is: then it has a brace or a line
+        break. Raises ModelError."""
+        if not os.path.isfile(given):
+            if not set("{}\n") & set(given):
+                raise ModelError(f"there is no file {given} for --chat-template", param="chat_template")
+            return cls(given, tokenizer, "the text of --chat-template")
+        try:
+            with open(given, encoding="utf-8") as file:
+                text = file.read(limits.MAX_CONFIG_BYTES + 1)
+        except (OSError, UnicodeDecodeError) as e:
+            reason = "is not UTF-8" if isinstance(e, UnicodeDecodeError) else f"cannot be read: {e.strerror}"
+            raise ModelError(f"{given} {reason}", param="chat_template") from e
+        if len(text) > limits.MAX_CONFIG_BYTES:
+            raise ModelError(f"{given} is longer than {limits.MAX_CONFIG_BYTES} characters", param="chat_template")
+        return cls(text, tokenizer, given)
 
     @classmethod
     def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -27,13 +27,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
     for i in range(40):
         shutil.copytree(demo.ADAPTER_PATHS["shout" if i % 2 else "json"], root / f"a{i}")
+    shutil.copytree(demo.ADAPTER_PATHS["json"], root / "passing")
     (root / "deep" / "er").mkdir(parents=True)
     shutil.copytree(demo.ADAPTER_PATHS["shout"], root / "deep" / "er" / "medical-adapter")
     (root / "broken").mkdir()
     (root / "broken" / "adapter_config.json").write_text("{}")
     (root / "empty").mkdir()
     (root / "not a name").mkdir()
-    for odd in ("trailing.", "twin", "Twin"):
+    for odd in ("trailing.", "twin", "Twin", "Base"):
         shutil.copytree(demo.ADAPTER_PATHS["shout"], root / odd)
     (root / "file").write_text("")
     outside = tmp_path_factory.mktemp("outside")
@@ -68,12 +69,16 @@ def test_folders_under_the_root_are_models(server: RunningServer) -> None:
     listed = server.client.get("/v1/adapters").json()
     names = {a["name"]: a for a in listed["adapters"]}
     assert {f"a{i}" for i in range(40)} | {"configured", "broken"} <= set(names)
-    assert not {"empty", "not a name", "file", "deep", "trailing."} & set(names)
+    assert not {"empty", "not a name", "file", "deep", "trailing.", "Base"} & set(names)
     assert len({"twin", "Twin"} & set(names)) == 1
     assert (names["configured"]["version"], names["a39"]["version"]) == (1, None)
     assert listed["registered"] == len(names)
-    models = {m["id"] for m in server.client.get("/v1/models").json()["data"]}
-    assert {"a0", "a39", "configured", "both"} <= models
+    models = {m["id"]: m for m in server.client.get("/v1/models").json()["data"]}
+    assert {"a0", "a39", "configured", "both"} <= set(models)
+    # Arms of an alias are read when it is made.
+    states = {name: (models[name]["loaded"], models[name]["status"]) for name in ("a0", "a39", "both")}
+    assert states == {"a0": (True, "loaded"), "a39": (False, "available_not_loaded"), "both": (True, "loaded")}
+    assert (models["a39"]["root"], models["a39"]["parent"]) == ("a39", "tandem-demo")
     # Reading them needs no command, more of them than fit into memory or slots take turns, and each is itself.
     for i in range(40):
         assert answer(server, f"a{i}") == ANSWERS["shout" if i % 2 else "json"]
@@ -81,6 +86,32 @@ def test_folders_under_the_root_are_models(server: RunningServer) -> None:
     assert listed["loaded"] <= 2 and listed["resident"] <= 3
     entry = server.client.get("/v1/adapters/a3").json()
     assert entry["requests"] == 1 and entry["open"] == 0 and entry["size_bytes"] > 0
+
+
+def test_a_folder_called_like_the_base_is_no_model(server: RunningServer) -> None:
+    assert server.chat(QUESTION, model="Base").status_code == 404
+    reply = server.client.post("/v1/adapters", json={"name": "Base"})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (409, "name")
+
+
+def test_an_alias_of_a_removed_adapter_says_so(server: RunningServer) -> None:
+    server.client.post("/v1/adapters", json={"name": "brief", "path": "a1"})
+    server.client.put("/v1/aliases/orphan", json={"arms": [{"adapter": "brief", "weight": 1}]})
+    assert server.client.get("/v1/models/orphan").json()["status"] == "loaded"
+    server.client.delete("/v1/adapters/brief")
+    listed = {m["id"]: m for m in server.client.get("/v1/models").json()["data"]}
+    assert (listed["orphan"]["loaded"], listed["orphan"]["status"]) == (False, "error_loading")
+    server.client.delete("/v1/aliases/orphan")
+
+
+def test_a_folder_that_went_after_it_was_listed(server: RunningServer, root: Path) -> None:
+    assert server.client.get("/v1/models/passing").json()["status"] == "available_not_loaded"
+    shutil.rmtree(root / "passing")
+    reply = server.client.post("/v1/adapters", json={"name": "passing"})
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "adapter_not_found")
+    reply = server.chat(QUESTION, model="passing")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+    assert "no longer there" in reply.json()["error"]["message"]
 
 
 def test_a_broken_folder_is_the_callers_error_each_time(server: RunningServer) -> None:

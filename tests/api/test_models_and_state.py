@@ -28,8 +28,52 @@ def test_models(server):
     for name in ("tandem-demo", "shout"):
         assert server.client.get(f"/v1/models/{name}").json() == listed[name]
     assert server.client.get("/v1/models/shout@1").json()["root"] == "shout@1"
+    assert all((m["loaded"], m["status"]) == (True, "loaded") for m in listed.values())
     missing = server.client.get("/v1/models/nobody")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("name", ["base", "default_model", "tandem-demo"])
+def test_names_of_the_base(server, name):
+    reply = server.chat(QUESTION, model=name, temperature=0).json()
+    assert (reply["model"], reply["choices"][0]["message"]["content"]) == ("tandem-demo", "12 + 5 = 17.")
+    assert server.client.get(f"/v1/models/{name}").json()["id"] == "tandem-demo"
+
+
+@pytest.mark.parametrize(
+    ("asked", "hint"),
+    [
+        ("shuot", "did you mean 'shout'?"),
+        ("SHOUT", "did you mean 'shout'?"),
+        ("Base", "did you mean 'base'?"),
+        ("shout@99", "did you mean 'shout'?"),
+        ("tandem_demo", "did you mean 'tandem-demo'?"),
+        ("gpt-4o", "does not exist"),
+    ],
+)
+def test_an_unknown_model_is_told_what_is_spelled_like_it(server, asked, hint):
+    replies = [
+        server.chat(QUESTION, model=asked),
+        server.chat(QUESTION, lora_adapter=asked),
+        server.client.get(f"/v1/models/{asked}"),
+    ]
+    for reply in replies:
+        error = reply.json()["error"]
+        assert (reply.status_code, error["code"]) == (404, "model_not_found")
+        assert error["message"].endswith(hint)
+        assert str(demo.MODEL_PATH) not in error["message"]
+
+
+def test_a_path_that_does_not_exist_has_a_code_of_its_own(server):
+    reply = server.client.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "does-not-exist"})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["param"]) == (404, "adapter_not_found", "lora_path")
+
+
+@pytest.mark.parametrize("name", ["Base", "BASE", "default_model", "Tandem-Demo"])
+def test_an_alias_cannot_be_called_like_the_base(server, name):
+    reply = server.client.put(f"/v1/aliases/{name}", json={"arms": [{"adapter": "shout", "weight": 1}]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (409, "name")
 
 
 def test_an_adapter_comes_changes_and_goes(server):
@@ -87,10 +131,15 @@ def test_removal_does_not_touch_a_request_that_runs(server):
         ({"name": "SHOUT", "path": "/tmp"}, 400, "name"),
         ({"name": "base", "path": "/tmp"}, 409, "name"),
         ({"name": "tandem-demo", "path": "/tmp"}, 409, "name"),
+        ({"name": "Base", "path": "shout"}, 409, "name"),
+        ({"name": "Tandem-DEMO", "path": "shout"}, 409, "name"),
+        ({"name": "default_model", "path": "shout"}, 409, "name"),
+        ({"name": "Default_Model", "path": "shout"}, 409, "name"),
         ({"name": "x", "path": ""}, 400, "path"),
         ({"name": "x", "path": "a\0b"}, 400, "path"),
         ({"name": "x", "path": "/does/not/exist"}, 400, "path"),
-        ({"name": "x", "path": "does-not-exist"}, 400, "path"),
+        ({"name": "x", "path": "does-not-exist"}, 404, "path"),
+        ({"name": "x", "path": "shout/does-not-exist"}, 404, "path"),
         ({"name": "x", "path": "../adapters/../.."}, 400, "path"),
         ({"name": "x", "path": "."}, 400, "path"),
         ({"name": "x", "path": "shout", "pin": 1}, 400, "pin"),
@@ -152,7 +201,7 @@ def test_metrics(server):
             for s in family.samples
         }
 
-    base, shout = "[('model_name', 'tandem-demo')]", "[('model_name', 'shout')]"
+    base, shout = (f"[('engine', '0'), ('model_name', '{model}')]" for model in ("tandem-demo", "shout"))
     before = values()
     replies = [server.chat(QUESTION, max_tokens=4, ignore_eos=True, model=m, n=2) for m in ("base", "shout")]
     server.chat(QUESTION, model="nobody")
@@ -164,7 +213,10 @@ def test_metrics(server):
     assert grown("vllm:generation_tokens_total" + base) == 8
     assert grown("vllm:generation_tokens_total" + shout) == 8
     assert grown("vllm:prompt_tokens_total" + shout) == replies[1].json()["usage"]["prompt_tokens"]
-    assert grown("vllm:request_success_total[('finished_reason', 'length'), ('model_name', 'shout')]") == 2
+    assert (
+        grown("vllm:request_success_total[('engine', '0'), ('finished_reason', 'length'), ('model_name', 'shout')]")
+        == 2
+    )
     assert grown("vllm:time_to_first_token_seconds_count" + base) == 2
     assert grown("vllm:e2e_request_latency_seconds_count" + base) == 2
     assert grown("tandem_errors_total[('code', 'model_not_found')]") == 1
@@ -173,7 +225,12 @@ def test_metrics(server):
 
 
 def test_engine_metrics(server):
+    before = server.client.get("/v1/engine/metrics").json()
+    server.chat(QUESTION, max_tokens=4, ignore_eos=True, n=2)
+    server.chat(QUESTION, max_tokens=0)  # refused
     body = server.client.get("/v1/engine/metrics").json()
+    assert body["total_tokens_generated"] == body["generated_tokens"] == before["generated_tokens"] + 8
+    assert body["requests_completed"] == before["requests_completed"] + 1
     assert body["state"] == "ready"
     assert body["engine"]["steps"] > 0
     assert set(body["adapters"]["shout@1"]) == {

@@ -194,3 +194,47 @@ def test_in_python():
         )
         assert all(len(lp.top) == 2 and lp.rank >= 1 for lp in said)
         assert engine.generate(ids, max_tokens=1).prompt_logprobs is None
+
+
+@pytest.mark.parametrize("adapter", [None, "shout"])
+def test_perplexity(server, adapter):
+    """MLX ParaLLM's route: the mean of a plain forward's logprobs, and its exponential."""
+    ids = TOKENIZER.encode(STORY)
+    reply = server.client.post("/v1/perplexity", json={"text": STORY} | ({"model": adapter} if adapter else {}))
+    assert reply.status_code == 200, reply.text
+    body = reply.json()
+    assert set(body) == {"model", "token_count", "avg_nll", "ppl"}
+    assert (body["model"], body["token_count"]) == ("shout@1" if adapter else "tandem-demo", len(ids) - 1)
+    exact = -np.mean([lp[t] for lp, t in zip(plain(ids, adapter), ids[1:], strict=False)])
+    assert body["avg_nll"] == pytest.approx(exact, abs=TOLERANCE)
+    assert body["ppl"] == pytest.approx(np.exp(exact), rel=1e-3)
+
+
+def test_perplexity_of_a_text_of_one_token(server):
+    assert len(TOKENIZER.encode("a")) == 1
+    body = server.client.post("/v1/perplexity", json={"model": "base", "text": "a"}).json()
+    assert (body["token_count"], body["avg_nll"], body["ppl"]) == (0, 0.0, 1.0)
+
+
+def test_perplexity_of_a_text_that_no_model_expects(server):
+    """Numbers stay numbers, however unlikely the text is."""
+    text = "".join(chr(33 + i * 37 % 90) for i in range(300))
+    body = server.client.post("/v1/perplexity", json={"text": text}).json()
+    assert body["token_count"] == len(TOKENIZER.encode(text)) - 1
+    assert body["ppl"] == pytest.approx(np.exp(body["avg_nll"])) and np.isfinite(body["ppl"])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"model": "base"}, 400, "text"),
+        ({"model": "base", "text": ""}, 400, "text"),
+        ({"model": "base", "text": 3}, 400, "text"),
+        ({"model": "base", "text": "x " * 3000}, 400, "text"),
+        ({"model": "nobody", "text": "x"}, 404, "model"),
+        ({"model": "base", "text": "x", "stream": True}, 400, "stream"),
+    ],
+)
+def test_perplexity_that_is_refused(server, body, status, param):
+    reply = server.client.post("/v1/perplexity", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (status, param)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence as Several
 from typing import Any
 
@@ -44,6 +44,8 @@ class Loop:
         self.failed: set[int] = set()
         self.cancelled: set[Choice] = set()
         self.admitted: dict[int, int] = {}  # request -> how many ran before it
+        self.started: dict[int, float] = {}  # request -> when its first row was planned, as the scheduler says
+        self.preempted: Counter[int] = Counter()  # request -> how often the scheduler said so
         self.steps = 0
         self.failures = 0
         self.beside = 0  # chunks of prompts that went with rows that decode
@@ -100,6 +102,7 @@ class Loop:
         plan = self.scheduler.plan(background)
         if plan is not None and users and not background:
             assert not any(row.background for row in plan.rows), "rows made for training run that were left out"
+        self._look_at_events(plan)
         self._look_at_running(before)
         for s in self.scheduler._running:
             self.admitted.setdefault(s.request.id, len(self.admitted))
@@ -140,6 +143,9 @@ class Loop:
         for pool in self.scheduler._tables.pools:
             assert pool.used_blocks == 0, "blocks leak"
             pool.check([])
+        self._look_at_events(None)
+        assert self.preempted.total() == self.scheduler.preemptions, "a preemption is not told, or told twice"
+        assert self.started.keys() <= self.requests.keys()
         tier = self.scheduler.tier
         assert tier is None or not (tier.is_reading or tier._flights), "something waits for the drive"
         self.scheduler.check()
@@ -155,6 +161,18 @@ class Loop:
             self._begun.setdefault(self.scheduler._sequences[row.sequence].request.id, row.start)
         most = self.scheduler._config.prefill_batch_size
         assert not most or sum(len(row.tokens) > 1 for row in plan.rows) <= most, "too many prompts in one step"
+
+    def _look_at_events(self, plan: StepPlan | None) -> None:
+        """A request is said to start once, with its first row and not before an earlier one."""
+        started, preempted = self.scheduler.take_events()
+        self.preempted.update(preempted)
+        for request, at in started:
+            assert request not in self.started, "a request starts twice"
+            assert at >= max(self.started.values(), default=0.0), "time runs backwards"
+            self.started[request] = at
+        for row in () if plan is None else plan.rows:
+            request = self.scheduler._sequences[row.sequence].request.id
+            assert request in self.started, "a request has a row and was not said to start"
 
     def _look_at_running(self, before: list[Sequence]) -> None:
         running = self.scheduler._running

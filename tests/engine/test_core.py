@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -91,6 +92,85 @@ def test_a_cancelled_choice_leaves_the_others(front: Front) -> None:
         assert front.tokens(0, choice) == expected(r, choice)
     assert len(front.tokens(0, 1)) < 20
     front.assert_nothing_is_held()
+
+
+# --- what is told of times and loads ------------------------------------------------------------------------------
+
+
+def test_each_request_starts_once_when_its_first_row_is_planned(front: Front) -> None:
+    """Four run at once: the fifth starts when a seat is free. A prompt that is known whole starts, too."""
+    before = time.monotonic()
+    front.send(*(m.Submit(request(i, n=2, max_tokens=3 + i)) for i in range(3)))
+    front.turn()
+    assert [s.request for s in front.got(m.Started)] == [0, 1], "two requests of two choices have all seats"
+    front.finish()
+    front.send(m.Submit(request(3, n=2)), m.Cancel(9))
+    front.finish()
+    started = front.got(m.Started)
+    assert [s.request for s in started] == [0, 1, 2, 3]
+    assert before <= started[0].at <= started[1].at <= started[2].at <= started[3].at <= time.monotonic()
+    first = {
+        d.request: i for i, d in reversed(list(enumerate(front.received))) if isinstance(d, m.Output) for d in d.deltas
+    }
+    for s in started:
+        assert front.received.index(s) < first[s.request], "it is said before its first token"
+
+
+def test_who_is_cancelled_before_the_first_row_never_starts(front: Front) -> None:
+    front.send(m.Submit(request(0, n=4)), m.Submit(request(1)))
+    front.turn()
+    front.send(m.Cancel(1))
+    front.finish()
+    assert [s.request for s in front.got(m.Started)] == [0]
+
+
+def test_each_preemption_is_told(front: Front) -> None:
+    """31 blocks of 4 tokens are too few for four sequences of 60."""
+    front.send(*(m.Submit(request(i, max_tokens=50)) for i in range(4)))
+    front.finish()
+    told = [p.request for p in front.got(m.Preempted)]
+    assert len(told) == front.core.stats().preemptions > 0
+    assert set(told) <= {1, 2, 3}, "the oldest is never preempted"
+    assert [s.request for s in front.got(m.Started)] == [0, 1, 2, 3], "who comes back does not start again"
+
+
+def test_steps_are_counted_by_their_tokens_and_rows(front: Front) -> None:
+    """A prompt of 12 tokens and 5 more tokens that are read, alone in a batch of four seats."""
+    front.send(m.Submit(request(0, length=12, max_tokens=6)))
+    front.finish()
+    stats = front.core.stats()
+    assert sum(stats.step_tokens) == sum(stats.batch_fill) == stats.steps
+    assert stats.step_tokens_sum == 17
+    assert stats.batch_fill == (0, 0, stats.steps, 0, 0, 0, 0, 0, 0, 0), "a quarter of the seats"
+    assert stats.step_tokens[0] == 5, "steps of one token"
+    assert stats.prompt_tokens_per_s > 0 and stats.decode_tokens_per_s > 0
+    front.send(*(m.Submit(request(i)) for i in range(1, 5)))
+    front.finish()
+    assert front.core.stats().batch_fill[9] > 0, "four rows fill the batch"
+
+
+def test_requests_whose_adapter_is_being_read_are_deferred(front: Front) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+
+    def read(path: Path) -> AdapterWeights:
+        reading.set()
+        assert go_on.wait(20)
+        return adapter(path.name)
+
+    front.read = read
+    digest = adapter("late").info.digest
+    front.send(m.KnowAdapter(adapter("late").info, AdapterSource("/late")))
+    front.send(m.Submit(request(0, n=2, max_tokens=30)), m.Submit(request(1, digest, n=2)))
+    front.turn(2)
+    assert reading.wait(20)
+    front.turn()
+    load = front.got(m.Load)[-1]
+    assert (load.running, load.waiting, load.deferred) == (2, 2, 2)
+    go_on.set()
+    front.finish()
+    assert front.finished() == {0, 1}
+    load = front.got(m.Load)[-1]
+    assert (load.running, load.waiting, load.deferred) == (0, 0, 0)
 
 
 # --- failures ----------------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from msgspec import Struct
 
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import RewardSpec, RLTrainingConfig
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.explain import explain
+from mlx_tandem.explain import COMPARED_NAMES, did_you_mean, explain
 from mlx_tandem.training.rewards import RewardPool
 
 
@@ -103,3 +105,40 @@ def test_numbers_as_people_write_them(tmp_path, said: str) -> None:
     file = tmp_path / "tandem.yaml"
     file.write_text(f"rl_training: {{learning_rate: {said}}}")
     assert build(file, {}).rl_training.learning_rate == 0.001
+
+
+@pytest.mark.parametrize(
+    ("wrong", "names", "says"),
+    [
+        ("shuot", ["shout", "json", "down"], "; did you mean 'shout'?"),
+        ("SHOUT", ["shout", "json"], "; did you mean 'shout'?"),
+        ("shou", ["shout", "shouts"], "; did you mean 'shout' or 'shouts'?"),
+        ("x", ["shout"], ""),
+        ("", ["shout"], ""),
+        ("shout", [], ""),
+    ],
+)
+def test_names_that_are_spelled_alike(wrong: str, names: list[str], says: str) -> None:
+    assert did_you_mean(wrong, names) == says
+
+
+@settings(deadline=None)
+@given(st.text(max_size=300), st.lists(st.text("ab-", max_size=8), max_size=200))
+def test_only_names_that_there_are_and_few_of_them(wrong: str, names: list[str]) -> None:
+    said = did_you_mean(wrong, names)
+    offered = [] if not said else said.removeprefix("; did you mean ").removesuffix("?").split(" or ")
+    assert len(offered) <= 3
+    assert set(offered) <= {repr(name) for name in names}
+
+
+def test_few_of_many_names_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+
+    def count(word: str, possibilities: Any, n: int) -> list[str]:
+        compared.append(len(list(possibilities)))
+        return []
+
+    monkeypatch.setattr("difflib.get_close_matches", count)
+    did_you_mean("adapter-7" * 1000, (f"adapter-{i}" for i in range(100_000)))
+    did_you_mean("zzz", (f"adapter-{i}" for i in range(100_000)))
+    assert compared == [COMPARED_NAMES, 0]

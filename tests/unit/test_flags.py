@@ -14,7 +14,7 @@ import typer
 from mlx_tandem.cli import options
 from mlx_tandem.cli.app import app
 from mlx_tandem.cli.flags import FLAGS, SPELLINGS, Refused, translate
-from mlx_tandem.cli.settings import build
+from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Arm, Config
 
 Run = Callable[[str], Config]
@@ -61,6 +61,13 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--sequence-cache-size 0", "engine.cache.prefix_caching", False),
     ("--max-model-len 4096", "engine.model.max_model_len", 4096),
     ("--random-weights", "engine.model.random_weights", True),
+    ("--chat-template t.jinja", "server.chat_template", "t.jinja"),
+    ("--chat-template '{{ messages }}'", "server.chat_template", "{{ messages }}"),
+    ("--generation-config vllm", "server.generation_config", "vllm"),
+    ("--generation-config ./other", "server.generation_config", "./other"),
+    ("--seed 0", "server.seed", 0),
+    ("--max-logprobs 5", "server.max_logprobs", 5),
+    ("--enable-force-include-usage", "server.force_include_usage", True),
     ("--ssd", "engine.disk.on", True),
     ("--ssd-cache-dir d", "engine.disk.dir", "d"),
     ("--ssd-cache-dir d", "engine.disk.on", True),
@@ -186,7 +193,14 @@ def test_a_flag_without_a_setting_warns_or_is_refused(
 ) -> None:
     row = FLAGS[flag]
     line = f"{flag} 77" if row.value else flag
-    if row.refuse:
+    if row.quiet:
+        for form in (flag, f"{flag}=true", f"{flag}=True"):
+            assert serve(f"{form} m --port 5").server.port == 5
+            assert capsys.readouterr().err == ""
+        with pytest.raises(Refused) as refused:
+            translate([f"{flag}=False"], {})
+        assert (refused.value.flag, str(refused.value)) == (flag, f"{flag}=False cannot be kept: {row.text}")
+    elif row.refuse:
         with pytest.raises(SystemExit) as end:
             app(args=["serve", *line.split()], prog_name="tandem")
         assert end.value.code == 2
@@ -280,3 +294,35 @@ def test_mola_s_command_line(serve: Run, capsys: pytest.CaptureFixture[str]) -> 
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 7
     assert all(line.startswith("tandem: warning: --") for line in warnings)
+
+
+def test_mlx_parallm_s_command_line(serve: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    config = serve(
+        "--model-path m --host 127.0.0.1 --port 8001 --scheduler continuous --max-batch-size 8 --batch-timeout 0.05 "
+        "--max-concurrent-streams 4 --diverse-mode true"
+    )
+    assert (config.engine.scheduler.max_num_seqs, config.server.port) == (8, 8001)
+    warnings = capsys.readouterr().err.splitlines()
+    assert [line.split()[2] for line in warnings] == ["--batch-timeout", "--max-concurrent-streams"]
+
+
+def test_vllm_s_switches_that_are_always_on_say_nothing(serve: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    serve(
+        "m --enable-prompt-tokens-details --enable-chunked-prefill --enable-tokenizer-info-endpoint "
+        "--enable-force-include-usage --max-logprobs 20 --generation-config auto --seed 0"
+    )
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"max_logprobs": 21}, "'server.max_logprobs' is 21: it must lie between 0 and 20"),
+        ({"max_logprobs": -1}, "'server.max_logprobs' is -1: it must lie between 0 and 20"),
+        ({"seed": -1}, "'server.seed' is -1: it must lie between 0 and "),
+    ],
+)
+def test_a_value_that_cannot_be_kept_is_refused_by_name(option: dict[str, object], says: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        build(None, option)
+    assert str(refused.value).startswith(says)

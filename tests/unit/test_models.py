@@ -10,7 +10,7 @@ import pytest
 
 from mlx_tandem import demo
 from mlx_tandem.config import Config, EngineConfig, ModelConfig, RLTrainingConfig
-from mlx_tandem.errors import Conflict, EngineUnavailable, InvalidRequest, ModelError, NotFound
+from mlx_tandem.errors import Conflict, EngineUnavailable, InvalidRequest, NotFound
 from mlx_tandem.server.models import Models
 from mlx_tandem.types import AdapterInfo, AdapterSource
 
@@ -21,6 +21,7 @@ class Told:
     """The engine's end of what the front says of adapters."""
 
     def __init__(self) -> None:
+        self.state = "ready"
         self.known: list[tuple[str, AdapterSource]] = []
         self.unloaded: list[str] = []
 
@@ -33,7 +34,7 @@ class Told:
     async def load_adapter(self, source: AdapterSource, pin: bool = False) -> AdapterInfo:
         await asyncio.sleep(0)
         if source.path != SAVED.path:
-            raise ModelError("path: does not exist", code="invalid_adapter")
+            raise NotFound("path: does not exist", param="path", code="adapter_not_found")
         return info("d1")
 
 
@@ -68,6 +69,7 @@ def test_a_new_engine_has_only_what_lies_in_folders_until_the_rest_is_made_again
     asyncio.run(models.bring_up())
     assert set(engine.known) == {("d1", SAVED)}
     assert selected(models, "policy@1") == "policy@1" and selected(models, "first") == "first@1"
+    assert (models.status("policy@1"), models.status("policy")) == ("loaded", "loading")
     for name in ("policy", "policy@2", "policy@3"):
         with pytest.raises(EngineUnavailable):
             selected(models, name)
@@ -187,6 +189,28 @@ def test_a_name_that_a_checkpoint_gets_while_an_adapter_is_read_is_the_checkpoin
     asyncio.run(both())
     assert "first" not in models.registry
     models.check_free("first")  # whoever saves the checkpoint may have it
+
+
+def test_an_adapter_that_is_being_read_says_so(models: Models) -> None:
+    models.registry.announce("first", SAVED)
+
+    async def ask() -> list[str]:
+        states = [models.status("first")]
+        selecting = asyncio.create_task(models.select("first"))
+        while states[-1] != "loading":
+            await asyncio.sleep(0)
+            states.append(models.status("first"))
+        await selecting
+        return [states[0], states[-1], models.status("first")]
+
+    assert asyncio.run(ask()) == ["available_not_loaded", "loading", "loaded"]
+
+
+@pytest.mark.parametrize("state", ["starting", "ready", "restarting", "draining", "dead"])
+def test_the_base_is_as_far_as_its_engine(models: Models, engine: Told, state: str) -> None:
+    engine.state = state
+    wanted = {"ready": "loaded", "draining": "loaded", "dead": "error_loading"}
+    assert models.status("default_model") == wanted.get(state, "loading")
 
 
 def test_the_trained_name_is_taken(models: Models) -> None:

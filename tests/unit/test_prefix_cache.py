@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
+
 import msgspec
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from mlx_tandem.kv.hashing import ROOT, Chain, Namespace, block_key
-from mlx_tandem.kv.pool import BlockPool
-from mlx_tandem.kv.prefix import PrefixCache, find
+from mlx_tandem.kv.hashing import FORMAT, ROOT, Chain, Namespace, block_key
+from mlx_tandem.kv.pool import SCRATCH, BlockPool
+from mlx_tandem.kv.prefix import Match, PrefixCache, find
 
 BASE = Namespace("weights", "tokenizer", "float32", 4)
 OTHERS = {
@@ -63,6 +65,64 @@ def test_a_key_depends_on_namespace_parent_and_tokens() -> None:
     }
     assert len(keys) == 5
     assert all(len(key) == 32 for key in keys)
+
+
+@settings(deadline=None)
+@given(
+    tokens=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=32),
+    place=st.integers(0, 31),
+    bit=st.integers(0, 31),
+)
+def test_every_bit_of_every_token_makes_another_key(tokens: list[int], place: int, bit: int) -> None:
+    """Vocabularies are larger than 2**16: no token may be cut to fewer bits than its id has."""
+    other = list(tokens)
+    other[place % len(tokens)] ^= 1 << bit
+    assert block_key(BASE.digest(), ROOT, tokens) != block_key(BASE.digest(), ROOT, other)
+
+
+def test_a_key_is_what_is_written_on_drives() -> None:
+    """The bytes that are hashed are part of the format: another order, width or padding needs another FORMAT."""
+    namespace, parent, tokens = bytes(range(32)), bytes(range(32, 64)), (0, 1, 65_535, 65_536, 151_643, 2**32 - 1)
+    written = namespace + parent + b"".join(token.to_bytes(4, "little") for token in tokens)
+    assert block_key(namespace, parent, tokens) == sha256(written).digest()
+    assert FORMAT == 1
+
+
+DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
+
+
+@settings(deadline=None)
+@given(digest=DIGESTS, place=st.integers(0, 63), character=st.sampled_from("0123456789abcdef"))
+def test_every_character_of_an_adapter_s_digest_makes_another_namespace(
+    digest: str, place: int, character: str
+) -> None:
+    """Within one cache, which remembers the digests of namespaces by their adapter: none is cut to a beginning."""
+    other = digest[:place] + character + digest[place + 1 :]
+    cache = PrefixCache(BlockPool(2, 4), BASE)
+    roots = {cache.chain(adapter).namespace for adapter in (digest, other, "")}
+    assert len(roots) == 2 + (other != digest)
+    assert cache.chain(digest).namespace == msgspec.structs.replace(BASE, adapter=digest).digest()
+
+
+@pytest.mark.parametrize("alike", [1, 8, 16, 32, 63])
+def test_adapters_whose_digests_begin_alike_share_nothing(alike: int) -> None:
+    one, other = "a" * 64, "a" * alike + "b" * (64 - alike)
+    pool = BlockPool(8, 4)
+    cache = PrefixCache(pool, BASE)
+    table = pool.allocate(2) or []
+    cache.publish(cache.chain(one), range(8), table)
+    assert find([cache], cache.chain(other), range(9)) == Match([[]], [SCRATCH], 0)
+    assert find([cache], cache.chain(one), range(9)).tables[0] == table
+
+
+def test_roots_that_are_remembered_are_few_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_tandem.kv.prefix.MAX_ROOTS", 3)
+    cache = PrefixCache(BlockPool(2, 4), BASE)
+    for turn in range(3):
+        for i in range(8):
+            root = cache.chain(f"{i:064x}").namespace
+            assert root == msgspec.structs.replace(BASE, adapter=f"{i:064x}").digest(), turn
+            assert len(cache._roots) <= 3
 
 
 def test_an_equal_key_with_other_tokens_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def directory(folder: Path, root: Path | None = None) -> Iterator[int]:
     except NotADirectoryError:
         refuse("path", None, "is not a folder" if root is None else "is not a folder, or leads through a link")
     except (FileNotFoundError, ValueError):  # ValueError: a NUL in the path
-        refuse("path", None, "does not exist")
+        refuse("path", None, "does not exist", code="adapter_not_found")
     except OSError as e:
         link = root is not None and e.errno == errno.ELOOP  # what macOS says of a link
         refuse("path", None, "leads through a link" if link else f"cannot be opened: {e.strerror}")

@@ -41,10 +41,11 @@ class AdapterWeights:
     tensors: dict[str, tuple[Array, Array]]
 
 
-def refuse(where: str, field: str | None, problem: str) -> NoReturn:
-    """`where` is a file of the folder or the request's own field; `field` a key or a tensor of the file."""
+def refuse(where: str, field: str | None, problem: str, *, code: str = "invalid_adapter") -> NoReturn:
+    """Raise ModelError. `where` is a file of the folder or the request's own field; `field` a key or a tensor of the
+    file."""
     name = (field or "")[:MAX_NAME]
-    raise ModelError(f"{where}: {name + ' ' if name else ''}{problem}", param=name or where, code="invalid_adapter")
+    raise ModelError(f"{where}: {name + ' ' if name else ''}{problem}", param=name or where, code=code)
 
 
 class Half(NamedTuple):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mlx_tandem.errors import NotFound
+from mlx_tandem.limits import BASE_NAMES
 from mlx_tandem.server.front import Front
-from mlx_tandem.server.models import BASE
 
 
 def listing(front: Front) -> dict[str, Any]:
@@ -18,16 +19,21 @@ def listing(front: Front) -> dict[str, Any]:
 
 
 def one(front: Front, selector: str) -> dict[str, Any]:
-    """NotFound (`model_not_found`) when nothing is called so. Nothing is read from disk for it."""
-    models = front.models
-    if selector not in models.base_names and selector not in models.aliases and selector not in models.registry:
-        models.registry.entry(selector)  # a version, or NotFound
-    return _describe(front, selector)
+    """Return one entry of the list, or one version of an adapter, without reading anything from disk for it.
+
+    Raises NotFound (`model_not_found`) when nothing is called so.
+    """
+    try:
+        return _describe(front, selector)
+    except NotFound as e:
+        raise front.models.unknown(selector, e) from None
 
 
 def _describe(front: Front, name: str) -> dict[str, Any]:
-    """`root`: the version or the model behind the name; `parent`: the base that it stands on."""
+    """Return one entry. `root`: the version or the model behind the name; `parent`: the base that it stands on;
+    `loaded`: whether it answers without being read from its folder first, which `status` says more finely."""
     models, info = front.models, front.client.info
+    status = models.status(name)
     created, root = front.started, name
     parent: str | None = models.id
     if name in models.base_names:
@@ -36,11 +42,13 @@ def _describe(front: Front, name: str) -> dict[str, Any]:
         entry = models.registry.entry(name)
         created, root = entry.created, entry.ref.label
     return {
-        "id": models.id if name == BASE else name,
+        "id": models.id if name in BASE_NAMES else name,
         "object": "model",
         "created": int(created),
         "owned_by": "mlx-tandem",
         "root": root,
         "parent": parent,
+        "loaded": status == "loaded",
+        "status": status,
         "max_model_len": info.max_model_len if info is not None else None,
     }

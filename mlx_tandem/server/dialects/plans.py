@@ -21,7 +21,15 @@ from mlx_tandem.server.dialects.shapes import CHAT, TEXT
 from mlx_tandem.server.front import Front
 from mlx_tandem.server.models import Selection
 from mlx_tandem.server.replies import Plan
-from mlx_tandem.server.sampling import choices, is_silent, priority, prompt_logprobs, sampling_params, text_options
+from mlx_tandem.server.sampling import (
+    check_logprobs,
+    choices,
+    is_silent,
+    priority,
+    prompt_logprobs,
+    sampling_params,
+    text_options,
+)
 
 
 async def plan_chat(front: Front, body: ChatBody) -> Plan:
@@ -29,6 +37,7 @@ async def plan_chat(front: Front, body: ChatBody) -> Plan:
     _refuse_streamed_scores(body)
     stream, with_usage = streaming(body)
     n, text, logprobs = choices(front, body), text_options(body), chat_logprobs(body)
+    check_logprobs(front, "top_logprobs", logprobs)
     refuse_items(body.tools, "tools")
     prompt = await front.chat_prompt(chat_messages(body.messages), template_options(body.chat_template_kwargs))
     longest = ("max_completion_tokens", body.max_completion_tokens) if body.max_completion_tokens is not None else None
@@ -58,6 +67,7 @@ async def plan_completion(front: Front, body: CompletionBody) -> Plan:
     stream, with_usage = streaming(body)
     echo = bool(body.echo)
     n, text, logprobs = choices(front, body), text_options(body, echo), completion_logprobs(body)
+    check_logprobs(front, "logprobs", logprobs)
     prompts = await completion_prompts(front, body)
     params = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs, echo=echo)
     texts = prompt_texts(front, body, prompts) if echo or _learns(body) else ()
