@@ -59,7 +59,10 @@ def run(
 
 
 class Server(uvicorn.Server):
-    """uvicorn with a drain of ours: streams get their end or a typed error before any connection is closed."""
+    """uvicorn with a drain of ours: streams get their end or a typed error before any connection is closed.
+
+    New connections are accepted until then, too: probes are answered, and new work is refused with 503.
+    """
 
     def __init__(self, front: Front, sock: socket.socket, on_ready: Callable[[Front, int], None] | None):
         super().__init__(
@@ -129,8 +132,6 @@ class Server(uvicorn.Server):
         front = self._front
         logs.log("draining", open_requests=front.admission.open_requests)
         front.client.begin_drain()
-        for server in getattr(self, "servers", ()):  # none before the start is through
-            server.close()
         try:
             async with asyncio.timeout(front.config.server.drain_seconds):
                 await front.admission.idle()
