@@ -11,6 +11,9 @@ from mlx_tandem.errors import InvalidRequest
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Adapter names and aliases. A version is `name@number`."""
 
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+"""A client's X-Request-Id that is repeated in its reply and in the log: printable ASCII without spaces."""
+
 
 @dataclass(frozen=True)
 class Range:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -63,15 +64,18 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def serving(config: Config, packages: Path = ROOT) -> Iterator[RunningServer]:
-    """A server in a process of its own, ready; ended by SIGTERM. It may import what lies in `packages`, too."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.serving", msgspec.json.encode(config).decode()],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(packages)))},
-    )
+def serving(config: Config, packages: Path = ROOT, log: Path | None = None) -> Iterator[RunningServer]:
+    """A server in a process of its own, ready; ended by SIGTERM. It may import what lies in `packages`, too. What it
+    logs under `-v` goes to the file `log`."""
+    with open(log or os.devnull, "wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.serving", msgspec.json.encode(config).decode(), *(["-v"] if log else [])],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=errors if log else None,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(packages)))},
+        )
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -96,4 +100,5 @@ if __name__ == "__main__":
     from mlx_tandem.server.serve import run
 
     given = msgspec.json.decode(sys.argv[1], type=Config)
-    sys.exit(run(given, on_ready=lambda front, port: print(f"port {port}", flush=True)))
+    level = logging.DEBUG if "-v" in sys.argv else logging.INFO
+    sys.exit(run(given, on_ready=lambda front, port: print(f"port {port}", flush=True), log_level=level))

@@ -34,10 +34,8 @@ def create_app(front: Front) -> Starlette:
     server = front.config.server
     app = Starlette(routes=_routes(front), exception_handlers=error_handlers(front))
     app.router.redirect_slashes = False
-    app.add_middleware(
-        Gate, key=read_key(server.api_key, server.api_key_file), server=server, errors=front.metrics.errors
-    )
-    app.add_middleware(Guard, on_error=lambda: front.metrics.errors.update(["internal_error"]))
+    app.add_middleware(Gate, key=read_key(server.api_key, server.api_key_file), server=server, metrics=front.metrics)
+    app.add_middleware(Guard, metrics=front.metrics)
     return app
 
 

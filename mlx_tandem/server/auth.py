@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections import Counter
 from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -13,8 +12,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.errors import Forbidden, Unauthorized
 from mlx_tandem.server.body import refusal_headers
+from mlx_tandem.server.error_log import note
 from mlx_tandem.server.error_reply import ErrorReply
 from mlx_tandem.server.keys import is_loopback
+from mlx_tandem.server.metrics import Metrics
 
 PUBLIC = frozenset({"/health", "/livez", "/readyz"})
 """Paths that are answered without a key, to GET only; /health then tells nothing but its status."""
@@ -28,9 +29,9 @@ class Gate:
     `scope["key_shown"]` tells routes whether the caller brought the key or none is asked for.
     """
 
-    def __init__(self, app: ASGIApp, key: str, server: ServerConfig, errors: Counter[str]):
+    def __init__(self, app: ASGIApp, key: str, server: ServerConfig, metrics: Metrics):
         self._app = app
-        self._errors = errors
+        self._metrics = metrics
         self._digest = hashlib.sha256(key.encode()).digest() if key else None
         # Only a browser can be made to send a request with a foreign Host, and it cannot be made to bring the key.
         if server.allowed_hosts or (not key and is_loopback(server.host)):
@@ -64,7 +65,7 @@ class Gate:
     async def _refuse(
         self, error: Forbidden | Unauthorized, scope: Scope, receive: Receive, send: Send, *extra: tuple[bytes, bytes]
     ) -> None:
-        self._errors[str(error.code)] += 1
+        note(self._metrics, error, scope)
         await ErrorReply(error, [*refusal_headers(error, scope["headers"]), *extra])(scope, receive, send)
 
     @staticmethod

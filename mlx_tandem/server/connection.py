@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import MutableMapping
 from typing import Any, Literal
 
 from uvicorn._types import ASGI3Application
@@ -15,8 +16,11 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.errors import InvalidRequest, ReceiveTimeout, TandemError, TooLarge
+from mlx_tandem.server.error_log import note
 from mlx_tandem.server.error_reply import error_body
 from mlx_tandem.server.log import log
+from mlx_tandem.server.metrics import Metrics
+from mlx_tandem.server.request_id import request_id
 
 MAX_HEAD = 65_536
 """Bytes of a request's head and its trailers."""
@@ -41,6 +45,7 @@ class Connection(HttpToolsProtocol):
 
     receive_seconds = 30.0
     write_seconds = 60.0
+    metrics = Metrics()
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -174,7 +179,7 @@ class Connection(HttpToolsProtocol):
         self._stop_waiting()
         if self._part == "body" and self.cycle is self._running:
             if not self.cycle.response_started:
-                self._write_error(error)
+                self._write_error(error, dict(self.cycle.scope))
             self._leave()
             self._close()
             return
@@ -190,13 +195,17 @@ class Connection(HttpToolsProtocol):
         if self._is_answering() or not (self._ended or self._refusal is not None):
             return
         if self._refusal is not None:
-            self._write_error(self._refusal)
+            self._write_error(self._refusal, {"client": self.client})
         self._close()
 
-    def _write_error(self, error: TandemError) -> None:
+    def _write_error(self, error: TandemError, scope: MutableMapping[str, Any]) -> None:
+        note(self.metrics, error, scope)
         body = error_body(error)
-        head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-        self.transport.write(STATUS_LINE[error.status] + head + body)
+        head = (
+            f"content-type: application/json\r\nx-request-id: {request_id(scope)}\r\n"
+            f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
 
     def _is_answering(self) -> bool:
         return bool(self.pipeline) or (self._running is not None and not self._running.response_complete)
@@ -287,7 +296,11 @@ class Connection(HttpToolsProtocol):
             self._writing = None
 
 
-def connection_class(server: ServerConfig) -> type[Connection]:
-    """uvicorn makes the connections and takes a class."""
-    limits = {"receive_seconds": server.receive_timeout_s, "write_seconds": server.write_timeout_s}
-    return type("Connection", (Connection,), limits)
+def connection_class(server: ServerConfig, metrics: Metrics | None = None) -> type[Connection]:
+    """Return the class that uvicorn makes the connections of; what they refuse themselves is counted in `metrics`."""
+    own = {
+        "receive_seconds": server.receive_timeout_s,
+        "write_seconds": server.write_timeout_s,
+        "metrics": metrics or Metrics(),
+    }
+    return type("Connection", (Connection,), own)

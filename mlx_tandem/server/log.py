@@ -65,7 +65,7 @@ class RateLimit(logging.Filter):
 
 
 def configure(level: int = logging.INFO) -> None:
-    """Send this project's and the web server's events to standard error."""
+    """Send this project's events and the web server's errors to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     handler.addFilter(RateLimit())
@@ -73,4 +73,4 @@ def configure(level: int = logging.INFO) -> None:
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.propagate = False
-        logger.setLevel(level if name == "mlx_tandem" else logging.WARNING)
+        logger.setLevel(level if name == "mlx_tandem" else logging.ERROR)  # it warns of what we refuse

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from mlx_tandem.errors import CODES, TandemError
 from mlx_tandem.types import DiskStats, EngineStats
 
 if TYPE_CHECKING:
@@ -86,10 +87,18 @@ class Metrics:
         self.generation_tokens: Counter[str] = Counter()
         self.finished: Counter[tuple[str, str]] = Counter()  # (model, reason)
         self.errors: Counter[str] = Counter()  # by code
+        self.error_replies: Counter[tuple[int, str]] = Counter()  # (HTTP status, code)
         self.shutdown_clean = True  # until the drain cuts something off
         self.time_to_first_token = Histogram(TTFT_BOUNDS)
         self.inter_token = Histogram(ITL_BOUNDS)
         self.end_to_end = Histogram(E2E_BOUNDS)
+
+    def count_error(self, error: TandemError, *, in_stream: bool = False) -> None:
+        """Count what a request ended with: an error reply, or the last event of a stream."""
+        code = error.code if error.code in CODES else "other"
+        self.errors[code] += 1
+        if not in_stream:
+            self.error_replies[error.status, code] += 1
 
     def render(self, front: Front) -> bytes:
         """The text of /metrics."""
@@ -158,6 +167,10 @@ class _Collector:
         for code, value in metrics.errors.items():
             errors.add_metric([code], value)
         yield errors
+        replies = CounterMetricFamily("tandem_error_replies", "HTTP error replies.", labels=["status", "code"])
+        for (status, code), value in sorted(metrics.error_replies.items()):
+            replies.add_metric([str(status), code], value)
+        yield replies
         refused = CounterMetricFamily("tandem_refused", "Requests not let in, by the setting.", labels=["reason"])
         for setting in ("max_concurrent_requests", "max_queue_size", "memory_pressure_threshold"):
             refused.add_metric([setting], front.admission.refused[setting])

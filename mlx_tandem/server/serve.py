@@ -68,7 +68,7 @@ class Server(uvicorn.Server):
         super().__init__(
             UvicornConfig(
                 create_app(front),
-                http=connection_class(front.config.server),
+                http=connection_class(front.config.server, front.metrics),
                 loop="uvloop",
                 ws="none",
                 lifespan="off",

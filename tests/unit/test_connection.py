@@ -340,7 +340,7 @@ def test_requests_before_nonsense_are_answered(requests, behind, data):
     run()
 
 
-# -- clients that send nothing more -------------------------------------------------------------------------------------
+# -- clients that send nothing more ------------------------------------------------------------------------------------
 
 
 class Held:
