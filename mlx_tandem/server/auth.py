@@ -45,18 +45,20 @@ class Gate:
             return
         hosts: list[bytes] = []
         credentials: list[bytes] = []
+        keys: list[bytes] = []
         for name, value in scope["headers"]:
             if name == b"host":
                 hosts.append(value)
             elif name == b"authorization":
                 credentials.append(value)
+            elif name == b"x-api-key":
+                keys.append(value)
         if self._hosts is not None and not (len(hosts) == 1 and self._is_ours(hosts[0])):
-            foreign = Forbidden("this Host is not served here; add it with --allowed-host", code="host_not_allowed")
-            await self._refuse(foreign, scope, receive, send)
+            await self._refuse(_foreign(hosts), scope, receive, send)
             return
-        shown = self._digest is None or (len(credentials) == 1 and self._opens(credentials[0], self._digest))
+        shown = self._digest is None or self._opens(credentials, keys, self._digest)
         if not shown and not (scope["method"] == "GET" and scope["path"] in PUBLIC):
-            error = Unauthorized("a valid API key is needed: Authorization: Bearer KEY")
+            error = Unauthorized("a valid API key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY")
             await self._refuse(error, scope, receive, send, (b"www-authenticate", b"Bearer"))
             return
         scope["key_shown"] = shown
@@ -69,10 +71,14 @@ class Gate:
         await ErrorReply(error, [*refusal_headers(error, scope["headers"]), *extra])(scope, receive, send)
 
     @staticmethod
-    def _opens(credential: bytes, digest: bytes) -> bool:
-        scheme, _, key = credential.partition(b" ")
-        same = hmac.compare_digest(hashlib.sha256(key).digest(), digest)
-        return same and scheme.lower() == b"bearer"
+    def _opens(credentials: list[bytes], keys: list[bytes], digest: bytes) -> bool:
+        """Whether the one Authorization or the one X-Api-Key is right: a proxy may have put one beside the client's."""
+        shown = keys if len(keys) == 1 else []
+        if len(credentials) == 1:
+            scheme, _, key = credentials[0].partition(b" ")
+            if scheme.lower() == b"bearer":
+                shown = [*shown, key]
+        return any(hmac.compare_digest(hashlib.sha256(key).digest(), digest) for key in shown)
 
     def _takes_host(self, value: bytes) -> bool:
         found = _HOST.fullmatch(value.lower())
@@ -80,3 +86,15 @@ class Gate:
             return False
         name = found[1].decode()
         return is_loopback(name.strip("[]")) or name in self._hosts or found[0].decode() in self._hosts
+
+
+def _foreign(hosts: list[bytes]) -> Forbidden:
+    """Return the refusal of a request with these Host headers. It has what the client sent escaped and cut."""
+    code = "host_not_allowed"
+    if len(hosts) != 1:
+        return Forbidden(f"the request has {len(hosts) or 'no'} Host headers; one is needed", code=code)
+    shown = f"the Host {hosts[0][:100].decode('latin-1')!a}"
+    if (found := _HOST.fullmatch(hosts[0].lower())) is None:
+        return Forbidden(f"{shown} is not the name of a host", code=code)
+    option = f"--allowed-host {found[1].decode()}"
+    return Forbidden(f"{shown} is not served here; if it is this server's, start it with {option}", code=code)
