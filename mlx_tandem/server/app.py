@@ -23,6 +23,7 @@ from mlx_tandem.server.front import Front
 from mlx_tandem.server.guard import Guard, error_handlers
 from mlx_tandem.server.health import cache_stats, engine_metrics, health
 from mlx_tandem.server.keys import read_key
+from mlx_tandem.server.openapi import document
 from mlx_tandem.server.origins import Origins
 from mlx_tandem.server.replies import Plan, Reply
 from mlx_tandem.server.root_path import RootPath
@@ -175,6 +176,9 @@ def _routes(front: Front) -> list[Route]:
     async def get_version(request: Request) -> ASGIApp:
         return _json({"version": __version__})
 
+    async def get_openapi(request: Request) -> ASGIApp:
+        return Response(described, media_type="application/json")
+
     async def get_metrics(request: Request) -> ASGIApp:
         return Response(front.metrics.render(front), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -213,10 +217,13 @@ def _routes(front: Front) -> list[Route]:
         ("GET", "/livez", get_live),
         ("GET", "/metrics", get_metrics),
         ("GET", "/version", get_version),
+        ("GET", "/openapi.json", get_openapi),
         # For clients whose base URL has no /v1.
         ("POST", "/chat/completions", chat_completions),
         ("POST", "/completions", completions),
         ("GET", "/models", list_models),
         ("GET", "/models/{model:path}", get_model),
     ]
+    needs_key = bool(front.config.server.api_key or front.config.server.api_key_file)
+    described = dumps(document(((method, path) for method, path, _ in table), needs_key=needs_key))
     return [Route(path, endpoint, methods=[method]) for method, path, endpoint in table]
