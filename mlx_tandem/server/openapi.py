@@ -38,9 +38,6 @@ BODIES: dict[str, type[Struct]] = {
 
 _MAY_BE_ABSENT = {training.NoBody, training.CheckpointBody, training.RollbackBody}
 
-FIELDS = frozenset(name for body in BODIES.values() for name in body.__struct_fields__)
-"""Names of the fields of all bodies."""
-
 _WRITTEN_OUT: dict[str, dict[str, Any]] = {
     "stop": {"type": ["string", "array", "null"], "items": {"type": "string"}},
     "stop_token_ids": {"type": ["array", "null"], "items": {"type": "integer", "minimum": 0}},

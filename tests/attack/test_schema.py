@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from mlx_tandem.server.app import create_app
 from mlx_tandem.server.front import Front
 from mlx_tandem.server.openapi import BODIES
 from tests.api.scripted import scripted_server
-from tests.serving import RunningServer, demo_config
+from tests.serving import RunningServer, demo_config, serving
 
 CHECKS = (
     "not_a_server_error",
@@ -27,6 +28,13 @@ CHECKS = (
     "unsupported_method",
     "allow_header_conformance",
 )
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    """One of its own: what is sent to it may load and remove adapters."""
+    with serving(demo_config()) as running:
+        yield running
 
 
 def routes() -> list[tuple[str, str]]:
