@@ -92,6 +92,10 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: int = 8000  # 0: a free one
+    uds: str = ""  # path of a unix socket, in place of host and port
+    ssl_certfile: str = ""  # PEM, with the certificates up to the root; empty: no TLS
+    ssl_keyfile: str = ""  # PEM; empty: the key is in ssl_certfile
+    root_path: str = ""  # prefix of paths, under which a reverse proxy serves this
     served_model_names: tuple[str, ...] = ()  # names of the base beside its folder's
     default_adapter: str = ""  # answers requests that name no model, or the base by its own name
     api_key: str = ""  # empty: none is asked for
@@ -102,6 +106,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     seed: int | None = None  # begins the generator of seeds for requests that bring none; None: one by chance
     force_include_usage: bool = False  # streams end with their usage whether or not it was asked for
     max_logprobs: int = 20  # alternatives that a request may ask for at each token
+    allowed_origins: tuple[str, ...] = ()  # of web pages that may use this from a browser; "*": any page
     default_max_tokens: int = 512
     max_prompt_tokens: int = 0  # 0: what fits
     max_generation_tokens: int = 0  # upper bound of max_tokens; 0: what fits

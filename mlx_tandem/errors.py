@@ -27,6 +27,19 @@ from mlx_tandem.printable import printable
 MOST_PARAM = 300
 """Characters of the name of a field."""
 
+CODES = frozenset(
+    """
+    adapter_changed adapter_not_found alias_not_found checkpoint_exists checkpoint_not_found conflict
+    context_length_exceeded engine_died engine_error engine_unavailable first_token_timeout folder_in_use forbidden
+    foreign_folder host_not_allowed internal_error invalid_adapter invalid_api_key invalid_json invalid_model_folder
+    invalid_request invalid_type invalid_value job_not_found journal_damaged learning_disabled memory_pressure
+    method_not_allowed missing_required_parameter model_not_found no_paths not_found numerical_error
+    rate_limit_exceeded request_timeout step_failed too_large trainer_not_found unknown_format unknown_parameter
+    unsupported_media_type unsupported_parameter version_not_found
+    """.split()
+)
+"""Every `code` of an error. Metrics have one as a label; they count any other as `other`."""
+
 
 class TandemError(Exception):
     """Base of everything this project raises on purpose. The message is safe to show to a client.

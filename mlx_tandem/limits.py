@@ -18,6 +18,9 @@ BASE = "base"
 BASE_NAMES = (BASE, "default_model")
 """Names of the base model on every server. The second one is what clients of mlx-lm's server send."""
 
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+"""A client's X-Request-Id that is repeated in its reply and in the log: printable ASCII without spaces."""
+
 
 @dataclass(frozen=True)
 class Range:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ import msgspec
 
 from mlx_tandem import demo
 from mlx_tandem.config import CacheConfig, Config, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from tests import outbound
 
 ROOT = Path(__file__).parents[1]
 ADAPTER_ROOT = demo.ADAPTER_PATHS["shout"].parent
@@ -42,6 +46,8 @@ class RunningServer:
     url: str
     process: subprocess.Popen[str]
     client: httpx.Client
+    environment: dict[str, str]
+    record: Path  # of what its processes tried to open to elsewhere
 
     def chat(self, text: str, **fields: object) -> httpx.Response:
         messages = [{"role": "user", "content": text}]
@@ -63,15 +69,21 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def serving(config: Config, packages: Path = ROOT) -> Iterator[RunningServer]:
-    """A server in a process of its own, ready; ended by SIGTERM. It may import what lies in `packages`, too."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.serving", msgspec.json.encode(config).decode()],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(packages)))},
-    )
+def serving(config: Config, packages: Path = ROOT, log: Path | None = None) -> Iterator[RunningServer]:
+    """A server in a process of its own, ready; ended by SIGTERM. It may import what lies in `packages`, too. What it
+    logs under `-v` goes to the file `log`. A connection that it opens to anywhere is refused, and fails the test."""
+    record = Path(tempfile.mkdtemp(prefix="serving-")) / "outbound"
+    path = os.pathsep.join((str(ROOT), str(packages)))
+    environment = outbound.guarded(os.environ | {"PYTHONPATH": path}, record)
+    with open(log or os.devnull, "wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.serving", msgspec.json.encode(config).decode(), *(["-v"] if log else [])],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=errors if log else None,
+            text=True,
+            env=environment,
+        )
     try:
         assert process.stdout is not None
         for line in process.stdout:
@@ -81,7 +93,7 @@ def serving(config: Config, packages: Path = ROOT) -> Iterator[RunningServer]:
             raise RuntimeError(f"the server did not start: exit status {process.wait()}")
         url = f"http://127.0.0.1:{int(line.split()[1])}"
         with httpx.Client(base_url=url, timeout=60) as client:
-            yield RunningServer(url, process, client)
+            yield RunningServer(url, process, client, environment, record)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -90,10 +102,15 @@ def serving(config: Config, packages: Path = ROOT) -> Iterator[RunningServer]:
         finally:
             process.kill()
             process.stdout.close()
+            attempts, armed = outbound.tried(record), outbound.armed(record)
+            shutil.rmtree(record.parent)
+    assert armed >= 2, "the server and its engine are watched"
+    assert not attempts, attempts
 
 
 if __name__ == "__main__":
     from mlx_tandem.server.serve import run
 
     given = msgspec.json.decode(sys.argv[1], type=Config)
-    sys.exit(run(given, on_ready=lambda front, port: print(f"port {port}", flush=True)))
+    level = logging.DEBUG if "-v" in sys.argv else logging.INFO
+    sys.exit(run(given, on_ready=lambda front, port: print(f"port {port}", flush=True), log_level=level))

@@ -88,6 +88,7 @@ def run(
         "adapter": split_pairs(given["adapter"]),
         "alias": split_arms(given["alias"]),
         "lora_target_modules": split_words(given["lora_target_modules"]),
+        "allowed_origins": split_words(given["allowed_origins"]),
     }
     if dry_run:
         from mlx_tandem.cli.dry_run import show
@@ -108,7 +109,10 @@ def run(
     from mlx_tandem.cli.serve import prepare
 
     # What is wrong is said here, and what is fetched is fetched here.
-    _, sock = prepare(config, settings, ctx.obj.called_as, defaults)
+    served, sock = prepare(config, settings, ctx.obj.called_as, defaults)
     sock.close()
+    if served.server.uds:
+        reason = "a server in the background is found by its port; use a service manager for one on a unix socket"
+        raise typer.BadParameter(reason, param_hint="--uds")
     words = [word for word in ctx.meta["words"] if word != "--daemon"]
     raise SystemExit(background.start([*ctx.obj.words(), *command, *words]))

@@ -34,6 +34,7 @@ _NO_SPECULATION = "this version decodes without speculation; the answers are the
 _IN_THE_POOL = "what prompts have in common is kept in the KV pool, which --num-blocks sizes"
 _ONE_DEVICE = "this server runs on one device"
 _CHUNKS = "prompts are always read in chunks, so that streams go on beside them"
+_NO_REQUEST_LOG = "requests are logged with `tandem -v` only, without what they say"
 _NO_CODE = "code that comes with a model is never run"
 
 
@@ -101,8 +102,9 @@ FLAGS: dict[str, Flag] = {
     "--no-enable-chunked-prefill": Flag(_CHUNKS, refuse=True),
     "--enable-tokenizer-info-endpoint": Flag("GET /tokenizer_info is always there", quiet=True),
     "--enable-lora": Flag("adapters need no switch; --max-loras 0 turns them off"),
-    "--disable-log-requests": Flag("requests are never logged"),
-    "--no-enable-log-requests": Flag("requests are never logged"),
+    "--disable-log-requests": Flag(_NO_REQUEST_LOG),
+    "--no-enable-log-requests": Flag(_NO_REQUEST_LOG),
+    "--enable-request-id-headers": Flag("every reply has an X-Request-Id"),
     "--enforce-eager": Flag("there is no other mode to leave"),
     "--tensor-parallel-size": Flag(_ONE_DEVICE, value=True, refuse=True, harmless=("1",)),
     "--trust-remote-code": Flag(_NO_CODE, refuse=True),

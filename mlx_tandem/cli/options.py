@@ -6,6 +6,7 @@ What an option takes follows from the type of its field in config.py, so the two
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, get_origin, get_type_hints
@@ -79,6 +80,10 @@ PANELS: dict[str, tuple[Option, ...]] = {
     "Server": (
         Option("server.host", "--host", "Address to bind (127.0.0.1); any other machine's needs a key."),
         Option("server.port", "--port", "Port to bind, 0 for a free one (8000)."),
+        Option("server.uds", "--uds", "Unix socket to serve on, in place of host and port.", "PATH"),
+        Option("server.ssl_certfile", "--ssl-certfile", "Serve HTTPS with this certificate (PEM).", "FILE"),
+        Option("server.ssl_keyfile", "--ssl-keyfile", "Its key, if it is not in the same file.", "FILE"),
+        Option("server.root_path", "--root-path", "Prefix of paths that a reverse proxy leaves on them.", "PATH"),
         Option("server.served_model_names", "--served-model-name", "A further name of the base (repeatable).", "NAME"),
         Option("server.api_key", "--api-key", "Key that clients must send; a file does not show in `ps`.", "KEY"),
         Option("server.api_key_file", "--api-key-file", "File whose first line is the key.", "FILE"),
@@ -88,6 +93,12 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "End every stream with its usage, as if stream_options.include_usage were true.",
         ),
         Option("server.allowed_hosts", "--allowed-host", "A further Host header that is taken (repeatable).", "NAME"),
+        Option(
+            "server.allowed_origins",
+            "--allowed-origins",
+            "Web pages that may use this from a browser, by origin (repeatable, or with commas); * for all.",
+            "ORIGIN,ORIGIN",
+        ),
     ),
     "Limits": (
         Option("server.max_logprobs", "--max-logprobs", "Alternatives that logprobs may ask for; at most 20 (20)."),
@@ -110,7 +121,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("server.first_token_timeout_s", "--first-token-timeout-s", "Until the first token (300); 0: none."),
         Option("server.receive_timeout_s", "--receive-timeout-s", "For a request's headers, and for its body (30)."),
         Option("server.write_timeout_s", "--write-timeout-s", "For a client that reads nothing (60)."),
-        Option("server.drain_seconds", "--drain-seconds", "What runs may finish within, on SIGTERM (30)."),
+        Option(
+            "server.drain_seconds",
+            "--drain-seconds --shutdown-timeout",
+            "What runs may finish within, on SIGTERM (30).",
+        ),
     ),
     "Batching": (
         Option("engine.scheduler.max_num_seqs", "--max-num-seqs --max-batch-size", "Sequences in a batch (64)."),
@@ -275,8 +290,18 @@ def split_pairs(values: list[str] | None) -> list[tuple[str, str]]:
 
 
 def split_words(values: list[str] | None) -> list[str]:
-    """Words that commas part, too."""
-    return [word for value in values or [] for word in value.split(",") if word]
+    """Words that commas part, too; a value that begins with [ is a JSON list, as vLLM has them."""
+    return [word for value in values or [] for word in _parted(value) if word]
+
+
+def _parted(value: str) -> list[str]:
+    try:
+        found = json.loads(value) if value.startswith("[") else None
+    except ValueError:
+        found = None
+    if isinstance(found, list) and all(isinstance(word, str) for word in found):
+        return found
+    return value.split(",")
 
 
 def split_arms(values: list[str] | None) -> list[tuple[str, dict[str, float]]]:

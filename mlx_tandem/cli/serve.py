@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from mlx_tandem.cli.daemon import Detached
 from mlx_tandem.cli.programs import CALLERS
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.cli.start_up import StartUp
-from mlx_tandem.config import Config
+from mlx_tandem.config import Config, ServerConfig
 from mlx_tandem.errors import TandemError
 
 if TYPE_CHECKING:
@@ -36,13 +37,13 @@ def prepare(
 ) -> tuple[Config, socket.socket]:
     """The settings (of settings.build), with the key read and every folder on this machine, and the port, bound before
     hub ids are fetched. Ends the process with status 1 and one line when something cannot be used."""
-    from mlx_tandem.server.keys import check_exposure
+    from mlx_tandem.server.checks import check
 
     caller = CALLERS[called_as]
     try:
         config = build(file, options, {**caller.defaults(), **(defaults or {})})
         server = config.server
-        check_exposure(server)
+        check(server)
         key = keys.read(server.api_key, server.api_key_file)
     except (SettingsError, TandemError) as e:
         fail(str(e))
@@ -50,11 +51,12 @@ def prepare(
         fail(f"there is no folder {config.adapter_root} for --adapter-root")
     if config.rl_training.enabled:
         _check_files(config)
-    sock = _bind(config)
+    sock = _bind(config.server)
     try:
         model = hub.find(config.engine.model.path, "model")
         adapters = tuple((name, str(hub.find(path, f"'{name}' adapter").folder)) for name, path in config.adapters)
     except hub.HubError as e:
+        sock.close()
         fail(str(e))
     names = (*server.served_model_names, *([model.id] if model.id else []))
     taken = {name for name, _ in (*config.adapters, *config.aliases)}
@@ -129,13 +131,15 @@ def _without_key(config: Config) -> dict[str, object]:
     return shown | {"server": msgspec.to_builtins(config.server) | {"api_key": "…" if config.server.api_key else ""}}
 
 
-def _bind(config: Config) -> socket.socket:
-    host, port = config.server.host, config.server.port
+def _bind(server: ServerConfig) -> socket.socket:
+    host, port = server.host, server.port
     from mlx_tandem.server.sockets import bind
 
     try:
-        return bind(host, port)
+        return bind(host, port, server.uds)
     except OSError as e:
+        if server.uds:
+            fail(f"the unix socket {server.uds} cannot be bound: {e.strerror or e}")
         if e.errno == errno.EADDRINUSE:
             fail(f"port {port} on {host} is in use; choose another with --port (0: any free one)")
         fail(f"{host}:{port} cannot be bound: {e.strerror or e}")
@@ -144,7 +148,7 @@ def _bind(config: Config) -> socket.socket:
 def _ready(front: Front, port: int, variable: str | None) -> str:
     """What is served, where, and one command that shows it. `variable` is where the key came from, if from one."""
     server = front.config.server
-    url = f"http://{_reachable(server.host)}:{port}"
+    where, url, curl = _address(server, port)
     info = front.client.check_ready()
     loaded = [entry.name for entry in front.models.registry.entries()]
     unread = sorted(name for name, _ in front.models.registry.unread())
@@ -152,12 +156,12 @@ def _ready(front: Front, port: int, variable: str | None) -> str:
     bearer = f"${variable}" if variable and not variable.endswith("_FILE") else "KEY"
     key = f' -H "Authorization: Bearer {bearer}"' if server.api_key else ""
     return (
-        f"\nReady: {url}\n"
+        f"\nReady: {where}\n"
         f"  model     {front.models.id} ({info.model_type}, {_count(info.parameters)} parameters, {info.dtype}"
         f"{', ' + info.quantization if info.quantization else ''}; {info.device})\n"
         f"  adapters  {adapters_line(loaded, unread, front.config.adapter_root)}\n"
         f"{_learning(front.config)}"
-        f"  try       curl {url}/v1/chat/completions \\\n"
+        f"  try       {curl} {url}/v1/chat/completions \\\n"
         f"              -H 'Content-Type: application/json'{key} \\\n"
         f'              -d \'{{"model": "{model}", "messages": [\n'
         f'                  {{"role": "user", "content": "{QUESTION if _is_demo(front) else "Hello!"}"}}]}}\'\n'
@@ -194,6 +198,15 @@ def _learning(config: Config) -> str:
 
 def _is_demo(front: Front) -> bool:
     return Path(__file__).parents[1] / "demo" in Path(front.config.engine.model.path).resolve().parents
+
+
+def _address(server: ServerConfig, port: int) -> tuple[str, str, str]:
+    """Where the server is, the URL of it, and the command that can use this URL."""
+    scheme = "https" if server.ssl_certfile else "http"
+    if server.uds:
+        return f"unix socket {server.uds}", f"{scheme}://localhost", f"curl --unix-socket {shlex.quote(server.uds)}"
+    url = f"{scheme}://{_reachable(server.host)}:{port}"
+    return url, url, "curl"
 
 
 def _reachable(host: str) -> str:

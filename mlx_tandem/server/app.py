@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from mlx_tandem import __version__
 from mlx_tandem.server.auth import Gate
 from mlx_tandem.server.body import BodyLimit, T, read_json
 from mlx_tandem.server.dialects import adapters, models, training
@@ -23,7 +24,10 @@ from mlx_tandem.server.front import Front
 from mlx_tandem.server.guard import Guard, error_handlers
 from mlx_tandem.server.health import cache_stats, debug_metrics, engine_metrics, health
 from mlx_tandem.server.keys import read_key
+from mlx_tandem.server.openapi import document
+from mlx_tandem.server.origins import Origins
 from mlx_tandem.server.replies import Plan, Reply
+from mlx_tandem.server.root_path import RootPath
 from mlx_tandem.server.stream_reply import StreamReply
 from mlx_tandem.server.whole_reply import WholeReply
 
@@ -35,10 +39,12 @@ def create_app(front: Front) -> Starlette:
     server = front.config.server
     app = Starlette(routes=_routes(front), exception_handlers=error_handlers(front))
     app.router.redirect_slashes = False
-    app.add_middleware(
-        Gate, key=read_key(server.api_key, server.api_key_file), server=server, errors=front.metrics.errors
-    )
-    app.add_middleware(Guard, on_error=lambda: front.metrics.errors.update(["internal_error"]))
+    app.add_middleware(Gate, key=read_key(server.api_key, server.api_key_file), server=server, metrics=front.metrics)
+    if server.root_path:
+        app.add_middleware(RootPath, prefix=server.root_path)
+    if server.allowed_origins:
+        app.add_middleware(Origins, origins=server.allowed_origins)
+    app.add_middleware(Guard, metrics=front.metrics)
     return app
 
 
@@ -175,6 +181,12 @@ def _routes(front: Front) -> list[Route]:
     async def get_live(request: Request) -> ASGIApp:
         return _json({"status": "ok"})
 
+    async def get_version(request: Request) -> ASGIApp:
+        return _json({"version": __version__})
+
+    async def get_openapi(request: Request) -> ASGIApp:
+        return Response(described, media_type="application/json")
+
     async def get_metrics(request: Request) -> ASGIApp:
         return Response(front.metrics.render(front), media_type="text/plain; version=0.0.4; charset=utf-8")
 
@@ -214,5 +226,14 @@ def _routes(front: Front) -> list[Route]:
         ("GET", "/readyz", get_ready),
         ("GET", "/livez", get_live),
         ("GET", "/metrics", get_metrics),
+        ("GET", "/version", get_version),
+        ("GET", "/openapi.json", get_openapi),
+        # For clients whose base URL has no /v1.
+        ("POST", "/chat/completions", chat_completions),
+        ("POST", "/completions", completions),
+        ("GET", "/models", list_models),
+        ("GET", "/models/{model:path}", get_model),
     ]
+    needs_key = bool(front.config.server.api_key or front.config.server.api_key_file)
+    described = dumps(document(((method, path) for method, path, _ in table), needs_key=needs_key))
     return [Route(path, endpoint, methods=[method]) for method, path, endpoint in table]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections import Counter
 from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -13,8 +12,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.errors import Forbidden, Unauthorized
 from mlx_tandem.server.body import refusal_headers
+from mlx_tandem.server.error_log import note
 from mlx_tandem.server.error_reply import ErrorReply
 from mlx_tandem.server.keys import is_loopback
+from mlx_tandem.server.metrics import Metrics
 
 PUBLIC = frozenset({"/health", "/livez", "/readyz"})
 """Paths that are answered without a key, to GET only; /health then tells nothing but its status."""
@@ -28,9 +29,9 @@ class Gate:
     `scope["key_shown"]` tells routes whether the caller brought the key or none is asked for.
     """
 
-    def __init__(self, app: ASGIApp, key: str, server: ServerConfig, errors: Counter[str]):
+    def __init__(self, app: ASGIApp, key: str, server: ServerConfig, metrics: Metrics):
         self._app = app
-        self._errors = errors
+        self._metrics = metrics
         self._digest = hashlib.sha256(key.encode()).digest() if key else None
         # Only a browser can be made to send a request with a foreign Host, and it cannot be made to bring the key.
         if server.allowed_hosts or (not key and is_loopback(server.host)):
@@ -44,18 +45,20 @@ class Gate:
             return
         hosts: list[bytes] = []
         credentials: list[bytes] = []
+        keys: list[bytes] = []
         for name, value in scope["headers"]:
             if name == b"host":
                 hosts.append(value)
             elif name == b"authorization":
                 credentials.append(value)
+            elif name == b"x-api-key":
+                keys.append(value)
         if self._hosts is not None and not (len(hosts) == 1 and self._is_ours(hosts[0])):
-            foreign = Forbidden("this Host is not served here; add it with --allowed-host", code="host_not_allowed")
-            await self._refuse(foreign, scope, receive, send)
+            await self._refuse(_foreign(hosts), scope, receive, send)
             return
-        shown = self._digest is None or (len(credentials) == 1 and self._opens(credentials[0], self._digest))
+        shown = self._digest is None or self._opens(credentials, keys, self._digest)
         if not shown and not (scope["method"] == "GET" and scope["path"] in PUBLIC):
-            error = Unauthorized("a valid API key is needed: Authorization: Bearer KEY")
+            error = Unauthorized("a valid API key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY")
             await self._refuse(error, scope, receive, send, (b"www-authenticate", b"Bearer"))
             return
         scope["key_shown"] = shown
@@ -64,14 +67,18 @@ class Gate:
     async def _refuse(
         self, error: Forbidden | Unauthorized, scope: Scope, receive: Receive, send: Send, *extra: tuple[bytes, bytes]
     ) -> None:
-        self._errors[str(error.code)] += 1
+        note(self._metrics, error, scope)
         await ErrorReply(error, [*refusal_headers(error, scope["headers"]), *extra])(scope, receive, send)
 
     @staticmethod
-    def _opens(credential: bytes, digest: bytes) -> bool:
-        scheme, _, key = credential.partition(b" ")
-        same = hmac.compare_digest(hashlib.sha256(key).digest(), digest)
-        return same and scheme.lower() == b"bearer"
+    def _opens(credentials: list[bytes], keys: list[bytes], digest: bytes) -> bool:
+        """Whether the one Authorization or the one X-Api-Key is right: a proxy may have put one beside the client's."""
+        shown = keys if len(keys) == 1 else []
+        if len(credentials) == 1:
+            scheme, _, key = credentials[0].partition(b" ")
+            if scheme.lower() == b"bearer":
+                shown = [*shown, key]
+        return any(hmac.compare_digest(hashlib.sha256(key).digest(), digest) for key in shown)
 
     def _takes_host(self, value: bytes) -> bool:
         found = _HOST.fullmatch(value.lower())
@@ -79,3 +86,15 @@ class Gate:
             return False
         name = found[1].decode()
         return is_loopback(name.strip("[]")) or name in self._hosts or found[0].decode() in self._hosts
+
+
+def _foreign(hosts: list[bytes]) -> Forbidden:
+    """Return the refusal of a request with these Host headers. It has what the client sent escaped and cut."""
+    code = "host_not_allowed"
+    if len(hosts) != 1:
+        return Forbidden(f"the request has {len(hosts) or 'no'} Host headers; one is needed", code=code)
+    shown = f"the Host {hosts[0][:100].decode('latin-1')!a}"
+    if (found := _HOST.fullmatch(hosts[0].lower())) is None:
+        return Forbidden(f"{shown} is not the name of a host", code=code)
+    option = f"--allowed-host {found[1].decode()}"
+    return Forbidden(f"{shown} is not served here; if it is this server's, start it with {option}", code=code)

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from mlx_tandem.errors import ReceiveTimeout, TandemError, TooLarge, UnsupportedMedia
+from mlx_tandem.errors import InvalidRequest, ReceiveTimeout, TandemError, TooLarge, UnsupportedMedia
 from mlx_tandem.server.decode import decode
 
 T = TypeVar("T")
@@ -43,7 +43,10 @@ async def read_json(request: Request, kind: type[T], limit: BodyLimit, *, plain:
             body = await _read(request, limit.size)
     except TimeoutError:
         raise ReceiveTimeout(f"the body did not come within {limit.seconds:g} s") from None
-    return decode(body or b"{}" if plain else body, kind)
+    if not body and not plain:
+        message = "the body is empty: send JSON, with a Content-Length header or Transfer-Encoding: chunked"
+        raise InvalidRequest(message, code="invalid_json")
+    return decode(body or b"{}", kind)
 
 
 async def _read(request: Request, limit: int) -> bytes:

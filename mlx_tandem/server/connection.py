@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import MutableMapping
 from typing import Any, Literal
 
 from uvicorn._types import ASGI3Application
@@ -15,8 +16,11 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.errors import InvalidRequest, ReceiveTimeout, TandemError, TooLarge
+from mlx_tandem.server.error_log import note
 from mlx_tandem.server.error_reply import error_body
 from mlx_tandem.server.log import log
+from mlx_tandem.server.metrics import Metrics
+from mlx_tandem.server.request_id import request_id
 
 MAX_HEAD = 65_536
 """Bytes of a request's head and its trailers."""
@@ -24,13 +28,24 @@ MAX_HEAD = 65_536
 MAX_AHEAD = 8
 """Requests sent ahead of their turn up to which more is read, so that a client that leaves is noticed behind them."""
 
+PROBE_SECONDS = 1.0
+"""Seconds between two probes of a client that has sent its last byte and waits for its answer."""
+
+MAX_ZEROS = 4
+"""Leading zeros that one chunk size may get from probes. Clients limit its digits, the strictest known ones to 16."""
+
 
 class Connection(HttpToolsProtocol):
     """Ends the connection of a client whose head or body does not come within `receive_seconds`, and of one that
-    takes nothing for `write_seconds`. A request that comes in one piece costs no timer."""
+    takes nothing for `write_seconds`. A request that comes in one piece costs no timer.
+
+    A request that came whole is answered whatever comes behind it. Behind the last answer that is due, what is not
+    HTTP gets its refusal and the connection ends.
+    """
 
     receive_seconds = 30.0
     write_seconds = 60.0
+    metrics = Metrics()
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -41,6 +56,10 @@ class Connection(HttpToolsProtocol):
         self._receiving: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._unsent = 0  # bytes at the last look
+        self._refusal: TandemError | None = None  # of what came behind the requests that are still to be answered
+        self._ended = False  # the client has sent its last byte
+        self._probing: asyncio.TimerHandle | None = None
+        self._zeros = 0  # written by probes
 
     # -- receiving ----------------------------------------------------------------------------------------------
 
@@ -49,12 +68,14 @@ class Connection(HttpToolsProtocol):
         self._await()
 
     def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return  # read on nevertheless, so that a client that leaves is noticed
         if self._part is None and (self.cycle is None or self.cycle.response_complete):
             self._part, self._head_bytes, self._held_bytes = "head", 0, 0
         before = self._part, self.cycle
         self._held_bytes += len(data)
         super().data_received(data)
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._refusal is not None:
             return
         if (self._part, self.cycle) != before:
             self._stop_waiting()
@@ -62,6 +83,32 @@ class Connection(HttpToolsProtocol):
             self._refuse_head()
         elif self._part is not None and self._receiving is None:
             self._await()
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the connection stays open, now that the client has sent its last byte: while answers are due.
+
+        A client that has closed its socket sends the same FIN as one that has only closed its sending half. TCP tells
+        them apart by what is sent to them: a closed socket answers with a reset, and the next write fails. So a client
+        that is gone is noticed at the second write, and `connection_lost` cancels its work; one that sends a reset
+        itself is noticed at once. The events of a stream are such writes. Besides them the client is probed every
+        PROBE_SECONDS with what is legal there and means nothing: before an answer with `100 Continue`, which HTTP/1.1
+        clients skip (RFC 9110, 15.2), and within a stream with a leading zero of the next chunk's size (RFC 9112, 7.1).
+
+        The end counts as the client's leaving where it cannot be probed: HTTP/1.0 has no interim responses (and nginx,
+        which speaks it to its upstreams, never closes one half), and TLS connections have no half to close.
+        """
+        if self._part == "body":
+            if self.cycle is self._running:
+                return False  # what is missing will never come
+            self.pipeline.popleft()
+        self._part = None
+        self._stop_waiting()
+        cycle = self._running
+        can_probe = cycle is not None and cycle.scope["http_version"] == "1.1" and self.scheme == "http"
+        self._ended = self._is_answering() and can_probe
+        if self._ended:
+            self._probe_later()
+        return self._ended
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -127,19 +174,63 @@ class Connection(HttpToolsProtocol):
         self._refuse(error)
 
     def _refuse(self, error: TandemError) -> None:
-        """Ends the connection, with an answer if no other one is due or begun."""
-        if self._may_answer():
-            body = error_body(error)
-            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
-            self.transport.write(STATUS_LINE[error.status] + head + body)
-        self._leave()
+        """Take nothing more from the client. It gets `error` when the requests before are answered, unless that would
+        be a second answer to the same request."""
+        self._stop_waiting()
+        if self._part == "body" and self.cycle is self._running:
+            if not self.cycle.response_started:
+                self._write_error(error, dict(self.cycle.scope))
+            self._leave()
+            self._close()
+            return
+        if self._part == "body":
+            self.pipeline.popleft()  # it will never be whole
+        self._part = None
+        self._refusal = error
+        self.flow.resume_reading()
+        self._finish()
+
+    def _finish(self) -> None:
+        """End the connection if the client sends nothing more that will be looked at and every answer has been sent."""
+        if self._is_answering() or not (self._ended or self._refusal is not None):
+            return
+        if self._refusal is not None:
+            self._write_error(self._refusal, {"client": self.client})
         self._close()
 
-    def _may_answer(self) -> bool:
-        cycle = self.cycle
-        if self._part == "body":
-            return cycle is self._running and not cycle.response_started
-        return cycle is None or cycle.response_complete
+    def _write_error(self, error: TandemError, scope: MutableMapping[str, Any]) -> None:
+        note(self.metrics, error, scope)
+        body = error_body(error)
+        head = (
+            f"content-type: application/json\r\nx-request-id: {request_id(scope)}\r\n"
+            f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+        )
+        self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
+
+    def _is_answering(self) -> bool:
+        return bool(self.pipeline) or (self._running is not None and not self._running.response_complete)
+
+    # -- a client that has sent its last byte ---------------------------------------------------------------------
+
+    def _probe_later(self) -> None:
+        self._probing = self.loop.call_later(PROBE_SECONDS, self._probe)
+
+    def _probe(self) -> None:
+        """Write what a client skips and a closed socket answers with a reset."""
+        cycle = self._running
+        if cycle is None or self.transport.is_closing():
+            return
+        if not cycle.response_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif cycle.chunked_encoding and self._zeros < MAX_ZEROS:
+            self.transport.write(b"0")
+            self._zeros += 1
+        self._probe_later()
+
+    def _stop_probing(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+            self._probing = None
 
     # -- answering ----------------------------------------------------------------------------------------------
 
@@ -151,6 +242,8 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._close()
+        else:
+            self._finish()
 
     def _leave(self) -> None:
         """Tells the application that its client is gone; what it still says is dropped."""
@@ -161,6 +254,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._stop_writing()
+        self._stop_probing()
         self._leave()
         super().connection_lost(exc)
 
@@ -202,7 +296,11 @@ class Connection(HttpToolsProtocol):
             self._writing = None
 
 
-def connection_class(server: ServerConfig) -> type[Connection]:
-    """uvicorn makes the connections and takes a class."""
-    limits = {"receive_seconds": server.receive_timeout_s, "write_seconds": server.write_timeout_s}
-    return type("Connection", (Connection,), limits)
+def connection_class(server: ServerConfig, metrics: Metrics | None = None) -> type[Connection]:
+    """Return the class that uvicorn makes the connections of; what they refuse themselves is counted in `metrics`."""
+    own = {
+        "receive_seconds": server.receive_timeout_s,
+        "write_seconds": server.write_timeout_s,
+        "metrics": metrics or Metrics(),
+    }
+    return type("Connection", (Connection,), own)

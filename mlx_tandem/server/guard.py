@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_tandem.errors import InvalidRequest, NotFound, TandemError
 from mlx_tandem.server.body import refusal_headers
+from mlx_tandem.server.error_log import note
 from mlx_tandem.server.error_reply import ErrorReply
 from mlx_tandem.server.front import Front
 from mlx_tandem.server.log import log_exception
+from mlx_tandem.server.metrics import Metrics
+from mlx_tandem.server.request_id import request_id
 
 Handler = Callable[[Request, Exception], Awaitable[Any]]
 
@@ -25,22 +28,27 @@ def error_handlers(front: Front) -> Mapping[Any, Handler]:
 
     async def on_tandem_error(request: Request, error: Exception) -> ASGIApp:
         assert isinstance(error, TandemError)
-        front.metrics.errors[str(error.code)] += 1
+        note(front.metrics, error, request.scope)
         extra = refusal_headers(error, request.scope["headers"])
         if front.client.state == "draining":
             extra = [(b"connection", b"close")]
-        return ErrorReply(error, [(b"x-request-id", _request_id()), *extra])
+        return ErrorReply(error, extra)
 
     async def on_http_exception(request: Request, error: Exception) -> ASGIApp:
         assert isinstance(error, HTTPException)
+        path = f"{request.url.path[:100]!a}"
+        extra = []
         if error.status_code == 404:
-            wrapped: TandemError = NotFound(f"there is no {request.method} {request.url.path[:100]!a}")
+            wrapped: TandemError = NotFound(f"there is no {request.method} {path}")
         else:
-            wrapped = InvalidRequest(str(error.detail), code="method_not_allowed")
+            methods = _methods(request)
+            wrapped = InvalidRequest(
+                f"{path} does not take {request.method}: send {_how(methods)}", code="method_not_allowed"
+            )
             wrapped.status = error.status_code
-        extra = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
-        front.metrics.errors[str(wrapped.code)] += 1
-        return ErrorReply(wrapped, [(b"x-request-id", _request_id()), *extra])
+            extra = [(b"allow", ", ".join(methods).encode())]
+        note(front.metrics, wrapped, request.scope)
+        return ErrorReply(wrapped, extra)
 
     return {TandemError: on_tandem_error, HTTPException: on_http_exception}
 
@@ -56,13 +64,28 @@ def header_value(value: bytes) -> bytes:
     return _NOT_IN_HEADERS.sub(lambda found: b"\\x%02x" % found[0][0], value)[:MOST_HEADER]
 
 
-class Guard:
-    """The last line: no answer has a header that was not meant, and what nobody expected becomes a 500 with a fixed
-    text and one log line that quotes nothing."""
+def _methods(request: Request) -> list[str]:
+    """Return the methods that the request's path takes, in the order of the alphabet."""
+    routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in routes for method in route.methods})
 
-    def __init__(self, app: ASGIApp, on_error: Callable[[], None]):
+
+def _how(methods: list[str]) -> str:
+    """Return what to send instead, in words."""
+    with_body = {"POST", "PUT"}
+    return " or ".join(f"{m} with a JSON body" if m in with_body else m for m in methods if m != "HEAD")
+
+
+class Guard:
+    """The last line: no reply has a header that was not meant, and what nobody expected becomes a 500 with a fixed text
+    and one log line that quotes nothing.
+
+    Every reply gets the request's id as its `X-Request-Id`.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics):
         self._app = app
-        self._on_error = on_error
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,10 +95,10 @@ class Guard:
 
         async def watched(message: Message) -> None:
             nonlocal started
-            started = True
-            if message["type"] == "http.response.start":
-                headers = [(name, header_value(value)) for name, value in message.get("headers", ())]
-                message = {**message, "headers": headers}
+            if not started:
+                started = True
+                headers = [*message.get("headers", ()), (b"x-request-id", request_id(scope).encode())]
+                message["headers"] = [(name, header_value(value)) for name, value in headers]
             await send(message)
 
         try:
@@ -83,13 +106,9 @@ class Guard:
         except ClientDisconnect:
             pass
         except Exception as e:
-            request = _request_id()
-            log_exception("request failed", e, request=request.decode(), method=scope["method"])
-            self._on_error()
+            name = request_id(scope)
+            log_exception("request failed", e, request=name, method=scope["method"])
+            error = TandemError(f"internal error; the log has more under {name}")
+            self._metrics.count_error(error, in_stream=started)
             if not started:
-                error = TandemError(f"internal error; the log has more under {request.decode()}")
-                await ErrorReply(error, [(b"x-request-id", request)])(scope, receive, send)
-
-
-def _request_id() -> bytes:
-    return b"req-" + secrets.token_hex(12).encode()
+                await ErrorReply(error)(scope, receive, watched)

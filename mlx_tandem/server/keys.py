@@ -53,7 +53,8 @@ def is_loopback(host: str) -> bool:
 
 def check_exposure(server: ServerConfig) -> None:
     """Raises InvalidRequest for an address that others reach while no key is asked for."""
-    if not (server.api_key or server.api_key_file or is_loopback(server.host)):
+    reached = not server.uds and not is_loopback(server.host)
+    if reached and not (server.api_key or server.api_key_file):
         raise InvalidRequest(
             f"{server.host} can be reached from other machines: set an API key, or bind 127.0.0.1", param="api_key"
         )

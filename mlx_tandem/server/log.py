@@ -94,4 +94,4 @@ def configure(level: int = logging.INFO, handler: logging.Handler | None = None)
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.propagate = False
-        logger.setLevel(level if name == "mlx_tandem" else logging.WARNING)
+        logger.setLevel(level if name == "mlx_tandem" else logging.ERROR)  # it warns of what we refuse

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mlx_tandem.engine.histogram import Histogram
+from mlx_tandem.errors import CODES, TandemError
 from mlx_tandem.server import vllm_metrics
 from mlx_tandem.server.vllm_metrics import ITL_BOUNDS, REQUESTS, SECONDS_BOUNDS, TTFT_BOUNDS
 from mlx_tandem.types import DiskStats, EngineStats
@@ -68,6 +69,7 @@ class Metrics:
         self.finished: Counter[tuple[str, str]] = Counter()  # choices by (model, reason)
         self.completed = 0  # requests of which every choice has come to its end
         self.errors: Counter[str] = Counter()  # by code
+        self.error_replies: Counter[tuple[int, str]] = Counter()  # (HTTP status, code)
         self.shutdown_clean = True  # until the drain cuts something off
         self.time_to_first_token = Histogram(TTFT_BOUNDS)
         self.inter_token = Histogram(ITL_BOUNDS)
@@ -114,6 +116,13 @@ class Metrics:
         for model, reason in [key for key in self.finished if key[0] not in known and key[0] != OTHER]:
             self.finished[OTHER, reason] += self.finished.pop((model, reason))
 
+    def count_error(self, error: TandemError, *, in_stream: bool = False) -> None:
+        """Count what a request ended with: an error reply, or the last event of a stream."""
+        code = error.code if error.code in CODES else "other"
+        self.errors[code] += 1
+        if not in_stream:
+            self.error_replies[error.status, code] += 1
+
     def render(self, front: Front) -> bytes:
         """The text of /metrics."""
         registry = CollectorRegistry(auto_describe=False)
@@ -143,6 +152,10 @@ class _Collector:
         for code, value in metrics.errors.items():
             errors.add_metric([code], value)
         yield errors
+        replies = CounterMetricFamily("tandem_error_replies", "HTTP error replies.", labels=["status", "code"])
+        for (status, code), value in sorted(metrics.error_replies.items()):
+            replies.add_metric([str(status), code], value)
+        yield replies
         refused = CounterMetricFamily("tandem_refused", "Requests not let in, by the setting.", labels=["reason"])
         for setting in ("max_concurrent_requests", "max_queue_size", "memory_pressure_threshold"):
             refused.add_metric([setting], front.admission.refused[setting])

@@ -7,6 +7,7 @@ nothing is being sent, too, and its request is cancelled in the engine at once.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ from mlx_tandem.server.collecting import Collect, Outcome, Recorder, Said
 from mlx_tandem.server.dialects.shapes import Details, LogprobShape, Shape, prompt_scores, usage
 from mlx_tandem.server.error_reply import JSON_TYPE
 from mlx_tandem.server.front import Front
+from mlx_tandem.server.log import log
 from mlx_tandem.server.models import Selection
+from mlx_tandem.server.request_id import request_id
 from mlx_tandem.text.output import ChoiceText, TextOptions
 from mlx_tandem.types import Delta, Request, SamplingParams, TokenLogprob
 
@@ -56,6 +59,7 @@ class Reply:
         self._front = front
         self._plan = plan
         self._id = plan.shape.id_prefix + secrets.token_hex(12)
+        self._request = self._id  # unless the client has one of its own
         self._created = int(time.time())
         self._model = front.models.label(plan.model.ref)
         self._prompt_tokens = sum(map(len, plan.prompts))
@@ -79,6 +83,7 @@ class Reply:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         front, plan = self._front, self._plan
+        self._request = request_id(scope, self._id)
         with front.admission.admitted(len(self._choices)):
             ids = front.client.next_ids(len(plan.prompts))
             params = plan.params
@@ -179,7 +184,7 @@ class Reply:
         return usage(self._prompt_tokens, self._completion_tokens(), sum(self._cached))
 
     def _headers(self, kind: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
-        return [kind, (b"x-request-id", self._id.encode()), (b"cache-control", b"no-cache")]
+        return [kind, (b"cache-control", b"no-cache")]
 
     async def _send_body(self, send: Send, body: bytes) -> None:
         """Send the whole reply, which is JSON."""
@@ -216,6 +221,17 @@ class Reply:
         metrics, name = self._front.metrics, self._name()
         tokens, seconds = self._completion_tokens(), time.monotonic() - self._began
         metrics.generation_tokens[name] += tokens
+        log(
+            "request ended",
+            logging.DEBUG,
+            request=self._request,
+            id=self._id,
+            model=self._model,
+            prompt_tokens=self._prompt_tokens,
+            tokens=tokens,
+            seconds=round(seconds, 3),
+            finish=[choice.finish for choice in self._choices],
+        )
         metrics.end_to_end.observe(seconds)
         for choice in self._choices:
             metrics.finished[name, choice.finish or ("abort" if self._gone else "error")] += 1

@@ -18,9 +18,9 @@ from mlx_tandem.engine.process import Launch, process_launch
 from mlx_tandem.errors import ModelError, TandemError
 from mlx_tandem.server import log as logs
 from mlx_tandem.server.app import create_app
+from mlx_tandem.server.checks import check
 from mlx_tandem.server.connection import connection_class
 from mlx_tandem.server.front import Front
-from mlx_tandem.server.keys import check_exposure
 from mlx_tandem.server.sockets import allow_many_connections, bind
 
 EX_SOFTWARE = 70
@@ -37,12 +37,12 @@ def run(
     log_level: int = logging.INFO,
     start_up: logging.Handler | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT; the exit status.
+    """Serve until SIGTERM or SIGINT; return the exit status.
 
-    The port answers from the start: /health says 503 while the model loads. `on_ready` is called once with the
-    port, when requests are taken; until then `start_up` takes the events in place of the log. Raises ModelError for a
-    model or an adapter folder that cannot be loaded, OSError for a port in use and InvalidRequest for other settings
-    that cannot be served with.
+    The port answers from the start: /health says 503 while the model loads. `on_ready` is called once with the port (0
+    for a unix socket), when requests are taken; until then `start_up` takes the events in place of the log. Raises
+    ModelError for a model or an adapter folder that cannot be loaded, OSError for a port in use and InvalidRequest for
+    other settings that cannot be served with.
     """
 
     def ready(front: Front, port: int) -> None:
@@ -50,10 +50,10 @@ def run(
         if on_ready is not None:
             on_ready(front, port)
 
-    check_exposure(config.server)
+    check(config.server)
     logs.configure(log_level, start_up)
     allow_many_connections()
-    sock = sock or bind(config.server.host, config.server.port)
+    sock = sock or bind(config.server.host, config.server.port, config.server.uds)
     try:
         front = Front(config, launch or process_launch(config.engine), on_progress=on_progress)
         server = Server(front, sock, ready)
@@ -68,13 +68,17 @@ def run(
 
 
 class Server(uvicorn.Server):
-    """uvicorn with a drain of ours: streams get their end or a typed error before any connection is closed."""
+    """uvicorn with a drain of ours: streams get their end or a typed error before any connection is closed.
+
+    New connections are accepted until then, too: probes are answered, and new work is refused with 503.
+    """
 
     def __init__(self, front: Front, sock: socket.socket, on_ready: Callable[[Front, int], None]):
+        server = front.config.server
         super().__init__(
             UvicornConfig(
                 create_app(front),
-                http=connection_class(front.config.server),
+                http=connection_class(server, front.metrics),
                 loop="uvloop",
                 ws="none",
                 lifespan="off",
@@ -83,12 +87,14 @@ class Server(uvicorn.Server):
                 server_header=False,
                 date_header=True,
                 proxy_headers=False,
+                ssl_certfile=server.ssl_certfile or None,
+                ssl_keyfile=server.ssl_keyfile or None,
                 timeout_keep_alive=75,
                 timeout_graceful_shutdown=2,
             )
         )
         self._front = front
-        self._port = sock.getsockname()[1]
+        self._port = 0 if server.uds else sock.getsockname()[1]
         self._on_ready = on_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
@@ -137,8 +143,6 @@ class Server(uvicorn.Server):
         front = self._front
         logs.log("draining", open_requests=front.admission.open_requests)
         front.client.begin_drain()
-        for server in getattr(self, "servers", ()):  # none before the start is through
-            server.close()
         try:
             async with asyncio.timeout(front.config.server.drain_seconds):
                 await front.admission.idle()

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
+import os
 import resource
 import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+BACKLOG = 2048
 
 OPEN_FILES = 65_536
 """Open files that the front asks for: one for each connection. macOS gives a process 256 unless it asks."""
@@ -15,22 +21,68 @@ def allow_many_connections() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     while soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             return
         wanted //= 2  # macOS has a limit of its own (kern.maxfilesperproc) below an unlimited hard one
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A listening socket, before anything expensive starts. Raises OSError when the address is taken."""
+def bind(host: str, port: int, uds: str = "") -> socket.socket:
+    """Return a listening socket, on the path `uds` if there is one, before anything expensive starts. Raises OSError
+    when the address or the path is taken."""
+    if uds:
+        return UnixListener(uds)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind((host, port))
-        sock.listen(2048)
+        sock.listen(BACKLOG)
     except BaseException:
         sock.close()
         raise
     sock.setblocking(False)
     return sock
+
+
+class UnixListener(socket.socket):
+    """A listening unix socket that only its owner can connect to. Closing it removes its file."""
+
+    def __init__(self, path: str):
+        """Raises OSError when something else than the socket of a server that has ended is at `path`."""
+        super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._path = Path(path)
+        self._made: os.stat_result | None = None
+        try:
+            _remove_stale(self._path)
+            self.bind(path)
+            self._made = self._path.lstat()
+            self._path.chmod(0o600)  # nobody can connect before `listen`
+            self.listen(BACKLOG)
+        except BaseException:
+            self.close()
+            raise
+        self.setblocking(False)
+
+    def close(self) -> None:
+        made, self._made = self._made, None
+        if made is not None:
+            with suppress(OSError):
+                if os.path.samestat(made, self._path.lstat()):  # else another server has put its own there
+                    self._path.unlink()
+        super().close()
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the socket that a server has left at `path`. Raises OSError unless nobody listens on it."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(found.st_mode):
+        raise OSError(errno.EEXIST, "the file exists and is not a socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)  # a full backlog makes others wait
+        if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
+            raise OSError(errno.EADDRINUSE, "a server listens on it")
+    path.unlink()

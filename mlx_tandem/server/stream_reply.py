@@ -54,9 +54,9 @@ class StreamReply(Reply):
             if not started:
                 raise
             if not isinstance(e, TandemError):
-                log_exception("a stream failed", e, request=self._id)
-                e = EngineError(f"internal error in request {self._id}", code="internal_error")
-            self._front.metrics.errors[str(e.code)] += 1
+                log_exception("a stream failed", e, request=self._request)
+                e = EngineError(f"internal error in request {self._request}", code="internal_error")
+            self._front.metrics.count_error(e, in_stream=True)
             await send({"type": "http.response.body", "body": b"data: " + error_body(e) + b"\n\n"})
             return
         tail = events.outcomes(outcomes) if outcomes else b""

@@ -29,7 +29,7 @@ from tests.serving import ROOT, RunningServer, demo_config, serving
 KEY = "sk-canary-51c0ffee"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 REFUSED = {
-    "message": "a valid API key is needed: Authorization: Bearer KEY",
+    "message": "a valid API key is needed: Authorization: Bearer KEY, or X-Api-Key: KEY",
     "type": "authentication_error",
     "param": None,
     "code": "invalid_api_key",
@@ -108,7 +108,8 @@ def test_the_key_opens(guarded, value):
         [(b"authorization", b"Bearer wrong"), (b"authorization", b"Bearer " + KEY.encode())],
         [(b"authorization", b"Bearer " + KEY.encode() + b", Bearer " + KEY.encode())],
         [(b"proxy-authorization", b"Bearer " + KEY.encode())],
-        [(b"x-api-key", KEY.encode())],
+        [(b"x-api-key", b"Bearer " + KEY.encode())],
+        [(b"x-api-key", KEY.encode())] * 2,
         [(b"cookie", b"authorization=Bearer " + KEY.encode())],
     ],
 )

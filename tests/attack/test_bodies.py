@@ -8,6 +8,7 @@ import json
 import socket
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 JSON = {"content-type": "application/json"}
 GOOD = b'{"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}'
@@ -118,6 +119,18 @@ def exchange(server, request: bytes) -> bytes:
         return answer
 
 
+def exchange_all(server, request: bytes) -> bytes:
+    """Raw bytes out and no more, then what comes back until the server closes."""
+    host, port = server.url.removeprefix("http://").split(":")
+    answer = b""
+    with socket.create_connection((host, int(port)), timeout=60) as sock:
+        sock.sendall(request)
+        sock.shutdown(socket.SHUT_WR)
+        while data := sock.recv(65536):
+            answer += data
+    return answer
+
+
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
 
@@ -147,11 +160,51 @@ def test_broken_heads(server, headers):
     assert answer == b"" or answer.split(b" ")[1] in (b"400", b"431")
 
 
-def test_a_client_that_gives_up_in_the_middle_of_its_body(server):
+def errors_of(server) -> dict[str, float]:
+    families = text_string_to_metric_families(server.client.get("/metrics").text)
+    return {s.labels["code"]: s.value for f in families for s in f.samples if s.name == "tandem_errors_total"}
+
+
+@pytest.mark.parametrize(
+    "framing", [b"Content-Length: 1000\r\n\r\n" + GOOD, b"Transfer-Encoding: chunked\r\n\r\n9\r\n{"]
+)
+def test_a_client_that_gives_up_in_the_middle_of_its_body(server, framing):
+    """Its connection ends without waiting for the rest, nothing is answered, and nothing counts as a failure."""
+    before = errors_of(server)
     host, port = server.url.removeprefix("http://").split(":")
     for _ in range(5):
-        with socket.create_connection((host, int(port))) as sock:
-            sock.sendall(HEAD + b"Content-Length: 1000\r\n\r\n" + GOOD)
+        with socket.create_connection((host, int(port)), timeout=20) as sock:  # less than a body may take to come
+            sock.sendall(HEAD + framing)
+            sock.shutdown(socket.SHUT_WR)
+            assert sock.recv(65536) == b""
+    assert errors_of(server) == before
+
+
+def test_a_post_without_a_length_is_told_so(server):
+    """Without a length there is no body (RFC 9112, 6.3), so what follows the head is no part of the request."""
+    for body in (b"", GOOD):
+        first, _, rest = exchange_all(server, HEAD + b"\r\n" + body).partition(b"}}")
+        assert first.startswith(b"HTTP/1.1 400")
+        assert b"Content-Length" in first
+        assert rest.startswith(b"HTTP/1.1 400") is bool(body)
+
+
+def test_a_request_before_garbage_is_answered(server):
+    get = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    post = HEAD + b"Content-Length: %d\r\n\r\n" % len(GOOD) + GOOD
+    for valid in (get, post, get + post):
+        answer = exchange_all(server, valid + b"garbage\r\n\r\n")
+        assert [part[:3] for part in answer.split(b"HTTP/1.1 ")[1:]] == [b"200"] * valid.count(b"HTTP/1.1") + [b"400"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_post_and_then_the_end_is_answered_wholly(server, stream):
+    body = json.dumps(json.loads(GOOD) | {"stream": stream, "max_tokens": 300, "temperature": 0}).encode()
+    request = HEAD + b"Content-Length: %d\r\n\r\n" % len(body) + body
+    answer = exchange_all(server, request)
+    assert b"HTTP/1.1 200" in answer
+    assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}}")
+    assert b'"finish_reason":"stop"' in answer
 
 
 def test_pipelined_requests_are_answered_in_order(server):

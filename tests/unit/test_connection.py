@@ -7,13 +7,16 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 
+import httptools
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from mlx_tandem.config import ServerConfig
-from mlx_tandem.server.connection import MAX_HEAD, Connection, connection_class
+from mlx_tandem.server.connection import MAX_HEAD, MAX_ZEROS, PROBE_SECONDS, Connection, connection_class
 
 POST = b"POST / HTTP/1.1\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
@@ -70,6 +73,10 @@ class Client:
         while data := await self.receive():
             answer += data
         return answer
+
+    def end(self) -> None:
+        """Send nothing more, and go on receiving."""
+        self._sock.shutdown(socket.SHUT_WR)
 
     def leave(self) -> None:
         self._sock.close()
@@ -266,30 +273,207 @@ def test_who_leaves_with_requests_ahead_is_noticed(together):
             while not client.connection.pipeline:
                 await asyncio.sleep(0)
             client.leave()
-            for _ in range(1000):
-                await asyncio.sleep(0)
-            assert app.left.is_set()
+            await until_probed(loop, client)
+            await app.left.wait()
             assert app.runs == 1
 
     run()
 
 
 @pytest.mark.parametrize(
-    "sent", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\na: " + b"b" * 10 * MAX_HEAD], ids=["nonsense", "long"]
+    ("sent", "status"),
+    [(b"nonsense\r\n\r\n", 400), (b"GET / HTTP/1.1\r\na: " + b"b" * 10 * MAX_HEAD, 431)],
+    ids=["nonsense", "long"],
 )
-def test_a_refusal_is_not_written_into_an_answer(sent):
+def test_a_refusal_comes_behind_the_answer_that_is_due(sent, status):
     @on_clock
     async def run(loop):
-        app = Endless(begins=True)
+        app = Held()
         async with connected(loop, app) as client:
             await client.send(GET)
-            begun = await client.until(b"begun\r\n")
+            await client.until(b"begun\r\n")
             await client.send(sent)
-            assert await client.rest() == b""
-            assert begun.count(b"HTTP/1.1") == 1
-            assert app.left.is_set()
+            app.go.set()
+            rest = await client.rest()
+            assert rest.startswith(b"5\r\nended\r\n0\r\n\r\nHTTP/1.1 %d" % status)
+            assert rest.count(b"HTTP/1.1") == 1
 
     run()
+
+
+@on_clock
+async def test_who_leaves_behind_nonsense_is_noticed(loop):
+    app = Endless(begins=True)
+    async with connected(loop, app) as client:
+        await client.send(GET + b"nonsense\r\n\r\n")
+        await client.until(b"begun\r\n")
+        client.leave()
+        await until_probed(loop, client)
+        await app.left.wait()
+
+
+BODY = POST + b"Content-Length: 3\r\n\r\nabc"
+WHOLE = {GET: b"00000", BODY: b"00003", CHUNKED + b"\r\n": b"00001", POST + b"\r\n": b"00000"}
+"""Requests and what `echo` answers."""
+
+BEHIND = [b"nonsense\r\n\r\n", b"\x00", b"{}", b"GET / HTTP/9.9\r\n\r\n", CHUNKED[:-3] + b"nonsense\r\n"]
+"""What is no request, behind requests."""
+
+
+@given(st.lists(st.sampled_from(list(WHOLE)), min_size=1, max_size=6), st.sampled_from(BEHIND), st.data())
+def test_requests_before_nonsense_are_answered(requests, behind, data):
+    """However what is sent is cut into pieces."""
+    sent = b"".join(requests) + behind
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=4)))
+
+    @on_clock
+    async def run(loop):
+        async with connected(loop, echo) as client:
+            for begin, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
+                await client.send(sent[begin:end])
+                for _ in range(3):
+                    await asyncio.sleep(0)
+            answers = (await client.rest()).split(b"HTTP/1.1 ")[1:]
+            assert [a[:3] for a in answers] == [b"200"] * len(requests) + [b"400"]
+            assert [a[-5:] for a in answers[:-1]] == [WHOLE[r] for r in requests]
+
+    run()
+
+
+# -- clients that send nothing more ------------------------------------------------------------------------------------
+
+
+class Held:
+    """An application that begins an answer if it should and ends it when it is told to."""
+
+    def __init__(self, *, begins: bool = True):
+        self._begins = begins
+        self.go = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": 200, "headers": []}
+        if self._begins:
+            await send(start)
+            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        await self.go.wait()
+        if not self._begins:
+            await send(start)
+        await send({"type": "http.response.body", "body": b"ended"})
+
+
+async def until_probed(loop: Clock, client: Client) -> None:
+    """Moves the clock until the connection has been lost, or a client that is there has been probed often."""
+    for _ in range(10):
+        for _ in range(10):
+            await asyncio.sleep(0)
+        loop.now += PROBE_SECONDS
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class Answers:
+    """A client's parser, as strict as most: what it makes of the bytes that it receives."""
+
+    def __init__(self, received: bytes):
+        self.bodies: list[bytes] = []
+        self.statuses: list[int] = []
+        parser = httptools.HttpResponseParser(self)
+        self._parser = parser
+        parser.feed_data(received)
+
+    def on_headers_complete(self) -> None:
+        self.statuses.append(self._parser.get_status_code())
+        self.bodies.append(b"")
+
+    def on_body(self, body: bytes) -> None:
+        self.bodies[-1] += body
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("request_", list(WHOLE), ids=range(len(WHOLE)))
+def test_who_sends_nothing_more_gets_the_whole_answer(request_, begins):
+    @on_clock
+    async def run(loop):
+        app = Held(begins=begins)
+        async with connected(loop, app) as client:
+            await client.send(request_)
+            client.end()
+            await until_probed(loop, client)
+            app.go.set()
+            answers = Answers(await client.rest())
+            assert [s for s in answers.statuses if s != 100] == [200]
+            assert answers.bodies[-1] == (b"begunended" if begins else b"ended")
+
+    run()
+
+
+@on_clock
+async def test_an_answer_that_comes_soon_has_nothing_before_it(loop):
+    async with connected(loop, echo) as client:
+        await client.send(GET * 3)
+        client.end()
+        answer = await client.rest()
+        assert answer.count(b"HTTP/1.1 200") == 3
+        assert answer.count(b"HTTP/1.1") == 3
+
+
+@on_clock
+async def test_probes_do_not_make_a_chunk_size_too_long(loop):
+    app = Held()
+    async with connected(loop, app) as client:
+        await client.send(GET)
+        client.end()
+        await client.until(b"begun\r\n")
+        for _ in range(5):
+            await until_probed(loop, client)
+        app.go.set()
+        assert await client.rest() == b"0" * MAX_ZEROS + b"5\r\nended\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("begins", [True, False])
+@pytest.mark.parametrize("together", [True, False])
+def test_who_is_gone_is_noticed(begins, together):
+    """The end of what it sends is the same as that of a client which still receives."""
+
+    @on_clock
+    async def run(loop):
+        app = Endless(begins=begins)
+        async with connected(loop, app) as client:
+            await client.send(GET)
+            if not together:
+                while not app.runs:
+                    await asyncio.sleep(0)
+            client.leave()
+            await until_probed(loop, client)
+            await app.left.wait()
+
+    run()
+
+
+@pytest.mark.parametrize("sent", [POST + b"Content-Length: 9\r\n\r\nabc", CHUNKED[:-3], GET + BODY[:-1]])
+def test_half_a_body_is_no_request(sent):
+    """Its client can get no answer to it, and what waits for the rest of it is told."""
+
+    @on_clock
+    async def run(loop):
+        async with connected(loop, echo) as client:
+            await client.send(sent)
+            client.end()
+            assert (await client.rest()).count(b"HTTP/1.1 200") == sent.count(b"GET")
+            while client.connection.tasks:
+                await asyncio.sleep(0)
+
+    run()
+
+
+@on_clock
+async def test_the_end_of_an_http_1_0_client_is_its_leaving(loop):
+    app = Endless(begins=False)
+    async with connected(loop, app) as client:
+        await client.send(b"GET / HTTP/1.0\r\n\r\n")
+        client.end()
+        assert await client.rest() == b""
+        await app.left.wait()
 
 
 @on_clock

@@ -1,0 +1,59 @@
+"""Settings of the server that cannot be served with are refused before anything is bound. No web framework."""
+
+from __future__ import annotations
+
+import re
+import ssl
+
+from mlx_tandem.config import ServerConfig
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.server.keys import check_exposure
+
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]{1,255}")
+"""What browsers send as `Origin`: scheme, host and, where it is not the scheme's own, port, all in lower case."""
+
+ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+
+
+def check(server: ServerConfig) -> None:
+    """Raise InvalidRequest, which names the setting."""
+    check_exposure(server)
+    _check_certificate(server)
+    _check_origins(server.allowed_origins)
+    _check_root_path(server.root_path)
+
+
+def _check_origins(origins: tuple[str, ...]) -> None:
+    """Raise InvalidRequest for what no browser sends as its `Origin`, so that no page could ever have it."""
+    for origin in origins:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            message = f"allowed_origins has {origin!a}: an origin is scheme://host or scheme://host:port, or * for all"
+            raise InvalidRequest(message, param="allowed_origins")
+
+
+def _check_root_path(path: str) -> None:
+    """Raise InvalidRequest unless `path` is empty or like /tandem or /a/b."""
+    if not ROOT_PATH.fullmatch(path):
+        message = f"root_path is {path!a}: it begins with / and does not end with it, such as /tandem"
+        raise InvalidRequest(message, param="root_path")
+
+
+def _check_certificate(server: ServerConfig) -> None:
+    """Raise InvalidRequest for a certificate or key that cannot be served with. Nobody is asked for a passphrase."""
+    certificate, key = server.ssl_certfile, server.ssl_keyfile
+    if key and not certificate:
+        raise InvalidRequest("ssl_keyfile is given without ssl_certfile", param="ssl_certfile")
+    if not certificate:
+        return
+    files = f"{certificate} and {key}" if key else certificate
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key or None, _no_passphrase)
+    except ssl.SSLError as e:
+        why = (e.reason or "not PEM").lower().replace("_", " ")
+        raise InvalidRequest(f"{files} cannot be used for TLS: {why}", param="ssl_certfile") from None
+    except OSError as e:
+        raise InvalidRequest(f"{files} cannot be read: {e.strerror}", param="ssl_certfile") from None
+
+
+def _no_passphrase() -> str:
+    raise InvalidRequest("ssl_keyfile is encrypted: give a key without a passphrase", param="ssl_keyfile")

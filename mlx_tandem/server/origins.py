@@ -1,0 +1,35 @@
+"""Which web pages may use the server from a browser (CORS)."""
+
+from __future__ import annotations
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class Origins(CORSMiddleware):
+    """Tells browsers that pages of `origins` may use the server and read its replies, `X-Request-Id` among them.
+
+    It stands before the key: a preflight (OPTIONS) carries none. Cookies are not used here, so none are allowed. A
+    preflight that is not granted is passed on, and is refused like any other OPTIONS.
+    """
+
+    def __init__(self, app: ASGIApp, origins: tuple[str, ...]):
+        super().__init__(
+            app,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            allow_private_network=True,  # of a page in the internet that asks a server in the user's own network
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] == "OPTIONS" and not self._grants(Headers(scope=scope)):
+            await self.app(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+    def _grants(self, head: Headers) -> bool:
+        method = head.get("access-control-request-method")
+        return self.is_allowed_origin(head.get("origin", "")) and method in self.allow_methods

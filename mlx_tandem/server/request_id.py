@@ -1,0 +1,23 @@
+"""The id of a request: the client's `X-Request-Id`, or one of ours. Its reply and lines of the log carry it."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, MutableMapping
+from typing import Any
+
+from mlx_tandem import limits
+
+
+def given_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the client's own id; empty if there is none, more than one, or one that is not fit to be repeated."""
+    values = [value for name, value in headers if name == b"x-request-id"]
+    text = values[0].decode("latin-1") if len(values) == 1 else ""
+    return text if limits.REQUEST_ID.fullmatch(text) else ""
+
+
+def request_id(scope: MutableMapping[str, Any], ours: str = "") -> str:
+    """Return the id of the request, which is the same at each call: the client's, else `ours`, else a new one."""
+    found: str = scope.get("request_id") or given_id(scope.get("headers", ())) or ours or f"req-{secrets.token_hex(12)}"
+    scope["request_id"] = found
+    return found

@@ -1,0 +1,89 @@
+"""Requests that are wrong by the server's own OpenAPI document: another project's tool makes and judges them."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from starlette.routing import Route
+
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.server import app as module
+from mlx_tandem.server.app import create_app
+from mlx_tandem.server.front import Front
+from mlx_tandem.server.openapi import BODIES
+from tests.api.scripted import scripted_server
+from tests.serving import RunningServer, demo_config, serving
+
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",  # no status that the document does not have
+    "content_type_conformance",
+    "response_schema_conformance",  # every error in the one shape
+    "negative_data_rejection",
+    "unsupported_method",
+    "allow_header_conformance",
+)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    """One of its own: what is sent to it may load and remove adapters."""
+    with serving(demo_config()) as running:
+        yield running
+
+
+def routes() -> list[tuple[str, str]]:
+    def launch() -> object:
+        raise AssertionError("nothing is started here")
+
+    found = create_app(Front(demo_config(), launch)).routes  # type: ignore[arg-type]
+    return [(m, r.path) for r in found if isinstance(r, Route) for m in r.methods or () if m != "HEAD"]
+
+
+def test_every_route_is_described(server: RunningServer) -> None:
+    reply = server.client.get("/openapi.json")
+    assert reply.headers["content-type"] == "application/json"
+    described = reply.json()
+    operations = {(m.upper(), path) for path, item in described["paths"].items() for m in item}
+    assert operations == {(m, path.replace(":path", "")) for m, path in routes()}
+    names = [operation["operationId"] for item in described["paths"].values() for operation in item.values()]
+    assert len(names) == len(set(names))
+
+
+def test_the_document_names_the_bodies_that_routes_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: dict[str, object] = {}
+
+    async def record(request, kind, limit, *, plain=False):  # type: ignore[no-untyped-def]
+        read[request.scope["route"].path] = kind
+        raise InvalidRequest("recorded")
+
+    monkeypatch.setattr(module, "read_json", record)
+    with scripted_server() as (client, _, _):
+        for method, path in routes():
+            if method in ("POST", "PUT"):
+                client.request(method, path.replace("{name}", "x"))
+    assert read == BODIES
+
+
+@pytest.mark.slow
+def test_wrong_requests_are_refused_in_the_one_shape(server: RunningServer, tmp_path: Path) -> None:
+    pytest.importorskip("schemathesis")
+    tool = [str(Path(sys.executable).parent / "st"), "run", f"{server.url}/openapi.json", "--no-color"]
+    data = ["--mode", "negative", "--generation-allow-x00", "true", "--generation-database", "none", "--seed", "19"]
+    effort = ["--phases", "coverage,fuzzing,stateful", "--max-examples", "12", "--no-shrink", "--warnings", "off"]
+    done = subprocess.run(
+        [*tool, *data, *effort, "--suppress-health-check", "all", "--checks", ",".join(CHECKS)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=170,  # a hang
+    )
+    cases = re.search(r"(\d+) generated", done.stdout)
+    assert cases is not None and int(cases[1]) > 1000
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
