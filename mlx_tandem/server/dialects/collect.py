@@ -66,6 +66,8 @@ def collect_fields(
         )
     if keep:
         limits.check("example_temperature", params.temperature, "temperature")  # greedy choices have no logprobs
+        if params.greedy:
+            raise InvalidRequest("top_p must be over 0 where trajectories are collected", param="top_p")
         if learning.version_of(model.ref) is None:
             raise InvalidRequest(
                 f"trajectories are collected of {front.config.rl_training.adapter} and of the base", param=field
