@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from mlx_tandem.server.auth import Gate
 from mlx_tandem.server.body import BodyLimit, T, read_json
 from mlx_tandem.server.dialects import adapters, models, training
+from mlx_tandem.server.dialects.accept import selection
 from mlx_tandem.server.dialects.openai import ChatBody, CompletionBody
 from mlx_tandem.server.dialects.plans import plan_chat, plan_completion
 from mlx_tandem.server.dialects.shapes import dumps
@@ -55,6 +56,7 @@ def _reply(front: Front, plan: Plan) -> Reply:
 
 def _routes(front: Front) -> list[Route]:
     limit = BodyLimit(front.config.server.max_request_bytes, front.config.server.receive_timeout_s)
+    of_chats, of_completions = selection("chat"), selection("completions")
 
     async def body(request: Request, kind: type[T]) -> T:
         """The body, once it is known that somebody can do something with it."""
@@ -68,11 +70,12 @@ def _routes(front: Front) -> list[Route]:
 
     async def chat_completions(request: Request) -> ASGIApp:
         front.check_open()
-        return _reply(front, await plan_chat(front, await read_json(request, ChatBody, limit)))
+        return _reply(front, await plan_chat(front, await read_json(request, ChatBody, limit, select=of_chats)))
 
     async def completions(request: Request) -> ASGIApp:
         front.check_open()
-        return _reply(front, await plan_completion(front, await read_json(request, CompletionBody, limit)))
+        given = await read_json(request, CompletionBody, limit, select=of_completions)
+        return _reply(front, await plan_completion(front, given))
 
     async def post_tokenize(request: Request) -> ASGIApp:
         return _json(await tokenize(front, await body(request, TokenizeBody)))

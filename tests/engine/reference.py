@@ -59,9 +59,9 @@ def next_token(
     vocab: int,
     banned: Iterable[int] = (),
 ) -> int:
-    """The token after `context` (the cells that are seen), none of `banned` and one of those that are allowed. Greedy: of
-    the context alone; else also of seed, choice and position; with a penalty also of how often each token was met in
-    what it counts (`history`: the prompt and the output so far)."""
+    """The token after `context` (the cells that are seen), none of `banned` and one of those that are allowed. Greedy:
+    of the context alone; else also of seed, choice and position; with a penalty also of how often each token was met
+    in what it counts (`history`: the prompt and the output so far)."""
     key: tuple[object, ...] = (tuple(context),)
     if not params.greedy:
         key += (params.seed, choice, len(history), params.top_k, params.xtc_probability)
