@@ -2,7 +2,7 @@
 # make serve     the server with the built-in model and its adapters (ARGS="…" are passed on to `tandem serve`)
 # make test      all tests, on all cores (ARGS="…" are passed on to pytest), with the clients that they try installed
 # make check     format, lint, types, import rules, the map of the modules
-# make format    rewrite the sources in the project's format, and the map of modules
+# make format    rewrite the sources in the project's format, the map of modules and the table of parameters
 # make lock      renew locks/ from pyproject.toml
 # make bench     all benchmarks into benchmarks/results, then the figures of README and docs; VLLM_MLX=path adds that peer
 # make figures   the figures of README and docs from benchmarks/results
@@ -46,6 +46,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/python scripts/module_map.py
+	$(BIN)/python scripts/parameter_table.py
 
 lock: $(STAMP)
 	@scripts/lock.sh $(or $(wildcard $(BIN)/uv),uv)

@@ -110,6 +110,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     default_max_tokens: int = 512
     max_prompt_tokens: int = 0  # 0: what fits
     max_generation_tokens: int = 0  # upper bound of max_tokens; 0: what fits
+    max_n: int = 16  # choices of one prompt
     max_request_bytes: int = 1_048_576
     max_queue_size: int = 1024  # choices that may wait beside those that the batch has room for
     max_concurrent_requests: int = 0  # 0: no limit of its own

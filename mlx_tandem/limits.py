@@ -28,24 +28,33 @@ class Range:
     high: float
     integer: bool = False
 
+    def __str__(self) -> str:
+        """Return both bounds in words; those without a fraction as whole numbers, in all their digits."""
+        low, high = (str(int(b)) if b == int(b) else f"{b:g}" for b in (self.low, self.high))
+        return f"between {low} and {high}"
+
 
 PARAMETERS: dict[str, Range] = {
     "max_tokens": Range(1, 1_048_576, integer=True),
     "max_completion_tokens": Range(1, 1_048_576, integer=True),
     "temperature": Range(0.0, 2.0),
-    "top_p": Range(1e-6, 1.0),
+    "top_p": Range(0.0, 1.0),  # 0: the likeliest token
     "top_k": Range(-1, 1_048_576, integer=True),  # -1 and 0: off
     "min_p": Range(0.0, 1.0),
     "repetition_penalty": Range(0.01, 10.0),
+    "repetition_context_size": Range(0, 1_048_576, integer=True),  # 0: every token
     "presence_penalty": Range(-2.0, 2.0),
     "frequency_penalty": Range(-2.0, 2.0),
+    "xtc_probability": Range(0.0, 1.0),
+    "xtc_threshold": Range(0.0, 1.0),
     "seed": Range(-(2**63), 2**63 - 1, integer=True),
-    "n": Range(1, 16, integer=True),
+    "n": Range(1, 128, integer=True),  # the server's own limit is server.max_n
     "logprobs": Range(0, 20, integer=True),
     "top_logprobs": Range(0, 20, integer=True),
     "logit_bias": Range(-100.0, 100.0),
     "min_tokens": Range(0, 1_048_576, integer=True),
     "prompt_logprobs": Range(0, 20, integer=True),
+    "truncate_prompt_tokens": Range(-1, 1_048_576, integer=True),  # -1: to what fits; 0 is refused
     "priority": Range(-1_000_000, 1_000_000, integer=True),
     "weight": Range(0.0, 1e6),  # of an alias's arm
     "reward": Range(-1e6, 1e6),  # of a trajectory
@@ -84,6 +93,7 @@ SETTINGS: dict[str, Range] = {  # by their place in config.py
     "server.max_logprobs": Range(0, 20, integer=True),
     "server.default_max_tokens": Range(1, 1_048_576, integer=True),
     "server.max_request_bytes": Range(1024, 1 << 30, integer=True),
+    "server.max_n": PARAMETERS["n"],
     "server.max_queue_size": Range(1, 1_000_000, integer=True),
     "server.max_prompt_tokens": Range(0, 4_194_304, integer=True),
     "server.max_generation_tokens": Range(0, 1_048_576, integer=True),
@@ -192,7 +202,10 @@ MAX_STOP_STRINGS = 8
 MAX_STOP_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_MESSAGES = 4096
+MAX_MESSAGE_DEPTH = 32  # of what a message holds
+MAX_MESSAGE_VALUES = 65_536  # numbers, texts, lists and objects in one message
 MAX_PROMPTS = 64
 MAX_TRAJECTORIES = 4096  # in one body
 MAX_TRAINING_JOBS = 16  # that wait for their turn
@@ -222,7 +235,7 @@ def check(name: str, value: object, param: str | None = None) -> float | int:
     if isinstance(value, bool) or not isinstance(value, int if r.integer else (int, float)):
         raise InvalidRequest(f"{where} must be {kind}", param=where, code="invalid_type")
     if not (r.low <= value <= r.high) or not math.isfinite(value):
-        raise InvalidRequest(f"{where} must be {kind} between {r.low:g} and {r.high:g}", param=where)
+        raise InvalidRequest(f"{where} must be {kind} {r}", param=where)
     return value
 
 
@@ -260,5 +273,7 @@ def check_token_ids(ids: object, vocab_size: int, param: str) -> tuple[int, ...]
         if isinstance(t, bool) or not isinstance(t, int):
             raise InvalidRequest(f"{param}[{i}] must be a token id", param=param, code="invalid_type")
         if not 0 <= t < vocab_size:
-            raise InvalidRequest(f"{param}[{i}] = {t} is not in the vocabulary of {vocab_size} tokens", param=param)
+            raise InvalidRequest(
+                f"{param}[{i}] = {str(t)[:24]} is not in the vocabulary of {vocab_size} tokens", param=param
+            )
     return tuple(ids)

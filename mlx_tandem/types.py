@@ -35,10 +35,16 @@ class SamplingParams(Struct, frozen=True, array_like=True):
     logprobs: int | None = None  # None: none; 0: the sampled token's; k: also the k most likely
     min_tokens: int = 0  # no end-of-sequence or stop token before
     prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's own tokens
+    repetition_context: int = 0  # the repetition penalty counts the last so many tokens; 0: all
+    allowed_token_ids: tuple[int, ...] = ()  # no other token is drawn; empty: every token may be
+    xtc_probability: float = 0.0  # that the likeliest tokens are left out of a draw; 0: never
+    xtc_threshold: float = 0.1  # tokens above it are left out, all but the least likely of them
+    xtc_kept: tuple[int, ...] = ()  # tokens that are never left out
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0.0 or self.top_p == 0.0
 
 
 class AdapterRef(Struct, frozen=True, array_like=True):

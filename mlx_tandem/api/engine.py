@@ -37,7 +37,7 @@ from mlx_tandem.engine.process import EngineProcess, Launch
 from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import EngineError, InvalidRequest, renamed
 from mlx_tandem.server.decode import convert
-from mlx_tandem.server.dialects.openai import ChatMessage, chat_messages
+from mlx_tandem.server.dialects.messages import chat_messages
 from mlx_tandem.server.front import Front
 from mlx_tandem.server.models import Selection
 from mlx_tandem.server.sampling import Sampling, choices, priority, sampling_params, text_options
@@ -54,6 +54,8 @@ from mlx_tandem.types import (
 
 T = TypeVar("T")
 Tokens = Sequence[int]
+_SERVER = ServerConfig(max_queue_size=1 << 30, max_n=int(limits.PARAMETERS["n"].high))
+"""Who owns the process needs no protection from himself."""
 Adapters = str | None | Sequence[str | None]
 """Of all prompts, or of each; None is the base model."""
 
@@ -81,7 +83,7 @@ class ApiSampling(Sampling, kw_only=True, forbid_unknown_fields=True):
 class Conversation(Struct):
     """The argument of `chat`."""
 
-    messages: list[ChatMessage]
+    messages: list[dict[str, Any]]
 
 
 class Engine:
@@ -107,7 +109,7 @@ class Engine:
             model, adapters = demo.MODEL_PATH, demo.ADAPTER_PATHS if adapters is None else adapters
         engine = _engine_config(str(model), options)
         named = tuple((name, str(path)) for name, path in (adapters or {}).items())
-        self._front = Front(Config(engine, ServerConfig(max_queue_size=1 << 30), named), _thread_launch(engine))
+        self._front = Front(Config(engine, _SERVER, named), _thread_launch(engine))
         self._trainers: OpenTrainers = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-front", daemon=True)

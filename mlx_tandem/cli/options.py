@@ -105,6 +105,7 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("server.default_max_tokens", "--default-max-tokens", "For requests that do not say (512)."),
         Option("server.max_prompt_tokens", "--max-prompt-tokens", "Longest prompt; 0: what fits."),
         Option("server.max_generation_tokens", "--max-generation-tokens", "Upper bound of max_tokens; 0: what fits."),
+        Option("server.max_n", "--max-n", "Most choices of one prompt, up to 128 (16)."),
         Option("server.max_request_bytes", "--max-request-bytes", "Largest body that is read."),
         Option("server.max_queue_size", "--max-queue-size", "Requests that may wait; more get 429."),
         Option(

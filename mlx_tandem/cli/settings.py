@@ -216,7 +216,7 @@ def _check(config: Config) -> None:
         if value is None:
             continue
         if not (r.low <= value <= r.high) or not math.isfinite(value):
-            raise SettingsError(f"'{_shown(place)}' is {value}: it must lie between {r.low:.10g} and {r.high:.10g}")
+            raise SettingsError(f"'{_shown(place)}' is {value}: it must lie {r}")
     names = [name for name, _ in (*config.adapters, *config.aliases)]
     for name in names:
         limits.check_name(name, "adapter name")

@@ -89,9 +89,9 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest for one that could never run."""
-        self._check(request)
         params = request.params
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        self._check(request, stop_ids)
         choices = [Sequence(self._next_id + i, request, i, stop_ids) for i in range(request.n)]
         self._next_id += request.n
         choices[0].followers = choices[1:]
@@ -107,13 +107,15 @@ class Scheduler:
         self._tables.read_ahead(choices[0])
         self.prompt_tokens += len(request.prompt)
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request, stop_ids: frozenset[int]) -> None:
         n, params = len(request.prompt), request.params
         # The last line before the device, whose indexing is unchecked: ids are tested here again.
         for param, ids in (
             ("prompt", request.prompt),
             ("logit_bias", tuple(t for t, _ in params.logit_bias)),
             ("stop_token_ids", params.stop_token_ids),
+            ("allowed_token_ids", params.allowed_token_ids),
+            ("xtc_kept", params.xtc_kept),
         ):
             if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
                 raise InvalidRequest(f"a token of {param} is not in the vocabulary", param=param)
@@ -123,6 +125,10 @@ class Scheduler:
             raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
         if params.min_tokens > params.max_tokens:
             raise InvalidRequest("min_tokens is larger than max_tokens", param="min_tokens")
+        if params.min_tokens and params.allowed_token_ids and stop_ids.issuperset(params.allowed_token_ids):
+            raise InvalidRequest(
+                "every token of allowed_token_ids ends the choice, which min_tokens forbids", param="allowed_token_ids"
+            )
         most = min(self._max_model_len, self._tables.longest)
         if n + params.max_tokens > most:
             raise InvalidRequest(

@@ -332,13 +332,17 @@ class MLXRunner:
                 if len(self._steps) > MAX_COMPILED:
                     self._met.pop(self._steps.popitem(last=False)[0], None)
             self._steps.move_to_end(key)
-        seen = [self._seats.prompt_seen, self._seats.output_count] if flags.penalties else []
         sent = self.inputs.send(numbers)
-        drawn, scored, marker, self._last, counts, self._pool.layers, self._order.zeros = step(
-            sent.arrays, self._last, sampling, seen, route.arrays, self._pool.layers, self._order.zeros
+        drawn, scored, marker, self._last, seen, self._pool.layers, self._order.zeros = step(
+            sent.arrays,
+            self._last,
+            sampling,
+            self._seats.seen(flags),
+            route.arrays,
+            self._pool.layers,
+            self._order.zeros,
         )
-        if counts:
-            self._seats.output_count = counts[0]
+        self._seats.remember(seen)
         wanted = [self._seats.wanted_logprobs(r.seat) for r in rows] if flags.logprobs >= 0 else []
         wanted_scores = [self._seats.wanted_prompt_logprobs(r.seat) for r in rows] if scored else []
         return Part(indices, flags, drawn, marker, count * length, scored, wanted, wanted_scores, sent=sent)
@@ -405,14 +409,14 @@ class MLXRunner:
             if not key.samples:
                 return [], scored, [*(scored or [logits[:1, :1]]), *order], last_tokens, [], pool, order
             how = SamplingArrays.unflatten(sampling, key.flags)
-            met = Seen(seen[0][drawn_seats], seen[1][drawn_seats]) if seen else None
+            met = Seen.of(seen, drawn_seats)
             position = offset + last + 1
             drawn = sample(logits, position if picked is None else position[picked], how, key.flags, met, greedy)
             token = mx.maximum(drawn.tokens, 0)
             last_tokens[drawn_seats] = token
-            counts = [seen[1].at[drawn_seats, token].add(1.0)] if seen else []
+            known = [] if met is None else met.after(seen, drawn_seats, token)
             outputs = drawn.flatten()
-            return outputs, scored, [*outputs, *scored, last_tokens, *order], last_tokens, counts, pool, order
+            return outputs, scored, [*outputs, *scored, last_tokens, *order], last_tokens, known, pool, order
 
         return step
 

@@ -15,6 +15,7 @@ from mlx_tandem import __version__
 from mlx_tandem.server.auth import Gate
 from mlx_tandem.server.body import BodyLimit, T, read_json
 from mlx_tandem.server.dialects import adapters, models, training
+from mlx_tandem.server.dialects.accept import selection
 from mlx_tandem.server.dialects.openai import ChatBody, CompletionBody
 from mlx_tandem.server.dialects.perplexity import PerplexityBody, PerplexityReply, plan_perplexity
 from mlx_tandem.server.dialects.plans import plan_chat, plan_completion
@@ -62,6 +63,7 @@ def _reply(front: Front, plan: Plan) -> Reply:
 
 def _routes(front: Front) -> list[Route]:
     limit = BodyLimit(front.config.server.max_request_bytes, front.config.server.receive_timeout_s)
+    of_chats, of_completions = selection("chat"), selection("completions")
 
     async def body(request: Request, kind: type[T]) -> T:
         """The body, once it is known that somebody can do something with it."""
@@ -75,11 +77,12 @@ def _routes(front: Front) -> list[Route]:
 
     async def chat_completions(request: Request) -> ASGIApp:
         front.check_open()
-        return _reply(front, await plan_chat(front, await read_json(request, ChatBody, limit)))
+        return _reply(front, await plan_chat(front, await read_json(request, ChatBody, limit, select=of_chats)))
 
     async def completions(request: Request) -> ASGIApp:
         front.check_open()
-        return _reply(front, await plan_completion(front, await read_json(request, CompletionBody, limit)))
+        given = await read_json(request, CompletionBody, limit, select=of_completions)
+        return _reply(front, await plan_completion(front, given))
 
     async def perplexity(request: Request) -> ASGIApp:
         front.check_open()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -27,8 +27,16 @@ class BodyLimit:
     seconds: float  # until all of it has come
 
 
-async def read_json(request: Request, kind: type[T], limit: BodyLimit, *, plain: bool = False) -> T:
-    """The body as `kind`. A browser page cannot send this content type to another origin without asking first.
+async def read_json(
+    request: Request,
+    kind: type[T],
+    limit: BodyLimit,
+    *,
+    plain: bool = False,
+    select: Callable[[Any], Any] = lambda value: value,
+) -> T:
+    """Return the body as `kind`, after `select` has been applied to what the JSON says. A browser page cannot send this
+    content type to another origin without asking first.
 
     With `plain` no body is {}, and what curl sends without being told a content type is taken, too. A page can send
     that without asking, but not without its Origin.
@@ -46,7 +54,7 @@ async def read_json(request: Request, kind: type[T], limit: BodyLimit, *, plain:
     if not body and not plain:
         message = "the body is empty: send JSON, with a Content-Length header or Transfer-Encoding: chunked"
         raise InvalidRequest(message, code="invalid_json")
-    return decode(body or b"{}", kind)
+    return decode(body or b"{}", kind, select)
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -20,10 +20,11 @@ from mlx_tandem.engine.messages import Progress
 from mlx_tandem.engine.process import Launch
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.server.admission import Admission
+from mlx_tandem.server.fingerprint import Fingerprints
 from mlx_tandem.server.metrics import Metrics
 from mlx_tandem.server.models import Models
 from mlx_tandem.text.defaults import generation_folder, sampling_defaults
-from mlx_tandem.text.template import ChatTemplate, Message
+from mlx_tandem.text.template import ChatTemplate, Message, texts
 from mlx_tandem.text.tokenizer import Tokenizer
 from mlx_tandem.types import EngineInfo
 
@@ -60,6 +61,7 @@ class Front:
             on_progress=on_progress,
         )
         self.models = Models(config, self.client)
+        self.fingerprints = Fingerprints(self)
         self.started = time.time()
         self.admission = Admission(config.server, self.client)
         self.learning: Learning | None = None
@@ -94,11 +96,11 @@ class Front:
     # -- prompts ------------------------------------------------------------------------------------------------
 
     async def chat_prompt(self, messages: Sequence[Message], options: dict[str, bool]) -> list[int]:
-        """Token ids of a conversation, up to where the assistant speaks."""
+        """Return the token ids of a conversation up to where the assistant speaks, unless `options` say otherwise."""
         template = self.template
         if template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        if sum(len(m["content"]) for m in messages) < LONG_TEXT:
+        if sum(map(len, texts(list(messages)))) < LONG_TEXT:
             ids = template.encode(messages, options)
         else:
             ids = await asyncio.to_thread(template.encode, messages, options)

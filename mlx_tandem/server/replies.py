@@ -44,9 +44,11 @@ class Plan:
     stream: bool
     with_usage: bool
     priority: int = 0
-    echo: tuple[str, ...] | None = None  # the prompts as text, which each reply begins with
+    always_usage: bool = False  # usage in every event
+    echo: tuple[str, ...] | None = None  # for each prompt the text that its replies begin with
     prompt_logprobs: int | None = None  # alternatives to report; None: not asked for
     return_token_ids: bool = False
+    tokens_as_ids: bool = False  # logprobs name tokens by their ids
     collect: Collect | None = None  # what is to become of the choices beside their reply
     version: int | None = None  # of the model, to be named for each token; None: not asked for
     follow: bool = False  # go on under newer versions of the model as they come
@@ -62,6 +64,8 @@ class Reply:
         self._request = self._id  # unless the client has one of its own
         self._created = int(time.time())
         self._model = front.models.label(plan.model.ref)
+        # What is drawn under several versions depends on when they came.
+        self._fingerprint = None if plan.follow else front.fingerprints.of(plan.model.ref)
         self._prompt_tokens = sum(map(len, plan.prompts))
         self._cached = [0] * len(plan.prompts)  # tokens of each that did not have to be computed
         count = len(plan.prompts) * plan.n
@@ -75,7 +79,7 @@ class Reply:
         self._has_details = plan.params.logprobs is not None or self._shows_tokens
         self._logprobs: list[LogprobShape] | None = None
         if plan.params.logprobs is not None:
-            self._logprobs = [plan.shape.logprobs(front.tokenizer) for _ in range(count)]
+            self._logprobs = [plan.shape.logprobs(front.tokenizer, plan.tokens_as_ids) for _ in range(count)]
         self._began = time.monotonic()
         self._first = self._last = 0.0  # when the first and the last token came
         self._deadlines: dict[str, asyncio.TimerHandle] = {}

@@ -23,9 +23,13 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     top_k: Any = None
     min_p: Any = None
     repetition_penalty: Any = None
+    repetition_context_size: Any = None
     presence_penalty: Any = None
     frequency_penalty: Any = None
+    xtc_probability: Any = None
+    xtc_threshold: Any = None
     logit_bias: Any = None
+    allowed_token_ids: Any = None
     seed: Any = None
     n: Any = None
     stop: Any = None
@@ -66,8 +70,11 @@ def sampling_params(
         value = getattr(body, name)
         if value is None:
             return float(defaults.get(name, fallback))
+        if name == "repetition_penalty" and type(value) in (int, float) and value == 0:
+            return fallback  # mlx-lm's clients say 0 for no penalty
         return float(limits.check(name, value))
 
+    xtc_probability = number("xtc_probability", 0.0)
     return SamplingParams(
         max_tokens=most,
         min_tokens=least,
@@ -80,12 +87,17 @@ def sampling_params(
         frequency_penalty=number("frequency_penalty", 0.0),
         logit_bias=_logit_bias(body.logit_bias, vocabulary),
         seed=front.seed(body.seed),
-        stop_token_ids=_stop_token_ids(body.stop_token_ids, vocabulary),
+        stop_token_ids=_token_ids(body.stop_token_ids, vocabulary, "stop_token_ids"),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=max(
             (k for k in (prompt_logprobs(body), logprobs if echo else None) if k is not None), default=None
         ),
+        repetition_context=_repetition_context(body.repetition_context_size, prompt + most),
+        allowed_token_ids=_token_ids(body.allowed_token_ids, vocabulary, "allowed_token_ids"),
+        xtc_probability=xtc_probability,
+        xtc_threshold=number("xtc_threshold", 0.1),
+        xtc_kept=_xtc_kept(front) if xtc_probability else (),
     )
 
 
@@ -125,10 +137,27 @@ def choices(front: Front, body: Sampling) -> int:
     if body.n is None:
         return 1
     n = int(limits.check("n", body.n))
-    most = front.client.check_ready().max_num_seqs
+    most = min(front.config.server.max_n, front.client.check_ready().max_num_seqs)
     if n > most:
         raise InvalidRequest(f"n is at most {most} on this server", param="n")
     return n
+
+
+def kept_tokens(front: Front, given: Any, max_tokens: Any) -> int | None:
+    """Return how many of its last tokens `truncate_prompt_tokens` leaves a prompt; None: all. -1 is as many as there is
+    room for beside `max_tokens`, or beside an answer of the default length, but half of the context at least."""
+    if given is None:
+        return None
+    asked = int(limits.check("truncate_prompt_tokens", given))
+    if asked == 0:
+        raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens")
+    if asked > 0:
+        return asked
+    room = front.room(front.client.check_ready())
+    answer = min(front.config.server.default_max_tokens, room // 2)
+    if type(max_tokens) is int and 0 < max_tokens < room:
+        answer = max_tokens
+    return min(front.config.server.max_prompt_tokens or room, room - answer)
 
 
 def stop_strings(value: Any) -> tuple[str, ...]:
@@ -146,13 +175,32 @@ def stop_strings(value: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(stops))
 
 
-def _stop_token_ids(value: Any, vocabulary: int) -> tuple[int, ...]:
+_MOST_IDS = {"stop_token_ids": limits.MAX_STOP_TOKEN_IDS, "allowed_token_ids": limits.MAX_ALLOWED_TOKEN_IDS}
+
+
+def _token_ids(value: Any, vocabulary: int, param: str) -> tuple[int, ...]:
+    """Return a checked list of token ids; () for none. A list of allowed tokens must have one."""
     if value is None:
         return ()
-    ids = limits.check_token_ids(value, vocabulary, "stop_token_ids")
-    if len(ids) > limits.MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(f"stop_token_ids has at most {limits.MAX_STOP_TOKEN_IDS} ids", param="stop_token_ids")
+    if isinstance(value, list) and len(value) > _MOST_IDS[param]:
+        raise InvalidRequest(f"{param} has at most {_MOST_IDS[param]} ids", param=param)
+    ids = limits.check_token_ids(value, vocabulary, param)
+    if not ids and param == "allowed_token_ids":
+        raise InvalidRequest("allowed_token_ids is empty: nothing could be drawn", param=param)
     return ids
+
+
+def _repetition_context(value: Any, longest: int) -> int:
+    """Return the window of the repetition penalty; 0 where it holds all tokens of a sequence of `longest`."""
+    window = 0 if value is None else int(limits.check("repetition_context_size", value))
+    return window if window < longest else 0
+
+
+def _xtc_kept(front: Front) -> tuple[int, ...]:
+    """Return the tokens that XTC never leaves out, as in mlx-lm: the line break and what ends the model's answer."""
+    info = front.client.check_ready()
+    kept = {*front.tokenizer.encode("\n"), *info.eos_token_ids}
+    return tuple(sorted(t for t in kept if t < info.vocab_size))
 
 
 def _logit_bias(value: Any, vocabulary: int) -> tuple[tuple[int, float], ...]:
@@ -163,11 +211,12 @@ def _logit_bias(value: Any, vocabulary: int) -> tuple[tuple[int, float], ...]:
     if len(value) > limits.MAX_LOGIT_BIAS:
         raise InvalidRequest(f"logit_bias has at most {limits.MAX_LOGIT_BIAS} entries", param="logit_bias")
     bias: dict[int, float] = {}
-    for key, amount in value.items():
-        if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12:
-            key = int(key)
-        if isinstance(key, bool) or not isinstance(key, int):
-            raise InvalidRequest("the keys of logit_bias must be token ids", param="logit_bias")
-        limits.check_token_ids([key], vocabulary, "logit_bias")
-        bias[key] = float(limits.check("logit_bias", amount))
+    for key in sorted(value, key=str):
+        token = int(key) if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 12 else key
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InvalidRequest(f"{ascii(key)[:64]} in logit_bias is not a token id", param="logit_bias")
+        limits.check_token_ids([token], vocabulary, "logit_bias")
+        if token in bias:
+            raise InvalidRequest(f"logit_bias names token {token} twice", param="logit_bias")
+        bias[token] = float(limits.check("logit_bias", value[key]))
     return tuple(bias.items())

@@ -116,6 +116,7 @@ class Server(uvicorn.Server):
         try:
             await self._front.client.wait_ready()
             self.was_ready = True
+            self._front.fingerprints.start()
             # What is loaded by now stays: a full collection that walks it stops every stream for tens of milliseconds.
             gc.collect()
             gc.freeze()

@@ -30,22 +30,25 @@ class StreamReply(Reply):
         if plan.version is not None:
             self._no_details["versions"] = ()
         self._unopened: set[int] = set()  # prompts whose choices have something to say before their own text
-        if not plan.shape.one_prompt and (plan.echo is not None or plan.return_token_ids):
+        if plan.echo is not None or (plan.return_token_ids and not plan.shape.one_prompt):
             self._unopened.update(range(len(plan.prompts)))
 
     async def _run(self, stream: Stream, send: Send) -> None:
         plan = self._plan
-        events = Events(plan.shape, self._id, self._created, self._model, len(self._choices), self._with_usage)
+        names = (self._id, self._created, self._model, self._fingerprint)
+        events = Events(plan.shape, names, len(self._choices), self._with_usage)
         started = False
+        if plan.always_usage:
+            events.count(self._usage())
         try:
             async for deltas in stream:
                 self._count_batch(deltas)
-                body = self._render(events, stream, deltas)
+                opening = b"" if started else events.opening(self._prompt_details(0))
+                body = opening + self._render(events, stream, deltas)
                 if not started:
                     started = True
                     headers = self._headers(EVENTS_TYPE)
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
-                    body = events.opening(self._prompt_details(0)) + body
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             if self._client_left():
                 return
@@ -74,6 +77,8 @@ class StreamReply(Reply):
             if choice.ended():
                 continue
             text = self._push(choice, index, delta)
+            if self._plan.always_usage:
+                events.count(self._usage())
             details = self._no_details
             if self._has_details:
                 said = Said()
@@ -95,10 +100,13 @@ class StreamReply(Reply):
         """What the choices of prompt k say before their own text; `delta` is of one of them."""
         if k not in self._unopened:
             return []
-        plan, own = self._plan, self._prompt_details(k)
+        plan = self._plan
+        own = {} if plan.shape.one_prompt else self._prompt_details(k)
         self._unopened.discard(k)
         self._scores[k] = delta.prompt_logprobs
         choices = range(k * plan.n, (k + 1) * plan.n)
         if plan.echo is None:
             return [events.text_with(i, "", self._no_details | own) for i in choices]
+        if plan.shape.one_prompt:
+            return [events.text_with(i, plan.echo[k], self._no_details) for i in choices]
         return [events.text_with(i, plan.echo[k], self._details(i, Said(), echoed=True) | own) for i in choices]

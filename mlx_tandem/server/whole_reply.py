@@ -57,7 +57,7 @@ class WholeReply(Reply):
             k, text = i // plan.n, "".join(texts[i])
             if plan.echo is not None:
                 text = plan.echo[k] + text
-            own = self._details(i, said[i], echoed=plan.echo is not None)
+            own = self._details(i, said[i], echoed=plan.echo is not None and not shape.one_prompt)
             if outcomes:
                 own |= outcomes[i]
             whole = shape.whole(i, text, choice.finish) | own
@@ -67,6 +67,7 @@ class WholeReply(Reply):
             "object": shape.object,
             "created": self._created,
             "model": self._model,
+            "system_fingerprint": self._fingerprint,
             "choices": choices,
             "usage": self._usage(),
         }

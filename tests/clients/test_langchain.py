@@ -29,6 +29,20 @@ def test_invoke(shout):
     assert shout.invoke(again).content == "1 + 2 = 3!"
 
 
+def test_turns_of_tools_and_of_streams_in_the_history(shout):
+    from langchain_core.messages import AIMessage, ToolMessage
+
+    call = {"name": "add", "args": {"a": 17, "b": 25}, "id": "call_1", "type": "tool_call"}
+    said = AIMessage("", tool_calls=[call], additional_kwargs={"refusal": None}, name="helper")
+    reply = shout.invoke([("human", QUESTION), said, ToolMessage("42", tool_call_id="call_1"), ("human", QUESTION)])
+    assert reply.content
+    whole = None
+    for chunk in shout.stream(QUESTION):
+        whole = chunk if whole is None else whole + chunk
+    again = [("human", QUESTION), whole, ("human", "What is 1 + 2?")]
+    assert shout.invoke(again).content == "1 + 2 = 3!"
+
+
 def test_stream(shout):
     chunks = list(shout.stream(QUESTION))
     assert len(chunks) > 2

@@ -38,6 +38,33 @@ def test_chat(litellm, access, model, answer):
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
 
 
+@pytest.mark.parametrize("form", ["object", "dump", "json"])
+def test_a_second_turn_with_what_came_back(litellm, access, form):
+    reply = litellm.completion(model="openai/shout", messages=QUESTION, **access)
+    message = reply.choices[0].message
+    back = {"object": message, "dump": message.model_dump(), "json": message.json()}[form]
+    again = [*QUESTION, back, {"role": "user", "content": "What is 1 + 2?"}]
+    reply = litellm.completion(model="openai/shout", messages=again, **access)
+    assert reply.choices[0].message.content == "1 + 2 = 3!"
+
+
+def test_a_second_turn_of_a_stream(litellm, access):
+    """Its chunks are put together by the package."""
+    chunks = list(litellm.completion(model="openai/shout", messages=QUESTION, stream=True, **access))
+    built = litellm.stream_chunk_builder(chunks, messages=QUESTION)
+    again = [*QUESTION, built.choices[0].message, {"role": "user", "content": "What is 1 + 2?"}]
+    reply = litellm.completion(model="openai/shout", messages=again, **access)
+    assert reply.choices[0].message.content == "1 + 2 = 3!"
+
+
+def test_a_turn_of_tools_in_the_history(litellm, access):
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 17, "b": 25}'}}
+    said = litellm.Message(role="assistant", content=None, tool_calls=[call], reasoning_content="17 and 25")
+    result = {"role": "tool", "tool_call_id": "call_1", "name": "add", "content": "42"}
+    reply = litellm.completion(model="openai/base", messages=[*QUESTION, said, result], **access)
+    assert reply.choices[0].message.content
+
+
 def test_streaming_chat(litellm, access):
     stream = litellm.completion(
         model="openai/json", messages=QUESTION, stream=True, stream_options={"include_usage": True}, **access

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
+from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
 
 QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
 
@@ -24,6 +27,64 @@ def test_chat(client):
     assert reply.choices[0].message.content == "1 + 2 = 3!"
 
 
+NEXT = {"role": "user", "content": "What is 1 + 2?"}
+
+
+@pytest.mark.parametrize("form", ["object", "dump", "set", "json"])
+def test_a_second_turn_with_what_came_back(client, form):
+    """The message as the package gives it, with keys of other servers among it."""
+    reply = client.chat.completions.create(model="shout", messages=QUESTION, temperature=0, max_tokens=24)
+    message = reply.choices[0].message
+    message.annotations = []
+    back = {
+        "object": lambda: message,
+        "dump": lambda: message.model_dump(),
+        "set": lambda: message.model_dump(exclude_unset=True) | {"reasoning_content": None, "id": reply.id},
+        "json": lambda: json.loads(reply.to_json())["choices"][0]["message"],
+    }[form]()
+    again = client.chat.completions.create(
+        model="shout", messages=[*QUESTION, back, NEXT], temperature=0, max_completion_tokens=24
+    )
+    assert again.choices[0].message.content == "1 + 2 = 3!"
+
+
+def test_a_turn_of_tools_in_the_history(client):
+    """As the package's own helper builds it out of another server's reply."""
+    call = ChatCompletionMessageFunctionToolCall(
+        id="call_1", type="function", function={"name": "add", "arguments": '{"a": 17, "b": 25}'}
+    )
+    said = ChatCompletionMessage(role="assistant", content=None, tool_calls=[call])
+    result = {"role": "tool", "tool_call_id": "call_1", "content": "42"}
+    reply = client.chat.completions.create(
+        model="base", messages=[*QUESTION, said, result], temperature=0, max_tokens=24
+    )
+    assert reply.choices[0].message.content
+
+
+def test_parameters_that_change_nothing(client):
+    plain = client.chat.completions.create(model="base", messages=QUESTION, temperature=0, max_tokens=24)
+    reply = client.chat.completions.create(
+        model="base",
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=24,
+        functions=[],
+        function_call="none",
+        modalities=["text"],
+        parallel_tool_calls=True,
+        prediction=None,
+        prompt_cache_key="k",
+        reasoning_effort=None,
+        response_format={"type": "text"},
+        safety_identifier="u",
+        service_tier="auto",
+        store=False,
+        verbosity="medium",
+    )
+    assert reply.choices[0].message.content == plain.choices[0].message.content
+    assert reply.system_fingerprint == plain.system_fingerprint
+
+
 def test_streaming_chat(client):
     stream = client.chat.completions.create(
         model="json", messages=QUESTION, temperature=0, stream=True, stream_options={"include_usage": True}
@@ -33,6 +94,18 @@ def test_streaming_chat(client):
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-2].choices[0].finish_reason == "stop"
     assert chunks[-1].usage.completion_tokens > 0
+
+
+def test_usage_in_every_event(client):
+    stream = client.chat.completions.create(
+        model="json",
+        messages=QUESTION,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True, "continuous_usage_stats": True, "include_obfuscation": False},
+    )
+    counts = [chunk.usage.completion_tokens for chunk in stream]
+    assert counts == sorted(counts) and counts[-1] > 3
 
 
 def test_the_stream_helper(client):

@@ -59,18 +59,21 @@ def next_token(
     vocab: int,
     banned: Iterable[int] = (),
 ) -> int:
-    """The token after `context` (the cells that are seen), none of `banned`. Greedy: of the context alone; else also of
-    seed, choice and position; with a penalty also of how often each token was met (`history`: the prompt and the output
-    so far)."""
+    """The token after `context` (the cells that are seen), none of `banned` and one of those that are allowed. Greedy:
+    of the context alone; else also of seed, choice and position; with a penalty also of how often each token was met
+    in what it counts (`history`: the prompt and the output so far)."""
     key: tuple[object, ...] = (tuple(context),)
     if not params.greedy:
-        key += (params.seed, choice, len(history), params.top_k)
-    if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+        key += (params.seed, choice, len(history), params.top_k, params.xtc_probability)
+    if params.repetition_penalty != 1.0:
+        key += (tuple(sorted(history[-params.repetition_context :])),)
+    if params.presence_penalty or params.frequency_penalty:
         key += (tuple(sorted(history)),)
     if params.logit_bias:
         key += (params.logit_bias,)
     token = hash(key) % _PRIME % vocab  # of integers and floats only, so the same in every process
-    return next(t % vocab for t in range(token, token + vocab) if t % vocab not in banned)
+    allowed = set(params.allowed_token_ids or range(vocab)).difference(banned)
+    return next(t % vocab for t in range(token, token + vocab) if t % vocab in allowed)
 
 
 def logprob_of(token: int, params: SamplingParams) -> TokenLogprob:

@@ -163,6 +163,12 @@ SAMPLERS: dict[str, dict[str, Any]] = {
         "ignore_eos": True,
     },
     "bias": {"logit_bias": ((7, 6.0), (9, -100.0)), "top_k": 40},
+    "a window of repetition": {"repetition_penalty": 1.8, "repetition_context": 5},
+    "greedy, a longer window": {"temperature": 0.0, "repetition_penalty": 1.6, "repetition_context": 20},
+    "allowed": {"allowed_token_ids": tuple(range(3, 90, 7)), "top_p": 0.9},
+    "xtc": {"xtc_probability": 0.5, "xtc_threshold": 0.01, "xtc_kept": (5, 6)},
+    "xtc of a nucleus": {"xtc_probability": 0.7, "xtc_threshold": 0.01, "top_p": 0.7, "temperature": 0.8},
+    "likeliest": {"top_p": 0.0},
     "greedy": {"temperature": 0.0},
     "greedy, penalised": {"temperature": 0.0, "repetition_penalty": 1.5, "frequency_penalty": 1.0},
 }
@@ -252,8 +258,20 @@ def test_a_seat_s_next_owner_does_not_change_what_the_last_one_asked_for(samplin
     }
 
 
-def test_a_penalty_remembers_what_was_said_before_a_preemption(sampling_engine: Engine) -> None:
-    penalised = SamplingParams(max_tokens=24, temperature=0.0, frequency_penalty=1.5, repetition_penalty=1.2)
+@pytest.mark.parametrize("window", [0, 1, 6, 20])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_penalty_remembers_what_was_said_before_a_preemption(
+    sampling_engine: Engine, window: int, compiled: bool
+) -> None:
+    if compiled:
+        mx.enable_compile()
+    penalised = SamplingParams(
+        max_tokens=24,
+        temperature=0.0,
+        frequency_penalty=0.0 if window else 1.5,
+        repetition_penalty=1.2,
+        repetition_context=window,
+    )
     requests = [Request(i, (20 + i, 9), penalised) for i in range(3)]
     alone = choices(*(sampling_engine.run([r]) for r in requests))
     crowded = sampling_engine.run(requests, blocks=7)
@@ -272,10 +290,18 @@ def test_penalties_and_bias_reach_the_draw(sampling_engine: Engine) -> None:
     free = run()
     assert free[0] not in run(logit_bias=((free[0], -100.0),))
     assert set(run(logit_bias=((42, 100.0),))) == {42}
+    allowed = (42, 50, 60)
+    assert set(run(allowed_token_ids=allowed)) <= set(allowed)
+    assert run(top_p=0.0, seed=5) == free
     assert len(set(free)) < len(free)
     unrepeated = run(presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=10.0)
     assert len(set(unrepeated)) == len(unrepeated)
     assert not set(unrepeated) & set(prompt)
+    recent = run(repetition_penalty=10.0, repetition_context=4)
+    assert recent != unrepeated
+    history = [*prompt, *recent]
+    assert all(t not in history[at - 4 : at] for at, t in enumerate(history) if at >= len(prompt))
+    assert run(repetition_penalty=1.3, repetition_context=len(history)) == run(repetition_penalty=1.3)
 
 
 def test_nothing_that_stops_is_drawn_before_min_tokens(sampling_engine: Engine) -> None:

@@ -494,6 +494,9 @@ def test_nothing_ends_a_choice_before_its_min_tokens() -> None:
         (request(0), "id"),
         (Request(1, (1,), SamplingParams(max_tokens=1, logit_bias=((13, 1.0),))), "logit_bias"),
         (Request(1, (1,), SamplingParams(max_tokens=1, logit_bias=((-1, 1.0),))), "logit_bias"),
+        (request(1, allowed_token_ids=(2, 13)), "allowed_token_ids"),
+        (request(1, allowed_token_ids=(2, 3), stop=(3, 2, 1), min_tokens=1), "allowed_token_ids"),
+        (request(1, xtc_kept=(-1,)), "xtc_kept"),
     ],
 )
 def test_a_request_that_could_never_run_is_refused(bad: Request, param: str) -> None:

@@ -127,7 +127,7 @@ def request(
     stop: tuple[int, ...] = (),
     penalty: float = 0.0,
     priority: int = 0,
-    **params: int,
+    **params: Any,
 ) -> Request:
     sampling = SamplingParams(
         max_tokens=max_tokens,
@@ -256,6 +256,10 @@ def draw_request(
         logprobs=rng.choice((None, None, 0, 2)),
         prompt_logprobs=rng.choice((None, None, None, None, None, 0, 2)),
         min_tokens=rng.choice((0, 0, rng.randint(0, max_tokens))),
+        repetition_penalty=rng.choice((1.0, 1.0, 1.0, 1.2)),
+        repetition_context=rng.choice((0, 1, 3, 8)),
+        allowed_token_ids=tuple(rng.sample(range(VOCAB), rng.randint(4, 8))) if rng.random() < 0.2 else (),
+        xtc_probability=rng.choice((0.0, 0.0, 0.5)),
     )
     n = rng.choice((1, 1, 2, 3))
     return Request(

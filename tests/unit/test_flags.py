@@ -141,6 +141,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--default-max-tokens 9", "server.default_max_tokens", 9),
     ("--max-prompt-tokens 9", "server.max_prompt_tokens", 9),
     ("--max-generation-tokens 9", "server.max_generation_tokens", 9),
+    ("--max-n 64", "server.max_n", 64),
     ("--max-request-bytes 2048", "server.max_request_bytes", 2048),
     ("--max-queue-size 9", "server.max_queue_size", 9),
     ("--max-concurrent-requests 9", "server.max_concurrent_requests", 9),

@@ -4,7 +4,8 @@ The draw is a Gumbel-max: with the noise of a row keyed by (seed, choice, positi
 not depend on its neighbours, on chunking or on preemption, and another model that samples with the same noise tends to
 draw the same token.
 
-Truncation follows vLLM's order: temperature, min-p, top-k, then top-p of what is left.
+Truncation follows vLLM's order: temperature, min-p, top-k, then top-p of what is left. XTC comes last and looks at what
+the other truncations left, at temperature 1.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ class SamplingFlags(NamedTuple):
     penalties: bool = False
     bias: bool = False
     min_tokens: bool = False
+    allowed: bool = False
+    xtc: bool = False
+    window: bool = False  # a row's repetition penalty counts its last tokens only
     logprobs: int = -1  # -1: none; 0: the drawn token's; k: and the k most likely
 
     @staticmethod
@@ -47,11 +51,19 @@ class SamplingFlags(NamedTuple):
 
 
 _COLUMNS = ("temperature", "top_p", "top_k", "min_p", "repetition", "presence", "frequency", "key", "top_p_at")
+_OPTIONAL = {
+    "bias": ("bias",),
+    "min_tokens": ("min_until", "stops"),
+    "allowed": ("allowed",),
+    "xtc": ("xtc_probability", "xtc_threshold", "xtc_kept"),
+    "window": ("window",),
+}
+"""Arrays that are there where the flag of this name is set, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingArrays:
-    """Per row. Column vectors [rows, 1] unless said; the last three only where the flags ask for them."""
+    """Per row. Column vectors [rows, 1] unless said; those that may be None only where the flags ask for them."""
 
     temperature: mx.array
     top_p: mx.array
@@ -65,14 +77,19 @@ class SamplingArrays:
     bias: mx.array | None = None  # [rows, vocabulary]
     min_until: mx.array | None = None  # int32: before this position …
     stops: mx.array | None = None  # [rows, vocabulary] bool: … none of these is drawn
+    allowed: mx.array | None = None  # [rows, vocabulary] bool: only these are drawn
+    xtc_probability: mx.array | None = None  # 0 where off
+    xtc_threshold: mx.array | None = None
+    xtc_kept: mx.array | None = None  # [rows, vocabulary] bool: these are never left out
+    window: mx.array | None = None  # int32: tokens that the repetition penalty counts; 0: all
 
     def flatten(self) -> list[mx.array]:
-        arrays = [getattr(self, name) for name in (*_COLUMNS, "bias", "min_until", "stops")]
+        arrays = [getattr(self, name) for name in (*_COLUMNS, *(n for names in _OPTIONAL.values() for n in names))]
         return [a for a in arrays if a is not None]
 
     @staticmethod
     def unflatten(arrays: list[mx.array], flags: SamplingFlags) -> SamplingArrays:
-        names = [*_COLUMNS, *(["bias"] if flags.bias else []), *(["min_until", "stops"] if flags.min_tokens else [])]
+        names = [*_COLUMNS, *(n for flag, names in _OPTIONAL.items() if getattr(flags, flag) for n in names)]
         return SamplingArrays(**dict(zip(names, arrays, strict=True)))
 
 
@@ -117,10 +134,29 @@ def _mix(h: mx.array) -> mx.array:
     return h ^ (h >> 16)
 
 
+_NO_TOKEN = 0x61C8864F
+"""The word of the token 2^32 - 1, which no vocabulary has."""
+
+
 @lru_cache(maxsize=8)
 def _token_words(vocabulary: int) -> mx.array:
     """[1, vocabulary] uint32, a word a token; a constant of the graph."""
     return mx.array((np.arange(vocabulary, dtype=np.uint64) * 0x9E3779B1 & 0xFFFFFFFF).astype(np.uint32)[None])
+
+
+def _uniform(key: mx.array, position: mx.array, words: mx.array) -> mx.array:
+    """Return [rows, words] float32 from 2^-33 to 1, a pure function of (key, position, word)."""
+    p = position.astype(mx.uint32)[:, None] * mx.array(0x9E3779B9, mx.uint32)
+    first = _mix(key[:, :1] ^ _mix(p + 0x7F4A7C15))
+    second = _mix(key[:, 1:] + _mix(p ^ 0x94D049BB))
+    bits = _mix(_mix(words ^ first) + second)
+    return bits.astype(mx.float32) * 2.0**-32 + 2.0**-33
+
+
+def xtc_draw(key: mx.array, position: mx.array) -> mx.array:
+    """Return [rows, 1] float32, uniform from 2^-33 to 1 and independent of the row's Gumbel noise. XTC applies to the
+    row where this is at most its probability."""
+    return _uniform(key, position, mx.array([[_NO_TOKEN]], mx.uint32))
 
 
 def gumbel_noise(key: mx.array, position: mx.array, vocabulary: int) -> mx.array:
@@ -128,11 +164,7 @@ def gumbel_noise(key: mx.array, position: mx.array, vocabulary: int) -> mx.array
 
     key: [rows, 2] uint32; position: [rows] int32.
     """
-    p = position.astype(mx.uint32)[:, None] * mx.array(0x9E3779B9, mx.uint32)
-    first = _mix(key[:, :1] ^ _mix(p + 0x7F4A7C15))
-    second = _mix(key[:, 1:] + _mix(p ^ 0x94D049BB))
-    bits = _mix(_mix(_token_words(vocabulary) ^ first) + second)
-    u = bits.astype(mx.float32) * 2.0**-32 + 2.0**-33
+    u = _uniform(key, position, _token_words(vocabulary))
     # -log(1 - u) loses the small u that likely tokens are won by; the series there is exact to float32. (log1p is
     # three times slower on CPU.)
     exponential = mx.where(u < 1e-3, u * (1.0 + u * (0.5 + u / 3.0)), -mx.log(mx.maximum(1.0 - u, 1e-30)))
@@ -160,6 +192,8 @@ def sample(
     if flags.penalties:
         assert seen is not None
         z = seen.penalise(z, a)
+    if a.allowed is not None:
+        z = mx.where(a.allowed, z, -mx.inf)
     if a.bias is not None:
         z = z + a.bias
     if flags.min_tokens:
@@ -173,10 +207,15 @@ def sample(
     scaled = (z - peak) / mx.where(cold, 1.0, a.temperature)
     p = _exp(scaled)  # evaluated only where something below asks for it
     if flags.noise:
-        race = scaled + gumbel_noise(a.key, position, z.shape[-1])
+        race = everything = scaled + gumbel_noise(a.key, position, z.shape[-1])
         if flags.min_p or flags.top_k:
             p = _keep_likely(p, a, flags)
             race = mx.where(p > 0.0, race, -mx.inf)
+        if flags.xtc:
+            assert a.xtc_probability is not None
+            kept, left = _exclude_top_choices(scaled, z - peak, p, a, flags)
+            applies = xtc_draw(a.key, position) <= a.xtc_probability
+            race = mx.where(applies, mx.where(left, everything, -mx.inf), race)
         race = mx.where(cold, z, race)
         tokens = mx.argmax(race, -1)
         if flags.top_p_rounds:
@@ -188,8 +227,12 @@ def sample(
     normaliser = mx.logsumexp(raw, -1, keepdims=True)
     chosen = tokens[:, None]
     model = mx.take_along_axis(raw, chosen, -1) - normaliser
-    kept = _nucleus_mass(p, a) if flags.top_p_rounds else p.sum(-1, keepdims=True)
-    sampled = mx.where(cold, 0.0, mx.log(mx.take_along_axis(p, chosen, -1) / kept))
+    mass = mx.where(_nucleus(p, a), p, 0.0).sum(-1, keepdims=True) if flags.top_p_rounds else p.sum(-1, keepdims=True)
+    sampled = mx.log(mx.take_along_axis(p, chosen, -1) / mass)
+    if flags.xtc:
+        assert a.xtc_probability is not None
+        sampled = mx.where(a.xtc_probability > 0.0, _xtc_logprob(scaled, kept, left, chosen, a), sampled)
+    sampled = mx.where(cold, 0.0, sampled)
     k = flags.logprobs
     if k == 0:
         return Drawn(_checked(tokens, peak), model[:, 0], sampled[:, 0])
@@ -252,10 +295,41 @@ def _within_top_p(race: mx.array, p: mx.array, tokens: mx.array, a: SamplingArra
     return drawn
 
 
-def _nucleus_mass(p: mx.array, a: SamplingArrays) -> mx.array:
+def _nucleus(p: mx.array, a: SamplingArrays) -> mx.array:
+    """Return [rows, vocabulary] bool: the smallest set of likeliest tokens that holds top_p of the mass of p."""
     most = a.top_p * p.sum(-1, keepdims=True)
-    threshold = _highest(p, lambda t: mx.where(p >= t, p, 0.0).sum(-1, keepdims=True) >= most)
-    return mx.where(p >= threshold, p, 0.0).sum(-1, keepdims=True)
+    return p >= _highest(p, lambda t: mx.where(p >= t, p, 0.0).sum(-1, keepdims=True) >= most)
+
+
+def _exclude_top_choices(
+    scaled: mx.array, z: mx.array, p: mx.array, a: SamplingArrays, flags: SamplingFlags
+) -> tuple[mx.array, mx.array]:
+    """Return two [rows, vocabulary] bool: the tokens that the other truncations leave, and those that XTC leaves of
+    them when it applies to a row.
+
+    XTC, "exclude top choices", leaves out the tokens over its threshold, all but the least likely of them, as mlx-lm
+    does: what is compared are probabilities at temperature 1. scaled: logits over the temperature, less their peak;
+    z: the same at temperature 1; p: relative probabilities after min-p and top-k.
+    """
+    assert a.xtc_threshold is not None
+    assert a.xtc_kept is not None
+    # A low temperature makes p 0 for tokens that nothing cut away, and that are likely once others are left out.
+    kept = (p > 0.0) | ((a.min_p <= 0.0) & (a.top_k >= p.shape[-1]))
+    if flags.top_p_rounds:
+        kept = kept & (_nucleus(p, a) | (a.top_p >= 1.0))
+    weight = mx.where(kept, _exp(z), 0.0)
+    share = weight / weight.sum(-1, keepdims=True)
+    least = mx.where(share > a.xtc_threshold, share, mx.inf).min(-1, keepdims=True)
+    return kept, kept & ((share <= least) | a.xtc_kept)
+
+
+def _xtc_logprob(scaled: mx.array, kept: mx.array, left: mx.array, chosen: mx.array, a: SamplingArrays) -> mx.array:
+    """Return [rows, 1]: the logprob of `chosen`, over both outcomes of whether XTC applies to the row."""
+    assert a.xtc_probability is not None
+    own = mx.take_along_axis(scaled, chosen, -1)
+    total, rest = (mx.logsumexp(mx.where(m, scaled, -mx.inf), -1, keepdims=True) for m in (kept, left))
+    without = (1.0 - a.xtc_probability) * mx.exp(own - total)
+    return mx.log(without + a.xtc_probability * mx.where(mx.take_along_axis(left, chosen, -1), mx.exp(own - rest), 0.0))
 
 
 def _highest(p: mx.array, holds) -> mx.array:  # type: ignore[no-untyped-def]
@@ -280,16 +354,47 @@ def _halvings() -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Which tokens the rows have met: `prompt` [rows, vocabulary] bool, `output` [rows, vocabulary] counts."""
+    """Which tokens the rows have met: `prompt` [rows, vocabulary] bool, `output` [rows, vocabulary] counts, and where a
+    row has a window `recent` [rows, length] int32, its last tokens, the newest at the end and -1 before the first."""
 
     prompt: mx.array
     output: mx.array
+    recent: mx.array | None = None
+
+    @staticmethod
+    def of(seats: list[mx.array], rows: mx.array) -> Seen | None:
+        """Return what these rows [rows] int32 have met, of the arrays of all seats; None where there are none."""
+        return Seen(*(array[rows] for array in seats)) if seats else None
+
+    def after(self, seats: list[mx.array], rows: mx.array, tokens: mx.array) -> list[mx.array]:
+        """Return those of the arrays of all seats that change when the rows draw these tokens [rows] int32."""
+        counts = [seats[1].at[rows, tokens].add(1.0)]
+        if self.recent is None:
+            return counts
+        recent = mx.concatenate([self.recent[:, 1:], tokens[:, None]], 1)
+        seats[2][rows] = recent
+        return [*counts, seats[2]]
 
     def penalise(self, z: mx.array, a: SamplingArrays) -> mx.array:
-        """Repetition divides positive and multiplies negative logits of tokens met anywhere (CTRL, Keskar et al. 2019);
-        presence and frequency subtract for tokens of the output (OpenAI's definition)."""
+        """Return z [rows, vocabulary] with the rows' penalties. Repetition divides positive and multiplies negative
+        logits of tokens met anywhere (CTRL, Keskar et al. 2019), or among the last `a.window`; presence and frequency
+        subtract for tokens of the output (OpenAI's definition)."""
         said = self.output > 0
         met = self.prompt | said
+        if self.recent is not None and a.window is not None:
+            met = met & (a.window == 0)
+            z = _penalise_recent(z, self.recent, a.repetition, a.window)
         scale = mx.where(z > 0, 1.0 / a.repetition, a.repetition)
         z = mx.where(met, z * scale, z)
         return z - a.frequency * self.output - a.presence * said
+
+
+def _penalise_recent(z: mx.array, recent: mx.array, penalty: mx.array, window: mx.array) -> mx.array:
+    """Return z [rows, vocabulary] with the repetition penalty on the last `window` tokens of the rows that have a
+    window; each token once, however often it is there."""
+    age = mx.arange(recent.shape[1] - 1, -1, -1)[None]  # of each token: 0 is the newest
+    newest = mx.maximum(recent[:, -1:], 0)  # stands for what does not count; it counts itself
+    tokens = mx.where((age < window) & (recent >= 0), recent, newest)
+    logits = mx.take_along_axis(z, tokens, -1)
+    scaled = logits * mx.where(logits > 0, 1.0 / penalty, penalty)
+    return mx.put_along_axis(z, tokens, mx.where(window > 0, scaled, logits), -1)

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import numpy as np
+import numpy.typing as npt
 
 from mlx_tandem.engine.plan import Seating
 from mlx_tandem.model.step.sampler import SamplingArrays, SamplingFlags, row_key
 from mlx_tandem.model.step.shapes import row_count
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
+_XTC = ("xtc_probability", "xtc_threshold")
 
 
 class Seats:
@@ -21,7 +23,7 @@ class Seats:
         self.padding = num_seats
         self._vocab_size = vocab_size
         n = num_seats + 1
-        self._values = {name: np.zeros(n, np.float32) for name in _FLOATS}
+        self._values = {name: np.zeros(n, np.float32) for name in (*_FLOATS, *_XTC)}
         self._values["top_p"][:] = 1.0
         self._values["repetition"][:] = 1.0
         self._top_k = np.full(n, vocab_size, np.int32)
@@ -30,37 +32,48 @@ class Seats:
         self._keys = np.zeros((n, 2), np.uint32)
         self._bias: dict[int, tuple[tuple[int, float], ...]] = {}
         self._stops: dict[int, tuple[int, frozenset[int]]] = {}  # (position, tokens that are not drawn before it)
+        self._allowed: dict[int, tuple[int, ...]] = {}
+        self._xtc_kept: dict[int, tuple[int, ...]] = {}
+        self._window = np.zeros(n, np.int32)  # of the repetition penalty; 0: all tokens
         self.generation = 0
         """Changes whenever a seat does: arrays made before are stale."""
         self.prompt_seen: mx.array | None = None  # [seats, vocabulary] bool, made when a penalty first needs it
         self.output_count: mx.array | None = None  # [seats, vocabulary] float32
+        self.recent: mx.array | None = None  # [seats, length] int32 as in `Seen`, made for the first window
 
     def take(self, seating: Seating) -> None:
         p, i = seating.params, seating.seat
         self.generation += 1
         v = self._values
-        v["temperature"][i] = p.temperature
+        v["temperature"][i] = 0.0 if p.greedy else p.temperature
         v["top_p"][i] = 1.0 if p.greedy else p.top_p
         v["min_p"][i] = 0.0 if p.greedy else p.min_p
         v["repetition"][i] = p.repetition_penalty
         v["presence"][i] = p.presence_penalty
         v["frequency"][i] = p.frequency_penalty
+        v["xtc_probability"][i] = 0.0 if p.greedy else p.xtc_probability
+        v["xtc_threshold"][i] = p.xtc_threshold
+        self._window[i] = p.repetition_context if p.repetition_penalty != 1.0 else 0
         self._top_k[i] = p.top_k if 0 < p.top_k < self._vocab_size and not p.greedy else self._vocab_size
         self._logprobs[i] = -1 if p.logprobs is None else p.logprobs
         self._prompt_logprobs[i] = -1 if p.prompt_logprobs is None else p.prompt_logprobs
         self._keys[i] = row_key(p.seed, seating.choice)
-        self._bias.pop(i, None)
+        for kept in (self._bias, self._stops, self._allowed, self._xtc_kept):
+            kept.pop(i, None)
         if p.logit_bias:
             self._bias[i] = p.logit_bias
-        self._stops.pop(i, None)
+        if p.allowed_token_ids:
+            self._allowed[i] = p.allowed_token_ids
+        if p.xtc_kept:
+            self._xtc_kept[i] = p.xtc_kept
         if p.min_tokens and seating.stop_ids:
             self._stops[i] = seating.prompt_length + p.min_tokens, seating.stop_ids
         if self._has_penalty(np.array([i])):
-            self._remember(seating)
+            self._count(seating)
 
     def forget_counts(self) -> None:
         """The device lost its state; sequences take their seats again before they go on."""
-        self.prompt_seen = self.output_count = None
+        self.prompt_seen = self.output_count = self.recent = None
 
     def flags(self, seats: Sequence[int], padded: Callable[[int], int] = row_count) -> SamplingFlags:
         """What a step of these seats needs; `padded` says for how many rows what only some need is made."""
@@ -76,6 +89,9 @@ class Seats:
             penalties=self._has_penalty(at),
             bias=any(int(s) in self._bias for s in seats),
             min_tokens=any(int(s) in self._stops for s in seats),
+            allowed=any(int(s) in self._allowed for s in seats),
+            xtc=bool((v["xtc_probability"][at] > 0).any()),
+            window=bool((self._window[at] > 0).any()),
             logprobs=self._bucket(int(self._logprobs[at].max())),
         )
 
@@ -106,6 +122,16 @@ class Seats:
                     positions[row], ids = self._stops[int(seat)]
                     banned[row, list(ids)] = True
             until, stops = mx.array(positions), mx.array(banned)
+        allowed = kept = window = None
+        if flags.allowed:
+            marked = self._marked(seats, self._allowed)
+            marked[[int(seat) not in self._allowed for seat in seats]] = True
+            allowed = mx.array(marked)
+        if flags.xtc:
+            columns |= {name: mx.array(self._values[name][at][:, None]) for name in _XTC}
+            kept = mx.array(self._marked(seats, self._xtc_kept))
+        if flags.window:
+            window = mx.array(self._window[at][:, None])
         return SamplingArrays(
             **columns,
             top_k=mx.array(self._top_k[at][:, None]),
@@ -114,7 +140,36 @@ class Seats:
             bias=bias,
             min_until=until,
             stops=stops,
+            allowed=allowed,
+            xtc_kept=kept,
+            window=window,
         )
+
+    def _marked(self, seats: Sequence[int], ids: dict[int, tuple[int, ...]]) -> npt.NDArray[np.bool_]:
+        """Return [seats, vocabulary] bool: the tokens that each seat has in `ids`."""
+        marked = np.zeros((len(seats), self._vocab_size), np.bool_)
+        for row, seat in enumerate(seats):
+            marked[row, list(ids.get(int(seat), ()))] = True
+        return marked
+
+    def seen(self, flags: SamplingFlags) -> list[mx.array]:
+        """Return what a step with these flags has to know of all seats' tokens so far, for `Seen.of`."""
+        if not flags.penalties:
+            return []
+        assert self.prompt_seen is not None
+        assert self.output_count is not None
+        arrays = [self.prompt_seen, self.output_count]
+        if flags.window:
+            assert self.recent is not None
+            arrays.append(self.recent)
+        return arrays
+
+    def remember(self, seen: Sequence[mx.array]) -> None:
+        """Keep what `Seen.after` returned of a step."""
+        if seen:
+            self.output_count = seen[0]
+        if len(seen) > 1:
+            self.recent = seen[1]
 
     def wanted_logprobs(self, seat: int) -> int:
         return int(self._logprobs[seat])
@@ -128,7 +183,7 @@ class Seats:
             (v["repetition"][at] != 1.0).any() or (v["presence"][at] != 0).any() or (v["frequency"][at] != 0).any()
         )
 
-    def _remember(self, seating: Seating) -> None:
+    def _count(self, seating: Seating) -> None:
         """Count what the sequence has met so far; the step adds what it draws."""
         if self.prompt_seen is None or self.output_count is None:
             shape = (self.padding + 1, self._vocab_size)
@@ -138,3 +193,18 @@ class Seats:
         output = np.bincount(np.array(seating.history[seating.prompt_length :], np.int64), minlength=n)
         self.prompt_seen[seating.seat] = mx.array(prompt)
         self.output_count[seating.seat] = mx.array(output.astype(np.float32))
+        if window := int(self._window[seating.seat]):
+            self.recent = _with_room(self.recent, self.padding + 1, window)
+            length = self.recent.shape[1]
+            tokens = np.array(seating.history[-length:], np.int32)
+            self.recent[seating.seat] = mx.array(np.pad(tokens, (length - len(tokens), 0), constant_values=-1))
+
+
+def _with_room(recent: mx.array | None, seats: int, window: int) -> mx.array:
+    """Return [seats, length] int32 with at least `window` columns; what is there stays at the end."""
+    length = 0 if recent is None else recent.shape[1]
+    if recent is not None and length >= window:
+        return recent
+    longer = 1 << max(window - 1, 15).bit_length()
+    room = mx.full((seats, longer - length), -1, mx.int32)
+    return room if recent is None else mx.concatenate([room, recent], 1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server.collecting import Collect
+from mlx_tandem.server.decode import check_nested
 from mlx_tandem.server.dialects.openai import Common
 from mlx_tandem.server.dialects.shapes import dumps
 from mlx_tandem.server.front import Front
@@ -18,20 +18,9 @@ from mlx_tandem.types import SamplingParams
 
 
 def check_metadata(given: dict[str, Any] | None) -> dict[str, Any]:
-    """The request's `metadata`, of bounded size and depth, without numbers that msgpack or JSON cannot say."""
-    todo: list[tuple[str, Any, int]] = [("metadata", given or {}, 0)]
-    while todo:
-        path, value, depth = todo.pop()
-        if depth > limits.MAX_METADATA_DEPTH:
-            raise InvalidRequest(f"metadata is nested over {limits.MAX_METADATA_DEPTH} deep", param="metadata")
-        if isinstance(value, dict):
-            todo += [(f"{path}.{k}"[:200], v, depth + 1) for k, v in value.items()]
-        elif isinstance(value, list):
-            todo += [(f"{path}[{i}]", v, depth + 1) for i, v in enumerate(value)]
-        elif (isinstance(value, float) and not math.isfinite(value)) or (
-            isinstance(value, int) and not -(2**63) <= value < 2**63
-        ):
-            raise InvalidRequest(f"{path} must be a finite number of at most 64 bits", param=path)
+    """Return the request's `metadata`, of bounded size and depth, without numbers that msgpack or JSON cannot say."""
+    values = limits.MAX_METADATA_BYTES  # each of them takes a byte at least
+    check_nested(given or {}, "metadata", depth=limits.MAX_METADATA_DEPTH, values=values)
     if given and len(dumps(given)) > limits.MAX_METADATA_BYTES:
         raise InvalidRequest(f"metadata is over {limits.MAX_METADATA_BYTES} bytes", param="metadata")
     return given or {}
@@ -66,6 +55,8 @@ def collect_fields(
         )
     if keep:
         limits.check("example_temperature", params.temperature, "temperature")  # greedy choices have no logprobs
+        if params.greedy:
+            raise InvalidRequest("top_p must be over 0 where trajectories are collected", param="top_p")
         if learning.version_of(model.ref) is None:
             raise InvalidRequest(
                 f"trajectories are collected of {front.config.rl_training.adapter} and of the base", param=field

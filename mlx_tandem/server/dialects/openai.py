@@ -1,8 +1,7 @@
-"""OpenAI's request bodies. A field that is not here is refused by name, never ignored."""
+"""OpenAI's request bodies: the parameters that are served. `parameters.py` says what is done with all others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from msgspec import Struct
@@ -13,30 +12,10 @@ from mlx_tandem.server.front import Front
 from mlx_tandem.server.sampling import Sampling
 
 
-class TextPart(Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Struct, forbid_unknown_fields=True):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    # What clients send along when they repeat a reply of ours.
-    refusal: None = None
-    audio: None = None
-    annotations: None = None
-    function_call: None = None
-    tool_calls: list[None] | None = None
-
-
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    include_usage: bool = False
-
-
-class ResponseFormat(Struct, forbid_unknown_fields=True):
-    type: Literal["text"]
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage in every event
+    include_obfuscation: bool | None = None  # no effect: what is sent is not padded
 
 
 class TemplateOptions(Struct, forbid_unknown_fields=True):
@@ -49,7 +28,10 @@ class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    truncate_prompt_tokens: Any = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     user: str | None = None  # keeps a caller on one arm of an alias
     lora_adapter: str | None = None  # as `model`, for callers who name base and adapter apart
     # Learning.
@@ -57,64 +39,40 @@ class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
     scoring_function: str | dict[str, Any] | list[Any] | None = None
     metadata: dict[str, Any] | None = None  # for reward functions; without them it has no effect
     swap_policy: Literal["pin", "inflight_keep"] | None = None
-    # Accepted without effect.
-    store: bool | None = None
-    service_tier: str | None = None
 
 
 class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):
-    messages: list[ChatMessage]
+    messages: list[dict[str, Any]]
     max_completion_tokens: Any = None
     logprobs: bool | None = None
     top_logprobs: Any = None
-    response_format: ResponseFormat | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
-    tools: list[None] | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: bool | None = None
 
 
 class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[int | str | list[int]]
     logprobs: Any = None
-    echo: bool | None = None
-    suffix: None = None
-
-
-def chat_messages(messages: list[ChatMessage]) -> list[Mapping[str, Any]]:
-    """The conversation as templates expect it."""
-    if not messages:
-        raise InvalidRequest("messages is empty", param="messages")
-    if len(messages) > limits.MAX_MESSAGES:
-        raise InvalidRequest(f"messages has at most {limits.MAX_MESSAGES} entries", param="messages")
-    result: list[Mapping[str, Any]] = []
-    for i, message in enumerate(messages):
-        refuse_items(message.tool_calls, f"messages[{i}].tool_calls")
-        content = message.content
-        if content is None:
-            raise InvalidRequest(f"messages[{i}].content is required", param=f"messages[{i}].content")
-        entry: dict[str, Any] = {
-            # Templates know "system" only; "developer" is its newer name.
-            "role": "system" if message.role == "developer" else message.role,
-            "content": content if isinstance(content, str) else "".join(p.text for p in content),
-        }
-        if message.name is not None:
-            entry["name"] = message.name
-        if message.tool_call_id is not None:
-            entry["tool_call_id"] = message.tool_call_id
-        result.append(entry)
-    return result
-
-
-def refuse_items(value: list[None] | None, param: str) -> None:
-    if value:
-        raise InvalidRequest(f"{param} is not supported", param=param, code="unsupported_parameter")
 
 
 def template_options(given: TemplateOptions | None) -> dict[str, bool]:
     if given is None or given.enable_thinking is None:
         return {}
     return {"enable_thinking": given.enable_thinking}
+
+
+def chat_options(body: ChatBody) -> dict[str, bool]:
+    """Return what the chat template is told beside the messages."""
+    options = template_options(body.chat_template_kwargs)
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message goes on with the last message, and add_generation_prompt begins another one",
+                param="continue_final_message",
+            )
+        return options | {"add_generation_prompt": False, "continue_final_message": True}
+    return options | {"add_generation_prompt": body.add_generation_prompt is not False}
 
 
 def chat_logprobs(body: ChatBody) -> int | None:
@@ -131,11 +89,15 @@ def completion_logprobs(body: CompletionBody) -> int | None:
     return None if body.logprobs is None else int(limits.check("logprobs", body.logprobs))
 
 
-def streaming(body: Common) -> tuple[bool, bool]:
-    """Whether to stream, and whether with usage at the end."""
-    if body.stream_options is not None and not body.stream:
+def streaming(body: Common) -> tuple[bool, bool, bool]:
+    """Return whether to stream, whether with usage at the end, and whether with usage in every event."""
+    options = body.stream_options
+    if options is None:
+        return bool(body.stream), False, False
+    if not body.stream:
         raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
-    return bool(body.stream), body.stream_options is not None and body.stream_options.include_usage
+    always = bool(options.continuous_usage_stats)
+    return True, always if options.include_usage is None else options.include_usage, always
 
 
 async def completion_prompts(front: Front, body: CompletionBody) -> list[list[int]]:
@@ -164,11 +126,14 @@ async def completion_prompts(front: Front, body: CompletionBody) -> list[list[in
     return prompts
 
 
-def prompt_texts(front: Front, body: CompletionBody, prompts: list[list[int]]) -> tuple[str, ...]:
-    """What `echo` repeats: prompts as they were written, token ids as what they stand for."""
+def prompt_texts(
+    front: Front, body: CompletionBody, whole: list[list[int]], prompts: list[list[int]]
+) -> tuple[str, ...]:
+    """Return what `echo` repeats: prompts as they were written; token ids, and prompts that were cut from `whole` to
+    `prompts`, as what their tokens stand for."""
     several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
     given = body.prompt if several else [body.prompt]
     return tuple(
-        own if isinstance(own, str) else front.tokenizer.decode(ids, show_special=True)
-        for own, ids in zip(given, prompts, strict=True)
+        own if isinstance(own, str) and len(ids) == len(all_ids) else front.tokenizer.decode(ids, show_special=True)
+        for own, all_ids, ids in zip(given, whole, prompts, strict=True)
     )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server.dialects.collect import collect_fields, follows, shown_version
+from mlx_tandem.server.dialects.messages import chat_messages
 from mlx_tandem.server.dialects.openai import (
     ChatBody,
     Common,
     CompletionBody,
     chat_logprobs,
-    chat_messages,
+    chat_options,
     completion_logprobs,
     completion_prompts,
     prompt_texts,
-    refuse_items,
     streaming,
-    template_options,
 )
 from mlx_tandem.server.dialects.shapes import CHAT, TEXT
 from mlx_tandem.server.front import Front
@@ -25,6 +27,7 @@ from mlx_tandem.server.sampling import (
     check_logprobs,
     choices,
     is_silent,
+    kept_tokens,
     priority,
     prompt_logprobs,
     sampling_params,
@@ -35,12 +38,13 @@ from mlx_tandem.server.sampling import (
 async def plan_chat(front: Front, body: ChatBody) -> Plan:
     model = await _selected(front, body)
     _refuse_streamed_scores(body)
-    stream, with_usage = streaming(body)
+    stream, with_usage, always_usage = streaming(body)
     n, text, logprobs = choices(front, body), text_options(body), chat_logprobs(body)
     check_logprobs(front, "top_logprobs", logprobs)
-    refuse_items(body.tools, "tools")
-    prompt = await front.chat_prompt(chat_messages(body.messages), template_options(body.chat_template_kwargs))
     longest = ("max_completion_tokens", body.max_completion_tokens) if body.max_completion_tokens is not None else None
+    kept = kept_tokens(front, body.truncate_prompt_tokens, longest[1] if longest else body.max_tokens)
+    messages, options = chat_messages(body.messages), chat_options(body)
+    prompt = _last(await front.chat_prompt(messages, options), kept)
     params = sampling_params(front, body, len(prompt), "messages", logprobs=logprobs, max_tokens=longest)
     texts = (front.tokenizer.decode(prompt, show_special=True),) if _learns(body) else ()
     return Plan(
@@ -53,8 +57,11 @@ async def plan_chat(front: Front, body: ChatBody) -> Plan:
         stream,
         with_usage,
         priority(body),
+        always_usage=always_usage,
+        echo=_echoed(messages, options) if body.echo else None,
         prompt_logprobs=prompt_logprobs(body),
         return_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         collect=collect_fields(front, body, model, params, [prompt], texts, silent=is_silent(body)),
         version=shown_version(front, body, model),
         follow=follows(front, body, model),
@@ -64,13 +71,15 @@ async def plan_chat(front: Front, body: ChatBody) -> Plan:
 async def plan_completion(front: Front, body: CompletionBody) -> Plan:
     model = await _selected(front, body)
     _refuse_streamed_scores(body)
-    stream, with_usage = streaming(body)
+    stream, with_usage, always_usage = streaming(body)
     echo = bool(body.echo)
     n, text, logprobs = choices(front, body), text_options(body, echo), completion_logprobs(body)
     check_logprobs(front, "logprobs", logprobs)
-    prompts = await completion_prompts(front, body)
+    kept = kept_tokens(front, body.truncate_prompt_tokens, body.max_tokens)
+    whole = await completion_prompts(front, body)
+    prompts = [_last(prompt, kept) for prompt in whole]
     params = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs, echo=echo)
-    texts = prompt_texts(front, body, prompts) if echo or _learns(body) else ()
+    texts = prompt_texts(front, body, whole, prompts) if echo or _learns(body) else ()
     return Plan(
         TEXT,
         model,
@@ -81,13 +90,27 @@ async def plan_completion(front: Front, body: CompletionBody) -> Plan:
         stream,
         with_usage,
         priority(body),
+        always_usage=always_usage,
         echo=texts if echo else None,
         prompt_logprobs=prompt_logprobs(body),
         return_token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
         collect=collect_fields(front, body, model, params, prompts, texts, silent=is_silent(body, echo)),
         version=shown_version(front, body, model),
         follow=follows(front, body, model),
     )
+
+
+def _last(prompt: list[int], kept: int | None) -> list[int]:
+    """Return the prompt, or the last `kept` tokens of it."""
+    return prompt if kept is None else prompt[-kept:]
+
+
+def _echoed(messages: Sequence[Mapping[str, Any]], options: Mapping[str, bool]) -> tuple[str, ...] | None:
+    """Return what a chat's reply begins with when it repeats the last message: as in vLLM, where the reply goes on with
+    that message or has its role; None: nothing."""
+    last = messages[-1]
+    return (last["content"],) if last["role"] == "assistant" or not options["add_generation_prompt"] else None
 
 
 async def _selected(front: Front, body: Common) -> Selection:

@@ -30,9 +30,17 @@ class LogprobShape(Protocol):
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]: ...
 
 
+def token_name(token: int) -> str:
+    """Return how vLLM writes a token by its id."""
+    return f"token_id:{token}"
+
+
 class ChatLogprobs:
-    def __init__(self, tokenizer: Tokenizer):
+    """`as_ids`: tokens are named by their ids; their bytes are said all the same."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False):
         self._tokenizer = tokenizer
+        self._as_ids = as_ids
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]:
         content = [
@@ -44,21 +52,23 @@ class ChatLogprobs:
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self._tokenizer.token_bytes(token)
-        return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, LOWEST), "bytes": list(raw)}
+        name = token_name(token) if self._as_ids else raw.decode("utf-8", "replace")
+        return {"token": name, "logprob": max(logprob, LOWEST), "bytes": list(raw)}
 
 
 class TextLogprobs:
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
+    """`as_ids`: tokens are named by their ids; offsets are those of their text all the same."""
+
+    def __init__(self, tokenizer: Tokenizer, as_ids: bool = False):
+        self._text = tokenizer.token_text
+        self._name = token_name if as_ids else self._text
         self._offset = 0
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]:
-        text_of = self._tokenizer.token_text
-        texts = [text_of(t) for t in tokens]
         offsets: list[int] = []
-        for text in texts:
+        for token in tokens:
             offsets.append(self._offset)
-            self._offset += len(text)
+            self._offset += len(self._text(token))
         top: list[dict[str, float] | None] = []
         for token, lp in zip(tokens, logprobs, strict=False):
             if lp is None:
@@ -66,12 +76,12 @@ class TextLogprobs:
                 continue
             alternatives: dict[str, float] = {}
             for t, p in (*lp.top, (token, lp.model)):  # two tokens may read the same: the more likely one counts
-                alternatives.setdefault(text_of(t), max(p, LOWEST))
+                alternatives.setdefault(self._name(t), max(p, LOWEST))
             top.append(alternatives)
         return {
             "text_offset": offsets,
             "token_logprobs": [None if lp is None else max(lp.model, LOWEST) for lp in logprobs],
-            "tokens": texts,
+            "tokens": [self._name(t) for t in tokens],
             "top_logprobs": top,
         }
 
@@ -112,7 +122,7 @@ class Shape:
     def whole(self, index: int, text: str, finish: FinishReason) -> dict[str, Any]:
         raise NotImplementedError
 
-    def logprobs(self, tokenizer: Tokenizer) -> LogprobShape:
+    def logprobs(self, tokenizer: Tokenizer, as_ids: bool) -> LogprobShape:
         raise NotImplementedError
 
 
@@ -130,8 +140,8 @@ class ChatShape(Shape):
         message = {"role": "assistant", "content": text, "refusal": None}
         return {"index": index, "message": message, "logprobs": None, "finish_reason": finish}
 
-    def logprobs(self, tokenizer: Tokenizer) -> LogprobShape:
-        return ChatLogprobs(tokenizer)
+    def logprobs(self, tokenizer: Tokenizer, as_ids: bool) -> LogprobShape:
+        return ChatLogprobs(tokenizer, as_ids)
 
 
 class TextShape(Shape):
@@ -147,8 +157,8 @@ class TextShape(Shape):
     def whole(self, index: int, text: str, finish: FinishReason) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": None, "finish_reason": finish}
 
-    def logprobs(self, tokenizer: Tokenizer) -> LogprobShape:
-        return TextLogprobs(tokenizer)
+    def logprobs(self, tokenizer: Tokenizer, as_ids: bool) -> LogprobShape:
+        return TextLogprobs(tokenizer, as_ids)
 
 
 CHAT = ChatShape()
@@ -158,22 +168,33 @@ TEXT = TextShape()
 class Events:
     """The event bytes of one streamed reply."""
 
-    def __init__(self, shape: Shape, id: str, created: int, model: str, choices: int, with_usage: bool):
-        self._start = b'data: {"id":%b,"object":%b,"created":%d,"model":%b,"choices":[' % (
+    def __init__(self, shape: Shape, names: tuple[str, int, str, str | None], choices: int, with_usage: bool):
+        """`names`: the reply's id, when it began, its model and its fingerprint."""
+        id, created, model, fingerprint = names
+        self._start = b'data: {"id":%b,"object":%b,"created":%d,"model":%b,"system_fingerprint":%b,"choices":[' % (
             dumps(id),
             dumps(shape.chunk_object),
             created,
             dumps(model),
+            dumps(fingerprint),
         )
         self._index = [self._start + b'{"index":%d' % i for i in range(choices)]
         self._heads = [i + shape.text_open for i in self._index]
         self._text_close = shape.text_close
-        self._rest = b',"usage":null}\n\n' if with_usage else b"}\n\n"
-        self._end = b"}]" + self._rest
-        self._unfinished = b',"finish_reason":null' + self._end
-        self._plain = shape.text_close + b',"logprobs":null' + self._unfinished
+        self._end_with(b',"usage":null}\n\n' if with_usage else b"}\n\n")
         self._empty = shape.empty
         self._opening = shape.opening
+
+    def _end_with(self, rest: bytes) -> None:
+        """Set what comes behind the choices of an event."""
+        self._rest = rest
+        self._end = b"}]" + rest
+        self._unfinished = b',"finish_reason":null' + self._end
+        self._plain = self._text_close + b',"logprobs":null' + self._unfinished
+
+    def count(self, counts: dict[str, Any]) -> None:
+        """Say this usage in the events from here on."""
+        self._end_with(b',"usage":%b}\n\n' % dumps(counts))
 
     def opening(self, details: Details) -> bytes:
         """Events that come before any text; `details` of the prompt stand beside the choices."""

@@ -9,7 +9,8 @@ from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.server.dialects.openai import ChatMessage, TemplateOptions, chat_messages, template_options
+from mlx_tandem.server.dialects.messages import chat_messages
+from mlx_tandem.server.dialects.openai import TemplateOptions, template_options
 from mlx_tandem.server.front import LONG_TEXT, Front
 
 
@@ -19,7 +20,7 @@ class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None  # of a prompt; the template of a conversation has its own
-    messages: list[ChatMessage] | None = None
+    messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
     return_token_strs: bool | None = None

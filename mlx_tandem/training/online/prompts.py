@@ -57,7 +57,9 @@ class Recorded:
 
     def add(self, prompt: Prompt) -> None:
         """The newest wish holds for a prompt that is known. What is drawn greedily never varies, so it is not."""
-        params = prompt.params if prompt.params.temperature else msgspec.structs.replace(prompt.params, temperature=1.0)
+        params = prompt.params
+        if params.greedy:
+            params = msgspec.structs.replace(params, temperature=params.temperature or 1.0, top_p=params.top_p or 1.0)
         self._prompts[prompt.tokens] = msgspec.structs.replace(prompt, params=params)
         while len(self._prompts) > RECORDED:
             self._prompts.popitem(last=False)
