@@ -13,6 +13,7 @@ from mlx_tandem import __version__, limits
 from mlx_tandem.server.auth import PUBLIC
 from mlx_tandem.server.dialects import adapters, training
 from mlx_tandem.server.dialects.openai import ChatBody, CompletionBody
+from mlx_tandem.server.dialects.perplexity import PerplexityBody
 from mlx_tandem.server.dialects.tokenize import DetokenizeBody, TokenizeBody
 
 BODIES: dict[str, type[Struct]] = {
@@ -20,6 +21,7 @@ BODIES: dict[str, type[Struct]] = {
     "/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
     "/completions": CompletionBody,
+    "/v1/perplexity": PerplexityBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/v1/adapters": adapters.AdapterBody,

@@ -93,7 +93,7 @@ def test_adapters_come_and_go(engine):
     engine.unload_adapter("extra")
     with pytest.raises(NotFound):
         engine.chat(QUESTION, adapter="extra")
-    with pytest.raises(ModelError):
+    with pytest.raises(NotFound, match="does not exist"):
         engine.load_adapter("extra", "/does/not/exist")
 
 
