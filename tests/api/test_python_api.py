@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from mlx_tandem import Engine, demo
-from mlx_tandem.errors import EngineError, InvalidRequest, ModelError, NotFound
+from mlx_tandem.errors import EngineError, InvalidRequest, NotFound
 
 QUESTION = [{"role": "user", "content": "What is 12 + 5?"}]
 
