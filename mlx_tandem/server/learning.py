@@ -48,6 +48,7 @@ class Serving:
         self._checkpoints: set[str] = set()  # names that are served because there is a checkpoint of that name
         self._named: set[str] = set()  # names of all checkpoints, in lower case
         self._naming: set[str] = set()  # names, in lower case, that checkpoints get as soon as they are saved
+        self._listing = asyncio.Lock()
         self._numbers: dict[str, int] = {}  # versions of the checkpoints' contents, by digest
         self.swaps = 0  # how often the trained adapter's name has come to stand for a version, since the start
 
@@ -146,14 +147,22 @@ class Serving:
 
     async def list_checkpoints(self) -> None:
         """Serve the checkpoints that lie in the folder now, each under its name, and no others."""
+        async with self._listing:  # one after the other, so that the last one has the last word
+            await self._list_checkpoints()
+
+    async def _list_checkpoints(self) -> None:
         models, before = self._front.models, frozenset(self._checkpoints)
         found = await self.read_checkpoints()
         names = {info.name for info in found}
         self._numbers = {info.digest: info.version for info in found if info.version}
         models.shelve({f"{self._name}@{i.version}": self._source(i.name) for i in found if i.version})
-        for name in names - self._checkpoints:
-            if self._takes(name):
-                models.registry.announce(name, self._source(name))
+        for info in found:
+            source = self._source(info.name)
+            if info.name not in self._checkpoints:
+                if self._takes(info.name):
+                    models.registry.announce(info.name, source)
+            elif models.registry.is_read(info.name) and models.registry.entry(info.name).ref.digest != info.digest:
+                models.saved(info.name, source, await self._front.client.load_adapter(source))  # another is the best
         for name in before - names:
             self._checkpoints.discard(name)
             await models.unsaved(name, self._source(name))
@@ -171,6 +180,10 @@ class Serving:
 
     def _source(self, name: str) -> AdapterSource:
         return AdapterSource(os.path.join(self._folder, name))
+
+    def relist(self) -> None:
+        """Serve what lies in the folder of checkpoints now."""
+        raise NotImplementedError
 
     # -- prompts and samples ------------------------------------------------------------------------------------
 
@@ -258,7 +271,10 @@ class Learning(Serving):
 
     def saved(self, info: AdapterInfo, folder: str, name: str) -> None:
         super().saved(info, folder, name)
-        self.spawn(self.list_checkpoints())  # older ones may have gone for it
+        self.relist()
+
+    def relist(self) -> None:
+        self.spawn(self.list_checkpoints())
 
     async def close(self) -> None:
         """Ends what is under way; what is in the journal is gone on with at the next start."""

@@ -267,7 +267,8 @@ class Models:
     def _tell(self, digest: str) -> None:
         """Have the engine know where this content may be found, and whether anybody wants it pinned."""
         holders = self.registry.holders(digest)
-        pinned = any(entry.pinned for entry in holders)
+        # The folders are others': what has none of its own must not leave memory, as they may go at any time.
+        pinned = any(entry.pinned or entry.source is None for entry in holders)
         for source in {entry.source: None for entry in holders if entry.source is not None}:
             self._client.know_adapter(holders[0].info, source, pinned)
 

@@ -14,7 +14,7 @@ from mlx_tandem import limits
 from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.records import Added
 from mlx_tandem.training.trajectories import Trajectory
-from tests.api.learns import SORT, collect, learning_config, trajectories
+from tests.api.learns import SORT, collect, learning_config, trajectories, until
 from tests.serving import ROOT, RunningServer, serving
 
 
@@ -202,8 +202,9 @@ def test_what_is_too_old_already_says_so(tmp_path, shown):
         for choice in [*old, *streamed[-1]["choices"]]:
             assert (choice["trajectory_id"], choice["dropped"]) == (None, "stale")
             assert ("score" in choice) is shown
-        while (status := server.client.get("/v1/training/status").json())["dropped_stale"] < 5:
-            pass  # without a score in the reply they are collected in the background
+        # Without a score in the reply they are collected in the background.
+        until(lambda: server.client.get("/v1/training/status").json()["dropped_stale"] == 5)
+        status = server.client.get("/v1/training/status").json()
         assert (status["buffered"], status["dropped_stale"]) == (4, 5)
         assert "5 trajectories were not learned from" in status["advice"] and "ask for policy" in status["advice"]
         metrics = server.client.get("/metrics").text

@@ -74,6 +74,7 @@ class Client:
         self.info = SimpleNamespace(max_model_len=100)
         self.trainers: dict[str, Trainer] = {}
         self.memory: dict[str, tuple[Any, ...]] = {}  # adapters
+        self.pinned: set[str] = set()  # digests of those that stay there
         self.followed: list[AdapterRef] = []
         self.passes: list[Batch] = []
         self.rates: list[float] = []
@@ -83,7 +84,7 @@ class Client:
     def restart(self) -> None:
         self.restarts += 1
         self.points.broken = False
-        self.trainers, self.memory = {}, {}
+        self.trainers, self.memory, self.pinned = {}, {}, set()
 
     async def _call(self) -> None:
         self.points()
@@ -163,6 +164,8 @@ class Client:
         trainer = Trainer()
         trainer.step, trainer.shift, trainer.trained = said["step"], said["shift"], tuple(said["trained"])
         self.memory[trainer.digest] = trainer.state
+        if pin:
+            self.pinned.add(trainer.digest)
         return info(trainer.digest)
 
     def follow_adapter(self, ref: AdapterRef) -> None:
@@ -177,6 +180,7 @@ class Server:
         self.client, self.answer = client, answer
         self.retired: list[int] = []
         self.saves: list[str] = []
+        self.relisted = 0
         self.seeds: list[int] = []
         self.expected: list[int] = []
 
@@ -209,6 +213,10 @@ class Server:
         self.client.points()
         self.saves.append(name)
 
+    def relist(self) -> None:
+        self.client.points()
+        self.relisted += 1
+
     async def sample(
         self, prompts: Sequence[tuple[int, ...]], n: int, params: SamplingParams, adapter: AdapterRef | None
     ) -> list[list[Sampled]]:
@@ -235,12 +243,14 @@ def died() -> EngineDied:
     return EngineDied("the engine ended")
 
 
-def config(folder: Path, *, interval: int = 1000, mode: str = "inference_and_training", **training: Any) -> Config:
+def config(
+    folder: Path, *, interval: int = 1000, keep: int = 100, mode: str = "inference_and_training", **training: Any
+) -> Config:
     settings: dict[str, Any] = {"enabled": True, "update_frequency": 4, "learning_rate": 0.5, "max_staleness": 100}
     return Config(
         EngineConfig(ModelConfig("base"), duty=DutyConfig(mode=mode)),  # type: ignore[arg-type]
         rl_training=RLTrainingConfig(**settings | training),
-        checkpointing=CheckpointingConfig(str(folder), interval, 100),
+        checkpointing=CheckpointingConfig(str(folder), interval, keep),
     )
 
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mlx_tandem import demo
 from mlx_tandem.adapters.convert import inspect
@@ -36,8 +38,9 @@ def save(
     reward: float | None = None,
     name: str = "",
     ops: FileOps = DISK,
-    protect: tuple[str, ...] = (),
+    digest: str = "",
 ) -> CheckpointInfo:
+    """A new checkpoint, and what is too many then goes."""
     temporary = c.new(name or c.free_name(step))
     for file in FILES:
         fd = ops.open(temporary / file, os.O_CREAT | os.O_WRONLY)
@@ -47,12 +50,15 @@ def save(
         name=name or c.free_name(step),
         step=step,
         version=step,
-        digest=f"d{step}",
+        digest=digest or f"d{step}",
         reward=reward,
         pinned=bool(name),
         counters={"updates": step},
     )
-    return c.commit(temporary, manifest, protect)
+    info = c.commit(temporary, manifest)
+    for gone in c.surplus(c.list()):
+        c.delete(gone.name)
+    return info
 
 
 def names(c: Checkpoints) -> list[str]:
@@ -72,21 +78,77 @@ def test_save_list_prune(tmp_path: Path):
     assert [i.best for i in c.list()] == [False, False, False, False, True]
     newest = c.newest()
     assert newest is not None and newest.name == "checkpoint-50" and newest == c.verify("checkpoint-50")
-    save(c, 60, protect=("checkpoint-30",))
-    assert names(c) == ["checkpoint-60", "checkpoint-50", "checkpoint-40", "checkpoint-30", "mine", BEST]
+    save(c, 60)
+    assert names(c) == ["checkpoint-60", "checkpoint-50", "checkpoint-40", "mine", BEST]
     for name in ("mine", BEST):
         c.delete(name)
-    assert names(c) == ["checkpoint-60", "checkpoint-50", "checkpoint-40", "checkpoint-30"]
+    assert names(c) == ["checkpoint-60", "checkpoint-50", "checkpoint-40"]
     assert not [p for p in c.folder.iterdir() if p.name.startswith((".new", ".old"))]
 
 
 def test_a_course_that_was_rolled_back_keeps_its_checkpoints(tmp_path: Path):
     c = opened(tmp_path)
-    for step in (10, 20, 10):
-        save(c, step)
+    for step, digest in ((10, "a"), (20, "b"), (10, "c")):
+        save(c, step, digest=digest)
     assert names(c) == ["checkpoint-10.2", "checkpoint-20", "checkpoint-10"]
     newest = c.newest()
     assert newest is not None and newest.name == "checkpoint-10.2", "the last that was made, not the highest step"
+
+
+def test_one_that_is_renewed_is_the_newest_under_its_name(tmp_path: Path):
+    c = opened(tmp_path)
+    infos = [save(c, step, reward) for step, reward in ((10, 0.5), (20, None), (30, 0.25))]
+    before = contents(c.path("checkpoint-20"))
+    manifest = msgspec.structs.replace(c.verify("checkpoint-20"), counters={"updates": 99}, reward=None)
+    info = c.renew(manifest)
+    assert names(c) == ["checkpoint-20", "checkpoint-30", "checkpoint-10", BEST]
+    newest = c.newest()
+    assert newest is not None and (newest.name, newest.counters, newest.step) == ("checkpoint-20", {"updates": 99}, 20)
+    assert info.label == newest.label not in [i.label for i in infos], "it is told from what it was"
+    after = contents(c.path("checkpoint-20"))
+    assert {f: b for f, b in after.items() if f != manifests.MANIFEST} == {f: before[f] for f in FILES}
+    assert c.renew(msgspec.structs.replace(manifest, name="checkpoint-10")).reward == 0.5, (
+        "what it is worth stays known"
+    )
+    assert c.renew(msgspec.structs.replace(manifest, reward=0.75)).best
+    assert [i.name for i in c.list() if i.best] == ["checkpoint-20", BEST]
+    with pytest.raises(NotFound):
+        c.renew(msgspec.structs.replace(manifest, name="nobody"))
+
+
+def test_the_best_is_known_once_it_is_judged(tmp_path: Path):
+    c = opened(tmp_path)
+    for step in (10, 20, 30):
+        save(c, step)
+    assert BEST not in names(c)
+    assert c.judge("checkpoint-20", 0.5).best and c.verify(BEST).step == 20
+    assert not c.judge("checkpoint-10", 0.25).best and c.verify(BEST).step == 20
+    assert c.judge("checkpoint-30", 0.75).best and c.verify(BEST).step == 30
+    assert [(i.name, i.reward) for i in c.list()] == [
+        ("checkpoint-30", 0.75), (BEST, 0.75), ("checkpoint-20", 0.5), ("checkpoint-10", 0.25)
+    ]  # fmt: skip
+    assert c.judge("checkpoint-10", math.nan).reward is None
+    for name in names(c):
+        c.verify(name)
+
+
+INFOS = st.builds(
+    lambda name, digest, pinned: CheckpointInfo(name, 1, 1, digest, 0.0, None, pinned, False, 0),
+    st.sampled_from([f"checkpoint-{i}" for i in range(30)] + [BEST]),
+    st.sampled_from("abcdef"),
+    st.booleans(),
+)
+
+
+@given(st.lists(INFOS, max_size=12, unique_by=lambda i: i.name), st.integers(1, 5))
+def test_exactly_so_many_are_kept_that_nobody_named(infos: list[CheckpointInfo], keep: int):
+    """The newest, of each content one; whoever has a name stays, and the best."""
+    going = Checkpoints(Path("nowhere"), keep).surplus(infos)
+    mine = [i for i in infos if not i.pinned and i.name != BEST]
+    assert set(going) <= set(mine)
+    left = [i for i in mine if i not in going]
+    digests = list(dict.fromkeys(i.digest for i in mine))
+    assert [i.digest for i in left] == digests[:keep], "infos come newest first"
 
 
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf])
@@ -226,6 +288,57 @@ def test_an_acknowledged_checkpoint_survives_a_loss_of_power(tmp_path: Path):
         assert c.verify(f"checkpoint-{step}").step == step
         assert c.verify(BEST).step == step
         assert (c.path(BEST) / FILES[-1]).read_text() == f"{FILES[-1]} {step}"
+    c.renew(c.verify("checkpoint-1"))
+    c.judge("checkpoint-2", 0.9)
+    ops.lose_power()
+    assert names(c)[0] == "checkpoint-1" and c.verify("checkpoint-2").reward == 0.9
+    assert c.verify(BEST).step == 2
+
+
+@pytest.mark.parametrize("renamed", [False, True])
+@pytest.mark.parametrize("what", ["renew", "judge"])
+def test_any_file_operation_may_fail_while_a_manifest_is_replaced(tmp_path: Path, what: str, renamed: bool):
+    """The old holds or the new, whole, for this process and the next, and it works again."""
+    fail_at, ops = 0, FaultFiles(1)
+    while ops.failed or not fail_at:
+        fail_at += 1
+        folder = tmp_path / str(fail_at)
+        c = opened(folder)
+        for step in (1, 2):
+            save(c, step, 0.1)
+        c.close()
+        ops = FaultFiles()
+        c = opened(folder, ops=ops)
+        ops.calls, ops.fail_at, ops.renamed = 0, fail_at, renamed
+
+        def change(c: Checkpoints) -> CheckpointInfo:
+            if what == "judge":
+                return c.judge("checkpoint-2", 0.5)
+            return c.renew(msgspec.structs.replace(c.verify("checkpoint-1"), counters={"updates": 3}))
+
+        done = False
+        with contextlib.suppress(StorageError):
+            change(c)
+            done = True
+        for ends in (False, True):
+            if ends:
+                c.close()
+                c = opened(folder)
+            for name in names(c):
+                c.verify(name)
+            assert BEST in names(c) and {"checkpoint-1", "checkpoint-2"} < set(names(c))
+            newest = c.newest()
+            assert newest is not None
+            if what == "renew":
+                assert newest.name == ("checkpoint-1" if newest.counters == {"updates": 3} else "checkpoint-2")
+                assert newest.name == "checkpoint-1" or not done, "acknowledged"
+            else:
+                assert newest.reward in ((0.5,) if done else (0.1, 0.5))
+        change(c)
+        assert c.verify(BEST).step == (2 if what == "judge" else 1)
+        assert not [p for p in folder.rglob("*") if p.name.startswith((".new", ".old"))]
+        c.close()
+    assert fail_at > 5
 
 
 @pytest.mark.parametrize("renamed", [False, True])

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from msgspec.structs import asdict, replace
@@ -24,10 +25,12 @@ from mlx_tandem.training.online import advantages, update
 from mlx_tandem.training.online.guard import Rewards
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.prompts import Judge, Scorer
+from mlx_tandem.training.online.recovery import GOOD
 from mlx_tandem.training.online.serving import Serving, UpdateReport
 from mlx_tandem.training.online.trainer import Behind, Trainer
 from mlx_tandem.training.online.update import Finding, Pending
 from mlx_tandem.training.online.versions import Versions
+from mlx_tandem.training.store.checkpoints import BEST, CheckpointInfo
 from mlx_tandem.training.store.manifests import Manifest
 from mlx_tandem.training.store.records import Began, Ended
 from mlx_tandem.training.trajectories import Trajectory
@@ -58,6 +61,7 @@ class Learner:
         self._epoch = -1  # client.restarts of the engine that the trainer lives in
         self._is_open = False
         self._behind: Behind | None = None
+        self._saved = ""  # the checkpoint that has exactly the trainer's state; empty: none has
 
     @property
     def is_up(self) -> bool:
@@ -84,6 +88,7 @@ class Learner:
         """A trainer on the engine that runs now, and a version served: exactly where the last one was, unless updates
         since the checkpoint have to be computed again for that, which `catch_up` does."""
         self._is_open, self._behind, self._epoch = False, None, self._client.restarts
+        self._saved = ""
         manifest, records, held = await self.ledger.open()
         if not self._was_up:
             self._judge.read(self._training, self._client.info)
@@ -205,6 +210,8 @@ class Learner:
         counters = self.ledger.counters
         report = update.report(pending, finding, time.monotonic() - started, validation)
         self.trainer.step = finding.step
+        if report.outcome in GOOD:
+            self._saved = ""
         if ready is not None:
             began = time.perf_counter()
             ref = self.versions.publish(ready.info)
@@ -245,22 +252,23 @@ class Learner:
             await self.ledger.flush()
         except StorageError as e:  # it is written again with the next record
             log.error("journal not written", extra={"fields": {"error": e.message}})
-        best = (self.watch.best,) if self.watch.best else ()
-        kept = self.versions.kept(self.ledger.listed, best)
+        kept = self._kept(self.ledger.listed)
         await self.versions.retire_except(kept)
         self.watch.keep(kept)
 
     # -- versions -------------------------------------------------------------------------------------------------
 
     async def checkpoint(self, name: str | None) -> str:
-        """Save the trainer as it is; its name. Raises Conflict, StorageError, EngineError."""
+        """Save the trainer as it is; its name. Without a name, one that has the very same state becomes the newest
+        again, and nothing is saved twice. Raises Conflict, StorageError, EngineError."""
         ledger, versions, head = self.ledger, self.versions, self.versions.head
         info = await self._client.publish_trainer(self.trainer.name) if head is None else head.info
         number = 0 if head is None else head.ref.version
-        chosen = name
+        same = name is None and any(i.name == self._saved for i in ledger.listed)
+        chosen = self._saved if same else name
         if chosen is None:
             chosen = await asyncio.to_thread(ledger.checkpoints.free_name, self.trainer.step)
-        reward = self._judge.present if self._judge.prompts else self.watch.mean(number)
+        reward = self._judge.present if self._judge.prompts else self._worth(number)
         manifest = Manifest(
             name=chosen,
             step=self.trainer.step,
@@ -270,11 +278,67 @@ class Learner:
             pinned=name is not None,
         )
         ledger.counters.means = self.watch.means
-        needed = {v.ref.digest for n in versions.kept(()) if (v := versions.get(n)) is not None}
-        protect = [i.name for i in ledger.listed if i.digest in needed]
-        await ledger.save(manifest, lambda folder: self._client.save_trainer(self.trainer.name, folder), protect)
+        if same:
+            await ledger.save(manifest, None)
+        else:
+            await ledger.save(manifest, lambda folder: self._client.save_trainer(self.trainer.name, folder))
         versions.saved(info, str(ledger.checkpoints.folder / chosen), chosen)
+        self._saved = chosen
+        await self._prune()
         return chosen
+
+    async def judge_checkpoints(self) -> bool:
+        """Note what checkpoints are worth whose versions had too few answers when they were saved and have enough now;
+        return whether there was one."""
+        if self._judge.prompts:  # they are judged before they are published
+            return False
+        judged = False
+        try:
+            for info in self.ledger.listed:
+                reward = self._worth(info.version)
+                if info.reward is None and info.name != BEST and reward is not None:
+                    await self.ledger.judge(info.name, reward)
+                    judged = True
+        except StorageError as e:  # the next answers are another occasion
+            log.warning("checkpoint not judged", extra={"fields": {"error": e.message}})
+        if judged:
+            self._serving.relist()
+        return judged
+
+    def _worth(self, version: int) -> float | None:
+        """Return the mean reward of a version's live answers; None: there are fewer than half an update's. Of the
+        answers that an update is made of, only some are by the newest version."""
+        mean = self.watch.means.get(version)
+        enough = max(self._training.update_frequency // 2, 2)
+        return mean.mean if mean is not None and mean.count >= enough else None
+
+    async def _prune(self) -> None:
+        """Remove the checkpoints that are not to be kept, and the versions that only they kept; versions of theirs that
+        are kept for another reason stay in the engine's memory. What cannot be removed now goes with the next ones."""
+        ledger, folder = self.ledger, self.ledger.checkpoints.folder
+        going = ledger.checkpoints.surplus(ledger.listed)
+        if not going:
+            return
+        left = {info.digest: str(folder / info.name) for info in ledger.listed if info not in going}
+        kept = self._kept([info for info in ledger.listed if info not in going])
+        try:
+            for info in going:
+                path = str(folder / info.name)
+                if info.digest not in left and self.versions.in_folder(path, kept):
+                    await self._client.load_adapter(AdapterSource(path), pin=True)
+            await ledger.remove(going)
+        except TandemError as e:
+            log.warning("checkpoints not removed", extra={"fields": {"error": e.message}})
+        there = {info.name for info in ledger.listed}
+        for info in going:
+            if info.name not in there:
+                self.versions.removed(str(folder / info.name), left)
+        await self.versions.retire_except(self._kept(ledger.listed))
+        self._serving.relist()
+
+    def _kept(self, checkpoints: Sequence[CheckpointInfo]) -> set[int]:
+        """Return the numbers of the versions that go on existing when there are these checkpoints."""
+        return self.versions.kept(checkpoints, (self.watch.best,) if self.watch.best else ())
 
     async def rollback(self, to: str | None, *, manual: bool) -> AdapterRef:
         """Trainer and serving go back to a version, durably. Raises NotFound."""
@@ -282,6 +346,7 @@ class Learner:
         course = self.ledger.counters.course
         self._is_open = False  # until both sides tell the same story again
         await self.trainer.open(folder, digest)
+        self._saved = self._twin(Path(folder).name, digest) if folder else ""
         info = await self._client.publish_trainer(self.trainer.name)
         ref = self.versions.publish(info, folder)
         if manual:  # whoever wants it back does not want it compared with what came after it
@@ -293,6 +358,14 @@ class Learner:
         self._is_open = True
         log.warning("rolled back", extra={"fields": {"version": ref.version, "manual": manual}})
         return ref
+
+    def _twin(self, name: str, digest: str) -> str:
+        """Return the checkpoint with the state of the checkpoint `name` that can become the newest again; empty: none.
+        The best one is a copy of another."""
+        if name != BEST:
+            return name
+        step = self.trainer.step
+        return next((i.name for i in self.ledger.listed if i.name != BEST and (i.digest, i.step) == (digest, step)), "")
 
     async def switch(self, to: str) -> AdapterRef:
         """Serve a version; the trainer goes on with its own. Raises NotFound."""

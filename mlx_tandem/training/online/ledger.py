@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -193,14 +193,15 @@ class Ledger:
     async def flush(self) -> None:
         await self._opened().flush()
 
-    async def save(
-        self, manifest: Manifest, write: Callable[[str], Awaitable[None]], protect: Collection[str]
-    ) -> CheckpointInfo:
-        """A checkpoint of now: `write` fills its folder. The journal begins again after it, and an update that is
-        pending is forgotten. Raises StorageError; there is a checkpoint then or not, and the journal goes on. A caller
-        that is cancelled when its files are written does not stop it: see `settled`."""
-        temporary = await asyncio.to_thread(self.checkpoints.new, manifest.name)
-        await write(str(temporary))
+    async def save(self, manifest: Manifest, write: Callable[[str], Awaitable[None]] | None) -> CheckpointInfo:
+        """A checkpoint of now: `write` fills its folder; None: there is a checkpoint of this name whose content is that
+        of now, and it becomes the newest. The journal begins again after it, and an update that is pending is
+        forgotten. Raises StorageError; there is a checkpoint then or not, and the journal goes on. A caller that is
+        cancelled when its files are written does not stop it: see `settled`."""
+        temporary = None
+        if write is not None:
+            temporary = await asyncio.to_thread(self.checkpoints.new, manifest.name)
+            await write(str(temporary))
         saved = msgspec.structs.replace(
             self.counters,
             counts=self.buffer.counts,
@@ -212,22 +213,38 @@ class Ledger:
             counters=recovery.to_manifest(saved),
             config=msgspec.to_builtins(self._config.rl_training),
         )
-        self._saving = asyncio.create_task(self._commit(temporary, manifest, protect))
+        self._saving = asyncio.create_task(self._commit(temporary, manifest))
         return await asyncio.shield(self._saving)
+
+    async def judge(self, name: str, reward: float) -> None:
+        """Note what a checkpoint is worth. Raises StorageError."""
+        await asyncio.to_thread(self.checkpoints.judge, name, reward)
+        self.listed = await asyncio.to_thread(self.checkpoints.list)
+
+    async def remove(self, infos: Sequence[CheckpointInfo]) -> None:
+        """Remove these checkpoints. Raises StorageError."""
+        try:
+            for info in infos:
+                await asyncio.to_thread(self.checkpoints.delete, info.name)
+        finally:
+            self.listed = await asyncio.to_thread(self.checkpoints.list)
 
     async def settled(self) -> None:
         """Returns when no checkpoint is half way to its name: another may be begun then."""
         if self._saving is not None:
             await asyncio.wait({self._saving})
 
-    async def _commit(self, temporary: Path, manifest: Manifest, protect: Collection[str]) -> CheckpointInfo:
-        info = await asyncio.to_thread(self.checkpoints.commit, temporary, manifest, protect)
+    async def _commit(self, temporary: Path | None, manifest: Manifest) -> CheckpointInfo:
+        if temporary is None:
+            info = await asyncio.to_thread(self.checkpoints.renew, manifest)
+        else:
+            info = await asyncio.to_thread(self.checkpoints.commit, temporary, manifest)
         self.listed = await asyncio.to_thread(self.checkpoints.list)
         self.counters.checkpoint_saves += 1
         self.counters.since_checkpoint = 0
         self.pending = None
-        await self._opened().rotate(manifest.name, manifest.step, self.buffer.held, self.buffer.seen)
-        self.counters.follows, self.counters.began = manifest.name, 0
+        await self._opened().rotate(info.label, manifest.step, self.buffer.held, self.buffer.seen)
+        self.counters.follows, self.counters.began = info.label, 0
         return info
 
     async def close(self) -> None:

@@ -87,7 +87,7 @@ class Loop:
         learner = self._learner
         if learner.ledger.pending is not None:
             await learner.finish()
-        elif await self.save_if_due():
+        elif await self.save_if_due() or await learner.judge_checkpoints():
             pass
         elif learner.watch.fallen(learner.version):
             await learner.rollback(str(learner.watch.best), manual=False)

@@ -188,6 +188,7 @@ class OnlineLearner:
             if checkpoint_name is not None:
                 await self._learner.checkpoint(checkpoint_name)
             await self._loop.save_if_due()
+            await self._learner.judge_checkpoints()
             return msgspec.structs.replace(report, dropped_at={why: tuple(at) for why, at in dropped.items()})
 
         return await self._alone(work)

@@ -23,7 +23,7 @@ GOOD = ("published", "kept")
 class Counters(Struct):
     """The loop's own state, as a checkpoint keeps it."""
 
-    follows: str = ""  # the checkpoint that the journal of that moment begins after
+    follows: str = ""  # the label of the checkpoint that the journal of that moment begins after
     began: int = 0  # updates in that journal, all of them in the checkpoint
     updates: int = 0
     publishes: int = 0
@@ -51,11 +51,12 @@ def held_already(records: Sequence[Record], manifest: Manifest | None) -> int | 
     that its updates cannot be computed on what is there."""
     opened = records[0]
     assert isinstance(opened, Opened)
-    if opened.checkpoint == ("" if manifest is None else manifest.name):
-        return 0
-    if manifest is not None and opened.checkpoint == (saved := counters(manifest)).follows:
+    if manifest is None:
+        return None if opened.checkpoint else 0
+    if opened.checkpoint == (saved := counters(manifest)).follows:
         return saved.began  # the process ended between the checkpoint and its journal
-    return None
+    # Journals of earlier versions of this program have the name alone.
+    return 0 if opened.checkpoint in (manifest.label, manifest.name) else None
 
 
 class Rebuilt(Struct):

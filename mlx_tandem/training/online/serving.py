@@ -65,6 +65,10 @@ class Serving(Protocol):
         """This content is now in a checkpoint's folder, too, and requests may also call it by the checkpoint's name."""
         ...
 
+    def relist(self) -> None:
+        """Checkpoints have gone, or another one is the best."""
+        ...
+
     async def sample(
         self, prompts: Sequence[tuple[int, ...]], n: int, params: SamplingParams, adapter: AdapterRef | None
     ) -> list[list[Sampled]]:

@@ -56,7 +56,9 @@ class Trainer:
         """From a checkpoint, else from an adapter in the engine's memory, else fresh."""
         config = self._config.rl_training
         spec = TrainerSpec(self.name, config.lora_rank, config.lora_alpha, config.lora_target_modules, config.seed)
-        self.step = (await self._client.open_trainer(spec, folder=folder, digest=digest)).step
+        # What lies in a folder need not be in the engine's memory.
+        opening = self._client.open_trainer(spec, folder=folder, digest="" if folder else digest)
+        self.step = (await opening).step
 
     async def _initial(self) -> str:
         name = self._config.rl_training.init_from

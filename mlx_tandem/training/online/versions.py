@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mlx_tandem.engine.client import EngineClient
@@ -110,6 +110,16 @@ class Versions:
         for known in self._known.values():
             if known.ref.digest == version.digest:
                 known.folder = folder
+
+    def in_folder(self, folder: str, numbers: Collection[int]) -> bool:
+        """Return whether one of the versions with these numbers lies in the folder of a checkpoint."""
+        return any(v.folder == folder for n, v in self._known.items() if n in numbers)
+
+    def removed(self, folder: str, others: Mapping[str, str]) -> None:
+        """The folder of a checkpoint is gone. `others`: folders that are left, by digest."""
+        for known in self._known.values():
+            if known.folder == folder:
+                known.folder = others.get(known.ref.digest, "")
 
     def find(self, to: str, name: str, checkpoints: Checkpoints, listed: Sequence[CheckpointInfo]) -> tuple[str, str]:
         """The checkpoint's folder (empty: there is none) and the digest of what `to` names: 7, name@7 or a checkpoint.

@@ -1,8 +1,9 @@
 """Checkpoints: folders of an adapter in PEFT's format, the optimiser's state and what else is needed to go on.
 
 `<folder>/<name>/` holds what the engine wrote and `manifest.json`, which has the BLAKE2b-256 of every other file and of
-itself. A checkpoint appears under its name whole and durable, is never changed, and goes whole. `best-performance` is
-the one with the highest reward so far, as a folder of its own with the same files.
+itself. A checkpoint appears under its name whole and durable and goes whole. Its files never change; its manifest is
+replaced as a whole when it becomes the newest again or gets its reward. `best-performance` is the one with the highest
+reward so far, as a folder of its own with the same files.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -49,9 +50,13 @@ class CheckpointInfo(Struct, frozen=True):
     best: bool  # its content is that of `best-performance`
     sequence: int
 
+    @property
+    def label(self) -> str:
+        return manifests.label(self.name, self.sequence)
+
 
 class Checkpoints:
-    """The checkpoints in one folder, of which the newest `keep` that nobody named are kept, and the best.
+    """The checkpoints in one folder, of which the newest `keep` that nobody named are meant to be kept, and the best.
 
     Looking at them needs no lock; `lock` comes before anything is changed. Every call may wait for the drive. Raises
     StorageError where a file cannot be read or written, and errors of requests for names that are wrong.
@@ -88,14 +93,26 @@ class Checkpoints:
         for name in self._names():
             with contextlib.suppress(StorageError):
                 found.append(manifests.read(self.folder / name))
-        best = next((m.sequence for m in found if m.name == BEST), -1)
+        best = next((m.digest for m in found if m.name == BEST), None)
         found.sort(key=lambda m: (-m.sequence, m.name == BEST))
         return [
             CheckpointInfo(
-                m.name, m.step, m.version, m.digest, m.created, m.reward, m.pinned, m.sequence == best, m.sequence
+                m.name, m.step, m.version, m.digest, m.created, m.reward, m.pinned, m.digest == best, m.sequence
             )
             for m in found
         ]
+
+    def surplus(self, infos: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
+        """Return those of `infos`, from `list`, that are not to be kept: of those that nobody named, all but the newest
+        `keep`, each content counted once."""
+        kept: set[str] = set()
+        going = []
+        for info in (i for i in infos if not i.pinned and i.name != BEST):
+            if info.digest in kept or len(kept) >= max(self.keep, 1):
+                going.append(info)
+            else:
+                kept.add(info.digest)
+        return going
 
     def path(self, name: str) -> Path:
         """The folder of the checkpoint `name`. NotFound when there is none."""
@@ -151,32 +168,59 @@ class Checkpoints:
             self._ops.mkdir(temporary)
         return temporary
 
-    def commit(self, temporary: Path, manifest: Manifest, protect: Collection[str] = ()) -> CheckpointInfo:
-        """Make what lies in `temporary`, from `new`, the checkpoint that `manifest` names, and then remove what is
-        beyond `keep`, but none of `protect`. When it returns the checkpoint survives a loss of power; when it raises,
-        it is there whole or not at all, and so is every other."""
+    def commit(self, temporary: Path, manifest: Manifest) -> CheckpointInfo:
+        """Make what lies in `temporary`, from `new`, the checkpoint that `manifest` names. When it returns the
+        checkpoint survives a loss of power; when it raises, it is there whole or not at all, and so is every other."""
         self._locked()
         self._free(manifest.name)
-        reward = manifest.reward
         with files.storage(temporary):
             manifest = msgspec.structs.replace(
                 manifest,
-                reward=reward if reward is not None and math.isfinite(reward) else None,
+                reward=_finite(manifest.reward),
                 format=FORMAT,
                 created=manifest.created or time.time(),
-                sequence=1 + max((i.sequence for i in self.list()), default=0),
+                sequence=self._next_sequence(),
                 files={path.name: self._settle(path) for path in sorted(temporary.iterdir())},
             )
             files.create(temporary / MANIFEST, manifests.seal(manifest), self._ops)
             files.sync_folder(temporary, self._ops)
             self._rename(temporary, self.folder / manifest.name)
             self._keep_best()
-            infos = self.list()
-            mine = [i for i in infos if not i.pinned and i.name != BEST]
-            for info in mine[max(self.keep, 1) :]:
-                if info.name not in protect:
-                    self._remove(info.name)
-        return next(i for i in infos if i.name == manifest.name)
+        return self._info(manifest.name)
+
+    def renew(self, manifest: Manifest) -> CheckpointInfo:
+        """Make the checkpoint that `manifest` names, whose content it describes, the newest one; counters, settings and
+        the reward, where it is known, become those of `manifest`. When it raises, the old or the new holds."""
+        reward = _finite(manifest.reward)
+
+        def renewed(old: Manifest) -> Manifest:
+            return msgspec.structs.replace(
+                old,
+                counters=manifest.counters,
+                config=manifest.config,
+                sequence=self._next_sequence(),
+                reward=old.reward if reward is None else reward,
+            )
+
+        return self._change(manifest.name, renewed)
+
+    def judge(self, name: str, reward: float) -> CheckpointInfo:
+        """Note what the checkpoint `name` is worth, which may make it the best."""
+        return self._change(name, lambda old: msgspec.structs.replace(old, reward=_finite(reward)))
+
+    def _change(self, name: str, change: Callable[[Manifest], Manifest]) -> CheckpointInfo:
+        self._locked()
+        path = self.path(name)
+        with files.storage(path):
+            files.replace(path / MANIFEST, manifests.seal(change(manifests.read(path))), self._ops)
+            self._keep_best()
+        return self._info(name)
+
+    def _info(self, name: str) -> CheckpointInfo:
+        return next(i for i in self.list() if i.name == name)
+
+    def _next_sequence(self) -> int:
+        return 1 + max((i.sequence for i in self.list()), default=0)
 
     def delete(self, name: str) -> None:
         """NotFound when there is none."""
@@ -276,3 +320,8 @@ class Checkpoints:
                 self._ops.rename(old, best)
             raise
         files.remove_tree(old, self._ops)
+
+
+def _finite(reward: float | None) -> float | None:
+    """Return the reward, or None for what is no number to compare."""
+    return reward if reward is not None and math.isfinite(reward) else None

@@ -17,6 +17,11 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 << 20
 
 
+def label(name: str, sequence: int) -> str:
+    """Return what tells a checkpoint from all others, and from itself before it was renewed."""
+    return f"{name}#{sequence}"
+
+
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a checkpoint says of itself. `Checkpoints.commit` fills in `format` and what follows it."""
 
@@ -30,8 +35,12 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     config: dict[str, Any] = {}  # that it was trained with
     format: int = FORMAT
     created: float = 0.0  # seconds since the epoch
-    sequence: int = 0  # higher: made later
+    sequence: int = 0  # higher: made or renewed later
     files: dict[str, str] = {}  # BLAKE2b-256 by name
+
+    @property
+    def label(self) -> str:
+        return label(self.name, self.sequence)
 
 
 class _Sealed(Struct, frozen=True):

@@ -29,10 +29,10 @@ _HEAD = struct.Struct("<4sII16s")
 
 
 class Opened(Struct, frozen=True, array_like=True, tag="opened"):
-    """The first record of a file: what follows came after this checkpoint. No name: after the very beginning."""
+    """The first record of a file: what follows came after this checkpoint."""
 
     format: int
-    checkpoint: str
+    checkpoint: str  # the label of its manifest; empty: it came after the very beginning
     step: int
     carried: int  # so many Added, then one Seen, came with it and are there or the file is damaged
 
