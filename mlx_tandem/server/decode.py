@@ -58,44 +58,94 @@ def _in_order(value: Any, depth: int = 8) -> Any:
 
 
 def check_nested(value: Any, param: str, *, depth: int, values: int) -> None:
-    """Raise InvalidRequest unless `value` is nested at most `depth` deep, has at most `values` values in it, and all of
-    them can be said in JSON and in msgpack: texts of whole characters, finite numbers of at most 64 bits, booleans,
-    null, and lists and objects of them."""
-    todo: list[tuple[str, Any, int]] = [(param, value, 0)]
+    """Raise InvalidRequest unless `value` is nested at most `depth` deep, has at most `values` values and keys in it,
+    and all of them can be said in JSON and in msgpack: texts of whole characters, finite numbers of at most 64 bits,
+    booleans, null, and lists and objects of them."""
+    level, seen = [value], 0
+    for _ in range(depth + 1):
+        objects = [v for v in level if isinstance(v, dict)]
+        seen += len(level) + sum(map(len, objects))
+        if seen > values:
+            raise InvalidRequest(f"{param} holds over {values} values", param=param)
+        if not _are_plain(level):
+            _refuse_wrong(value, param)
+        inner = [v for own in objects for v in own.values()]
+        level = inner + [v for own in level if isinstance(own, list) for v in own]
+        if not level:
+            return
+    raise InvalidRequest(f"{param} is nested over {depth} deep", param=param)
+
+
+_PLAIN = {str, int, float, bool, type(None), dict, list}
+
+
+def _are_plain(values: list[Any]) -> bool:
+    """Return whether nothing is wrong with any of these values. Many are looked at together, since a body of a megabyte
+    has hundreds of thousands."""
+    kinds = set(map(type, values))
+    if not kinds <= _PLAIN:
+        return False
+    texts = [v for v in values if type(v) is str] if str in kinds else []
+    keys = [k for v in values if type(v) is dict for k in v] if dict in kinds else []
+    numbers = [v for v in values if type(v) is int] if int in kinds else [0]
+    return (
+        all(type(k) is str for k in keys)
+        and _is_whole("".join([*texts, *keys]))
+        and min(numbers) >= -(2**63)
+        and max(numbers) < 2**63
+        and all(math.isfinite(v) for v in values if type(v) is float)
+    )
+
+
+def _wrong(item: Any) -> str:
+    """Return what is wrong with a value, whatever is in it; empty for nothing."""
+    if isinstance(item, str):
+        return "" if item.isascii() or _is_whole(item) else "holds half a surrogate pair"
+    if isinstance(item, dict):
+        return "" if all(map(_is_whole, map(str, item))) else "has a key with half a surrogate pair"
+    if isinstance(item, float):
+        return "" if math.isfinite(item) else "must be a finite number"
+    if isinstance(item, int):
+        return "" if -(2**63) <= item < 2**63 else "must be a number of at most 64 bits"
+    return "" if item is None or isinstance(item, list) else "is of a type that JSON does not have"
+
+
+def _refuse_wrong(value: Any, param: str) -> None:
+    """Raise InvalidRequest that names the place of the first value that is wrong, in the order of sorted keys."""
+    if what := _wrong(value):
+        raise InvalidRequest(f"{param} {what}", param=param)
+    todo: list[tuple[str, Any]] = [(param, value)]  # lists and objects, which are not wrong themselves
     while todo:
-        path, item, deep = todo.pop()
-        values -= 1
-        if deep > depth:
-            raise InvalidRequest(f"{param} is nested over {depth} deep", param=param)
-        if values < 0:
-            raise InvalidRequest(f"{param} holds too many values", param=param)
-        if isinstance(item, str):
-            _check_text(item, path)
-        elif isinstance(item, dict):
-            todo += [(_inside(path, k), item[k], deep + 1) for k in sorted(item, key=str, reverse=True)]
-            todo += [(path, str(k), deep) for k in item]
-        elif isinstance(item, list):
-            todo += [(f"{path}[{i}]", v, deep + 1) for i, v in reversed(list(enumerate(item)))]
-        elif isinstance(item, float) and not math.isfinite(item):
-            raise InvalidRequest(f"{path} must be a finite number", param=path)
-        elif isinstance(item, int) and not -(2**63) <= item < 2**63:
-            raise InvalidRequest(f"{path} must be a number of at most 64 bits", param=path)
-        elif item is not None and not isinstance(item, int | float):
-            raise InvalidRequest(f"{path} is of a type that JSON does not have", param=path, code="invalid_type")
+        path, item = todo.pop()
+        pairs = list(enumerate(item)) if isinstance(item, list) else sorted(item.items(), key=lambda pair: str(pair[0]))
+        if not _are_plain([v for _, v in pairs]):
+            for key, inner in pairs:
+                if what := _wrong(inner):
+                    place = _at(path, key)
+                    raise InvalidRequest(f"{place} {what}", param=place)
+        todo += [(_at(path, k), v) for k, v in reversed(pairs) if isinstance(v, list | dict)]
+
+
+def _at(path: str, key: object) -> str:
+    """Return the place of an index or a key, escaped and of bounded length."""
+    if isinstance(key, int):
+        return f"{path}[{key}]"[:200]
+    name = ascii(str(key)[:64])[1:-1]
+    return (f"{path}.{name}" if path else name)[:200]
+
+
+def _is_whole(text: str) -> bool:
+    """Return whether a text can be encoded: half a UTF-16 pair is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _check_text(text: str, path: str) -> None:
-    """Raise InvalidRequest for half a UTF-16 pair, which is no character and cannot be encoded again."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as e:
-        raise InvalidRequest(f"{path or 'the body'} holds half a surrogate pair", param=path or None) from e
-
-
-def _inside(path: str, key: object) -> str:
-    """Return the place of a key, escaped and of bounded length."""
-    name = ascii(str(key)[:64])[1:-1]
-    return (f"{path}.{name}" if path else name)[:200]
+    if not _is_whole(text):
+        raise InvalidRequest(f"{path or 'the body'} holds half a surrogate pair", param=path or None)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -120,8 +170,8 @@ def _refuse_surrogates(value: Any) -> None:
         if isinstance(item, str):
             _check_text(item, path)
         elif isinstance(item, list):
-            todo += [(f"{path}[{i}]", v) for i, v in enumerate(item)]
+            todo += [(_at(path, i), v) for i, v in enumerate(item)]
         elif isinstance(item, dict):
             ordered = sorted(item.items(), reverse=True)
-            todo += [(_inside(path, k), v) for k, v in ordered]
+            todo += [(_at(path, k), v) for k, v in ordered]
             todo += [("", k) for k, _ in ordered]

@@ -37,11 +37,13 @@ def chat_messages(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
         raise InvalidRequest("messages is empty", param="messages")
     if len(messages) > limits.MAX_MESSAGES:
         raise InvalidRequest(f"messages has at most {limits.MAX_MESSAGES} entries", param="messages")
-    return [_message(given, f"messages[{i}]") for i, given in enumerate(messages)]
+    given = list(messages)
+    # Their list and themselves are two levels.
+    check_nested(given, "messages", depth=2 + limits.MAX_MESSAGE_DEPTH, values=limits.MAX_MESSAGE_VALUES)
+    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
 
 
 def _message(given: Any, where: str) -> dict[str, Any]:
-    check_nested(given, where, depth=limits.MAX_MESSAGE_DEPTH, values=limits.MAX_MESSAGE_VALUES)
     message = convert(given, ChatMessage, where)
     content = message.content
     if content is None:
