@@ -343,3 +343,23 @@ def test_choices_and_seeds_draw_apart(crowded: list[Reply]) -> None:
         if case["n"] == "four" and case["draw"] in ("plain", "hot") and case["bias"] != "forced"
     ]
     assert sum(len(set(choices)) > 1 for choices in free) > 1
+
+
+@pytest.mark.parametrize("name", [name for name in FEATURES if name not in ("route", "stream", "swap", "priority")])
+def test_a_reply_to_other_values_is_seen(crowded: list[Reply], eos: list[int], name: str) -> None:
+    """The check is not blind: taken for the reply to a request with another value of a feature, replies fail it."""
+
+    def fails(case: Case, reply: Reply) -> bool:
+        try:
+            check(case, reply, eos)
+        except (AssertionError, ValueError):
+            return True
+        return False
+
+    others = (
+        (case | {name: value}, reply)
+        for case, reply in zip(CASES, crowded, strict=True)
+        for value in FEATURES[name]
+        if value != case[name] and fits(case | {name: value})
+    )
+    assert len(list(itertools.islice((other for other in others if fails(*other)), 5))) == 5
