@@ -8,7 +8,6 @@ them.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import numpy as np
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
-from mlx_tandem.engine.plan import CARRY, Bytes, DeviceError, Row, StepPlan, StepResult
+from mlx_tandem.engine.plan import CARRY, Bytes, Row, StepPlan, StepResult
 from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model import compiler, cpu, device
 from mlx_tandem.model.cache.inplace import by_kernel
@@ -48,8 +47,6 @@ from mlx_tandem.model.step.shapes import (
     table_width,
 )
 from mlx_tandem.types import TokenLogprob
-
-log = logging.getLogger(__name__)
 
 VIEW_BLOCKS = 32
 """From this context on, a prompt chunk whose blocks are contiguous reads them in place instead of gathering."""
@@ -218,7 +215,7 @@ class MLXRunner:
                 self._built.append(parts[-1])
                 self._dispatch()
         except Exception as e:
-            raise _device_error(e) from e
+            raise compiler.device_error(e) from e
         return Flight(plan, parts, cold=self._compiled != compiled)
 
     def waits(self, plan: StepPlan) -> bool:
@@ -258,7 +255,7 @@ class MLXRunner:
                     logprobs = logprobs or [None] * len(tokens)
                     self._read_logprobs(handle, part, logprobs)
         except Exception as e:
-            raise _device_error(e) from e
+            raise compiler.device_error(e) from e
         return StepResult(tokens, logprobs, scores, saves, handle.cold)
 
     def reset(self) -> None:
@@ -585,14 +582,6 @@ class MLXRunner:
                 )
                 for at in range(len(own.targets))
             ]
-
-
-def _device_error(error: Exception) -> DeviceError:
-    """Return what a step that fails with `error` raises. A step that could not be compiled can be computed again."""
-    again = compiler.has_failed(error)
-    if not again:
-        log.error("a step failed on the device", exc_info=error)
-    return DeviceError(f"{type(error).__name__}: {error}", again=again)
 
 
 def _token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[int], list[Row]]:
