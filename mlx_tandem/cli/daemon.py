@@ -149,7 +149,7 @@ def start(argv: list[str], cwd: str | None = None, port: int | None = None) -> i
     ours, theirs = os.pipe()
     with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600), "wb") as out:
         child = subprocess.Popen(
-            [sys.executable, "-m", "mlx_tandem", *argv],
+            [sys.executable, "-P", "-m", "mlx_tandem", *argv],
             cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -18,6 +18,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from mlx_tandem import files
+from mlx_tandem.engine.plan import DeviceError
 from mlx_tandem.model import device
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,14 @@ def has_failed(error: Exception) -> bool:
     except RuntimeError as e:
         _stop(_first_line(e))
     return True
+
+
+def device_error(error: Exception) -> DeviceError:
+    """Return what a step that fails with `error` raises. A step that could not be compiled can be computed again."""
+    again = has_failed(error)
+    if not again:
+        log.error("a step failed on the device", exc_info=error)
+    return DeviceError(f"{type(error).__name__}: {error}", again=again)
 
 
 def _check(folder: Path) -> None:

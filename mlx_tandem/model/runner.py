@@ -8,7 +8,6 @@ them.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ import numpy as np
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
-from mlx_tandem.engine.plan import CARRY, Bytes, DeviceError, Row, StepPlan, StepResult
+from mlx_tandem.engine.plan import CARRY, Bytes, Row, StepPlan, StepResult
 from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model import compiler, cpu, device
 from mlx_tandem.model.cache import inplace
@@ -49,8 +48,6 @@ from mlx_tandem.model.step.shapes import (
     table_width,
 )
 from mlx_tandem.types import TokenLogprob
-
-log = logging.getLogger(__name__)
 
 VIEW_BLOCKS = 32
 """From this context on, a prompt chunk whose blocks are contiguous reads them in place instead of gathering."""
@@ -193,7 +190,7 @@ class MLXRunner:
                 self._built.append(parts[-1])
                 self._dispatch()
         except Exception as e:
-            raise _device_error(e) from e
+            raise compiler.device_error(e) from e
         return Flight(plan, parts, cold=self._compiled != compiled)
 
     def waits(self, plan: StepPlan) -> bool:
@@ -236,7 +233,7 @@ class MLXRunner:
                     for i, found in part.logprobs(handle.plan).items():
                         logprobs[i] = found
         except Exception as e:
-            raise _device_error(e) from e
+            raise compiler.device_error(e) from e
         return StepResult(tokens, logprobs, scores, saves, handle.cold)
 
     def reset(self) -> None:
@@ -547,14 +544,6 @@ class MLXRunner:
 
     def _load_blocks(self, loads: Sequence[tuple[int, Bytes]]) -> list[Part]:
         return [Part([], SamplingFlags(), [], self._pool.write(loads))]
-
-
-def _device_error(error: Exception) -> DeviceError:
-    """Return what a step that fails with `error` raises. A step that could not be compiled can be computed again."""
-    again = compiler.has_failed(error)
-    if not again:
-        log.error("a step failed on the device", exc_info=error)
-    return DeviceError(f"{type(error).__name__}: {error}", again=again)
 
 
 def _token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[int], list[Row]]:

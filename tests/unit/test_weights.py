@@ -67,6 +67,47 @@ def test_every_change_gives_another_digest(model: Path, tmp_path: Path, name: st
     assert len(seen) == 6
 
 
+def change_unseen(file: Path, data: bytes) -> None:
+    """Put other contents of the same length into a file; of its status only the time of the change of that differs."""
+    before = file.stat()
+    assert len(data) == before.st_size
+    write(file, data)
+    after = before
+    while after.st_ctime_ns == before.st_ctime_ns:  # the clock of a file system may stand for milliseconds
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        after = file.stat()
+    assert (after.st_size, after.st_mtime_ns, after.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_change_that_hides_behind_size_and_times_is_seen(model: Path, tmp_path: Path, name: str) -> None:
+    memory = tmp_path / "digests.json"
+    before = folder_digest(model, memory)
+    change_unseen(model / name, FILES[name][:-1] + b"?")
+    assert folder_digest(model, memory) == folder_digest(model) != before
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chat_template.jinja",
+        "generation_config.json",
+        "merges.txt",
+        "model-00002-of-00002.safetensors",
+        "qwen.tiktoken",
+        "special_tokens_map.json",
+        "tokenizer.model",
+        "tokenizer_config.json",
+    ],
+)
+def test_every_file_that_decides_what_the_model_says_counts(model: Path, name: str) -> None:
+    seen = {folder_digest(model)}
+    for data in (b"", b"a", b"b"):
+        write(model / name, data)
+        seen.add(folder_digest(model))
+    assert len(seen) == 4
+
+
 def test_what_is_no_part_of_the_model_does_not_count(model: Path) -> None:
     before = folder_digest(model)
     write(model / "README.md", b"x")
@@ -128,6 +169,18 @@ def test_a_file_that_has_just_changed_is_not_remembered(
 ) -> None:
     monkeypatch.setattr(weights, "_JUST_NOW", 3600.0)
     memory = tmp_path / "digests.json"
+    folder_digest(model, memory)
+    assert not memory.exists()
+
+
+def test_a_file_that_has_just_changed_is_not_remembered_whatever_its_time_says(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever sets the time of a file back cannot set back when that was done."""
+    monkeypatch.setattr(weights, "_JUST_NOW", 3600.0)
+    memory = tmp_path / "digests.json"
+    for name in FILES:
+        os.utime(model / name, (0, 0))
     folder_digest(model, memory)
     assert not memory.exists()
 

@@ -28,7 +28,7 @@ def started_server(*options: str) -> Iterator[str]:
         port = probe.getsockname()[1]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
-            [sys.executable, "-m", "mlx_tandem", "serve", "--port", str(port), "--api-key", "", *options],
+            [sys.executable, "-P", "-m", "mlx_tandem", "serve", "--port", str(port), "--api-key", "", *options],
             stdout=subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,

@@ -49,7 +49,7 @@ class _Child:
         # Products in TF32 are not what is compared: on GPUs that have it, float32 is to be float32.
         environment = os.environ | {"MLX_ENABLE_TF32": "0", "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mlx_tandem.cli.doctor.child", str(write)],
+            [sys.executable, "-P", "-m", "mlx_tandem.cli.doctor.child", str(write)],
             stdin=subprocess.PIPE,
             stdout=self._errors,
             stderr=self._errors,

@@ -101,6 +101,7 @@ class WorkerProcess:
                 self._child = subprocess.Popen(
                     [
                         sys.executable,
+                        "-P",
                         "-m",
                         "mlx_tandem.training.rewards.worker",
                         str(theirs.fileno()),
