@@ -136,6 +136,8 @@ ON = "rl_training: {enabled: true}\n"
         ("rl_training: {enabled: true, update_frequency: 1001}", "'rl_training.update_frequency' is 1001, over"),
         ("rl_training: {enabled: true, adapter: a/b}", "'rl_training.adapter' must be 1 to 64 letters"),
         ("rl_training: {enabled: true, adapter: base}", "'base' is an alias or the base itself"),
+        ("rl_training: {enabled: true, adapter: Base}", "'Base' is an alias or the base itself"),
+        ("rl_training: {enabled: true, adapter: default_model}", "'default_model' is an alias or the base itself"),
         (ON + "aliases: {policy: {base: 1}}", "'policy' is an alias or the base itself"),
         (ON + "adapters: {policy: x}", "to train it further set 'rl_training.init_from: policy'"),
         ("rl_training: {enabled: true, init_from: x}", "'rl_training.init_from' is 'x', but no adapter of this name"),
