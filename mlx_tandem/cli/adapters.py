@@ -10,7 +10,7 @@ from urllib.parse import quote
 import typer
 
 from mlx_tandem.cli import keys
-from mlx_tandem.cli.console import fail, show
+from mlx_tandem.cli.console import fail, output
 from mlx_tandem.cli.help import Command, group
 
 if TYPE_CHECKING:
@@ -23,25 +23,34 @@ Key = Annotated[
     str | None, typer.Option(help="The server's key; --api-key-file or TANDEM_API_KEY do not show in `ps`.")
 ]
 KeyFile = Annotated[str | None, typer.Option(help="File whose first line is the key.")]
+WIDE = 110
+"""Columns from which on a table has room for the names of layers."""
+
 URL = "http://127.0.0.1:8000"
 
 
 @adapters.command("ls", cls=Command)
 def ls(url: Url = URL, api_key: Key = None, api_key_file: KeyFile = None) -> None:
-    """List adapters with their size, where they are and what they did."""
+    """List adapters with their size, where they are and what they did; in a wide terminal with their layers."""
     from rich.table import Table
 
     found = ask(url, api_key, api_key_file, "GET", "/v1/adapters")
-    table = Table(*("adapter", "rank", "targets", "MB", "on the device", "requests", "tokens", "folder"))
+    console = output()
+    table = Table()
+    for title in ("adapter", "rank", "MB", "on the device", "requests", "tokens", "folder"):
+        table.add_column(title, overflow="fold")
+    if console.width >= WIDE:
+        table.add_column("targets")
     for entry in found["adapters"]:
         if entry["version"] is None:
-            table.add_row(entry["name"], *[""] * 6, entry["path"])
+            table.add_row(entry["name"], *[""] * 5, entry["path"])
             continue
         place = ("yes" if entry["resident"] else "no") + (", pinned" if entry.get("pinned") else "")
         size = f"{entry['size_bytes'] / 1e6:.1f}"
         work = [str(entry["requests"]), str(entry["generated_tokens"])]
-        table.add_row(entry["id"], str(entry["rank"]), _joined(entry["targets"]), size, place, *work, entry["path"])
-    show(table)
+        targets = [_joined(entry["targets"])] * (console.width >= WIDE)
+        table.add_row(entry["id"], str(entry["rank"]), size, place, *work, entry["path"], *targets)
+    console.print(table)
 
 
 @adapters.command("load", cls=Command)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn
 from mlx_tandem.printable import printable
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
 
 def fail(message: str) -> NoReturn:
@@ -27,11 +27,15 @@ def warn(message: str) -> None:
     say(f"warning: {message}")
 
 
-def show(what: RenderableType) -> None:
-    """A table or a text; wide enough for a table when nobody's terminal limits it."""
+def output() -> Console:
+    """Return the console of standard output: as wide as its terminal, or 132 columns where there is none. It shows
+    texts as they are."""
     from rich.console import Console
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=132)
-    console.print(what)
+    console = Console(markup=False, emoji=False)
+    return console if console.is_terminal else Console(markup=False, emoji=False, width=132)
+
+
+def show(what: RenderableType) -> None:
+    """Print a table or a text."""
+    output().print(what)

@@ -100,6 +100,8 @@ was not measured.
   three to seven letters.
 - Tools need one string argument named like `city`, `name` or `query`, at most one integer besides, and nouns
   seen in training (weather, price, news, ...).
+- Of answers to {asked:,} held-out questions that ask for no thinking, {sampled} open with an empty think block when
+  sampled, {greedy} when greedy. A client that wants none passes `enable_thinking: false`.
 {tool_limit}- An adapter is right less often where answers are long: see `story` above.
 - Not sound beyond 4,096 tokens.
 """
@@ -189,10 +191,14 @@ def render_card(figures: dict[str, Any]) -> str:
     )
     for asked, answers in figures["answers"].items():
         card += _table_row(asked, *(f"`{answers[name]}`" for name in ("base", *names)))
+    unasked = base["unasked_thinking"]
     kept = {name: value for name, value in flags.items() if name not in ("skip", "adapters", "report")}
     return card + REPRODUCE.format(
         command=figures["command"],
         flags=", ".join(f"{name} {value}" for name, value in kept.items()),
+        asked=unasked["questions"],
+        sampled=_percent(unasked["sampled"]),
+        greedy=_percent(unasked["greedy"]),
         tool_limit=TOOL_LIMIT if base["short"]["tool"]["greedy"] < 0.95 else "",
     )
 

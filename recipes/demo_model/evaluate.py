@@ -262,11 +262,25 @@ def base_figures(
             "skills": forced_accuracy(base, tokenizer, {name: [chat for chat, _ in long[name]] for name in long}),
         },
         "thinking_off": forced_accuracy(base, tokenizer, direct),
+        "unasked_thinking": unasked_thinking(base, tokenizer, chats),
         "breakdown": breakdown(base, tokenizer, chats),
     }
     rounded = model.load_model(args.model / "base", mx.bfloat16)
     figures["bfloat16"] = short_accuracy(rounded, tokenizer, chats)
     return figures
+
+
+def unasked_thinking(model: Model, tokenizer: Tokenizer, chats: dict[str, list[data.Conversation]]) -> dict[str, float]:
+    """Return how often a question that asks for no thinking is answered with a think block: the mean chance of it in
+    sampling, and the share of greedy answers."""
+    think = text.encode(tokenizer, "<think>")
+    asked = [chat for name in chats if name != "think" for chat in chats[name] if chat.thinking]
+    results = forced(model, [(text.encode(tokenizer, text.prompt_text(chat)), think) for chat in asked])
+    return {
+        "questions": len(results),
+        "sampled": round(sum(chance for _, chance in results) / len(results), 5),
+        "greedy": rate([opens for opens, _ in results]),
+    }
 
 
 def breakdown(

@@ -107,7 +107,10 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def weigh(tokenizer: Tokenizer, ids: list[int], taught: list[bool]) -> list[int]:
-    """Loss weight per token: answers with their ``<|im_end|>`` high if taught, none if not, the rest low."""
+    """Loss weight per token: answers with their ``<|im_end|>`` high if taught, none if not, the rest low.
+
+    The empty think block that the template writes before an answer without thinking weighs nothing: a model that is
+    taught to write it opens one now and then where nobody has asked for it."""
     opening = encode(tokenizer, "<|im_start|>assistant\n")
     empty = encode(tokenizer, NO_THINKING)
     weights = [PROMPT_WEIGHT] * len(ids)
@@ -122,6 +125,7 @@ def weigh(tokenizer: Tokenizer, ids: list[int], taught: list[bool]) -> list[int]
             continue
         start = place + len(opening)
         if ids[start : start + len(empty)] == empty:
+            weights[start : start + len(empty)] = [0] * len(empty)
             start += len(empty)
         stop = ids.index(IM_END, start) + 1
         weights[start:stop] = [ANSWER_WEIGHT if taught[turn] else 0] * (stop - start)

@@ -183,6 +183,9 @@ def test_the_template_writes_what_is_taught(tokenizer: Tokenizer) -> None:
         weights = text.weigh(tokenizer, ids, chat.taught)
         assert set(weights[len(before) : -1]) == {text.ANSWER_WEIGHT}
         assert weights[-1] == text.PROMPT_WEIGHT
+        empty = len(text.encode(tokenizer, text.NO_THINKING))
+        assert chat.thinking or weights[len(before) - empty : len(before)] == [0] * empty
+        assert all(weights[:3]), "the template's other text is taught"
 
 
 def test_the_template_takes_what_clients_send() -> None:

@@ -95,7 +95,7 @@ def learn(steps: int, seed: int, plot: Path) -> None:
     said = f"mean reward {first:.2f} → {last:.2f} in {len(view.curve.steps)} updates and {seconds:.0f} s"
     beside = f"{view.traffic.answers} answers to others meanwhile, {view.traffic.errors} errors"
     plot.write_text(chart.svg(view.curve.rewards, title=f"{SKILL.format('…')}: {said}", below=beside), encoding="utf-8")
-    console.print(f"{said}; {beside}. The curve: {plot}", soft_wrap=True, highlight=False)
+    console.print(f"{said}; {beside}. The curve: {plot}", soft_wrap=not console.is_terminal, highlight=False)
 
 
 class _Lines:
