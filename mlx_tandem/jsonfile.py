@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,31 @@ MOST_BYTES = 16 << 20
 def parse(raw: bytes, **hooks: Any) -> Any:
     """Return the value that `raw` says. `hooks`: those of json.loads.
 
-    Raises ValueError for what is no JSON, for numbers of thousands of digits and for more than MAX_JSON_DEPTH levels.
+    Raises ValueError for what is no JSON, for numbers of thousands of digits and for more than MAX_JSON_DEPTH levels;
+    of an object it names the key.
     """
     try:
         value = json.loads(raw.decode(), **hooks)
     except RecursionError as e:
         raise ValueError("it is nested too deeply") from e
+    for key, inner in value.items() if isinstance(value, dict) else [("it", value)]:
+        for level, _ in enumerate(levels(inner), 2):
+            if level > MAX_JSON_DEPTH:
+                raise ValueError(f"{key} is nested too deeply")
+    return value
+
+
+def levels(value: Any) -> Iterator[list[Any]]:
+    """Yield `value`, then what the lists and objects in it hold, then what those hold, and so on."""
     level = [value]
-    for _ in range(MAX_JSON_DEPTH):
+    while level:
+        yield level
         level = [
             inner
             for outer in level
             if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
-        if not level:
-            return value
-    raise ValueError("it is nested too deeply")
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

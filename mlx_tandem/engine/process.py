@@ -77,8 +77,8 @@ class ChildProcess:
 
 
 def process_launch(config: EngineConfig, command: Sequence[str] = ("-P", "-m", "mlx_tandem.worker")) -> Launch:
-    """Return a launch that runs `python command --fd N --config JSON`. With -P Python looks for no modules in the folder
-    in which the server was started: that may be the model's, and hold code.
+    """Return a launch that runs `python command --fd N --config JSON`. With -P Python looks for no modules in the
+    folder in which the server was started: that may be the model's, and hold code.
 
     The child gets a session of its own, so that Ctrl-C in a terminal reaches the front only, which then drains.
     It notices the end of the front by the closed socket.
