@@ -1,4 +1,4 @@
-"""Small JSON files of model and adapter folders, read without trusting a byte of them."""
+"""Small files of model and adapter folders, most of them JSON, read without trusting a byte of them."""
 
 from __future__ import annotations
 
@@ -48,12 +48,9 @@ def levels(value: Any) -> Iterator[list[Any]]:
 
 def read_object(path: Path) -> dict[str, Any] | None:
     """Return the object in the file `path`, None where there is no such file. Raises ModelError naming the file."""
-    try:
-        raw = _read(path)
-    except FileNotFoundError:
+    raw = read(path)
+    if raw is None:
         return None
-    except OSError as e:
-        raise ModelError(f"{path} cannot be read: {e.strerror}", param=path.name) from e
     try:
         value = parse(raw)
     except ValueError as e:
@@ -63,13 +60,22 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _read(path: Path) -> bytes:
-    """Return what a regular file holds. A pipe or a device does not block the open."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
+def read(path: Path) -> bytes | None:
+    """Return what a small regular file holds, None where there is no such file. A pipe or a device does not block the
+    open. Raises ModelError naming the file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise ModelError(f"{path} cannot be read: {e.strerror}", param=path.name) from e
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ModelError(f"{path} is not a regular file", param=path.name)
         if status.st_size > MOST_BYTES:
             raise ModelError(f"{path} is larger than {MOST_BYTES} bytes", param=path.name)
-        return file.read(MOST_BYTES)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(MOST_BYTES)
+    finally:
+        os.close(fd)
