@@ -1,10 +1,11 @@
-"""Small JSON files of model and adapter folders, read without trusting a byte of them."""
+"""Small files of model and adapter folders, most of them JSON, read without trusting a byte of them."""
 
 from __future__ import annotations
 
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,33 +19,38 @@ MOST_BYTES = 16 << 20
 def parse(raw: bytes, **hooks: Any) -> Any:
     """Return the value that `raw` says. `hooks`: those of json.loads.
 
-    Raises ValueError for what is no JSON, for numbers of thousands of digits and for more than MAX_JSON_DEPTH levels.
+    Raises ValueError for what is no JSON, for numbers of thousands of digits and for more than MAX_JSON_DEPTH levels;
+    of an object it names the key.
     """
     try:
         value = json.loads(raw.decode(), **hooks)
     except RecursionError as e:
         raise ValueError("it is nested too deeply") from e
+    for key, inner in value.items() if isinstance(value, dict) else [("it", value)]:
+        for level, _ in enumerate(levels(inner), 2):
+            if level > MAX_JSON_DEPTH:
+                raise ValueError(f"{key} is nested too deeply")
+    return value
+
+
+def levels(value: Any) -> Iterator[list[Any]]:
+    """Yield `value`, then what the lists and objects in it hold, then what those hold, and so on."""
     level = [value]
-    for _ in range(MAX_JSON_DEPTH):
+    while level:
+        yield level
         level = [
             inner
             for outer in level
             if isinstance(outer, dict | list)
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
-        if not level:
-            return value
-    raise ValueError("it is nested too deeply")
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
     """Return the object in the file `path`, None where there is no such file. Raises ModelError naming the file."""
-    try:
-        raw = _read(path)
-    except FileNotFoundError:
+    raw = read(path)
+    if raw is None:
         return None
-    except OSError as e:
-        raise ModelError(f"{path} cannot be read: {e.strerror}", param=path.name) from e
     try:
         value = parse(raw)
     except ValueError as e:
@@ -54,13 +60,22 @@ def read_object(path: Path) -> dict[str, Any] | None:
     return value
 
 
-def _read(path: Path) -> bytes:
-    """Return what a regular file holds. A pipe or a device does not block the open."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
+def read(path: Path) -> bytes | None:
+    """Return what a small regular file holds, None where there is no such file. A pipe or a device does not block the
+    open. Raises ModelError naming the file."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise ModelError(f"{path} cannot be read: {e.strerror}", param=path.name) from e
+    try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise ModelError(f"{path} is not a regular file", param=path.name)
         if status.st_size > MOST_BYTES:
             raise ModelError(f"{path} is larger than {MOST_BYTES} bytes", param=path.name)
-        return file.read(MOST_BYTES)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(MOST_BYTES)
+    finally:
+        os.close(fd)

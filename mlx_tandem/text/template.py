@@ -17,7 +17,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mlx_tandem import limits
+from mlx_tandem import jsonfile, limits
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.text.tokenizer import Tokenizer
 
@@ -32,7 +32,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         try:
             self._template: Template = _environment().from_string(source)
-        except TemplateError as e:
+        except Exception as e:  # beside the library's own those of Python's compiler: what it makes may be no program
             raise ModelError(f"{where} is not a valid template: {e}", param="chat_template") from e
         self._variables = tokenizer.special_texts()
         names = sorted(tokenizer.special_tokens, key=len, reverse=True)
@@ -61,9 +61,10 @@ class ChatTemplate:
     def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         """From `chat_template.jinja`, else `tokenizer_config.json`; None when the model has no template."""
         path = folder / "chat_template.jinja"
-        if path.is_file():
+        raw = jsonfile.read(path)
+        if raw is not None:
             try:
-                return cls(path.read_text(encoding="utf-8"), tokenizer, str(path))
+                return cls(raw.decode(), tokenizer, str(path))
             except UnicodeDecodeError as e:
                 raise ModelError(f"{path} is not UTF-8", param=path.name) from e
         source = tokenizer.config.get("chat_template")
@@ -73,7 +74,9 @@ class ChatTemplate:
         if source is None:
             return None
         if not isinstance(source, str):
-            raise ModelError("tokenizer_config.json: chat_template is neither text nor a list of named texts")
+            raise ModelError(
+                "tokenizer_config.json: chat_template is neither text nor a list of named texts", param="chat_template"
+            )
         return cls(source, tokenizer, str(folder / "tokenizer_config.json"))
 
     def encode(self, messages: Sequence[Message], options: Mapping[str, bool] | None = None) -> list[int]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,28 @@ TEXT_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token"
 
 SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 """Kinds of decoder that write a space as \u2581 and a byte as <0xNN>."""
+
+
+_TRIAL = "Hello, wörld!\n 1 + 2 = 3 🙂"
+"""What every tokenizer can encode, whatever it makes of it."""
+
+
+@contextmanager
+def _contained(error: Callable[[str], InvalidRequest]) -> Iterator[None]:
+    """Whatever the library fails with is raised as `error` of its first line. It raises bare Exception for a malformed
+    file, and for some files that it takes it panics later: that is no Exception."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise error(next(iter(str(e).splitlines()), type(e).__name__)) from e
+
+
+def _cannot_encode(why: str) -> InvalidRequest:
+    return InvalidRequest(f"the model's tokenizer cannot encode this text: {why}")
 
 
 class Decoder:
@@ -77,13 +100,13 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{path} is missing: a model folder needs its tokenizer in this format", param=path.name)
-        try:
+        with _contained(lambda why: ModelError(f"{path} is not a tokenizer: {why}", param=path.name)):
             backend = Backend.from_file(str(path))
-        except Exception as e:  # the library raises bare Exception for every malformed file
-            raise ModelError(f"{path} is not a tokenizer: {e}", param=path.name) from e
-        backend.no_truncation()
-        backend.no_padding()
-        return cls(backend, read_object(folder / "tokenizer_config.json"))
+            backend.no_truncation()
+            backend.no_padding()
+            made = cls(backend, read_object(folder / "tokenizer_config.json"))
+            made.decode(made.encode(_TRIAL, add_special_tokens=True))
+            return made
 
     @property
     def config(self) -> dict[str, Any]:
@@ -102,11 +125,13 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids; the text of a special token becomes its id. The interpreter lock is free meanwhile."""
-        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+        with _contained(_cannot_encode):
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids that contain no special token, whatever `text` says."""
-        ids = list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        with _contained(_cannot_encode):
+            ids = list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         if self.special_ids.isdisjoint(ids):
             return ids
         # Some vocabularies reach a special token by ordinary merges too; a smaller piece cannot spell it.

@@ -237,6 +237,7 @@ PEFT_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"rank_pattern": {"q_proj": 99}}, "rank_pattern.q_proj"),
     ({"rank_pattern": [1]}, "rank_pattern"),
     ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern.q_proj"),
+    ({"alpha_pattern": {"q_proj": 1e6}}, "alpha_pattern gives a scale of 250000"),
 ]
 
 

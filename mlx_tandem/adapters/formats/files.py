@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,15 +106,15 @@ def configuration(directory: int, follow_links: bool) -> dict[str, Any]:
             found[key] = value
         return found
 
-    def constant(name: str) -> NoReturn:
-        refuse(CONFIG, None, f"contains {name}, which is not a number")
-
     try:
-        config = jsonfile.parse(raw.tobytes(), object_pairs_hook=pairs, parse_constant=constant)
+        config = jsonfile.parse(raw.tobytes(), object_pairs_hook=pairs)
     except ValueError as e:
         refuse(CONFIG, None, f"is not valid JSON: {e}")
     if not isinstance(config, dict):
         refuse(CONFIG, None, "must hold a JSON object")
+    for key, value in config.items():
+        if any(isinstance(x, float) and not math.isfinite(x) for level in jsonfile.levels(value) for x in level):
+            refuse(CONFIG, key, "holds NaN or infinity")
     return config
 
 

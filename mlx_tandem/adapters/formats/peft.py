@@ -67,7 +67,8 @@ def parse(
     def scaled(a: float, r: int) -> float:
         scale = a / math.sqrt(r) if root else a / r
         if scale > limits.MAX_LORA_SCALE:
-            refuse(CONFIG, "lora_alpha", f"gives a scale of {scale:g}, over the limit of {limits.MAX_LORA_SCALE:g}")
+            field = "lora_alpha" if a == alpha else "alpha_pattern"
+            refuse(CONFIG, field, f"gives a scale of {scale:g} at rank {r}; {limits.MAX_LORA_SCALE:g} is the limit")
         return scale
 
     name = WEIGHTS["peft"]
