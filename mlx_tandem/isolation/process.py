@@ -70,8 +70,7 @@ class WorkerProcess(Generic[A]):
         """Return an answer for each encoded item, in order. Never raises for what a worker does.
 
         An item that its worker dies of, or runs out of memory at, has another chance in a fresh one, unless that one
-        was fresh: another item, or somebody outside, may have been the cause. A program that answers before its first
-        `Busy` cannot be set up, and that answer is the answer to every item.
+        was fresh: another item, or somebody outside, may have been the cause.
         """
         answers: list[A | Lost] = []
         while len(answers) < len(items):
@@ -107,20 +106,14 @@ class WorkerProcess(Generic[A]):
         try:
             if self._child is None:
                 await self._start()
-                first = await self._receive()
-                if not isinstance(first, Busy):
-                    answers += [first] * (len(items) - len(answers))
-                    await self.stop()
-                    return None
-                self._greeted, self._patience = True, first.seconds
             assert self._writer is not None
+            while not self._greeted:
+                await self._receive()
             if items:
                 self._writer.write(framed(encode(items[len(answers) :])))
             while len(answers) < len(items):
                 answer = await self._receive()
-                if isinstance(answer, Busy):
-                    self._patience = answer.seconds
-                else:
+                if not isinstance(answer, Busy):
                     answers.append(answer)
                     self._answered += 1
             return None
@@ -147,7 +140,10 @@ class WorkerProcess(Generic[A]):
             size = int.from_bytes(await self._reader.readexactly(HEADER), "big")
             if size > self._program.largest:
                 raise ValueError(f"a frame of {size} bytes")
-            return self._program.decode(await self._reader.readexactly(size))
+            answer = self._program.decode(await self._reader.readexactly(size))
+        if isinstance(answer, Busy):
+            self._greeted, self._patience = True, answer.seconds
+        return answer
 
     async def _start(self) -> None:
         self._greeted, self._answered, self._patience = False, 0, START_SECONDS

@@ -41,11 +41,14 @@ def connect(fd: str) -> socket.socket:
     return sock
 
 
-def serve(sock: socket.socket, stream: BinaryIO, answer: Callable[[bytes], Struct], seconds: float) -> None:
-    """Answer every item that comes, in order, until the other side is gone. `seconds` of real time are what one answer
-    may take."""
+def say_busy(sock: socket.socket, seconds: float) -> None:
+    """Say that the next answer may take `seconds` of real time. Every program begins with this, once it has started."""
+    send(sock, encode(Busy(seconds)))
+
+
+def serve(sock: socket.socket, stream: BinaryIO, answer: Callable[[bytes], Struct]) -> None:
+    """Answer every item that comes, in order, until the other side is gone."""
     with contextlib.suppress(EOFError, OSError):
-        send(sock, encode(Busy(seconds)))
         while True:
             for raw in decode_batch(receive(stream)):
                 send(sock, encode(answer(raw)))

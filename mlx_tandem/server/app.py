@@ -24,6 +24,7 @@ from mlx_tandem.server.health import cache_stats, engine_metrics, health
 from mlx_tandem.server.keys import read_key
 from mlx_tandem.server.replies import Plan, Reply
 from mlx_tandem.server.stream_reply import StreamReply
+from mlx_tandem.server.text_reply import TextReply
 from mlx_tandem.server.whole_reply import WholeReply
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
@@ -55,6 +56,7 @@ def _reply(front: Front, plan: Plan) -> Reply:
 
 def _routes(front: Front) -> list[Route]:
     limit = BodyLimit(front.config.server.max_request_bytes, front.config.server.receive_timeout_s)
+    info = tokenizer_info(front)
 
     async def body(request: Request, kind: type[T]) -> T:
         """The body, once it is known that somebody can do something with it."""
@@ -75,13 +77,13 @@ def _routes(front: Front) -> list[Route]:
         return _reply(front, await plan_completion(front, await read_json(request, CompletionBody, limit)))
 
     async def post_tokenize(request: Request) -> ASGIApp:
-        return _json(await tokenize(front, await body(request, TokenizeBody)))
+        return TextReply(front, request, TokenizeBody, limit, tokenize)
 
     async def post_detokenize(request: Request) -> ASGIApp:
-        return _json(await detokenize(front, await body(request, DetokenizeBody)))
+        return TextReply(front, request, DetokenizeBody, limit, detokenize)
 
     async def get_tokenizer_info(request: Request) -> ASGIApp:
-        return _json(tokenizer_info(front))
+        return Response(info, media_type="application/json")
 
     async def list_models(request: Request) -> ASGIApp:
         return _json(models.listing(front))

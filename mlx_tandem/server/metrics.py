@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
+from mlx_tandem.server.text_admission import WAITING_TEXT
 from mlx_tandem.types import DiskStats, EngineStats
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class _Collector:
             errors.add_metric([code], value)
         yield errors
         refused = CounterMetricFamily("tandem_refused", "Requests not let in, by the setting.", labels=["reason"])
-        for setting in ("max_concurrent_requests", "max_queue_size", "memory_pressure_threshold"):
+        for setting in ("max_concurrent_requests", "max_queue_size", "memory_pressure_threshold", WAITING_TEXT):
             refused.add_metric([setting], front.admission.refused[setting])
         yield refused
         opened = front.admission.open_requests

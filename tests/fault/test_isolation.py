@@ -158,15 +158,6 @@ def test_who_leaves_does_not_end_a_worker(tmp_path: Path) -> None:
     with_pool(tmp_path, use)
 
 
-def test_a_program_that_refuses_to_be_set_up_answers_everything(tmp_path: Path) -> None:
-    (tmp_path / "refuse").touch()
-
-    async def use(pool: Pool) -> None:
-        assert await asyncio.gather(pool.ask(b"echo a"), pool.ask(b"echo b")) == [Said("refused")] * 2
-
-    with_pool(tmp_path, use)
-
-
 def test_a_program_that_does_not_start_is_an_error_of_the_server(tmp_path: Path) -> None:
     (tmp_path / "fail").touch()
 

@@ -1,7 +1,7 @@
 """A program for worker processes: `python -m tests.fault.worker_program FD FOLDER SECONDS`.
 
-It does what its items say, and may be silent for SECONDS. Each start adds a file to FOLDER; with a file named `refuse`
-there, it cannot be set up, and with one named `fail` it ends.
+It does what its items say, and may be silent for SECONDS. Each start adds a file to FOLDER; with one named
+`fail` there, it ends.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from mlx_tandem.isolation.frames import Busy, encode, send
-from mlx_tandem.isolation.program import connect, limit_memory, out_of_memory, serve, time_limit
+from mlx_tandem.isolation.frames import Busy
+from mlx_tandem.isolation.program import connect, limit_memory, out_of_memory, say_busy, serve, time_limit
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -53,7 +53,6 @@ if __name__ == "__main__":
     folder = Path(sys.argv[2])
     (folder / f"start-{os.getpid()}").touch()
     limit_memory(64 << 20)
-    if (folder / "refuse").exists():
-        send(sock, encode(Said("refused")))
-    elif not (folder / "fail").exists():
-        serve(sock, sock.makefile("rb"), answer, float(sys.argv[3]))
+    if not (folder / "fail").exists():
+        say_busy(sock, float(sys.argv[3]))
+        serve(sock, sock.makefile("rb"), answer)

@@ -57,7 +57,7 @@ async def update(front: Front, body: UpdateBody) -> tuple[int, dict[str, Any]]:
             vocab_size=info.vocab_size,
             max_tokens=front.room(info),
             encode_prompt=learning.encode,
-            encode_completion=front.tokenizer.encode,
+            encode_completion=lambda text: front.tokens_of(text, "completion", begins=False),
         )
     job = learning.jobs.start(
         lambda: learner.update(trajectories, publish=body.update_inference, checkpoint_name=body.checkpoint_name)

@@ -13,8 +13,15 @@ import sys
 
 import msgspec
 
-from mlx_tandem.isolation.frames import Busy, encode, send
-from mlx_tandem.isolation.program import GRACE_SECONDS, connect, limit_memory, out_of_memory, serve, time_limit
+from mlx_tandem.isolation.program import (
+    GRACE_SECONDS,
+    connect,
+    limit_memory,
+    out_of_memory,
+    say_busy,
+    serve,
+    time_limit,
+)
 from mlx_tandem.limits import PARAMETERS
 from mlx_tandem.training.rewards import own
 from mlx_tandem.training.rewards.builtin import BUILTINS
@@ -37,7 +44,8 @@ class Worker:
 
     def run(self) -> None:
         """Until the other side is gone."""
-        serve(self._sock, self._sock.makefile("rb"), self._answer, self._seconds + GRACE_SECONDS)
+        say_busy(self._sock, self._seconds + GRACE_SECONDS)
+        serve(self._sock, self._sock.makefile("rb"), self._answer)
 
     def _answer(self, raw: bytes) -> Scored | Failed:
         with time_limit(signal.ITIMER_REAL, self._seconds):
@@ -65,13 +73,13 @@ class Worker:
 
     def _loaded(self, name: str) -> own.Function:
         if name not in self._own:
-            send(self._sock, encode(Busy(LOAD_SECONDS + GRACE_SECONDS)))
+            say_busy(self._sock, LOAD_SECONDS + GRACE_SECONDS)
             signal.setitimer(signal.ITIMER_REAL, LOAD_SECONDS)
             try:
                 self._own[name] = own.load(name)
             except Exception as e:
                 self._own[name] = e
-            send(self._sock, encode(Busy(self._seconds + GRACE_SECONDS)))
+            say_busy(self._sock, self._seconds + GRACE_SECONDS)
             signal.setitimer(signal.ITIMER_REAL, self._seconds)
         function = self._own[name]
         if isinstance(function, Exception):

@@ -1,0 +1,42 @@
+"""Rendering a chat template in the process that calls it, which has to be one that may be lost"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mlx_tandem.limits import MAX_TEMPLATE_OUTPUT
+from mlx_tandem.text.templates.environment import Refused, environment
+from mlx_tandem.text.templates.messages import Failed, Rendered, Setup
+from mlx_tandem.text.templates.shields import Shields
+
+MAX_DETAIL = 500
+"""Characters of a template's own words in an error."""
+
+
+class Renderer:
+    """A compiled template. The constructor raises whatever the template makes the compiler raise."""
+
+    def __init__(self, setup: Setup):
+        self._setup = setup
+        self._template = environment().from_string(setup.source)
+
+    def render(self, values: Mapping[str, Any]) -> Rendered | Failed:
+        """Return the prompt for these values of the template's variables, or why there is none."""
+        shields = Shields(self._setup.specials, values)
+        try:
+            text = self._template.render({**self._setup.variables, **shields.values})
+            if len(text.encode()) > MAX_TEMPLATE_OUTPUT:
+                return Failed("too_large")
+        except MemoryError:
+            raise
+        except Refused as e:
+            return Failed("refused", said(e))
+        except Exception:  # a template may fail in any way
+            return Failed("failed")
+        return Rendered(shields.split(text))
+
+
+def said(error: Exception) -> str:
+    """Return the message of an error, as text that can be encoded and is not long."""
+    return str(error)[:MAX_DETAIL].encode("utf-8", "replace").decode()
