@@ -120,6 +120,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     receive_timeout_s: float = 30.0  # for a request's headers, and for its body
     write_timeout_s: float = 60.0  # for a client that takes nothing of what is sent to it
     drain_seconds: float = 30.0
+    chat_template_timeout_s: float = 1.0  # of CPU time, for the model's chat template and one conversation
 
 
 class RewardSpec(Struct, frozen=True, forbid_unknown_fields=True):

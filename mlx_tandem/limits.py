@@ -104,6 +104,7 @@ SETTINGS: dict[str, Range] = {  # by their place in config.py
     "server.receive_timeout_s": Range(0.1, 3600.0),
     "server.write_timeout_s": Range(0.1, 3600.0),
     "server.drain_seconds": Range(0.0, 3600.0),
+    "server.chat_template_timeout_s": Range(0.01, 3600.0),
 }
 
 LEARNING: dict[str, Range] = {  # of trainers and of fine-tuning from a file
@@ -212,6 +213,13 @@ MAX_TRAINING_JOBS = 16  # that wait for their turn
 MAX_METADATA_BYTES = 65_536  # of one request, as JSON
 MAX_METADATA_DEPTH = 16
 MAX_JSON_DEPTH = 64
+MAX_TEXT_BYTES = 4 << 20  # of one text that is tokenised, and of token ids whose text is asked for
+MAX_TEXT_REPLY = 64 << 20  # bytes of the token ids and pieces of one text, and of the text of token ids
+MAX_TEXT_MEMORY = 512 << 20  # bytes that tokenising long texts may take
+MAX_WAITING_TEXT = 32 << 20  # bytes of texts that wait to be rendered or tokenised, or are at it
+MAX_TEMPLATE_BYTES = 1 << 20  # of a chat template
+MAX_TEMPLATE_OUTPUT = 16 << 20  # bytes that it may print
+MAX_TEMPLATE_MEMORY = 512 << 20  # bytes that it may take
 MAX_REWARD_PARTS = 8
 MAX_REWARD_BYTES = 16 << 20  # of one completion with its prompt and metadata
 MAX_REWARD_TEXT = 128 << 10  # bytes of a completion that a pattern or schema is tried on

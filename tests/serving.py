@@ -57,12 +57,12 @@ class RunningServer:
         return self.client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 8} | fields)
 
     def engine_pid(self) -> int:
-        """The engine is the server's only child beside reward workers."""
+        """The engine is one of the server's children."""
         found = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
         children = [
             int(p)
             for p, parent, args in (line.split(None, 2) for line in found.splitlines()[1:])
-            if int(parent) == self.process.pid and "training.rewards" not in args
+            if int(parent) == self.process.pid and "mlx_tandem.worker" in args
         ]
         (pid,) = children
         return pid

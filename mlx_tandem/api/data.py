@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 import msgspec
@@ -12,32 +12,35 @@ from mlx_tandem.engine.learning import Datum, LossConfig, LossKind
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server.decode import convert
 from mlx_tandem.server.front import Front
-from mlx_tandem.text.template import ChatTemplate
+from mlx_tandem.text.parts import Part
 from mlx_tandem.text.tokenizer import Tokenizer
 from mlx_tandem.training.examples import FORMS, Turns, parse
 
 Data = Sequence["Datum | Mapping[str, Any]"]
 
+Render = Callable[["Turns", Mapping[str, bool]], "list[Part]"]
+"""Renders a conversation by the chat template."""
+
 EXTRAS = ("weights", "advantages", "logprobs", "temperature")
 
 
 class ServedCodec:
-    """A model's tokenizer and chat template. Usable from any thread."""
+    """A model's tokenizer and chat template. For any thread but the one that the front's loop runs on."""
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        template: ChatTemplate | None,
+        render: Render | None,
         *,
         vocab_size: int,
         longest: int,
         eos_token_ids: Sequence[int],
     ):
         self._tokenizer = tokenizer
-        self._template = template
+        self._render = render
         self.vocab_size = vocab_size
         self.longest = longest
-        self.chats = template is not None
+        self.chats = render is not None
         named = tokenizer.special_tokens.get(tokenizer.special_texts().get("eos_token", ""))
         ends = [*([] if named is None else [named]), *eos_token_ids]
         if not ends:
@@ -46,10 +49,14 @@ class ServedCodec:
 
     @classmethod
     def of(cls, front: Front) -> ServedCodec:
-        info = front.client.check_ready()
+        info, prompts = front.client.check_ready(), front.prompts
+
+        def render(messages: Turns, options: Mapping[str, bool]) -> list[Part]:
+            return front.from_thread(prompts.rendered(messages, options))
+
         return cls(
             front.tokenizer,
-            front.template,
+            None if prompts.template is None else render,
             vocab_size=info.vocab_size,
             longest=info.max_model_len,
             eos_token_ids=info.eos_token_ids,
@@ -60,11 +67,11 @@ class ServedCodec:
         return self._tokenizer.encode(text, add_special_tokens=begins)
 
     def chat(self, messages: Turns, *, asks: bool) -> list[int]:
-        assert self._template is not None
+        assert self._render is not None
         for message in messages:
             for value in message.values():
                 _check_characters(value)
-        return self._template.encode(messages, {"add_generation_prompt": asks})
+        return self._tokenizer.encode_parts(self._render(messages, {"add_generation_prompt": asks}))
 
 
 def _check_characters(text: str) -> None:

@@ -122,15 +122,19 @@ class Engine:
             raise
 
     async def _start(self) -> None:
-        await self._front.client.start()
+        await self._front.start()
         await self._front.client.wait_ready()
+
+    async def _end(self) -> None:
+        await self._front.close()
+        await self._front.client.close()
 
     def close(self) -> None:
         """Free the model. What still runs ends with an error; a second call does nothing."""
         if self._loop.is_closed():
             return
         atexit.unregister(self.close)
-        self._call(self._front.client.close())
+        self._call(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -123,6 +123,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("server.receive_timeout_s", "--receive-timeout-s", "For a request's headers, and for its body (30)."),
         Option("server.write_timeout_s", "--write-timeout-s", "For a client that reads nothing (60)."),
         Option(
+            "server.chat_template_timeout_s",
+            "--chat-template-timeout-s",
+            "CPU time of the chat template for one conversation (1).",
+        ),
+        Option(
             "server.drain_seconds",
             "--drain-seconds --shutdown-timeout",
             "What runs may finish within, on SIGTERM (30).",

@@ -30,6 +30,7 @@ from mlx_tandem.server.origins import Origins
 from mlx_tandem.server.replies import Plan, Reply
 from mlx_tandem.server.root_path import RootPath
 from mlx_tandem.server.stream_reply import StreamReply
+from mlx_tandem.server.text_reply import TextReply
 from mlx_tandem.server.whole_reply import WholeReply
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
@@ -64,6 +65,7 @@ def _reply(front: Front, plan: Plan) -> Reply:
 def _routes(front: Front) -> list[Route]:
     limit = BodyLimit(front.config.server.max_request_bytes, front.config.server.receive_timeout_s)
     of_chats, of_completions = selection("chat"), selection("completions")
+    info = tokenizer_info(front)
 
     async def body(request: Request, kind: type[T]) -> T:
         """The body, once it is known that somebody can do something with it."""
@@ -89,13 +91,13 @@ def _routes(front: Front) -> list[Route]:
         return PerplexityReply(front, await plan_perplexity(front, await read_json(request, PerplexityBody, limit)))
 
     async def post_tokenize(request: Request) -> ASGIApp:
-        return _json(await tokenize(front, await body(request, TokenizeBody)))
+        return TextReply(front, request, TokenizeBody, limit, tokenize)
 
     async def post_detokenize(request: Request) -> ASGIApp:
-        return _json(await detokenize(front, await body(request, DetokenizeBody)))
+        return TextReply(front, request, DetokenizeBody, limit, detokenize)
 
     async def get_tokenizer_info(request: Request) -> ASGIApp:
-        return _json(tokenizer_info(front))
+        return Response(info, media_type="application/json")
 
     async def list_models(request: Request) -> ASGIApp:
         return _json(models.listing(front))

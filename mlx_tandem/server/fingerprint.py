@@ -75,7 +75,7 @@ class Fingerprints:
                 [engine.dtype, engine.kv_bits, front.config.engine.cache.kv_group_size, engine.max_model_len],
                 [server.default_max_tokens, server.max_prompt_tokens, server.max_generation_tokens],
                 sorted(front.defaults.items()),
-                "" if front.template is None else front.template.source,
+                "" if front.prompts.template is None else front.prompts.template.source,
             ]
         )
 

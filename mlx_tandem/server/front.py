@@ -9,9 +9,9 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mlx_tandem import limits
 from mlx_tandem.config import Config
@@ -23,16 +23,16 @@ from mlx_tandem.server.admission import Admission
 from mlx_tandem.server.fingerprint import Fingerprints
 from mlx_tandem.server.metrics import Metrics
 from mlx_tandem.server.models import Models
+from mlx_tandem.server.text_admission import TextAdmission
 from mlx_tandem.text.defaults import generation_folder, sampling_defaults
-from mlx_tandem.text.template import ChatTemplate, Message, texts
-from mlx_tandem.text.tokenizer import Tokenizer
+from mlx_tandem.text.prompts import LONG_TEXT, Prompts
+from mlx_tandem.text.templates.client import Message
 from mlx_tandem.types import EngineInfo
 
 if TYPE_CHECKING:
     from mlx_tandem.server.learning import Learning
 
-LONG_TEXT = 8192
-"""Characters from which on text is tokenised on another thread, so that streams do not wait for it."""
+T = TypeVar("T")
 
 
 class Front:
@@ -45,14 +45,12 @@ class Front:
         if not folder.is_dir():
             raise NotFound(f"the model folder {folder} does not exist", param="model")
         self.config = config
-        self.tokenizer = Tokenizer.load(folder)
-        given = config.server.chat_template
-        self.template = (
-            ChatTemplate.given(given, self.tokenizer) if given else ChatTemplate.load(folder, self.tokenizer)
-        )
-        source = generation_folder(config.server.generation_config, folder)
+        server = config.server
+        self.prompts = Prompts(folder, template=server.chat_template, template_seconds=server.chat_template_timeout_s)
+        self.tokenizer = self.prompts.tokenizer
+        source = generation_folder(server.generation_config, folder)
         self.defaults = {} if source is None else sampling_defaults(source)
-        self._seeds = None if config.server.seed is None else random.Random(config.server.seed)
+        self._seeds = None if server.seed is None else random.Random(server.seed)
         self.metrics = Metrics()
         self.client = EngineClient(
             launch,
@@ -64,11 +62,19 @@ class Front:
         self.fingerprints = Fingerprints(self)
         self.started = time.time()
         self.admission = Admission(config.server, self.client)
+        self.text_admission = TextAdmission(self.admission.refused)
         self.learning: Learning | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         if config.rl_training.enabled:
             from mlx_tandem.server.learning import Learning
 
             self.learning = Learning(self)
+
+    async def start(self) -> None:
+        """Start the engine, once the chat template is known to work. Raises ModelError when it does not."""
+        self._loop = asyncio.get_running_loop()
+        await self.prompts.check()
+        await self.client.start()
 
     async def _bring_up(self) -> None:
         """An engine is ready and knows nothing yet."""
@@ -79,9 +85,15 @@ class Front:
             await self.learning.bring_up()
 
     async def close(self) -> None:
-        """Ends what the server does beside requests."""
+        """End what the server does beside requests."""
         if self.learning is not None:
             await self.learning.close()
+        await self.prompts.close()
+
+    def from_thread(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the loop that the front was started on and return its result. For other threads."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def check_learning(self, what: str, param: str | None = None) -> Learning:
         """What learns here; InvalidRequest (`learning_disabled`) on a server where nothing does."""
@@ -97,29 +109,38 @@ class Front:
 
     async def chat_prompt(self, messages: Sequence[Message], options: dict[str, bool]) -> list[int]:
         """Return the token ids of a conversation up to where the assistant speaks, unless `options` say otherwise."""
-        template = self.template
-        if template is None:
-            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
-        if sum(map(len, texts(list(messages)))) < LONG_TEXT:
-            ids = template.encode(messages, options)
-        else:
-            ids = await asyncio.to_thread(template.encode, messages, options)
-        return self._in_vocabulary(ids, "messages")
+        return self._fitting(await self.prompts.chat(messages, options), "messages")
 
-    async def text_prompt(self, text: str, param: str) -> list[int]:
-        """Token ids of a raw prompt. Here the text of a special token is meant as that token."""
+    async def text_prompt(self, text: str, param: str, *, total: int | None = None) -> list[int]:
+        """Return the token ids of a raw prompt, in which the text of a special token is meant as that token. `total` is
+        how many characters all prompts of the request have."""
+        return self._fitting(await self.prompts.text(text, param, total=total), param)
+
+    def tokens_of(self, text: str, param: str, *, begins: bool = True) -> Sequence[int]:
+        """Return the same as `prompts.text`. For threads that are not the loop's."""
         if len(text) < LONG_TEXT:
-            ids = self.tokenizer.encode(text, add_special_tokens=True)
-        else:
-            ids = await asyncio.to_thread(self.tokenizer.encode, text, add_special_tokens=True)
-        return self._in_vocabulary(ids, param)
+            return self.tokenizer.encode(text, add_special_tokens=begins)
+        return self.from_thread(self.prompts.text(text, param, begins=begins))
 
-    def _in_vocabulary(self, ids: list[int], param: str) -> list[int]:
+    def _fitting(self, ids: Sequence[int], param: str) -> list[int]:
+        """Return `ids` as a list, which is made only of a prompt that there is room for."""
         if not ids:
             raise InvalidRequest(f"{param} gives an empty prompt", param=param)
+        self._check_length(len(ids), param)
         if max(ids) >= self.client.check_ready().vocab_size:
             raise InvalidRequest(f"{param} holds text that this model has no token for", param=param)
-        return ids
+        return list(ids)
+
+    def _check_length(self, prompt: int, param: str) -> None:
+        server = self.config.server
+        room = self.room(self.client.check_ready())
+        most = min(server.max_prompt_tokens or room, room - 1)
+        if prompt > most:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens; {most} are allowed, and {room} with the output",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     def room(self, info: EngineInfo) -> int:
         """Tokens that one request may have, prompt and output together."""
@@ -130,15 +151,9 @@ class Front:
 
         Asking for more than fits is an error, as with OpenAI, and not a silent cut.
         """
+        self._check_length(prompt, prompt_param)
         server = self.config.server
         room = self.room(self.client.check_ready())
-        most = min(server.max_prompt_tokens or room, room - 1)
-        if prompt > most:
-            raise InvalidRequest(
-                f"the prompt has {prompt} tokens; {most} are allowed, and {room} with the output",
-                param=prompt_param,
-                code="context_length_exceeded",
-            )
         most = min(server.max_generation_tokens or room, room - prompt)
         if asked is None:
             return min(server.default_max_tokens, most)

@@ -188,12 +188,12 @@ class Serving:
     # -- prompts and samples ------------------------------------------------------------------------------------
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a text, or of a conversation up to where the assistant speaks."""
+        """Return the token ids of a text, or of a conversation up to where the assistant speaks. For threads that are
+        not the loop's."""
         if isinstance(prompt, str):
-            return tuple(self._front.tokenizer.encode(prompt, add_special_tokens=True))
-        if self._front.template is None:
-            raise InvalidRequest("this model has no chat template", param="prompt")
-        return tuple(self._front.template.encode(prompt))
+            return tuple(self._front.tokens_of(prompt, "prompt"))
+        with renamed(messages="prompt"):
+            return tuple(self._front.from_thread(self._front.prompts.chat(prompt)))
 
     async def sample(
         self, prompts: Sequence[tuple[int, ...]], n: int, params: SamplingParams, adapter: AdapterRef | None

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from mlx_tandem.engine.histogram import Histogram
 from mlx_tandem.errors import CODES, TandemError
 from mlx_tandem.server import vllm_metrics
+from mlx_tandem.server.text_admission import WAITING_TEXT
 from mlx_tandem.server.vllm_metrics import ITL_BOUNDS, REQUESTS, SECONDS_BOUNDS, TTFT_BOUNDS
 from mlx_tandem.types import DiskStats, EngineStats
 
@@ -157,7 +158,7 @@ class _Collector:
             replies.add_metric([str(status), code], value)
         yield replies
         refused = CounterMetricFamily("tandem_refused", "Requests not let in, by the setting.", labels=["reason"])
-        for setting in ("max_concurrent_requests", "max_queue_size", "memory_pressure_threshold"):
+        for setting in ("max_concurrent_requests", "max_queue_size", "memory_pressure_threshold", WAITING_TEXT):
             refused.add_metric([setting], front.admission.refused[setting])
         yield refused
         opened = front.admission.open_requests

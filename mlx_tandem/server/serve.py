@@ -103,12 +103,14 @@ class Server(uvicorn.Server):
 
     async def _serve(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        await self._front.client.start()
-        announcing = asyncio.create_task(self._announce())
         try:
-            await super()._serve(sockets)
+            await self._front.start()
+            announcing = asyncio.create_task(self._announce())
+            try:
+                await super()._serve(sockets)
+            finally:
+                announcing.cancel()
         finally:
-            announcing.cancel()
             await self._front.close()
             await self._front.client.close()
 

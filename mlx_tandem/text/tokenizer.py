@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.jsonfile import read_object
+from mlx_tandem.text.parts import Part
 
 TEXT_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Keys of `tokenizer_config.json` that a chat template may print."""
@@ -127,6 +128,17 @@ class Tokenizer:
         """Token ids; the text of a special token becomes its id. The interpreter lock is free meanwhile."""
         with _contained(_cannot_encode):
             return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def encode_parts(self, parts: Iterable[Part]) -> list[int]:
+        """Return the token ids of a text in parts. Those of its plain parts contain no special token."""
+        ids: list[int] = []
+        for text, plain in parts:
+            ids += self.encode_plain(text) if plain else self.encode(text)
+        return ids
+
+    def spells_special(self, text: str) -> bool:
+        """Whether a special token is read out of `text`."""
+        return not self.special_ids.isdisjoint(self.encode(text))
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids that contain no special token, whatever `text` says."""

@@ -77,8 +77,12 @@ def offered_request(text: str, key: str, shown: str = "") -> urllib.request.Requ
 
 
 def engine_pid(tandem: Tandem) -> int:
-    found = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    (pid,) = [int(p) for p, parent in map(str.split, found.splitlines()) if int(parent) == tandem.process.pid]
+    found = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    (pid,) = [
+        int(pid)
+        for pid, parent, args in (line.split(None, 2) for line in found.splitlines())
+        if int(parent) == tandem.process.pid and "mlx_tandem.worker" in args
+    ]
     return pid
 
 

@@ -74,8 +74,12 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def engine_pid(server: int) -> int:
-    found = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True, check=True).stdout
-    (pid,) = [int(p) for p, parent in map(str.split, found.splitlines()) if int(parent) == server]
+    found = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    (pid,) = [
+        int(pid)
+        for pid, parent, args in (line.split(None, 2) for line in found.splitlines())
+        if int(parent) == server and "mlx_tandem.worker" in args
+    ]
     return pid
 
 

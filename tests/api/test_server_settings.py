@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -133,10 +134,16 @@ def test_a_chat_template_of_the_operator(tmp_path: Path, as_file: bool) -> None:
 
 
 def test_a_template_of_the_operator_can_do_no_more_than_a_model_s() -> None:
-    template = front(chat_template="{{ messages.__class__.__mro__ }}{{ ''.__class__ }}").template
-    assert template is not None
-    with pytest.raises(InvalidRequest, match="cannot be rendered"):
-        template.encode(CHAT)
+    prompts = front(chat_template="{{ messages.__class__.__mro__ }}{{ ''.__class__ }}").prompts
+
+    async def ask() -> None:
+        try:
+            with pytest.raises(InvalidRequest, match="cannot be rendered"):
+                await prompts.chat(CHAT)
+        finally:
+            await prompts.close()
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize(
@@ -144,18 +151,25 @@ def test_a_template_of_the_operator_can_do_no_more_than_a_model_s() -> None:
     [
         ("nowhere.jinja", "there is no file nowhere.jinja for --chat-template"),
         ("{% if %}", "the text of --chat-template is not a valid template"),
-        ("x" * 5000, "there is no file x+ for --chat-template"),
+        ("x" * 5000, "there is no file x+"),
     ],
 )
 def test_a_chat_template_that_cannot_be_used(given: str, says: str) -> None:
+    async def start() -> None:
+        prompts = front(chat_template=given).prompts
+        try:
+            await prompts.check()
+        finally:
+            await prompts.close()
+
     with pytest.raises(ModelError, match=says):
-        front(chat_template=given)
+        asyncio.run(start())
 
 
 def test_files_that_are_no_chat_template(tmp_path: Path) -> None:
     for name, content, says in (
         ("bytes", b"\xff\xfe", "is not UTF-8"),
-        ("huge", b"x" * ((1 << 20) + 1), "is longer than"),
+        ("huge", b"x" * ((1 << 20) + 1), "is larger than"),
         ("broken", b"{% for %}", "broken is not a valid template"),
     ):
         (tmp_path / name).write_bytes(content)

@@ -9,6 +9,8 @@ from mlx_tandem.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(demo.MODEL_PATH)
 TEXT = "a naïve 🦊 <|im_end|>"
+LONG = TEXT * 1000
+"""For a process of its own."""
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -30,8 +32,46 @@ def test_there_and_back(server):
     assert back.json() == {"prompt": TEXT}
     assert server.client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
     assert tokenize(server, prompt="")["count"] == 0
-    long = "hello world " * 2000  # on another thread
-    assert tokenize(server, prompt=long, add_special_tokens=False)["tokens"] == TOKENIZER.encode(long)
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_a_long_text_is_tokenised_as_a_short_one(server, special):
+    ids = TOKENIZER.encode(LONG, add_special_tokens=special)
+    reply = tokenize(server, prompt=LONG, add_special_tokens=special, return_token_strs=True)
+    assert (reply["count"], reply["tokens"]) == (len(ids), ids)
+    assert reply["token_strs"] == [TOKENIZER.piece(t) for t in ids]
+    assert tokenize(server, prompt=LONG)["token_strs"] is None
+    back = server.client.post("/detokenize", json={"tokens": ids})
+    assert back.json() == {"prompt": LONG}
+    assert back.headers["content-type"] == "application/json"
+
+
+def test_control_tokens_of_a_long_conversation_come_from_the_template(server):
+    short, long = (tokenize(server, messages=[{"role": "user", "content": c}])["tokens"] for c in ("hello", LONG))
+    assert [t for t in short if t in TOKENIZER.special_ids] == [t for t in long if t in TOKENIZER.special_ids]
+    assert LONG in TOKENIZER.decode(long, show_special=True)
+    evil = tokenize(server, messages=[{"role": "user", "content": "<|im_end|>"}])["tokens"]
+    assert [t for t in short if t in TOKENIZER.special_ids] == [t for t in evil if t in TOKENIZER.special_ids]
+
+
+@pytest.mark.parametrize("prompt", [LONG, ["a", LONG], ["b" * 5000] * 2], ids=["one", "among others", "together"])
+def test_a_prompt_that_is_too_long_is_refused_with_its_length(server, prompt):
+    response = server.complete(prompt)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    text = prompt if isinstance(prompt, str) else max(prompt, key=len)
+    assert (error["code"], f"the prompt has {len(TOKENIZER.encode(text))} tokens" in error["message"]) == (
+        "context_length_exceeded",
+        True,
+    )
+    assert error["param"].startswith("prompt")
+
+
+def test_a_conversation_that_is_too_long_is_refused_with_its_length(server):
+    error = server.chat(LONG).json()["error"]
+    asked = tokenize(server, messages=[{"role": "user", "content": LONG}])["count"]
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert f"the prompt has {asked} tokens" in error["message"]
 
 
 def test_token_strs_are_the_vocabulary_s(server):
@@ -70,6 +110,9 @@ def test_messages_are_what_a_chat_reads(server):
         ("/detokenize", {"tokens": [True]}, 400, "tokens[0]"),
         ("/detokenize", {"tokens": [1.0]}, 400, "tokens[0]"),
         ("/detokenize", {"tokens": [1], "model": "nobody"}, 404, "model"),
+        ("/detokenize", {"tokens": [1] * 9000 + [1024]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1] * 9000 + [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1] * 9000 + [2**70]}, 400, "tokens"),
     ],
 )
 def test_what_is_refused(server, path, body, status, param):

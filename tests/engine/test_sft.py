@@ -25,7 +25,6 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.model import cpu, device  # before anything imports MLX: they put a fast BLAS in front of it
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.loader import load
-from mlx_tandem.text.template import ChatTemplate
 from mlx_tandem.text.tokenizer import Tokenizer
 from mlx_tandem.training.device.trainers import Trainers
 from mlx_tandem.training.sft import (
@@ -42,6 +41,7 @@ from mlx_tandem.training.sft import (
     split,
 )
 from tests.engine.learning import finish
+from tests.unit.text_tools import render_with
 
 CONFIG = SftConfig(epochs=1, batch_size=8, learning_rate=2e-3, eval_every=5)
 
@@ -100,8 +100,8 @@ def lessons(folder: Path, count: int) -> Path:
 def examples(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Datum], list[Datum]]:
     path = lessons(tmp_path_factory.mktemp("sft"), 110)
     tokenizer = Tokenizer.load(demo.MODEL_PATH)
-    template = ChatTemplate.load(demo.MODEL_PATH, tokenizer)
-    codec = ServedCodec(tokenizer, template, vocab_size=1024, longest=512, eos_token_ids=(2, 0))
+    render = render_with((demo.MODEL_PATH / "chat_template.jinja").read_text(), tokenizer)
+    codec = ServedCodec(tokenizer, render, vocab_size=1024, longest=512, eos_token_ids=(2, 0))
     return split(encode(read(path), codec, max_length=512).data, 0.2, 0)
 
 

@@ -283,7 +283,7 @@ asyncio.run(pool.score(scoring, [Sample("", "")] * 2))
 def test_memory_is_watched_where_nothing_limits_it() -> None:
     program = (
         "import threading\n"
-        "from mlx_tandem.training.rewards.worker import watch_memory\n"
+        "from mlx_tandem.isolation.program import watch_memory\n"
         "watch_memory(64 << 20)\n"
         "kept = b'x' * (256 << 20)\n"
         "threading.Event().wait()\n"

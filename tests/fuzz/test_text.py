@@ -13,7 +13,9 @@ import pytest
 
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.text.defaults import sampling_defaults
-from mlx_tandem.text.template import ChatTemplate
+from mlx_tandem.text.templates.client import ChatTemplate
+from mlx_tandem.text.templates.messages import Failed, Setup
+from mlx_tandem.text.templates.rendering import Renderer, said
 from mlx_tandem.text.tokenizer import Tokenizer
 from tests.fuzz import templates, tokenizers
 from tests.fuzz.folders import Case
@@ -39,14 +41,33 @@ def use(folder: Path, rng: Random) -> None:
         assert isinstance(tokenizer.token_bytes(token), bytes)
         tokenizer.piece(token)
     if template is not None:
-        render(template, rng)
+        render(folder, template, tokenizer, rng)
 
 
-def render(template: ChatTemplate, rng: Random) -> None:
-    """Encode conversations; what the template cannot do is refused by `messages`."""
+def render(folder: Path, template: ChatTemplate, tokenizer: Tokenizer, rng: Random) -> None:
+    """Encode conversations by the code that a template's worker process runs, in this one."""
+    encode = compiled(folder, template, tokenizer)
     for _ in range(2):
         conversation = templates.messages(rng)
-        _allow_refusal(lambda conversation=conversation: template.encode(conversation, {"enable_thinking": True}))
+        _allow_refusal(lambda conversation=conversation: encode(conversation, enable_thinking=True))
+
+
+def compiled(folder: Path, template: ChatTemplate, tokenizer: Tokenizer) -> Callable[..., list[int]]:
+    """Return what makes token ids of a conversation. Raises ModelError for a text that is no template."""
+    try:
+        setup = Setup(template.source, tokenizer.special_texts(), tuple(tokenizer.special_tokens))
+        renderer = Renderer(setup)
+    except Exception as e:  # what the worker says of it, the client says like this
+        where = folder / tokenizers.TEMPLATE
+        raise ModelError(f"{where} is not a valid template: {said(e)}", param="chat_template") from e
+
+    def encode(messages: list[dict[str, object]], **options: bool) -> list[int]:
+        answer = renderer.render({"messages": messages, "add_generation_prompt": True, **options})
+        if isinstance(answer, Failed):
+            raise InvalidRequest(f"the model's chat template: {answer.kind} {answer.detail}", param="messages")
+        return tokenizer.encode_parts(answer.parts)
+
+    return encode
 
 
 def _allow_refusal(do: Callable[[], object]) -> None:
@@ -81,9 +102,10 @@ def test_a_template_is_taken_or_refused(part: int, tmp_path: Path) -> None:
         folder = case.write(tmp_path / "model")
 
         def read(folder: Path = folder, rng: Random = rng) -> None:
-            template = ChatTemplate.load(folder, rng.choice((byte_level, sentencepiece))())
+            tokenizer = rng.choice((byte_level, sentencepiece))()
+            template = ChatTemplate.load(folder, tokenizer)
             assert template is not None
-            render(template, rng)
+            render(folder, template, tokenizer, rng)
 
         with named(f"template {text!a}", seed, case):
             judge(tally, case, [tokenizers.TEMPLATE], read)
@@ -98,8 +120,10 @@ def test_what_nobody_has_broken_is_read(tmp_path: Path) -> None:
         with named("valid tokenizer", seed, case):
             folder = case.write(tmp_path / "model")
             use(folder, rng)
-            template = ChatTemplate.load(folder, Tokenizer.load(folder))
-            assert template is not None and template.encode([{"role": "user", "content": "hello"}])
+            tokenizer = Tokenizer.load(folder)
+            template = ChatTemplate.load(folder, tokenizer)
+            assert template is not None
+            assert compiled(folder, template, tokenizer)([{"role": "user", "content": "hello"}])
 
 
 def test_a_refusal_at_start_is_one_of_a_model_folder(tmp_path: Path) -> None:

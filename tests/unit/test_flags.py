@@ -152,6 +152,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--write-timeout-s 9", "server.write_timeout_s", 9.0),
     ("--drain-seconds 9", "server.drain_seconds", 9.0),
     ("--shutdown-timeout 9", "server.drain_seconds", 9.0),
+    ("--chat-template-timeout-s 2", "server.chat_template_timeout_s", 2.0),
     ("--enable-rl-training", "rl_training.enabled", True),
     ("--enable-rl-training --mode training", "engine.duty.mode", "training_only"),
     ("--enable-rl-training --mode=training_only", "engine.duty.mode", "training_only"),

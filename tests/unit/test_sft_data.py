@@ -15,17 +15,17 @@ from mlx_tandem import demo
 from mlx_tandem.api.data import ServedCodec, check_data, check_loss
 from mlx_tandem.engine.learning import Datum, LossConfig
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.text.template import ChatTemplate
 from mlx_tandem.text.tokenizer import Tokenizer
 from mlx_tandem.training.examples import conversation, cut, parse
 from mlx_tandem.training.sft import SftConfig, batches, encode, rate, read, split
+from tests.unit.text_tools import render_with
 
 TOKENIZER = Tokenizer.load(demo.MODEL_PATH)
 
 
 def codec(template: str | None = None) -> ServedCodec:
-    made = ChatTemplate.load(demo.MODEL_PATH, TOKENIZER) if template is None else ChatTemplate(template, TOKENIZER)
-    return ServedCodec(TOKENIZER, made, vocab_size=1024, longest=256, eos_token_ids=(2, 0))
+    source = (demo.MODEL_PATH / "chat_template.jinja").read_text() if template is None else template
+    return ServedCodec(TOKENIZER, render_with(source, TOKENIZER), vocab_size=1024, longest=256, eos_token_ids=(2, 0))
 
 
 CODEC = codec()

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from mlx_tandem.text.parts import Part
+from mlx_tandem.text.templates.messages import Rendered, Setup
+from mlx_tandem.text.templates.rendering import Renderer
 from mlx_tandem.text.tokenizer import Tokenizer
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -54,3 +61,26 @@ def sentencepiece(normalized: bool = False) -> Tokenizer:
 def _add(backend: Backend, normalized: bool = False) -> None:
     backend.add_special_tokens([AddedToken(t, special=True, normalized=normalized) for t in SPECIALS])
     backend.add_tokens([AddedToken(t, special=False, normalized=False) for t in TAGS])
+
+
+def model_folder(folder: Path, tokenizer: Tokenizer, template: str | None = None) -> Path:
+    """Put the tokenizer and the chat template of a model into `folder`, and nothing else; return it."""
+    tokenizer._backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer.config))
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def render_with(
+    source: str, tokenizer: Tokenizer
+) -> Callable[[Sequence[Mapping[str, Any]], Mapping[str, bool]], list[Part]]:
+    """Return what renders conversations by a template, in this process."""
+    renderer = Renderer(Setup(source, tokenizer.special_texts(), tuple(tokenizer.special_tokens)))
+
+    def render(messages: Sequence[Mapping[str, Any]], options: Mapping[str, bool]) -> list[Part]:
+        answer = renderer.render({"messages": messages, "add_generation_prompt": True, **options})
+        assert isinstance(answer, Rendered)
+        return answer.parts
+
+    return render

@@ -112,11 +112,12 @@ async def completion_prompts(front: Front, body: CompletionBody) -> list[list[in
         return [list(limits.check_token_ids(prompt, vocabulary, "prompt"))]
     if len(prompt) > limits.MAX_PROMPTS:
         raise InvalidRequest(f"prompt has at most {limits.MAX_PROMPTS} prompts", param="prompt")
+    total = sum(len(item) for item in prompt if isinstance(item, str))
     prompts: list[list[int]] = []
     for i, item in enumerate(prompt):
         param = f"prompt[{i}]"
         if isinstance(item, str):
-            prompts.append(await front.text_prompt(item, param))
+            prompts.append(await front.text_prompt(item, param, total=total))
         elif isinstance(item, int):
             raise InvalidRequest(f"{param} must be a prompt like the first one", param=param, code="invalid_type")
         elif not item:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from msgspec import Struct
 
-from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server.dialects.messages import chat_messages
 from mlx_tandem.server.dialects.openai import TemplateOptions, template_options
-from mlx_tandem.server.front import LONG_TEXT, Front
+from mlx_tandem.server.dialects.shapes import dumps
+from mlx_tandem.server.front import Front
+from mlx_tandem.text.parts import Part
+
+Pieces = Sequence[bytes]
+"""A reply's body in pieces, which are long only where the reply is."""
 
 
 class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -31,52 +35,51 @@ class DetokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: list[int]
 
 
-async def tokenize(front: Front, body: TokenizeBody) -> dict[str, Any]:
+async def tokenize(front: Front, body: TokenizeBody) -> Pieces:
+    """Return the reply's body."""
     info = front.client.check_ready()
     await front.models.select(body.model)
-    tokens = await (_prompt(front, body) if body.messages is None else _conversation(front, body))
-    return {
-        "count": len(tokens),
-        "max_model_len": info.max_model_len,
-        "tokens": tokens,
-        "token_strs": [front.tokenizer.piece(t) for t in tokens] if body.return_token_strs else None,
-    }
+    parts, param, begins = _prompt(body) if body.messages is None else await _conversation(front, body)
+    pieces = bool(body.return_token_strs)
+    del body  # its text may have to wait, and `parts` have it
+    found = await front.prompts.listing(parts, param, begins=begins, pieces=pieces)
+    head = b'{"count":%d,"max_model_len":%d,"tokens":' % (found.count, info.max_model_len)
+    return (head, found.tokens, b',"token_strs":', found.pieces or b"null", b"}")
 
 
-async def detokenize(front: Front, body: DetokenizeBody) -> dict[str, Any]:
+async def detokenize(front: Front, body: DetokenizeBody) -> Pieces:
+    """Return the reply's body."""
     info = front.client.check_ready()
     await front.models.select(body.model)
-    tokens = limits.check_token_ids(body.tokens, info.vocab_size, "tokens")
-    return {"prompt": front.tokenizer.decode(tokens, show_special=True)}
+    return (b'{"prompt":', await front.prompts.text_of(body.tokens, info.vocab_size, "tokens"), b"}")
 
 
-def tokenizer_info(front: Front) -> dict[str, str | None]:
-    """What a client needs to write prompts of its own."""
-    texts = front.tokenizer.special_texts()
-    return {
-        **{name: texts.get(name) for name in ("bos_token", "eos_token", "pad_token")},
-        "chat_template": front.template.source if front.template is not None else None,
-    }
+def tokenizer_info(front: Front) -> bytes:
+    """Return what a client needs to write prompts of its own, as the reply's body."""
+    texts, template = front.tokenizer.special_texts(), front.prompts.template
+    return dumps(
+        {
+            **{name: texts.get(name) for name in ("bos_token", "eos_token", "pad_token")},
+            "chat_template": None if template is None else template.source,
+        }
+    )
 
 
-async def _prompt(front: Front, body: TokenizeBody) -> list[int]:
-    text = body.prompt
-    if text is None:
+def _prompt(body: TokenizeBody) -> tuple[list[Part], str, bool]:
+    """Return the text, the field that it is in, and whether special tokens are added to it."""
+    if body.prompt is None:
         raise InvalidRequest("prompt or messages is required", param="prompt", code="missing_required_parameter")
     for name in ("add_generation_prompt", "chat_template_kwargs"):
         if getattr(body, name) is not None:
             raise InvalidRequest(f"{name} is for messages, not for a prompt", param=name)
-    special = body.add_special_tokens is not False
-    if len(text) < LONG_TEXT:
-        return front.tokenizer.encode(text, add_special_tokens=special)
-    return await asyncio.to_thread(front.tokenizer.encode, text, add_special_tokens=special)
+    return [(body.prompt, False)], "prompt", body.add_special_tokens is not False
 
 
-async def _conversation(front: Front, body: TokenizeBody) -> list[int]:
+async def _conversation(front: Front, body: TokenizeBody) -> tuple[list[Part], str, bool]:
     if body.prompt is not None:
         raise InvalidRequest("either prompt or messages can be given, not both", param="prompt")
     if body.add_special_tokens:
         raise InvalidRequest("messages get their special tokens from the template", param="add_special_tokens")
     options = template_options(body.chat_template_kwargs)
     options["add_generation_prompt"] = body.add_generation_prompt is not False
-    return await front.chat_prompt(chat_messages(body.messages or []), options)
+    return await front.prompts.rendered(chat_messages(body.messages or []), options), "messages", False

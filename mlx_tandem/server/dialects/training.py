@@ -61,7 +61,7 @@ async def update(front: Front, body: UpdateBody) -> tuple[int, dict[str, Any]]:
             max_tokens=front.room(info),
             newest_version=learner.newest_version,
             encode_prompt=learning.encode,
-            encode_completion=front.tokenizer.encode,
+            encode_completion=lambda text: front.tokens_of(text, "completion", begins=False),
         )
 
     async def work() -> UpdateReport:

@@ -91,7 +91,7 @@ class Learner:
         self._saved = ""
         manifest, records, held = await self.ledger.open()
         if not self._was_up:
-            self._judge.read(self._training, self._client.info)
+            await asyncio.to_thread(self._judge.read, self._training, self._client.info)
             self.watch.means.update(self.ledger.counters.means)
             self._was_up = True
         folder = "" if manifest is None else str(self.ledger.checkpoints.path(manifest.name))

@@ -1,14 +1,14 @@
-"""What is scored and by what, and the frames between the pool and its workers."""
+"""What is scored and by what, and what the pool and its workers say to each other."""
 
 from __future__ import annotations
 
-import socket
-from typing import Any, BinaryIO, Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 from msgspec import Struct
 
 from mlx_tandem.config import RewardSpec
+from mlx_tandem.isolation.frames import Busy
 
 Kind = Literal["timeout", "memory", "died", "raised", "invalid", "too_large"]
 """Why there is no score. `invalid`: the function returned something else than a number in limits.py's range."""
@@ -52,36 +52,7 @@ class Failed(Struct, frozen=True, array_like=True, tag=True):
     detail: str = ""  # an exception's or a value's type: never a text, which may quote a prompt
 
 
-class Busy(Struct, frozen=True, array_like=True, tag=True):
-    """From now on the worker may be silent for so long. The first frame that it sends."""
-
-    seconds: float
-
-
 MAX_ANSWER = 1024  # bytes
-OUT_OF_MEMORY = 86  # the exit status of a worker that was
 
-encode = msgspec.msgpack.encode
-decode_batch = msgspec.msgpack.Decoder(list[bytes]).decode
 decode_item = msgspec.msgpack.Decoder(Item).decode
 decode_answer = msgspec.msgpack.Decoder(Scored | Failed | Busy).decode
-
-
-def send(sock: socket.socket, frame: bytes) -> None:
-    """Raises OSError when the other side is gone, TimeoutError when it takes nothing."""
-    sock.sendall(len(frame).to_bytes(8, "big") + frame)
-
-
-def receive(stream: BinaryIO, limit: int) -> bytes:
-    """The next frame. EOFError when the other side is gone, ValueError for more than `limit` bytes."""
-    size = int.from_bytes(_exactly(stream, 8), "big")
-    if size > limit:
-        raise ValueError(f"a frame of {size} bytes")
-    return _exactly(stream, size)
-
-
-def _exactly(stream: BinaryIO, size: int) -> bytes:
-    data = stream.read(size)
-    if len(data) < size:
-        raise EOFError
-    return data

@@ -5,15 +5,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 
 from mlx_tandem.config import RLTrainingConfig
+from mlx_tandem.isolation.frames import encode
+from mlx_tandem.isolation.process import Lost, Program, WorkerProcess
 from mlx_tandem.limits import MAX_REWARD_BYTES
-from mlx_tandem.training.rewards.messages import KINDS, Failed, Item, Kind, Sample, Scored, Scoring, encode
-from mlx_tandem.training.rewards.process import WorkerProcess
+from mlx_tandem.training.rewards.messages import (
+    KINDS,
+    MAX_ANSWER,
+    Failed,
+    Item,
+    Kind,
+    Sample,
+    Scored,
+    Scoring,
+    decode_answer,
+)
 from mlx_tandem.training.rewards.scoring import Catalogue
 
 log = logging.getLogger(__name__)
@@ -22,17 +32,17 @@ BATCH_BYTES = 4 << 20  # a larger item is a batch by itself
 
 
 class RewardPool:
-    """Belongs to one event loop. Starts no thread and no process before the first score."""
+    """Belongs to one event loop. Starts no process before the first score."""
 
     def __init__(self, config: RLTrainingConfig):
         """InvalidRequest when the configuration's composites, or installed functions, are wrong."""
         self._config = config
         self._catalogue = Catalogue(config.rewards)
-        self._threads = ThreadPoolExecutor(config.reward_workers, "reward")
-        self._workers = [
-            WorkerProcess(config.reward_timeout_s, config.reward_memory_mb) for _ in range(config.reward_workers)
-        ]
-        self._idle = self._workers.copy()  # as many as threads: each finds one
+        limits = (str(config.reward_timeout_s), str(config.reward_memory_mb << 20))
+        program = Program("mlx_tandem.training.rewards.worker", limits, decode_answer, MAX_ANSWER)
+        self._workers = [WorkerProcess(program) for _ in range(config.reward_workers)]
+        self._idle = self._workers.copy()
+        self._free = asyncio.Semaphore(config.reward_workers)
         self._told: set[tuple[str, Failed]] = set()
         self.failures: dict[Kind, int] = dict.fromkeys(KINDS, 0)
         """Items without a score so far, by reason."""
@@ -52,11 +62,10 @@ class RewardPool:
 
         Functions see both metadata, of two fields of one name the scoring's, which was checked.
         """
-        loop = asyncio.get_running_loop()
         items = [_encoded(s, sample) for s, sample in zip(scoring, samples, strict=True)]
         answers: list[Scored | Failed] = [i if isinstance(i, Failed) else Failed("died") for i in items]
         batches = list(_batches(items, self._config.scoring_batch_size))
-        runs = [loop.run_in_executor(self._threads, self._run, [item for _, item in batch]) for batch in batches]
+        runs = [self._run([item for _, item in batch]) for batch in batches]
         for batch, done in zip(batches, await asyncio.gather(*runs), strict=True):
             for (i, _), answer in zip(batch, done, strict=True):
                 answers[i] = answer
@@ -69,16 +78,20 @@ class RewardPool:
         """Ends the workers, whatever they do; scores that are under way come back as None."""
         for worker in self._workers:
             worker.close()
-        await asyncio.to_thread(self._threads.shutdown)
+        for _ in self._workers:
+            await self._free.acquire()
         for worker in self._workers:
-            worker.stop()
+            await worker.stop()
+            self._free.release()
 
-    def _run(self, items: list[bytes]) -> list[Scored | Failed]:
-        worker = self._idle.pop()
-        try:
-            return worker.score(items)
-        finally:
-            self._idle.append(worker)
+    async def _run(self, items: list[bytes]) -> list[Scored | Failed]:
+        async with self._free:
+            worker = self._idle.pop()
+            try:
+                answers = await worker.ask(items)
+            finally:
+                self._idle.append(worker)
+        return [Failed(a.kind, "" if a.started else "no worker") if isinstance(a, Lost) else a for a in answers]
 
     def _count(self, function: str, failed: Failed) -> None:
         self.failures[failed.kind] += 1

@@ -1,0 +1,67 @@
+"""The reply to `/tokenize` and `/detokenize`, which may be long: admitted by its bytes, and sent in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Generic, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope, Send
+
+from mlx_tandem.server.body import SMALL_BODY, BodyLimit, read_json
+from mlx_tandem.server.error_reply import JSON_TYPE
+from mlx_tandem.server.front import Front
+
+T = TypeVar("T")
+
+PIECE = 65_536
+"""Bytes that are written at once, so that a slow client's reply waits here, where it is counted."""
+
+
+class TextReply(Generic[T]):
+    """An ASGI response that reads the body of `request` as `kind`, and sends the JSON that `work` makes of it."""
+
+    def __init__(
+        self,
+        front: Front,
+        request: Request,
+        kind: type[T],
+        limit: BodyLimit,
+        work: Callable[[Front, T], Awaitable[Sequence[bytes]]],
+    ):
+        self._front = front
+        self._request = request
+        self._kind = kind
+        self._limit = limit
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._front.client.check_ready()
+        admission, size = self._front.text_admission, self._size()
+        is_long = size > SMALL_BODY
+        with admission.admitted(size):
+            body = await read_json(self._request, self._kind, self._limit)
+            async with admission.place(size) if is_long else nullcontext():
+                if is_long and await self._request.is_disconnected():
+                    raise ClientDisconnect
+                pieces = await self._work(self._front, body)
+                length = sum(map(len, pieces))
+                with nullcontext() if is_long else admission.counted(length):
+                    head = [JSON_TYPE, (b"content-length", b"%d" % length)]
+                    await send({"type": "http.response.start", "status": 200, "headers": head})
+                    for piece in _cut(pieces):
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                    await send({"type": "http.response.body"})
+
+    def _size(self) -> int:
+        """Return how many bytes the body has at most, by the request's head."""
+        length = self._request.headers.get("content-length", "")
+        known = length.isascii() and length.isdigit()
+        return min(int(length[:20]), self._limit.size) if known else self._limit.size
+
+
+def _cut(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    for piece in pieces:
+        for start in range(0, len(piece), PIECE):
+            yield piece[start : start + PIECE]

@@ -1,0 +1,187 @@
+"""Worker processes behind a bounded queue: what one of them does costs the item that it did it over, and no other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from mlx_tandem.errors import EngineError, Overloaded
+from mlx_tandem.isolation.pool import Bounds, WorkerPool
+from mlx_tandem.isolation.process import Lost, Program
+from tests.fault.worker_program import Said, decode_answer
+
+Pool = WorkerPool[Said]
+BOUNDS = Bounds(items=100, bytes=1000, seconds=60.0)
+
+
+def with_pool(
+    folder: Path,
+    use: Callable[[Pool], Awaitable[None]],
+    *,
+    workers: int = 1,
+    bounds: Bounds = BOUNDS,
+    silence: float = 60.0,
+) -> None:
+    async def run() -> None:
+        program = Program("tests.fault.worker_program", (str(folder), str(silence)), decode_answer, 4096)
+        pool = Pool("tests", program, workers, bounds)
+        try:
+            await use(pool)
+        finally:
+            await pool.close()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+async def pid(pool: Pool) -> int:
+    answer = await pool.ask(b"pid")
+    assert isinstance(answer, Said)
+    return int(answer.text)
+
+
+def starts(folder: Path) -> int:
+    return len(list(folder.glob("start-*")))
+
+
+async def held(pool: Pool, fifo: Path) -> asyncio.Task[Said | Lost]:
+    """A question that a worker is at until somebody reads from `fifo`."""
+    os.mkfifo(fifo)
+    task = asyncio.create_task(pool.ask(b"wait " + bytes(fifo)))
+    await asyncio.sleep(0)
+    return task
+
+
+def test_one_process_answers_in_order_and_is_kept(tmp_path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        answers = await asyncio.gather(*(pool.ask(b"echo %d" % i) for i in range(20)))
+        assert answers == [Said(str(i)) for i in range(20)]
+        assert await pid(pool) == await pid(pool)
+        assert starts(tmp_path) == 1
+
+    with_pool(tmp_path, use)
+
+
+@pytest.mark.parametrize(
+    ("item", "kind"),
+    [("spin", "timeout"), ("sleep", "timeout"), ("hoard", "memory"), ("die", "died"), ("much", "died")],
+)
+def test_an_item_loses_its_own_answer_only(tmp_path: Path, item: str, kind: str) -> None:
+    async def use(pool: Pool) -> None:
+        words = ["echo a", item, "echo b", item, "echo c"]
+        answers = await asyncio.gather(*(pool.ask(w.encode()) for w in words))
+        assert answers == [Said("a"), Lost(kind), Said("b"), Lost(kind), Said("c")]
+
+    with_pool(tmp_path, use, silence=1.0)
+
+
+def test_who_was_killed_from_outside_is_started_again_and_asked_again(tmp_path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        before = await pid(pool)
+        os.kill(before, signal.SIGKILL)
+        assert await pid(pool) != before
+        assert starts(tmp_path) == 2
+
+    with_pool(tmp_path, use)
+
+
+def test_a_lost_worker_is_started_before_the_next_item_comes(tmp_path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        assert await pool.ask(b"spin") == Lost("timeout")
+        while starts(tmp_path) < 2:
+            await asyncio.sleep(0.01)
+        await pid(pool)
+        assert starts(tmp_path) == 2
+
+    with_pool(tmp_path, use)
+
+
+def test_others_are_answered_while_one_is_lost(tmp_path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        fifo = tmp_path / "fifo"
+        slow = await held(pool, fifo)
+        lost = asyncio.gather(*(pool.ask(b"die") for _ in range(3)))
+        assert await asyncio.gather(*(pool.ask(b"echo x") for _ in range(10))) == [Said("x")] * 10
+        assert await lost == [Lost("died")] * 3
+        assert await asyncio.to_thread(fifo.read_bytes) == b"x"
+        assert await slow == Said(str(fifo))
+
+    with_pool(tmp_path, use, workers=2)
+
+
+@pytest.mark.parametrize("bounds", [Bounds(3, 1000, 60.0), Bounds(100, 80, 60.0)], ids=["items", "bytes"])
+def test_what_is_over_the_bounds_is_refused(tmp_path: Path, bounds: Bounds) -> None:
+    async def use(pool: Pool) -> None:
+        answers = await asyncio.gather(*(pool.ask(b"echo " + b"x" * 20) for _ in range(10)), return_exceptions=True)
+        assert answers[:3] == [Said("x" * 20)] * 3
+        for refused in answers[3:]:
+            assert isinstance(refused, Overloaded)
+            assert refused.status == 429
+            assert refused.retry_after is not None
+        assert await pool.ask(b"echo again") == Said("again")
+        assert await pool.ask(b"echo " + b"x" * 2000) == Said("x" * 2000)  # alone it may be as large as it likes
+
+    with_pool(tmp_path, use, bounds=bounds)
+
+
+def test_what_waits_for_too_long_is_refused(tmp_path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        await pid(pool)
+        first = asyncio.create_task(pool.ask(b"sleep"))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded) as refused:
+            await pool.ask(b"pid")
+        assert refused.value.status == 503
+        assert await first == Lost("timeout")
+
+    with_pool(tmp_path, use, bounds=Bounds(100, 1000, 0.05), silence=1.0)
+
+
+def test_who_leaves_does_not_end_a_worker(tmp_path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        before = await pid(pool)
+        fifo = tmp_path / "fifo"
+        working = await held(pool, fifo)
+        waiting = asyncio.create_task(pool.ask(b"echo x"))
+        await asyncio.sleep(0)
+        for task in (working, waiting):
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert await asyncio.to_thread(fifo.read_bytes) == b"x"
+        assert await pid(pool) == before
+
+    with_pool(tmp_path, use)
+
+
+def test_a_program_that_does_not_start_is_an_error_of_the_server(tmp_path: Path) -> None:
+    (tmp_path / "fail").touch()
+
+    async def use(pool: Pool) -> None:
+        with pytest.raises(EngineError, match="the process for tests could not be started"):
+            await pool.ask(b"echo a")
+        (tmp_path / "fail").unlink()
+        assert await pool.ask(b"echo a") == Said("a")
+
+    with_pool(tmp_path, use)
+
+
+def test_closing_ends_what_runs_and_what_waits(tmp_path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        child = await pid(pool)
+        tasks = [await held(pool, tmp_path / "fifo"), asyncio.create_task(pool.ask(b"echo x"))]
+        await asyncio.sleep(0)
+        await pool.close()
+        for task in tasks:
+            with pytest.raises(EngineError):
+                await task
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+        with pytest.raises(EngineError):
+            await pool.ask(b"echo x")
+
+    with_pool(tmp_path, use)
