@@ -155,15 +155,17 @@ def test_a_template_of_the_operator_can_do_no_more_than_a_model_s() -> None:
     ],
 )
 def test_a_chat_template_that_cannot_be_used(given: str, says: str) -> None:
-    async def start() -> None:
-        prompts = front(chat_template=given).prompts
-        try:
-            await prompts.check()
-        finally:
-            await prompts.close()
-
     with pytest.raises(ModelError, match=says):
-        asyncio.run(start())
+        asyncio.run(start(given))
+
+
+async def start(chat_template: str) -> None:
+    """Do what a start does with a chat template."""
+    prompts = front(chat_template=chat_template).prompts
+    try:
+        await prompts.check()
+    finally:
+        await prompts.close()
 
 
 def test_files_that_are_no_chat_template(tmp_path: Path) -> None:
@@ -174,7 +176,7 @@ def test_files_that_are_no_chat_template(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ModelError, match=says):
-            front(chat_template=str(tmp_path / name))
+            asyncio.run(start(str(tmp_path / name)))
 
 
 @pytest.mark.parametrize("words", [("--chat-template", "nowhere"), ("--generation-config", "nowhere")])
