@@ -102,7 +102,9 @@ def _wrong(item: Any) -> str:
     if isinstance(item, str):
         return "" if item.isascii() or _is_whole(item) else "holds half a surrogate pair"
     if isinstance(item, dict):
-        return "" if all(map(_is_whole, map(str, item))) else "has a key with half a surrogate pair"
+        if not all(isinstance(key, str) for key in item):
+            return "has a key that is no text"
+        return "" if all(map(_is_whole, item)) else "has a key with half a surrogate pair"
     if isinstance(item, float):
         return "" if math.isfinite(item) else "must be a finite number"
     if isinstance(item, int):

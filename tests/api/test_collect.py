@@ -249,6 +249,7 @@ def test_a_client_that_leaves_leaves_nothing(tmp_path):
         ({"scoring_function": 3}, "scoring_function"),
         ({"scoring_function": None}, "scoring_function"),
         ({"temperature": 0}, "temperature"),
+        ({"top_p": 0}, "top_p"),
         ({"temperature": 0.001}, "temperature"),
         ({"max_tokens": 0, "echo": True}, "collect_trajectory"),
         ({"model": "shout"}, "collect_trajectory"),

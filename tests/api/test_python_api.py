@@ -39,6 +39,30 @@ def test_the_server_says_the_same(engine, server):
     assert [s.model for s in ours.logprobs] == pytest.approx(theirs["logprobs"]["token_logprobs"], abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"xtc_probability": 0.8, "xtc_threshold": 0.01},
+        {"repetition_penalty": 1.8, "repetition_context_size": 4},
+        {"allowed_token_ids": list(range(60, 120))},
+        {"top_p": 0},
+    ],
+    ids=str,
+)
+def test_the_server_draws_the_same(engine, server, fields):
+    ours = engine.generate("Once there was", max_tokens=12, seed=5, temperature=1.2, **fields)
+    theirs = server.complete("Once there was", max_tokens=12, seed=5, temperature=1.2, **fields)
+    assert ours.text == theirs.json()["choices"][0]["text"]
+
+
+def test_as_many_choices_as_the_batch_has_places(engine):
+    assert len(engine.generate("Once", max_tokens=1, n=8)) == 8
+    with pytest.raises(InvalidRequest, match="n is at most 8"):
+        engine.generate("Once", max_tokens=1, n=9)
+    with pytest.raises(InvalidRequest, match="n must be an integer between 1 and 128"):
+        engine.generate("Once", max_tokens=1, n=129)
+
+
 def test_several_prompts_and_choices(engine):
     one = engine.generate("3 4 5", max_tokens=4, temperature=0)
     two = engine.generate(["3 4 5", "Once"], max_tokens=4, temperature=0)
