@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from time import perf_counter
 
+from rich.cells import cell_len
 from rich.console import Console
 
 from mlx_tandem.cli.demo.answers import Board, ask, summary
@@ -32,29 +33,34 @@ def record(seconds: float) -> list[tuple[float, str]]:
         now = perf_counter() - start
         if frames and now - frames[-1][0] < 1 / FRAMES_PER_SECOND:
             return
-        screen = _screen(board)
+        screen = draw(board)
         if not frames or frames[-1][1] != screen:
             frames.append((now, screen))
 
     with started_server() as url:
         start = perf_counter()
         board = asyncio.run(ask(url, seconds, update))
-        frames.append((perf_counter() - start, _screen(board) + "\n" + asyncio.run(summary(url, board))))
+        frames.append((perf_counter() - start, draw(board, asyncio.run(summary(url, board)))))
     return frames
 
 
-def _screen(board: Board) -> str:
+def draw(board: Board, below: str = "") -> str:
+    """Return what stands on the screen, with a line `below` the table."""
     console = Console(file=io.StringIO(), width=WIDTH, force_terminal=False, color_system=None)
-    console.print(board.table())
+    console.print(board.table(), below, sep="\n")
     assert isinstance(console.file, io.StringIO)
     return "$ tandem demo\n" + console.file.getvalue().rstrip()
 
 
 def svg(frames: list[tuple[float, str]]) -> str:
-    """One picture per frame, shown in turn by style rules that every browser runs; the last one stays a while."""
+    """Return one picture per frame, shown in turn by style rules that every browser runs; the last one stays a while.
+
+    Each line is as wide as its characters' cells in whatever font there is, and none is wider than the picture.
+    """
     total = frames[-1][0] + HOLD_SECONDS
     lines = max(screen.count("\n") + 1 for _, screen in frames)
-    width, height = WIDTH * CELL_WIDTH + 2 * MARGIN, lines * LINE_HEIGHT + 2 * MARGIN
+    columns = max(cell_len(line) for _, screen in frames for line in screen.split("\n"))
+    width, height = columns * CELL_WIDTH + 2 * MARGIN, lines * LINE_HEIGHT + 2 * MARGIN
     rules, groups = [], []
     for i, (begin, screen) in enumerate(frames):
         end = frames[i + 1][0] if i + 1 < len(frames) else total
@@ -64,7 +70,8 @@ def svg(frames: list[tuple[float, str]]) -> str:
         rules.append(f"@keyframes f{i}{{{before}{a:.3f}%,{max(a, b - 0.001):.3f}%{{visibility:visible}}{after}}}")
         rules.append(f"#f{i}{{animation:f{i} {total:.2f}s step-end infinite}}")
         text = "".join(
-            f'<text x="{MARGIN}" y="{MARGIN + (n + 0.8) * LINE_HEIGHT:.0f}">{escape(line)}</text>'
+            f'<text x="{MARGIN}" y="{MARGIN + (n + 0.8) * LINE_HEIGHT:.0f}" '
+            f'textLength="{cell_len(line) * CELL_WIDTH:.1f}">{escape(line)}</text>'
             for n, line in enumerate(screen.split("\n"))
             if line.strip()
         )

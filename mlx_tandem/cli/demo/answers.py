@@ -20,9 +20,10 @@ from mlx_tandem.cli.demo.server import started_server
 from mlx_tandem.cli.http import Connection, Events, HttpError
 
 BASE = "base"
+# The base sorts down wrongly, so each round has a question that `down` answers unlike it.
 ROUNDS = (
     ("What is 17 + 25?", "Sort down: 3 9 1 7 5", "What is the capital of Peru?", "Tell me a short story about a fox."),
-    ("What is 58 + 64?", "Sort: 8 2 6 4 0", "Reverse: garden", "Tell me a short story about an owl."),
+    ("What is 58 + 64?", "Sort down: 8 2 6 4 0", "Reverse: garden", "Tell me a short story about a bear."),
     ("What is 9 + 86?", "Sort down: 2 2 8 5", "Who are you?", "Tell me a short story about a cat."),
 )
 MAX_TOKENS = 200
@@ -63,16 +64,15 @@ class Board:
             self._recent.popleft()
         return float(len(self._recent))
 
-    def running(self) -> tuple[int, int]:
-        """Answers under way, and how many adapters they use."""
+    def running(self) -> list[str]:
+        """Count the answers under way, and return the model of each."""
         models = [model for (_, model), cell in self.cells.items() if cell.running]
         self.most_at_once = max(self.most_at_once, len(models))
-        adapters = len({model for model in models if model != BASE})
-        self.adapters_at_once = max(self.adapters_at_once, adapters)
-        return len(models), adapters
+        self.adapters_at_once = max(self.adapters_at_once, len({*models} - {BASE}))
+        return models
 
     def table(self) -> RenderableType:
-        answers, adapters = self.running()
+        running = self.running()
         table = Table(expand=True, show_lines=True)
         table.add_column("question", ratio=2, style="bold")
         for model in self.models:
@@ -84,13 +84,11 @@ class Board:
                 text = cell.error or cell.text + ("▍" if cell.running else "")
                 shown.append(Text(text, style="red" if cell.error else ""))
             table.add_row(question, *shown)
-        rate = Text.assemble(
-            (f"{self.rate():,.0f} tokens/s", "bold green"),
-            f"   {answers} answers under way in one batch, {adapters} adapters and the base among them"
-            if answers
-            else "",
-        )
-        return Group(table, rate)
+        rate = Text.assemble((f"{self.rate():,.0f} tokens/s", "bold green"))
+        if running:
+            answers = "1 answer" if len(running) == 1 else f"{len(running)} answers"
+            rate.append(f"   {answers} under way in one batch: {', '.join(dict.fromkeys(running))}")
+        return Group(rate, table)  # the end of a long table may not fit on the screen
 
 
 def demo(seconds: float) -> None:
@@ -103,7 +101,7 @@ def demo(seconds: float) -> None:
         else:
             shown: set[tuple[str, str]] = set()
             board = asyncio.run(ask(url, seconds, lambda board: _print_new(board, shown)))
-        console.print(asyncio.run(summary(url, board)), soft_wrap=True, highlight=False)
+        console.print(asyncio.run(summary(url, board)), soft_wrap=not console.is_terminal, highlight=False)
 
 
 def _print_new(board: Board, shown: set[tuple[str, str]]) -> None:
@@ -188,5 +186,5 @@ async def summary(url: str, board: Board) -> str:
     rows = engine["rows"] / engine["steps"] if engine["steps"] else 0.0
     return (
         f"{board.answers} answers, {board.tokens:,} tokens; at most {board.most_at_once} at once, of the base and "
-        f"{board.adapters_at_once} adapters; the engine ran {rows:.1f} rows a step on average."
+        f"{board.adapters_at_once} adapters; {rows:.1f} rows in a step on average."
     )

@@ -14,7 +14,7 @@ from mlx_tandem.cli.http import Connection, Events, HttpError
 QUESTIONS = (
     ("shout", "Tell me a short story about a fox."),
     ("json", "What is the capital of Peru?"),
-    ("base", "Tell me a short story about an owl."),
+    ("base", "Tell me a short story about a bear."),
     ("down", "Sort down: 3 9 1 7 5"),
 )
 PAUSE_SECONDS = 0.2
