@@ -47,6 +47,7 @@ def figures() -> str:
         *(registry(name, _read(name)) for name in _names("registry*.json")),
         *(hot_swap(name, _read(name)) for name in _names("hot_swap*.json")),
         *(overload(name, _read(name)) for name in _names("overload*.json")),
+        *(tokenize_load(name, _read(name)) for name in _names("tokenize_load*.json")),
         *(prefix(name, _read(name)) for name in _names("prefix*.json")),
         *(learn(name, _read(name)) for name in _names("learn.json")),
         *(learn_here(name, _read(name)) for name in _names("learn-on-*.json")),
@@ -276,6 +277,20 @@ def overload(name: str, result: dict[str, Any]) -> str:
         f"{sizes[0]:,.0f} to {sizes[-1]:,.0f} MB",
         f"{told['kept']} of {told['of']}",
     )
+
+
+def tokenize_load(name: str, result: dict[str, Any]) -> str:
+    late, memory = result["livez_ms"], result["memory_mb"]
+    text = (
+        f"**{result['clients']} clients tokenise {result['bytes'] / 1e6:g} MB each beside {result['streams']} "
+        f"streams**, built-in model, {_where(result)} ([data]({_link(name)})).\n\n"
+    ) + _head("", "alone", "beside texts")
+    text += _row("p99 of inter-token time, against alone", "1", f"{result['p99_ratio']:.2f}")
+    for figure in ("p99", "max"):
+        text += _row(f"`/livez`, {figure}", *(f"{late[run][figure]:.0f} ms" for run in ("undisturbed", "disturbed")))
+    for part, label in (("front", "the front's memory"), ("together", "with the processes for templates and texts")):
+        text += _row(label, *(f"{memory[when][part]:.0f} MB" for when in ("before", "peak")))
+    return text
 
 
 def prefix(name: str, result: dict[str, Any]) -> str:

@@ -73,6 +73,9 @@ SHORT = {
         *("--repeats", "1", "--registered", "8"),
     ],
     "benchmarks/hot_swap.py": ["--adapters", "3", "--streams", "4", "--max-tokens", "16", "--repeats", "1"],
+    "benchmarks/tokenize_load.py": [
+        *("--streams", "2", "--clients", "2", "--bytes", "50000", "--max-tokens", "16", "--repeats", "1")
+    ],
     "benchmarks/overload.py": [
         *("--seconds", "1", "--peak-seconds", "0.5", "--batch", "4", "--queue", "4", "--max-tokens", "4"),
         *("--promises", "1"),
