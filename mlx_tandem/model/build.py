@@ -28,7 +28,7 @@ from mlx_tandem.model.linears import skinny
 from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import Merged, merge
 from mlx_tandem.model.linears.tuning import Tuned, tune
-from mlx_tandem.model.loader import Report, blamed_on, load
+from mlx_tandem.model.loader import Report, load
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.mixin import unmix
@@ -96,11 +96,9 @@ def build(
     if device.is_cpu():
         cpu.install()
     report("checking the model", 0.0)
-    with blamed_on(model.folder, "the model cannot be run"):
-        shapes = probe.layer_shapes(model)
-        vocab_size = probe.vocabulary(model)
-        axes = probe.mask_axes(model, shapes, vocab_size)
-    shapes = _in_pool(config, shapes)
+    found = probe.examine(model)
+    vocab_size, axes = found.vocab_size, found.mask_axes
+    shapes = _in_pool(config, found.layers)
     report("checking attention", 0.0)
     attention = choice.choose(
         config.cache.attention_backend,
@@ -204,8 +202,8 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     """The budget that `build` would come to, and the longest sequence; no weight is read. Raises ModelError."""
     limit = device.memory_limit()
     model = load(config.model, lambda stage, fraction: None, evaluate=False)
-    with blamed_on(model.folder, "the model cannot be run"):
-        shapes, vocab_size = _in_pool(config, probe.layer_shapes(model)), probe.vocabulary(model)
+    found = probe.examine(model, evaluate=False)
+    shapes, vocab_size = _in_pool(config, found.layers), found.vocab_size
     lora = LoraState(model.module, config.lora, model.dtype)
     needs = footprint.needs(config, limit, model, shapes, vocab_size, lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
