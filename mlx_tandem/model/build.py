@@ -28,7 +28,7 @@ from mlx_tandem.model.linears import skinny
 from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import Merged, merge
 from mlx_tandem.model.linears.tuning import Tuned, tune
-from mlx_tandem.model.loader import LoadedModel, Report, blamed_on, load_unread, read_weights
+from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weights
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.memory import Limit
@@ -99,11 +99,9 @@ def build(
     if device.is_cpu():
         cpu.install()
     report("checking the model", 0.0)
-    with blamed_on(model.folder, "the model cannot be run"):
-        shapes = probe.layer_shapes(model)
-        vocab_size = probe.vocabulary(model)
-        axes = probe.mask_axes(model, shapes, vocab_size)
-    shapes = _in_pool(config, shapes)
+    found = probe.examine(model)
+    vocab_size, axes = found.vocab_size, found.mask_axes
+    shapes = _in_pool(config, found.layers)
     report("checking attention", 0.0)
     attention = choice.choose(
         config.cache.attention_backend,
@@ -216,8 +214,8 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     """The budget that `build` would come to, and the longest sequence; no weight is read. Raises ModelError."""
     limit = device.memory_limit(config.memory_limit_gb)
     model = load_unread(config.model, lambda stage, fraction: None)
-    with blamed_on(model.folder, "the model cannot be run"):
-        shapes, vocab_size = _in_pool(config, probe.layer_shapes(model)), probe.vocabulary(model)
+    found = probe.examine(model, evaluate=False)
+    shapes, vocab_size = _in_pool(config, found.layers), found.vocab_size
     lora = LoraState(model.module, config.lora, model.dtype)
     needs = footprint.needs(config, limit.size, model, shapes, vocab_size, lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
@@ -233,8 +231,8 @@ def _in_pool(config: EngineConfig, shapes: list[LayerShape]) -> list[LayerShape]
 
 def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel) -> None:
     """Raise ModelError when the device has too little memory for the model, before any weight is read."""
-    with blamed_on(model.folder, "the model cannot be run"):
-        shapes, vocab_size = _in_pool(config, probe.layer_shapes(model)), probe.vocabulary(model)
+    found = probe.examine(model, evaluate=False)
+    shapes, vocab_size = _in_pool(config, found.layers), found.vocab_size
     linears = footprint.linears(model.module)
     needs = footprint.needs(config, limit.size, model, shapes, vocab_size, linears, model.dtype)
     _divide(config, limit, needs)

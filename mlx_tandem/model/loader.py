@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_type_hints
 
 import mlx.core as mx
 import mlx.nn as nn
+import msgspec
 from mlx.utils import tree_flatten, tree_map_with_path
 from mlx_lm.utils import _get_classes, load_model
 from safetensors import SafetensorError, safe_open
@@ -41,6 +42,7 @@ class LoadedModel:
     """A model and what its folder says of it."""
 
     folder: Path
+    settings: Mapping[str, Any]  # of its config.json
     module: nn.Module
     model_type: str
     dtype: mx.Dtype
@@ -66,7 +68,7 @@ def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
     file = path / CONFIG
     settings = _read_settings(path)
     report("reading weights", 0.0)
-    with blamed_on(path, f"its weights do not fit {CONFIG}"):
+    with blamed_on(path, f"its weights do not fit {CONFIG}", settings):
         if config.random_weights:
             module = _random_model(settings)
         else:
@@ -81,6 +83,7 @@ def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
     quantization = settings.get("quantization")
     return LoadedModel(
         path,
+        settings,
         module,
         str(settings["model_type"]),
         dtype,
@@ -94,15 +97,40 @@ def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
 
 
 @contextmanager
-def blamed_on(file: Path, problem: str) -> Iterator[None]:
-    """Whatever goes wrong within is a ModelError about `file`: mlx-lm believes a folder, and fails in many ways."""
+def blamed_on(file: Path, problem: str, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Whatever goes wrong within is a ModelError about `file`: mlx-lm believes a folder, and fails in many ways. Of the
+    `settings` in it those are named that are of another type than the family's."""
     try:
         yield
     except ModelError:
         raise
     except (Exception, SystemExit) as e:
-        lines = str(e).strip().splitlines()
-        raise ModelError(f"{file}: {problem} ({': '.join([type(e).__name__, *lines[:1]])})", param=file.name) from e
+        raise ModelError(f"{file}: {problem} ({first_line(e)}){suspects(settings or {})}", param=file.name) from e
+
+
+def first_line(error: BaseException) -> str:
+    """Return what kind of error it is and what it says first."""
+    return ": ".join([type(error).__name__, *(line[:500] for line in str(error).strip().splitlines()[:1])])
+
+
+def suspects(settings: Mapping[str, Any]) -> str:
+    """Return the end of a sentence about the settings that are not of the type that the family's arguments have in
+    mlx-lm, empty when there are none. Alone that is no reason to refuse them: what is written there is not always
+    right."""
+    found = []
+    try:
+        hints = get_type_hints(_get_classes(dict(settings))[1])
+    except Exception:  # whatever a module of mlx-lm does on import
+        return ""
+    for name, hint in hints.items():
+        try:
+            if name in settings:
+                msgspec.convert(settings[name], hint)
+        except msgspec.ValidationError:
+            found.append(name)
+        except TypeError:  # a type that the library does not know
+            continue
+    return f"; of another type than expected: {', '.join(found)}" if found else ""
 
 
 def _classes(config: dict[str, Any], file: Path) -> tuple[Any, Any]:
@@ -112,7 +140,7 @@ def _classes(config: dict[str, Any], file: Path) -> tuple[Any, Any]:
         model_class, args_class = _get_classes(config)
 
     def build(make: Callable[..., Any], given: Any) -> Any:
-        with blamed_on(file, "no model can be made of it"):
+        with blamed_on(file, "no model can be made of it", config):
             return make(given)
 
     return partial(build, model_class), SimpleNamespace(from_dict=partial(build, args_class.from_dict))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -13,11 +13,25 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, ProbeCache, StepView
 from mlx_tandem.model.cache.pools import KVPools, windows_of
-from mlx_tandem.model.loader import CONFIG, LoadedModel, not_finite
+from mlx_tandem.model.loader import CONFIG, LoadedModel, blamed_on, first_line, not_finite, suspects
 from mlx_tandem.model.trials import machine
 
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 """Of the largest logit. What is looked for are wrong masks and mixed-up rows, which are off by far more."""
+
+
+class Examined(NamedTuple):
+    layers: list[LayerShape]
+    vocab_size: int
+    mask_axes: int  # 0 where nothing was evaluated
+
+
+def examine(model: LoadedModel, *, evaluate: bool = True) -> Examined:
+    """Return what a model caches and how wide it is and, unless nothing is to be evaluated, check that it gives numbers
+    and the right ones with the paged cache. Raises ModelError for a model that cannot be served."""
+    with blamed_on(model.folder / CONFIG, "the model cannot be run", model.settings):
+        layers, vocab_size = layer_shapes(model), vocabulary(model)
+        return Examined(layers, vocab_size, mask_axes(model, layers, vocab_size) if evaluate else 0)
 
 
 def layer_shapes(model: LoadedModel) -> list[LayerShape]:
@@ -35,7 +49,7 @@ def layer_shapes(model: LoadedModel) -> list[LayerShape]:
     try:
         module(mx.zeros((1, 1), mx.int32), cache=probes)
     except Exception as e:
-        raise _unsupported(model, f"its cache cannot be probed ({e})") from e
+        raise _unsupported(model, f"its cache cannot be probed ({first_line(e)})") from e
     shapes = []
     for own, cache in zip(probes, caches, strict=True):
         if own.shape is None:
@@ -80,7 +94,7 @@ def mask_axes(model: LoadedModel, shapes: Sequence[LayerShape], vocab_size: int)
         try:
             got = _paged_logits(module, shapes, prompts, axes)
         except Exception as e:
-            problem = f"{type(e).__name__}: {e}"
+            problem = first_line(e)
             continue
         scale = max(float(np.abs(x).max()) for x in expected)
         error = max(float(np.abs(a - b).max()) for a, b in zip(got, expected, strict=True)) / scale
@@ -206,13 +220,14 @@ class _Paged:
 
 
 def _unsupported(model: LoadedModel, why: str) -> ModelError:
-    file = model.folder / CONFIG
-    return ModelError(f"{file}: model_type {model.model_type!r} is not supported yet: {why}", param="model_type")
+    what = f"{model.folder / CONFIG}: model_type {model.model_type!r} is not supported yet: {why}"
+    return ModelError(what + suspects(model.settings), param="model_type")
 
 
 def _not_numbers(model: LoadedModel) -> ModelError:
     """The error about a model whose logits are NaN or infinite, with the weight that is the cause, if one is."""
     name = not_finite(model.module)
     if name is None:
-        return ModelError(f"{model.folder}: the model's logits are not finite numbers", param="model")
-    return ModelError(f"{model.folder}: the weight {name} holds NaN or infinity", param=name)
+        what = f"{model.folder / CONFIG}: the model's logits are not finite numbers"
+        return ModelError(what + suspects(model.settings), param=CONFIG)
+    return ModelError(f"{model.folder / '*.safetensors'}: the weight {name} holds NaN or infinity", param=name)
