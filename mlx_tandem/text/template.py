@@ -14,7 +14,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from mlx_tandem import jsonfile
+from mlx_tandem import small_files
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.text.tokenizer import Tokenizer
 
@@ -39,7 +39,7 @@ class ChatTemplate:
     def load(cls, folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
         """From `chat_template.jinja`, else `tokenizer_config.json`; None when the model has no template."""
         path = folder / "chat_template.jinja"
-        raw = jsonfile.read(path)
+        raw = small_files.read(path)
         if raw is not None:
             try:
                 return cls(raw.decode(), tokenizer, str(path))
