@@ -45,18 +45,17 @@ def prepare() -> None:
         return
     temporary = Path(next((os.environ[name] for name in _VARIABLES if name in os.environ), "/tmp"))
     try:
-        _check(temporary)
-        _compile(1.0)
+        _try(temporary)
         return
     except (OSError, RuntimeError) as e:
         problem = f"{temporary}: {_first_line(e)}"
     try:
         own = files.cache_folder() / "compiled"
         files.make_folder(own)
-        _check(own)
         os.environ["TMPDIR"] = str(own)
-        _compile(1.0)
+        _try(own)
     except (OSError, RuntimeError) as e:  # RuntimeError also where nobody knows the user's home
+        os.environ["TMPDIR"] = str(temporary)
         _stop(f"{problem}; the user's cache: {_first_line(e)}")
     else:
         log.warning("fused operations are compiled in %s (%s)", own, problem)
@@ -87,8 +86,9 @@ def device_error(error: Exception) -> DeviceError:
     return DeviceError(f"{type(error).__name__}: {error}", again=again)
 
 
-def _check(folder: Path) -> None:
-    """Raise OSError unless MLX can write under `folder` and no other user could have done so."""
+def _try(folder: Path) -> None:
+    """Raise OSError or RuntimeError unless MLX, which uses `folder`, can compile there and no other user could have
+    written what it loads."""
     if not folder.is_dir():
         raise FileNotFoundError("there is no such folder")
     place = folder
@@ -103,6 +103,7 @@ def _check(folder: Path) -> None:
         trial.write_bytes(b"\0" * ROOM)
     finally:
         trial.unlink(missing_ok=True)
+    _compile(1.0)
 
 
 def _compile(constant: float) -> None:

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from mlx_tandem import limits
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.errors import ModelError
-from mlx_tandem.jsonfile import read_object
+from mlx_tandem.small_files import read_object
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
             module, settings = load_model(path, lazy=True, get_model_classes=lambda config: _classes(config, file))
         module.eval()
         dtype = _cast(module, config)
-    text = settings.get("text_config", settings)
+    text = settings.get("text_config") or settings
     limit = _first(text, "max_position_embeddings") or DEFAULT_MAX_MODEL_LEN
     if config.max_model_len > limit:
         log.warning("max_model_len is %d, the model's own limit %d: the latter holds", config.max_model_len, limit)

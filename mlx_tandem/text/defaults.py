@@ -6,7 +6,7 @@ from pathlib import Path
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest, ModelError
-from mlx_tandem.jsonfile import read_object
+from mlx_tandem.small_files import read_object
 
 FILE = "generation_config.json"
 KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")

@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 
 from mlx_tandem.errors import InvalidRequest, ModelError
-from mlx_tandem.jsonfile import read_object
+from mlx_tandem.small_files import read_object
 from mlx_tandem.text.parts import Part
 
 TEXT_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

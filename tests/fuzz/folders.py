@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -86,10 +87,6 @@ class Case:
 
 
 def _make_socket(path: Path) -> None:
-    """The path of a socket may have few characters only: its folder is named by its descriptor."""
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.bind(f"/proc/self/fd/{folder}/{path.name}" if Path("/proc/self/fd").exists() else str(path))
-    finally:
-        os.close(folder)
+    """The path of a socket may have few characters only, so it is made from within its folder."""
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(path.name)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mlx_tandem import jsonfile, limits
+from mlx_tandem import limits, small_files
 from mlx_tandem.adapters.formats.parts import CONFIG, WEIGHTS, Format, refuse
 from mlx_tandem.errors import TooLarge
 
@@ -107,13 +107,13 @@ def configuration(directory: int, follow_links: bool) -> dict[str, Any]:
         return found
 
     try:
-        config = jsonfile.parse(raw.tobytes(), object_pairs_hook=pairs)
+        config = small_files.parse(raw.tobytes(), object_pairs_hook=pairs)
     except ValueError as e:
         refuse(CONFIG, None, f"is not valid JSON: {e}")
     if not isinstance(config, dict):
         refuse(CONFIG, None, "must hold a JSON object")
     for key, value in config.items():
-        if any(isinstance(x, float) and not math.isfinite(x) for level in jsonfile.levels(value) for x in level):
+        if any(isinstance(x, float) and not math.isfinite(x) for level in small_files.levels(value) for x in level):
             refuse(CONFIG, key, "holds NaN or infinity")
     return config
 

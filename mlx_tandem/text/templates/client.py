@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mlx_tandem import jsonfile
+from mlx_tandem import small_files
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.isolation.frames import encode
 from mlx_tandem.isolation.pool import Bounds, WorkerPool
@@ -65,7 +65,7 @@ class ChatTemplate:
         break. Raises ModelError."""
         path = Path(given)
         if os.path.isfile(given):
-            return cls(_decoded(path, jsonfile.read(path) or b""), tokenizer, seconds=seconds, where=given)
+            return cls(_decoded(path, small_files.read(path) or b""), tokenizer, seconds=seconds, where=given)
         if not set("{}\n") & set(given):
             raise ModelError(f"there is no file {given} for --chat-template", param="chat_template")
         return cls(given, tokenizer, seconds=seconds, where="the text of --chat-template")
@@ -77,7 +77,7 @@ class ChatTemplate:
         Raises ModelError naming the file. What the template does is seen by `check` only.
         """
         path = folder / FILE
-        if (raw := jsonfile.read(path)) is not None:
+        if (raw := small_files.read(path)) is not None:
             source: Any = _decoded(path, raw)
         else:
             path = folder / "tokenizer_config.json"
