@@ -99,7 +99,8 @@ class Engine:
             model, adapters = demo.MODEL_PATH, demo.ADAPTER_PATHS if adapters is None else adapters
         engine = _engine_config(str(model), options)
         named = tuple((name, str(path)) for name, path in (adapters or {}).items())
-        self._front = Front(Config(engine, ServerConfig(max_queue_size=1 << 30), named), _thread_launch(engine))
+        server = ServerConfig(max_queue_size=1 << 30, max_registered_adapters=1 << 30)
+        self._front = Front(Config(engine, server, named), _thread_launch(engine))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-front", daemon=True)
         self._thread.start()
