@@ -112,6 +112,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     max_generation_tokens: int = 0  # upper bound of max_tokens; 0: what fits
     max_n: int = 16  # choices of one prompt
     max_request_bytes: int = 1_048_576
+    max_registered_adapters: int = 10_000  # versions of adapters that requests may register
     max_queue_size: int = 1024  # choices that may wait beside those that the batch has room for
     max_concurrent_requests: int = 0  # 0: no limit of its own
     memory_pressure_threshold: float = 0.9  # of the pool's blocks in use: more is refused from here on

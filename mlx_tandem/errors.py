@@ -9,6 +9,7 @@ TandemError
 ├── Unauthorized        401
 ├── Forbidden           403  a Host header that is not ours
 ├── Overloaded          429  / 503: admission refused (`retry_after` seconds)
+├── QuotaExceeded       507  more is kept for clients than the settings allow
 ├── Timeout             504  the answer took too long
 │   └── ReceiveTimeout  408  the request itself did
 └── EngineError         503  a step, the engine or the device failed; retrying is right
@@ -131,6 +132,14 @@ class Overloaded(TandemError):
         if status == 503:
             self.type = "server_error"
         self.retry_after = min(max(retry_after, 1.0), 120.0)
+
+
+class QuotaExceeded(TandemError):
+    """More would be kept for clients than the settings allow, until something is removed."""
+
+    status = 507
+    type = "insufficient_quota"
+    code = "adapter_quota_exceeded"
 
 
 class Timeout(TandemError):

@@ -94,6 +94,7 @@ SETTINGS: dict[str, Range] = {  # by their place in config.py
     "server.default_max_tokens": Range(1, 1_048_576, integer=True),
     "server.max_request_bytes": Range(1024, 1 << 30, integer=True),
     "server.max_n": PARAMETERS["n"],
+    "server.max_registered_adapters": Range(0, 1_000_000, integer=True),
     "server.max_queue_size": Range(1, 1_000_000, integer=True),
     "server.max_prompt_tokens": Range(0, 4_194_304, integer=True),
     "server.max_generation_tokens": Range(0, 1_048_576, integer=True),
@@ -198,6 +199,7 @@ QUANTIZATION: dict[str, Range] = {
     "group_size": Range(1, 1 << 16, integer=True),
 }
 
+MAX_ALIASES = 10_000
 MAX_ARMS = 16
 MAX_STOP_STRINGS = 8
 MAX_STOP_LENGTH = 256

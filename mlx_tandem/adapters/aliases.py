@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from mlx_tandem import limits
 from mlx_tandem.adapters.registry import Counters
 from mlx_tandem.config import Arm
-from mlx_tandem.errors import InvalidRequest, NotFound
+from mlx_tandem.errors import InvalidRequest, NotFound, QuotaExceeded
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,14 @@ class Aliases:
 
     def put(self, name: str, arms: Sequence[Arm]) -> tuple[AliasArm, ...]:
         """Let `name` stand for these arms from the next request on. Whether the adapters exist is the caller's to
-        know. Raises InvalidRequest naming the field."""
+        know. Raises InvalidRequest naming the field, QuotaExceeded."""
         limits.check_name(name, "alias")
+        if name not in self._arms and len(self._arms) >= limits.MAX_ALIASES:
+            raise QuotaExceeded(
+                f"there are {limits.MAX_ALIASES} aliases, as many as there may be: remove some first",
+                param="name",
+                code="alias_quota_exceeded",
+            )
         if not 1 <= len(arms) <= limits.MAX_ARMS:
             raise InvalidRequest(f"arms must have 1 to {limits.MAX_ARMS} entries", param="arms")
         for i, arm in enumerate(arms):

@@ -54,7 +54,7 @@ from mlx_tandem.types import (
 
 T = TypeVar("T")
 Tokens = Sequence[int]
-_SERVER = ServerConfig(max_queue_size=1 << 30, max_n=int(limits.PARAMETERS["n"].high))
+_SERVER = ServerConfig(max_queue_size=1 << 30, max_registered_adapters=1 << 30, max_n=int(limits.PARAMETERS["n"].high))
 """Who owns the process needs no protection from himself."""
 Adapters = str | None | Sequence[str | None]
 """Of all prompts, or of each; None is the base model."""

@@ -107,6 +107,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("server.max_generation_tokens", "--max-generation-tokens", "Upper bound of max_tokens; 0: what fits."),
         Option("server.max_n", "--max-n", "Most choices of one prompt, up to 128 (16)."),
         Option("server.max_request_bytes", "--max-request-bytes", "Largest body that is read."),
+        Option(
+            "server.max_registered_adapters",
+            "--max-registered-adapters",
+            "Versions of adapters that requests may register (10000); more get 507.",
+        ),
         Option("server.max_queue_size", "--max-queue-size", "Requests that may wait; more get 429."),
         Option(
             "server.max_concurrent_requests",

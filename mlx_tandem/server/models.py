@@ -35,6 +35,7 @@ from mlx_tandem.limits import BASE, BASE_NAMES
 from mlx_tandem.server.adapter_root import AdapterRoot
 from mlx_tandem.server.first_reads import FirstReads
 from mlx_tandem.server.log import log
+from mlx_tandem.server.quota import AdapterQuota
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
 Status = Literal["loaded", "loading", "available_not_loaded", "error_loading"]
@@ -79,6 +80,7 @@ class Models:
         self._reserved = frozenset(name.casefold() for name in self.base_names)
         self.registry = Registry()
         self.aliases = Aliases()
+        self._quota = AdapterQuota(config, self.registry)
         self._config = config
         self._client = client
         self._root = AdapterRoot(config.adapter_root)
@@ -182,6 +184,8 @@ class Models:
             self._reread.add(ref.label)
         elif not self.registry.was_removed(name) and not self.registry.is_read(name):
             self._publish(name, source, info)
+        else:
+            await self._let_go(info.digest)
 
     def _unread(self, name: str) -> AdapterSource | None:
         """The folder of a name that has no version yet: announced, or new under the root."""
@@ -212,12 +216,31 @@ class Models:
             return found
         return self._root.resolve(path)
 
-    async def load(self, name: str, source: AdapterSource, pin: bool = False) -> Entry:
-        """Read a folder and make it the current version of `name`; requests that run keep theirs."""
+    async def load(
+        self, name: str, source: AdapterSource, pin: bool = False, check: Callable[[], None] = lambda: None
+    ) -> Entry:
+        """Read a folder and make it the current version of `name`; requests that run keep theirs. `check` raises what
+        the caller has against it, now and when it was read. Raises Conflict, QuotaExceeded."""
+        limited = self._is_up  # at the start it is the operator who names adapters
         self._check(name)
-        info = await self._client.load_adapter(source, pin)
-        self._check(name)  # again: an alias may have taken it meanwhile
-        return self._publish(name, source, info, pin)
+        check()
+        if limited:
+            self._quota.check(name)
+        info = await self._client.load_adapter(source)
+        try:  # again: much may have happened meanwhile
+            self._check(name)
+            check()
+            if limited:
+                self._quota.check(name, info.digest)
+                if pin:
+                    self._quota.check_pin(name, info)
+        except TandemError:
+            await self._let_go(info.digest)
+            raise
+        entry = self._publish(name, source, info, pin)
+        if limited:
+            self._quota.note(entry.ref)
+        return entry
 
     def _check(self, name: str) -> None:
         """Raise unless an adapter may be called `name`, be it one that is there already."""
@@ -281,13 +304,14 @@ class Models:
 
     async def _remove(self, name: str) -> list[AdapterRef]:
         refs = self.registry.remove(name)
+        self._quota.forget(refs)
         for digest in {r.digest for r in refs}:
             await self._let_go(digest)
         log("adapter removed", adapter=name, versions=len(refs))
         return refs
 
     async def _let_go(self, digest: str) -> None:
-        """A version of this content is gone."""
+        """Have the engine forget content that no version has any more, or know who has it now."""
         try:
             if self.registry.holders(digest):
                 self._tell(digest)
@@ -319,6 +343,7 @@ class Models:
     async def retire(self, ref: AdapterRef) -> None:
         """Nobody may ask for this version any more. Requests that run under it are finished."""
         self.registry.retire(ref)
+        self._quota.forget((ref,))
         await self._let_go(ref.digest)
 
     def saved(self, name: str, source: AdapterSource, info: AdapterInfo) -> None:

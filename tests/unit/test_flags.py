@@ -143,6 +143,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--max-generation-tokens 9", "server.max_generation_tokens", 9),
     ("--max-n 64", "server.max_n", 64),
     ("--max-request-bytes 2048", "server.max_request_bytes", 2048),
+    ("--max-registered-adapters 9", "server.max_registered_adapters", 9),
     ("--max-queue-size 9", "server.max_queue_size", 9),
     ("--max-concurrent-requests 9", "server.max_concurrent_requests", 9),
     ("--memory-pressure-threshold 0.8", "server.memory_pressure_threshold", 0.8),

@@ -114,14 +114,16 @@ async def unload(front: Front, name: str) -> dict[str, Any]:
 async def vllm_load(front: Front, body: VllmLoadBody) -> str:
     """vLLM refuses a name that is loaded unless `load_inplace` says that it shall be replaced."""
     models = front.models
-    with renamed(name="lora_name", path="lora_path"):
-        source = models.source(body.lora_name, body.lora_path)
+
+    def check() -> None:
         if models.registry.is_read(body.lora_name) and not body.load_inplace:
             raise InvalidRequest(
                 f"the LoRA adapter {body.lora_name!r} has already been loaded; set load_inplace to replace it",
                 param="lora_name",
             )
-        await models.load(body.lora_name, source)
+
+    with renamed(name="lora_name", path="lora_path"):
+        await models.load(body.lora_name, models.source(body.lora_name, body.lora_path), check=check)
     return f"Success: LoRA adapter '{body.lora_name}' added successfully."
 
 
