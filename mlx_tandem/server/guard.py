@@ -65,10 +65,8 @@ def _how(methods: list[str]) -> str:
 
 
 class Guard:
-    """The last line: what nobody expected becomes a 500 with a fixed text and one log line that quotes nothing.
-
-    Every reply gets the request's id as its `X-Request-Id`.
-    """
+    """ASGI middleware around all others. An exception that nobody expected becomes a 500 with a fixed text and one log
+    line that quotes nothing. Every reply gets the request's id as its `X-Request-Id`."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
         self._app = app
