@@ -301,7 +301,7 @@ def split_pairs(values: list[str] | None) -> list[tuple[str, str]]:
 
 
 def split_words(values: list[str] | None) -> list[str]:
-    """Words that commas part, too; a value that begins with [ is a JSON list, as vLLM has them."""
+    """Return the words of all `values`. One value has several when commas part them or when it is a JSON list."""
     return [word for value in values or [] for word in _parted(value) if word]
 
 

@@ -201,7 +201,7 @@ def _is_demo(front: Front) -> bool:
 
 
 def _address(server: ServerConfig, port: int) -> tuple[str, str, str]:
-    """Where the server is, the URL of it, and the command that can use this URL."""
+    """Return where the server is, its URL, and the command that can use this URL."""
     scheme = "https" if server.ssl_certfile else "http"
     if server.uds:
         return f"unix socket {server.uds}", f"{scheme}://localhost", f"curl --unix-socket {shlex.quote(server.uds)}"

@@ -72,7 +72,7 @@ class Gate:
 
     @staticmethod
     def _opens(credentials: list[bytes], keys: list[bytes], digest: bytes) -> bool:
-        """Whether the one Authorization or the one X-Api-Key is right: a proxy may have put one beside the client's."""
+        """Return whether the one Authorization or the one X-Api-Key is the key. A proxy may have added the other."""
         shown = keys if len(keys) == 1 else []
         if len(credentials) == 1:
             scheme, _, key = credentials[0].partition(b" ")

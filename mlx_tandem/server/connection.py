@@ -56,10 +56,10 @@ class Connection(HttpToolsProtocol):
         self._receiving: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._unsent = 0  # bytes at the last look
-        self._refusal: TandemError | None = None  # of what came behind the requests that are still to be answered
-        self._ended = False  # the client has sent its last byte
+        self._refusal: TandemError | None = None  # sent behind the last answer that is due; nothing more is parsed
+        self._ended = False  # whether the client has sent its last byte while answers were due
         self._probing: asyncio.TimerHandle | None = None
-        self._zeros = 0  # written by probes
+        self._zeros = 0  # how many zeros probes have written
 
     # -- receiving ----------------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
-            return  # read on nevertheless, so that a client that leaves is noticed
+            return  # The data is read nevertheless, so that a client that leaves is noticed.
         if self._part is None and (self.cycle is None or self.cycle.response_complete):
             self._part, self._head_bytes, self._held_bytes = "head", 0, 0
         before = self._part, self.cycle
@@ -99,7 +99,7 @@ class Connection(HttpToolsProtocol):
         """
         if self._part == "body":
             if self.cycle is self._running:
-                return False  # what is missing will never come
+                return False  # The rest of the body will never come.
             self.pipeline.popleft()
         self._part = None
         self._stop_waiting()
@@ -174,8 +174,8 @@ class Connection(HttpToolsProtocol):
         self._refuse(error)
 
     def _refuse(self, error: TandemError) -> None:
-        """Take nothing more from the client. It gets `error` when the requests before are answered, unless that would
-        be a second answer to the same request."""
+        """Take nothing more from the client. It gets `error` once the requests before it are answered. A request whose
+        answer has begun gets no second one."""
         self._stop_waiting()
         if self._part == "body" and self.cycle is self._running:
             if not self.cycle.response_started:
@@ -184,7 +184,7 @@ class Connection(HttpToolsProtocol):
             self._close()
             return
         if self._part == "body":
-            self.pipeline.popleft()  # it will never be whole
+            self.pipeline.popleft()  # This request will never be whole.
         self._part = None
         self._refusal = error
         self.flow.resume_reading()
@@ -208,6 +208,7 @@ class Connection(HttpToolsProtocol):
         self.transport.write(STATUS_LINE[error.status] + head.encode() + body)
 
     def _is_answering(self) -> bool:
+        """Return whether an answer is due or under way."""
         return bool(self.pipeline) or (self._running is not None and not self._running.response_complete)
 
     # -- a client that has sent its last byte ---------------------------------------------------------------------

@@ -8,10 +8,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class Origins(CORSMiddleware):
-    """Tells browsers that pages of `origins` may use the server and read its replies, `X-Request-Id` among them.
+    """ASGI middleware that lets pages of `origins` use the server and read its replies with their `X-Request-Id`.
 
-    It stands before the key: a preflight (OPTIONS) carries none. Cookies are not used here, so none are allowed. A
-    preflight that is not granted is passed on, and is refused like any other OPTIONS.
+    It runs before the key is checked, because a preflight (OPTIONS) carries no key. Cookies are not used here, so none
+    are allowed. A preflight that is not granted is passed on and is refused like any other OPTIONS.
     """
 
     def __init__(self, app: ASGIApp, origins: tuple[str, ...]):
