@@ -6,6 +6,7 @@ What MLX itself computes is computed by its CPU back end. Kernels are those of `
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.trials import machine
+from tests.hazards.graph import flat
 from tests.kernels import shim
 
 Around = Callable[[Source, Make], Kernel]
@@ -31,11 +33,15 @@ Around = Callable[[Source, Make], Kernel]
 @dataclass
 class Gpu:
     """`faults` has a way of making those kernels that are not to be right, by the beginning of their names. `clock` is
-    what the trials at start see: so many seconds for each kernel, and for each operation of MLX's own."""
+    what the trials at start see: so many seconds for each kernel, and for each operation of MLX's own. While `records`
+    is set kernels are what MLX would compile for Metal: they can be recorded and not run."""
 
     make: Make
+    recorded: Make
+    records: bool = False
     faults: dict[str, Around] = field(default_factory=dict)
     sources: dict[tuple[str, int], Source] = field(default_factory=dict)  # made so far, by name and number of inputs
+    called: Counter[str] = field(default_factory=Counter)  # kernels that write inputs, while it records
     clock: float = 0.0
     kernel_seconds: float = 1e-7
     operation_seconds: float = 1e-6
@@ -45,6 +51,7 @@ class Gpu:
             self.sources[source.name, len(source.inputs)] = source
             found = [fault for name, fault in self.faults.items() if source.name.startswith(name)]
             kernel = found[0](source, self.make) if found else self.make(source)
+            recorded = self.recorded(source)
 
             def call(
                 inputs: Sequence[mx.array],
@@ -54,6 +61,9 @@ class Gpu:
                 outputs: Sequence[Shaped],
             ) -> list[mx.array]:
                 self.clock += self.kernel_seconds
+                if self.records:
+                    self.called[source.name] += bool(source.writes)
+                    return recorded(inputs, template, groups, threads, outputs)
                 return kernel(inputs, template, groups, threads, outputs)
 
             return call
@@ -63,20 +73,14 @@ class Gpu:
     def count(self, arrays: Any) -> None:
         """Let the time pass that MLX's operations take which make these arrays."""
         graph = io.StringIO()
-        mx.export_to_dot(graph, *_flat(arrays))
+        mx.export_to_dot(graph, *flat(arrays))
         self.clock += self.operation_seconds * graph.getvalue().count("rectangle")
-
-
-def _flat(arrays: Any) -> list[mx.array]:
-    if isinstance(arrays, mx.array):
-        return [arrays]
-    return [x for each in (arrays.values() if isinstance(arrays, dict) else arrays) for x in _flat(each)]
 
 
 def install(target: Target, make: Make, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Have the package find a GPU of this kind for the rest of the test. Whoever calls it clears `inplace.writing` when
     the test is over."""
-    gpu = Gpu(make)
+    gpu = Gpu(make, dialect.maker("metal"))
     monkeypatch.setattr(dialect, "available", lambda: (target,))
     monkeypatch.setattr(dialect, "maker", gpu.maker)
     monkeypatch.setattr(device, "is_cpu", lambda: False)
