@@ -363,9 +363,8 @@ class MLXRunner:
             order: list[mx.array],
         ) -> tuple[Any, ...]:
             tokens, offset, last, seats, *rest = receive(inputs, expected)
-            # All that the forward computes is made of the tokens, and what it reads of the pool is found by the places.
-            tokens, *places = (after(order, x) for x in (tokens, *rest[: 2 * len(windows)]))
-            rest = rest[2 * len(windows) :]
+            places, rest = rest[: 2 * len(windows)], rest[2 * len(windows) :]
+            tokens = after(order, tokens)  # of which all that the forward reads and writes is made
             targets = rest.pop(0) if key.scores >= 0 else None
             picked, drawn_seats = (rest.pop(0), rest.pop(0)) if key.picks else (None, seats)
             ids = rest.pop(0) if rest else None

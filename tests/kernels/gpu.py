@@ -6,6 +6,7 @@ What MLX itself computes is computed by its CPU back end. Kernels are those of `
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Sou
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.memory import Limit
 from mlx_tandem.model.trials import machine
+from tests.hazards.graph import flat
 from tests.kernels import shim
 
 Around = Callable[[Source, Make], Kernel]
@@ -32,11 +34,15 @@ Around = Callable[[Source, Make], Kernel]
 @dataclass
 class Gpu:
     """`faults` has a way of making those kernels that are not to be right, by the beginning of their names. `clock` is
-    what the trials at start see: so many seconds for each kernel, and for each operation of MLX's own."""
+    what the trials at start see: so many seconds for each kernel, and for each operation of MLX's own. While `records`
+    is set kernels are what MLX would compile for Metal: they can be recorded and not run."""
 
     make: Make
+    recorded: Make
+    records: bool = False
     faults: dict[str, Around] = field(default_factory=dict)
     sources: dict[tuple[str, int], Source] = field(default_factory=dict)  # made so far, by name and number of inputs
+    called: Counter[str] = field(default_factory=Counter)  # kernels that write inputs, while it records
     clock: float = 0.0
     kernel_seconds: float = 1e-7
     operation_seconds: float = 1e-6
@@ -46,6 +52,7 @@ class Gpu:
             self.sources[source.name, len(source.inputs)] = source
             found = [fault for name, fault in self.faults.items() if source.name.startswith(name)]
             kernel = found[0](source, self.make) if found else self.make(source)
+            recorded = self.recorded(source)
 
             def call(
                 inputs: Sequence[mx.array],
@@ -55,6 +62,9 @@ class Gpu:
                 outputs: Sequence[Shaped],
             ) -> list[mx.array]:
                 self.clock += self.kernel_seconds
+                if self.records:
+                    self.called[source.name] += bool(source.writes)
+                    return recorded(inputs, template, groups, threads, outputs)
                 return kernel(inputs, template, groups, threads, outputs)
 
             return call
@@ -64,20 +74,14 @@ class Gpu:
     def count(self, arrays: Any) -> None:
         """Let the time pass that MLX's operations take which make these arrays."""
         graph = io.StringIO()
-        mx.export_to_dot(graph, *_flat(arrays))
+        mx.export_to_dot(graph, *flat(arrays))
         self.clock += self.operation_seconds * graph.getvalue().count("rectangle")
-
-
-def _flat(arrays: Any) -> list[mx.array]:
-    if isinstance(arrays, mx.array):
-        return [arrays]
-    return [x for each in (arrays.values() if isinstance(arrays, dict) else arrays) for x in _flat(each)]
 
 
 def install(target: Target, make: Make, monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Have the package find a GPU of this kind for the rest of the test. Whoever calls it clears `inplace.writing` when
     the test is over."""
-    gpu = Gpu(make)
+    gpu = Gpu(make, dialect.maker("metal"))
     monkeypatch.setattr(dialect, "available", lambda: (target,))
     monkeypatch.setattr(dialect, "maker", gpu.maker)
     monkeypatch.setattr(device, "kind", lambda: target)

@@ -1,0 +1,174 @@
+"""Steps in flight together on Metal: whoever uses the pool or a slot is ordered behind whoever used it before, where
+either writes, and nobody copies them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from msgspec.structs import replace as changed
+
+from mlx_tandem.engine.plan import StepPlan
+from mlx_tandem.model import runner as runner_module
+from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.cache.inplace import Writing
+from mlx_tandem.model.runner import MLXRunner
+from mlx_tandem.types import Request, SamplingParams
+from tests import tiny_models
+from tests.hazards import steps
+from tests.hazards.rule import Fault, faults
+from tests.hazards.steps import ENGINES, KINDS, Metal, Step
+
+engines = pytest.mark.parametrize("metal", ENGINES, indirect=True, scope="module")
+unlike_engines = pytest.mark.parametrize(
+    "metal", ["short blocks", "own blocks, no level", "plain adapters"], indirect=True, scope="module"
+)
+short_blocks = pytest.mark.parametrize("metal", ["short blocks"], indirect=True, scope="module")
+own_blocks = pytest.mark.parametrize("metal", ["own blocks"], indirect=True, scope="module")
+
+
+def found(metal: Metal, *launched: Step) -> list[Fault]:
+    return faults(metal.launch(*launched), metal.kept)
+
+
+@unlike_engines
+@pytest.mark.parametrize("first", KINDS)
+def test_every_step_is_safe_behind_every_other(metal: Metal, first: str) -> None:
+    for second in KINDS:
+        assert not found(metal, KINDS[first](metal), KINDS[second](metal)), f"{first}, then {second}"
+
+
+@engines
+@pytest.mark.parametrize("seed", range(4))
+def test_many_steps_are_safe_together(metal: Metal, seed: int) -> None:
+    kinds = list(KINDS) * 2
+    random.Random(seed).shuffle(kinds)
+    assert not found(metal, *(KINDS[kind](metal) for kind in kinds))
+
+
+@engines
+def test_kernels_write_the_pool_in_each_of_them(metal: Metal) -> None:
+    """What is checked is there: every step that has rows writes each layer's keys and values, by kernels alone."""
+    for name, kind in KINDS.items():
+        step = kind(metal)
+        graph = metal.launch(step)
+        written = [op for op in graph.ops if op.writes]
+        if isinstance(step, StepPlan):
+            assert {op.name for op in written} <= {"rotary", "store"}, name
+            pools = [label for label in metal.kept if "layer" in label and "model.layers" not in label]
+            assert sum(len(op.writes) for op in written) >= len(pools), name
+
+
+@short_blocks
+def test_a_chunk_that_waits_on_the_way_is_safe(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
+    monkeypatch.setattr(runner_module, "PAUSE", 1)
+    launched = steps.decode(metal), steps.first_chunk(metal), steps.decode_others(metal)
+    metal.launch(*launched)  # constants are computed when they are first met
+    graph = metal.launch(*launched)
+    assert [e.waits for e in graph.evaluations].count(True) == metal.engine.built.info.layers
+    assert not faults(graph, metal.kept)
+
+
+@pytest.mark.parametrize("metal", ["short blocks", "windows"], indirect=True, scope="module")
+def test_what_the_scheduler_asks_for_is_safe(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All steps of a workload with forks, chunks, copies and preemption, as if none had been waited for."""
+    plans: list[StepPlan] = []
+    launch = MLXRunner.launch
+
+    def kept(self: MLXRunner, plan: StepPlan) -> object:
+        # Tables are shared with the sequences, which go on.
+        rows = tuple(changed(row, tables=[list(table) for table in row.tables]) for row in plan.rows)
+        plans.append(replace(plan, rows=rows))
+        return launch(self, plan)
+
+    rng = np.random.default_rng(3)
+    with monkeypatch.context() as patch:
+        patch.setattr(MLXRunner, "launch", kept)
+        loop = metal.engine.loop(blocks=14, window_blocks=14, chunks=24)
+        for i, n in enumerate((30, 5, 17, 41)):
+            params = SamplingParams(max_tokens=14, temperature=0.0)
+            loop.add(Request(i, tuple(rng.integers(3, tiny_models.VOCAB, n).tolist()), params, n=1 + i % 2))
+            loop.step()
+        loop.run()
+    assert any(plan.copies for plan in plans) and len(plans) > 20
+    metal.runner.reset()
+    assert not found(metal, *plans)
+
+
+# --- as it was ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def undone(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rotary kernels write the pool, MLX's own operations write whatever else there is, and nothing keeps an order."""
+    monkeypatch.setattr(inplace, "writing", lambda: Writing(None))
+    monkeypatch.setattr(metal.runner._order, "zeros", [])
+    monkeypatch.setattr(metal.runner._lora, "_writer", None)
+
+
+def which(found: list[Fault], kind: str, first: str, second: str = "") -> list[Fault]:
+    return [f for f in found if f.kind == kind and f.first.startswith(first) and f.second.startswith(second)]
+
+
+@short_blocks
+@pytest.mark.usefixtures("undone")
+@pytest.mark.parametrize("step", [steps.copy, steps.load, steps.fork], ids=lambda step: step.__name__)
+def test_without_the_order_mlx_copied_the_pool_and_lost_what_kernels_wrote(
+    metal: Metal, step: Callable[[Metal], StepPlan]
+) -> None:
+    pools = [label for label in metal.kept if "layer" in label and "model.layers" not in label]
+    together = found(metal, steps.decode(metal), step(metal))
+    copied = which(together, "copy", "Scatter")
+    assert {f.array for f in copied} == set(pools)
+    lost = which(together, "read after write", "rotary", "the copy by Scatter")
+    assert {f.array for f in lost} == set(pools)
+
+
+@short_blocks
+@pytest.mark.usefixtures("undone")
+def test_without_the_order_a_chunk_read_lines_that_were_being_written(metal: Metal) -> None:
+    together = found(metal, steps.first_chunk(metal), steps.next_chunk(metal))
+    assert which(together, "read after write", "rotary in evaluation 0", "Gather in evaluation 1")
+
+
+@short_blocks
+def test_rotary_kernels_alone_are_not_safe_in_flight(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One way of writing is not enough where it has no order."""
+    monkeypatch.setattr(metal.runner._order, "zeros", [])
+    assert found(metal, steps.decode(metal), steps.decode_others(metal))
+
+
+# --- where the writing kernel is not to be had ------------------------------------------------------------------------
+
+
+@own_blocks
+@pytest.mark.usefixtures("undone")
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("learning's publish",)])
+def test_mlx_s_own_writes_are_in_place_one_at_a_time(metal: Metal, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(metal.runner, "one_at_a_time", True)
+
+    def finished(step: StepPlan) -> Callable[[Metal], None]:
+        def launch(metal: Metal) -> None:
+            runner = metal.runner
+            runner.launch(step)
+            while runner._running is not None:
+                mx.synchronize()
+                runner._running = None
+                runner._dispatch()
+
+        return launch
+
+    kinds = [KINDS[k](metal) for k in ("decode", kind, "chunks")]
+    assert not found(metal, *(finished(step) for step in kinds if isinstance(step, StepPlan)))
+
+
+@own_blocks
+@pytest.mark.usefixtures("undone")
+def test_mlx_s_own_writes_copy_the_pool_in_flight(metal: Metal) -> None:
+    together = found(metal, steps.decode(metal), steps.decode(metal))
+    assert {f.kind for f in together} == {"copy"}
