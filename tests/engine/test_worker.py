@@ -127,6 +127,8 @@ def test_what_nobody_expected_at_start_is_told(tmp_path: Path, monkeypatch: pyte
         raise OSError("the driver\nis \ud800 gone")
 
     monkeypatch.setattr(build, "build", fail)
+    # What a test logs goes to whoever runs it, who takes UTF-8 only.
+    monkeypatch.setattr(logging.getLogger("mlx_tandem.engine"), "disabled", True)
     front, engine = socket.socketpair()
     with front:
         thread = Thread(target=run, args=(engine, EngineConfig(ModelConfig(str(tmp_path)))))
