@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
@@ -25,6 +25,8 @@ SMALL_BODY = 65_536
 class BodyLimit:
     size: int  # bytes
     seconds: float  # until all of it has come
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while a large body is decoded, so that the loop does something else between two of them."""
 
 
 async def read_json(
@@ -54,7 +56,11 @@ async def read_json(
     if not body and not plain:
         message = "the body is empty: send JSON, with a Content-Length header or Transfer-Encoding: chunked"
         raise InvalidRequest(message, code="invalid_json")
-    return decode(body or b"{}", kind, select)
+    if len(body) <= SMALL_BODY:
+        return decode(body or b"{}", kind, select)
+    async with limit.turn:
+        await asyncio.sleep(0)
+        return decode(body, kind, select)
 
 
 async def _read(request: Request, limit: int) -> bytes:

@@ -107,14 +107,17 @@ class Front:
 
     # -- prompts ------------------------------------------------------------------------------------------------
 
-    async def chat_prompt(self, messages: Sequence[Message], options: dict[str, bool]) -> list[int]:
-        """Return the token ids of a conversation up to where the assistant speaks, unless `options` say otherwise."""
-        return self._fitting(await self.prompts.chat(messages, options), "messages")
+    async def chat_prompt(
+        self, messages: Sequence[Message], options: dict[str, bool], *, cut: bool = False
+    ) -> list[int]:
+        """Return the token ids of a conversation up to where the assistant speaks, unless `options` say otherwise.
+        `cut`: the caller cuts it, so that it may be longer than what fits."""
+        return self._fitting(await self.prompts.chat(messages, options), "messages", cut)
 
-    async def text_prompt(self, text: str, param: str, *, total: int | None = None) -> list[int]:
+    async def text_prompt(self, text: str, param: str, *, total: int | None = None, cut: bool = False) -> list[int]:
         """Return the token ids of a raw prompt, in which the text of a special token is meant as that token. `total` is
-        how many characters all prompts of the request have."""
-        return self._fitting(await self.prompts.text(text, param, total=total), param)
+        how many characters all prompts of the request have; `cut` as for `chat_prompt`."""
+        return self._fitting(await self.prompts.text(text, param, total=total), param, cut)
 
     def tokens_of(self, text: str, param: str, *, begins: bool = True) -> Sequence[int]:
         """Return the same as `prompts.text`. For threads that are not the loop's."""
@@ -122,11 +125,12 @@ class Front:
             return self.tokenizer.encode(text, add_special_tokens=begins)
         return self.from_thread(self.prompts.text(text, param, begins=begins))
 
-    def _fitting(self, ids: Sequence[int], param: str) -> list[int]:
-        """Return `ids` as a list, which is made only of a prompt that there is room for."""
+    def _fitting(self, ids: Sequence[int], param: str, cut: bool) -> list[int]:
+        """Return `ids` as a list, which is made only of a prompt that there is room for or that the caller cuts."""
         if not ids:
             raise InvalidRequest(f"{param} gives an empty prompt", param=param)
-        self._check_length(len(ids), param)
+        if not cut:
+            self._check_length(len(ids), param)
         if max(ids) >= self.client.check_ready().vocab_size:
             raise InvalidRequest(f"{param} holds text that this model has no token for", param=param)
         return list(ids)

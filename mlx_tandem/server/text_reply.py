@@ -16,7 +16,7 @@ from mlx_tandem.server.front import Front
 T = TypeVar("T")
 
 PIECE = 65_536
-"""Bytes that are written at once, so that a slow client's reply waits here, where it is counted."""
+"""Bytes that are written at once, so that what a slow client leaves is not in the connection's buffer."""
 
 
 class TextReply(Generic[T]):

@@ -1,4 +1,4 @@
-"""A prompt's text in parts"""
+"""A prompt's text in parts."""
 
 from __future__ import annotations
 

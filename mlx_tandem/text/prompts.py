@@ -1,4 +1,4 @@
-"""Prompts as token ids: texts and conversations in, short ones tokenised at once and long ones in another process"""
+"""Prompts as token ids: texts and conversations in, short ones tokenised at once and long ones in another process."""
 
 from __future__ import annotations
 

@@ -102,10 +102,10 @@ def streaming(body: Common) -> tuple[bool, bool, bool]:
 
 async def completion_prompts(front: Front, body: CompletionBody) -> list[list[int]]:
     """Token ids of each prompt: one text, one list of ids, or a list of either."""
-    prompt = body.prompt
+    prompt, cut = body.prompt, body.truncate_prompt_tokens is not None
     vocabulary = front.client.check_ready().vocab_size
     if isinstance(prompt, str):
-        return [await front.text_prompt(prompt, "prompt")]
+        return [await front.text_prompt(prompt, "prompt", cut=cut)]
     if not prompt:
         raise InvalidRequest("prompt is empty", param="prompt")
     if isinstance(prompt[0], int):
@@ -117,7 +117,7 @@ async def completion_prompts(front: Front, body: CompletionBody) -> list[list[in
     for i, item in enumerate(prompt):
         param = f"prompt[{i}]"
         if isinstance(item, str):
-            prompts.append(await front.text_prompt(item, param, total=total))
+            prompts.append(await front.text_prompt(item, param, total=total, cut=cut))
         elif isinstance(item, int):
             raise InvalidRequest(f"{param} must be a prompt like the first one", param=param, code="invalid_type")
         elif not item:

@@ -44,7 +44,7 @@ async def plan_chat(front: Front, body: ChatBody) -> Plan:
     longest = ("max_completion_tokens", body.max_completion_tokens) if body.max_completion_tokens is not None else None
     kept = kept_tokens(front, body.truncate_prompt_tokens, longest[1] if longest else body.max_tokens)
     messages, options = chat_messages(body.messages), chat_options(body)
-    prompt = _last(await front.chat_prompt(messages, options), kept)
+    prompt = _last(await front.chat_prompt(messages, options, cut=kept is not None), kept)
     params = sampling_params(front, body, len(prompt), "messages", logprobs=logprobs, max_tokens=longest)
     texts = (front.tokenizer.decode(prompt, show_special=True),) if _learns(body) else ()
     return Plan(

@@ -1,4 +1,4 @@
-"""The chat template of a model folder, as whoever wants a prompt sees it"""
+"""The chat template of a model folder, as whoever wants a prompt sees it."""
 
 from __future__ import annotations
 

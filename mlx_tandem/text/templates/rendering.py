@@ -1,4 +1,4 @@
-"""Rendering a chat template in the process that calls it, which has to be one that may be lost"""
+"""Rendering a chat template in the process that calls it, which has to be one that may be lost."""
 
 from __future__ import annotations
 
