@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server import app as module
+from mlx_tandem.server import text_reply
 from mlx_tandem.server.app import create_app
 from mlx_tandem.server.front import Front
 from mlx_tandem.server.openapi import BODIES
@@ -58,11 +59,12 @@ def test_every_route_is_described(server: RunningServer) -> None:
 def test_the_document_names_the_bodies_that_routes_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: dict[str, object] = {}
 
-    async def record(request, kind, limit, *, plain=False):  # type: ignore[no-untyped-def]
+    async def record(request, kind, limit, *, plain=False, select=None):  # type: ignore[no-untyped-def]
         read[request.scope["route"].path] = kind
         raise InvalidRequest("recorded")
 
-    monkeypatch.setattr(module, "read_json", record)
+    for reader in (module, text_reply):
+        monkeypatch.setattr(reader, "read_json", record)
     with scripted_server() as (client, _, _):
         for method, path in routes():
             if method in ("POST", "PUT"):
