@@ -51,7 +51,7 @@ def test_checkpoints_are_listed(kept: Path) -> None:
         [cell.strip() for cell in line.strip("│").split("│")] for line in done.stdout.splitlines() if line[:1] == "│"
     ]
     assert [row[:4] for row in rows] == [
-        ["checkpoint-200", "200", "4", "0.500"],
+        ["checkpoint-200 (best)", "200", "4", "0.500"],  # of the same content as the best
         ["checkpoint-100 (best)", "100", "2", "0.750"],
         ["best-performance (best)", "100", "2", "0.750"],
     ]
