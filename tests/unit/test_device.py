@@ -16,7 +16,9 @@ from mlx_tandem.model import device
 NAME, FOLDER, CHECK = "MLX_MAX_MB_PER_BUFFER", "MLX_PTX_CACHE_DIR", "MLX_ENABLE_CACHE_THRASHING_CHECK"
 OPERATIONS = "MLX_MAX_OPS_PER_BUFFER"
 NAMES = (NAME, FOLDER, CHECK, OPERATIONS)
-MACOS = "import sys; sys.platform = 'darwin'"
+MACOS = (
+    "import subprocess, platform, asyncio, multiprocessing, ctypes.util, urllib.request, sys; sys.platform = 'darwin'"
+)
 
 
 def settings(packages: Path, *, before: str = "", **env: str) -> dict[str, str]:
