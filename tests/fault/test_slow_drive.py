@@ -1,0 +1,91 @@
+"""A drive that stands still: what is served goes on, and learning waits for it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.api.learns import SORT, learning_config, trajectories, until
+from tests.serving import RunningServer, serving
+
+SLOW = """
+import fcntl
+from mlx_tandem import files
+
+def sync(self, fd, real=files.Disk.sync):
+    with open({lock!r}) as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    real(self, fd)
+
+files.Disk.sync = sync
+"""
+"""Run by every process of the server when it starts: nothing gets to the drive while somebody else has the lock."""
+
+
+@contextmanager
+def standing_still(lock: Path) -> Iterator[None]:
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def status(server: RunningServer) -> dict[str, object]:
+    found: dict[str, object] = server.client.get("/v1/training/status").json()
+    return found
+
+
+def ask(server: RunningServer, **fields: object) -> list[int]:
+    reply = server.complete(SORT, model="policy@1", temperature=0, return_token_ids=True, **fields)
+    assert reply.status_code == 200, reply.text
+    tokens: list[int] = reply.json()["choices"][0]["token_ids"]
+    return tokens
+
+
+@pytest.mark.parametrize("when", ["an update begins", "a checkpoint is written"])
+def test_streams_go_on_and_learning_waits_while_nothing_gets_to_the_drive(tmp_path: Path, when: str) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    (tmp_path / "sitecustomize.py").write_text(SLOW.format(lock=str(lock)), encoding="utf-8")
+    with serving(learning_config(tmp_path, scoring_function="contains"), tmp_path) as server:
+        client = server.client
+        post = {"trajectories": trajectories(), "wait": True}
+        assert client.post("/v1/training/update", json=post).json()["report"]["outcome"] == "published"
+        long = {"prompt": "3 " * 8192}  # so long that it is worked on beside the event loop
+        alone = ask(server, max_tokens=300, ignore_eos=True)
+        count = client.post("/tokenize", json=long).json()["count"]
+        before = status(server)
+        fields = {"prompt": SORT, "model": "policy@1", "temperature": 0, "max_tokens": 300, "ignore_eos": True}
+        with standing_still(lock):
+            if when == "an update begins":
+                job = client.post(
+                    "/v1/training/update", json={"trajectories": trajectories(text="Sort down: 2 1")}
+                ).json()
+            else:
+                body = {"update_inference": False, "checkpoint_name": "waits"}
+                job = client.post("/v1/training/update", json=body | {"trajectories": []}).json()
+            with client.stream(
+                "POST", "/v1/completions", json=fields | {"stream": True, "return_token_ids": True}
+            ) as reply:
+                events = [json.loads(e[6:]) for e in reply.iter_lines() if e.startswith("data: {")]
+            streamed = [t for e in events for c in e["choices"] for t in c["token_ids"]]
+            assert streamed == alone, "as if nothing were"
+            assert client.post("/tokenize", json=long).json()["count"] == count
+            # Scored in the background.
+            collected = server.complete(SORT, model="policy", collect_trajectory=True, metadata={"answer": "3"})
+            assert collected.status_code == 200 and collected.json()["choices"][0]["trajectory_id"]
+            assert client.get("/livez").status_code == client.get("/readyz").status_code == 200
+            now = status(server)
+            for same in ("updates", "step", "version", "checkpoint_saves", "available_checkpoints"):
+                assert now[same] == before[same], "learning waits"
+            assert client.get(f"/v1/training/jobs/{job['id']}").json()["status"] == "running"
+        until(lambda: client.get(f"/v1/training/jobs/{job['id']}").json()["status"] == "succeeded")
+        until(lambda: int(str(status(server)["trajectories_collected"])) > int(str(before["trajectories_collected"])))
+        if when == "an update begins":
+            assert status(server)["updates"] == 2
+        else:
+            assert status(server)["available_checkpoints"] == ["waits"]
