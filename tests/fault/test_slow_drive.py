@@ -50,7 +50,7 @@ def ask(server: RunningServer, **fields: object) -> list[int]:
 def test_streams_go_on_and_learning_waits_while_nothing_gets_to_the_drive(tmp_path: Path, when: str) -> None:
     lock = tmp_path / "lock"
     lock.touch()
-    (tmp_path / "sitecustomize.py").write_text(SLOW.format(lock=str(lock)), encoding="utf-8")
+    (tmp_path / "servercustomize.py").write_text(SLOW.format(lock=str(lock)), encoding="utf-8")
     with serving(learning_config(tmp_path, scoring_function="contains"), tmp_path) as server:
         client = server.client
         post = {"trajectories": trajectories(), "wait": True}

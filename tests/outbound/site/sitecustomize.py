@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
 import sys
 
@@ -31,3 +33,6 @@ def _refuse(event: str, args: tuple[object, ...]) -> None:
 
 _write("armed")
 sys.addaudithook(_refuse)
+# A test that changes something in every process of its server brings a module of this name in `packages`.
+if importlib.util.find_spec("servercustomize") is not None:
+    importlib.import_module("servercustomize")
