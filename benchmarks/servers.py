@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,6 +58,7 @@ class Server:
     name: str
     command: tuple[str, ...]
     preload_blas: bool = True  # tandem loads OpenBLAS by itself
+    environment: Mapping[str, str] | None = None  # by default this process's
 
     @contextlib.contextmanager
     def running(self, model: Path) -> Iterator[str]:
@@ -70,7 +71,7 @@ class Server:
         """The server with this model, ready; stopped when the block ends."""
         port = _free_port()
         command = [part.format(model=model, port=port) for part in self.command]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1"}
+        environment = dict(self.environment or os.environ) | {"HF_HUB_OFFLINE": "1"}
         if self.preload_blas and _has_openblas():
             environment["LD_PRELOAD"] = OPENBLAS
         with tempfile.TemporaryFile() as log:
