@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import Struct
 
@@ -121,6 +121,8 @@ def test_half_a_surrogate_pair_is_named_in_the_order_of_keys() -> None:
 PIECES = ["\\ud83d", "\\ude00", "\\uDBFF", "\\uDC00", "\\\\", "\\n", "\\u0041", "ud83d", "ude00", "u", "é", '","']
 
 
+@example(["\\\\", "ud83d", "\\ude00"])
+@example(["\\ud83d", "\\\\", "ude00"])
 @given(st.lists(st.sampled_from(PIECES), max_size=8))
 def test_half_a_surrogate_pair_is_found_whatever_is_escaped_beside_it(pieces: list[str]) -> None:
     body = '["' + "".join(pieces) + '"]'
