@@ -1,11 +1,9 @@
-"""What the scheduler asks of a runner and what comes back. Plain data; no arrays, no requests.
-
-A prompt chunk, one decoded token and a verification are the same Row with different lengths.
-"""
+"""What the scheduler asks of a runner and what comes back. Plain data; no arrays, no requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -35,6 +33,15 @@ class Seating:
     stop_ids: frozenset[int] = frozenset()
 
 
+class RowKind(IntEnum):
+    """What a row is for. Nobody may conclude it from the number of its tokens."""
+
+    PROMPT = 0
+    """A chunk of what the host knows of a sequence, of any length; the last chunk draws the token after it."""
+    DECODE = 1
+    """The newest token of a sequence of which everything before it is computed; it draws the next one."""
+
+
 class Row(Struct, frozen=True, gc=False):
     """One sequence's share of one step: `tokens` at positions start, start + 1, … .
 
@@ -46,6 +53,7 @@ class Row(Struct, frozen=True, gc=False):
     `background` say on whose behalf it runs; the runner does not care.
     """
 
+    kind: RowKind
     sequence: int
     seat: int
     slot: int  # of the adapter; 0 is the base model
@@ -79,13 +87,13 @@ class StepPlan:
 
     @property
     def prompt_tokens(self) -> int:
-        """In rows of several tokens."""
-        return sum(len(row.tokens) for row in self.rows if len(row.tokens) > 1)
+        """How many tokens its chunks of prompts have."""
+        return sum(len(row.tokens) for row in self.rows if row.kind is RowKind.PROMPT)
 
     @property
     def has_streams(self) -> bool:
         """Whether users' requests get another token from it, not their first."""
-        return any(row.sample and row.start and len(row.tokens) == 1 and not row.background for row in self.rows)
+        return any(row.kind is not RowKind.PROMPT and row.start and not row.background for row in self.rows)
 
 
 def scored_positions(vocab_size: int) -> int:

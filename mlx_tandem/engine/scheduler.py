@@ -25,7 +25,7 @@ from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
-from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, Seating, StepPlan, StepResult
+from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, RowKind, Seating, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Prefill
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.engine.tables import Tables
@@ -231,7 +231,7 @@ class Scheduler:
         for s in self._wanted(left_out):
             # A row before this one may have taken this sequence's blocks: then it has lost its seat.
             if s.seat >= 0 and s.wants_decode and not s.followers and self._reserve(s, s.scheduled + 1, rows):
-                rows.append(self._row(s, _CARRIED if s.pending else (s.tokens[-1],)))
+                rows.append(self._row(s, RowKind.DECODE, _CARRIED if s.pending else (s.tokens[-1],)))
         self._plan_prefill(rows, left_out)
         saves = self._tables.take_saves()
         if not (rows or loads or saves):
@@ -257,13 +257,14 @@ class Scheduler:
             # A row before this one may have taken this sequence's blocks.
             if s.seat < 0 or not self._reserve(s, s.scheduled + tokens, rows):
                 return None
-            rows.append(self._row(s, tuple(s.tokens[s.scheduled : s.scheduled + tokens]), beside))
+            chunk = tuple(s.tokens[s.scheduled : s.scheduled + tokens])
+            rows.append(self._row(s, RowKind.PROMPT, chunk, beside))
             return padded_length(tokens) if rows[-1].targets else 0
 
         reading = [s for s in self._wanted(left_out) if s.wants_prefill and s.seat >= 0]
         self.prefill.plan(reading, len(rows), take)
 
-    def _row(self, s: Sequence, tokens: tuple[int, ...], beside: bool = False) -> Row:
+    def _row(self, s: Sequence, kind: RowKind, tokens: tuple[int, ...], beside: bool = False) -> Row:
         start = s.scheduled
         if s.cached is None:
             self._start(s)
@@ -272,9 +273,10 @@ class Scheduler:
         if sample:
             s.pending += 1
         targets = s.targets(start, s.scheduled) if s.scores is not None else ()
-        request = s.request
+        request, tables = s.request, s.tables
         version = s.adapter.version if request.follow and s.adapter is not None else 0
-        return Row(s.id, s.seat, s.slot, start, tokens, s.tables, sample, targets, version, request.background, beside)
+        background = request.background
+        return Row(kind, s.id, s.seat, s.slot, start, tokens, tables, sample, targets, version, background, beside)
 
     def _start(self, s: Sequence) -> None:
         """Note that the work on the request of `s` begins."""
@@ -580,6 +582,7 @@ def _is_plain(plan: StepPlan) -> bool:
 
 
 def _parts(plan: StepPlan) -> tuple[list[tuple[int, int]], int]:
-    """Chunks of prompts (length, context), and how many rows decode or go beside those that do."""
-    chunks = [(padded_length(len(r.tokens)), r.start) for r in plan.rows if len(r.tokens) > 1 and not r.beside]
-    return chunks, sum(len(r.tokens) for r in plan.rows if r.beside or len(r.tokens) == 1)
+    """Return the chunks of prompts (length, context), and how many rows decode or go beside those that do."""
+    chunks = [r for r in plan.rows if r.kind is RowKind.PROMPT and not r.beside]
+    decodes = sum(len(r.tokens) for r in plan.rows) - sum(len(r.tokens) for r in chunks)
+    return [(padded_length(len(r.tokens)), r.start) for r in chunks], decodes

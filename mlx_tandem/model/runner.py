@@ -18,7 +18,7 @@ import numpy as np
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
-from mlx_tandem.engine.plan import CARRY, Bytes, Row, StepPlan, StepResult
+from mlx_tandem.engine.plan import CARRY, Bytes, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model import compiler, cpu, device
 from mlx_tandem.model.cache import inplace
@@ -194,7 +194,7 @@ class MLXRunner:
         return Flight(plan, parts, cold=self._compiled != compiled)
 
     def waits(self, plan: StepPlan) -> bool:
-        prompts = sum(len(r.tokens) for r in plan.rows if len(r.tokens) > 1 and not r.beside)
+        prompts = sum(len(r.tokens) for r in plan.rows if r.kind is RowKind.PROMPT and not r.beside)
         return self._may_pause and 4 * prompts >= LONG_TOKENS  # which may be padded to more
 
     def _dispatch(self) -> None:
@@ -254,11 +254,11 @@ class MLXRunner:
     def _rectangles(self, rows: Sequence[Row]) -> list[list[int]]:
         """Indices of rows that run as one forward: by padded length, those apart that need logits of all positions, and
         decodes apart when contexts differ much. What would need more memory than there is for it is cut."""
-        decodes = [i for i, r in enumerate(rows) if r.beside or (len(r.tokens) == 1 and not r.targets)]
+        decodes = [i for i, r in enumerate(rows) if _goes_with_decodes(r)]
         by_length: dict[tuple[int, bool, int | None], list[int]] = {(1, False, None): decodes} if decodes else {}
         for i, r in enumerate(rows) if len(decodes) < len(rows) else ():
             n = len(r.tokens)
-            if r.beside or (n == 1 and not r.targets):
+            if _goes_with_decodes(r):
                 continue
             level = self._level([r])
             apart = None if level is None else i if level else -1
@@ -545,11 +545,18 @@ class MLXRunner:
         return [Part([], SamplingFlags(), [], self._pool.write(loads))]
 
 
+def _goes_with_decodes(row: Row) -> bool:
+    """Return whether the tokens of a row are computed in the forward of the rows that decode: a chunk of one token has
+    their shape, and where it is not scored, they can take it in."""
+    return row.kind is RowKind.DECODE or row.beside or (len(row.tokens) == 1 and not row.targets)
+
+
 def _token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[int], list[Row]]:
     """A row for each token of those that go beside others. `indices`: where each is in the plan."""
     every = [
-        (i, Row(r.sequence, r.seat, r.slot, r.start + at, (token,), r.tables, r.sample and at == len(r.tokens) - 1))
+        (i, Row(r.kind, r.sequence, r.seat, r.slot, r.start + at, (token,), r.tables, r.sample and at == last))
         for i, r in zip(indices, rows, strict=True)
+        for last in (len(r.tokens) - 1,)
         for at, token in enumerate(r.tokens)
     ]
     return [i for i, _ in every], [r for _, r in every]

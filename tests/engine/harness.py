@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 from typing import Any
 
 from mlx_tandem.adapters.slots import SlotTable
-from mlx_tandem.engine.plan import DeviceError, Runner, StepPlan
+from mlx_tandem.engine.plan import DeviceError, RowKind, Runner, StepPlan
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.pool import BlockPool
@@ -155,12 +155,12 @@ class Loop:
         assert plan.rows or plan.saves or plan.loads, "an empty plan"
         self.beside += sum(row.beside for row in plan.rows)
         if any(row.beside for row in plan.rows):
-            assert any(len(row.tokens) == 1 and row.sample for row in plan.rows), "nobody decodes beside a prompt"
+            assert any(row.kind is not RowKind.PROMPT for row in plan.rows), "nobody decodes beside a prompt"
         assert len({row.sequence for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
         for row in plan.rows:
             self._begun.setdefault(self.scheduler._sequences[row.sequence].request.id, row.start)
         most = self.scheduler._config.prefill_batch_size
-        assert not most or sum(len(row.tokens) > 1 for row in plan.rows) <= most, "too many prompts in one step"
+        assert not most or sum(row.kind is RowKind.PROMPT for row in plan.rows) <= most, "too many prompts in one step"
 
     def _look_at_events(self, plan: StepPlan | None) -> None:
         """A request is said to start once, with its first row and not before an earlier one."""

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from mlx_tandem.adapters.slots import Assignment, SlotTable
 from mlx_tandem.engine import scheduler as scheduler_module
-from mlx_tandem.engine.plan import CARRY, Row, StepPlan, StepResult
+from mlx_tandem.engine.plan import CARRY, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Prefill
 from mlx_tandem.engine.scheduler import Scheduler, Settled
 from mlx_tandem.engine.sequence import Sequence
@@ -106,7 +106,7 @@ CORRUPTIONS: dict[str, Callable[[], Callable[[StepPlan], StepPlan]]] = {
     ),
     "a stale token is carried": _stale_carry,
     "every decode carries": lambda: (
-        lambda p: _rows(p, lambda r: structs.replace(r, tokens=(CARRY,)) if len(r.tokens) == 1 and r.sample else r)
+        lambda p: _rows(p, lambda r: structs.replace(r, tokens=(CARRY,)) if r.kind is RowKind.DECODE else r)
     ),
     "rows start one too early": lambda: lambda p: _rows(p, lambda r: structs.replace(r, start=max(r.start - 1, 0))),
     "a row writes into its neighbour's block": lambda: _last_block_of_neighbour,
