@@ -39,11 +39,11 @@ def pairs(text: str) -> list[tuple[int, int]]:
     return [(int(rows), int(length)) for rows, _, length in (part.partition("x") for part in text.split(",") if part)]
 
 
-def tables(built: Built, rows: int, length: int) -> list[list[int]]:
+def tables(built: Built, rows: int, length: int) -> list[tuple[int, ...]]:
     width = -(-length // built.info.block_size)
     if rows * width >= built.info.num_blocks:
         raise SystemExit(f"the pool has {built.info.num_blocks} blocks; {rows} rows need {rows * width}")
-    return [list(range(1 + row * width, 1 + (row + 1) * width)) for row in range(rows)]
+    return [tuple(range(1 + row * width, 1 + (row + 1) * width)) for row in range(rows)]
 
 
 def decode(built: Built, rows: int, context: int, steps: int) -> dict[str, float]:
@@ -54,7 +54,7 @@ def decode(built: Built, rows: int, context: int, steps: int) -> dict[str, float
     def plan(n: int) -> StepPlan:
         at = context + n
         token = (CARRY,) if n else (7,)
-        each = (Row(RowKind.DECODE, r, r, 0, at, token, [own[r][: at // bs + 1]], True) for r in range(rows))
+        each = (Row(RowKind.DECODE, r, r, 0, at, token, (own[r][: at // bs + 1],), True) for r in range(rows))
         return StepPlan(tuple(each), seatings=() if n else seatings)
 
     for n in range(WARM):
@@ -96,7 +96,7 @@ def read(built: Built, rows: int, length: int, repeats: int) -> dict[str, float]
                 tokens = [tuple(rng.integers(0, built.info.vocab_size, n).tolist()) for _ in who]
                 plan = StepPlan(
                     tuple(
-                        Row(RowKind.PROMPT, r, r, 0, start, own_tokens, [own[r][: -(-end // bs)]], end == length)
+                        Row(RowKind.PROMPT, r, r, 0, start, own_tokens, (own[r][: -(-end // bs)],), end == length)
                         for r, own_tokens in zip(who, tokens, strict=True)
                     ),
                     seatings=() if start else tuple(Seating(r, GREEDY, 0, 1, (0,)) for r in who),

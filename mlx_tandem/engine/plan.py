@@ -16,6 +16,9 @@ CARRY = -1
 
 Bytes = bytes | memoryview
 
+Tables = tuple[tuple[int, ...], ...]
+"""The blocks of one sequence in the order of its positions, for each pool. A table that changes is another object."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seating:
@@ -59,7 +62,7 @@ class Row(Struct, frozen=True, gc=False):
     slot: int  # of the adapter; 0 is the base model
     start: int
     tokens: tuple[int, ...]
-    tables: list[list[int]]  # shared with the sequence: read them at launch, do not keep them
+    tables: Tables
     sample: bool
     targets: tuple[int, ...] = ()
     version: int = 0  # of the adapter, for a request that follows

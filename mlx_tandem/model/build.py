@@ -261,7 +261,7 @@ def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Repor
 
     def chunk(length: int, start: int) -> StepPlan:
         end = -(-(start + length) // bs)
-        tables = [list(range(pool.scratch + 1, pool.scratch + 1 + end)) for pool in pools]
+        tables = tuple(tuple(range(pool.scratch + 1, pool.scratch + 1 + end)) for pool in pools)
         seating = () if start else (Seating(0, greedy, 0, 1, (0,)),)
         return StepPlan((Row(RowKind.PROMPT, 0, 0, 0, start, (0,) * length, tables, True),), seatings=seating)
 

@@ -500,11 +500,11 @@ class MLXRunner:
         return slots.astype(np.int32), tables
 
     def _table(self, row: Row, pool: int, blocks: int) -> list[int]:
-        """Of its sequence's table the `blocks` from the first on that it sees, by their numbers in the pool."""
+        """Return `blocks` of the row's table from the first on that it sees, by their numbers in the pool."""
         window, begin = self._pool.windows[pool], self._pool.firsts[pool]
         first = first_block(row.start, window, self._block_size)
         table = row.tables[pool][first : first + blocks]
-        return [b - begin for b in table] if begin else table
+        return [b - begin for b in table]
 
     @staticmethod
     def _padded(ids: Sequence[Sequence[int]], count: int, length: int) -> Numbers:

@@ -78,7 +78,7 @@ def _last_block_of_neighbour(plan: StepPlan) -> StepPlan:
     return replace(
         plan,
         rows=tuple(
-            structs.replace(r, tables=[[*tables[i][:-1], tables[i - 1][-1]], *r.tables[1:]]) if i == 1 else r
+            structs.replace(r, tables=((*tables[i][:-1], tables[i - 1][-1]), *r.tables[1:])) if i == 1 else r
             for i, r in enumerate(plan.rows)
         ),
     )
@@ -117,6 +117,11 @@ CORRUPTIONS: dict[str, Callable[[], Callable[[StepPlan], StepPlan]]] = {
 }
 
 
+def _replace(s: Sequence, at: int, block: int) -> None:
+    """Give a sequence another block of the first pool in this place."""
+    s.tables = ((*s.table[:at], block, *s.table[at + 1 :]), *s.tables[1:])
+
+
 def _keep_seated(patch: pytest.MonkeyPatch) -> None:
     def leave(self: Scheduler, s: Sequence) -> None:
         seated = s.is_seated
@@ -139,7 +144,7 @@ def _fork(share: bool, copy: bool, whole: bool = False) -> Plant:
             self.pools[0].release(shared)
         if whole and len(f.table) > len(shared):
             self.pools[0].release(f.table[-1:])
-            f.table[-1] = s.table[len(f.table) - 1]
+            _replace(f, len(f.table) - 1, s.table[len(f.table) - 1])
             self.pools[0].share(f.table[-1:])
         if not copy:
             self._copies = copies
@@ -219,7 +224,7 @@ def _write_into_hits(patch: pytest.MonkeyPatch) -> None:
             own, at = s.table[match.whole], match.whole
             self.pools[0].share((match.sources[0],))
             self.pools[0].release((own,))
-            s.table[at] = match.sources[0]
+            _replace(s, at, match.sources[0])
 
     original = Tables.seat
     patch.setattr(Tables, "seat", seat)
@@ -260,7 +265,8 @@ def _early_release(patch: pytest.MonkeyPatch) -> None:
         made = original(self, *args)
         for s in self._running:
             if made and s.is_complete and s.table:
-                self._tables.pools[0].release([s.table.pop()])
+                self._tables.pools[0].release(s.table[-1:])
+                s.tables = (s.table[:-1], *s.tables[1:])
         return made
 
     original = Scheduler.plan

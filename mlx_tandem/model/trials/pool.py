@@ -27,7 +27,7 @@ def growth(model: str, num_blocks: int) -> Growth:
     built = build(config, {}, lambda stage, fraction: None)
     runner, info = built.runner, built.info
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
-    row = Row(RowKind.PROMPT, 0, 0, 0, 0, (0,), [[1]], True)
+    row = Row(RowKind.PROMPT, 0, 0, 0, 0, (0,), ((1,),), True)
     runner.wait(runner.launch(StepPlan((row,), seatings=(Seating(0, greedy, 0, 1, (0,)),))))
     overlapped = None if runner.one_at_a_time else decode_growth(runner, info)
     runner.one_at_a_time = True
