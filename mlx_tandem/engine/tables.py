@@ -175,6 +175,29 @@ class Tables:
         self._measure(s)
         return True
 
+    def draft(self, s: Sequence, drafts: int, running: int) -> int:
+        """Take blocks for up to `drafts` tokens behind the newest of `s`, and return for how many there are some.
+
+        Drafts only take what leaves a block to each of the `running` sequences: nobody is preempted for a guess.
+        """
+        positions = s.scheduled + 1 + drafts
+        if positions <= s.room:
+            return drafts
+        blocks = -(-positions // self._size) - s.room // self._size
+        if all(pool.free_blocks >= blocks + running for pool in self.pools) and self.reserve(s, positions):
+            return drafts
+        return s.room - s.scheduled - 1
+
+    def truncate(self, s: Sequence, positions: int) -> None:
+        """Give back the blocks behind the first `positions` of `s`: the drafts that stood there were not accepted."""
+        blocks = -(-positions // self._size)
+        if blocks * self._size >= s.room:
+            return
+        for pool, table in zip(self.pools, s.tables, strict=True):
+            pool.release(reversed(table[blocks:]))
+        s.tables = tuple(table[:blocks] for table in s.tables)
+        self._measure(s)
+
     def slide(self, s: Sequence) -> bool:
         """Give back what none of the positions to come will see; whether there was something. No row of `s` is in the
         plan that is being made."""
