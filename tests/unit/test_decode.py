@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import Struct
 
+from mlx_tandem.decode import check_nested, convert, decode
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.server.decode import check_nested, convert, decode
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
