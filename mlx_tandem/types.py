@@ -147,6 +147,11 @@ class MemoryBudget(Struct, frozen=True):
     def total(self) -> int:
         return self.weights + self.activations + self.learning + self.pool + self.adapter_slots
 
+    @property
+    def unassigned(self) -> int:
+        """Bytes that nothing was given to."""
+        return self.limit - self.total
+
 
 class EngineInfo(Struct, frozen=True):
     """What a ready engine serves and on what."""

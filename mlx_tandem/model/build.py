@@ -66,6 +66,7 @@ class Built:
     uploads: Uploads
     step_limits: StepLimits
     slot_room: SlotRoom
+    trainer_budget: int  # bytes that all trainers may take beside one micro-batch
 
 
 def build(
@@ -207,6 +208,9 @@ def build(
         lora.uploads,
         step_limits,
         SlotRoom(lora.linears(), config.lora.max_loras, lora.dtype.size, memory.adapter_slots),
+        memory.unassigned
+        + memory.learning
+        - footprint.pass_bytes(config, model, len(shapes), vocab_size, lora.linears()),
     )
 
 

@@ -20,7 +20,7 @@ from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.runner import MLXRunner
-from mlx_tandem.training.device.state import Trainer
+from mlx_tandem.training.device.trained_adapter import TrainedAdapter
 from mlx_tandem.types import AdapterInfo, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, make_engine
@@ -302,7 +302,7 @@ def wider(metal: Metal) -> StepPlan:
 
 def publish(metal: Metal) -> None:
     """A trainer publishes its weights, which go into a slot as soon as they are wanted there (`upload`)."""
-    trainer = Trainer.fresh(TrainerSpec("t", RANK, float(RANK)), metal.engine.built.linears)
+    trainer = TrainedAdapter.fresh(TrainerSpec("t", RANK, float(RANK)), metal.engine.built.linears)
     trainer.publish()
     served = trainer.served(metal.runner._lora.dtype)
     mx.async_eval(served)

@@ -1,4 +1,4 @@
-"""One trainer: an adapter's float32 arrays, the gradients that have added up, and AdamW's moments."""
+"""One adapter in training: its float32 arrays, the gradients that have added up, and AdamW's moments."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import numpy as np
 from mlx_tandem import files
 from mlx_tandem.adapters import convert, formats
 from mlx_tandem.adapters.formats import AdapterWeights, Array, LinearShape
-from mlx_tandem.engine.learning import Adam, StepDone, TrainerInfo, TrainerSpec
-from mlx_tandem.engine.pipeline import Wait
+from mlx_tandem.engine.learning import AdamParams, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.engine.trainers import Wait
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
 from mlx_tandem.training.device.adamw import Moments, ends, flat, parts, update
 from mlx_tandem.training.device.copies import Copy
-from mlx_tandem.training.device.slices import joined, launched
+from mlx_tandem.training.device.slices import device_errors, joined, launched
 from mlx_tandem.training.device.tree import Pair
 
 HostPairs = dict[str, tuple[Array, Array]]
@@ -32,14 +32,14 @@ OPTIMIZER = "optimizer.safetensors"
 FORMAT = 1
 
 CHUNK_PARAMETERS = 4 << 20
-"""About as many lie end to end: what the optimiser needs to go on by so many is there at once."""
+"""About how many numbers lie end to end. What the optimiser needs for so many is in memory at once."""
 
 STEP_CHUNKS = {"cpu": 1, "cuda": 4, "metal": 1}
-"""In one slice of a step."""
+"""Chunks that one slice of an optimiser's step updates."""
 
 
 class About(msgspec.Struct, frozen=True):
-    """`trainer.json`: what a checkpoint's arrays belong to."""
+    """The content of `trainer.json`, which says what a checkpoint's arrays belong to."""
 
     spec: TrainerSpec
     step: int
@@ -47,20 +47,20 @@ class About(msgspec.Struct, frozen=True):
 
 
 class _State(NamedTuple):
-    """What a step changes. Everything in it but `served` is evaluated: other threads may read that, and nothing
-    else."""
+    """What a step of the optimiser changes. All of it but `served` is evaluated: other threads may read only that."""
 
     flats: list[mx.array]  # the weights of each chunk of pairs, laid end to end: all A, then all B
     pairs: dict[str, Pair]  # views of these
     moments: list[Moments]
     step_count: int
-    served: dict[mx.Dtype, dict[str, Pair]]  # what `Trainer.served` has made of the pairs
+    served: dict[mx.Dtype, dict[str, Pair]]  # what `TrainedAdapter.served` has made of the pairs
 
 
-class Trainer:
-    """An adapter that is trained."""
+class TrainedAdapter:
+    """An adapter with its optimiser's state. Belongs to the thread that runs the model."""
 
     def __init__(self, spec: TrainerSpec, linears: Mapping[str, LinearShape], pairs: dict[str, Pair]):
+        """Begin with `pairs`, unscaled, of the linears of the same paths; moments and gradients are zero."""
         self.spec = spec
         self._linears = linears
         self._chunks = _chunks(pairs)
@@ -75,13 +75,18 @@ class Trainer:
         self._before: _State | None = None  # before the last step
 
     @classmethod
-    def fresh(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> Trainer:
-        """A uniform in ±1/sqrt(inputs), B zero: the model is the base until the first step."""
+    def fresh(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> TrainedAdapter:
+        """Return one with A uniform in ±1/sqrt(inputs) and B zero: the model is the base until the first step."""
         return cls(spec, linears, _fresh(spec, linears))
 
     @classmethod
-    def from_adapter(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], weights: AdapterWeights) -> Trainer:
-        """Beginning with a loaded adapter, its scale taken out of B again; modules that it has not get fresh pairs."""
+    def from_adapter(
+        cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], weights: AdapterWeights
+    ) -> TrainedAdapter:
+        """Return one that begins as a loaded adapter, whose scale is taken out of B again.
+
+        Modules that the loaded one lacks get fresh pairs. Raises ModelError for one that does not fit `spec`.
+        """
         pairs = _fresh(spec, linears)
         for path, (a, b) in weights.tensors.items():
             if path not in linears:
@@ -97,8 +102,8 @@ class Trainer:
     @classmethod
     def restored(
         cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], saved: AdapterWeights, folder: Path
-    ) -> Trainer:
-        """What `snapshot` wrote into `folder`, to the bit. `saved`: its adapter, not scaled. Raises ModelError."""
+    ) -> TrainedAdapter:
+        """Return what `snapshot` wrote into `folder`; `saved` is its adapter, not scaled. Raises ModelError."""
         chosen = {path: linears[path] for path in linears if path in saved.tensors}
         pairs = {path: (mx.array(saved.tensors[path][0]), mx.array(saved.tensors[path][1])) for path in chosen}
         trainer = cls(spec, chosen, pairs)
@@ -107,19 +112,22 @@ class Trainer:
 
     @property
     def scale(self) -> float:
+        """Factor of the adapter's delta."""
         return _scale(self.spec)
 
     @property
     def pairs(self) -> dict[str, Pair]:
-        """By path, (A [inputs, r], B [r, outputs]), with experts in front where the module has them; unscaled."""
+        """A [inputs, r] and B [r, outputs] by path, unscaled; experts are the first axis where a module has them."""
         return self._now.pairs
 
     @property
     def step_count(self) -> int:
+        """Steps of the optimiser so far."""
         return self._now.step_count
 
     @property
     def info(self) -> TrainerInfo:
+        """What the front is told of it."""
         size = sum(a.size + b.size for a, b in self.pairs.values())
         targets = tuple(sorted({path.rpartition(".")[2] for path in self.pairs}))
         return TrainerInfo(self.spec.name, self.spec.rank, self.spec.alpha, targets, size, self.step_count)
@@ -128,8 +136,7 @@ class Trainer:
 
     @property
     def gradients(self) -> dict[str, Pair]:
-        """What passes since the last step have added up, with respect to the pairs that are `served`: a copy, whose
-        arrays nobody changes."""
+        """Sums over the passes since the last step, by the pairs that are `served`; a copy, which nobody changes."""
         return dict(self._gradients or {})
 
     @gradients.setter
@@ -137,11 +144,14 @@ class Trainer:
         self._gradients = sums
 
     def drop_gradients(self) -> None:
+        """Forget all gradients."""
         self._gradients = None
 
-    def step(self, adam: Adam) -> Generator[Wait, None, StepDone]:
-        """One step with the gradients there are, some pairs at a time. With gradients that are not finite, or none,
-        nothing is changed."""
+    def step(self, adam: AdamParams) -> Generator[Wait, None, StepDone]:
+        """Take one step with the gradients there are, in slices of some chunks each; they are gone then.
+
+        With gradients that are not finite, or none, nothing is changed.
+        """
         gradients, self._gradients = self._gradients, None
         self._before = None
         self._now.served.clear()
@@ -151,18 +161,20 @@ class Trainer:
         squares: list[mx.array] = []
         count = STEP_CHUNKS[device.kind()]
         yield from joined(self._flattened(gradients, flats, squares), count)
-        size = math.sqrt(sum(float(np.array(s)) for s in squares))
+        with device_errors():
+            size = math.sqrt(sum(float(np.array(s)) for s in squares))
         if not math.isfinite(size):
             return StepDone(self.spec.name, self.step_count, size, False)
         share = min(1.0, adam.grad_norm / (size + 1e-6)) if adam.grad_norm else 1.0
         now, after = self._now, _State([], {}, [], self.step_count + 1, {})
         yield from joined(self._moved(flats, share, after, adam), count)
-        mx.eval(after.pairs, after.moments)  # before it counts
+        with device_errors():
+            mx.eval(after.pairs, after.moments)  # before it counts
         self._before, self._now = now, after
         return StepDone(self.spec.name, self.step_count, size, True)
 
     def _flattened(self, gradients: dict[str, Pair], flats: list[mx.array], squares: list[mx.array]) -> Iterator[Wait]:
-        """Gradients of the weights, as these are laid out, and the sums of their squares; `gradients` is used up."""
+        """Append the gradients as the weights are laid out, and the sums of their squares; empty `gradients`."""
         for chunk in self._chunks:
             own, n = _arrays(gradients, chunk), len(chunk)
             flats.append(mx.concatenate([flat(own[:n]), flat(own[n:]) * self.scale]))
@@ -172,8 +184,8 @@ class Trainer:
                 del gradients[path]
             yield launched(flats[-1], squares[-1])
 
-    def _moved(self, flats: list[mx.array], share: float, after: _State, adam: Adam) -> Iterator[Wait]:
-        """Fill in `after`; `flats` is used up, and of the gradients in it `share` counts."""
+    def _moved(self, flats: list[mx.array], share: float, after: _State, adam: AdamParams) -> Iterator[Wait]:
+        """Fill in `after` from the gradients in `flats` times `share`, and empty `flats`."""
         for chunk, old, known in zip(self._chunks, self._now.flats, self._now.moments, strict=True):
             new, moments = update(old, flats.pop(0) * share, known, after.step_count, adam)
             own = _pairs(new, chunk, self._now.pairs)
@@ -193,8 +205,10 @@ class Trainer:
     # --- in and out ----------------------------------------------------------------------------------------------
 
     def served(self, dtype: mx.Dtype) -> dict[str, Pair]:
-        """The present weights as a slot has them: B scaled, rounded to `dtype`. They are computed when they are first
-        needed, and once: passes multiply by what was published."""
+        """Return the present weights as a slot has them: B scaled, rounded to `dtype`.
+
+        They are made at their first use and once, so that passes multiply by exactly what is published.
+        """
         known = self._now.served.get(dtype)
         if known is not None:
             return known
@@ -209,8 +223,10 @@ class Trainer:
         return made
 
     def publish(self) -> Callable[[], AdapterWeights]:
-        """The present weights, as what `snapshot` writes would be read; to be called once, on any thread. ModelError
-        there when they are not finite."""
+        """Copy the present weights; the result makes of them what would be read of a snapshot.
+
+        Call the result once, on any thread. It raises ModelError when the weights are not finite.
+        """
         copies = [
             _Copies(chunk, self.pairs, [whole]) for chunk, whole in zip(self._chunks, self._now.flats, strict=True)
         ]
@@ -218,16 +234,17 @@ class Trainer:
         return lambda: formats.from_arrays(*_peft([each.read()[0] for each in copies], spec), linears)
 
     def snapshot(self) -> Callable[[str], None]:
-        """Everything that a trainer needs to go on as if nothing had been; what is returned writes it into an empty
-        folder, once, on any thread: a PEFT folder with the optimiser's state beside it, on the drive when it
-        returns."""
+        """Copy all state; the result writes it into an empty folder: a PEFT adapter, and the optimiser's state with it.
+
+        Call the result once, on any thread. The files are on the drive when it returns.
+        """
         known = zip(self._chunks, self._now.flats, self._now.moments, strict=True)
         copies = [_Copies(chunk, self.pairs, [whole, *moments]) for chunk, whole, moments in known]
         about = About(self.spec, self.step_count)
         return lambda folder: _write(Path(folder), [each.read() for each in copies], about)
 
     def _restore(self, folder: Path) -> None:
-        """The optimiser's state from a checkpoint."""
+        """Take the optimiser's state from a checkpoint. Raises ModelError."""
         from safetensors.numpy import load_file
 
         try:
@@ -252,15 +269,16 @@ class Trainer:
 
 
 class _Copies:
-    """Arrays of one chunk of pairs, each laid end to end as its weights are; copies of them, read once, on any
-    thread."""
+    """Copies of arrays of one chunk, each laid end to end as the chunk's weights are."""
 
     def __init__(self, paths: Sequence[str], pairs: Mapping[str, Pair], wholes: Sequence[mx.array]):
+        """Begin to copy `wholes`, on the device."""
         self._paths = paths
         self._shapes = [x.shape for x in _arrays(pairs, paths)]
         self._copies = [Copy(whole) for whole in wholes]
 
     def read(self) -> list[HostPairs]:
+        """Return each array as pairs by path. Call it once, on any thread."""
         sizes = [math.prod(shape) for shape in self._shapes]
         found = []
         for copy in self._copies:
@@ -271,6 +289,7 @@ class _Copies:
 
 
 def _fresh(spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> dict[str, Pair]:
+    """Return pairs of an adapter that changes nothing yet; A depends on the seed only."""
     key = mx.random.key(spec.seed)
     pairs: dict[str, Pair] = {}
     for path, shape in linears.items():
@@ -287,7 +306,7 @@ def _scale(spec: TrainerSpec) -> float:
 
 
 def _chunks(pairs: Mapping[str, Pair]) -> list[list[str]]:
-    """Paths in order, those together whose arrays lie end to end."""
+    """Return the paths in order, in groups whose arrays lie end to end."""
     chunks: list[list[str]] = []
     size = CHUNK_PARAMETERS
     for path, (a, b) in pairs.items():
@@ -300,12 +319,12 @@ def _chunks(pairs: Mapping[str, Pair]) -> list[list[str]]:
 
 
 def _arrays(pairs: Mapping[str, Pair], paths: Sequence[str]) -> list[mx.array]:
-    """All A, then all B."""
+    """Return the arrays of these paths: all A, then all B."""
     return [pairs[path][side] for side in (0, 1) for path in paths]
 
 
 def _by_path(paths: Sequence[str], arrays: Sequence[_T]) -> dict[str, tuple[_T, _T]]:
-    """The opposite of `_arrays`."""
+    """Return pairs by path; the inverse of `_arrays`."""
     n = len(paths)
     return dict(zip(paths, zip(arrays[:n], arrays[n:], strict=True), strict=True))
 
@@ -315,7 +334,7 @@ def _pairs(whole: mx.array, paths: Sequence[str], like: Mapping[str, Pair]) -> d
 
 
 def _name(path: str, side: str, kind: str) -> str:
-    """That a moment has in a checkpoint."""
+    """Return the name of a moment in a checkpoint."""
     return f"{path}.{side}.{kind}"
 
 
@@ -324,7 +343,7 @@ def _peft(chunks: Sequence[HostPairs], spec: TrainerSpec) -> tuple[dict[str, Any
 
 
 def _write(folder: Path, chunks: Sequence[Sequence[HostPairs]], about: About) -> None:
-    """Of each chunk the weights, and its moments."""
+    """Write each chunk's weights and moments into a folder, durably."""
     from safetensors.numpy import save
 
     optimizer = {

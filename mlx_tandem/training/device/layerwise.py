@@ -1,8 +1,8 @@
-"""A model cut at its layers without knowing the family: entry, each layer, and from the last layer to the logits.
+"""A model run layer by layer without knowing its family: entry, each layer, and from the last layer to the logits.
 
-The model's own forward is run with its layers replaced by ones that hand on what they get. That shows what reaches the
-first layer and with which masks each is called; what comes after the last layer is had by letting that one hand out
-the given states. Nothing that is not wanted is ever evaluated.
+The model's own forward is run with layers that hand on what they get. That shows what reaches the first layer and with
+which masks each layer is called. What comes after the last layer is computed by letting that one hand out given states.
+Nothing that is not wanted is ever evaluated, since MLX computes only what is asked for.
 """
 
 from __future__ import annotations
@@ -17,19 +17,25 @@ from mlx_tandem.model.mixin import mix_in
 Layer = Callable[[mx.array], mx.array]
 
 
-class Spine:
+class LayerwiseForward:
+    """The forward of one model, in parts: `enter`, the layers, `leave`."""
+
     def __init__(self, model: Any, layers: list[Any]):
+        """Prepare a model whose `layers` are called one after the other."""
         self._model = model
         self._layers = layers
         self._given: mx.array | None = None  # what the last layer hands out
         self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] | None = None  # while a forward is recorded
         self._entry: mx.array | None = None
         for layer in layers:
-            layer._spine = self
+            layer._forward = self
             mix_in(layer, Cut)
 
     def enter(self, tokens: mx.array) -> tuple[mx.array, list[Layer]]:
-        """The states [rows, length, dim] that reach the first layer, and the layers as functions of states alone."""
+        """Return the states [rows, length, dim] that reach the first layer, and the layers as functions of states.
+
+        Raises ValueError for a model that does not call its layers one after the other.
+        """
         calls = self._calls = []
         try:
             self._model(tokens)
@@ -41,7 +47,7 @@ class Spine:
         return entry, [_plain(*call) for call in calls]
 
     def leave(self, states: mx.array) -> mx.array:
-        """The logits [1, n, vocabulary], float32, of states [n, dim] behind the last layer."""
+        """Return the logits [1, n, vocabulary], float32, of states [n, dim] behind the last layer."""
         self._given, self._calls = states[None], []
         try:
             logits: mx.array = self._model(mx.zeros((1, 1), mx.int32))
@@ -50,7 +56,7 @@ class Spine:
         return logits.astype(mx.float32)
 
     def pass_on(self, layer: Any, x: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array | None:
-        """What `layer` hands out instead of computing; None: it computes."""
+        """Return what `layer` hands out instead of computing; None: it computes."""
         if self._calls is None:
             return None
         if self._given is not None:
@@ -62,6 +68,8 @@ class Spine:
 
 
 def _plain(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layer:
+    """Return a layer as a function of its states, with the other arguments of its recorded call."""
+
     def call(x: mx.array) -> mx.array:
         out: mx.array = layer(x, *args, **kwargs)
         return out
@@ -70,11 +78,11 @@ def _plain(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layer:
 
 
 class Cut:
-    """A layer that hands on what it gets while its spine wants it to."""
+    """A layer that hands on what it gets while its forward is being recorded or left."""
 
-    _spine: Spine
+    _forward: LayerwiseForward
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        handed = self._spine.pass_on(self, x, args, kwargs)
+        handed = self._forward.pass_on(self, x, args, kwargs)
         out: mx.array = super().__call__(x, *args, **kwargs) if handed is None else handed  # type: ignore[misc]
         return out

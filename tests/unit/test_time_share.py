@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.config import DutyConfig
-from mlx_tandem.engine.duty import BOUND_MS, GAPS, TOLERANCE, Duty
+from mlx_tandem.engine.time_share import BOUND_MS, GAPS, TOLERANCE, TimeShare
 
 LONGEST = 20.0
 WINDOW = 10_000.0
@@ -19,7 +19,7 @@ pieces = st.floats(0.5, LONGEST)
 weights = st.tuples(st.floats(0.05, 1.0), st.floats(0.05, 1.0))
 
 
-def work(duty: Duty, serving: Iterator[float] | None, training: Iterator[float] | None) -> tuple[bool, float]:
+def work(duty: TimeShare, serving: Iterator[float] | None, training: Iterator[float] | None) -> tuple[bool, float]:
     """One piece for whoever has the turn: (was it learning, how long)."""
     learns = duty.may_train(serving is not None, training is not None)
     side = training if learns else serving
@@ -29,7 +29,7 @@ def work(duty: Duty, serving: Iterator[float] | None, training: Iterator[float] 
     return learns, ms
 
 
-def busy(duty: Duty, serving: Iterator[float], training: Iterator[float], ms: float) -> list[tuple[bool, float]]:
+def busy(duty: TimeShare, serving: Iterator[float], training: Iterator[float], ms: float) -> list[tuple[bool, float]]:
     done: list[tuple[bool, float]] = []
     while ms > 0:
         done.append(work(duty, serving, training))
@@ -48,7 +48,7 @@ def test_shares_hold_in_every_window_while_both_are_busy(
     shares: tuple[float, float], serving: list[float], training: list[float], data: st.DataObject
 ) -> None:
     """Whatever went before: idle phases of either side, budgets missed."""
-    duty = Duty(DutyConfig(inference=shares[0], training=shares[1]))
+    duty = TimeShare(DutyConfig(inference=shares[0], training=shares[1]))
     one, other = cycle(serving), cycle(training)
     for side in data.draw(st.lists(st.sampled_from(["serving", "training", "both"]), max_size=5)):
         for _ in range(60):
@@ -70,7 +70,7 @@ def test_what_one_side_does_not_want_the_other_has_and_a_debt_is_small(
     shares: tuple[float, float], turns: list[tuple[bool, bool, float, bool]]
 ) -> None:
     """After any past, either side gets a turn within a bounded time of the other's."""
-    duty = Duty(DutyConfig(inference=shares[0], training=shares[1]))
+    duty = TimeShare(DutyConfig(inference=shares[0], training=shares[1]))
     for serving, training, ms, _ in turns:
         if serving or training:
             one = repeat(ms) if serving else None
@@ -92,7 +92,7 @@ def test_what_one_side_does_not_want_the_other_has_and_a_debt_is_small(
 def test_idle_time_is_not_paid_back_beyond_the_bound() -> None:
     """After an hour of learning alone, requests run for no longer than the bound before learning has its share."""
     for alone, expected in ((True, BOUND_MS / 0.3), (False, 0.0)):
-        duty = Duty(DutyConfig())
+        duty = TimeShare(DutyConfig())
         for _ in range(36_000):
             work(duty, None if alone else repeat(10.0), repeat(10.0) if alone else None)
         waited = 0.0
@@ -116,7 +116,7 @@ def test_one_piece_goes_before_a_step_where_that_is_enough(
 ) -> None:
     """Or nearly. Also after learning wanted nothing for long, and while its pieces are short, as those of a forward
     are; else as many as its share needs, less the tolerance."""
-    duty = Duty(DutyConfig(inference=shares[0], training=shares[1]))
+    duty = TimeShare(DutyConfig(inference=shares[0], training=shares[1]))
     share = shares[1] / sum(shares)
     for _ in range(1_000):
         duty.may_train(True, False)
@@ -150,7 +150,7 @@ def test_one_piece_goes_before_a_step_where_that_is_enough(
 
 def test_a_piece_longer_than_the_bound_is_paid_for() -> None:
     """300 ms at once, again and again: no bound forgives what was taken in the contest."""
-    duty = Duty(DutyConfig())
+    duty = TimeShare(DutyConfig())
     done = busy(duty, repeat(10.0), repeat(300.0), 60_000.0)
     learned = sum(ms for learns, ms in done if learns) / sum(ms for _, ms in done)
     assert abs(learned - 0.3) < 0.02
@@ -160,7 +160,7 @@ def test_a_piece_longer_than_the_bound_is_paid_for() -> None:
     ("mode", "alone", "contested"), [("inference_only", False, False), ("training_only", True, True)]
 )
 def test_modes_decide_without_counting(mode: str, alone: bool, contested: bool) -> None:
-    duty = Duty(DutyConfig(mode=mode))  # type: ignore[arg-type]
+    duty = TimeShare(DutyConfig(mode=mode))  # type: ignore[arg-type]
     for _ in range(100):
         assert duty.may_train(True, True) is contested
         assert duty.may_train(False, True) is alone
@@ -172,14 +172,14 @@ def test_modes_decide_without_counting(mode: str, alone: bool, contested: bool) 
 
 @pytest.mark.parametrize(("inference", "training", "turns"), [(1.0, 0.0, 0), (0.0, 1.0, 99)])
 def test_a_weight_of_nothing_is_idle_time_only(inference: float, training: float, turns: int) -> None:
-    duty = Duty(DutyConfig(inference=inference, training=training))
+    duty = TimeShare(DutyConfig(inference=inference, training=training))
     duty.note_serving(1.0)
     learned = sum(work(duty, repeat(10.0), repeat(10.0))[0] for _ in range(99))
     assert learned == turns
     assert duty.may_train(False, True)
 
 
-def tokens(duty: Duty, gaps: list[float], at: float = 0.0) -> None:
+def tokens(duty: TimeShare, gaps: list[float], at: float = 0.0) -> None:
     duty.note_tokens(at, True)
     for gap in gaps:
         at += gap
@@ -188,7 +188,7 @@ def tokens(duty: Duty, gaps: list[float], at: float = 0.0) -> None:
 
 def test_learning_waits_while_streams_are_slow() -> None:
     """More than one gap in twenty over the limit; and no debt grows from the wait."""
-    duty = Duty(DutyConfig(inter_token_p95_ms=50.0))
+    duty = TimeShare(DutyConfig(inter_token_p95_ms=50.0))
     duty.note_serving(10.0)
     tokens(duty, [49.0] * 122 + [51.0] * 6)
     assert duty.may_train(True, True)
@@ -207,7 +207,7 @@ def test_learning_waits_while_streams_are_slow() -> None:
 
 
 def test_one_slow_gap_in_twenty_is_within_the_budget() -> None:
-    duty = Duty(DutyConfig(inter_token_p95_ms=50.0))
+    duty = TimeShare(DutyConfig(inter_token_p95_ms=50.0))
     assert not duty.is_slow
     tokens(duty, [51.0] + [49.0] * 19)
     assert not duty.is_slow
@@ -216,7 +216,7 @@ def test_one_slow_gap_in_twenty_is_within_the_budget() -> None:
 
 
 def test_the_pause_between_two_streams_is_no_gap() -> None:
-    duty = Duty(DutyConfig(inter_token_p95_ms=50.0))
+    duty = TimeShare(DutyConfig(inter_token_p95_ms=50.0))
     for start in range(0, 100_000, 1000):
         duty.note_tokens(float(start), False)  # a step that reads the prompt
         tokens(duty, [10.0], float(start + 90))

@@ -29,7 +29,7 @@ class Behind:
     first: Version  # what the trainer is now
 
 
-class Trainer:
+class PolicyTrainer:
     """`left`: updates that have to be computed again."""
 
     def __init__(self, config: Config, client: EngineClient, versions: Versions) -> None:
