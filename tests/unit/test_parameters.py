@@ -18,9 +18,9 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
 from mlx_tandem.decode import decode
-from mlx_tandem.dialects.accept import rules, selection
-from mlx_tandem.dialects.openai import ChatBody, CompletionBody
-from mlx_tandem.dialects.parameters import BOTH, CHAT, PARAMETERS, SCHEMAS, Route
+from mlx_tandem.dialects.openai.accept import rules, selection
+from mlx_tandem.dialects.openai.bodies import ChatBody, CompletionBody
+from mlx_tandem.dialects.openai.parameters import BOTH, CHAT, PARAMETERS, SCHEMAS, Route
 from mlx_tandem.errors import InvalidRequest
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from mlx_tandem.dialects.parameters import PARAMETERS, Parameter, Route
+from mlx_tandem.dialects.openai.parameters import PARAMETERS, Parameter, Route
 from mlx_tandem.errors import InvalidRequest
 
 TYPES = {bool: "a boolean", str: "a text", float: "a number", list: "a list", dict: "an object"}

@@ -8,8 +8,8 @@ from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.sampling import Sampling
-from mlx_tandem.training.live.front import ServerFront
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -100,7 +100,7 @@ def streaming(body: Common) -> tuple[bool, bool, bool]:
     return True, always if options.include_usage is None else options.include_usage, always
 
 
-async def completion_prompts(front: ServerFront, body: CompletionBody) -> list[list[int]]:
+async def completion_prompts(front: Front, body: CompletionBody) -> list[list[int]]:
     """Token ids of each prompt: one text, one list of ids, or a list of either."""
     prompt, cut = body.prompt, body.truncate_prompt_tokens is not None
     vocabulary = front.client.check_ready().vocab_size
@@ -128,7 +128,7 @@ async def completion_prompts(front: ServerFront, body: CompletionBody) -> list[l
 
 
 def prompt_texts(
-    front: ServerFront, body: CompletionBody, whole: list[list[int]], prompts: list[list[int]]
+    front: Front, body: CompletionBody, whole: list[list[int]], prompts: list[list[int]]
 ) -> tuple[str, ...]:
     """Return what `echo` repeats: prompts as they were written; token ids, and prompts that were cut from `whole` to
     `prompts`, as what their tokens stand for."""
