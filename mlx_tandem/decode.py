@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ def decode(body: bytes, kind: type[T], select: Callable[[Any], Any] = lambda val
     except ValueError as e:
         position = f" at character {e.pos}" if isinstance(e, json.JSONDecodeError) else ""
         raise InvalidRequest(f"the body is not valid JSON{position}", code="invalid_json") from e
-    if b"\\u" in body:
+    if b"\\u" in body and _HALF_PAIR.search(body):
         _refuse_surrogates(value)
     return convert(select(value), kind)
 
@@ -165,6 +166,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique)
+
+
+_HALF_PAIR = re.compile(
+    rb"""\\\\u[dD]                                           # an escaped backslash, behind which this cannot tell
+    | \\u[dD][89abAB]..(?!\\u[dD][c-fC-F])                   # a first half without a second one
+    | (?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]      # a second half without a first one
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""What the JSON of a text with half a UTF-16 pair has in it. Other bodies need no look at each of their values."""
 
 
 def _refuse_surrogates(value: Any) -> None:

@@ -41,7 +41,7 @@ SECONDS_PER_MIB = 4.0
 REAL_SECONDS_PER_SECOND = 20.0
 """Real time that a second of CPU time may take while others use the machine, too."""
 
-NICENESS = 5
+NICENESS = 15
 
 
 class Worker:
