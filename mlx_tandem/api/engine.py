@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Annotated, Any, Self, TypeVar, overload
 
 from msgspec import Struct
 
@@ -42,7 +42,7 @@ from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.messages import chat_messages
 from mlx_tandem.generation.model_names import Selection
 from mlx_tandem.generation.prompted import Prompted
-from mlx_tandem.generation.sampling import Sampling, choices, priority, sampling_params, text_options
+from mlx_tandem.generation.sampling import Sampling, choices, sampling_params, text_options
 from mlx_tandem.types import (
     AdapterSource,
     EngineInfo,
@@ -76,7 +76,7 @@ class Completion:
 class ApiSampling(Sampling, kw_only=True, forbid_unknown_fields=True):
     """The keyword arguments of `generate`, `chat` and `stream`; names and ranges are those of the HTTP API."""
 
-    logprobs: Any = None  # None: none; 0: the sampled token's; k: also the k most likely
+    logprobs: Annotated[int, limits.bounds("logprobs")] | None = None  # 0: the sampled token's; k: also the k likeliest
 
 
 class Conversation(Struct):
@@ -347,10 +347,11 @@ class Engine:
 def _prompted(front: Front, prompts: list[list[int]], models: list[Selection], sampling: dict[str, Any]) -> Prompted:
     """Return the checked request for these prompts, each under its model. Raises InvalidRequest."""
     body = convert(sampling, ApiSampling)
-    logprobs = None if body.logprobs is None else int(limits.check("logprobs", body.logprobs))
     n = choices(front, body)
-    params = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs)
-    return Prompted(prompts, [model.ref for model in models], params, n, text_options(body), priority=priority(body))
+    params = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=body.logprobs)
+    return Prompted(
+        prompts, [model.ref for model in models], params, n, text_options(body), priority=body.priority or 0
+    )
 
 
 def _completion(prompted: Prompted, answers: Answers, i: int) -> Completion:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_tandem import limits
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.messages import Progress
@@ -149,10 +148,10 @@ class Front:
             )
         return asked
 
-    def seed(self, value: object) -> int:
-        """Return the checked `seed` of a request, or one for a request that brings none."""
-        if value is not None:
-            return int(limits.check("seed", value))
+    def seed(self, asked: int | None) -> int:
+        """Return the seed of a request; one is drawn for a request that brings none."""
+        if asked is not None:
+            return asked
         return secrets.randbits(63) if self._seeds is None else self._seeds.getrandbits(63)
 
     def assembler(self, prompted: Prompted, stream: Stream) -> Assembler:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +26,8 @@ from mlx_tandem.types import Delta
 from tests.api.scripted import Peer, scripted_server
 from tests.toys.dialect.routes import ROUTES as TOY
 from tests.toys.parser import ToyParser
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class ParsingFront(ServerFront):
@@ -119,3 +126,57 @@ def test_a_dialect_is_described_like_any_other(served: tuple[httpx.Client, Peer]
     document = client.get("/openapi.json").json()
     assert document["paths"]["/toy"]["post"]["requestBody"]["required"]
     assert set(document["components"]["schemas"]["ToyBody"]["properties"]) == {"after", "stream"}
+
+
+NEW_PARAMETER = {
+    "limits.py": ('    "min_p": Range(0.0, 1.0),\n', '    "toy": Range(0.0, 1.0),\n'),
+    "types.py": ("    xtc_kept: tuple[int, ...] = ()", "    toy: float = 0.25  #"),
+    "generation/sampling.py": (
+        '    min_p: Annotated[float, bounds("min_p")] | None = None\n',
+        '    toy: Annotated[float, bounds("toy")] | None = None\n',
+    ),
+}
+"""All that a sampling parameter needs on its way to the engine: a line in each of these files, before or behind one
+that is there. The sampler that draws with it is the fourth file."""
+
+TRY_IT = """
+import threading
+from tests.api.scripted import scripted_server
+from mlx_tandem.engine.messages import Output, Submit
+from mlx_tandem.types import Delta
+
+with scripted_server() as (client, peer, _):
+    drawn = []
+    def chat(**fields):
+        return client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]} | fields)
+    for fields in ({}, {"toy": 0.5}, {"toy": None}):
+        thread = threading.Thread(target=chat, kwargs=fields)
+        thread.start()
+        request = peer.hear(Submit).request
+        drawn.append(request.params.toy)
+        peer.say(Output([Delta(request.id, 0, (300,), None, "stop")]))
+        thread.join()
+    print(drawn, chat(toy=7).json()["error"]["message"], chat(toy="x").json()["error"]["message"], sep="; ")
+"""
+
+
+def test_a_sampling_parameter_is_a_line_in_three_files_and_the_sampler(tmp_path: Path) -> None:
+    """Tried on a copy of the package that has one more."""
+    package = tmp_path / "mlx_tandem"
+    shutil.copytree(ROOT / "mlx_tandem", package, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, (there, new) in NEW_PARAMETER.items():
+        file = package / name
+        text = file.read_text(encoding="utf-8")
+        assert text.count(there) == 1, f"{name} has another line now"
+        both = f"{there}{new}" if there.endswith("\n") else f"{new}\n{there}"
+        file.write_text(text.replace(there, both), encoding="utf-8")
+    run = subprocess.run(
+        [sys.executable, "-c", TRY_IT],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    words = "[0.25, 0.5, 0.25]; toy must be a number between 0 and 1; toy must be a number"
+    assert run.stdout.strip() == words, run.stderr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Struct
 
@@ -10,9 +10,12 @@ from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.sampling import Sampling
+from mlx_tandem.limits import bounds
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
+    """How a reply is streamed."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage in every event
     include_obfuscation: bool | None = None  # no effect: what is sent is not padded
@@ -25,11 +28,13 @@ class TemplateOptions(Struct, forbid_unknown_fields=True):
 
 
 class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """What both routes take."""
+
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     echo: bool | None = None
-    truncate_prompt_tokens: Any = None
+    truncate_prompt_tokens: Annotated[int, bounds("truncate_prompt_tokens")] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: str | None = None  # keeps a caller on one arm of an alias
@@ -42,21 +47,26 @@ class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):
+    """The body of a chat."""
+
     messages: list[dict[str, Any]]
-    max_completion_tokens: Any = None
+    max_completion_tokens: Annotated[int, bounds("max_completion_tokens")] | None = None
     logprobs: bool | None = None
-    top_logprobs: Any = None
+    top_logprobs: Annotated[int, bounds("top_logprobs")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
 
 
 class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
+    """The body of a text completion."""
+
     prompt: str | list[int | str | list[int]]
-    logprobs: Any = None
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
 
 
 def template_options(given: TemplateOptions | None) -> dict[str, bool]:
+    """Return what `chat_template_kwargs` tell the template."""
     if given is None or given.enable_thinking is None:
         return {}
     return {"enable_thinking": given.enable_thinking}
@@ -76,17 +86,13 @@ def chat_options(body: ChatBody) -> dict[str, bool]:
 
 
 def chat_logprobs(body: ChatBody) -> int | None:
-    """How many alternatives to report; None: no logprobs at all."""
-    top = 0 if body.top_logprobs is None else int(limits.check("top_logprobs", body.top_logprobs))
-    if not body.logprobs:
-        if body.top_logprobs is not None and top > 0:
-            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        return None
-    return top
-
-
-def completion_logprobs(body: CompletionBody) -> int | None:
-    return None if body.logprobs is None else int(limits.check("logprobs", body.logprobs))
+    """Return how many alternatives to report; None: no logprobs at all."""
+    top = body.top_logprobs or 0
+    if body.logprobs:
+        return top
+    if top:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return None
 
 
 def streaming(body: Common) -> tuple[bool, bool, bool]:
@@ -101,7 +107,7 @@ def streaming(body: Common) -> tuple[bool, bool, bool]:
 
 
 async def completion_prompts(front: Front, body: CompletionBody) -> list[list[int]]:
-    """Token ids of each prompt: one text, one list of ids, or a list of either."""
+    """Return the token ids of each prompt: of one text, one list of ids, or a list of either."""
     prompt, cut = body.prompt, body.truncate_prompt_tokens is not None
     vocabulary = front.client.check_ready().vocab_size
     if isinstance(prompt, str):

@@ -13,7 +13,6 @@ from mlx_tandem.dialects.openai.bodies import (
     CompletionBody,
     chat_logprobs,
     chat_options,
-    completion_logprobs,
     completion_prompts,
     prompt_texts,
     streaming,
@@ -30,8 +29,6 @@ from mlx_tandem.generation.sampling import (
     check_logprobs,
     choices,
     kept_tokens,
-    priority,
-    prompt_logprobs,
     sampling_params,
     text_options,
 )
@@ -60,7 +57,7 @@ async def plan_completion(front: ServerFront, body: CompletionBody) -> Plan:
     model = await _selected(front, body)
     _check_streaming(body)
     echo = bool(body.echo)
-    n, text, logprobs = choices(front, body), text_options(body, echo), completion_logprobs(body)
+    n, text, logprobs = choices(front, body), text_options(body, echo), body.logprobs
     check_logprobs(front, "logprobs", logprobs)
     kept = kept_tokens(front, body.truncate_prompt_tokens, body.max_tokens)
     whole = await completion_prompts(front, body)
@@ -105,13 +102,13 @@ def _plan(
         parser=front.parser if renderer is ChatRenderer else None,
         version=version,
         running_usage=stream and always_usage,
-        priority=priority(body),
+        priority=body.priority or 0,
         follow=follows(front, body, model),
     )
     shown = Shown(
         usage=with_usage or front.config.server.force_include_usage,
         logprobs=params.logprobs,
-        prompt_logprobs=prompt_logprobs(body),
+        prompt_logprobs=body.prompt_logprobs,
         token_ids=bool(body.return_token_ids),
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         versions=version is not None,
