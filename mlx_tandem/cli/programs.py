@@ -3,29 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 from mlx_tandem.cli import main
 from mlx_tandem.cli.console import warn
-
-
-@dataclass(frozen=True)
-class Caller:
-    """What differs when `tandem` is called by another program's name."""
-
-    also_called: str = ""  # a further name of the base: that program's requests use it whatever the model is
-    port: int | None = None  # where no setting says one
-
-    def defaults(self) -> dict[str, object]:
-        """By their place in config.py."""
-        return {} if self.port is None else {"server.port": self.port}
-
-
-CALLERS = {
-    "tandem": Caller(),
-    "mlx-server": Caller(also_called="model", port=8080),
-    "mlx_parallm_serve": Caller(also_called="base-model"),
-}
 
 TRAINING = ("rl", "sft")
 """Commands of `tandem train`."""

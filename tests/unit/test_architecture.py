@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -88,6 +88,41 @@ def test_nothing_runs_code_from_data() -> None:
         if TRUST_MAY_BE_NAMED.get(name := f.relative_to(ROOT).as_posix(), "nowhere") not in what
     ]
     assert not found
+
+
+def imports_of(file: Path, modules: Collection[str]) -> set[str]:
+    """The modules that a file imports anywhere: inside of functions and for types only, too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{a.name}" for a in node.names]
+            found |= {name if name in modules else node.module for name in names}
+    return found & set(modules)
+
+
+def circles(imports: Mapping[str, set[str]]) -> set[str]:
+    """The modules that are on a circle of imports, by leaving out what imports or is imported by none of the rest."""
+    rest = {module: set(others) - {module} for module, others in imports.items()}
+    while True:
+        reached = set().union(*rest.values())
+        gone = {module for module, others in rest.items() if not others or module not in reached}
+        if not gone:
+            return set(rest)
+        rest = {module: others - gone for module, others in rest.items() if module not in gone}
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set(), "f": {"e"}}) == {"a", "b", "c"}
+    assert not circles({"a": {"b"}, "b": {"c"}, "c": set()})
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    modules = {".".join(f.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): f for f in SOURCES}
+    # The package hands out `Engine` and others when somebody first asks for them.
+    imports = {m: imports_of(f, modules) - {"mlx_tandem"} for m, f in modules.items()}
+    assert not circles(imports)
 
 
 def test_modules_can_be_read_in_one_sitting() -> None:

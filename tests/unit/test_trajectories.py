@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.decode import convert
-from mlx_tandem.dialects.training import UpdateBody
+from mlx_tandem.dialects.training.bodies import UpdateBody
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.training.external import check_external

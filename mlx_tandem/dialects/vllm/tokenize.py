@@ -3,39 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from msgspec import Struct
-
-from mlx_tandem.dialects.openai import TemplateOptions, template_options
-from mlx_tandem.dialects.shapes import dumps
+from mlx_tandem.decode import dumps
+from mlx_tandem.dialects.openai.bodies import template_options
+from mlx_tandem.dialects.vllm.bodies import DetokenizeBody, TokenizeBody
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.messages import chat_messages
 from mlx_tandem.generation.parts import Part
-from mlx_tandem.training.live.front import ServerFront
 
 Pieces = Sequence[bytes]
 """A reply's body in pieces, which are long only where the reply is."""
 
 
-class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Either a prompt or messages."""
-
-    model: str | None = None
-    prompt: str | None = None
-    add_special_tokens: bool | None = None  # of a prompt; the template of a conversation has its own
-    messages: list[dict[str, Any]] | None = None
-    add_generation_prompt: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
-    return_token_strs: bool | None = None
-
-
-class DetokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    model: str | None = None
-    tokens: list[int]
-
-
-async def tokenize(front: ServerFront, body: TokenizeBody) -> Pieces:
+async def tokenize(front: Front, body: TokenizeBody) -> Pieces:
     """Return the reply's body."""
     info = front.client.check_ready()
     await front.models.select(body.model)
@@ -47,14 +28,14 @@ async def tokenize(front: ServerFront, body: TokenizeBody) -> Pieces:
     return (head, found.tokens, b',"token_strs":', found.pieces or b"null", b"}")
 
 
-async def detokenize(front: ServerFront, body: DetokenizeBody) -> Pieces:
+async def detokenize(front: Front, body: DetokenizeBody) -> Pieces:
     """Return the reply's body."""
     info = front.client.check_ready()
     await front.models.select(body.model)
     return (b'{"prompt":', await front.prompts.text_of(body.tokens, info.vocab_size, "tokens"), b"}")
 
 
-def tokenizer_info(front: ServerFront) -> bytes:
+def tokenizer_info(front: Front) -> bytes:
     """Return what a client needs to write prompts of its own, as the reply's body."""
     texts, template = front.tokenizer.special_texts(), front.prompts.template
     return dumps(
@@ -75,7 +56,7 @@ def _prompt(body: TokenizeBody) -> tuple[list[Part], str, bool]:
     return [(body.prompt, False)], "prompt", body.add_special_tokens is not False
 
 
-async def _conversation(front: ServerFront, body: TokenizeBody) -> tuple[list[Part], str, bool]:
+async def _conversation(front: Front, body: TokenizeBody) -> tuple[list[Part], str, bool]:
     if body.prompt is not None:
         raise InvalidRequest("either prompt or messages can be given, not both", param="prompt")
     if body.add_special_tokens:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from mlx_tandem.errors import NotFound
+from mlx_tandem.generation.front import Front
 from mlx_tandem.limits import BASE_NAMES
-from mlx_tandem.training.live.front import ServerFront
 
 
-def listing(front: ServerFront) -> dict[str, Any]:
+def listing(front: Front) -> dict[str, Any]:
+    """Return everything that a request may name."""
     models = front.models
     names = [models.id, *models.served_names]
     names += [e.name for e in models.registry.entries()]
@@ -18,7 +19,7 @@ def listing(front: ServerFront) -> dict[str, Any]:
     return {"object": "list", "data": [_describe(front, name) for name in names]}
 
 
-def one(front: ServerFront, selector: str) -> dict[str, Any]:
+def one(front: Front, selector: str) -> dict[str, Any]:
     """Return one entry of the list, or one version of an adapter, without reading anything from disk for it.
 
     Raises NotFound (`model_not_found`) when nothing is called so.
@@ -29,7 +30,7 @@ def one(front: ServerFront, selector: str) -> dict[str, Any]:
         raise front.models.unknown(selector, e) from None
 
 
-def _describe(front: ServerFront, name: str) -> dict[str, Any]:
+def _describe(front: Front, name: str) -> dict[str, Any]:
     """Return one entry. `root`: the version or the model behind the name; `parent`: the base that it stands on;
     `loaded`: whether it answers without being read from its folder first, which `status` says more finely."""
     models, info = front.models, front.client.info

@@ -1,4 +1,4 @@
-"""`/v1/adapters` and `/v1/aliases`: what is known and loaded, and changing it while serving; vLLM's two routes, too."""
+"""What is known and loaded of adapters and aliases, and changing it while serving."""
 
 from __future__ import annotations
 
@@ -6,39 +6,16 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
-from msgspec import Struct
 
 from mlx_tandem.adapters.aliases import AliasArm
 from mlx_tandem.adapters.registry import Entry
-from mlx_tandem.config import Arm
-from mlx_tandem.errors import InvalidRequest, NotFound, renamed
-from mlx_tandem.training.live.front import ServerFront
-
-
-class AdapterBody(Struct, forbid_unknown_fields=True):
-    name: str
-    path: str | None = None  # under the adapter root; absent: the folder that the name is known by
-    pin: bool = False
-
-
-class AliasBody(Struct, forbid_unknown_fields=True):
-    arms: list[Arm]
-
-
-class VllmLoadBody(Struct, forbid_unknown_fields=True):
-    lora_name: str
-    lora_path: str | None = None
-    load_inplace: bool = False
-    base_model_name: str | None = None
-
-
-class VllmUnloadBody(Struct, forbid_unknown_fields=True):
-    lora_name: str
-    lora_int_id: int | None = None
+from mlx_tandem.dialects.adapters.bodies import AdapterBody, AliasBody
+from mlx_tandem.errors import NotFound
+from mlx_tandem.generation.front import Front
 
 
 def describe(entry: Entry, resident: Collection[str]) -> dict[str, Any]:
-    """One adapter version as clients see it; `resident` are the digests in slots."""
+    """Return one adapter version as clients see it; `resident` are the digests in slots."""
     info = entry.info
     return {
         "name": entry.name,
@@ -59,8 +36,9 @@ def describe(entry: Entry, resident: Collection[str]) -> dict[str, Any]:
     }
 
 
-def listing(front: ServerFront) -> dict[str, Any]:
-    """Current versions, each with the numbers of all versions of its name; then names that were never asked for."""
+def listing(front: Front) -> dict[str, Any]:
+    """Return the current versions, each with the numbers of all versions of its name; then names that were never asked
+    for."""
     registry, stats = front.models.registry, front.client.stats
     resident = frozenset(stats.resident_adapters)
     read = [
@@ -84,8 +62,8 @@ def listing(front: ServerFront) -> dict[str, Any]:
     }
 
 
-def one(front: ServerFront, selector: str) -> dict[str, Any]:
-    """One version, or a name, or a version in a checkpoint, that was never asked for."""
+def one(front: Front, selector: str) -> dict[str, Any]:
+    """Return one version; or a name, or a version in a checkpoint, that was never asked for."""
     registry = front.models.registry
     source = registry.source(selector)
     if source is not None and not registry.is_read(selector):
@@ -100,40 +78,20 @@ def one(front: ServerFront, selector: str) -> dict[str, Any]:
         raise NotFound(e.message, param="name", code="adapter_not_found") from None
 
 
-async def load(front: ServerFront, body: AdapterBody) -> dict[str, Any]:
-    """Under a name that exists this publishes a new version: the name stands for it from the next request on."""
+async def load(front: Front, body: AdapterBody) -> dict[str, Any]:
+    """Read a folder. A name that exists stands for the new version from the next request on."""
     entry = await front.models.load(body.name, front.models.source(body.name, body.path), body.pin)
     return {"status": "loaded"} | describe(entry, front.client.stats.resident_adapters)
 
 
-async def unload(front: ServerFront, name: str) -> dict[str, Any]:
+async def unload(front: Front, name: str) -> dict[str, Any]:
+    """Forget an adapter and all its versions."""
     refs = await front.models.unload(name)
     return {"status": "unloaded", "name": name, "versions": [r.version for r in refs]}
 
 
-async def vllm_load(front: ServerFront, body: VllmLoadBody) -> str:
-    """vLLM refuses a name that is loaded unless `load_inplace` says that it shall be replaced."""
-    models = front.models
-
-    def check() -> None:
-        if models.registry.is_read(body.lora_name) and not body.load_inplace:
-            raise InvalidRequest(
-                f"the LoRA adapter {body.lora_name!r} has already been loaded; set load_inplace to replace it",
-                param="lora_name",
-            )
-
-    with renamed(name="lora_name", path="lora_path"):
-        await models.load(body.lora_name, models.source(body.lora_name, body.lora_path), check=check)
-    return f"Success: LoRA adapter '{body.lora_name}' added successfully."
-
-
-async def vllm_unload(front: ServerFront, body: VllmUnloadBody) -> str:
-    with renamed(name="lora_name"):
-        await front.models.unload(body.lora_name)
-    return f"Success: LoRA adapter '{body.lora_name}' removed successfully."
-
-
 def describe_alias(name: str, arms: Sequence[AliasArm]) -> dict[str, Any]:
+    """Return an alias as clients see it."""
     total = sum(a.weight for a in arms)
     return {
         "name": name,
@@ -144,18 +102,22 @@ def describe_alias(name: str, arms: Sequence[AliasArm]) -> dict[str, Any]:
     }
 
 
-def aliases(front: ServerFront) -> dict[str, Any]:
+def aliases(front: Front) -> dict[str, Any]:
+    """Return all aliases."""
     return {"aliases": [describe_alias(name, arms) for name, arms in front.models.aliases.items()]}
 
 
-def one_alias(front: ServerFront, name: str) -> dict[str, Any]:
+def one_alias(front: Front, name: str) -> dict[str, Any]:
+    """Return one alias."""
     return describe_alias(name, front.models.aliases.arms(name))
 
 
-async def put_alias(front: ServerFront, name: str, body: AliasBody) -> dict[str, Any]:
+async def put_alias(front: Front, name: str, body: AliasBody) -> dict[str, Any]:
+    """Let an alias stand for other arms, or for its first ones."""
     return describe_alias(name, await front.models.put_alias(name, body.arms))
 
 
-def remove_alias(front: ServerFront, name: str) -> dict[str, Any]:
+def remove_alias(front: Front, name: str) -> dict[str, Any]:
+    """Forget an alias."""
     front.models.aliases.remove(name)
     return {"status": "removed", "name": name}

@@ -1,23 +1,27 @@
 """Every parameter of completions and chats that OpenAI, vLLM, mlx-lm or llama.cpp know, and what is done with it here.
 
-A parameter that is served is a field of a body in `openai.py`. Of any other one, null and the values that would change
-nothing are accepted, and everything else is refused by name. docs/http-api.md shows this table.
+A parameter that is served is a field of a body in `bodies.py`. Of any other one, null and the values that would change
+nothing are accepted, and everything else is refused by name. docs/http-api.md shows this table, with the fields that
+only this project knows.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
+from mlx_tandem.dialects.openai.bodies import ChatBody, Common, CompletionBody
+
 Route = Literal["chat", "completions"]
 BOTH: tuple[Route, ...] = ("chat", "completions")
+BODIES: dict[Route, type[Common]] = {"chat": ChatBody, "completions": CompletionBody}
 CHAT: tuple[Route, ...] = ("chat",)
 COMPLETIONS: tuple[Route, ...] = ("completions",)
 
-SCHEMAS = {"O": "OpenAI", "V": "vLLM", "M": "mlx-lm", "L": "llama.cpp", "T": "mlx-tandem"}
+SCHEMAS = {"O": "OpenAI", "V": "vLLM", "M": "mlx-lm", "L": "llama.cpp"}
 
 
 class Parameter(NamedTuple):
-    """One parameter. `schemas` are letters of SCHEMAS, of who knows it.
+    """One parameter. `schemas` has letters of SCHEMAS: who knows it.
 
     `no_effect` has the values that change nothing beside null, on the routes `only`; a type stands for all of its
     values, and float for every number. `idle_without`: no value changes anything while all of these parameters are
@@ -26,36 +30,36 @@ class Parameter(NamedTuple):
 
     name: str
     schemas: str
-    served: tuple[Route, ...] = ()
     no_effect: tuple[Any, ...] = ()
     only: tuple[Route, ...] = BOTH
     idle_without: tuple[str, ...] = ()
     instead: str = ""
 
+    @property
+    def served(self) -> tuple[Route, ...]:
+        """Return the routes that serve it."""
+        return tuple(route for route in BOTH if self.name in BODIES[route].__struct_fields__)
+
 
 PARAMETERS: tuple[Parameter, ...] = (
     # What is asked for
-    Parameter("model", "OVML", BOTH),
-    Parameter("messages", "OVML", CHAT),
-    Parameter("prompt", "OVML", COMPLETIONS),
-    Parameter("lora_adapter", "T", BOTH),
-    Parameter("user", "OV", BOTH),
-    Parameter("metadata", "O", BOTH),
-    Parameter("collect_trajectory", "T", BOTH),
-    Parameter("scoring_function", "T", BOTH),
-    Parameter("swap_policy", "T", BOTH),
+    Parameter("model", "OVML"),
+    Parameter("messages", "OVML"),
+    Parameter("prompt", "OVML"),
+    Parameter("user", "OV"),
+    Parameter("metadata", "O"),
     # How long the answer is, and where it ends
-    Parameter("max_tokens", "OVML", BOTH),
-    Parameter("max_completion_tokens", "OVML", CHAT, instead="max_tokens"),
+    Parameter("max_tokens", "OVML"),
+    Parameter("max_completion_tokens", "OVML", instead="max_tokens"),
     Parameter("n_predict", "L", instead="max_tokens"),
-    Parameter("min_tokens", "V", BOTH),
-    Parameter("n", "OVL", BOTH),
+    Parameter("min_tokens", "V"),
+    Parameter("n", "OVL"),
     Parameter("n_cmpl", "L", no_effect=(1,), instead="n"),
     Parameter("best_of", "OV", no_effect=(1,)),
-    Parameter("stop", "OVML", BOTH),
-    Parameter("stop_token_ids", "V", BOTH),
-    Parameter("ignore_eos", "VL", BOTH),
-    Parameter("include_stop_str_in_output", "V", BOTH),
+    Parameter("stop", "OVML"),
+    Parameter("stop_token_ids", "V"),
+    Parameter("ignore_eos", "VL"),
+    Parameter("include_stop_str_in_output", "V"),
     Parameter("n_indent", "L", no_effect=(0,)),
     Parameter("t_max_predict_ms", "L", no_effect=(0, -1)),
     Parameter("max_repetition_pattern_size", "V", no_effect=(0,)),
@@ -63,24 +67,24 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("repetition_min_count", "V", no_effect=(0,)),
     Parameter("repetition_detection", "V"),
     # How tokens are drawn
-    Parameter("temperature", "OVML", BOTH),
-    Parameter("top_p", "OVML", BOTH),
-    Parameter("top_k", "VML", BOTH),
-    Parameter("min_p", "VML", BOTH),
-    Parameter("repetition_penalty", "VM", BOTH),
-    Parameter("repetition_context_size", "M", BOTH),
+    Parameter("temperature", "OVML"),
+    Parameter("top_p", "OVML"),
+    Parameter("top_k", "VML"),
+    Parameter("min_p", "VML"),
+    Parameter("repetition_penalty", "VM"),
+    Parameter("repetition_context_size", "M"),
     Parameter("repeat_penalty", "L", no_effect=(1,), instead="repetition_penalty"),
     Parameter("repeat_last_n", "L", idle_without=("presence_penalty", "frequency_penalty")),
-    Parameter("presence_penalty", "OVML", BOTH),
+    Parameter("presence_penalty", "OVML"),
     Parameter("presence_context_size", "M", idle_without=("presence_penalty",)),
-    Parameter("frequency_penalty", "OVML", BOTH),
+    Parameter("frequency_penalty", "OVML"),
     Parameter("frequency_context_size", "M", idle_without=("frequency_penalty",)),
-    Parameter("xtc_probability", "ML", BOTH),
-    Parameter("xtc_threshold", "ML", BOTH),
-    Parameter("logit_bias", "OVML", BOTH, no_effect=([],)),
-    Parameter("allowed_token_ids", "V", BOTH),
+    Parameter("xtc_probability", "ML"),
+    Parameter("xtc_threshold", "ML"),
+    Parameter("logit_bias", "OVML", no_effect=([],)),
+    Parameter("allowed_token_ids", "V"),
     Parameter("bad_words", "V", no_effect=([],)),
-    Parameter("seed", "OVML", BOTH),
+    Parameter("seed", "OVML"),
     Parameter("typical_p", "L", no_effect=(1,)),
     Parameter("tfs_z", "L", no_effect=(1,)),
     Parameter("top_n_sigma", "L", no_effect=(-1,)),
@@ -144,11 +148,11 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("reasoning_budget_end_tags", "L", no_effect=(list,)),
     Parameter("reasoning_budget_message", "L", no_effect=(str,)),
     # How the prompt is made
-    Parameter("echo", "OVL", BOTH),
+    Parameter("echo", "OVL"),
     Parameter("suffix", "OV", no_effect=("",)),
-    Parameter("add_generation_prompt", "VL", CHAT, no_effect=(bool,), only=COMPLETIONS),
-    Parameter("continue_final_message", "VL", CHAT, no_effect=(False,), only=COMPLETIONS),
-    Parameter("chat_template_kwargs", "VML", CHAT, no_effect=(dict,), only=COMPLETIONS),
+    Parameter("add_generation_prompt", "VL", no_effect=(bool,), only=COMPLETIONS),
+    Parameter("continue_final_message", "VL", no_effect=(False,), only=COMPLETIONS),
+    Parameter("chat_template_kwargs", "VML", no_effect=(dict,), only=COMPLETIONS),
     Parameter("chat_template", "V"),
     Parameter("chat_format", "L"),
     Parameter("chat_parser", "L", no_effect=("",)),
@@ -157,33 +161,33 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("documents", "V", no_effect=([],)),
     Parameter("add_special_tokens", "V", no_effect=(False,), only=CHAT),
     Parameter("add_special_tokens", "V", no_effect=(True,), only=COMPLETIONS),
-    Parameter("truncate_prompt_tokens", "V", BOTH),
+    Parameter("truncate_prompt_tokens", "V"),
     Parameter("prompt_embeds", "V", no_effect=([],)),
     Parameter("image_data", "L", no_effect=([],)),
     Parameter("mm_processor_kwargs", "V", no_effect=({},)),
     Parameter("media_io_kwargs", "V", no_effect=({},)),
     # What is said about the answer
-    Parameter("logprobs", "OVML", BOTH, no_effect=(False,), only=COMPLETIONS),
-    Parameter("top_logprobs", "OVM", CHAT, no_effect=(0, -1), only=COMPLETIONS),
+    Parameter("logprobs", "OVML", no_effect=(False,), only=COMPLETIONS),
+    Parameter("top_logprobs", "OVM", no_effect=(0, -1), only=COMPLETIONS),
     Parameter("n_probs", "L", no_effect=(0,), instead="logprobs"),
     Parameter("post_sampling_probs", "L", no_effect=(False,)),
-    Parameter("prompt_logprobs", "V", BOTH),
+    Parameter("prompt_logprobs", "V"),
     Parameter("logprob_token_ids", "V", no_effect=([],)),
-    Parameter("return_token_ids", "V", BOTH),
+    Parameter("return_token_ids", "V"),
     Parameter("return_tokens", "L", no_effect=(False,), instead="return_token_ids"),
-    Parameter("return_tokens_as_token_ids", "V", BOTH),
-    Parameter("skip_special_tokens", "V", BOTH),
+    Parameter("return_tokens_as_token_ids", "V"),
+    Parameter("skip_special_tokens", "V"),
     Parameter("spaces_between_special_tokens", "V", no_effect=(bool,)),
     Parameter("response_fields", "L", no_effect=([],)),
     Parameter("timings_per_token", "L", no_effect=(False,)),
     Parameter("verbose", "L", no_effect=(False,)),
     Parameter("request_id", "V", no_effect=(str,)),
     # How it is sent, and when it is worked on
-    Parameter("stream", "OVML", BOTH),
-    Parameter("stream_options", "OVML", BOTH),
+    Parameter("stream", "OVML"),
+    Parameter("stream_options", "OVML"),
     Parameter("return_progress", "L", no_effect=(False,)),
     Parameter("sse_ping_interval", "L", no_effect=(float,)),
-    Parameter("priority", "V", BOTH),
+    Parameter("priority", "V"),
     Parameter("service_tier", "O", no_effect=(str,)),
     Parameter("store", "O", no_effect=(bool,)),
     Parameter("safety_identifier", "O", no_effect=(str,)),

@@ -1,4 +1,4 @@
-"""`/v1/training`: updates by hand, how learning goes, and steering it; the routes of MLX ParaLLM, too."""
+"""Updates by hand, how learning goes, and steering it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import Struct
 
 from mlx_tandem import limits
+from mlx_tandem.dialects.training.bodies import CheckpointBody, NoBody, RollbackBody, SwitchBody, UpdateBody
 from mlx_tandem.errors import NotFound
-from mlx_tandem.training.external import External, check_external
+from mlx_tandem.training.external import check_external
 from mlx_tandem.training.live.front import ServerFront
 from mlx_tandem.training.trajectories import Trajectory
 
@@ -22,31 +22,8 @@ if TYPE_CHECKING:
 WHAT = "this route"
 
 
-class UpdateBody(Struct, forbid_unknown_fields=True):
-    trajectories: list[External] = []  # none: what has been collected
-    update_inference: bool = True  # serve what was learned
-    checkpoint_name: str | None = None  # save it under this name
-    wait: bool = False  # answer when it is done
-
-
-class NoBody(Struct, forbid_unknown_fields=True):
-    pass
-
-
-class CheckpointBody(Struct, forbid_unknown_fields=True):
-    name: str | None = None
-
-
-class RollbackBody(Struct, forbid_unknown_fields=True):
-    to: str | int | None = None  # a version or a checkpoint; absent: the last good one
-
-
-class SwitchBody(Struct, forbid_unknown_fields=True):
-    version: str | int
-
-
 async def update(front: ServerFront, body: UpdateBody) -> tuple[int, dict[str, Any]]:
-    """HTTP status and job: 202 and queued, or with `wait` 200 and done."""
+    """Start an update; return the HTTP status and the job: 202 and queued, or with `wait` 200 and done."""
     learning = front.check_learning(WHAT)
     learner = learning.check_up()
     if body.checkpoint_name is not None:
@@ -78,11 +55,12 @@ async def update(front: ServerFront, body: UpdateBody) -> tuple[int, dict[str, A
 
 
 def job(front: ServerFront, id: str) -> dict[str, Any]:
+    """Return what became of an update."""
     return front.check_learning(WHAT).jobs.get(id).describe()
 
 
 def status(front: ServerFront) -> dict[str, Any]:
-    """How learning goes; on a server that does not learn, just that."""
+    """Return how learning goes; on a server that does not learn, just that."""
     if front.learning is None:
         return {
             "training_enabled": False,
@@ -96,17 +74,20 @@ def status(front: ServerFront) -> dict[str, Any]:
     return found
 
 
-def start(front: ServerFront) -> dict[str, Any]:
+def start(front: ServerFront, body: NoBody) -> dict[str, Any]:
+    """Let the loop go on."""
     front.check_learning(WHAT).check_up().start()
     return status(front)
 
 
-def stop(front: ServerFront) -> dict[str, Any]:
+def stop(front: ServerFront, body: NoBody) -> dict[str, Any]:
+    """Let the loop pause."""
     front.check_learning(WHAT).check_up().stop()
     return status(front)
 
 
 async def checkpoint(front: ServerFront, body: CheckpointBody) -> dict[str, Any]:
+    """Save a checkpoint."""
     learning = front.check_learning(WHAT)
     learner = learning.check_up()
     with learning.naming(body.name, "name"):
@@ -114,7 +95,7 @@ async def checkpoint(front: ServerFront, body: CheckpointBody) -> dict[str, Any]
 
 
 async def rollback(front: ServerFront, body: RollbackBody) -> dict[str, Any]:
-    """What is served and what is trained go back."""
+    """Take what is served and what is trained back to an earlier version."""
     learner = front.check_learning(WHAT).check_up()
     with _naming("to"):
         ref = await learner.rollback(None if body.to is None else _selector(front, body.to, "to"))
@@ -122,7 +103,7 @@ async def rollback(front: ServerFront, body: RollbackBody) -> dict[str, Any]:
 
 
 async def switch(front: ServerFront, body: SwitchBody) -> dict[str, Any]:
-    """What the trained adapter's name stands for; what is trained goes on as it is."""
+    """Let the trained adapter's name stand for another version; what is trained goes on as it is."""
     learner = front.check_learning(WHAT).check_up()
     with _naming("version"):
         ref = await learner.switch(_selector(front, body.version, "version"))
@@ -131,7 +112,7 @@ async def switch(front: ServerFront, body: SwitchBody) -> dict[str, Any]:
 
 @contextmanager
 def _naming(param: str) -> Iterator[None]:
-    """What is not there was asked for by this field."""
+    """Raise NotFound under the name of the field that has asked for what is not there."""
     try:
         yield
     except NotFound as e:
@@ -140,14 +121,14 @@ def _naming(param: str) -> Iterator[None]:
 
 
 def _selector(front: ServerFront, given: str | int, param: str) -> str:
-    """A version's number or a checkpoint's name; numbers are also taken as the trained adapter's NAME@NUMBER."""
+    """Return a version's number or a checkpoint's name; numbers may be written as the trained adapter's NAME@NUMBER."""
     if isinstance(given, int):
         return str(limits.check("version", given, param))
     return limits.check_name(given.removeprefix(f"{front.config.rl_training.adapter}@"), param)
 
 
 def debug(front: ServerFront) -> dict[str, Any]:
-    """Everything about learning: status, the last updates, why rewards failed, and the settings."""
+    """Return everything about learning: status, the last updates, why rewards failed, and the settings."""
     config = front.config
     found: dict[str, Any] = {"status": status(front)}
     if front.learning is not None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.sampling import Sampling
-from mlx_tandem.training.live.front import ServerFront
+from mlx_tandem.limits import bounds
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
+    """How a reply is streamed."""
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage in every event
     include_obfuscation: bool | None = None  # no effect: what is sent is not padded
@@ -25,11 +28,13 @@ class TemplateOptions(Struct, forbid_unknown_fields=True):
 
 
 class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """What both routes take."""
+
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     echo: bool | None = None
-    truncate_prompt_tokens: Any = None
+    truncate_prompt_tokens: Annotated[int, bounds("truncate_prompt_tokens")] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     user: str | None = None  # keeps a caller on one arm of an alias
@@ -42,21 +47,26 @@ class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):
+    """The body of a chat."""
+
     messages: list[dict[str, Any]]
-    max_completion_tokens: Any = None
+    max_completion_tokens: Annotated[int, bounds("max_completion_tokens")] | None = None
     logprobs: bool | None = None
-    top_logprobs: Any = None
+    top_logprobs: Annotated[int, bounds("top_logprobs")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
 
 
 class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
+    """The body of a text completion."""
+
     prompt: str | list[int | str | list[int]]
-    logprobs: Any = None
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
 
 
 def template_options(given: TemplateOptions | None) -> dict[str, bool]:
+    """Return what `chat_template_kwargs` tell the template."""
     if given is None or given.enable_thinking is None:
         return {}
     return {"enable_thinking": given.enable_thinking}
@@ -76,17 +86,13 @@ def chat_options(body: ChatBody) -> dict[str, bool]:
 
 
 def chat_logprobs(body: ChatBody) -> int | None:
-    """How many alternatives to report; None: no logprobs at all."""
-    top = 0 if body.top_logprobs is None else int(limits.check("top_logprobs", body.top_logprobs))
-    if not body.logprobs:
-        if body.top_logprobs is not None and top > 0:
-            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        return None
-    return top
-
-
-def completion_logprobs(body: CompletionBody) -> int | None:
-    return None if body.logprobs is None else int(limits.check("logprobs", body.logprobs))
+    """Return how many alternatives to report; None: no logprobs at all."""
+    top = body.top_logprobs or 0
+    if body.logprobs:
+        return top
+    if top:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return None
 
 
 def streaming(body: Common) -> tuple[bool, bool, bool]:
@@ -100,8 +106,8 @@ def streaming(body: Common) -> tuple[bool, bool, bool]:
     return True, always if options.include_usage is None else options.include_usage, always
 
 
-async def completion_prompts(front: ServerFront, body: CompletionBody) -> list[list[int]]:
-    """Token ids of each prompt: one text, one list of ids, or a list of either."""
+async def completion_prompts(front: Front, body: CompletionBody) -> list[list[int]]:
+    """Return the token ids of each prompt: of one text, one list of ids, or a list of either."""
     prompt, cut = body.prompt, body.truncate_prompt_tokens is not None
     vocabulary = front.client.check_ready().vocab_size
     if isinstance(prompt, str):
@@ -128,7 +134,7 @@ async def completion_prompts(front: ServerFront, body: CompletionBody) -> list[l
 
 
 def prompt_texts(
-    front: ServerFront, body: CompletionBody, whole: list[list[int]], prompts: list[list[int]]
+    front: Front, body: CompletionBody, whole: list[list[int]], prompts: list[list[int]]
 ) -> tuple[str, ...]:
     """Return what `echo` repeats: prompts as they were written; token ids, and prompts that were cut from `whole` to
     `prompts`, as what their tokens stand for."""

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_tandem import limits
-from mlx_tandem.decode import check_nested
-from mlx_tandem.dialects.openai import Common
-from mlx_tandem.dialects.shapes import dumps
+from mlx_tandem.decode import check_nested, dumps
+from mlx_tandem.dialects.openai.bodies import Common
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.model_names import Selection
 from mlx_tandem.training.live.front import ServerFront

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from mlx_tandem.dialects.parameters import PARAMETERS, Parameter, Route
+from mlx_tandem.dialects.openai.parameters import BODIES, PARAMETERS, Parameter, Route
 from mlx_tandem.errors import InvalidRequest
 
 TYPES = {bool: "a boolean", str: "a text", float: "a number", list: "a list", dict: "an object"}
@@ -24,7 +24,7 @@ def rules(route: Route) -> dict[str, Parameter]:
 def selection(route: Route) -> Callable[[Any], Any]:
     """Return the function that takes a decoded body and returns it without what has no effect on this route. It raises
     InvalidRequest for a known parameter that is not served; unknown ones are left for the body's type to refuse."""
-    table = rules(route)
+    table, served = rules(route), frozenset(BODIES[route].__struct_fields__)
 
     def select(body: Any) -> Any:
         if not isinstance(body, dict):
@@ -37,7 +37,7 @@ def selection(route: Route) -> Callable[[Any], Any]:
                 kept[name] = value
             elif value is None or _is_among(value, row.no_effect):
                 continue
-            elif route in row.served:
+            elif name in served:
                 kept[name] = value
             elif not row.idle_without or any(body.get(other) for other in row.idle_without):
                 refused.append(name)
