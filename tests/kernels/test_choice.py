@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -25,8 +24,8 @@ BLOCK = 16
 
 
 @pytest.fixture
-def right(tmp_path: Path) -> Fused:
-    return Fused("cuda", shim.maker(tmp_path))
+def right() -> Fused:
+    return Fused("cuda", shim.maker())
 
 
 def faster(shape: LayerShape, attention: LayerKernels | None, block_size: int) -> float:
