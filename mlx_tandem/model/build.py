@@ -15,7 +15,7 @@ from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine.budget import Needs, StepLimits, divide
 from mlx_tandem.engine.cost import CostModel
-from mlx_tandem.engine.plan import Row, Seating, StepPlan
+from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.engine.tier import READ_BYTES
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.pool import open_pools
@@ -261,9 +261,9 @@ def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Repor
 
     def chunk(length: int, start: int) -> StepPlan:
         end = -(-(start + length) // bs)
-        tables = [list(range(pool.scratch + 1, pool.scratch + 1 + end)) for pool in pools]
+        tables = tuple(tuple(range(pool.scratch + 1, pool.scratch + 1 + end)) for pool in pools)
         seating = () if start else (Seating(0, greedy, 0, 1, (0,)),)
-        return StepPlan((Row(0, 0, 0, start, (0,) * length, tables, True),), seatings=seating)
+        return StepPlan((Row(RowKind.PROMPT, 0, 0, 0, start, (0,) * length, tables, True),), seatings=seating)
 
     measured = []
     for done, (length, context) in enumerate(work):
@@ -295,10 +295,8 @@ def _decode_time(runner: MLXRunner, info: EngineInfo, rows: int) -> tuple[int, f
     seatings = tuple(Seating(seat, greedy, 0, 1, (0,)) for seat in range(rows))
     times = []
     for position in range(4):
-        plan = StepPlan(
-            tuple(Row(seat, seat, 0, position, (0,), tables_of(info, 1 + seat), True) for seat in range(rows)),
-            seatings=() if position else seatings,
-        )
+        each = (Row(RowKind.DECODE, i, i, 0, position, (0,), tables_of(info, 1 + i), True) for i in range(rows))
+        plan = StepPlan(tuple(each), seatings=() if position else seatings)
         started = time.perf_counter()
         runner.wait(runner.launch(plan))
         times.append((time.perf_counter() - started) * 1e3)
@@ -309,5 +307,5 @@ def _draw_once(runner: MLXRunner, info: EngineInfo) -> None:
     """A step that draws at random: its kernels are compiled when first met, and on a machine that has never run them
     that can take longer than a step may before the engine is taken for hung."""
     params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=20, logprobs=1)
-    row = Row(0, 0, 0, 0, (0,), tables_of(info, 1), True)
+    row = Row(RowKind.PROMPT, 0, 0, 0, 0, (0,), tables_of(info, 1), True)
     runner.wait(runner.launch(StepPlan((row,), seatings=(Seating(0, params, 0, 1, (0,)),))))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
-from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
+from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan, Tables
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.types import EngineInfo, SamplingParams
@@ -129,7 +129,8 @@ def _mixed(info: EngineInfo) -> list[StepPlan]:
 
 
 def _row(info: EngineInfo, start: int, tokens: tuple[int, ...], *blocks: int, seat: int = 0) -> Row:
-    return Row(seat, seat, 0, start, tokens, tables_of(info, *blocks), True)
+    kind = RowKind.DECODE if tokens == (CARRY,) else RowKind.PROMPT
+    return Row(kind, seat, seat, 0, start, tokens, tables_of(info, *blocks), True)
 
 
 def _seating(seat: int) -> Seating:
@@ -141,9 +142,9 @@ def _blocks(info: EngineInfo) -> int:
     return min(4, *(pool.num_blocks - 1 for pool in info.memory.pools))
 
 
-def tables_of(info: EngineInfo, *blocks: int) -> list[list[int]]:
+def tables_of(info: EngineInfo, *blocks: int) -> Tables:
     """Return tables of these blocks of each pool, 1 being the first behind the pool's scratch."""
-    return [[first + block for block in blocks] for first in _firsts(info)]
+    return tuple(tuple(first + block for block in blocks) for first in _firsts(info))
 
 
 def _everywhere(info: EngineInfo, *blocks: int) -> list[int]:

@@ -1,8 +1,13 @@
-"""Which back end of attention serves: the fastest of those that are right on this device, for this model's layers."""
+"""Which back end of attention serves: the fastest of those that are right on this device, for this model's layers.
+
+Two decode steps are timed: many rows of short contexts, and one row of a long one. The kernels' work is divided as
+suits both best on this device.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +19,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model.attention import fused, portable
 from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
+from mlx_tandem.model.kernels.division import shorter, start, wider
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 from mlx_tandem.model.trials import attention as trial
 
@@ -28,8 +34,17 @@ CODED_TOLERANCE = 1e-2
 """Of a cache of few bits: the device may round a number to the code beside, and its kernels need not round what a code
 stands for to the model's type."""
 
-ROWS, CONTEXT = 16, 1024  # of the step that is timed
-CHAIN = 8  # calls of it, each with the output of the one before as its queries
+STEPS = ((16, 1024), (1, 16384))
+"""Rows and context of the decode steps that are timed: many short ones, and a long one, whose keys have to be split."""
+
+CHAIN = 8
+"""Calls of attention that are timed together, each with the output of the one before as its queries."""
+
+WORTHWHILE = 0.95
+"""Share of the first division's time below which another one takes its place; timing alone differs by less."""
+
+Seconds = Callable[[LayerShape, LayerKernels | None, int, int, int], float]
+"""What times one layer's part of a decode step, of (shape, attention, block size, rows, context)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +60,20 @@ def choose(
     block_size: int,
     windows: Sequence[int],
     candidates: Sequence[fused.Fused],
-    seconds: Callable[[LayerShape, LayerKernels | None, int], float] | None = None,
+    seconds: Seconds | None = None,
 ) -> Choice:
-    """asked: a back end's name, which is then taken unless it is wrong, or `auto`. windows: those of the model's masks;
-    seconds: what times an attention, of (shape, attention, block size).
+    """Return what answers the layers' queries.
 
-    Raises ModelError when a back end that was asked for is not there, cannot serve this model or is wrong.
+    Args:
+        asked: A back end's name, which is then taken unless it is wrong, or `auto` for the fastest.
+        shapes: What each layer keeps.
+        block_size: Positions of a block of the pool.
+        windows: The windows of the model's masks.
+        candidates: Back ends beside the portable one, the preferred first.
+        seconds: What times an attention; by default the clock of this device.
+
+    Raises:
+        ModelError: A back end that was asked for is not there, cannot serve this model or is wrong.
     """
     seconds = seconds or _seconds
     nothing: tuple[LayerKernels | None, ...] = (None,) * len(shapes)
@@ -67,12 +90,10 @@ def choose(
             attentions = {kind: candidate.kernels(kind, block_size) for kind in kinds}
             problem = _problem(attentions, block_size, windows)
             if not problem and asked == AUTO:
-                theirs, ours = (
-                    sum(seconds(kind, a, block_size) for kind, a in each.items())
-                    for each in (attentions, dict.fromkeys(kinds))
-                )
-                figures = f"{theirs * 1e6:.0f} µs a step and layer, {portable.NAME} takes {ours * 1e6:.0f}"
-                problem = "" if theirs < ours else f"slower: {figures}"
+                attentions, times = _divided(candidate, attentions, block_size, windows, seconds)
+                portables = [sum(seconds(kind, None, block_size, *step) for kind in kinds) for step in STEPS]
+                figures = _figures(times, portables)
+                problem = "" if math.prod(times) < math.prod(portables) else f"slower: {figures}"
         except Exception as e:
             log.warning("attention by %s failed its check", candidate.name, exc_info=True)
             problem = f"{type(e).__name__}: {e}".strip()[:500]
@@ -83,6 +104,41 @@ def choose(
     if asked != AUTO:
         raise ModelError(f"attention by {asked!r} is not possible: {'; '.join(reasons)}", param="attention_backend")
     return Choice(portable.NAME, "; ".join(reasons), nothing)
+
+
+def _divided(
+    candidate: fused.Fused,
+    attentions: dict[LayerShape, LayerKernels],
+    block_size: int,
+    windows: Sequence[int],
+    seconds: Seconds,
+) -> tuple[dict[LayerShape, LayerKernels], list[float]]:
+    """Return the kernels with their work divided as is fastest here, and the seconds that each of STEPS takes then."""
+    chosen: dict[LayerShape, LayerKernels] = {}
+    totals = [0.0] * len(STEPS)
+    for kind, first in attentions.items():
+        division, kernels = start(candidate.name, kind.keys), first
+        best = [seconds(kind, kernels, block_size, *step) for step in STEPS]
+        for others in (shorter, wider):
+            for other in others(division, candidate.name, kind.keys):
+                made = candidate.kernels(kind, block_size, other)
+                times = [seconds(kind, made, block_size, *step) for step in STEPS]
+                faster = math.prod(times) < WORTHWHILE ** len(STEPS) * math.prod(best)
+                if faster and not _problem({kind: made}, block_size, windows):
+                    division, kernels, best = other, made, times
+        if kernels is not first:
+            log.info("attention of %s numbers a head is divided by %s on this device", kind.keys.dim, division)
+        chosen[kind] = kernels
+        totals = [total + time for total, time in zip(totals, best, strict=True)]
+    return chosen, totals
+
+
+def _figures(times: Sequence[float], portables: Sequence[float]) -> str:
+    """Return the seconds of both sides in words, step by step."""
+    return "; ".join(
+        f"{ours * 1e6:.0f} µs a layer for {rows} x {context:,} tokens, {portable.NAME} takes {theirs * 1e6:.0f}"
+        for (rows, context), ours, theirs in zip(STEPS, times, portables, strict=True)
+    )
 
 
 def _problem(attentions: dict[LayerShape, LayerKernels], block_size: int, windows: Sequence[int]) -> str:
@@ -120,30 +176,30 @@ def _cases(shape: LayerShape, block_size: int, windows: Sequence[int]) -> Iterat
                 )
 
 
-def _seconds(shape: LayerShape, attention: LayerKernels | None, block_size: int) -> float:
-    """Of one layer's part in a decode step, without its products: writing what is new, and attention."""
+def _seconds(shape: LayerShape, attention: LayerKernels | None, block_size: int, rows: int, context: int) -> float:
+    """Return the time of one layer's part in a decode step without its products: writing what is new, and attention."""
     form, asks = shape.keys, shape.asks
     assert asks is not None
-    width = -(-CONTEXT // block_size)
-    blocks = 1 + ROWS * width
+    width = -(-context // block_size)
+    blocks = 1 + rows * width
     pool = KVArrays([shape], blocks, block_size)
     cache = PagedCache(shape, attention)
-    tables = 1 + np.arange(ROWS * width, dtype=np.int32).reshape(ROWS, width)
-    last = CONTEXT - 1
+    tables = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+    last = context - 1
     slots = (tables[:, last // block_size] * block_size + last % block_size)[:, None]
     view = StepView(
-        mx.full((ROWS,), last, mx.int32),
+        mx.full((rows,), last, mx.int32),
         mx.array(slots),
         mx.array(tables),
         num_blocks=blocks,
         block_size=block_size,
         mask_axes=1,
     )
-    new = mx.random.normal((ROWS, form.heads, 1, form.dim)).astype(form.dtype)
+    new = mx.random.normal((rows, form.heads, 1, form.dim)).astype(form.dtype)
     sinks = mx.zeros((asks.heads,), form.dtype) if asks.sinks else None
     times = []
     for _ in range(5):
-        queries = mx.random.normal((ROWS, asks.heads, 1, form.dim)).astype(form.dtype)
+        queries = mx.random.normal((rows, asks.heads, 1, form.dim)).astype(form.dtype)
         mx.eval(queries, new)
         started = time.perf_counter()
         for _ in range(CHAIN):

@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
+from mlx_tandem.model.kernels.division import ALIGN, Division
 
 MOST_QUERIES = 8
 """Of a sequence in one step."""
@@ -27,22 +28,11 @@ MOST_QUERIES = 8
 WIDEST = 256
 """Numbers of a head."""
 
-PROCESSORS = 132
-"""Of the largest device known."""
-
 MOST_WARPS = 4
 """Of a block of threads: what the memory that it shares holds, as in the body."""
 
-RESIDENT = 3
-"""Blocks of four warps that a processor holds."""
-
-LONG = 1024
-"""Positions from which on a context is long."""
-
 EVERYTHING = 1 << 30
 """The window of queries that see all that is before them."""
-
-_ALIGN = 64  # keys; as in `spans`
 
 _SPANS = r"""
 #define EVERYTHING (1 << 30)
@@ -410,12 +400,13 @@ _TOGETHER = r"""
 class PagedAttention:
     """Attention over one layer's rows of the pool, for rows in one form. Kernels are made by `make`."""
 
-    def __init__(self, make: Make, form: RowFormat, block_size: int):
-        """Raises ValueError when rows of this form cannot be read."""
+    def __init__(self, make: Make, form: RowFormat, block_size: int, division: Division):
+        """Make the kernels. Raises ValueError when rows of this form cannot be read."""
         if why := unreadable_rows(form):
             raise ValueError(why)
         self._form = form
         self._block_size = block_size
+        self._division = division
         pool = ["keys", "key_grids", "values", "value_grids"] if form.bits else ["keys", "values"]
         inputs = ["q", *pool, "tables", "offsets", "windows", "sinks"]
         functions = _SPANS + (_CODED if form.bits else _PLAIN)
@@ -444,19 +435,18 @@ class PagedAttention:
         cap: float = 0.0,
         splits: int = 0,
         warps: int = 0,
-        depth: int = 0,
     ) -> mx.array:
         """[rows, heads, length, dim], at most MOST_QUERIES long; query i of a row is at position offset + i and sees
         what is not after it. pool: the arrays of keys, then of values, with the new ones in them; tables: [rows, width]
         int32; offsets: [rows] int32. kept: where the tables begin, as in `StepView`. cap: scores are
-        cap · tanh(score / cap). splits, warps, depth: how the work is divided; 0: as the shapes suggest."""
-        form, block = self._form, self._block_size
+        cap · tanh(score / cap). splits, warps: how the work is divided; 0: as the shapes suggest."""
+        form, block, division = self._form, self._block_size, self._division
         rows, heads, length, dim = queries.shape
         group = heads // form.heads
-        together = queries_together(group * length, dim)
+        together = division.together(group * length, dim)
         across = form.heads * -(-group * length // together)
-        positions = min(tables.shape[1] * block, window + _ALIGN)
-        splits = splits or split_count(rows * across, positions)
+        positions = min(tables.shape[1] * block, window + ALIGN)
+        splits = splits or division.splits(rows * across, positions)
         warps = warps or MOST_WARPS
         window = min(window, kept or EVERYTHING)
         windows = integers(window, kept or EVERYTHING)
@@ -468,7 +458,7 @@ class PagedAttention:
             "QUERIES": together,
             "MANY": length > 1,
             "WINDOWED": window < EVERYTHING,
-            "DEPTH": depth or keys_ahead(form, together, positions),
+            "DEPTH": division.ahead(form, together, positions),
             "SCALE": bits_of(scale / cap if cap else scale * math.log2(math.e)),
             "CAP": bits_of(cap * math.log2(math.e)),
             "SINKS": sinks is not None,
@@ -509,26 +499,6 @@ def unreadable_rows(form: RowFormat) -> str:
     if form.bits and form.dim // form.groups % 16:
         return f"{form.dim // form.groups} cached numbers on a grid"
     return ""
-
-
-def queries_together(queries: int, dim: int) -> int:
-    """How many of a KV head's queries a block of threads has: what its registers hold."""
-    most = 8 if dim <= 128 else 4
-    return next(n for n in (1, 2, 4, 8) if n >= min(queries, most))
-
-
-def keys_ahead(form: RowFormat, together: int, positions: int) -> int:
-    """Keys of a team that are on their way at once: as many as registers hold, and with small heads so few that a tile
-    lies in one block of the pool. Short contexts are read with fewer: that is a shorter kernel."""
-    wide = form.dtype == mx.float32 and not form.bits
-    if together > 4:
-        return 1 if wide else 2
-    return 4 if form.dim in (128, 256) and not wide and positions >= LONG else 2
-
-
-def split_count(blocks: int, positions: int) -> int:
-    """Into how many the keys of each row are split, when there are `blocks` blocks of threads without that."""
-    return max(1, min(RESIDENT * PROCESSORS // blocks, positions // (2 * _ALIGN)))
 
 
 @lru_cache(maxsize=4096)
