@@ -23,7 +23,7 @@ from mlx_tandem.dialects.openai import ChatBody, CompletionBody
 from mlx_tandem.dialects.parameters import BOTH, CHAT, PARAMETERS, SCHEMAS, Route
 from mlx_tandem.errors import InvalidRequest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 BODIES: dict[Route, Any] = {"chat": ChatBody, "completions": CompletionBody}
 NAMES = {p.name for p in PARAMETERS}
 
