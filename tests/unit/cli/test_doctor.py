@@ -33,7 +33,7 @@ from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
 from mlx_tandem.model.trials import attention
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def check(function: str, seconds: float = 60, needs: str = "") -> Check:

@@ -27,7 +27,7 @@ from mlx_tandem.config import Arm, Config
 from tests.fake_hub import fake_hub
 from tests.unit.cli_tools import tandem
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 HEAVY = (
     "mlx",
     "mlx_lm",

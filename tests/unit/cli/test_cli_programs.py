@@ -14,7 +14,7 @@ import pytest
 from mlx_tandem.cli import keys, programs, serve
 from mlx_tandem.config import Config
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class Unbound:

@@ -94,6 +94,9 @@ SHORT = {
     "benchmarks/learn_device.py": ["--streams", "1", "--seconds", "0.2", "--repeats", "1", "--completions", "2"],
 }
 
+SMALL = {"--max-model-len": "1024", "--num-blocks": "512"}
+"""Beside servers with options of their own, so that they start quickly; those without any start as they stand."""
+
 SETTINGS = {"command-line.md": "tandem.yaml", "learning.md": "learning.yaml"}
 """What the page calls the file that its yaml block is."""
 
@@ -196,6 +199,7 @@ def save_checkpoint(port: int) -> None:
             raise
 
 
+@pytest.mark.restarts
 @pytest.mark.parametrize("line", lines(lambda words: words[0] == "curl"))
 def test_curl(line: str, served: Served) -> None:
     words = commands()[line]
@@ -224,17 +228,20 @@ def serves(words: list[str]) -> bool:
     return starts and "--dry-run" not in words
 
 
+@pytest.mark.restarts
 @pytest.mark.parametrize("line", lines(lambda words: serves(words) and not in_the_background(words)))
 def test_tandem_serve(line: str, folder: Path) -> None:
     words = commands()[line][1:]
     port = free_port()
+    small = [w for option, value in SMALL.items() if len(words) > 2 and option not in words for w in (option, value)]
     with (
         fake_hub({word: demo.MODEL_PATH for word in words if hub.ID.fullmatch(word)}) as fake,
-        running([*TANDEM, *words, "--port", str(port)], port, folder, fake.environment(folder)) as server,
+        running([*TANDEM, *words, *small, "--port", str(port)], port, folder, fake.environment(folder)) as server,
     ):
         assert server.stop() == 0
 
 
+@pytest.mark.restarts
 def test_servers_in_the_background(folder: Path) -> None:
     """In the order of the page: what one starts another stops."""
     port = str(free_port())
@@ -259,6 +266,7 @@ def make_checkpoint(place: Path) -> None:
     book.close()
 
 
+@pytest.mark.restarts
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "line",
@@ -311,6 +319,7 @@ def test_every_command_is_run() -> None:
     assert {words[0] for words in commands().values()} == {"curl", "tandem", "python", "make"}
 
 
+@pytest.mark.restarts
 @pytest.mark.parametrize("block", of_language("python"))
 def test_python(block: Block, folder: Path, served: Served) -> None:
     run([sys.executable, "-c", block.text.replace(":8000", f":{served.port}")], folder)

@@ -238,7 +238,7 @@ def test_a_warning_names_only_options_that_exist() -> None:
 
 
 def test_the_page_for_those_who_move_has_every_flag() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text(encoding="utf-8")
     assert {flag for flag in FLAGS if f"`{flag}`" not in page} == set()
 
 

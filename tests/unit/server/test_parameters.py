@@ -23,7 +23,7 @@ from mlx_tandem.dialects.openai.bodies import ChatBody
 from mlx_tandem.dialects.openai.parameters import BODIES, BOTH, CHAT, PARAMETERS, SCHEMAS, Route
 from mlx_tandem.errors import InvalidRequest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NAMES = {p.name for p in PARAMETERS}
 SERVED = {f.name for body in BODIES.values() for f in fields(body)}
 

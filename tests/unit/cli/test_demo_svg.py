@@ -14,7 +14,7 @@ from mlx_tandem.cli.demo.answers import ROUNDS, Board
 from scripts.record_demo import CELL_WIDTH, MARGIN, draw, svg
 
 SVG = "{http://www.w3.org/2000/svg}"
-RECORDED = (Path(__file__).parents[2] / "docs" / "demo.svg").read_text(encoding="utf-8")
+RECORDED = (Path(__file__).parents[3] / "docs" / "demo.svg").read_text(encoding="utf-8")
 
 
 def board(answers: dict[tuple[str, str], str]) -> Board:

@@ -22,7 +22,7 @@ from mlx_tandem.config import CheckpointingConfig, Config, DutyConfig, RLTrainin
 from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.manifests import Manifest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SECTIONS = {"duty": DutyConfig, "rl_training": RLTrainingConfig, "checkpointing": CheckpointingConfig}
 
 PARALLM = """

@@ -16,7 +16,7 @@ from mlx_tandem.model import build as build_module
 from mlx_tandem.model.build import build
 from mlx_tandem.training.device import pace
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "macs.py"
+SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "macs.py"
 
 
 def _load() -> ModuleType:

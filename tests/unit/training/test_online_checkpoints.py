@@ -17,7 +17,7 @@ from mlx_tandem.files import StorageError
 from mlx_tandem.training.store.checkpoints import BEST, CheckpointInfo, Checkpoints
 from tests.unit.learning_fakes import Killed, Points, config, group
 from tests.unit.online_side import Side, feed, on_a_loop, running
-from tests.unit.test_online_ends import counted
+from tests.unit.training.test_online_ends import counted
 
 pytestmark = pytest.mark.usefixtures("at_once")
 
