@@ -33,7 +33,7 @@ from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.lora import LoraKernels
 from mlx_tandem.model.lora.routes import Ints, cut_tiles
-from mlx_tandem.model.trials.lora import expected, far
+from mlx_tandem.model.kernel_checks.lora import expected, far
 
 SLOTS = 8
 launch: Any = mx.async_eval

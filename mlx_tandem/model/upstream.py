@@ -1,4 +1,4 @@
-"""Imports mlx-lm for the first time, without what that changes in the process beside it."""
+"""Imports mlx-lm for the first time and undoes what that import changes in the process."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ import resource
 from collections.abc import Iterator
 
 WANTED_FILES = 4096
-"""Files that the process may have open, where the system allows so many: a large model has many."""
+"""Files that the process may have open if the system allows so many: a large model has many."""
 
 
 @contextlib.contextmanager
 def _limits_kept() -> Iterator[None]:
-    """Nothing within changes what the process may use.
+    """Keep the process's resource limits unchanged inside the block.
 
-    On import mlx-lm sets the hard limit of open files to 4,096, which the system refuses where the limit is lower, and
-    which lowers it for good where it is higher.
-    """
+    On import mlx-lm sets the hard limit of open files to 4,096. The system refuses that where the limit is lower,
+    and it lowers the limit for good where it is higher."""
     given = resource.setrlimit
     resource.setrlimit = lambda *_: None
     try:
@@ -30,7 +29,7 @@ def _raise_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # macOS has another limit beside it
+        with contextlib.suppress(OSError, ValueError):  # macOS has a second, lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

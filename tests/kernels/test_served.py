@@ -127,7 +127,7 @@ def test_serving_goes_on_without_a_broken_kernel(tmp_path: Path, calls: list[int
     broken = Broken(shim.maker(tmp_path), "k <= position", "k < position")
     engine = make_engine(folder, backends=[Fused("cuda", broken)])
     assert engine.built.info.attention_backend == "portable"
-    assert engine.built.info.attention_reason.startswith("cuda is not taken: wrong by ")
+    assert engine.built.info.attention_reason.startswith("cuda is not used: wrong by ")
     calls.clear()
     assert_agrees(engine.run(ask()), Oracle.load(folder), "portable")
     assert not calls

@@ -21,7 +21,7 @@ class Floor:
     def of(cls, config: EngineConfig, info: EngineInfo, rank: int) -> Floor:
         """For adapters of this rank on all linears, in the model's precision. Call it where the engine runs."""
         from mlx_tandem.model import footprint, loader
-        from mlx_tandem.model.trials.machine import copy_bandwidth
+        from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
 
         model = loader.load_unread(config.model, lambda stage, fraction: None)
         return cls(

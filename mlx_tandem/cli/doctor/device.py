@@ -19,7 +19,7 @@ GPU_POOL_BLOCKS = 20_000  # of 48 KB in bfloat16: copies must stand out from a G
 
 def opens(bench: Bench) -> Outcome:
     from mlx_tandem.model import device
-    from mlx_tandem.model.trials import machine
+    from mlx_tandem.model.kernel_checks import machine
 
     says = device.describe()
     error = machine.product_error()
@@ -46,7 +46,7 @@ _REPORT = "This must not happen on a machine that is supported: please report it
 
 def compiles(bench: Bench) -> Outcome:
     from mlx_tandem.model import device
-    from mlx_tandem.model.trials import machine
+    from mlx_tandem.model.kernel_checks import machine
 
     error = machine.compiled_error()
     if not error < 1e-5:
@@ -63,13 +63,13 @@ def compiles(bench: Bench) -> Outcome:
 
 
 def attention(bench: Bench) -> Outcome:
-    from mlx_tandem.model.trials import attention as trial
+    from mlx_tandem.model.kernel_checks import attention_cases as cases
 
     figures: Figures = {}
     wrong = []
-    for name, backend in trial.BACKENDS.items():
-        cases = FUSED_CASES if name in trial.FUSED else CASES
-        for dtype, worst in trial.worst(backend, cases).items():
+    for name, backend in cases.BACKENDS.items():
+        number = FUSED_CASES if name in cases.FUSED else CASES
+        for dtype, worst in cases.worst(backend, number).items():
             figures[f"{name} {dtype}"] = worst.error
             if not worst.error <= worst.allowed:
                 wrong.append(f"'{name}' is off by {worst.error:.1e} in {worst.case} ({worst.allowed:.0e} is allowed)")
@@ -81,7 +81,7 @@ def attention(bench: Bench) -> Outcome:
 
 def pool(bench: Bench) -> Outcome:
     from mlx_tandem.model import device
-    from mlx_tandem.model.trials.pool import growth
+    from mlx_tandem.model.pool_growth import growth
 
     blocks = POOL_BLOCKS if device.is_cpu() else min(GPU_POOL_BLOCKS, device.memory_limit().size // 8 // (48 << 10))
     found = growth(str(demo.MODEL_PATH), blocks)

@@ -52,7 +52,7 @@ def _usual(bench: Bench) -> Engine:
 
 def equal(bench: Bench) -> Outcome:
     """Every way through a batch, its tokens and logprobs beside mlx-lm's own generation."""
-    from mlx_tandem.model.trials.oracle import Oracle
+    from mlx_tandem.model.oracle import Oracle
 
     engine, random = _exact(bench), Random(0)
     size = engine.info.vocab_size
@@ -173,7 +173,7 @@ def learns(bench: Bench) -> Outcome:
 
 
 def speed(bench: Bench) -> Outcome:
-    from mlx_tandem.model.trials.machine import copy_bandwidth
+    from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
 
     engine = _usual(bench)
     figures: Figures = {f"tokens_s_at_{rows}": round(_rate(engine, rows)) for rows in (1, 8)}
