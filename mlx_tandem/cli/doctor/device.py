@@ -12,12 +12,20 @@ from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.result import Failed, Figures, Outcome
 
 CASES = 42
-FUSED_CASES = 12  # each compiles its kernels
-POOL_BLOCKS = 1400  # of 96 KB in float32
-GPU_POOL_BLOCKS = 20_000  # of 48 KB in bfloat16: copies must stand out from a GPU's work space
+"""Random cases of attention for each portable back end."""
+
+FUSED_CASES = 12
+"""Random cases for each fused back end, which compiles kernels for each case."""
+
+POOL_BLOCKS = 1400
+"""Blocks of the pool on a CPU, of 96 KB each in float32."""
+
+GPU_POOL_BLOCKS = 20_000
+"""Blocks of the pool on a GPU, of 48 KB each in bfloat16: a copy must stand out from a GPU's work space."""
 
 
 def opens(bench: Bench) -> Outcome:
+    """Check that MLX opens a device and multiplies matrices rightly on it."""
     from mlx_tandem.model import device
     from mlx_tandem.model.kernel_checks import machine
 
@@ -45,6 +53,7 @@ _REPORT = "This must not happen on a machine that is supported: please report it
 
 
 def compiles(bench: Bench) -> Outcome:
+    """Check that compiled functions give the same as their parts."""
     from mlx_tandem.model import device
     from mlx_tandem.model.kernel_checks import machine
 
@@ -63,6 +72,7 @@ def compiles(bench: Bench) -> Outcome:
 
 
 def attention(bench: Bench) -> Outcome:
+    """Check every attention back end against plain float32."""
     from mlx_tandem.model.kernel_checks import attention_cases as cases
 
     figures: Figures = {}
@@ -80,6 +90,7 @@ def attention(bench: Bench) -> Outcome:
 
 
 def pool(bench: Bench) -> Outcome:
+    """Check that decode steps write the KV pool in place."""
     from mlx_tandem.model import device
     from mlx_tandem.model.pool_growth import growth
 
