@@ -19,6 +19,7 @@ import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ import numpy as np
 
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels.division import start
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
@@ -71,7 +73,7 @@ def check(make: dialect.Make, combination: Combination, seed: int) -> float:
         lines = form.encode(mx.array(numbers).astype(form.dtype))
         pool += lines
         halves.append(np.array(form.decode(lines).astype(mx.float32)).reshape(kv_heads, blocks, BLOCK, dim))
-    attention = PagedAttention(make, form, BLOCK)
+    attention = PagedAttention(make, form, BLOCK, start(dialect.available()[0], form))
     scale = dim**-0.5
     worst = 0.0
     expected = np.zeros(queries.shape)
@@ -119,7 +121,6 @@ def decode(
     its queries."""
     width = -(-context // BLOCK)
     blocks = 1 + rows * width
-    attention = PagedAttention(make, form, BLOCK)
     rng = np.random.default_rng(0)
     tables = mx.array(1 + rng.permutation(rows * width).reshape(rows, width).astype(np.int32))
     offsets = mx.full((rows,), context - 1, mx.int32)
@@ -133,16 +134,20 @@ def decode(
 
     read = rows * context * 2 * form.bytes_per_token()
     for division in divisions:
+        first = start(dialect.available()[0], form)
+        attention = PagedAttention(make, form, BLOCK, replace(first, depth=division["depth"] or first.depth))
+        cut = {name: division[name] for name in ("splits", "warps")}
 
         def layers(
             queries: mx.array,
             tables: mx.array,
             offsets: mx.array,
             pools: list[list[mx.array]],
-            division: dict[str, Any] = division,
+            attention: PagedAttention = attention,
+            cut: dict[str, Any] = cut,
         ) -> mx.array:
             for pool in pools:
-                queries = attention(queries, pool, tables, offsets, form.dim**-0.5, **division)
+                queries = attention(queries, pool, tables, offsets, form.dim**-0.5, **cut)
             return queries
 
         run = mx.compile(layers)

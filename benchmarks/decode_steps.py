@@ -26,7 +26,7 @@ from partial import Results
 
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.config import EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
-from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
+from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.types import SamplingParams
 
@@ -39,11 +39,11 @@ def pairs(text: str) -> list[tuple[int, int]]:
     return [(int(rows), int(length)) for rows, _, length in (part.partition("x") for part in text.split(",") if part)]
 
 
-def tables(built: Built, rows: int, length: int) -> list[list[int]]:
+def tables(built: Built, rows: int, length: int) -> list[tuple[int, ...]]:
     width = -(-length // built.info.block_size)
     if rows * width >= built.info.num_blocks:
         raise SystemExit(f"the pool has {built.info.num_blocks} blocks; {rows} rows need {rows * width}")
-    return [list(range(1 + row * width, 1 + (row + 1) * width)) for row in range(rows)]
+    return [tuple(range(1 + row * width, 1 + (row + 1) * width)) for row in range(rows)]
 
 
 def decode(built: Built, rows: int, context: int, steps: int) -> dict[str, float]:
@@ -54,7 +54,7 @@ def decode(built: Built, rows: int, context: int, steps: int) -> dict[str, float
     def plan(n: int) -> StepPlan:
         at = context + n
         token = (CARRY,) if n else (7,)
-        each = (Row(r, r, 0, at, token, [own[r][: at // bs + 1]], True) for r in range(rows))
+        each = (Row(RowKind.DECODE, r, r, 0, at, token, (own[r][: at // bs + 1],), True) for r in range(rows))
         return StepPlan(tuple(each), seatings=() if n else seatings)
 
     for n in range(WARM):
@@ -92,10 +92,11 @@ def read(built: Built, rows: int, length: int, repeats: int) -> dict[str, float]
             who = range(first, min(rows, first + together))
             for start in range(0, length, chunk):
                 n = min(chunk, length - start)
+                end = start + n
                 tokens = [tuple(rng.integers(0, built.info.vocab_size, n).tolist()) for _ in who]
                 plan = StepPlan(
                     tuple(
-                        Row(r, r, 0, start, own_tokens, [own[r][: -(-(start + n) // bs)]], start + n == length)
+                        Row(RowKind.PROMPT, r, r, 0, start, own_tokens, (own[r][: -(-end // bs)],), end == length)
                         for r, own_tokens in zip(who, tokens, strict=True)
                     ),
                     seatings=() if start else tuple(Seating(r, GREEDY, 0, 1, (0,)) for r in who),

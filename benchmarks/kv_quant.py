@@ -31,7 +31,7 @@ from mlx_tandem import demo
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
-from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
+from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.tables import Tables
 from mlx_tandem.kv.pool import BlockPool
@@ -180,6 +180,7 @@ def decode_times(pools: dict[str, Built], rows: int, context: int, rounds: int, 
     """Milliseconds of a step in which `rows` sequences of so many tokens get their next one."""
     times: dict[str, list[float]] = {name: [] for name in pools}
     width = -(-(context + (rounds + 2) * steps) // BLOCK)
+    tables = [tuple(range(1 + seat * width, 1 + (seat + 1) * width)) for seat in range(rows)]
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
     seatings = tuple(Seating(seat, greedy, 0, 1, (0,)) for seat in range(rows))
     for turn in range(rounds + 1):
@@ -190,8 +191,7 @@ def decode_times(pools: dict[str, Built], rows: int, context: int, rounds: int, 
                 at = context + turn * steps + step
                 plan = StepPlan(
                     tuple(
-                        Row(seat, seat, 0, at, (CARRY,), [list(range(1 + seat * width, 1 + (seat + 1) * width))], True)
-                        for seat in range(rows)
+                        Row(RowKind.DECODE, seat, seat, 0, at, (CARRY,), (tables[seat],), True) for seat in range(rows)
                     ),
                     seatings=() if turn or step else seatings,
                 )

@@ -29,7 +29,7 @@ from mlx_tandem.cli.bench.floor import Floor
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.shapes import POSITIONS, SHAPES, write_model
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
-from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
+from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.linears.products import Meter, kinds, pass_seconds
 from mlx_tandem.types import SamplingParams
@@ -44,7 +44,7 @@ def steps_ms(built: Built, rows: int, context: int, steps: int, *, draw: bool = 
     width = -(-(context + steps + warm + 1) // bs)
     if rows * width >= built.info.num_blocks:
         raise SystemExit(f"the pool has {built.info.num_blocks} blocks; {rows} rows need {rows * width}")
-    tables = [list(range(1 + row * width, 1 + (row + 1) * width)) for row in range(rows)]
+    tables = [tuple(range(1 + row * width, 1 + (row + 1) * width)) for row in range(rows)]
     seatings = tuple(Seating(seat, GREEDY, 0, 1, (0,)) for seat in range(rows))
     host = 0.0
     flight, began = None, 0.0
@@ -55,7 +55,7 @@ def steps_ms(built: Built, rows: int, context: int, steps: int, *, draw: bool = 
             flight, began = None, perf_counter()
         token = (CARRY,) if draw and n else (0,)
         plan = StepPlan(
-            tuple(Row(r, r, 0, context + n, token, [tables[r]], draw) for r in range(rows)),
+            tuple(Row(RowKind.DECODE, r, r, 0, context + n, token, (tables[r],), draw) for r in range(rows)),
             seatings=() if n else seatings,
         )
         launched = perf_counter()

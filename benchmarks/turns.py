@@ -76,9 +76,8 @@ def commit(tree: Path) -> str:
 
 def environment(tree: Path) -> dict[str, str]:
     """Return the environment in which Python imports the package from `tree`."""
-    return os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(tree), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    }
+    path = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}  # not from the present folder
 
 
 def ratio(rounds: Mapping[str, list[dict[str, Any]]], field: str) -> float:
@@ -177,7 +176,7 @@ def compare_servers(args: argparse.Namespace, trees: Mapping[str, Path]) -> Iter
     with ExitStack() as stack:
         urls = {}
         for name, tree in trees.items():
-            words = (sys.executable, "-P", "-m", "mlx_tandem", "serve", "{model}", "--port", "{port}", *with_adapters())
+            words = (sys.executable, "-m", "mlx_tandem", "serve", "{model}", "--port", "{port}", *with_adapters())
             server = Server(name, words, preload_blas=False, environment=environment(tree))
             urls[name] = stack.enter_context(server.running(demo.MODEL_PATH))
         for concurrency in map(int, args.concurrency.split(",")):
@@ -198,7 +197,7 @@ async def take_turns(
             url,
             modes=("mixed" if args.adapters else "base",),
             concurrency=(concurrency,),
-            num_requests=args.num_requests or max(48, 8 * concurrency),
+            num_requests=args.num_requests or max(16, 3 * concurrency),
             max_tokens=args.max_tokens,
             sampling="greedy",
             endpoint=args.endpoint,

@@ -1,4 +1,4 @@
-"""Write the table of parameters in docs/http-api.md from mlx_tandem/server/dialects/parameters.py.
+"""Write the table of parameters in docs/http-api.md from mlx_tandem/dialects/parameters.py.
 
 python scripts/parameter_table.py [--check]"""
 
@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from mlx_tandem.server.dialects.accept import rules, shown
-from mlx_tandem.server.dialects.parameters import PARAMETERS, SCHEMAS, Parameter, Route
+from mlx_tandem.dialects.accept import rules, shown
+from mlx_tandem.dialects.parameters import PARAMETERS, SCHEMAS, Parameter, Route
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "http-api.md"
 BEGIN, END = "<!-- parameters: make format -->\n", "<!-- end of parameters -->\n"

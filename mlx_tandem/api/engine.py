@@ -32,15 +32,15 @@ from mlx_tandem.config import (
     SchedulerConfig,
     ServerConfig,
 )
+from mlx_tandem.decode import convert
 from mlx_tandem.engine.learning import BatchResult, LossConfig, LossKind
 from mlx_tandem.engine.process import EngineProcess, Launch
 from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import EngineError, InvalidRequest, renamed
-from mlx_tandem.server.decode import convert
-from mlx_tandem.server.dialects.messages import chat_messages
-from mlx_tandem.server.front import Front
-from mlx_tandem.server.models import Selection
-from mlx_tandem.server.sampling import Sampling, choices, priority, sampling_params, text_options
+from mlx_tandem.generation.front import Front
+from mlx_tandem.generation.messages import chat_messages
+from mlx_tandem.generation.model_names import Selection
+from mlx_tandem.generation.sampling import Sampling, choices, priority, sampling_params, text_options
 from mlx_tandem.types import (
     AdapterSource,
     Delta,

@@ -21,7 +21,7 @@ from mlx_tandem.engine.learning import (
     TrainerSpec,
 )
 from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
-from mlx_tandem.server.front import Front
+from mlx_tandem.generation.front import Front
 
 T = TypeVar("T")
 

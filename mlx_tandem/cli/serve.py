@@ -22,7 +22,7 @@ from mlx_tandem.config import Config, ServerConfig
 from mlx_tandem.errors import TandemError
 
 if TYPE_CHECKING:
-    from mlx_tandem.server.front import Front
+    from mlx_tandem.generation.front import Front
 
 
 QUESTION = "What is 17 + 25?"
@@ -105,7 +105,7 @@ def serve(
     config, sock = prepare(file, options, called_as, defaults)
     hub.close()
     keys.forget_environment()
-    from mlx_tandem.server.log import log
+    from mlx_tandem.log import log
     from mlx_tandem.server.serve import run
 
     starting = StartUp(verbose)

@@ -1,11 +1,9 @@
-"""What the scheduler asks of a runner and what comes back. Plain data; no arrays, no requests.
-
-A prompt chunk, one decoded token and a verification are the same Row with different lengths.
-"""
+"""What the scheduler asks of a runner and what comes back. Plain data; no arrays, no requests."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, Protocol
 
 from msgspec import Struct
@@ -17,6 +15,9 @@ CARRY = -1
 
 
 Bytes = bytes | memoryview
+
+Tables = tuple[tuple[int, ...], ...]
+"""The blocks of one sequence in the order of its positions, for each pool. A table that changes is another object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +36,36 @@ class Seating:
     stop_ids: frozenset[int] = frozenset()
 
 
+class RowKind(IntEnum):
+    """What a row is for. Nobody may conclude it from the number of its tokens."""
+
+    PROMPT = 0
+    """A chunk of what the host knows of a sequence, of any length; the last chunk draws the token after it."""
+    DECODE = 1
+    """The newest token of a sequence of which everything before it is computed; it draws the next one."""
+    VERIFY = 2
+    """The newest token and drafts of those that may follow it. Each position draws, and the drafts are accepted as far
+    as each of them is what the position before it drew."""
+
+
 class Row(Struct, frozen=True, gc=False):
     """One sequence's share of one step: `tokens` at positions start, start + 1, … .
 
     Their keys and values go to the blocks of a table (position p lives in block `table[p // block_size]`), and each
     attends to everything up to its own position, or to the layer's window of that. There is a table for each pool; that
     of layers with a window comes last, and has 0 for blocks that no window reaches any more. With `sample` the step
-    draws the token after the last one. `targets` are the prompt's tokens after each of `tokens`, as far as the prompt
-    goes: their logprobs are wanted. With `beside` its tokens share a forward with the rows that decode. `version` and
-    `background` say on whose behalf it runs; the runner does not care.
+    draws the token after the last one, in a VERIFY row after each one. `targets` are the prompt's tokens after each of
+    `tokens`, as far as the prompt goes: their logprobs are wanted. With `beside` its tokens share a forward with the
+    rows that decode. `version` and `background` say on whose behalf it runs; the runner does not care.
     """
 
+    kind: RowKind
     sequence: int
     seat: int
     slot: int  # of the adapter; 0 is the base model
     start: int
     tokens: tuple[int, ...]
-    tables: list[list[int]]  # shared with the sequence: read them at launch, do not keep them
+    tables: Tables
     sample: bool
     targets: tuple[int, ...] = ()
     version: int = 0  # of the adapter, for a request that follows
@@ -79,13 +93,13 @@ class StepPlan:
 
     @property
     def prompt_tokens(self) -> int:
-        """In rows of several tokens."""
-        return sum(len(row.tokens) for row in self.rows if len(row.tokens) > 1)
+        """How many tokens its chunks of prompts have."""
+        return sum(len(row.tokens) for row in self.rows if row.kind is RowKind.PROMPT)
 
     @property
     def has_streams(self) -> bool:
         """Whether users' requests get another token from it, not their first."""
-        return any(row.sample and row.start and len(row.tokens) == 1 and not row.background for row in self.rows)
+        return any(row.kind is not RowKind.PROMPT and row.start and not row.background for row in self.rows)
 
 
 def scored_positions(vocab_size: int) -> int:
@@ -99,11 +113,15 @@ NOT_A_NUMBER = -1
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Per row of the plan, in order: the token drawn (None for rows that do not sample) and its logprobs. `scores` are
-    those of the row's `targets`, by the row's index."""
+    """What a step brought, for each row of its plan in their order: the tokens that were drawn, and their logprobs.
 
-    tokens: list[int | None]
-    logprobs: list[TokenLogprob | None] = field(default_factory=list)  # empty: nobody asked
+    A row that does not sample has no tokens, and a VERIFY row has its accepted drafts and one more. The last token of a
+    row is NOT_A_NUMBER where a position of it, accepted or not, was not finite. `scores` are the logprobs of the rows'
+    `targets`, by the row's index.
+    """
+
+    tokens: list[tuple[int, ...]]
+    logprobs: list[tuple[TokenLogprob, ...] | None] = field(default_factory=list)  # empty: nobody asked
     scores: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     saves: list[bytes] = field(default_factory=list)  # of each of the plan's blocks
     cold: bool = False  # a shape was met for the first time: how long it took says nothing

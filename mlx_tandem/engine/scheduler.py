@@ -10,6 +10,9 @@ their seats, blocks and slots at once. A request that follows its adapter goes o
 and values it has.
 
 A plan may be made while the one before it is still on the device: tokens drawn there are `pending` until `settle`.
+
+With a proposer, a sequence whose tokens are all known may get a VERIFY row. How many of its drafts are accepted is
+known when that step is settled, and the sequence has no other row until then. (docs/decisions/step-contract.md)
 """
 
 from __future__ import annotations
@@ -19,14 +22,16 @@ import time
 from bisect import bisect_left, insort_left, insort_right
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from operator import attrgetter
 
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
-from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, Seating, StepPlan, StepResult
+from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, RowKind, Seating, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Prefill
+from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.engine.tables import Tables
 from mlx_tandem.engine.tier import Tier
@@ -69,6 +74,7 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self.prefill = Prefill(config, limits, vocab_size)
+        self.proposer: Proposer | None = None  # set by the owner, before the first request
         # Both by priority, then first come first.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -228,10 +234,20 @@ class Scheduler:
         loads = self._tables.take_loads()
         for s in [s for s in self._wanted(left_out) if s.followers and s.scheduled == s.prompt_length - 1]:
             self._fork(s)
+        proposer = self.proposer
         for s in self._wanted(left_out):
             # A row before this one may have taken this sequence's blocks: then it has lost its seat.
-            if s.seat >= 0 and s.wants_decode and not s.followers and self._reserve(s, s.scheduled + 1, rows):
-                rows.append(self._row(s, _CARRIED if s.pending else (s.tokens[-1],)))
+            if s.seat < 0 or not s.wants_decode or s.followers:
+                continue
+            if proposer is not None and s.pending and proposer.waits(s.request, s.choice):
+                continue
+            if not self._reserve(s, s.scheduled + 1, rows):
+                continue
+            if s.pending:
+                rows.append(self._row(s, RowKind.DECODE, _CARRIED))
+                continue
+            drafts = () if proposer is None else self._draft(s, proposer)
+            rows.append(self._row(s, RowKind.VERIFY if drafts else RowKind.DECODE, (s.tokens[-1], *drafts)))
         self._plan_prefill(rows, left_out)
         saves = self._tables.take_saves()
         if not (rows or loads or saves):
@@ -252,29 +268,40 @@ class Scheduler:
         wanted = [s for s in self._running if s.request.id not in left_out] if left_out else self._running
         return [s for s in wanted if not self._tables.is_loading(s)] if self._tables.has_loads else list(wanted)
 
+    def _draft(self, s: Sequence, proposer: Proposer) -> tuple[int, ...]:
+        """Return proposed tokens to follow those of `s`: as many as may be said and as there are blocks for."""
+        most = s.most_tokens - len(s.tokens) - 1
+        if most <= 0:
+            return ()
+        proposed = proposer.propose(s.request, s.choice, s.tokens, most)[:most]
+        drafts = tuple(takewhile(lambda token: 0 <= token < self._vocab_size, proposed))
+        return drafts[: self._tables.draft(s, len(drafts), len(self._running))] if drafts else ()
+
     def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> None:
         def take(s: Sequence, tokens: int, *, beside: bool = False) -> int | None:
             # A row before this one may have taken this sequence's blocks.
             if s.seat < 0 or not self._reserve(s, s.scheduled + tokens, rows):
                 return None
-            rows.append(self._row(s, tuple(s.tokens[s.scheduled : s.scheduled + tokens]), beside))
+            chunk = tuple(s.tokens[s.scheduled : s.scheduled + tokens])
+            rows.append(self._row(s, RowKind.PROMPT, chunk, beside))
             return padded_length(tokens) if rows[-1].targets else 0
 
         reading = [s for s in self._wanted(left_out) if s.wants_prefill and s.seat >= 0]
         self.prefill.plan(reading, len(rows), take)
 
-    def _row(self, s: Sequence, tokens: tuple[int, ...], beside: bool = False) -> Row:
+    def _row(self, s: Sequence, kind: RowKind, tokens: tuple[int, ...], beside: bool = False) -> Row:
         start = s.scheduled
         if s.cached is None:
             self._start(s)
         s.scheduled += len(tokens)
-        sample = s.scheduled == s.total
+        sample = kind is not RowKind.PROMPT or s.scheduled == s.total
         if sample:
             s.pending += 1
         targets = s.targets(start, s.scheduled) if s.scores is not None else ()
-        request = s.request
+        request, tables = s.request, s.tables
         version = s.adapter.version if request.follow and s.adapter is not None else 0
-        return Row(s.id, s.seat, s.slot, start, tokens, s.tables, sample, targets, version, request.background, beside)
+        background = request.background
+        return Row(kind, s.id, s.seat, s.slot, start, tokens, tables, sample, targets, version, background, beside)
 
     def _start(self, s: Sequence) -> None:
         """Note that the work on the request of `s` begins."""
@@ -478,8 +505,9 @@ class Scheduler:
         settled = Settled()
         sequences, deltas, logprobs = self._sequences, settled.deltas, result.logprobs
         spoiled: set[int] = set()
-        for i, (row, token) in enumerate(zip(plan.rows, result.tokens, strict=True)):
-            if token == NOT_A_NUMBER:
+        for i, (row, drawn) in enumerate(zip(plan.rows, result.tokens, strict=True)):
+            is_finite = not drawn or drawn[-1] != NOT_A_NUMBER
+            if not is_finite:
                 spoiled.update(*row.tables)
             s = sequences.get(row.sequence)
             if row.targets and s is not None and s.scores is not None:
@@ -487,30 +515,45 @@ class Scheduler:
                 s.scores += result.scores[i][len(s.scores) - row.start :]
             if not row.sample or s is None:
                 continue
-            assert token is not None
-            if token == NOT_A_NUMBER:
+            assert drawn, "a row that samples draws"
+            if not is_finite:
                 settled.failed.append(s.request.id)
                 for x in self._choices[s.request.id].values():
                     x.is_pure = False
                 self.cancel(s.request.id)
                 continue
             s.pending -= 1
-            s.tokens.append(token)
+            if row.kind is RowKind.VERIFY and s.seat >= 0:  # else it has given back what it had
+                s.scheduled = row.start + len(drawn)
+                self._tables.truncate(s, s.scheduled)
+            known = logprobs[i] if logprobs else None
+            if len(drawn) == 1:
+                s.tokens.append(drawn[0])
+                finish = self._finish_reason(s, drawn[0])
+            else:
+                drawn, finish = self._say(s, drawn)
+                known = known[: len(drawn)] if known else None
             if not s.has_drawn and s.seat >= 0:
                 self._tables.publish(s)
-            finish = self._finish_reason(s, token)
-            logprob = logprobs[i] if logprobs else None
             scores = () if s.scores is None else self._hand_out_scores(s)
-            known = None if logprob is None else (logprob,)
-            deltas.append(Delta(s.request.id, s.choice, (token,), known, finish, scores, row.version, s.cached or 0))
+            deltas.append(Delta(s.request.id, s.choice, drawn, known, finish, scores, row.version, s.cached or 0))
+            self.generated_tokens += len(drawn)
             if finish:
                 self._end(s)
-        self.generated_tokens += len(deltas)
         if spoiled:
             self._tables.spoil(spoiled)
         if plan.saves:
             self._tables.saved(result.saves)
         return settled
+
+    def _say(self, s: Sequence, drawn: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Add drawn tokens to those of `s` up to the one that ends it; return these, and why it ends if it does."""
+        for n, token in enumerate(drawn, 1):
+            s.tokens.append(token)
+            finish = self._finish_reason(s, token)
+            if finish:
+                return drawn[:n], finish
+        return drawn, None
 
     def _hand_out_scores(self, s: Sequence) -> tuple[TokenLogprob, ...]:
         scores = tuple(s.scores or ())
@@ -580,6 +623,7 @@ def _is_plain(plan: StepPlan) -> bool:
 
 
 def _parts(plan: StepPlan) -> tuple[list[tuple[int, int]], int]:
-    """Chunks of prompts (length, context), and how many rows decode or go beside those that do."""
-    chunks = [(padded_length(len(r.tokens)), r.start) for r in plan.rows if len(r.tokens) > 1 and not r.beside]
-    return chunks, sum(len(r.tokens) for r in plan.rows if r.beside or len(r.tokens) == 1)
+    """Return the chunks of prompts (length, context), and how many rows decode or go beside those that do."""
+    chunks = [r for r in plan.rows if r.kind is RowKind.PROMPT and not r.beside]
+    decodes = sum(len(r.tokens) for r in plan.rows) - sum(len(r.tokens) for r in chunks)
+    return [(padded_length(len(r.tokens)), r.start) for r in chunks], decodes

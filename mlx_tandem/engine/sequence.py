@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mlx_tandem.engine.plan import Tables
 from mlx_tandem.kv.hashing import Chain
 from mlx_tandem.types import AdapterRef, Request, TokenLogprob
 
@@ -53,7 +54,7 @@ class Sequence:
         self.most_tokens = self.prompt_length + request.params.max_tokens  # prompt and output together
         self.scheduled = 0
         self.pending = 0
-        self.tables: list[list[int]] = []  # of its blocks in each pool, while it runs
+        self.tables: Tables = ()  # while it runs
         self.room = 0  # positions that all of them have blocks for
         self.chain: Chain | None = None  # the keys of its blocks under its adapter, once they are asked for
         self.published = 0  # whole blocks of the table that others can find, as far as it knows
@@ -72,9 +73,9 @@ class Sequence:
         """The other choices of the request, until the shared part of the prompt is computed."""
 
     @property
-    def table(self) -> list[int]:
-        """Of its blocks in the first pool."""
-        return self.tables[0] if self.tables else []
+    def table(self) -> tuple[int, ...]:
+        """Its blocks in the first pool."""
+        return self.tables[0] if self.tables else ()
 
     @property
     def generated(self) -> int:

@@ -103,6 +103,7 @@ class Tables:
         match = self.match(s)
         payloads = [] if self.tier is None else self.tier.take(s.id, self._chain(s), match.whole)
         extra = 0 if payloads else match.extra
+        tables = []
         for pool, blocks, source in zip(self.pools, match.tables, match.sources, strict=True):
             begin, end = self._own(pool, s, match, len(payloads))
             seen = pool.first_needed((match.whole + len(payloads)) * self._size)
@@ -116,7 +117,8 @@ class Tables:
             if own is None:  # its place is needed
                 extra, own = 0, pool.allocate(end - begin)
             assert own is not None, "an empty engine has room for every request that was queued"
-            s.tables.append(blocks + [SCRATCH] * (begin - match.whole) + own)
+            tables.append((*blocks, *[SCRATCH] * (begin - match.whole), *own))
+        s.tables = tuple(tables)
         for table, source in zip(s.tables, match.sources, strict=True) if extra else ():
             self._copies[table[match.whole]] = self._copies.get(source, source)
         for i, payload in enumerate(payloads, match.whole):
@@ -135,12 +137,14 @@ class Tables:
         shared, rest = divmod(s.scheduled, self._size)
         if rest and not all(pool.free_blocks for pool in self.pools):
             return False
+        tables = []
         for pool, table in zip(self.pools, s.tables, strict=True):
             own = (pool.allocate(1) if rest else []) or []
             for b in own:
                 self._copies[b] = self._copies.get(table[shared], table[shared])
             pool.share(b for b in table[:shared] if b != SCRATCH)
-            follower.tables.append(table[:shared] + own)
+            tables.append((*table[:shared], *own))
+        follower.tables = tuple(tables)
         self._measure(follower)
         follower.scheduled, follower.published = s.scheduled, s.published
         # They may have gone on under another version one after the other.
@@ -165,16 +169,41 @@ class Tables:
         missing = [max(blocks - len(table), 0) for table in s.tables]
         if any(n > pool.free_blocks for n, pool in zip(missing, self.pools, strict=True)):
             return False
-        for pool, table, n in zip(self.pools, s.tables, missing, strict=True):
-            table += pool.allocate(n) or []
+        s.tables = tuple(
+            (*table, *(pool.allocate(n) or ())) for pool, table, n in zip(self.pools, s.tables, missing, strict=True)
+        )
         self._measure(s)
         return True
+
+    def draft(self, s: Sequence, drafts: int, running: int) -> int:
+        """Take blocks for up to `drafts` tokens behind the newest of `s`, and return for how many there are some.
+
+        Drafts only take what leaves a block to each of the `running` sequences: nobody is preempted for a guess.
+        """
+        positions = s.scheduled + 1 + drafts
+        if positions <= s.room:
+            return drafts
+        blocks = -(-positions // self._size) - s.room // self._size
+        if all(pool.free_blocks >= blocks + running for pool in self.pools) and self.reserve(s, positions):
+            return drafts
+        return s.room - s.scheduled - 1
+
+    def truncate(self, s: Sequence, positions: int) -> None:
+        """Give back the blocks behind the first `positions` of `s`: the drafts that stood there were not accepted."""
+        blocks = -(-positions // self._size)
+        if blocks * self._size >= s.room:
+            return
+        for pool, table in zip(self.pools, s.tables, strict=True):
+            pool.release(reversed(table[blocks:]))
+        s.tables = tuple(table[:blocks] for table in s.tables)
+        self._measure(s)
 
     def slide(self, s: Sequence) -> bool:
         """Give back what none of the positions to come will see; whether there was something. No row of `s` is in the
         plan that is being made."""
         computed, slid = min(s.scheduled, len(s.tokens) - 1), False
-        for pool, table in zip(self.pools, s.tables, strict=True):
+        tables = list(s.tables)
+        for i, (pool, table) in enumerate(zip(self.pools, s.tables, strict=True)):
             # As of its last whole block: whoever finds that needs what comes before it.
             end = start = pool.first_needed(computed // self._size * self._size)
             while start and table[start - 1] != SCRATCH:
@@ -184,10 +213,13 @@ class Tables:
             slid = True
             if s.has_drawn:
                 self.publish(s)
-            gone, table[start:end] = table[start:end], [SCRATCH] * (end - start)
+            gone = table[start:end]
+            tables[i] = (*table[:start], *[SCRATCH] * (end - start), *table[end:])
             pool.release(gone)
             if not s.has_drawn:  # nothing says that what it has computed is finite
                 self._unclean |= {b for b in gone if pool.is_vacant(b)}
+        if slid:
+            s.tables = tuple(tables)
         return slid
 
     def publish(self, s: Sequence) -> None:
@@ -213,7 +245,7 @@ class Tables:
         for b in (b for table in s.tables for b in table) if self._loads else ():
             if not self._pool_of(b).count[b]:
                 self._loads.pop(b, None)
-        s.tables, s.room, s.published, s.scheduled, s.has_drawn, s.is_pure = [], 0, 0, 0, False, True
+        s.tables, s.room, s.published, s.scheduled, s.has_drawn, s.is_pure = (), 0, 0, 0, False, True
 
     def mix(self, s: Sequence) -> None:
         """From here on `s` computes under another adapter over what it has: that is for nobody else."""

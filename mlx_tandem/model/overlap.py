@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
-from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
+from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan, Tables
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.types import EngineInfo, SamplingParams
@@ -134,7 +134,8 @@ def _mixed(info: EngineInfo) -> list[StepPlan]:
 
 def _row(info: EngineInfo, start: int, tokens: tuple[int, ...], *blocks: int, seat: int = 0) -> Row:
     """Return a row of a step: `tokens` at positions from `start` on, in these blocks."""
-    return Row(seat, seat, 0, start, tokens, tables_of(info, *blocks), True)
+    kind = RowKind.DECODE if tokens == (CARRY,) else RowKind.PROMPT
+    return Row(kind, seat, seat, 0, start, tokens, tables_of(info, *blocks), True)
 
 
 def _seating(seat: int) -> Seating:
@@ -146,9 +147,9 @@ def _blocks(info: EngineInfo) -> int:
     return min(4, *(pool.num_blocks - 1 for pool in info.memory.pools))
 
 
-def tables_of(info: EngineInfo, *blocks: int) -> list[list[int]]:
+def tables_of(info: EngineInfo, *blocks: int) -> Tables:
     """Return a table of these blocks for each pool. Block 1 is the first behind the pool's scratch block."""
-    return [[first + block for block in blocks] for first in _firsts(info)]
+    return tuple(tuple(first + block for block in blocks) for first in _firsts(info))
 
 
 def _everywhere(info: EngineInfo, *blocks: int) -> list[int]:

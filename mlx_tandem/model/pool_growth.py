@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig
-from mlx_tandem.engine.plan import Row, Seating, StepPlan
+from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.model.build import build
 from mlx_tandem.model.overlap import decode_growth
 from mlx_tandem.types import SamplingParams
@@ -30,9 +30,8 @@ def growth(model: str, num_blocks: int) -> Growth:
     built = build(config, {}, lambda stage, fraction: None)
     runner, info = built.runner, built.info
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
-    runner.wait(
-        runner.launch(StepPlan((Row(0, 0, 0, 0, (0,), [[1]], True),), seatings=(Seating(0, greedy, 0, 1, (0,)),)))
-    )
+    row = Row(RowKind.PROMPT, 0, 0, 0, 0, (0,), ((1,),), True)
+    runner.wait(runner.launch(StepPlan((row,), seatings=(Seating(0, greedy, 0, 1, (0,)),))))
     overlapped = None if runner.one_at_a_time else decode_growth(runner, info)
     runner.one_at_a_time = True
     copy = runner.pool_bytes // (2 * info.layers)  # keys or values of one layer

@@ -18,7 +18,7 @@ import numpy as np
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
-from mlx_tandem.engine.plan import CARRY, Bytes, Row, StepPlan, StepResult
+from mlx_tandem.engine.plan import CARRY, Bytes, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model import compiler, cpu, device
 from mlx_tandem.model.cache import inplace
@@ -47,6 +47,7 @@ from mlx_tandem.model.step.shapes import (
     split_by_context,
     table_width,
 )
+from mlx_tandem.model.step.verify import Drafts, accepted, drafts_of
 from mlx_tandem.types import TokenLogprob
 
 VIEW_BLOCKS = 32
@@ -92,6 +93,7 @@ class _Key(NamedTuple):
     level: int | None = None  # as in `StepView`
     scores: int = -1  # likeliest tokens beside each target's logprob; -1: nothing is scored
     picks: int = 0  # rows that are sampled, padded, where prompts go beside them
+    drafts: int = 0  # of a row that verifies, padded; 0: no row does
 
 
 class MLXRunner:
@@ -194,7 +196,7 @@ class MLXRunner:
         return Flight(plan, parts, cold=self._compiled != compiled)
 
     def waits(self, plan: StepPlan) -> bool:
-        prompts = sum(len(r.tokens) for r in plan.rows if len(r.tokens) > 1 and not r.beside)
+        prompts = sum(len(r.tokens) for r in plan.rows if r.kind is RowKind.PROMPT and not r.beside)
         return self._may_pause and 4 * prompts >= LONG_TOKENS  # which may be padded to more
 
     def _dispatch(self) -> None:
@@ -205,8 +207,8 @@ class MLXRunner:
             mx.async_eval(self._running.marker)
 
     def wait(self, handle: Flight) -> StepResult:
-        tokens: list[int | None] = [None] * len(handle.plan.rows)
-        logprobs: list[TokenLogprob | None] = []
+        tokens: list[tuple[int, ...]] = [()] * len(handle.plan.rows)
+        logprobs: list[tuple[TokenLogprob, ...] | None] = []
         scores: dict[int, list[TokenLogprob]] = {}
         saves: list[bytes] = []
         try:
@@ -225,16 +227,29 @@ class MLXRunner:
                 if not part.drawn:
                     continue
                 drawn: Any = part.drawn[0].tolist()
-                for i, token in zip(part.rows, drawn, strict=False):
-                    if handle.plan.rows[i].sample:
-                        tokens[i] = token
+                if part.verifies:
+                    self._verify(handle.plan, part.rows, drawn, tokens)
+                else:
+                    for i, token in zip(part.rows, drawn, strict=False):
+                        if handle.plan.rows[i].sample:
+                            tokens[i] = (token,)
                 if part.flags.logprobs >= 0:
                     logprobs = logprobs or [None] * len(tokens)
                     for i, found in part.logprobs(handle.plan).items():
-                        logprobs[i] = found
+                        logprobs[i] = found[: len(tokens[i])]
         except Exception as e:
             raise compiler.device_error(e) from e
         return StepResult(tokens, logprobs, scores, saves, handle.cold)
+
+    @staticmethod
+    def _verify(plan: StepPlan, rows: Sequence[int], drawn: Sequence[int], tokens: list[tuple[int, ...]]) -> None:
+        """Set the tokens of the plan's rows by what each of their tokens drew."""
+        own: dict[int, list[int]] = {}
+        for i, token in zip(rows, drawn, strict=False):
+            own.setdefault(i, []).append(token)
+        for i, several in own.items():
+            row = plan.rows[i]
+            tokens[i] = accepted(row, several) if row.kind is RowKind.VERIFY else tuple(several)
 
     def reset(self) -> None:
         self._steps.clear()
@@ -254,11 +269,11 @@ class MLXRunner:
     def _rectangles(self, rows: Sequence[Row]) -> list[list[int]]:
         """Indices of rows that run as one forward: by padded length, those apart that need logits of all positions, and
         decodes apart when contexts differ much. What would need more memory than there is for it is cut."""
-        decodes = [i for i, r in enumerate(rows) if r.beside or (len(r.tokens) == 1 and not r.targets)]
+        decodes = [i for i, r in enumerate(rows) if _goes_with_decodes(r)]
         by_length: dict[tuple[int, bool, int | None], list[int]] = {(1, False, None): decodes} if decodes else {}
         for i, r in enumerate(rows) if len(decodes) < len(rows) else ():
             n = len(r.tokens)
-            if r.beside or (n == 1 and not r.targets):
+            if _goes_with_decodes(r):
                 continue
             level = self._level([r])
             apart = None if level is None else i if level else -1
@@ -269,6 +284,8 @@ class MLXRunner:
                 pieces.append(group)
                 continue
             blocks = {i: blocks_read(rows[i], self._block_size, self._pool.windows[0]) for i in group}
+            if length == 1:  # each token of such a row reads them by itself
+                blocks = {i: n * len(rows[i].tokens) for i, n in blocks.items()}
             positions = min(self._limits.positions, self._limits.pairs // length)
             for part in split_by_context(group, blocks):
                 pieces += cut(part, blocks, positions // self._block_size, self._good_counts(length))
@@ -282,7 +299,9 @@ class MLXRunner:
         slots = [r.slot for r in plan.rows]
         indices = sorted(indices, key=slots.__getitem__)  # rows of one adapter beside each other are faster
         rows = [plan.rows[i] for i in indices]
-        beside = any(r.beside for r in rows)
+        verifies = any(r.kind is RowKind.VERIFY for r in rows)
+        beside = verifies or any(r.beside for r in rows)
+        whole = rows
         if beside:
             indices, rows = _token_by_token(indices, rows)
         longest = max([len(r.tokens) for r in rows])
@@ -296,7 +315,7 @@ class MLXRunner:
         padding = self._seats.padding
         seats = [r.seat if r.sample else padding for r in rows] + [padding] * (count - len(rows))
         picked = [at for at, seat in enumerate(seats) if seat < padding] if beside else []
-        pads = min(coarse_count(len(picked)), padding) - len(picked)
+        pads = max(min(coarse_count(len(picked)), padding) - len(picked), 0)
         drawn_seats = [seats[at] for at in picked] + [padding] * pads if picked else seats
         samples = min(seats) < padding
         flags, sampling = self._sampling(tuple(drawn_seats), beside) if samples else (SamplingFlags(), [])
@@ -312,11 +331,14 @@ class MLXRunner:
         if picked:
             numbers += [np.array(picked + [0] * pads, np.int32), np.array(drawn_seats, np.int32)]
             indices, rows = [indices[at] for at in picked], [rows[at] for at in picked]
+        drafts = drafts_of([r for r in whole if r.sample], len(drawn_seats)) if verifies else []
+        numbers += drafts
         if route.ids is not None:
             numbers.append(route.ids)
         gathered = tuple(0 if run else width for run, width in zip(in_place, widths, strict=True))
         picks = len(drawn_seats) if picked else 0
-        key = _Key(count, length, gathered, carry, samples, flags, route.layout, level, scores, picks)
+        most = drafts[0].shape[1] if drafts else 0
+        key = _Key(count, length, gathered, carry, samples, flags, route.layout, level, scores, picks, most)
         # Of too many kinds to be traced once for each, or pausing.
         if any(in_place) or level or self._is_long(key) or (beside and not self._is_usual(key)):
             step = self._make_step(key, forms(numbers), in_place)
@@ -342,7 +364,9 @@ class MLXRunner:
         self._seats.remember(seen)
         wanted = [self._seats.wanted_logprobs(r.seat) for r in rows] if flags.logprobs >= 0 else []
         wanted_scores = [self._seats.wanted_prompt_logprobs(r.seat) for r in rows] if scored else []
-        return Part(indices, flags, drawn, marker, count * length, scored, wanted, wanted_scores, sent=sent)
+        return Part(
+            indices, flags, drawn, marker, count * length, scored, wanted, wanted_scores, sent=sent, verifies=verifies
+        )
 
     def _make_step(
         self, key: _Key, expected: Sequence[Form], in_place: Sequence[tuple[int, int] | None]
@@ -350,7 +374,7 @@ class MLXRunner:
         """The step as a pure function: arrays and lists of arrays in, the same out. `expected`: of its inputs; they
         follow from the key."""
         model, caches, lora, head, angles = self._model, self._caches, self._lora, self._head, self._angles
-        merged, greedy = self._merged, self._greedy
+        merged, greedy, nobody = self._merged, self._greedy, self._seats.padding
         pools, windows, pool_of = self._pool.pools, self._pool.windows, self._pool.pool_of
 
         def step(
@@ -367,6 +391,7 @@ class MLXRunner:
             tokens = after(order, tokens)  # of which all that the forward reads and writes is made
             targets = rest.pop(0) if key.scores >= 0 else None
             picked, drawn_seats = (rest.pop(0), rest.pop(0)) if key.picks else (None, seats)
+            drafts = Drafts(rest.pop(0), rest.pop(0), rest.pop(0)) if key.drafts else None
             ids = rest.pop(0) if rest else None
             if key.carry:
                 tokens = mx.where(tokens == CARRY, last_tokens[seats][:, None], tokens)
@@ -406,11 +431,16 @@ class MLXRunner:
                 return [], scored, [*(scored or [logits[:1, :1]]), *order], last_tokens, [], pool, order
             how = SamplingArrays.unflatten(sampling, key.flags)
             met = Seen.of(seen, drawn_seats)
+            if met is not None and drafts is not None:
+                met = met.behind(drafts.before)
             position = offset + last + 1
             drawn = sample(logits, position if picked is None else position[picked], how, key.flags, met, greedy)
             token = mx.maximum(drawn.tokens, 0)
-            last_tokens[drawn_seats] = token
-            known = [] if met is None else met.after(seen, drawn_seats, token)
+            counted = newest = drawn_seats
+            if drafts is not None:
+                counted, newest = drafts.accept(token, drawn_seats, nobody)
+            last_tokens[newest] = token
+            known = [] if met is None else met.after(seen, counted, token, newest)
             outputs = drawn.flatten()
             return outputs, scored, [*outputs, *scored, last_tokens, *order], last_tokens, known, pool, order
 
@@ -500,11 +530,11 @@ class MLXRunner:
         return slots.astype(np.int32), tables
 
     def _table(self, row: Row, pool: int, blocks: int) -> list[int]:
-        """Of its sequence's table the `blocks` from the first on that it sees, by their numbers in the pool."""
+        """Return `blocks` of the row's table from the first on that it sees, by their numbers in the pool."""
         window, begin = self._pool.windows[pool], self._pool.firsts[pool]
         first = first_block(row.start, window, self._block_size)
         table = row.tables[pool][first : first + blocks]
-        return [b - begin for b in table] if begin else table
+        return [b - begin for b in table]
 
     @staticmethod
     def _padded(ids: Sequence[Sequence[int]], count: int, length: int) -> Numbers:
@@ -545,11 +575,19 @@ class MLXRunner:
         return [Part([], SamplingFlags(), [], self._pool.write(loads))]
 
 
+def _goes_with_decodes(row: Row) -> bool:
+    """Return whether the tokens of a row are computed in the forward of the rows that decode: a chunk of one token has
+    their shape, and where it is not scored, they can take it in."""
+    return row.kind is not RowKind.PROMPT or row.beside or (len(row.tokens) == 1 and not row.targets)
+
+
 def _token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[int], list[Row]]:
-    """A row for each token of those that go beside others. `indices`: where each is in the plan."""
+    """Return a row for each token of those that go beside others, and of those that verify drafts, which all draw.
+    `indices`: where each is in the plan."""
     every = [
-        (i, Row(r.sequence, r.seat, r.slot, r.start + at, (token,), r.tables, r.sample and at == len(r.tokens) - 1))
+        (i, Row(r.kind, r.sequence, r.seat, r.slot, r.start + at, (token,), r.tables, r.sample and at >= first))
         for i, r in zip(indices, rows, strict=True)
+        for first in (0 if r.kind is RowKind.VERIFY else len(r.tokens) - 1,)
         for at, token in enumerate(r.tokens)
     ]
     return [i for i, _ in every], [r for _, r in every]

@@ -8,7 +8,7 @@ import time
 import mlx.core as mx
 
 from mlx_tandem.engine.cost import CostModel
-from mlx_tandem.engine.plan import Row, Seating, StepPlan
+from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.kv.pool import open_pools
 from mlx_tandem.model import device
 from mlx_tandem.model.loader import Report
@@ -54,7 +54,7 @@ def _time_chunks(runner: MLXRunner, info: EngineInfo, report: Report) -> list[tu
     measured = []
     for done, (length, context) in enumerate(chunks):
         blocks = range(1, 1 + -(-(context + length) // size))
-        row = Row(0, 0, 0, context, (0,) * length, tables_of(info, *blocks), True)
+        row = Row(RowKind.PROMPT, 0, 0, 0, context, (0,) * length, tables_of(info, *blocks), True)
         seatings = () if context else (Seating(0, GREEDY, 0, 1, (0,)),)
         times = [_milliseconds(runner, StepPlan((row,), seatings=seatings)) for _ in range(RUNS)]
         measured.append((length, context, min(times[1:])))
@@ -75,11 +75,8 @@ def _time_decode(runner: MLXRunner, info: EngineInfo, rows: int) -> tuple[int, f
     seatings = tuple(Seating(seat, GREEDY, 0, 1, (0,)) for seat in range(rows))
     times = []
     for position in range(RUNS):
-        plan = StepPlan(
-            tuple(Row(seat, seat, 0, position, (0,), tables_of(info, 1 + seat), True) for seat in range(rows)),
-            seatings=() if position else seatings,
-        )
-        times.append(_milliseconds(runner, plan))
+        each = (Row(RowKind.DECODE, i, i, 0, position, (0,), tables_of(info, 1 + i), True) for i in range(rows))
+        times.append(_milliseconds(runner, StepPlan(tuple(each), seatings=() if position else seatings)))
     return rows, min(times[1:])
 
 
@@ -95,5 +92,5 @@ def _sample_once(runner: MLXRunner, info: EngineInfo) -> None:
     On a machine that has never run them, compiling can take longer than the watchdog lets a step take.
     """
     params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=20, logprobs=1)
-    row = Row(0, 0, 0, 0, (0,), tables_of(info, 1), True)
+    row = Row(RowKind.PROMPT, 0, 0, 0, 0, (0,), tables_of(info, 1), True)
     runner.wait(runner.launch(StepPlan((row,), seatings=(Seating(0, params, 0, 1, (0,)),))))

@@ -12,31 +12,32 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from mlx_tandem import __version__
+from mlx_tandem.dialects import adapters, models, training
+from mlx_tandem.dialects.accept import selection
+from mlx_tandem.dialects.openai import ChatBody, CompletionBody
+from mlx_tandem.dialects.perplexity import PerplexityBody, PerplexityReply, plan_perplexity
+from mlx_tandem.dialects.plans import plan_chat, plan_completion
+from mlx_tandem.dialects.shapes import dumps
+from mlx_tandem.dialects.tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize, tokenizer_info
 from mlx_tandem.server.auth import Gate
 from mlx_tandem.server.body import BodyLimit, T, read_json
-from mlx_tandem.server.dialects import adapters, models, training
-from mlx_tandem.server.dialects.accept import selection
-from mlx_tandem.server.dialects.openai import ChatBody, CompletionBody
-from mlx_tandem.server.dialects.perplexity import PerplexityBody, PerplexityReply, plan_perplexity
-from mlx_tandem.server.dialects.plans import plan_chat, plan_completion
-from mlx_tandem.server.dialects.shapes import dumps
-from mlx_tandem.server.dialects.tokenize import DetokenizeBody, TokenizeBody, detokenize, tokenize, tokenizer_info
-from mlx_tandem.server.front import Front
 from mlx_tandem.server.guard import Guard, error_handlers
 from mlx_tandem.server.health import cache_stats, debug_metrics, engine_metrics, health
 from mlx_tandem.server.keys import read_key
 from mlx_tandem.server.openapi import document
 from mlx_tandem.server.origins import Origins
+from mlx_tandem.server.prometheus import render
 from mlx_tandem.server.replies import Plan, Reply
 from mlx_tandem.server.root_path import RootPath
 from mlx_tandem.server.stream_reply import StreamReply
 from mlx_tandem.server.text_reply import TextReply
 from mlx_tandem.server.whole_reply import WholeReply
+from mlx_tandem.training.live.front import ServerFront
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
-def create_app(front: Front) -> Starlette:
+def create_app(front: ServerFront) -> Starlette:
     """Routes over `front`, which is started by the caller. Every answer is an ASGI application of its own."""
     server = front.config.server
     app = Starlette(routes=_routes(front), exception_handlers=error_handlers(front))
@@ -58,11 +59,11 @@ def _text(body: str) -> Response:
     return Response(body, media_type="text/plain")
 
 
-def _reply(front: Front, plan: Plan) -> Reply:
+def _reply(front: ServerFront, plan: Plan) -> Reply:
     return StreamReply(front, plan) if plan.stream else WholeReply(front, plan)
 
 
-def _routes(front: Front) -> list[Route]:
+def _routes(front: ServerFront) -> list[Route]:
     limit = BodyLimit(front.config.server.max_request_bytes, front.config.server.receive_timeout_s)
     of_chats, of_completions = selection("chat"), selection("completions")
     info = tokenizer_info(front)
@@ -193,7 +194,7 @@ def _routes(front: Front) -> list[Route]:
         return Response(described, media_type="application/json")
 
     async def get_metrics(request: Request) -> ASGIApp:
-        return Response(front.metrics.render(front), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(render(front), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     table: list[tuple[str, str, Endpoint]] = [
         ("POST", "/v1/chat/completions", chat_completions),

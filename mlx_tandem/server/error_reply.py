@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from starlette.types import Receive, Scope, Send
 
+from mlx_tandem.dialects.shapes import dumps
 from mlx_tandem.errors import TandemError
-from mlx_tandem.server.dialects.shapes import dumps
 
 JSON_TYPE = (b"content-type", b"application/json")
 

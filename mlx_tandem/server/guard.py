@@ -12,18 +12,18 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlx_tandem.errors import InvalidRequest, NotFound, TandemError
+from mlx_tandem.generation.metrics import Metrics
+from mlx_tandem.log import log_exception
 from mlx_tandem.server.body import refusal_headers
 from mlx_tandem.server.error_log import note
 from mlx_tandem.server.error_reply import ErrorReply
-from mlx_tandem.server.front import Front
-from mlx_tandem.server.log import log_exception
-from mlx_tandem.server.metrics import Metrics
 from mlx_tandem.server.request_id import request_id
+from mlx_tandem.training.live.front import ServerFront
 
 Handler = Callable[[Request, Exception], Awaitable[Any]]
 
 
-def error_handlers(front: Front) -> Mapping[Any, Handler]:
+def error_handlers(front: ServerFront) -> Mapping[Any, Handler]:
     """By the class of the exception."""
 
     async def on_tandem_error(request: Request, error: Exception) -> ASGIApp:

@@ -10,11 +10,11 @@ import msgspec
 from msgspec import Struct
 
 from mlx_tandem import __version__, limits
+from mlx_tandem.dialects import adapters, training
+from mlx_tandem.dialects.openai import ChatBody, CompletionBody
+from mlx_tandem.dialects.perplexity import PerplexityBody
+from mlx_tandem.dialects.tokenize import DetokenizeBody, TokenizeBody
 from mlx_tandem.server.auth import PUBLIC
-from mlx_tandem.server.dialects import adapters, training
-from mlx_tandem.server.dialects.openai import ChatBody, CompletionBody
-from mlx_tandem.server.dialects.perplexity import PerplexityBody
-from mlx_tandem.server.dialects.tokenize import DetokenizeBody, TokenizeBody
 
 BODIES: dict[str, type[Struct]] = {
     "/v1/chat/completions": ChatBody,

@@ -17,17 +17,17 @@ from typing import Any
 from msgspec import structs
 from starlette.types import Receive, Scope, Send
 
+from mlx_tandem.dialects.shapes import Details, LogprobShape, Shape, prompt_scores, usage
 from mlx_tandem.engine.cost import prompt_seconds
 from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import Timeout
-from mlx_tandem.server.collecting import Collect, Outcome, Recorder, Said
-from mlx_tandem.server.dialects.shapes import Details, LogprobShape, Shape, prompt_scores, usage
+from mlx_tandem.generation.model_names import Selection
+from mlx_tandem.generation.output import ChoiceText, TextOptions
+from mlx_tandem.log import log
 from mlx_tandem.server.error_reply import JSON_TYPE
-from mlx_tandem.server.front import Front
-from mlx_tandem.server.log import log
-from mlx_tandem.server.models import Selection
 from mlx_tandem.server.request_id import request_id
-from mlx_tandem.text.output import ChoiceText, TextOptions
+from mlx_tandem.training.live.front import ServerFront
+from mlx_tandem.training.live.recorder import Collect, Outcome, Recorder, Said
 from mlx_tandem.types import Delta, Request, SamplingParams, TokenLogprob
 
 
@@ -57,7 +57,7 @@ class Plan:
 class Reply:
     """The common half: admission, submission, text, metrics, cancellation."""
 
-    def __init__(self, front: Front, plan: Plan):
+    def __init__(self, front: ServerFront, plan: Plan):
         self._front = front
         self._plan = plan
         self._id = plan.shape.id_prefix + secrets.token_hex(12)

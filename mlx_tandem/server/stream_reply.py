@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from starlette.types import Send
 
+from mlx_tandem.dialects.shapes import DONE, Details, Events
 from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import EngineError, TandemError
-from mlx_tandem.server.collecting import Said
-from mlx_tandem.server.dialects.shapes import DONE, Details, Events
+from mlx_tandem.log import log_exception
 from mlx_tandem.server.error_reply import error_body
-from mlx_tandem.server.front import Front
-from mlx_tandem.server.log import log_exception
 from mlx_tandem.server.replies import Plan, Reply
+from mlx_tandem.training.live.front import ServerFront
+from mlx_tandem.training.live.recorder import Said
 from mlx_tandem.types import Delta
 
 EVENTS_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
@@ -23,7 +23,7 @@ class StreamReply(Reply):
     The status line waits for the first delta, so that what fails before it is an HTTP error like any other.
     """
 
-    def __init__(self, front: Front, plan: Plan):
+    def __init__(self, front: ServerFront, plan: Plan):
         super().__init__(front, plan)
         self._with_usage = plan.with_usage or front.config.server.force_include_usage
         self._no_details: Details = {"token_ids": ()} if self._shows_tokens else {}

@@ -7,11 +7,11 @@ from typing import Any
 
 from starlette.types import Send
 
+from mlx_tandem.dialects.shapes import dumps
 from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import EngineError
-from mlx_tandem.server.collecting import Outcome, Said
-from mlx_tandem.server.dialects.shapes import dumps
 from mlx_tandem.server.replies import Reply
+from mlx_tandem.training.live.recorder import Outcome, Said
 
 MANY_LOGPROBS = 20_000
 """Entries from which on a reply is put together on another thread, so that streams do not wait for it."""

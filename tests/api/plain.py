@@ -18,8 +18,8 @@ import numpy.typing as npt
 from mlx_lm.utils import load_adapters, load_model
 
 from mlx_tandem import demo
+from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.model.step.sampler import gumbel_noise, row_key
-from mlx_tandem.text.tokenizer import Tokenizer
 from tests import tiny_models
 
 TOKENIZER = Tokenizer.load(demo.MODEL_PATH)

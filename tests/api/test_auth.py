@@ -21,9 +21,9 @@ from mlx_tandem.config import Config, EngineConfig, ModelConfig, ServerConfig
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server import auth
 from mlx_tandem.server.app import create_app
-from mlx_tandem.server.front import Front
 from mlx_tandem.server.keys import check_exposure, read_key
 from mlx_tandem.server.serve import run
+from mlx_tandem.training.live.front import ServerFront
 from tests.serving import ROOT, RunningServer, demo_config, serving
 
 KEY = "sk-canary-51c0ffee"
@@ -46,7 +46,7 @@ def app_of(config: Config) -> Starlette:
     def launch() -> tuple[socket.socket, object]:
         raise AssertionError("nothing is started here")
 
-    return create_app(Front(config, launch))
+    return create_app(ServerFront(config, launch))
 
 
 def routes() -> list[tuple[str, str]]:

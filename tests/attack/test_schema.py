@@ -15,8 +15,8 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server import app as module
 from mlx_tandem.server import text_reply
 from mlx_tandem.server.app import create_app
-from mlx_tandem.server.front import Front
 from mlx_tandem.server.openapi import BODIES
+from mlx_tandem.training.live.front import ServerFront
 from tests.api.scripted import scripted_server
 from tests.serving import RunningServer, demo_config, serving
 
@@ -42,7 +42,7 @@ def routes() -> list[tuple[str, str]]:
     def launch() -> object:
         raise AssertionError("nothing is started here")
 
-    found = create_app(Front(demo_config(), launch)).routes  # type: ignore[arg-type]
+    found = create_app(ServerFront(demo_config(), launch)).routes  # type: ignore[arg-type]
     return [(m, r.path) for r in found if isinstance(r, Route) for m in r.methods or () if m != "HEAD"]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 from typing import Any
 
 from mlx_tandem.adapters.slots import SlotTable
-from mlx_tandem.engine.plan import DeviceError, Runner, StepPlan
+from mlx_tandem.engine.plan import DeviceError, RowKind, Runner, StepPlan
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.pool import BlockPool
@@ -48,6 +48,7 @@ class Loop:
         self.preempted: Counter[int] = Counter()  # request -> how often the scheduler said so
         self.steps = 0
         self.failures = 0
+        self.accepted = 0  # drafts
         self.beside = 0  # chunks of prompts that went with rows that decode
         self.waits = 0  # turns in which nothing could be done but wait for the drive
         self._flights: deque[tuple[StepPlan, Any]] = deque()
@@ -144,6 +145,8 @@ class Loop:
             assert pool.used_blocks == 0, "blocks leak"
             pool.check([])
         self._look_at_events(None)
+        said = sum(map(len, self.tokens.values()))
+        assert self.scheduler.generated_tokens == said, "another number of tokens is counted than was said"
         assert self.preempted.total() == self.scheduler.preemptions, "a preemption is not told, or told twice"
         assert self.started.keys() <= self.requests.keys()
         tier = self.scheduler.tier
@@ -155,12 +158,14 @@ class Loop:
         assert plan.rows or plan.saves or plan.loads, "an empty plan"
         self.beside += sum(row.beside for row in plan.rows)
         if any(row.beside for row in plan.rows):
-            assert any(len(row.tokens) == 1 and row.sample for row in plan.rows), "nobody decodes beside a prompt"
+            assert any(row.kind is not RowKind.PROMPT for row in plan.rows), "nobody decodes beside a prompt"
         assert len({row.sequence for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
+        verified = {row.sequence for before, _ in self._flights for row in before.rows if row.kind is RowKind.VERIFY}
+        assert verified.isdisjoint(row.sequence for row in plan.rows), "a row goes on behind unsettled drafts"
         for row in plan.rows:
             self._begun.setdefault(self.scheduler._sequences[row.sequence].request.id, row.start)
         most = self.scheduler._config.prefill_batch_size
-        assert not most or sum(len(row.tokens) > 1 for row in plan.rows) <= most, "too many prompts in one step"
+        assert not most or sum(row.kind is RowKind.PROMPT for row in plan.rows) <= most, "too many prompts in one step"
 
     def _look_at_events(self, plan: StepPlan | None) -> None:
         """A request is said to start once, with its first row and not before an earlier one."""
@@ -194,6 +199,7 @@ class Loop:
         rows = {
             (s.request.id, s.choice): i for i, r in enumerate(plan.rows) if (s := alive.get(r.sequence)) is not None
         }
+        self.accepted += sum(len(drawn) - 1 for drawn in result.tokens if drawn)
         settled = self.scheduler.settle(plan, result)
         for delta in settled.deltas:
             key = delta.request, delta.choice

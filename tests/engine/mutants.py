@@ -12,7 +12,7 @@ from msgspec import structs
 
 from mlx_tandem.adapters.slots import Assignment, SlotTable
 from mlx_tandem.engine import scheduler as scheduler_module
-from mlx_tandem.engine.plan import CARRY, Row, StepPlan, StepResult
+from mlx_tandem.engine.plan import CARRY, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Prefill
 from mlx_tandem.engine.scheduler import Scheduler, Settled
 from mlx_tandem.engine.sequence import Sequence
@@ -78,7 +78,7 @@ def _last_block_of_neighbour(plan: StepPlan) -> StepPlan:
     return replace(
         plan,
         rows=tuple(
-            structs.replace(r, tables=[[*tables[i][:-1], tables[i - 1][-1]], *r.tables[1:]]) if i == 1 else r
+            structs.replace(r, tables=((*tables[i][:-1], tables[i - 1][-1]), *r.tables[1:])) if i == 1 else r
             for i, r in enumerate(plan.rows)
         ),
     )
@@ -106,15 +106,39 @@ CORRUPTIONS: dict[str, Callable[[], Callable[[StepPlan], StepPlan]]] = {
     ),
     "a stale token is carried": _stale_carry,
     "every decode carries": lambda: (
-        lambda p: _rows(p, lambda r: structs.replace(r, tokens=(CARRY,)) if len(r.tokens) == 1 and r.sample else r)
+        lambda p: _rows(p, lambda r: structs.replace(r, tokens=(CARRY,)) if r.kind is RowKind.DECODE else r)
     ),
     "rows start one too early": lambda: lambda p: _rows(p, lambda r: structs.replace(r, start=max(r.start - 1, 0))),
     "a row writes into its neighbour's block": lambda: _last_block_of_neighbour,
     "all rows run as the base": lambda: lambda p: _rows(p, lambda r: structs.replace(r, slot=0)),
+    "drafts are a chunk": lambda: (
+        lambda p: _rows(p, lambda r: structs.replace(r, kind=RowKind.PROMPT) if r.kind is RowKind.VERIFY else r)
+    ),
+    "a chunk is drafts": lambda: (
+        lambda p: _rows(
+            p,
+            lambda r: (
+                structs.replace(r, kind=RowKind.VERIFY)
+                if r.kind is RowKind.PROMPT and r.sample and len(r.tokens) > 1
+                else r
+            ),
+        )
+    ),
+    "drafts begin one too early": lambda: (
+        lambda p: _rows(
+            p,
+            lambda r: structs.replace(r, tokens=r.tokens[1:]) if r.kind is RowKind.VERIFY and len(r.tokens) > 2 else r,
+        )
+    ),
     "a chunk loses its last token": lambda: (
         lambda p: _rows(p, lambda r: structs.replace(r, tokens=r.tokens[:-1]) if len(r.tokens) > 2 else r)
     ),
 }
+
+
+def _replace(s: Sequence, at: int, block: int) -> None:
+    """Give a sequence another block of the first pool in this place."""
+    s.tables = ((*s.table[:at], block, *s.table[at + 1 :]), *s.tables[1:])
 
 
 def _keep_seated(patch: pytest.MonkeyPatch) -> None:
@@ -139,7 +163,7 @@ def _fork(share: bool, copy: bool, whole: bool = False) -> Plant:
             self.pools[0].release(shared)
         if whole and len(f.table) > len(shared):
             self.pools[0].release(f.table[-1:])
-            f.table[-1] = s.table[len(f.table) - 1]
+            _replace(f, len(f.table) - 1, s.table[len(f.table) - 1])
             self.pools[0].share(f.table[-1:])
         if not copy:
             self._copies = copies
@@ -186,8 +210,8 @@ def _hit_scored(patch: pytest.MonkeyPatch) -> None:
 def _publish_early(patch: pytest.MonkeyPatch) -> None:
     """What a step will have computed can be found as soon as it is planned."""
 
-    def row(self: Scheduler, s: Sequence, tokens: Any) -> Row:
-        made = original(self, s, tokens)
+    def row(self: Scheduler, s: Sequence, *args: Any) -> Row:
+        made = original(self, s, *args)
         known = s.tokens[: s.scheduled]
         if s.is_pure and self._tables._caches:
             self._tables._caches[0].publish(self._tables._chain(s), known, s.table)
@@ -219,7 +243,7 @@ def _write_into_hits(patch: pytest.MonkeyPatch) -> None:
             own, at = s.table[match.whole], match.whole
             self.pools[0].share((match.sources[0],))
             self.pools[0].release((own,))
-            s.table[at] = match.sources[0]
+            _replace(s, at, match.sources[0])
 
     original = Tables.seat
     patch.setattr(Tables, "seat", seat)
@@ -260,7 +284,8 @@ def _early_release(patch: pytest.MonkeyPatch) -> None:
         made = original(self, *args)
         for s in self._running:
             if made and s.is_complete and s.table:
-                self._tables.pools[0].release([s.table.pop()])
+                self._tables.pools[0].release(s.table[-1:])
+                s.tables = (s.table[:-1], *s.tables[1:])
         return made
 
     original = Scheduler.plan
@@ -276,9 +301,9 @@ def _speak_of_the_dead(patch: pytest.MonkeyPatch) -> None:
 
     def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
         gone = [
-            Delta(*owners[row.sequence], (token,))
-            for row, token in zip(plan.rows, result.tokens, strict=True)
-            if token is not None and row.sequence not in self._sequences
+            Delta(*owners[row.sequence], drawn)
+            for row, drawn in zip(plan.rows, result.tokens, strict=True)
+            if drawn and row.sequence not in self._sequences
         ]
         settled = original_settle(self, plan, result)
         settled.deltas += gone
@@ -436,7 +461,7 @@ def _nan_is_a_token(patch: pytest.MonkeyPatch) -> None:
     """A row that is not finite draws token 0."""
 
     def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
-        return original(self, plan, replace(result, tokens=[t if t is None else max(t, 0) for t in result.tokens]))
+        return original(self, plan, replace(result, tokens=[tuple(max(t, 0) for t in own) for own in result.tokens]))
 
     original = Scheduler.settle
     patch.setattr(Scheduler, "settle", settle)
@@ -540,6 +565,151 @@ def _leave_nobody_out(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "plan", lambda self, background=True: original(self, True))
 
 
+def _drawn(change: Callable[[Row, tuple[int, ...]], tuple[int, ...]]) -> Plant:
+    """What rows with drafts have drawn is taken for something else."""
+
+    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+        tokens = [
+            change(row, drawn) if row.kind is RowKind.VERIFY and drawn[-1] >= 0 else drawn
+            for row, drawn in zip(plan.rows, result.tokens, strict=True)
+        ]
+        return original(self, plan, replace(result, tokens=tokens))
+
+    original = Scheduler.settle
+    return lambda patch: patch.setattr(Scheduler, "settle", settle)
+
+
+def _truncate(positions: int) -> Plant:
+    """So many positions more than were accepted are kept."""
+    original = Tables.truncate
+    return lambda patch: patch.setattr(Tables, "truncate", lambda self, s, n: original(self, s, n + positions))
+
+
+def _shorten_without_release(patch: pytest.MonkeyPatch) -> None:
+    """The blocks of rejected drafts leave the table and are nobody's."""
+
+    def truncate(self: Tables, s: Sequence, positions: int) -> None:
+        s.tables = tuple(table[: -(-positions // self._size)] for table in s.tables)
+        self._measure(s)
+
+    patch.setattr(Tables, "truncate", truncate)
+
+
+def _stay_behind_drafts(patch: pytest.MonkeyPatch) -> None:
+    """What was scheduled of drafts that were rejected counts as computed."""
+
+    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+        ends = {row.sequence: row.start + len(row.tokens) for row in plan.rows if row.kind is RowKind.VERIFY}
+        settled = original(self, plan, result)
+        for sequence, end in ends.items():
+            s = self._sequences.get(sequence)
+            if s is not None and s.seat >= 0:
+                s.scheduled = end
+        return settled
+
+    original = Scheduler.settle
+    patch.setattr(Scheduler, "settle", settle)
+
+
+def _roll_nothing_back(patch: pytest.MonkeyPatch) -> None:
+    """Whoever lost its seat while its drafts were on the device is rolled back in its new one."""
+
+    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+        verified = [self._sequences.get(row.sequence) for row in plan.rows if row.kind is RowKind.VERIFY]
+        waiting = [s for s in verified if s is not None and s.seat < 0]
+        seats = {s: s.seat for s in waiting}
+        for s in waiting:
+            s.seat = 0
+        settled = original(self, plan, result)
+        for s in waiting:
+            s.seat = seats[s]
+        return settled
+
+    original = Scheduler.settle
+    patch.setattr(Scheduler, "settle", settle)
+
+
+def _say_everything(patch: pytest.MonkeyPatch) -> None:
+    """All that was drawn is said, also behind the token that ends its choice."""
+
+    def say(self: Scheduler, s: Sequence, drawn: tuple[int, ...]) -> Any:
+        return drawn, original(self, s, drawn)[1]
+
+    original = Scheduler._say
+    patch.setattr(Scheduler, "_say", say)
+
+
+def _look_at_the_last(patch: pytest.MonkeyPatch) -> None:
+    """Of several tokens only the last can end a choice."""
+
+    def say(self: Scheduler, s: Sequence, drawn: tuple[int, ...]) -> Any:
+        s.tokens += drawn
+        return drawn, self._finish_reason(s, drawn[-1])
+
+    patch.setattr(Scheduler, "_say", say)
+
+
+def _index_drafts(patch: pytest.MonkeyPatch) -> None:
+    """Drafts can be found by others before they are accepted."""
+
+    def row(self: Scheduler, s: Sequence, kind: RowKind, tokens: Any, *args: Any) -> Row:
+        made = original(self, s, kind, tokens, *args)
+        if kind is RowKind.VERIFY and s.is_pure and self._tables._caches:
+            known = [*s.tokens, *tokens[1:]]
+            chain = self._tables._chain(s).fork()
+            s.published = self._tables._caches[0].publish(chain, known, s.table, s.published)
+        return made
+
+    original = Scheduler._row
+    patch.setattr(Scheduler, "_row", row)
+
+
+def _draft_beyond(patch: pytest.MonkeyPatch) -> None:
+    """Drafts may reach behind the last token that a choice may have."""
+
+    def draft(self: Scheduler, s: Sequence, proposer: Any) -> tuple[int, ...]:
+        s.most_tokens += 3
+        drafts = original(self, s, proposer)
+        s.most_tokens -= 3
+        return drafts
+
+    original = Scheduler._draft
+    patch.setattr(Scheduler, "_draft", draft)
+
+
+def _trust_proposers(patch: pytest.MonkeyPatch) -> None:
+    """A draft that is no token goes to the device."""
+    patch.setattr(scheduler_module, "takewhile", lambda condition, tokens: tokens)
+
+
+def _draft_without_blocks(patch: pytest.MonkeyPatch) -> None:
+    """Drafts are sent for which there are no blocks."""
+    patch.setattr(Tables, "draft", lambda self, s, drafts, running: drafts)
+
+
+def _forget_the_row_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """A sequence gets its next row although its drafts are not settled."""
+    original = Sequence.wants_decode.fget
+
+    def wants_decode(s: Sequence) -> bool:
+        return original(s) or (s.pending == 1 and s.scheduled > len(s.tokens) and len(s.tokens) + 1 < s.most_tokens)
+
+    patch.setattr(Sequence, "wants_decode", property(wants_decode))
+
+
+def _count_deltas(patch: pytest.MonkeyPatch) -> None:
+    """What is counted as generated are rows, not tokens."""
+
+    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+        before = self.generated_tokens
+        settled = original(self, plan, result)
+        self.generated_tokens = before + len(settled.deltas)
+        return settled
+
+    original = Scheduler.settle
+    patch.setattr(Scheduler, "settle", settle)
+
+
 def _wait_behind_training(patch: pytest.MonkeyPatch) -> None:
     """Who asks makes no difference to the order."""
     patch.setattr(Sequence, "priority", property(lambda s: (False, s.request.priority)))
@@ -588,5 +758,21 @@ PLANTS: dict[str, Plant] = {
     "everybody follows": _follow_without_being_asked,
     "rows made for training are never left out": _leave_nobody_out,
     "users wait behind training": _wait_behind_training,
+    "all drafts are accepted": _drawn(lambda row, drawn: (*row.tokens[1:], drawn[-1])),
+    "no draft is accepted": _drawn(lambda row, drawn: drawn[-1:]),
+    "a draft that was accepted is said twice": _drawn(lambda row, drawn: (*drawn[:1], *drawn)),
+    "the last token is a draft": _drawn(lambda row, drawn: (*drawn[:-1], row.tokens[-1])),
+    "a position that was accepted is given back": _truncate(-1),
+    "blocks of rejected drafts are kept": _shorten_without_release,
+    "rejected drafts count as computed": _stay_behind_drafts,
+    "whoever has no seat is rolled back": _roll_nothing_back,
+    "what is behind the end is said": _say_everything,
+    "an end among accepted drafts is not seen": _look_at_the_last,
+    "drafts can be found": _index_drafts,
+    "drafts reach too far": _draft_beyond,
+    "a draft is no token": _trust_proposers,
+    "drafts have no blocks": _draft_without_blocks,
+    "a row goes on behind unsettled drafts": _forget_the_row_in_flight,
+    "rows are counted as tokens": _count_deltas,
     "whoever waits for a slot waits for ever": _attribute(scheduler_module, "PATIENCE", 1000),
 }

@@ -19,6 +19,7 @@ from mlx_tandem.engine.plan import (
     NOT_A_NUMBER,
     DeviceError,
     Row,
+    RowKind,
     Seating,
     StepPlan,
     StepResult,
@@ -175,6 +176,8 @@ class ReferenceRunner:
     loads: int = 0
     given_back: int = 0  # blocks before the windows of rows, counted for each row
     spoiled: int = 0  # rows that were not finite because of what somebody else had left behind their mask
+    drafted: int = 0  # tokens in VERIFY rows behind the first
+    accepted: int = 0  # of these
     infected: int = 0  # rows that read what was not finite and was another sequence's
     broken: bool = False
     freed: set[int] = field(default_factory=set)  # blocks that the pool got back since the last launch
@@ -224,7 +227,7 @@ class ReferenceRunner:
         for row in rows:
             self._look_back(row)
         contexts = {i: self._read(plan.rows[i], 0) for i in samplers}
-        drawn: list[int | None] = [None] * len(plan.rows)
+        drawn: list[tuple[int, ...]] = [()] * len(plan.rows)
         for i in samplers:
             drawn[i] = self._draw(plan.rows[i], i == bad)
         scores = {i: self._score(row) for i, row in enumerate(plan.rows) if row.targets}
@@ -313,13 +316,21 @@ class ReferenceRunner:
         seat = self._seats[row.seat]
         assert seat.sequence in (None, row.sequence), "a row in another sequence's seat"
         seat.sequence = row.sequence
+        assert row.sample or row.kind is RowKind.PROMPT, "a row that decodes draws nothing"
+        if row.kind is RowKind.VERIFY:
+            assert len(row.tokens) > 1, "a row without drafts is verified"
+            assert seat.history[row.start :] == [row.tokens[0]], "drafts stand behind another token than the newest"
+        elif row.kind is RowKind.DECODE:
+            assert len(row.tokens) == 1, "a row that decodes has several tokens"
         if CARRY not in row.tokens:
             return row.tokens
-        assert row.tokens == (CARRY,) and row.sample, "only a decode carries"
+        assert row.kind is RowKind.DECODE and row.tokens == (CARRY,), "only a decode carries"
         assert seat.last is not None, "nothing was drawn in this seat that could be carried"
         return (seat.last,)
 
-    def _draw(self, row: Row, not_finite: bool) -> int:
+    def _draw(self, row: Row, not_finite: bool) -> tuple[int, ...]:
+        """Return the tokens that a row draws: after its last position, or after each of a VERIFY row's up to the first
+        draft that is another than was drawn."""
         seat = self._seats[row.seat]
         end = row.start + len(row.tokens)
         cells = [self._read(row, i) for i in range(len(self.windows))]
@@ -331,11 +342,21 @@ class ReferenceRunner:
             for table in row.tables:
                 for at in range(row.start, end):
                     self._cells[table[at // self.block_size]][at % self.block_size] = _NAN
-        banned = seat.stop_ids if end < seat.prompt_length + seat.params.min_tokens else ()
-        token = next_token(self._seen(row, end), seat.params, seat.choice, seat.history, self.vocab, banned)
-        seat.last = 0 if not_finite else token
-        seat.history.append(seat.last)
-        return NOT_A_NUMBER if not_finite else token
+        if not_finite:
+            seat.last = 0
+            seat.history.append(0)
+            return (NOT_A_NUMBER,)
+        drawn: list[int] = []
+        for at in range(row.start + 1 if row.kind is RowKind.VERIFY else end, end + 1):
+            banned = seat.stop_ids if at < seat.prompt_length + seat.params.min_tokens else ()
+            drawn.append(next_token(self._seen(row, at), seat.params, seat.choice, seat.history, self.vocab, banned))
+            seat.history.append(drawn[-1])
+            if at < end and row.tokens[at - row.start] != drawn[-1]:
+                break
+        seat.last = drawn[-1] if row.kind is not RowKind.VERIFY else None  # how many are accepted is not known yet
+        self.accepted += len(drawn) - 1
+        self.drafted += len(row.tokens) - 1 if row.kind is RowKind.VERIFY else 0
+        return tuple(drawn)
 
     def _score(self, row: Row) -> list[TokenLogprob]:
         seat = self._seats[row.seat]
@@ -375,12 +396,13 @@ class ReferenceRunner:
                 known = zip(self._read(row, pool)[: row.start], history, strict=False)
                 assert all(c in (None, _NAN) or c & 0xFFFFF == t for c, t in known), "another's cell"
 
-    def _logprobs(self, rows: Sequence[Row], drawn: Sequence[int | None]) -> list[TokenLogprob | None]:
+    def _logprobs(self, rows: Sequence[Row], drawn: Sequence[tuple[int, ...]]) -> list[tuple[TokenLogprob, ...] | None]:
         wanted = [self._seats[row.seat].params for row in rows]
-        if not any(t is not None and p.logprobs is not None for t, p in zip(drawn, wanted, strict=True)):
+        if not any(tokens and p.logprobs is not None for tokens, p in zip(drawn, wanted, strict=True)):
             return []
         return [
-            None if t is None or p.logprobs is None else logprob_of(t, p) for t, p in zip(drawn, wanted, strict=True)
+            tuple(logprob_of(t, p) for t in tokens) if tokens and p.logprobs is not None else None
+            for tokens, p in zip(drawn, wanted, strict=True)
         ]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
-from mlx_tandem.engine.plan import CARRY, DeviceError, Row, Seating, StepPlan
+from mlx_tandem.engine.plan import CARRY, DeviceError, Row, RowKind, Seating, StepPlan
 from mlx_tandem.model import runner
 from mlx_tandem.model.build import build
 from mlx_tandem.model.runner import MLXRunner
@@ -334,15 +334,16 @@ def test_usual_steps_with_prompts_beside_are_traced(sampling_engine: Engine) -> 
     device.wait(
         device.launch(
             StepPlan(
-                (Row(0, 0, 0, 0, (5, 6), [[1, 2]], True),),
+                (Row(RowKind.PROMPT, 0, 0, 0, 0, (5, 6), [[1, 2]], True),),
                 seatings=(Seating(0, greedy, 0, 1, (0,)), Seating(1, greedy, 0, 1, (0,))),
             )
         )
     )
     traced = device.compiled_steps
     for met in range(runner.USUAL + 2):
-        stream = Row(0, 0, 0, 2 + met, (7,), [[1, 2]], True)
-        prompt = Row(1, 1, 0, 0, (9,) * (9 + met % 2), [list(range(3, 3 + -(-10 // size)))], False, beside=True)
+        stream = Row(RowKind.DECODE, 0, 0, 0, 2 + met, (7,), [[1, 2]], True)
+        table = list(range(3, 3 + -(-10 // size)))
+        prompt = Row(RowKind.PROMPT, 1, 1, 0, 0, (9,) * (9 + met % 2), [table], False, beside=True)
         flight = device.launch(StepPlan((stream, prompt)))
         device.wait(flight)
         assert flight.cold == (met == runner.USUAL) and device.compiled_steps == traced + (met >= runner.USUAL)
@@ -484,7 +485,8 @@ def _decode(runner: MLXRunner, steps: int, start: int) -> None:
     flights: list[Any] = []
     for i in range(start, start + steps):
         rows = tuple(
-            Row(seat, seat, 0, 40 + i, (CARRY,), [list(range(1 + 8 * seat, 9 + 8 * seat))], True) for seat in (0, 1)
+            Row(RowKind.DECODE, seat, seat, 0, 40 + i, (CARRY,), [list(range(1 + 8 * seat, 9 + 8 * seat))], True)
+            for seat in (0, 1)
         )
         flights.append(runner.launch(StepPlan(rows)))
         if len(flights) > 1:
@@ -495,7 +497,7 @@ def _decode(runner: MLXRunner, steps: int, start: int) -> None:
 def _prefill(runner: MLXRunner) -> None:
     for seat in (0, 1):
         table = list(range(1 + 8 * seat, 9 + 8 * seat))
-        row = Row(seat, seat, 0, 0, tuple(range(40)), [table], True)
+        row = Row(RowKind.PROMPT, seat, seat, 0, 0, tuple(range(40)), [table], True)
         runner.wait(runner.launch(StepPlan((row,), seatings=(Seating(seat, GREEDY, 0, 40, tuple(range(40))),))))
 
 
@@ -515,12 +517,12 @@ def test_steps_write_the_pool_in_place(large_pool: MLXRunner) -> None:
         return int(mx.get_peak_memory()) - int(before)
 
     def fork() -> None:
-        row = Row(0, 0, 0, 40, (CARRY,), [list(range(1, 9))], True)
+        row = Row(RowKind.DECODE, 0, 0, 0, 40, (CARRY,), [list(range(1, 9))], True)
         runner.wait(runner.launch(StepPlan((row,), copies=((3, 20), (4, 21)))))
 
     def swap() -> None:
         """Between two steps that are in flight; what was saved is what is loaded."""
-        row = Row(0, 0, 0, 40, (CARRY,), [list(range(1, 9))], True)
+        row = Row(RowKind.DECODE, 0, 0, 0, 40, (CARRY,), [list(range(1, 9))], True)
         before = runner.launch(StepPlan((row,)))
         saving = runner._save_blocks([2, 30])
         runner._built.extend(saving)

@@ -14,6 +14,7 @@ from mlx_lm.utils import load_model
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.pipeline import Pipeline
+from mlx_tandem.engine.plan import RowKind
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.tables import Tables
 from mlx_tandem.kv.pool import BlockPool
@@ -104,7 +105,7 @@ def test_one_long_context_does_not_pad_the_short_ones(folder: Path, monkeypatch:
     build_part = runner_module.MLXRunner._build_part
 
     def watch(self: Any, plan: Any, rows: list[int]) -> Any:
-        if all(len(plan.rows[i].tokens) == 1 for i in rows):
+        if all(plan.rows[i].kind is RowKind.DECODE for i in rows):
             widths.add((len(rows), max(len(plan.rows[i].tables[0]) for i in rows)))
         return build_part(self, plan, rows)
 

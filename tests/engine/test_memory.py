@@ -14,7 +14,7 @@ from mlx_tandem.adapters import formats
 from mlx_tandem.config import CacheConfig, DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.learning import Adam, Batch, LossConfig, TrainerSpec
-from mlx_tandem.engine.plan import Row, Seating, StepPlan
+from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device, memory
 from mlx_tandem.model import runner as runner_module
@@ -60,13 +60,15 @@ def needed(built: Built, *rows: Row, params: SamplingParams = GREEDY) -> int:
 
 def chunk(length: int, start: int, *, apart: bool) -> Row:
     table = list(range(1, 1 + -(-(start + length) // 16)))
-    return Row(0, 0, 0, start, (7,) * length, [table[::-1] if apart else table], True)
+    return Row(RowKind.PROMPT, 0, 0, 0, start, (7,) * length, [table[::-1] if apart else table], True)
 
 
 def decodes(rows: int, context: int, *, shared: bool) -> list[Row]:
     width = context // 16 + 1
     return [
-        Row(i, i, 0, context, (7,), [[1 + (j if shared else i * width + j) for j in range(width)]], True)
+        Row(
+            RowKind.DECODE, i, i, 0, context, (7,), [[1 + (j if shared else i * width + j) for j in range(width)]], True
+        )
         for i in range(rows)
     ]
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from msgspec.structs import replace
 
-from mlx_tandem.engine.plan import Row, Seating, StepPlan
+from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.model import runner as runner_module
 from mlx_tandem.types import SamplingParams
 from tests import tiny_models
@@ -30,13 +30,15 @@ def test_the_device_knows_of_what_comes_before(
     runner.levels = runner.pauses = True
     runner.one_at_a_time = False
     table = [1, 2, 3, 4, 5, 6, 7, 8]
-    first = StepPlan((Row(0, 0, 0, 0, (5,) * size, [table], True),), seatings=(Seating(0, GREEDY, 0, 1, (0,)),))
+    first = StepPlan(
+        (Row(RowKind.PROMPT, 0, 0, 0, 0, (5,) * size, [table], True),), seatings=(Seating(0, GREEDY, 0, 1, (0,)),)
+    )
     runner.wait(runner.launch(first))
     calls: list[str] = []
     wait, dispatch = mx.eval, mx.async_eval
     monkeypatch.setattr(mx, "eval", lambda *a: (calls.append("wait"), wait(*a))[1])
     monkeypatch.setattr(mx, "async_eval", lambda *a: (calls.append("dispatch"), dispatch(*a))[1])
-    plan = StepPlan((Row(0, 0, 0, size, (7,) * 32, [table], True),), **before)
+    plan = StepPlan((Row(RowKind.PROMPT, 0, 0, 0, size, (7,) * 32, [table], True),), **before)
     assert runner.waits(plan)
     flight = runner.launch(plan)
     assert calls[0] == "dispatch"
@@ -50,7 +52,7 @@ def test_tokens_beside_rows_that_decode_are_no_chunk_to_wait_for(tmp_path: Path)
     """Their forward is short, so the step before it need not be over when it is launched."""
     runner = make_engine(tiny_models.make(tmp_path / "model", "llama")).built.runner
     runner.pauses, runner.one_at_a_time = True, False
-    decode = Row(0, 0, 0, 1, (7,), [[1]], True)
-    prompt = Row(1, 1, 0, 0, (7,) * 256, [list(range(2, 34))], True)
+    decode = Row(RowKind.DECODE, 0, 0, 0, 1, (7,), [[1]], True)
+    prompt = Row(RowKind.PROMPT, 1, 1, 0, 0, (7,) * 256, [list(range(2, 34))], True)
     assert runner.waits(StepPlan((decode, prompt)))
     assert not runner.waits(StepPlan((decode, replace(prompt, beside=True))))

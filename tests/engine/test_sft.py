@@ -22,10 +22,10 @@ from mlx_tandem.api.data import ServedCodec
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.engine.learning import Adam, Batch, BatchResult, Datum, LossConfig, StepDone, TrainerSpec
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.model import cpu, device  # before anything imports MLX: they put a fast BLAS in front of it
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.loader import load
-from mlx_tandem.text.tokenizer import Tokenizer
 from mlx_tandem.training.device.trainers import Trainers
 from mlx_tandem.training.sft import (
     LEAST_FALL,

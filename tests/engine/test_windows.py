@@ -140,9 +140,9 @@ def _release_twice(patch: pytest.MonkeyPatch) -> None:
     original = Tables.slide
 
     def slide(self: Tables, s: Sequence) -> bool:
-        before = [table[:] for table in s.tables]
+        before = s.tables
         slid = original(self, s)
-        s.tables[:] = before
+        s.tables = before
         return slid
 
     patch.setattr(Tables, "slide", slide)

@@ -7,6 +7,7 @@ than slots, odd prompt chunks, depth 0 or 1, cancels at any time, failing steps 
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -25,7 +26,7 @@ from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine import drive as drives
-from tests.engine.harness import Loop
+from tests.engine.harness import Choice, Loop
 from tests.engine.reference import BASE, ReferenceRunner, WatchedPool, Windows, alone, logprob_of, scores_alone
 
 VOCAB = 13
@@ -186,6 +187,40 @@ def assert_exact(loop: Loop, eos: tuple[int, ...] = (), windows: Windows = (None
             assert request_id not in loop.prompt_logprobs or tokens == [], f"{where}: nobody asked"
 
 
+class Guesses:
+    """A proposer that knows what each choice will say, and is right about each token as often as `right`.
+
+    Some of what it proposes is junk: more than is asked for, tokens behind the end, tokens that do not exist.
+    """
+
+    def __init__(self, rng: Random, eos: tuple[int, ...], windows: Windows):
+        self._rng, self._eos, self._windows = rng, eos, windows
+        self._right, self._waits = rng.choice((0.0, 0.5, 0.9, 1.0)), rng.choice((0.1, 0.5, 1.0))
+        self._longest = rng.choice((1, 3, 9))
+        self._said: dict[Choice, list[int]] = {}
+        self.guessed: list[list[int]] = []  # what sequences would have said, had all drafts been accepted
+
+    def waits(self, request: Request, choice: int) -> bool:
+        return self._rng.random() < self._waits
+
+    def propose(self, request: Request, choice: int, tokens: Several[int], most: int) -> Several[int]:
+        assert 0 < most <= request.params.max_tokens
+        if self._rng.random() < 0.2:
+            return ()
+        key = request.id, choice
+        if key not in self._said:
+            self._said[key] = expected(request, choice, self._eos, self._windows)
+        begun = len(tokens) - len(request.prompt)
+        guesses = [
+            t if self._rng.random() < self._right else self._rng.randrange(VOCAB) for t in self._said[key][begun:]
+        ]
+        junk = [self._rng.randint(-1, VOCAB) for _ in range(self._rng.choice((0, 3)))]
+        proposed = (guesses + junk)[: self._rng.randint(0, self._longest)]
+        if all(0 <= t < VOCAB for t in proposed):
+            self.guessed.append([*tokens, *proposed])
+        return proposed
+
+
 @dataclass(slots=True)
 class Outcome:
     """How a workload went, for the counts of a run."""
@@ -204,6 +239,8 @@ class Outcome:
     work: int = 0
     loads: int = 0  # blocks that came from a drive
     saves: int = 0  # blocks on it
+    drafted: int = 0  # tokens
+    accepted: int = 0  # of these
     beside: int = 0  # chunks of prompts that went with rows that decode
     given_back: int = 0  # blocks before the windows of rows that were not read for them
     most_steps: float = 0.0  # of a workload, per token of work
@@ -223,6 +260,7 @@ class Settings:
     cancels: bool = True
     drives: float = 0.0  # how often there is a disk tier
     faults: bool = True
+    drafts: float = 0.5  # how often there is a proposer
     most_requests: int = 12
     patience: int = 2
     windows: bool = False  # layers see a window, all or some of them
@@ -242,6 +280,9 @@ def draw_request(
     if engine.loop.tokens and rng.random() < 0.3:  # a later turn of what was said
         said = rng.choice(list(engine.loop.tokens))
         prompt = [*engine.loop.requests[said[0]].prompt, *engine.loop.tokens[said], *prompt[:3]]
+    proposer = engine.scheduler.proposer
+    if isinstance(proposer, Guesses) and proposer.guessed and rng.random() < 0.2:
+        prompt = [*rng.choice(proposer.guessed), *prompt[:2]]
     max_tokens = rng.randint(1, 10)
     length = max(1, min(len(prompt), engine.room - max_tokens))
     max_tokens = min(max_tokens, engine.room - length)
@@ -333,6 +374,8 @@ def play(
         scheduler.tier.step_blocks = rng.choice((1, 2, 50))
     if rng.random() < 0.8:
         scheduler.prefill.cost = OddChunks(rng, rng.choice((1, 3, 7)))
+    if rng.random() < settings.drafts:
+        scheduler.proposer = Guesses(rng, eos, windows)
     names = ["a", "b", "c", "d", "e"][: rng.randint(0, 5)]
     adapters: list[AdapterRef | None] = [None, *(AdapterRef(name, 1, name) for name in names)]
     publishes = rng.choice((0.0, 0.1, 0.5)) if names else 0.0
@@ -360,7 +403,7 @@ def play(
         due = rng.random() < 0.5
         held_back += not due and scheduler.has_users and scheduler.has_background
         busy = loop.step(due)
-        assert loop.steps <= 30 + 2 * work, "no progress"
+        assert loop.steps <= 30 + 2 * work * (1 + (scheduler.proposer is not None)), "no progress"
         if not busy and len(loop.requests) == total:
             break
     loop.assert_idle()
@@ -384,6 +427,8 @@ def play(
         held_back=held_back,
         loads=engine.runner.loads,
         saves=len(store.blocks),
+        drafted=engine.runner.drafted,
+        accepted=engine.runner.accepted,
         beside=loop.beside,
         given_back=engine.runner.given_back,
         steps=loop.steps,

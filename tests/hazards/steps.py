@@ -15,7 +15,7 @@ from msgspec.structs import replace as changed
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.learning import TrainerSpec
-from mlx_tandem.engine.plan import CARRY, Row, Seating, StepPlan
+from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.kernels import dialect
@@ -185,7 +185,8 @@ def row(
     metal: Metal, start: int, tokens: Sequence[int], *, seat: int = 0, slot: int = 0, blocks: Sequence[int] = ()
 ) -> Row:
     blocks = blocks or range(1 + 10 * seat, 11 + 10 * seat)
-    return Row(seat, seat, slot, start, tuple(tokens), tables(metal, *blocks), True)
+    kind = RowKind.PROMPT if len(tokens) > 1 else RowKind.DECODE
+    return Row(kind, seat, seat, slot, start, tuple(tokens), tables(metal, *blocks), True)
 
 
 def plan(*rows: Row, **more: Any) -> StepPlan:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -14,6 +13,7 @@ from mlx_tandem.model.cache.kvcache import Asks, LayerKernels, LayerShape
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernel_checks import attention as choice
 from mlx_tandem.model.kernel_checks.attention import choose
+from mlx_tandem.model.kernels.division import LIVE_FLOATS, Division, live_floats, shorter, start
 from tests.kernels import shim
 from tests.kernels.broken import Broken
 
@@ -21,30 +21,95 @@ pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
 
 FORM = RowFormat(1, 32, mx.float32)
 SHAPES = [LayerShape(FORM, FORM, Asks(2, False))] * 2
+HALVES = RowFormat(1, 32, mx.float16)
+START = start("metal", HALVES)
 BLOCK = 16
 
 
-@pytest.fixture
-def right(tmp_path: Path) -> Fused:
-    return Fused("cuda", shim.maker(tmp_path))
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Fused:
+    return Fused("cuda", shim.maker(tmp_path_factory.mktemp("kernels")))
 
 
-def faster(shape: LayerShape, attention: LayerKernels | None, block_size: int) -> float:
+def faster(shape: LayerShape, attention: LayerKernels | None, block_size: int, rows: int, context: int) -> float:
     return 1e-5 if attention else 2e-5
 
 
 def test_what_is_right_and_faster_is_taken(right: Fused) -> None:
     made = choose("auto", SHAPES, BLOCK, [], [right], faster)
     assert made.name == "cuda" and all(made.layers)
-    assert made.reason == "faster: 10 µs a step and layer, portable takes 20"
+    assert made.reason == (
+        "faster: 10 µs a layer for 16 x 1,024 tokens, portable takes 20; "
+        "10 µs a layer for 1 x 16,384 tokens, portable takes 20"
+    )
 
 
 def test_what_is_slower_is_not(right: Fused, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "ROWS", 2)
+    monkeypatch.setattr(choice, "STEPS", ((2, 64), (1, 192)))
     monkeypatch.setattr(choice, "CHAIN", 2)
     made = choose("auto", SHAPES, BLOCK, [], [right])  # really timed: fibres lose to MLX
     assert made.name == "portable" and not any(made.layers)
     assert made.reason.startswith("cuda is not used: slower: ")
+
+
+class Device:
+    """A device on which one division of attention's work is `gain` times as fast as any other."""
+
+    def __init__(self, best: Division, gain: float):
+        self.best, self.gain = best, gain
+
+    def __call__(self, shape: LayerShape, attention: LayerKernels | None, block: int, rows: int, context: int) -> float:
+        if attention is None:
+            return 2e-5
+        return 1e-5 / (self.gain if attention.attention._division == self.best else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("target", "best"),
+    [
+        ("cuda", Division(99)),
+        ("cuda", Division(1584)),
+        ("metal", Division(24, queries=2, depth=4)),
+        ("metal", Division(96, queries=1, depth=2)),
+        ("metal", Division(384, queries=4, depth=2)),
+    ],
+)
+def test_the_work_is_divided_as_is_fastest_here(right: Fused, target: str, best: Division) -> None:
+    def steps_towards(shape: LayerShape, kernels: LayerKernels | None, block: int, rows: int, context: int) -> float:
+        if kernels is None:
+            return 1.0
+        now = kernels.attention._division
+        return 0.1 * 2.0 ** sum((now.blocks != best.blocks, (now.queries, now.depth) != (best.queries, best.depth)))
+
+    shapes = [LayerShape(HALVES, HALVES, Asks(2, False))] * 2
+    made = choose("auto", shapes, BLOCK, [], [replace(right, name=target)], steps_towards)
+    assert made.name == target and {a.attention._division for a in made.layers if a} == {best}
+
+
+def test_another_division_has_to_be_worthwhile(right: Fused) -> None:
+    for gain, taken in ((1.03, START), (1.2, Division(96, queries=2, depth=2))):
+        device = Device(Division(96, queries=2, depth=2), gain)
+        shapes = [LayerShape(HALVES, HALVES, Asks(2, False))]
+        made = choose("auto", shapes, BLOCK, [], [replace(right, name="metal")], device)
+        assert {a.attention._division for a in made.layers if a} == {taken}
+
+
+def test_a_division_that_is_wrong_is_not_taken(right: Fused) -> None:
+    # A block that answers one query alone hides all keys.
+    broken = replace(right, name="metal", make=Broken(right.make, "k < end && k <=", "k < end && QUERIES != 1 && k <="))
+    shapes = [LayerShape(HALVES, HALVES, Asks(2, False))]
+    made = choose("auto", shapes, BLOCK, [], [broken], Device(Division(96, queries=1, depth=2), 9.0))
+    assert {a.attention._division for a in made.layers if a} == {START}
+
+
+def test_what_metal_begins_with_fits_its_registers() -> None:
+    for dtype in (mx.float16, mx.bfloat16, mx.float32):
+        for bits in (0, 4, 8):
+            form = RowFormat(8, 128, dtype, bits, 64)
+            first = start("metal", form)
+            for division in (first, *shorter(first, "metal", form)):
+                assert live_floats(form, division.queries, division.depth) <= LIVE_FLOATS
+    assert live_floats(RowFormat(8, 128, mx.float32), 8, 2) > LIVE_FLOATS
 
 
 @pytest.mark.parametrize(

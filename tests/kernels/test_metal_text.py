@@ -17,6 +17,7 @@ from mlx_tandem.model.cache.kvcache import LayerShape
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.argmax import Argmax
 from mlx_tandem.model.kernels.dialect import Source
+from mlx_tandem.model.kernels.division import start
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention, unreadable_rows
 from mlx_tandem.model.kernels.rotary import Rotary
@@ -41,7 +42,7 @@ def attention(recorder: Recorder) -> None:
         pool = KVArrays([LayerShape(form, form)], 8, BLOCK).layers[0]
         sinks = mx.zeros((2 * group,), dtype) if extras else None
         for splits in (1, 2):
-            PagedAttention(recorder.make, form, BLOCK)(
+            PagedAttention(recorder.make, form, BLOCK, start("metal", form))(
                 mx.zeros((3, 2 * group, length, dim), dtype),
                 pool,
                 mx.zeros((3, 4), mx.int32),

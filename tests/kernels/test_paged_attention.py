@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.kernels.division import Division, start
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention, unreadable_rows
 from tests.kernels import shim
 
@@ -67,11 +68,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     splits=st.sampled_from([0, 1, 2, 5]),
     warps=st.sampled_from([0, 1, 2]),
     depth=st.sampled_from([0, 3]),
+    together=st.sampled_from([8, 8, 2]),
     order=st.sampled_from(shim.ORDERS),
     more=st.sampled_from([None, 0, 25]),
 )
 # A split ends within a tile.
-@example(seed=1, rows=2, longest=300, window=EVERYTHING, splits=2, warps=0, depth=3, order="together", more=None)
+@example(
+    seed=1, rows=2, longest=300, window=EVERYTHING, splits=2, warps=0, depth=3, together=8, order="together", more=None
+)
 def test_it_is_attention(
     built: Path,
     kind: Kind,
@@ -82,6 +86,7 @@ def test_it_is_attention(
     splits: int,
     warps: int,
     depth: int,
+    together: int,
     order: shim.Order,
     more: int | None,
 ) -> None:
@@ -118,7 +123,7 @@ def test_it_is_attention(
     begun = np.take_along_axis(np.pad(tables, ((0, 0), (0, width))), first[:, None] + np.arange(width), 1)
     for half in halves if keeps else ():  # what is not kept is not asked for, and NaN beside a weight of 0
         np.nan_to_num(half, copy=False)
-    got = PagedAttention(shim.maker(built, order), form, kind.block)(
+    got = PagedAttention(shim.maker(built, order), form, kind.block, Division(396, together, depth))(
         queries,
         pool,
         mx.array(begun),
@@ -130,7 +135,6 @@ def test_it_is_attention(
         cap=kind.cap,
         splits=splits,
         warps=warps,
-        depth=depth,
     )
     expected = plain(np.array(queries.astype(mx.float32)), halves, tables, offsets, window, sinks, kind.cap)[:real]
     given_ = np.array(got.astype(mx.float32))[:real]
@@ -172,7 +176,7 @@ def test_the_largest_scores_and_the_smallest(built: Path) -> None:
     keys = np.zeros((64, 16), np.float32)
     keys[:, 0] = np.linspace(-900, 900, 64) * np.resize([1, -1], 64)
     values = np.eye(64, 16, dtype=np.float32) + np.arange(64)[:, None]
-    attention = PagedAttention(shim.maker(built), form, 16)
+    attention = PagedAttention(shim.maker(built), form, 16, start("cuda", form))
     queries = mx.zeros((1, 1, 1, 16)).at[..., 0].add(1.0)
     tables, offsets = mx.array([[0, 1, 2, 3]], mx.int32), mx.array([63], mx.int32)
     for scale in (1.0, 1e-3):
@@ -188,7 +192,7 @@ def test_a_number_that_is_not_finite_reaches_its_own_row_only(built: Path) -> No
     keys, values = (rng.standard_normal((3 * 16, 16)).astype(np.float32) for _ in range(2))
     keys[16:32] = np.inf
     values[16:32] = np.nan
-    attention = PagedAttention(shim.maker(built), form, 16)
+    attention = PagedAttention(shim.maker(built), form, 16, start("cuda", form))
     queries = mx.ones((2, 1, 1, 16))
     got = attention(
         queries,
@@ -214,4 +218,4 @@ def test_what_cannot_be_read_is_refused(built: Path, form: RowFormat, why: str) 
     assert unreadable_rows(form) == why
     if why:
         with pytest.raises(ValueError, match=why):
-            PagedAttention(shim.maker(built), form, 16)
+            PagedAttention(shim.maker(built), form, 16, start("cuda", form))

@@ -39,8 +39,10 @@ def metal(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPa
     """A Metal device whose kernels are all faster than MLX's operations."""
     gpu = fake.install("metal", fake.by_shim(tmp_path_factory), monkeypatch)
     fake.time_by_clock(gpu, monkeypatch)
-    for name, few in (("ROWS", 2), ("CONTEXT", 64), ("CHAIN", 2)):
-        monkeypatch.setattr(choice, name, few)
+    monkeypatch.setattr(choice, "STEPS", ((2, 64), (1, 192)))
+    monkeypatch.setattr(choice, "CHAIN", 2)
+    for others in ("shorter", "wider"):  # compiling them takes seconds; test_choice has them
+        monkeypatch.setattr(choice, others, lambda *args: ())
     monkeypatch.setattr(argmax, "ROWS", 2)
     monkeypatch.setattr(lora, "_TOKENS", (1, 16))
     mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers

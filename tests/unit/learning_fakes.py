@@ -71,7 +71,7 @@ class Client:
         self.points = points
         self.restarts, self.state = 0, "ready"
         self.stats = EngineStats(serving_ms=7.0, training_ms=3.0)
-        self.info = SimpleNamespace(max_model_len=100)
+        self.info = SimpleNamespace(max_model_len=100, micro_batch_tokens=64)
         self.trainers: dict[str, Trainer] = {}
         self.memory: dict[str, tuple[Any, ...]] = {}  # adapters
         self.pinned: set[str] = set()  # digests of those that stay there
@@ -80,6 +80,9 @@ class Client:
         self.rates: list[float] = []
         self.sampler_offset = 0.0  # how far the sampler's logprobs are off
         self.broken_gradients = False
+
+    def check_ready(self) -> Any:
+        return self.info
 
     def restart(self) -> None:
         self.restarts += 1

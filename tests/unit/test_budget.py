@@ -13,7 +13,7 @@ from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.budget import Needs, StepCost, StepLimits, _pools, divide, sequences
 from mlx_tandem.engine.cost import LENGTHS, longest_within, padded_length
-from mlx_tandem.engine.plan import StepResult
+from mlx_tandem.engine.plan import RowKind, StepResult
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.tables import Tables
 from mlx_tandem.errors import ModelError
@@ -226,11 +226,11 @@ def test_a_step_s_prompts_stay_within_its_tokens_and_pairs(lengths: list[int], m
         scheduler.add(Request(i, (1,) * n, SamplingParams(max_tokens=1, temperature=0.0)))
     read = 0
     while plan := scheduler.plan():
-        chunks = [(len(row.tokens), row.start) for row in plan.rows if len(row.tokens) > 1]
+        chunks = [(len(row.tokens), row.start) for row in plan.rows if row.kind is RowKind.PROMPT]
         assert len(chunks) < 2 or sum(padded_length(n) for n, _ in chunks) <= most
         for n, start in chunks:
             assert n <= most
             assert n <= LENGTHS[0] or n * (start + n) <= pairs
         read += sum(len(row.tokens) for row in plan.rows)
-        scheduler.settle(plan, StepResult([2 if row.sample else None for row in plan.rows], [], {}, False))
+        scheduler.settle(plan, StepResult([(2,) if row.sample else () for row in plan.rows], [], {}, False))
     assert read == sum(lengths)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec import Struct
 
+from mlx_tandem.decode import check_nested, convert, decode
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.server.decode import check_nested, convert, decode
 
 PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=4)
@@ -115,3 +116,19 @@ def test_half_a_surrogate_pair_is_named_in_the_order_of_keys() -> None:
         assert e.value.param == "a[0]"
     with pytest.raises(InvalidRequest, match="the body holds half a surrogate pair"):
         decode(b'{"\\ud800": "\\ud800"}', dict)
+
+
+PIECES = ["\\ud83d", "\\ude00", "\\uDBFF", "\\uDC00", "\\\\", "\\n", "\\u0041", "ud83d", "ude00", "u", "é", '","']
+
+
+@example(["\\\\", "ud83d", "\\ude00"])
+@example(["\\ud83d", "\\\\", "ude00"])
+@given(st.lists(st.sampled_from(PIECES), max_size=8))
+def test_half_a_surrogate_pair_is_found_whatever_is_escaped_beside_it(pieces: list[str]) -> None:
+    body = '["' + "".join(pieces) + '"]'
+    texts: list[str] = json.loads(body)
+    if any("\ud800" <= c <= "\udfff" for text in texts for c in text):
+        with pytest.raises(InvalidRequest, match="half a surrogate pair"):
+            decode(body.encode(), list[str])
+    else:
+        assert decode(body.encode(), list[str]) == texts

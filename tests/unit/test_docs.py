@@ -32,7 +32,7 @@ from mlx_tandem.cli.options import OPTIONS
 from mlx_tandem.cli.settings import build
 from mlx_tandem.config import Config, Mode, RLTrainingConfig
 from mlx_tandem.server.app import create_app
-from mlx_tandem.server.front import Front
+from mlx_tandem.training.live.front import ServerFront
 from mlx_tandem.training.online.guard import Verdict
 from mlx_tandem.training.rewards import own
 from mlx_tandem.training.rewards.builtin import BUILTINS
@@ -343,7 +343,7 @@ def test_json(block: Block) -> None:
 
 def test_the_http_page_has_every_route() -> None:
     config = Config(engine=build(None, {}).engine)
-    app = create_app(Front(config, lambda: pytest.fail("nothing is started here")))
+    app = create_app(ServerFront(config, lambda: pytest.fail("nothing is started here")))
     page = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
     paths = {route.path.replace("{model:path}", "{id}") for route in app.routes if isinstance(route, Route)}
     assert {path for path in paths if f"`{path}`" not in page} == set()
@@ -420,7 +420,7 @@ def test_the_recording_is_a_picture() -> None:
 
 def test_parameters_of_the_http_page_exist() -> None:
     """Those that are explained; test_parameters.py is about the table."""
-    from mlx_tandem.server.dialects.openai import ChatBody, CompletionBody
+    from mlx_tandem.dialects.openai import ChatBody, CompletionBody
 
     page = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
     section = page.partition("<!-- end of parameters -->")[2].partition("## Errors")[0]

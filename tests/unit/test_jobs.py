@@ -8,7 +8,7 @@ import pytest
 
 from mlx_tandem import limits
 from mlx_tandem.errors import Conflict, EngineUnavailable, NotFound, Overloaded
-from mlx_tandem.server.jobs import REMEMBERED, Jobs
+from mlx_tandem.training.live.jobs import REMEMBERED, Jobs
 
 
 def test_one_at_a_time_in_order() -> None:

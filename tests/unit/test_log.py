@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 
-from mlx_tandem.server.log import JsonLines, RateLimit
+from mlx_tandem.server.log_lines import JsonLines, RateLimit
 
 
 def record(event: str, created: float) -> logging.LogRecord:

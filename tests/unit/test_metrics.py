@@ -15,8 +15,9 @@ from mlx_tandem import demo
 from mlx_tandem.adapters.aliases import Aliases
 from mlx_tandem.adapters.registry import Registry
 from mlx_tandem.config import Arm, Config, EngineConfig, ModelConfig
-from mlx_tandem.server.front import Front
-from mlx_tandem.server.metrics import LABELLED_MODELS, OTHER, Metrics
+from mlx_tandem.generation.metrics import OTHER, Metrics
+from mlx_tandem.server.prometheus import LABELLED_MODELS, render
+from mlx_tandem.training.live.front import ServerFront
 from mlx_tandem.types import AdapterInfo
 
 CONFIG = Config(EngineConfig(ModelConfig(str(demo.MODEL_PATH))))
@@ -28,11 +29,11 @@ def never() -> NoReturn:
 
 
 @cache
-def loaded() -> Front:
-    return Front(CONFIG, never)
+def loaded() -> ServerFront:
+    return ServerFront(CONFIG, never)
 
 
-def empty() -> Front:
+def empty() -> ServerFront:
     """A front that knows no adapter and has seen nothing; one at a time."""
     front = loaded()
     front.metrics, front.models.registry, front.models.aliases = Metrics(), Registry(), Aliases()
@@ -40,7 +41,7 @@ def empty() -> Front:
 
 
 @pytest.fixture
-def front() -> Front:
+def front() -> ServerFront:
     return empty()
 
 
@@ -48,17 +49,17 @@ def info(digest: str) -> AdapterInfo:
     return AdapterInfo(digest, 8, 2.0, "peft", ("self_attn.q_proj",), 64, 64)
 
 
-def use(front: Front, name: str, tokens: int) -> None:
+def use(front: ServerFront, name: str, tokens: int) -> None:
     """Count as a finished request for `name` does."""
     front.metrics.prompt_tokens[name] += tokens
     front.metrics.generation_tokens[name] += tokens
     front.metrics.finished[name, "stop"] += 1
 
 
-def scraped(front: Front) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
+def scraped(front: ServerFront) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
     """By family and labels."""
     found: dict[str, dict[Any, float]] = {}
-    for family in text_string_to_metric_families(front.metrics.render(front).decode()):
+    for family in text_string_to_metric_families(render(front).decode()):
         for sample in family.samples:
             found.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
     return found
@@ -74,7 +75,7 @@ def by_model(found: dict[frozenset[tuple[str, str]], float]) -> Counter[str]:
 COUNTERS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:request_success_total")
 
 
-def test_a_hundred_thousand_adapters_have_a_bounded_number_of_series(front: Front) -> None:
+def test_a_hundred_thousand_adapters_have_a_bounded_number_of_series(front: ServerFront) -> None:
     for i in range(100_000):
         front.models.registry.publish(f"adapter-{i}", None, info(f"{i:064x}"))
         use(front, f"adapter-{i}", 3)
@@ -89,7 +90,7 @@ def test_a_hundred_thousand_adapters_have_a_bounded_number_of_series(front: Fron
     assert len(front.metrics.prompt_tokens) <= LABELLED_MODELS + 2, "nor is more than that remembered"
 
 
-def test_many_aliases_have_a_bounded_number_of_series(front: Front) -> None:
+def test_many_aliases_have_a_bounded_number_of_series(front: ServerFront) -> None:
     for i in range(3 * LABELLED_MODELS):
         for arm in front.models.aliases.put(f"alias-{i}", [Arm("base", 1.0), Arm("x", 1.0)]):
             arm.counters.requests += 2

@@ -11,7 +11,7 @@ import pytest
 from mlx_tandem import demo
 from mlx_tandem.config import Config, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.errors import Conflict, EngineUnavailable, InvalidRequest, NotFound
-from mlx_tandem.server.models import Models
+from mlx_tandem.generation.model_names import Models
 from mlx_tandem.types import AdapterInfo, AdapterSource
 
 SAVED = AdapterSource("/checkpoints/first")

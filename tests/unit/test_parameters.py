@@ -17,11 +17,11 @@ from msgspec.structs import fields
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
+from mlx_tandem.decode import decode
+from mlx_tandem.dialects.accept import rules, selection
+from mlx_tandem.dialects.openai import ChatBody, CompletionBody
+from mlx_tandem.dialects.parameters import BOTH, CHAT, PARAMETERS, SCHEMAS, Route
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.server.decode import decode
-from mlx_tandem.server.dialects.accept import rules, selection
-from mlx_tandem.server.dialects.openai import ChatBody, CompletionBody
-from mlx_tandem.server.dialects.parameters import BOTH, CHAT, PARAMETERS, SCHEMAS, Route
 
 ROOT = Path(__file__).resolve().parents[2]
 BODIES: dict[Route, Any] = {"chat": ChatBody, "completions": CompletionBody}

@@ -18,7 +18,7 @@ from mlx_tandem.errors import TandemError
 from mlx_tandem.printable import MOST_SHOWN, printable
 from mlx_tandem.server.error_reply import ErrorReply
 from mlx_tandem.server.guard import Guard
-from mlx_tandem.server.log import MOST_LOGGED, JsonLines
+from mlx_tandem.server.log_lines import MOST_LOGGED, JsonLines
 from mlx_tandem.worker import EngineLines
 from tests.texts import ANY_TEXT, is_safe
 

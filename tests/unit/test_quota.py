@@ -14,7 +14,7 @@ from mlx_tandem import demo, limits
 from mlx_tandem.adapters.aliases import Aliases
 from mlx_tandem.config import Arm, Config, EngineConfig, LoraConfig, ModelConfig, ServerConfig
 from mlx_tandem.errors import Conflict, InvalidRequest, NotFound, QuotaExceeded
-from mlx_tandem.server.models import Models
+from mlx_tandem.generation.model_names import Models
 from mlx_tandem.types import AdapterInfo, AdapterSource
 
 MOST, PINNED_MB = 3, 5

@@ -14,9 +14,9 @@ SEATS = 4
 @given(st.data(), st.integers(0, 50))
 @settings(max_examples=150, deadline=None)
 def test_a_cut_is_what_the_tables_have(data: st.DataObject, first: int) -> None:
-    """Under any order of new owners, growth and steps of some of the seats."""
+    """Under any order of new owners, growth, roll-back and steps of some of the seats."""
     own = SeatTables(SEATS, first)
-    tables: dict[int, list[int]] = {seat: [] for seat in range(SEATS)}
+    tables: dict[int, tuple[int, ...]] = dict.fromkeys(range(SEATS), ())
     for _ in range(data.draw(st.integers(1, 12))):
         seats = data.draw(st.lists(st.integers(0, SEATS - 1), min_size=1, unique=True))
         before = own.generation
@@ -24,11 +24,12 @@ def test_a_cut_is_what_the_tables_have(data: st.DataObject, first: int) -> None:
         for seat in seats:
             if data.draw(st.booleans()):
                 own.forget(seat)
-                tables[seat] = []
+                tables[seat] = ()
                 changed = True
-            new = data.draw(st.lists(st.integers(first + 1, first + 99), max_size=9))
-            tables[seat] = tables[seat] + new
-            changed = changed or bool(new)
+            kept = tables[seat][: data.draw(st.integers(0, len(tables[seat])) | st.just(len(tables[seat])))]
+            new = (*kept, *data.draw(st.lists(st.integers(first + 1, first + 99), max_size=9)))
+            changed = changed or new != tables[seat]
+            tables[seat] = new
         own.learn(seats, [tables[s] for s in seats])
         assert (own.generation != before) == changed
         width = data.draw(st.integers(1, 30))

@@ -15,7 +15,7 @@ from mlx_tandem import demo
 from mlx_tandem.api.data import ServedCodec, check_data, check_loss
 from mlx_tandem.engine.learning import Datum, LossConfig
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.text.tokenizer import Tokenizer
+from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.training.examples import conversation, cut, parse
 from mlx_tandem.training.sft import SftConfig, batches, encode, rate, read, split
 from tests.unit.text_tools import render_with

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.text.output import ChoiceText, TextOptions
+from mlx_tandem.generation.output import ChoiceText, TextOptions
 from mlx_tandem.types import Delta, TokenLogprob
 from tests.unit.text_tools import byte_level
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.text.stops import StopScanner
+from mlx_tandem.generation.stops import StopScanner
 
 SMALL = st.text("ab", min_size=1, max_size=5)
 

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.errors import InvalidRequest, ModelError
-from mlx_tandem.text.prompts import Prompts
-from mlx_tandem.text.templates.client import ChatTemplate
-from mlx_tandem.text.templates.messages import Failed, Setup
-from mlx_tandem.text.templates.rendering import Renderer
-from mlx_tandem.text.tokenizer import Tokenizer
+from mlx_tandem.generation.prompts import Prompts
+from mlx_tandem.generation.templates.client import ChatTemplate
+from mlx_tandem.generation.templates.messages import Failed, Setup
+from mlx_tandem.generation.templates.rendering import Renderer
+from mlx_tandem.generation.tokenizer import Tokenizer
 from tests.unit.text_tools import SPECIALS, byte_level, model_folder, render_with, sentencepiece
 
 CHATML = (

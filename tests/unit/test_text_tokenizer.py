@@ -9,8 +9,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.text.defaults import sampling_defaults
-from mlx_tandem.text.tokenizer import Tokenizer
+from mlx_tandem.generation.defaults import sampling_defaults
+from mlx_tandem.generation.tokenizer import Tokenizer
 from tests.unit.text_tools import SPECIALS, byte_level, sentencepiece
 
 

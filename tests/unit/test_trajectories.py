@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mlx_tandem.config import RLTrainingConfig
+from mlx_tandem.decode import convert
+from mlx_tandem.dialects.training import UpdateBody
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.server.decode import convert
-from mlx_tandem.server.dialects.training import UpdateBody
 from mlx_tandem.training.device.trainers import Trainers
 from mlx_tandem.training.external import check_external
 from mlx_tandem.training.online.advantages import RECIPES, batches

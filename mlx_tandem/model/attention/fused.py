@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape
 from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels.division import Division, start
 from mlx_tandem.model.kernels.paged_attention import PagedAttention, unreadable_rows
 from mlx_tandem.model.kernels.rotary import Rotary
 
@@ -19,10 +20,14 @@ class Fused:
     name: str
     make: dialect.Make
 
-    def kernels(self, shape: LayerShape, block_size: int) -> LayerKernels:
-        """Return the kernels for layers of this shape, which must be readable."""
+    def kernels(self, shape: LayerShape, block_size: int, division: Division | None = None) -> LayerKernels:
+        """Return the kernels for layers of this shape, which must be readable.
+
+        `division` says how attention's work is divided; by default as it starts on this target.
+        """
         return LayerKernels(
-            PagedAttention(self.make, shape.keys, block_size), Rotary(self.make, shape.keys, block_size)
+            PagedAttention(self.make, shape.keys, block_size, division or start(self.name, shape.keys)),
+            Rotary(self.make, shape.keys, block_size),
         )
 
 

@@ -1,7 +1,13 @@
-"""Choice of the attention back end: the fastest one that is right on this device for this model's layers."""
+"""Choice of the attention back end: the fastest one that is right on this device for this model's layers.
+
+Two decode steps are timed: many rows of short contexts, and one row of a long one. The kernels' work is divided as
+suits both best on this device.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +21,10 @@ from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
 from mlx_tandem.model.kernel_checks import attention_cases as cases
 from mlx_tandem.model.kernel_checks.frame import Rejected, checked
+from mlx_tandem.model.kernels.division import shorter, start, wider
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
+
+log = logging.getLogger(__name__)
 
 AUTO = "auto"
 """Name that asks for the fastest back end."""
@@ -30,15 +39,18 @@ CODED_TOLERANCE = 1e-2
 its kernels need not round decoded numbers to the model's type.
 """
 
-ROWS, CONTEXT = 16, 1024
-"""Rows of the decode step that is timed, and positions of each row."""
+STEPS = ((16, 1024), (1, 16384))
+"""Rows and context of the decode steps that are timed: many short ones, and a long one, whose keys have to be split."""
 
 CHAIN = 8
 """Timed calls in a row; each has the output of the one before as its queries."""
 
-Seconds = Callable[[LayerShape, LayerKernels | None, int], float]
-"""Function that times attention, given the shape of a layer, its kernels (None: the portable back end) and the block
-size.
+WORTHWHILE = 0.95
+"""Share of the first division's time below which another one replaces it; timing noise is smaller than that."""
+
+Seconds = Callable[[LayerShape, LayerKernels | None, int, int, int], float]
+"""Function that times one layer's part of a decode step, given the shape of the layer, its kernels (None: the portable
+back end), the block size, the rows and the context.
 """
 
 
@@ -65,11 +77,11 @@ def choose(
     """Return the attention back end for layers of these shapes.
 
     Args:
-        asked: A back end's name, which is then used without timing it, or `auto`.
+        asked: A back end's name, which is then used without timing it, or `auto` for the fastest.
         shapes: The shape of each layer.
         block_size: Positions per block of the KV pool.
         windows: The attention windows that the model's masks have.
-        candidates: The fused back ends of this device.
+        candidates: The fused back ends of this device, the preferred first.
         seconds: Times attention; by default on this device.
 
     Raises:
@@ -114,14 +126,49 @@ def _try(
             raise Rejected(problem)
         if seconds is None:
             return kernels, "asked for"
-        ours = sum(seconds(kind, own, block_size) for kind, own in kernels.items())
-        theirs = sum(seconds(kind, None, block_size) for kind in kinds)
-        figures = f"{ours * 1e6:.0f} µs a step and layer, {portable.NAME} takes {theirs * 1e6:.0f}"
-        if not ours < theirs:
+        kernels, times = _divided(candidate, kernels, block_size, windows, seconds)
+        portables = [sum(seconds(kind, None, block_size, *step) for kind in kinds) for step in STEPS]
+        figures = _figures(times, portables)
+        if not math.prod(times) < math.prod(portables):
             raise Rejected(f"slower: {figures}")
         return kernels, f"faster: {figures}"
 
     return checked(f"attention by {candidate.name}", check, lambda reason: ({}, reason))
+
+
+def _divided(
+    candidate: fused.Fused,
+    attentions: dict[LayerShape, LayerKernels],
+    block_size: int,
+    windows: Sequence[int],
+    seconds: Seconds,
+) -> tuple[dict[LayerShape, LayerKernels], list[float]]:
+    """Return the kernels with their work divided in the way that is fastest here, and the seconds of each of STEPS."""
+    chosen: dict[LayerShape, LayerKernels] = {}
+    totals = [0.0] * len(STEPS)
+    for kind, first in attentions.items():
+        division, kernels = start(candidate.name, kind.keys), first
+        best = [seconds(kind, kernels, block_size, *step) for step in STEPS]
+        for others in (shorter, wider):
+            for other in others(division, candidate.name, kind.keys):
+                made = candidate.kernels(kind, block_size, other)
+                times = [seconds(kind, made, block_size, *step) for step in STEPS]
+                faster = math.prod(times) < WORTHWHILE ** len(STEPS) * math.prod(best)
+                if faster and not _problem({kind: made}, block_size, windows):
+                    division, kernels, best = other, made, times
+        if kernels is not first:
+            log.info("attention of %s numbers a head is divided by %s on this device", kind.keys.dim, division)
+        chosen[kind] = kernels
+        totals = [total + time for total, time in zip(totals, best, strict=True)]
+    return chosen, totals
+
+
+def _figures(times: Sequence[float], portables: Sequence[float]) -> str:
+    """Return the seconds of both back ends in words, step by step."""
+    return "; ".join(
+        f"{ours * 1e6:.0f} µs a layer for {rows} x {context:,} tokens, {portable.NAME} takes {theirs * 1e6:.0f}"
+        for (rows, context), ours, theirs in zip(STEPS, times, portables, strict=True)
+    )
 
 
 def _problem(attentions: dict[LayerShape, LayerKernels], block_size: int, windows: Sequence[int]) -> str:
@@ -160,31 +207,33 @@ def _cases(shape: LayerShape, block_size: int, windows: Sequence[int]) -> Iterat
                 )
 
 
-def _seconds(shape: LayerShape, attention: LayerKernels | None, block_size: int) -> float:
-    """Return the seconds of one layer's part in a decode step without its products: the write of new positions, and
-    attention."""
+def _seconds(shape: LayerShape, attention: LayerKernels | None, block_size: int, rows: int, context: int) -> float:
+    """Return the seconds of one layer's part in a decode step without its products.
+
+    That part is the write of the new positions, and attention.
+    """
     form, asks = shape.keys, shape.asks
     assert asks is not None
-    width = -(-CONTEXT // block_size)
-    blocks = 1 + ROWS * width
+    width = -(-context // block_size)
+    blocks = 1 + rows * width
     pool = KVArrays([shape], blocks, block_size)
     cache = PagedCache(shape, attention)
-    tables = 1 + np.arange(ROWS * width, dtype=np.int32).reshape(ROWS, width)
-    last = CONTEXT - 1
+    tables = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+    last = context - 1
     slots = (tables[:, last // block_size] * block_size + last % block_size)[:, None]
     view = StepView(
-        mx.full((ROWS,), last, mx.int32),
+        mx.full((rows,), last, mx.int32),
         mx.array(slots),
         mx.array(tables),
         num_blocks=blocks,
         block_size=block_size,
         mask_axes=1,
     )
-    new = mx.random.normal((ROWS, form.heads, 1, form.dim)).astype(form.dtype)
+    new = mx.random.normal((rows, form.heads, 1, form.dim)).astype(form.dtype)
     sinks = mx.zeros((asks.heads,), form.dtype) if asks.sinks else None
     times = []
     for _ in range(5):
-        queries = mx.random.normal((ROWS, asks.heads, 1, form.dim)).astype(form.dtype)
+        queries = mx.random.normal((rows, asks.heads, 1, form.dim)).astype(form.dtype)
         mx.eval(queries, new)
         started = time.perf_counter()
         for _ in range(CHAIN):

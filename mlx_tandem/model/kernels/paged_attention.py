@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from mlx_tandem.model.cache.kvformat import RowFormat
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
+from mlx_tandem.model.kernels.division import ALIGN, Division
 
 MOST_QUERIES = 8
 """Most queries of a sequence in one step."""
@@ -27,23 +28,11 @@ MOST_QUERIES = 8
 WIDEST = 256
 """Most numbers of a head."""
 
-PROCESSORS = 132
-"""Processors of the largest GPU known."""
-
 MOST_WARPS = 4
 """Most warps of a block of threads, bounded by the memory that it shares in the body."""
 
-RESIDENT = 3
-"""Blocks of four warps that a processor holds at once."""
-
-LONG = 1024
-"""Number of positions from which a context is long."""
-
 EVERYTHING = 1 << 30
 """The window of queries that see all positions before them."""
-
-_ALIGN = 64
-"""Keys to whose multiples splits are rounded, as in `spans`."""
 
 _SPANS = r"""
 #define EVERYTHING (1 << 30)
@@ -411,12 +400,13 @@ _TOGETHER = r"""
 class PagedAttention:
     """Attention over one layer's rows of the pool, which have one format; `make` makes the kernels."""
 
-    def __init__(self, make: Make, form: RowFormat, block_size: int):
+    def __init__(self, make: Make, form: RowFormat, block_size: int, division: Division):
         """Make the kernels. Raise ValueError if they cannot read rows of this format."""
         if why := unreadable_rows(form):
             raise ValueError(why)
         self._form = form
         self._block_size = block_size
+        self._division = division
         pool = ["keys", "key_grids", "values", "value_grids"] if form.bits else ["keys", "values"]
         inputs = ["q", *pool, "tables", "offsets", "windows", "sinks"]
         functions = _SPANS + (_CODED if form.bits else _PLAIN)
@@ -445,7 +435,6 @@ class PagedAttention:
         cap: float = 0.0,
         splits: int = 0,
         warps: int = 0,
-        depth: int = 0,
     ) -> mx.array:
         """Return attention [rows, heads, length, dim]; query i of a row is at position offset + i and sees no later
         position.
@@ -460,14 +449,16 @@ class PagedAttention:
             kept: The window from whose start the tables begin, as in `StepView`.
             sinks: A logit for each head that takes weight from the keys, or None.
             cap: If not 0, scores become cap · tanh(score / cap).
-            splits, warps, depth: How the work is divided; 0: as the shapes suggest."""
-        form, block = self._form, self._block_size
+            splits: Splits of each row's keys; 0: as the division says.
+            warps: Warps of a block of threads; 0: MOST_WARPS.
+        """
+        form, block, division = self._form, self._block_size, self._division
         rows, heads, length, dim = queries.shape
         group = heads // form.heads
-        together = queries_together(group * length, dim)
+        together = division.together(group * length, dim)
         across = form.heads * -(-group * length // together)
-        positions = min(tables.shape[1] * block, window + _ALIGN)
-        splits = splits or split_count(rows * across, positions)
+        positions = min(tables.shape[1] * block, window + ALIGN)
+        splits = splits or division.splits(rows * across, positions)
         warps = warps or MOST_WARPS
         window = min(window, kept or EVERYTHING)
         windows = integers(window, kept or EVERYTHING)
@@ -479,7 +470,7 @@ class PagedAttention:
             "QUERIES": together,
             "MANY": length > 1,
             "WINDOWED": window < EVERYTHING,
-            "DEPTH": depth or keys_ahead(form, together, positions),
+            "DEPTH": division.ahead(form, together, positions),
             "SCALE": bits_of(scale / cap if cap else scale * math.log2(math.e)),
             "CAP": bits_of(cap * math.log2(math.e)),
             "SINKS": sinks is not None,
@@ -520,28 +511,6 @@ def unreadable_rows(form: RowFormat) -> str:
     if form.bits and form.dim // form.groups % 16:
         return f"{form.dim // form.groups} cached numbers on a grid"
     return ""
-
-
-def queries_together(queries: int, dim: int) -> int:
-    """Return how many of a KV head's queries a block of threads has: as many as its registers hold."""
-    most = 8 if dim <= 128 else 4
-    return next(n for n in (1, 2, 4, 8) if n >= min(queries, most))
-
-
-def keys_ahead(form: RowFormat, together: int, positions: int) -> int:
-    """Return how many keys a team loads at once: as many as registers hold.
-
-    With small heads there are so few that a tile lies in one block of the pool. Short contexts load fewer, since
-    that makes a shorter kernel."""
-    wide = form.dtype == mx.float32 and not form.bits
-    if together > 4:
-        return 1 if wide else 2
-    return 4 if form.dim in (128, 256) and not wide and positions >= LONG else 2
-
-
-def split_count(blocks: int, positions: int) -> int:
-    """Return into how many splits each row's keys are cut, given the number of thread blocks without splits."""
-    return max(1, min(RESIDENT * PROCESSORS // blocks, positions // (2 * _ALIGN)))
 
 
 @lru_cache(maxsize=4096)

@@ -30,19 +30,20 @@ class Part:
     wanted: list[int] = field(default_factory=list)
     wanted_scores: list[int] = field(default_factory=list)
     saves: tuple[int, ...] = ()  # blocks that the marker holds
+    verifies: bool = False  # some of the rows have drafts: each of their tokens is one of `rows`
     sent: Sent | None = None
 
-    def logprobs(self, plan: StepPlan) -> dict[int, TokenLogprob]:
+    def logprobs(self, plan: StepPlan) -> dict[int, tuple[TokenLogprob, ...]]:
         """Return the logprobs of the tokens that were drawn, by the row of the plan, for rows that want them."""
         lists: Any = [a.tolist() for a in self.drawn[1:]]
         model, sampled, *top = lists
-        found = {}
+        found: dict[int, tuple[TokenLogprob, ...]] = {}
         for row, i in enumerate(self.rows):
             k = self.wanted[row]
             if k < 0 or not plan.rows[i].sample:
                 continue
             best = tuple(zip(top[0][row][:k], top[1][row][:k], strict=True)) if k else ()
-            found[i] = TokenLogprob(model[row], sampled[row], best)
+            found[i] = (*found.get(i, ()), TokenLogprob(model[row], sampled[row], best))
         return found
 
     def scores(self, plan: StepPlan) -> dict[int, list[TokenLogprob]]:

@@ -366,13 +366,28 @@ class Seen:
         """Return what these rows [rows] int32 have met, of the arrays of all seats; None where there are none."""
         return Seen(*(array[rows] for array in seats)) if seats else None
 
-    def after(self, seats: list[mx.array], rows: mx.array, tokens: mx.array) -> list[mx.array]:
-        """Return those of the arrays of all seats that change when the rows draw these tokens [rows] int32."""
+    def behind(self, drafts: mx.array) -> Seen:
+        """Return what the rows have met when these drafts follow, [rows, most] int32, -1 behind the last of a row."""
+        real = drafts >= 0
+        output = self.output.at[mx.arange(len(drafts))[:, None], mx.maximum(drafts, 0)].add(real.astype(mx.float32))
+        if self.recent is None:
+            return Seen(self.prompt, output)
+        place = mx.arange(self.recent.shape[1])[None] + real.sum(1, keepdims=True)
+        recent = mx.take_along_axis(mx.concatenate([self.recent, drafts], 1), place, 1)
+        return Seen(self.prompt, output, recent)
+
+    def after(
+        self, seats: list[mx.array], rows: mx.array, tokens: mx.array, newest: mx.array | None = None
+    ) -> list[mx.array]:
+        """Return those of the arrays of all seats that change when the rows draw these tokens [rows] int32.
+
+        `newest`: as `rows`, but only the seat of the row that draws its newest token has it there; None: all do.
+        """
         counts = [seats[1].at[rows, tokens].add(1.0)]
         if self.recent is None:
             return counts
         recent = mx.concatenate([self.recent[:, 1:], tokens[:, None]], 1)
-        seats[2][rows] = recent
+        seats[2][rows if newest is None else newest] = recent
         return [*counts, seats[2]]
 
     def penalise(self, z: mx.array, a: SamplingArrays) -> mx.array:

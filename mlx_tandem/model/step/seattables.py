@@ -12,35 +12,38 @@ from mlx_tandem.model.step.inputs import Numbers
 class SeatTables:
     """For `num_seats` seats and one more, the last, for padded rows: all that it has is the scratch block.
 
-    Of one pool, whose blocks are numbered from `first` on elsewhere and from 0 on here. A table only grows while its
-    sequence keeps its seat, so that a step that takes no new block changes nothing; blocks that no window reaches any
-    more stay what they were.
+    These are of one pool, whose blocks are numbered from `first` on elsewhere and from 0 on here. A table that has not
+    changed since the last step is the same object, so that most steps change nothing.
     """
 
     def __init__(self, num_seats: int, first: int = 0):
         self._first = first
         self._blocks = np.zeros((num_seats + 1, 8), np.int32)
-        self._known = [0] * (num_seats + 1)  # blocks of each table
+        self._known: list[tuple[int, ...]] = [()] * (num_seats + 1)  # each table as it was learnt
         self.generation = 0
         """Changes whenever a table does."""
 
     def forget(self, seat: int) -> None:
         """The seat has a new owner."""
         self._blocks[seat] = 0
-        self._known[seat] = 0
+        self._known[seat] = ()
         self.generation += 1
 
     def learn(self, seats: Sequence[int], tables: Sequence[Sequence[int]]) -> None:
         """These are the tables now."""
         known = self._known
-        for seat, table in zip(seats, tables, strict=True):
-            blocks = len(table)
-            if blocks != known[seat]:
-                self._widen(blocks)
-                self._blocks[seat, known[seat] : blocks] = table[known[seat] :]
-                self._blocks[seat, known[seat] : blocks] -= self._first
-                known[seat] = blocks
-                self.generation += 1
+        for seat, new in zip(seats, tables, strict=True):
+            before = known[seat]
+            if new is before or (table := tuple(new)) == before:
+                continue
+            end = len(table)
+            same = len(before) if table[: len(before)] == before else 0  # mostly it has grown
+            self._widen(end)
+            self._blocks[seat, same:end] = table[same:]
+            self._blocks[seat, same:end] -= self._first
+            self._blocks[seat, end : len(before)] = 0
+            known[seat] = table
+            self.generation += 1
 
     def cut(self, seats: Sequence[int], width: int, begin: Numbers | None = None) -> Numbers:
         """[seats, width] int32: blocks of each table, from its first on or from `begin` [seats]; scratch behind those

@@ -74,7 +74,7 @@ class Loop:
                 self.stop("an error that nobody expected; the log has more")
             else:
                 self.look_back()
-            if not again and self.running:
+            if self.running and not again:
                 await self._wake.wait()
 
     async def _turn(self) -> bool:

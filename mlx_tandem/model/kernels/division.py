@@ -1,0 +1,95 @@
+"""Divides attention's work between blocks of threads; a division that suits one device is slow on another.
+
+The numbers for CUDA were measured on an H200. Those for Metal are derived from Apple's tables and have never run:
+the check at start (`model/kernel_checks/attention.py`) times alternatives on the user's device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+
+from mlx_tandem.model.cache.kvformat import RowFormat
+
+ALIGN = 64
+"""Keys to whose multiples all splits but the last are rounded."""
+
+LONG = 1024
+"""Number of positions from which a context is long."""
+
+LIVE_FLOATS = 128
+"""32-bit values that a thread of Apple's GPUs holds in registers before it spills to memory."""
+
+MOST_TOGETHER = 8
+"""Queries for which the kernels are written: a block of threads answers at most this many together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """A way of dividing the work of one step.
+
+    Attributes:
+        blocks: Blocks of threads that fill the device; with fewer, the keys of each row are split.
+        queries: Queries of one KV head that a block answers together, at most.
+        depth: Keys that a team of lanes reads ahead; 0 means as many as the format and the context suggest.
+    """
+
+    blocks: int
+    queries: int = MOST_TOGETHER
+    depth: int = 0
+
+    def together(self, queries: int, dim: int) -> int:
+        """Return how many of a KV head's `queries`, with heads of `dim` numbers, a block answers together."""
+        most = min(self.queries, MOST_TOGETHER if dim <= 128 else MOST_TOGETHER // 2)
+        return next(n for n in (1, 2, 4, 8) if n >= min(queries, most))
+
+    def ahead(self, form: RowFormat, together: int, positions: int) -> int:
+        """Return how many keys a team reads ahead: as many as registers hold.
+
+        With small heads they are so few that a tile lies in one block of the pool. Short contexts are read with
+        fewer, which makes the kernel shorter."""
+        if self.depth:
+            return self.depth
+        wide = form.dtype == mx.float32 and not form.bits
+        if together > 4:
+            return 1 if wide else 2
+        return 4 if form.dim in (128, 256) and not wide and positions >= LONG else 2
+
+    def splits(self, blocks: int, positions: int) -> int:
+        """Return into how many splits each row's keys are cut if the step has `blocks` blocks without splits."""
+        return max(1, min(self.blocks // blocks, positions // (2 * ALIGN)))
+
+
+def live_floats(form: RowFormat, queries: int, depth: int) -> int:
+    """Return how many 32-bit values a thread of the attention kernel holds at once, counted in the kernel's text."""
+    words = (form.bits // 2 + 1) if form.bits else 4 * form.dtype.size  # of the 16 numbers that a lane has of a key
+    sums, scores, states, tables = 16 * queries, depth * queries, 3 * queries, 2 * depth
+    return sums + scores + states + tables + 2 * depth * words
+
+
+def start(target: str, form: RowFormat) -> Division:
+    """Return the division that is tried first on this target for rows of this format.
+
+    On CUDA there are three blocks for each of an H200's 132 processors; on Metal six for each of 16 cores, with no more
+    queries and keys than registers hold.
+    """
+    if target != "metal":
+        return Division(132 * 3)
+    return Division(96, queries=4, depth=2 if live_floats(form, 4, 2) <= LIVE_FLOATS else 1)
+
+
+def shorter(first: Division, target: str, form: RowFormat) -> Iterator[Division]:
+    """Yield divisions with other numbers of queries and keys that are worth timing beside `first` on this target."""
+    if target == "metal":
+        for queries in (4, 2, 1):
+            for depth in (4, 2, 1):
+                found = replace(first, queries=queries, depth=depth)
+                if found != first and live_floats(form, queries, depth) <= LIVE_FLOATS:
+                    yield found
+
+
+def wider(first: Division, target: str, form: RowFormat) -> Iterator[Division]:
+    """Yield divisions for devices that hold fewer or more blocks at once than `first` expects."""
+    for factor in (1 / 4, 1 / 2, 2, 4):
+        yield replace(first, blocks=int(first.blocks * factor))

@@ -1,0 +1,100 @@
+"""Drafts on the MLX runner change nothing of what is said: neither tokens nor logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from msgspec import structs
+
+from mlx_tandem.types import Request, SamplingParams
+from tests import tiny_models
+from tests.engine.harness import Loop
+from tests.engine.mlx_engine import TOLERANCE, Engine, make_engine
+
+PROMPTS = [tuple(np.random.default_rng(7).integers(3, tiny_models.VOCAB, n).tolist()) for n in (3, 21, 9, 14)]
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "logprobs": 3},
+    "hot": {"temperature": 1.0, "logprobs": 0, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+    "penalties": {"temperature": 0.7, "presence_penalty": 1.5, "frequency_penalty": 1.0, "repetition_penalty": 1.3},
+    "a window of penalties": {"temperature": 0.0, "repetition_penalty": 1.8, "repetition_context": 5},
+    "nothing ends it before": {"temperature": 1.0, "min_tokens": 9, "stop_token_ids": tuple(range(0, 60, 2))},
+}
+
+
+class Oracle:
+    """A proposer that knows what each choice will say and errs in one token of `wrong`; 0: in none."""
+
+    def __init__(self, said: Loop, wrong: int):
+        self._said, self._rng, self._wrong = said.tokens, Random(5), wrong
+
+    def waits(self, request: Request, choice: int) -> bool:
+        return self._rng.random() < 0.8
+
+    def propose(self, request: Request, choice: int, tokens: Sequence[int], most: int) -> Sequence[int]:
+        begun = len(tokens) - len(request.prompt)
+        right = self._said[request.id, choice][begun : begun + self._rng.choice((0, 1, 4, 7))]
+        return [
+            (t + 1) % tiny_models.VOCAB if self._wrong and not self._rng.randrange(self._wrong) else t for t in right
+        ]
+
+
+def requests(name: str, **more: Any) -> list[Request]:
+    params = SamplingParams(**({"max_tokens": 16, "seed": 11} | PARAMS[name]))
+    return [Request(i, prompt, params, n=1 + i % 2, **more) for i, prompt in enumerate(PROMPTS)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.make(tmp_path_factory.mktemp("model") / "model", "qwen3", seed=1)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return make_engine(folder, max_num_seqs=8)
+
+
+def serve(engine: Engine, asked: list[Request], proposer: Oracle | None = None, **options: int) -> Loop:
+    loop = engine.loop(**options)
+    loop.scheduler.proposer = proposer
+    for request in asked:
+        loop.add(request)
+    loop.run()
+    loop.assert_idle()
+    return loop
+
+
+def assert_same(loop: Loop, free: Loop) -> None:
+    assert loop.tokens == free.tokens
+    assert loop.finished == free.finished
+    for key, said in free.logprobs.items():
+        for own, other in zip(loop.logprobs[key], said, strict=True):
+            assert abs(own.model - other.model) < TOLERANCE and abs(own.sampled - other.sampled) < TOLERANCE
+            assert [t for t, _ in own.top] == [t for t, _ in other.top]
+
+
+@pytest.mark.parametrize("wrong", [0, 3])
+@pytest.mark.parametrize("name", PARAMS)
+def test_drafts_change_nothing(engine: Engine, name: str, wrong: int) -> None:
+    free = serve(engine, requests(name))
+    loop = serve(engine, requests(name), Oracle(free, wrong))
+    assert_same(loop, free)
+    assert loop.accepted > 0
+
+
+@pytest.mark.parametrize("options", [{"depth": 0}, {"blocks": 14}, {"chunks": 5, "beside": 6}])
+def test_drafts_change_nothing_in_other_schedules(engine: Engine, options: dict[str, int]) -> None:
+    """With preemption, and with chunks of prompts in the forward that verifies."""
+    free = serve(engine, requests("penalties"))
+    assert_same(serve(engine, requests("penalties"), Oracle(free, 4), **options), free)
+
+
+def test_drafts_of_several_kinds_of_rows_share_a_step(engine: Engine) -> None:
+    mixed = [structs.replace(requests(name)[i % 4], id=i) for i, name in enumerate(PARAMS)]
+    free = serve(engine, mixed)
+    assert_same(serve(engine, mixed, Oracle(free, 4)), free)
