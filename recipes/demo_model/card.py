@@ -1,7 +1,6 @@
 """Writes the model card from the evaluation's JSON, so that its figures cannot differ from it.
 
-python -m recipes.demo_model.card --json RESULTS.json --card mlx_tandem/demo/MODEL_CARD.md
-"""
+python -m recipes.demo_model.card --json RESULTS.json --card mlx_tandem/demo/MODEL_CARD.md"""
 
 from __future__ import annotations
 
@@ -122,7 +121,7 @@ def _table_row(*cells: object) -> str:
 
 
 def render_card(figures: dict[str, Any]) -> str:
-    """The whole card as Markdown."""
+    """Return the whole card as Markdown."""
     base, draft, training = figures["base"], figures["draft"], figures["training"]
     flags, stage = training["flags"], training["stages"]["base"]
     long = base["long_context"]
@@ -204,6 +203,7 @@ def render_card(figures: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Write the card."""
     parser = argparse.ArgumentParser(prog="python -m recipes.demo_model.card", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--card", type=Path, required=True)
