@@ -1,7 +1,8 @@
 """Measure the cost of adapters: 8 of them on a random model, with base rows, one adapter's rows and several mixes in
 turn.
 
-python benchmarks/adapters.py --shape 4m --json-out benchmarks/results/adapters-4m.json"""
+python benchmarks/adapters.py --shape 4m --json-out benchmarks/results/adapters-4m.json
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,8 @@ Combination = tuple[str, int, int, int, int, bool]  # type, head size, group, bi
 
 def combinations(which: str) -> Iterator[Combination]:
     """Yield the kernels to check: type, head size, group, bits, queries per row, and whether there are sinks and the
-    like."""
+    like.
+    """
     if which == "all":
         for name, dim, group, bits, length in itertools.product(TYPES, DIMS, GROUPS, BITS, (1, 5)):
             yield name, dim, group, bits, length, length > 1
@@ -120,7 +121,8 @@ def decode(
     divisions: Sequence[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
     """Yield for each way to divide the work the median round of `LAYERS` calls; each has the output of the one
-    before as its queries."""
+    before as its queries.
+    """
     width = -(-context // BLOCK)
     blocks = 1 + rows * width
     rng = np.random.default_rng(0)

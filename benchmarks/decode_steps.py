@@ -6,7 +6,8 @@
   which are compiled, are left out. `launch_ms` is the host's time to launch a step; where the device is slower, it
   includes waiting;
 - prompts: a number of prompts of a length, read in chunks of as many tokens as the engine takes at once; each step is
-  waited for."""
+  waited for.
+"""
 
 # ruff: noqa: I001
 from __future__ import annotations

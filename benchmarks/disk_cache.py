@@ -4,7 +4,8 @@
 
 Blocks of a model's size are written and read by the cache and, in turn, as one plain file in pieces of the same
 size. Each is read once from memory and once after the system was told to forget its pages. The scan is one of small
-blocks."""
+blocks.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,8 @@
 
 A round is one update: rollouts of a few prompts, sixteen requests for each, sampled from the newest version; a pass
 over them, a step, and the next version. Two engines with the built-in model take turns, one of which has no prefix
-cache; both get the same prompts. The time of learning itself is the same for both and is included."""
+cache; both get the same prompts. The time of learning itself is the same for both and is included.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ as the server counted. Both hold the model, and each rests while the other is me
 steps are compiled, are not counted. The ratio is the median over neighbouring rounds; every round is in the file
 when it ends.
 
-Beside the engine's loop are the steps of a batch whose rows start together, which no server can know beforehand."""
+Beside the engine's loop are the steps of a batch whose rows start together, which no server can know beforehand.
+"""
 
 from __future__ import annotations
 

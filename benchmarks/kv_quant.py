@@ -5,7 +5,8 @@
 - size: bytes per token and layer by the width of a head, compared with bfloat16;
 - admitted: sequences that the scheduler lets run at once in the same memory;
 - perplexity: of held-out chats, whole and of their answers alone, by bits, group and type of the scales;
-- decode: milliseconds of a step, pools interleaved in one process, the median of the rounds."""
+- decode: milliseconds of a step, pools interleaved in one process, the median of the rounds.
+"""
 
 # ruff: noqa: I001
 from __future__ import annotations
@@ -117,7 +118,8 @@ def pool_of(bits: int, group: int) -> Round:
 
 def quantize(bits: int, group: int, scales: mx.Dtype) -> Round:
     """Return the rounding of `mx.quantize`, whose grid is rounded to the type of the scales after the codes were
-    chosen."""
+    chosen.
+    """
 
     def rounded(x: mx.array) -> mx.array:
         codes, *grid = mx.quantize(x, group_size=group, bits=bits)
@@ -145,7 +147,8 @@ def perplexities(questions: int, long_questions: int) -> dict[str, dict[str, flo
     """Return the perplexity of held-out chats' tokens, and of their answers alone; a few of the chats are long.
 
     k3 is the distance of the logprobs from those with a full cache, as learning measures it between sampler and
-    trainer."""
+    trainer.
+    """
     model: Any = load_model(demo.MODEL_PATH)[0]
     model.set_dtype(mx.float32)
     tokenizer = Tokenizer.from_file(str(demo.MODEL_PATH / "tokenizer.json"))

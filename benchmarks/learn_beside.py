@@ -186,7 +186,8 @@ class Updates:
 
     async def post(self, every: float | None, until: float, tokens: int) -> tuple[list[float], list[float]]:
         """Post updates of `tokens` tokens until a time; return the seconds of each, and learning's share in each
-        window."""
+        window.
+        """
         watching = asyncio.create_task(self._watch(until))
         seconds = []
         due = perf_counter()

@@ -5,7 +5,8 @@
 
 An adapter is trained a little, so that it differs from the base, and published. Completions that it then samples are
 given to the trainer, whose logprobs should be the same. Then streams run for a while alone and for a while beside
-updates of about 2,048 tokens, each stepped and published."""
+updates of about 2,048 tokens, each stepped and published.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +95,8 @@ def prompt_of(rng: random.Random, engine: Engine) -> list[int]:
 
 def sampled(engine: Engine, adapter: str | None, count: int, seed: int) -> tuple[list[Datum], list[list[float]]]:
     """Return completions as data with alternating advantages, and the sampler's own logprobs of them at temperature
-    1."""
+    1.
+    """
     rng = random.Random(seed)
     prompts = [prompt_of(rng, engine) for _ in range(count)]
     done = engine.generate(

@@ -92,7 +92,8 @@ def with_engine(args: argparse.Namespace, *, serving: bool, learning: bool) -> d
 
 def slices(args: argparse.Namespace) -> dict[str, Any]:
     """Return for each slice of one of an update's micro-batches the memory that it needs, while it runs and after
-    it."""
+    it.
+    """
     import mlx.core as mx
 
     from mlx_tandem.config import ModelConfig

@@ -4,7 +4,8 @@
 
 Sixteen streams decode on a tiny random model with 40k positions. Their inter-token times while a prompt of 2k or of
 32k tokens is read are compared with those just before it came and just after it was done; the time to the long
-prompt's own first token is reported, too."""
+prompt's own first token is reported, too.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ async def _ask(connection: Connection, length: int) -> Stream:
 
 def _body(length: int, max_tokens: int, seed: int) -> dict[str, Any]:
     """Return a request with a prompt of `length` tokens; in these shapes' tokenizer a syllable with its space is one
-    token."""
+    token.
+    """
     rng = random.Random(seed)
     words = (rng.choice("bdfgkl") + rng.choice("aeiou") for _ in range(length))
     return {

@@ -3,7 +3,8 @@
     python benchmarks/lora_delta.py [--models 0.13M 4M] [--rows 1 8 16 64] [--rounds 5] [--out FILE]
 
 Every variant runs in the same process on the same random model, interleaved in many short rounds. A variant's time
-is the tenth percentile of its rounds, so that other load on the machine counts little."""
+is the tenth percentile of its rounds, so that other load on the machine counts little.
+"""
 
 # ruff: noqa: I001
 from __future__ import annotations
@@ -178,7 +179,8 @@ def masked(x: mx.array, y: mx.array, extra: list[mx.array], i: int) -> mx.array:
 def tiles(size: int) -> Prepare:
     """Return a function that deals rows into tiles of `size` rows of one slot.
 
-    Its arrays are the row of each place, each row's place, and each tile's slot."""
+    Its arrays are the row of each place, each row's place, and each tile's slot.
+    """
 
     def prepare(state: Trial, slots: Sequence[int]) -> list[mx.array]:
         s = np.array(slots)
@@ -211,7 +213,8 @@ def side_by_side(state: Trial, slots: Sequence[int]) -> list[mx.array]:
     """Give q, k and v (gate and up) one A of three (two) times the rank, and a B with zeros for the others' part of
     it.
 
-    The product with A is then the same operation for all of them, and the compiler keeps one."""
+    The product with A is then the same operation for all of them, and the compiler keeps one.
+    """
     made = []
     for i, path in enumerate(state.linears()):
         parent, _, leaf = path.rpartition(".")
@@ -447,7 +450,8 @@ def trial(
 
 def quiet(times: list[float]) -> float:
     """Return the tenth percentile: the time of a step while nothing else runs, which the median hides on a shared
-    machine."""
+    machine.
+    """
     return statistics.quantiles(times, n=10)[0]
 
 

@@ -2,7 +2,8 @@
 
     python benchmarks/make_model.py 4m /tmp/model --adapters 8 --rank 16
 
-This writes /tmp/model and /tmp/model-adapters/a0 … a7. Any MLX server can load them; no network is needed."""
+This writes /tmp/model and /tmp/model-adapters/a0 … a7. Any MLX server can load them; no network is needed.
+"""
 
 from __future__ import annotations
 

@@ -216,7 +216,8 @@ class Soak:
 
 def drift(samples: list[dict[str, float]], name: str, begin: int) -> dict[str, float]:
     """Return how memory changed after the first `begin` requests: a straight line's slope, and the last fifth
-    against the first."""
+    against the first.
+    """
     rest = [s for s in samples if s["requests"] > begin]
     at = np.array([s["requests"] for s in rest], float)
     values = np.array([s[name] for s in rest], float)

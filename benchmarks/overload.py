@@ -112,7 +112,8 @@ async def watch(server: Running, samples: list[tuple[float, int]]) -> None:
 
 async def promise(client: Client, workload: Workload, capacity: int) -> dict[str, Any]:
     """Fill the server, be refused, let nobody else come, wait as told, and come again; return how often that was
-    enough."""
+    enough.
+    """
     full = True
     ended: list[float] = []
 

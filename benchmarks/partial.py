@@ -36,7 +36,8 @@ class Results:
 
 def stop_cleanly() -> None:
     """Let SIGTERM, which `timeout` sends, end the program like an exit, so that everything it has started ends with
-    it."""
+    it.
+    """
     signal.signal(signal.SIGTERM, _leave)
 
 

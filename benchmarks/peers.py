@@ -3,7 +3,8 @@
     python benchmarks/peers.py --vllm-mlx /path/to/its/venv/bin/vllm-mlx --json-out benchmarks/results/peers.json
 
 They are compared by events per second, one token per event, with mixed sampling and no seed (mlx_lm.server does not
-batch requests that have one). Without --vllm-mlx that peer is left out."""
+batch requests that have one). Without --vllm-mlx that peer is left out.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +66,8 @@ def main() -> None:
 
 def summary(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     """Return the medians per server and concurrency, and tandem's events per second over each peer's, round against
-    round."""
+    round.
+    """
     results, ratios = [], []
     levels = sorted({r["concurrency"] for r in rounds["tandem"]})
     for level in levels:

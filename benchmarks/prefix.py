@@ -114,7 +114,8 @@ def report(found: dict[str, Any], args: argparse.Namespace) -> None:
 
 def first_tokens(engine: Engine, length: int, repeats: int) -> dict[str, Any]:
     """Return the times of each prompt's first token, cold and on a hit; the first prompt compiles and is not
-    counted."""
+    counted.
+    """
     rounds = []
     for repeat in range(repeats + 1):
         prompt = _tokens(length, repeat)

@@ -96,7 +96,8 @@ class Streams:
 
     async def alone(self, when: str) -> None:
         """Send the greedy requests one after the other. The first time, their answers are remembered as the right
-        ones."""
+        ones.
+        """
         for i, kind in enumerate(self._kinds):
             if kind == "greedy" and (reply := await self._send(i, [])):
                 right = self._right.setdefault(i, reply.tokens)

@@ -2,7 +2,8 @@
 
 The forward, the cache and the deltas are not the server's; only adapter folders are read by its own reader. A reply
 may have been made under several adapters one after the other with its keys and values kept, and is recomputed in
-that way."""
+that way.
+"""
 
 # ruff: noqa: I001
 from __future__ import annotations
@@ -43,7 +44,7 @@ Pairs = dict[str, tuple[mx.array, mx.array]]
 
 @dataclass(frozen=True)
 class Reply:
-    """What a stream contained. `versions` matters for the policy's tokens only."""
+    """The contents of a stream. `versions` matters for the policy's tokens only."""
 
     kind: Kind
     body: dict[str, Any]
@@ -92,7 +93,8 @@ class Replay:
         """Return the logprob of each token of the reply, the i-th made under the adapter `makers[i]`.
 
         The prompt is read under the adapter of the first token. A token is read, and its keys and values are
-        written, under the adapter of the token after it."""
+        written, under the adapter of the token after it.
+        """
         ids = [*prompt, *tokens]
         readers = [makers[0]] * len(prompt) + list(makers[1:])
         cache = make_prompt_cache(self._model)
@@ -129,7 +131,8 @@ class _Adapted(nn.Module):
 def compare(replies: Sequence[Reply], checkpoints: Path) -> dict[str, Any]:
     """Return how far the replies' logprobs are from mlx-lm's under the versions that they name.
 
-    To show that the comparison can fail, it also returns what it finds with wrong weights."""
+    To show that the comparison can fail, it also returns what it finds with wrong weights.
+    """
     model = Replay(demo.MODEL_PATH)
     for name, folder in demo.ADAPTER_PATHS.items():
         model.add(name, folder)

@@ -2,7 +2,8 @@
 
     python benchmarks/sampling.py [--rows 1 32] [--vocabulary 512 1024 32768] [--rounds 40] [--out FILE]
 
-All variants are compiled and interleaved in one process; a variant's time is the median of its rounds."""
+All variants are compiled and interleaved in one process; a variant's time is the median of its rounds.
+"""
 
 # ruff: noqa: I001
 from __future__ import annotations
@@ -31,7 +32,8 @@ Step = Callable[[mx.array, mx.array], mx.array]
 def variants(rows: int, vocabulary: int) -> dict[str, Step]:
     """Return functions that sample one token per row from logits [rows, vocabulary] at positions [rows].
 
-    Every second row has top-p 0.9."""
+    Every second row has top-p 0.9.
+    """
     seats = Seats(rows, vocabulary)
     for i in range(rows):
         params = SamplingParams(max_tokens=1, temperature=0.7 + 0.3 * (i % 2), top_p=(0.9, 1.0)[i % 2], seed=i)

@@ -53,7 +53,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Server:
-    """How one server is started. `{model}` and `{port}` in the command are filled in."""
+    """The command that starts one server, in which `{model}` and `{port}` are filled in."""
 
     name: str
     command: tuple[str, ...]
@@ -107,7 +107,8 @@ def mlx_lm_server() -> Server:
 
 def vllm_mlx(executable: Path) -> Server:
     """Return vllm-mlx's server; `executable` is in an environment of its own: pip install 'mlx[cpu]'
-    vllm-mlx==0.6.0."""
+    vllm-mlx==0.6.0.
+    """
     return Server(
         "vllm-mlx",
         (str(executable), "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}", "--continuous-batching"),
@@ -119,7 +120,8 @@ def in_turn(servers: Sequence[Server], model: Path, load: Load, repeats: int) ->
     server.
 
     A round is the whole of `load` once, after one that is not counted, in which servers compile. Its entries have
-    the concurrency and the figures."""
+    the concurrency and the figures.
+    """
     rounds: dict[str, list[dict[str, object]]] = {server.name: [] for server in servers}
     for repeat in range(repeats):
         turn = repeat % len(servers)

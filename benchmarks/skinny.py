@@ -87,7 +87,8 @@ def hidden(product: Product | None, x: mx.array, weights: list[mx.array]) -> flo
     """Return the seconds of a chain and of a computation before it that takes longer than the host needs for the
     chain.
 
-    Without a product, return the seconds of that computation and of the links."""
+    Without a product, return the seconds of that computation and of the links.
+    """
     if not _big:
         _big.append(mx.random.normal((8192, 8192)).astype(mx.bfloat16))
         mx.eval(_big)

@@ -10,7 +10,8 @@ found by leaving something out or by timing it alone, so that they are the same 
 - sampling: steps over steps that sample no token;
 - the rest: norms, rotary positions, activations, writing keys and values, attention's fixed cost, gaps between kernels.
 
-`host_ms` is the time that the host needs to launch a step. It is hidden as long as it is less than the step."""
+`host_ms` is the time that the host needs to launch a step. It is hidden as long as it is less than the step.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 def steps_ms(built: Built, rows: int, context: int, steps: int, *, draw: bool = True) -> tuple[float, float]:
     """Return the milliseconds from one step to the next, and those that the host takes to launch one.
 
-    The first steps, which are compiled, are left out."""
+    The first steps, which are compiled, are left out.
+    """
     bs, warm = built.info.block_size, 4
     width = -(-(context + steps + warm + 1) // bs)
     if rows * width >= built.info.num_blocks:

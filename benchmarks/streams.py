@@ -38,7 +38,8 @@ def greedy(client: Client, count: int, targets: Sequence[str | None] = TARGETS) 
 def trajectories(rng: random.Random, total: int, lengths: tuple[int, int] = (24, 32)) -> list[dict[str, Any]]:
     """Return random groups for `/v1/training/update` with `total` tokens or a little more.
 
-    `lengths` are the tokens of a prompt, and of each of its completions."""
+    `lengths` are the tokens of a prompt, and of each of its completions.
+    """
     found: list[dict[str, Any]] = []
     while len(found) * sum(lengths) < total:
         prompt, group = tokens(rng, lengths[0]), f"group-{rng.getrandbits(60)}"

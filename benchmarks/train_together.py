@@ -4,7 +4,8 @@
 
 The passes are over the same examples, forward and backward with a step of the optimiser: by one adapter of rank 16;
 by four of rank 4, 8, 16 and 32 with a quarter of the examples each, together; and by the four one after the other.
-The three take turns; nothing is served meanwhile."""
+The three take turns; nothing is served meanwhile.
+"""
 
 from __future__ import annotations
 

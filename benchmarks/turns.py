@@ -7,7 +7,8 @@ rounds.
 
 `engine` runs `tandem bench engine` of each tree in a process of its own, which waits before every round until it is
 its turn. `http` starts the server of each tree and measures both with the client of this tree. A ratio is this
-tree's figure divided by the other's in the neighbouring round; the reported one is the median over the rounds."""
+tree's figure divided by the other's in the neighbouring round; the reported one is the median over the rounds.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """All settings, typed and nested: every field is a key of one YAML file, and most are options of the command line.
 
-A value of 0 or None, where the comment says so, means that it is decided at start from the device and the model."""
+A value of 0 or None, where the comment says so, means that it is decided at start from the device and the model.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ class DiskCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """What the scheduler may put into a step."""
+    """Limits of what the scheduler puts into a step."""
 
     max_num_seqs: int = 64  # sequences in one batch
     max_chunk_tokens: int = 0  # most prompt tokens of one step; 0: by the device
@@ -62,7 +63,7 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How many adapters are served at once, and from how much memory."""
+    """Numbers of adapters that are served at once, and their memory."""
 
     max_loras: int = 16  # slots on the device beside the base
     max_lora_rank: int = 64
@@ -76,7 +77,7 @@ Mode = Literal["inference_only", "training_only", "inference_and_training"]
 
 
 class DutyConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """How the device's time is shared between requests and learning while both want it."""
+    """Shares of the device's time for requests and for learning while both want it."""
 
     mode: Mode = "inference_and_training"
     inference: float = 0.7  # weight of requests; only the ratio of both weights counts
@@ -189,7 +190,7 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CheckpointingConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """When learning writes checkpoints, and how many it keeps."""
+    """Settings of the checkpoints that learning writes."""
 
     checkpoint_dir: str = "./checkpoints"
     interval: int = 500  # updates between two checkpoints

@@ -16,7 +16,8 @@ TandemError
 └── EngineError         503  a step, the engine or the device failed; the request can be sent again
     ├── EngineUnavailable    the engine is not ready yet, restarting or draining
     └── EngineDied           the engine's process ended during the request
-ModelError                   a model or adapter folder cannot be loaded"""
+ModelError                   a model or adapter folder cannot be loaded
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ CODES = frozenset(
 class TandemError(Exception):
     """Base of every error that this project raises on purpose. Its message is safe to show to a client.
 
-    `message` and `param` may repeat text from files and clients: what is assigned to them is escaped and cut."""
+    `message` and `param` may repeat text from files and clients: what is assigned to them is escaped and cut.
+    """
 
     status = 500
     type = "server_error"

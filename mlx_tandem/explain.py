@@ -29,7 +29,8 @@ def did_you_mean(given: str, names: Iterable[str]) -> str:
     similar.
 
     Case does not matter. The work is bounded: of more than COMPARED_NAMES names only those that begin with the same
-    character are compared."""
+    character are compared.
+    """
     wanted = given[:140].casefold()
     known = {name.casefold(): name for name in islice(names, LISTED_NAMES)}
     if len(known) > COMPARED_NAMES:
@@ -41,7 +42,8 @@ def did_you_mean(given: str, names: Iterable[str]) -> str:
 def explain(error: msgspec.ValidationError, kind: Any, where: str = "") -> InvalidRequest:
     """Return msgspec's error about a value of type `kind` as one of ours, whose `param` is the path of the field.
 
-    `where` is the field that holds the value; empty for a whole body."""
+    `where` is the field that holds the value; empty for a whole body.
+    """
     text = str(error)
     at = _AT.search(text)
     inside = at.group("path") if at else ""

@@ -2,7 +2,8 @@
 loss.
 
 A file or folder appears under its name whole or not at all: it is written under a name that starts with a dot,
-brought to the drive, and renamed. Every file is 0600 and every folder 0700."""
+brought to the drive, and renamed. Every file is 0600 and every folder 0700.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class FileOps(Protocol):
 
     def open(self, path: Path, flags: int) -> int:
         """Return a descriptor of the file, which is created with mode 0600 if `flags` say so. Links are not
-        followed."""
+        followed.
+        """
 
     def read(self, fd: int, into: bytearray | memoryview, offset: int) -> int:
         """Read into `into` from `offset` on; return how many bytes were read."""
@@ -148,7 +150,8 @@ def write_all(fd: int, data: bytes | memoryview, ops: FileOps = DISK) -> None:
 def create(path: Path, data: bytes | Iterable[bytes], ops: FileOps = DISK) -> None:
     """Write a new file with `data` to the drive. Raise FileExistsError if the name is taken.
 
-    The name itself is on the drive only after `sync_folder`."""
+    The name itself is on the drive only after `sync_folder`.
+    """
     fd = ops.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         for part in [data] if isinstance(data, bytes) else data:
@@ -162,7 +165,8 @@ def replace(path: Path, data: bytes | Iterable[bytes], ops: FileOps = DISK) -> N
     """Write `data` to `path` so that it holds either the old or the new contents, never a part.
 
     If this raises, `path` holds what it held before, unless only the last operation, which brings the new name to
-    the drive, has failed."""
+    the drive, has failed.
+    """
     new = path.with_name(f".new-{path.name}")
     if new.exists():
         ops.unlink(new)
@@ -241,7 +245,8 @@ LOCK = ".lock"
 class FolderLock:
     """A lock that lets one process at a time use a folder. The kernel releases it however the process ends.
 
-    Taking it raises StorageError with the number of the process that holds it."""
+    Taking it raises StorageError with the number of the process that holds it.
+    """
 
     def __init__(self, folder: Path) -> None:
         path = self._path = folder / LOCK

@@ -1,5 +1,6 @@
 """The range of every number that comes from outside, written once; the server, the docs and the tests read this
-table."""
+table.
+"""
 
 from __future__ import annotations
 
@@ -242,7 +243,8 @@ MAX_EXAMPLE_BYTES = 64 << 20  # bytes of one line of a file of examples
 
 def check(name: str, value: object, param: str | None = None) -> float | int:
     """Return `value` if it lies in the range of `name`; raise InvalidRequest naming `param` if not. NaN never
-    passes."""
+    passes.
+    """
     r = PARAMETERS.get(name) or LEARNING[name]
     where = param or name
     kind = "an integer" if r.integer else "a number"
@@ -257,7 +259,8 @@ def check_model(table: Mapping[str, Range], values: Mapping[str, object], file: 
     """Raise ModelError for the first of `values` outside its range in `table`, naming `file` and the key.
 
     `place` is the object of the file that holds the values. Nulls are skipped; of a list, which has a value for each
-    layer, every item is checked."""
+    layer, every item is checked.
+    """
     for name, r in table.items():
         value = values.get(name)
         for item in value if isinstance(value, list) else [value]:
@@ -283,7 +286,8 @@ def check_name(value: str, param: str = "name") -> str:
 def check_token_ids(ids: object, vocab_size: int, param: str) -> tuple[int, ...]:
     """Return the ids if all lie in [0, vocab_size); raise InvalidRequest naming `param` if not.
 
-    An array library that does not check its indices must never see another id."""
+    An array library that does not check its indices must never see another id.
+    """
     if not isinstance(ids, (list, tuple)):
         raise InvalidRequest(f"{param} must be a list of token ids", param=param, code="invalid_type")
     for i, t in enumerate(ids):

@@ -21,7 +21,8 @@ def printable(text: str, most: int = MOST_SHOWN) -> str:
     r"""Return `text` as one line of at most `most` characters that every encoding, log and terminal can carry.
 
     Control characters, separators of lines, marks of direction and lone surrogates become escapes such as \x1b and
-    \ud800. An ellipsis stands for what is cut off. A text that this function returned is returned unchanged."""
+    \ud800. An ellipsis stands for what is cut off. A text that this function returned is returned unchanged.
+    """
     if len(text) <= most and text.isprintable():
         return text
     text = _UNSAFE.sub(lambda found: ascii(found[0])[1:-1], text[: most + 1])

@@ -21,7 +21,8 @@ def parse(raw: bytes, **hooks: Any) -> Any:
 
     Raises:
         ValueError: The text is not JSON, has a number of thousands of digits, or more than MAX_JSON_DEPTH levels; of
-            an object the message names the key."""
+            an object the message names the key.
+    """
     try:
         value = json.loads(raw.decode(), **hooks)
     except RecursionError as e:
@@ -48,7 +49,8 @@ def levels(value: Any) -> Iterator[list[Any]]:
 
 def read_object(path: Path) -> dict[str, Any] | None:
     """Return the object in the file `path`, None if there is no such file. Raise ModelError naming the file if it is
-    unusable."""
+    unusable.
+    """
     raw = read(path)
     if raw is None:
         return None
@@ -65,7 +67,8 @@ def read(path: Path) -> bytes | None:
     """Return the contents of a small regular file, None if there is no such file. Raise ModelError naming the file
     otherwise.
 
-    A pipe or a device does not block the open."""
+    A pipe or a device does not block the open.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:

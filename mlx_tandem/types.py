@@ -1,7 +1,8 @@
 """The plain data that the parts of the project exchange, made of the standard library and msgspec only.
 
 Everything here is immutable and crosses process borders as msgpack. Token ids, positions and counts are plain
-integers; times are seconds unless a name says otherwise."""
+integers; times are seconds unless a name says otherwise.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ FinishReason = Literal["stop", "length"]
 
 
 class SamplingParams(Struct, frozen=True, array_like=True):
-    """How the tokens of one request are sampled. The server has checked the ranges of `limits.py`.
+    """Sampling parameters of one request. The server has checked the ranges of `limits.py`.
 
     `seed` is always set: the server draws one if the caller gave none. Token n of choice i depends on (seed, i,
-    position) only, never on neighbours, chunking or preemption."""
+    position) only, never on neighbours, chunking or preemption.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -59,7 +61,7 @@ class AdapterRef(Struct, frozen=True, array_like=True):
 
 
 class Request(Struct, frozen=True, array_like=True):
-    """What a caller asked for: prompt ids in, `n` choices out. The adapter's version is fixed here."""
+    """One request: prompt ids in, `n` choices out. The adapter's version is fixed here."""
 
     id: int
     prompt: tuple[int, ...]
@@ -86,7 +88,8 @@ class Delta(Struct, frozen=True, array_like=True):
     """New tokens of one choice of one request. The last delta of a choice has `finish`.
 
     `prompt_logprobs` come once per request, with its first tokens, and are those of the prompt's tokens from the
-    second on."""
+    second on.
+    """
 
     request: int
     choice: int
@@ -99,10 +102,11 @@ class Delta(Struct, frozen=True, array_like=True):
 
 
 class AdapterSource(Struct, frozen=True, array_like=True):
-    """Where an adapter's files are.
+    """The place of an adapter's files.
 
     With a `root`, `path` lies under it and no link on the way is followed. With `follow_links` the files themselves
-    may be links, as in a download cache."""
+    may be links, as in a download cache.
+    """
 
     path: str
     root: str | None = None
@@ -110,7 +114,7 @@ class AdapterSource(Struct, frozen=True, array_like=True):
 
 
 class AdapterInfo(Struct, frozen=True):
-    """What the engine found in an adapter's folder."""
+    """The engine's description of an adapter's folder."""
 
     digest: str
     rank: int
@@ -131,7 +135,7 @@ class PoolBudget(Struct, frozen=True):
 
 
 class MemoryBudget(Struct, frozen=True):
-    """How the device's memory is divided, decided once at start, in bytes."""
+    """The division of the device's memory in bytes, decided once at start."""
 
     limit: int = 0  # memory that this process may use
     limit_reason: str = ""  # why it may use no more, in words
@@ -152,7 +156,7 @@ class MemoryBudget(Struct, frozen=True):
 
 
 class EngineInfo(Struct, frozen=True):
-    """What a ready engine serves, and on what device."""
+    """The description of a ready engine: its model and its device."""
 
     model: str  # the folder it was loaded from
     model_type: str
@@ -185,7 +189,8 @@ class EngineInfo(Struct, frozen=True):
 class DiskStats(Struct, frozen=True):
     """Statistics of the KV cache on the drive, counted since start.
 
-    `bytes`, `records`, `segments`, `queued`, `scanning`, `read_only` and `off` say what holds now."""
+    `bytes`, `records`, `segments`, `queued`, `scanning`, `read_only` and `off` say what holds now.
+    """
 
     bytes: int  # size of all segments in the folder
     records: int  # blocks that can be found

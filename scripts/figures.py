@@ -1,6 +1,7 @@
 """Write the figures in README.md, docs/learning.md and docs/performance.md from the files in benchmarks/results.
 
-python scripts/figures.py [--check]"""
+python scripts/figures.py [--check]
+"""
 
 from __future__ import annotations
 

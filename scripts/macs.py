@@ -4,7 +4,8 @@ python scripts/macs.py [--check]
 
 The device facts below go through the code that a real start runs: the memory limit, the budget, the footprint of a
 model, the size of prompt chunks and of learning's micro-batches. Times are predictions from memory bandwidth and
-arithmetic throughput, not measurements."""
+arithmetic throughput, not measurements.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ class Mac:
     Bandwidth in GB/s and memory sizes are Apple's published specifications. The working set is what Metal
     recommends: logs in llama.cpp's issues 5206, 434, 1870 and 3213 have 2/3 of the memory up to 32 GB and 3/4 above
     (newer systems recommend more of 128 GB). Throughput in TFLOP/s of float32 is Apple's for M1 and M2; for later
-    GPUs it is cores times 0.36, as in M2, which is less than they have."""
+    GPUs it is cores times 0.36, as in M2, which is less than they have.
+    """
 
     name: str
     gib: int
@@ -85,7 +87,7 @@ SERVED = (("1.7B", 4), ("8B", 4), ("8B", 8), ("8B", 0), ("8B", 0), ("32B", 8), (
 
 @dataclass(frozen=True)
 class Decided:
-    """What a start on a Mac decides."""
+    """The decisions of a start on a Mac."""
 
     mac: Mac
     model: str

@@ -1,6 +1,7 @@
 """Write the map of modules in ARCHITECTURE.md: one line for each, the first sentence of its docstring.
 
-python scripts/module_map.py [--check]"""
+python scripts/module_map.py [--check]
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Write the table of parameters in docs/http-api.md from mlx_tandem/dialects/parameters.py.
 
-python scripts/parameter_table.py [--check]"""
+python scripts/parameter_table.py [--check]
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Record `tandem demo` as an animated SVG of a real run of a real server.
 
-python scripts/record_demo.py [docs/demo.svg]"""
+python scripts/record_demo.py [docs/demo.svg]
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def svg(frames: list[tuple[float, str]]) -> str:
     """Return one picture per frame, shown in turn by style rules that every browser runs; the last one stays for a
     while.
 
-    Each line is as wide as its characters' cells in any font, and none is wider than the picture."""
+    Each line is as wide as its characters' cells in any font, and none is wider than the picture.
+    """
     total = frames[-1][0] + HOLD_SECONDS
     lines = max(screen.count("\n") + 1 for _, screen in frames)
     columns = max(cell_len(line) for _, screen in frames for line in screen.split("\n"))

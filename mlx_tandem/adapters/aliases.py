@@ -1,7 +1,8 @@
 """Aliases: names that split their traffic over adapter versions by weight and keep each user on one arm.
 
 Plain data, one thread. Arms are chosen by weighted rendezvous hashing (Wang and Ravishankar 1998, in Schindelhauer
-and Schomaker's logarithmic form): when weights change, a user keeps the arm as far as the new weights allow."""
+and Schomaker's logarithmic form): when weights change, a user keeps the arm as far as the new weights allow.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Aliases:
 
         Raises:
             InvalidRequest: A field is wrong, which the error names.
-            QuotaExceeded: There are too many aliases."""
+            QuotaExceeded: There are too many aliases.
+        """
         limits.check_name(name, "alias")
         if name not in self._arms and len(self._arms) >= limits.MAX_ALIASES:
             raise QuotaExceeded(

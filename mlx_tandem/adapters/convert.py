@@ -31,7 +31,9 @@ Tensors = dict[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True)
 class Inspection:
-    """What an adapter folder holds. If there are `problems`, the other fields say what could still be found out."""
+    """The contents of an adapter folder. If there are `problems`, the other fields say what could still be found
+    out.
+    """
 
     path: str
     format: Format | None = None
@@ -49,7 +51,8 @@ class Inspection:
 def inspect(folder: Path) -> Inspection:
     """Return what the folder holds, checked as far as that is possible without a base model.
 
-    No error is raised for anything that is wrong with the adapter; it is among the problems."""
+    No error is raised for anything that is wrong with the adapter; it is among the problems.
+    """
     found = Inspection(str(folder))
     try:
         with files.directory(folder) as directory:
@@ -84,7 +87,8 @@ def convert(source: Path, target: Path, to: Format) -> None:
     """Write the adapter in `source` as the new folder `target` in the format `to`, completely or not at all.
 
     Values are not changed: the scale becomes `lora_alpha` and vice versa, float16 and float32 stay as they are,
-    bfloat16 becomes float32. Raise ModelError naming what the format `to` cannot express."""
+    bfloat16 becomes float32. Raise ModelError naming what the format `to` cannot express.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         refuse("target", None, "exists and is not an empty folder")
     with files.directory(source) as directory:
@@ -168,7 +172,8 @@ def to_peft(
     """Return PEFT's configuration and tensors of an adapter.
 
     `modules[path]` is (A [inputs, r], B [r, outputs]), unscaled, or with a leading expert axis. Raise ModelError for
-    modules that PEFT has no name for."""
+    modules that PEFT has no name for.
+    """
     tensors: Tensors = {}
     paths = []
     for path, pair in modules.items():
@@ -218,7 +223,8 @@ def _peft_targets(paths: list[str]) -> dict[str, Any]:
     """Return the configuration's target modules: names and layers if every layer has the same modules, else full
     paths.
 
-    With experts full paths are needed, because PEFT would take the expert's number for the layer's."""
+    With experts full paths are needed, because PEFT would take the expert's number for the layer's.
+    """
     layers, targets = {layer_of(p) for p in paths}, {target_of(p) for p in paths}
     by_expert = any(peft.EXPERT.fullmatch(p) for p in paths)
     pairs = {(layer_of(p), target_of(p)) for p in paths}

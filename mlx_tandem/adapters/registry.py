@@ -3,7 +3,8 @@
 Plain data, one thread, no arrays and no files: the engine has read and checked the folder, or has made the weights
 itself, before `publish` is called, and knows versions by digest only. A version never changes its meaning: when a
 name is removed and published again, its numbers go on, so that `name@2` in an old log is never another adapter. A
-name may also be known by its folder only (`announce`); it gets its first version when somebody asks for it."""
+name may also be known by its folder only (`announce`); it gets its first version when somebody asks for it.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class Registry:
     def check(self, name: str) -> str:
         """Return `name` if it may be published; raise InvalidRequest if not.
 
-        Names that differ only in case would be the same on many disks and are refused."""
+        Names that differ only in case would be the same on many disks and are refused.
+        """
         limits.check_name(name)
         other = self._folded.get(name.casefold(), name)
         if other != name:
@@ -98,7 +100,8 @@ class Registry:
 
         New content gets the next number, or `number`, which this very content had before, unless it is taken.
         Content that this name already has keeps its number and counters, and the name stands for it again. Only the
-        current version of a name can be pinned."""
+        current version of a name can be pinned.
+        """
         book, entry = self._add(name, source, info, number)
         book.current = entry.ref.version
         for other in book.versions.values():
@@ -107,7 +110,8 @@ class Registry:
 
     def reserve(self, name: str, info: AdapterInfo, number: int = 0) -> AdapterRef:
         """Add a version of `name`, numbered as in `publish`, which only `name@version` selects until it is
-        published."""
+        published.
+        """
         return self._add(name, None, info, number)[1].ref
 
     def _add(self, name: str, source: AdapterSource | None, info: AdapterInfo, wanted: int) -> tuple[_Name, Entry]:
@@ -141,7 +145,8 @@ class Registry:
     def retire(self, ref: AdapterRef) -> None:
         """Forget one version if it still exists. Raise Conflict if it is the current version of its name.
 
-        The engine should then be told to unload a digest that has no `holders` any more."""
+        The engine should then be told to unload a digest that has no `holders` any more.
+        """
         book = self._names.get(ref.name)
         entry = None if book is None else book.versions.get(ref.version)
         if book is None or entry is None:
@@ -153,7 +158,8 @@ class Registry:
 
     def entry(self, selector: str) -> Entry:
         """Return the version that `name` or `name@version` selects. Raise NotFound (`model_not_found`) if there is
-        none."""
+        none.
+        """
         name, at, number = selector.partition("@")
         book = self._names.get(name)
         if book is not None:
@@ -173,7 +179,8 @@ class Registry:
     def remove(self, name: str) -> list[AdapterRef]:
         """Forget `name` and all its versions, and return them. Requests already pinned to a version keep it.
 
-        The engine should then be told to unload those that have no `holders` any more."""
+        The engine should then be told to unload those that have no `holders` any more.
+        """
         if self._unread.pop(name, None) is not None:
             self._retired[name] = 0
             return []

@@ -1,7 +1,8 @@
 """The engine's table of slots: which adapter lies where in the stacked arrays on the device.
 
 Plain data, no arrays: the table says what to upload, and the runner uploads it. Slot 0 is the base model and is
-never given out. A slot that any running sequence uses is never given to another adapter."""
+never given out. A slot that any running sequence uses is never given to another adapter.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class SlotTable:
         """Add a reference to `digest` and return its slot; return None and change nothing if others use every slot.
 
         A resident adapter keeps its slot. Another one gets a free slot, or that of the adapter whose last reference
-        ended the longest ago; a pinned one loses its slot only if all others are in use or pinned, too."""
+        ended the longest ago; a pinned one loses its slot only if all others are in use or pinned, too.
+        """
         resident = self._used.get(digest)
         if resident is not None:
             resident.references += 1

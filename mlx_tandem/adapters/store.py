@@ -2,7 +2,8 @@
 
 Plain data; nothing is read here. An adapter that open requests use, or that is pinned, stays. The others are
 dropped, least recently used first, while there are more than the limits allow. What was once loaded is still known
-by its digest and source, so that it can be read again. An adapter that was made here and has no source stays, too."""
+by its digest and source, so that it can be read again. An adapter that was made here and has no source stays, too.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class _Known:
 class AdapterStore:
     """The adapters in memory. `weights` is shared with the runner, which uploads from it.
 
-    At most `most_bytes` bytes and, unless it is 0, `most` adapters are kept."""
+    At most `most_bytes` bytes and, unless it is 0, `most` adapters are kept.
+    """
 
     def __init__(self, weights: dict[str, AdapterWeights], *, most_bytes: int, most: int = 0):
         self._weights = weights
@@ -50,7 +52,8 @@ class AdapterStore:
 
     def know(self, digest: str, source: AdapterSource, nbytes: int, pinned: bool = False) -> list[str]:
         """Remember that `digest` can be read from `source`, too; its use does not change. Return the digests dropped
-        for that."""
+        for that.
+        """
         known = self._known.get(digest)
         if known is None:
             self._known[digest] = _Known([source], nbytes, pinned=pinned)
@@ -93,7 +96,8 @@ class AdapterStore:
     def hold(self, weights: AdapterWeights) -> list[str]:
         """Take an adapter into memory that may be in no folder; without a source it stays until `forget`.
 
-        Return the digests dropped for it."""
+        Return the digests dropped for it.
+        """
         known = self._known.setdefault(weights.info.digest, _Known([], weights.info.memory_bytes))
         known.doomed = False
         return self.put(weights)
@@ -101,7 +105,8 @@ class AdapterStore:
     def has_room(self, digest: str, loading: Iterable[str] = ()) -> bool:
         """Return whether `digest` fits into memory beside the adapters in `loading`, once idle ones are dropped.
 
-        If nothing else is being read or used there is always room, since waiting would free none."""
+        If nothing else is being read or used there is always room, since waiting would free none.
+        """
         others = [self._known[d].nbytes for d in loading if d in self._known]
         if not others and not self._users:
             return True

@@ -148,7 +148,8 @@ def ask(
     url: str, api_key: str | None, api_key_file: str | None, method: str, path: str, body: object = None
 ) -> dict[str, Any]:
     """Return the server's answer to a request. End the process with one line and status 1 after an error of any
-    kind."""
+    kind.
+    """
     import asyncio
 
     from mlx_tandem.cli.http import Connection, HttpError

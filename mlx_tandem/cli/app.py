@@ -94,7 +94,8 @@ def doctor(
     ] = False,
 ) -> None:
     """Check that everything works on this machine, and print a report to paste into an issue. Status 1 if something
-    fails."""
+    fails.
+    """
     from mlx_tandem.cli.doctor.checks import CHECKS, chosen
     from mlx_tandem.cli.doctor.command import examine
 

@@ -73,7 +73,7 @@ def _opened(folder: Path) -> Checkpoints:
 
 @contextlib.contextmanager
 def _clear() -> Iterator[None]:
-    """What cannot be done is one line and status 1."""
+    """End the process with one line and status 1 after a TandemError inside the block."""
     from mlx_tandem.errors import TandemError
 
     try:

@@ -81,7 +81,8 @@ def run(
     """Run the server of `tandem COMMAND` in the foreground or the background; the process ends with its exit status.
 
     `given` are the options that were given. `defaults`, by the path of the setting in config.py, apply where neither
-    the options nor the file say anything."""
+    the options nor the file say anything.
+    """
     if folder is not None and given["model"] not in (None, folder):
         raise typer.BadParameter("the model is given twice", param_hint="MODEL")
     settings = {

@@ -30,7 +30,8 @@ def warn(message: str) -> None:
 def output() -> Console:
     """Return the console of standard output: as wide as its terminal, or 132 columns if there is none.
 
-    It shows texts as they are, without markup."""
+    It shows texts as they are, without markup.
+    """
     from rich.console import Console
 
     console = Console(markup=False, emoji=False)

@@ -1,7 +1,8 @@
 """Servers in the background: start one and wait until it is ready, find it by its port, stop it.
 
 Each server has a file in a folder of this user, with everything needed to find it and to start it again, but never
-the API key."""
+the API key.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ POLL_SECONDS = 0.05
 
 
 class State(msgspec.Struct, frozen=True):
-    """What is known about one background server."""
+    """The record of one background server, kept in a file."""
 
     pid: int
     born: str  # start time, which distinguishes it from a later process with the same number
@@ -143,7 +144,8 @@ class Detached:
 def start(argv: list[str], cwd: str | None = None, port: int | None = None) -> int:
     """Run `tandem ARGV` in the background and wait until it is ready or has ended; return the exit status.
 
-    Its Ready text is printed, or its output if it failed. `port` overrides the port in ARGV."""
+    Its Ready text is printed, or its output if it failed. `port` overrides the port in ARGV.
+    """
     logs = cache_folder() / "log"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
     log = logs / f"starting-{os.getpid()}.log"

@@ -23,7 +23,8 @@ def show(
 ) -> None:
     """Print the budget of the server that these settings would start; the settings are read as by cli.serve.prepare.
 
-    End the process with one line and status 1 if that server could not be started."""
+    End the process with one line and status 1 if that server could not be started.
+    """
     from msgspec.structs import replace
 
     from mlx_tandem.worker import plan

@@ -115,7 +115,8 @@ class Job:
     def _keep(self, trainer: Trainer, about: dict[str, Any]) -> None:
         """Save the present weights in place of those saved before.
 
-        Except for the moment between two renames, the name leads to a whole adapter or to none yet."""
+        Except for the moment between two renames, the name leads to a whole adapter or to none yet.
+        """
         new, old = (self.out.with_name(f".{self.out.name}.{word}") for word in ("new", "old"))
         now = {
             "step": self.steps[-1].step,

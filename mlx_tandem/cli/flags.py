@@ -1,7 +1,8 @@
 """Translates command lines written for other servers: their flags that have no setting here, and their spellings of
 ours.
 
-`FLAGS` has a row for each flag that is accepted without a setting behind it."""
+`FLAGS` has a row for each flag that is accepted without a setting behind it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Flag:
-    """How a flag of another server is treated."""
+    """The treatment of another server's flag."""
 
     text: str  # what does the job here, or why nothing can
     value: bool = False  # whether a value follows
@@ -127,7 +128,8 @@ def translate(words: list[str], takes_value: Mapping[str, bool]) -> tuple[list[s
     """Return the words as `tandem serve` spells them, and a warning for every flag that has no effect here.
 
     `takes_value` says for each of the command's own options whether a value follows. Raise Refused for a flag that
-    is an error."""
+    is an error.
+    """
     line = _Line(words, takes_value)
     return list(line.own_words()), line.warnings
 
@@ -167,7 +169,8 @@ class _Line:
     def _value(self, flag: str, what: str = "a value must follow") -> str:
         """Return the word after `flag`. Raise Refused with the reason `what` if there is none or it is an option.
 
-        A value that begins like an option has to be written FLAG=VALUE."""
+        A value that begins like an option has to be written FLAG=VALUE.
+        """
         if not self._rest:
             raise Refused(flag, what)
         word = self._rest.popleft()
@@ -213,14 +216,16 @@ class _Line:
 
     def served_model_name(self) -> Iterator[str]:
         """Yield vLLM's --served-model-name, which takes several words. Without a model before them the second word
-        is MODEL."""
+        is MODEL.
+        """
         yield from ("--served-model-name", self._value("--served-model-name"))
         while self._model_known and self._rest and not self._rest[0].startswith("-"):
             yield from ("--served-model-name", self._rest.popleft())
 
     def sequence_cache_size(self) -> Iterator[str]:
         """Yield mlx-lm-server's --sequence-cache-size as the prefix cache's switch: 0 is off, any other number has
-        no effect."""
+        no effect.
+        """
         value = self._value("--sequence-cache-size")
         if value == "0":
             yield "--no-enable-prefix-caching"

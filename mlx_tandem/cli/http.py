@@ -2,7 +2,8 @@
 measures.
 
 One connection carries one request at a time and is kept alive if the server allows. `on_body` gets the pieces of the
-body as they arrive, so that a caller who counts events pays for nothing else."""
+body as they arrive, so that a caller who counts events pays for nothing else.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class Connection(asyncio.Protocol):
     @classmethod
     def to(cls, url: str, headers: Mapping[str, str] | None = None) -> Connection:
         """Return a connection to the server at `url`; `headers` go with every request. Raise HttpError for a bad
-        URL."""
+        URL.
+        """
         parts = urlsplit(url if "//" in url else f"//{url}")
         try:
             port = parts.port or 80
@@ -155,6 +157,7 @@ class Events:
         self._rest = b""
 
     def __call__(self, piece: bytes) -> None:
+        """Take a piece of the body, and pass on the data of every event that it completes."""
         *events, self._rest = (self._rest + piece).split(b"\n\n")
         for event in events:
             if event.startswith(b"data: "):

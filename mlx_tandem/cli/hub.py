@@ -1,7 +1,8 @@
 """Finds model and adapter folders: a folder that exists, or an id of the Hugging Face hub, which is fetched at
 start.
 
-Only weights, settings and templates are fetched; never code, nor formats that can carry it."""
+Only weights, settings and templates are fetched; never code, nor formats that can carry it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ IGNORED = ["*/*"]
 
 
 class HubError(Exception):
-    """Neither a folder nor something that could be fetched. The message is one line that says what to do."""
+    """The text is neither a folder nor a hub id that could be fetched. The message is one line that says what to do."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Found:
 def find(text: str, what: str) -> Found:
     """Return the folder that `text` names. `what` says in errors what it should be, such as "model".
 
-    Raise HubError if there is no such folder and no such id."""
+    Raise HubError if there is no such folder and no such id.
+    """
     if Path(text).is_dir():
         return Found(Path(text), "")
     match = ID.fullmatch(text)
@@ -47,7 +49,8 @@ def find(text: str, what: str) -> Found:
 
 def close() -> None:
     """Stop this process and those it starts from fetching anything, so that a folder that names an id opens no
-    connection."""
+    connection.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
     if "huggingface_hub" in sys.modules:
         from huggingface_hub import constants

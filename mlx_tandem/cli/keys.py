@@ -23,7 +23,8 @@ def variable() -> str | None:
 def source(key: str | None, file: str | None) -> tuple[str, str] | None:
     """Return (key, file), one of them empty, from the flags' values or else the environment; None if neither is set.
 
-    An empty key is a value, too: it means that no key is wanted."""
+    An empty key is a value, too: it means that no key is wanted.
+    """
     if key is not None:
         return key, ""
     if file is not None:
@@ -36,7 +37,8 @@ def source(key: str | None, file: str | None) -> tuple[str, str] | None:
 
 def read(key: str, file: str) -> str:
     """Return the key, or the contents of `file`; empty if both are empty. Raise InvalidRequest. A pipe can be read
-    only once."""
+    only once.
+    """
     from mlx_tandem.server.keys import read_key
 
     return read_key(key, file, lambda path, mode: warn(f"the key file {path} can be read by others (mode {mode:o})"))

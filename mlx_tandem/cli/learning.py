@@ -21,7 +21,8 @@ ALONE = ("enable_rl_training", "mode")
 def settle(config: Config, options: Mapping[str, object]) -> Config:
     """Return the settings with everything filled in that follows from them; warn about each setting without effect.
 
-    Raise InvalidRequest that says which settings contradict each other, and why."""
+    Raise InvalidRequest that says which settings contradict each other, and why.
+    """
     if config.engine.duty.inference + config.engine.duty.training <= 0:
         raise InvalidRequest("one of 'duty.inference' and 'duty.training' must be above 0")
     if not config.rl_training.enabled:

@@ -1,6 +1,7 @@
 """The options of `tandem serve`: one line for every setting of serving and the common ones of learning.
 
-The type of an option's value follows from the type of its field in config.py, so the two cannot differ."""
+The type of an option's value follows from the type of its field in config.py, so the two cannot differ.
+"""
 
 from __future__ import annotations
 

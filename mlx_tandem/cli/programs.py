@@ -11,7 +11,7 @@ from mlx_tandem.cli.console import warn
 
 @dataclass(frozen=True)
 class Caller:
-    """What differs when `tandem` is called by another program's name."""
+    """The differences when `tandem` is called by another program's name."""
 
     also_called: str = ""  # a further name of the base, which that program's clients use for any model
     port: int | None = None  # default port

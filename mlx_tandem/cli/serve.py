@@ -42,7 +42,8 @@ def prepare(
     port.
 
     The port is bound before hub ids are fetched. End the process with one line and status 1 if something cannot be
-    used."""
+    used.
+    """
     from mlx_tandem.server.checks import check
 
     caller = CALLERS[called_as]
@@ -96,7 +97,8 @@ def serve(
     verbose: bool = False,
 ) -> NoReturn:
     """Serve until a signal, then end the process; end it as `prepare` does if the port, model or an adapter is
-    unusable."""
+    unusable.
+    """
     by_flag = any(options.get(name) is not None for name in ("api_key", "api_key_file"))
     variable = None if by_flag else keys.variable()
     detached = Detached.from_environment(variable)
@@ -154,7 +156,8 @@ def _bind(server: ServerConfig) -> socket.socket:
 def _ready(front: Front, port: int, variable: str | None) -> str:
     """Return the text that says what is served and where, with one command that shows it.
 
-    `variable` is the environment variable that the key came from, if it came from one."""
+    `variable` is the environment variable that the key came from, if it came from one.
+    """
     server = front.config.server
     where, url, curl = _address(server, port)
     info = front.client.check_ready()

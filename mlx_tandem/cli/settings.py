@@ -2,7 +2,8 @@
 precedence.
 
 The file has the layout of config.py with the sections of the engine at the top. An unknown key is an error that
-offers the most similar known one; a value outside its range (limits.py) is an error that names its place."""
+offers the most similar known one; a value outside its range (limits.py) is an error that names its place.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[st
     Args:
         file: A YAML file, or None.
         options: Values by the name of the parameter; None and empty lists were not given.
-        defaults: Values by path in config.py for settings that are set nowhere else."""
+        defaults: Values by path in config.py for settings that are set nowhere else.
+    """
     tree = _read(file) if file else {}
     for name, value in options.items():
         if value is not None and value != [] and value != ():

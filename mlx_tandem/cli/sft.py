@@ -79,7 +79,8 @@ def sft(
     ] = None,
 ) -> None:
     """Teach an adapter from examples (supervised fine-tuning). The state that does best on held-out examples is
-    kept."""
+    kept.
+    """
     from mlx_tandem import demo
     from mlx_tandem.cli import hub
     from mlx_tandem.cli.bench.plot import SUFFIXES, MissingLibrary, require

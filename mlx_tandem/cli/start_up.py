@@ -24,7 +24,8 @@ class StartUp(logging.Handler):
     """A progress line on a terminal, which `stop` erases; elsewhere a plain line for each stage.
 
     As a handler of the log it prints events as plain lines: on a terminal warnings and errors, elsewhere and if
-    `verbose` all of them."""
+    `verbose` all of them.
+    """
 
     def __init__(self, verbose: bool):
         self._terminal = sys.stderr.isatty()

@@ -27,7 +27,8 @@ def rl(
     """Train an adapter on rewards, for prompts that requests bring.
 
     This is a server with --enable-rl-training whose device is for training: its mode is training_only unless the
-    file or --mode says otherwise."""
+    file or --mode says otherwise.
+    """
     run(ctx, ("train", "rl"), folder, config, daemon, {**given, "enable_rl_training": True}, DEFAULTS)
 
 

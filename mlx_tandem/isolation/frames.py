@@ -17,7 +17,8 @@ OUT_OF_MEMORY = 86
 
 class Busy(Struct, frozen=True, array_like=True, tag=True):
     """Message that the worker may be silent for `seconds` from now on. It is the first frame of a worker that is
-    ready."""
+    ready.
+    """
 
     seconds: float
 

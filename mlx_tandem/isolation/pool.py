@@ -20,7 +20,7 @@ SHARE_OF_NEWEST = 0.1
 
 @dataclass(frozen=True)
 class Bounds:
-    """How much may wait for a worker or be worked on at once; more is refused."""
+    """Limits of what may wait for a worker or be worked on at once; more is refused."""
 
     items: int
     bytes: int
@@ -32,7 +32,8 @@ class WorkerPool(Generic[A]):
     """Workers that answer single items, each item by one worker. It belongs to one event loop.
 
     No process is started before the first item. A worker that was lost is started again while other items wait, so
-    that only the item that it was lost over is delayed."""
+    that only the item that it was lost over is delayed.
+    """
 
     def __init__(self, name: str, program: Program[A], workers: int, bounds: Bounds):
         """Make a pool of `workers` workers; `name` says in errors what they are for."""
@@ -51,7 +52,8 @@ class WorkerPool(Generic[A]):
 
         Raises:
             Overloaded: Too much waits already (status 429), or the item has waited for too long (503).
-            EngineError: No worker can be started."""
+            EngineError: No worker can be started.
+        """
         if self._items >= self._bounds.items or (self._items and self._bytes + len(item) > self._bounds.bytes):
             raise self._refusal(429)
         self._items += 1

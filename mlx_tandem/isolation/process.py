@@ -42,7 +42,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Program(Generic[A]):
-    """What a worker process runs: `python -m MODULE FD ARGUMENTS`."""
+    """The program of a worker process: `python -m MODULE FD ARGUMENTS`."""
 
     module: str
     arguments: Sequence[str]
@@ -76,7 +76,8 @@ class WorkerProcess(Generic[A]):
         """Return an answer for each encoded item, in order. Nothing that a worker does raises an error.
 
         An item over which the worker dies or runs out of memory is tried again in a fresh worker, unless that one
-        was fresh already: another item, or another program, may have been the cause."""
+        was fresh already: another item, or another program, may have been the cause.
+        """
         answers: list[A | Lost] = []
         while len(answers) < len(items):
             kind = await self._run(items, answers)

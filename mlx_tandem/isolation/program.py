@@ -1,5 +1,6 @@
 """The worker's side: have the kernel limit time and memory of this process, and answer items until the parent is
-gone."""
+gone.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def connect(fd: str) -> socket.socket:
     """Return the socket to the parent; its descriptor is the program's first argument.
 
     From here on the timers of `time_limit` end the process. A forked copy of it ends at once, since it would answer
-    twice, and a crash leaves no core file, which would hold prompts."""
+    twice, and a crash leaves no core file, which would hold prompts.
+    """
     sock = socket.socket(fileno=int(fd))
     sock.set_inheritable(False)
     os.register_at_fork(after_in_child=lambda: os._exit(1))
@@ -58,7 +60,8 @@ def serve(sock: socket.socket, stream: BinaryIO, answer: Callable[[bytes], Struc
 def time_limit(timer: int, seconds: float) -> Iterator[None]:
     """Have the kernel end this process if the block takes longer than `seconds`.
 
-    `timer` is signal.ITIMER_REAL for real time, or signal.ITIMER_PROF for the CPU time of all threads."""
+    `timer` is signal.ITIMER_REAL for real time, or signal.ITIMER_PROF for the CPU time of all threads.
+    """
     signal.setitimer(timer, seconds)
     try:
         yield
@@ -70,7 +73,8 @@ def limit_memory(size: int) -> None:
     """Let this process use `size` bytes more than it uses now.
 
     On Linux allocations over that fail. Elsewhere no limit is enforced, and the process ends shortly after passing
-    it."""
+    it.
+    """
     if sys.platform == "linux":
         with open("/proc/self/statm") as f:
             now = int(f.read().split()[0]) * resource.getpagesize()
@@ -83,7 +87,8 @@ def watch_memory(size: int) -> None:
     """End this process soon after its peak of resident memory has grown by `size` bytes.
 
     A single operation of the interpreter that allocates much is noticed only when it is over; `time_limit` bounds
-    it."""
+    it.
+    """
     unit = 1 if sys.platform == "darwin" else 1024
 
     def peak() -> int:

@@ -1,5 +1,6 @@
 """The device half of the engine: models, kernels, caches and the runner. Only this package and training/device
-import MLX."""
+import MLX.
+"""
 
 # First of all: it puts a fast BLAS in front of MLX's own, which only works before MLX is loaded.
 from mlx_tandem.model import device as device

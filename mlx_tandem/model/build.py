@@ -86,7 +86,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    """What was chosen by checking and timing kernels on this device."""
+    """The choices made by checking and timing kernels on this device."""
 
     products: Choice[FewRows | None]
     attention: AttentionChoice

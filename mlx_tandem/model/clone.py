@@ -1,5 +1,6 @@
 """Copies of a model's module tree over the same arrays, so that modules of one tree can be changed without the
-other."""
+other.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 MLX writes C++ into the system's folder for temporary files, has g++ make a library of it, and loads that; the next
 process loads the library that it finds there. So the folder must be writable and have room, libraries must be
-loadable from its file system, and no other user may have written into it."""
+loadable from its file system, and no other user may have written into it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def prepare() -> None:
     """Choose where MLX compiles: the system's temporary folder, else a folder in the user's cache, else nowhere.
 
     Without compilation steps are slower. Anything but the first choice is logged. Call it before anything is
-    computed."""
+    computed.
+    """
     if not device.is_cpu() or shutil.which("g++") is None or "MLX_DISABLE_COMPILE" in os.environ:
         return
     temporary = Path(next((os.environ[name] for name in _VARIABLES if name in os.environ), "/tmp"))
@@ -67,7 +69,8 @@ def has_failed(error: Exception) -> bool:
     """Return whether `error` means that MLX could not compile, and stop compiling if it keeps failing.
 
     A test compilation decides: if it fails, too, or after MOST_FAILURES failures, nothing is compiled from here on,
-    which is logged. The work that raised the error can be repeated."""
+    which is logged. The work that raised the error can be repeated.
+    """
     global _failures
     if _FAILURES.search(str(error)) is None:
         return False
@@ -91,7 +94,8 @@ def device_error(error: Exception) -> DeviceError:
 
 def _try(folder: Path) -> None:
     """Raise OSError or RuntimeError unless MLX can compile in `folder`, which it uses, and no other user can write
-    there."""
+    there.
+    """
     if not folder.is_dir():
         raise FileNotFoundError("there is no such folder")
     place = folder
@@ -111,7 +115,8 @@ def _try(folder: Path) -> None:
 
 def _compile(constant: float) -> None:
     """Have MLX compile a kernel that depends on `constant`, unless an earlier process did. Raise RuntimeError if it
-    cannot."""
+    cannot.
+    """
     mx.eval(mx.compile(lambda x: mx.exp(x) * constant + x)(mx.arange(4.0)))
 
 

@@ -2,7 +2,8 @@
 
 MLX's exp takes 11 ns per element on an x86-64 CPU, one element at a time. Written out as the operations below, fused
 by `mx.compile` and vectorised by the compiler, it takes 2 ns with a relative error under 1e-6
-(docs/decisions/cpu-arithmetic.md)."""
+(docs/decisions/cpu-arithmetic.md).
+"""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def attend(
     """Return attention as `mx.fast.scaled_dot_product_attention` defines it, in float32.
 
     `mask` is bool [rows, 1, length, positions], or has one more axis before the length. Every query must see a
-    position."""
+    position.
+    """
     rows, heads, length, dim = queries.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -86,7 +88,8 @@ def install() -> None:
 @contextmanager
 def serving() -> Iterator[None]:
     """Use the fast activation while a step is traced; outside of it, as in training, models compute as mlx-lm wrote
-    them."""
+    them.
+    """
     global _serving
     _serving = True
     try:

@@ -54,7 +54,8 @@ def _set_up_cuda() -> None:
 
     Variables that are set already stay. MLX keeps the kernels that it compiles in the system's temporary folder,
     where they are lost at the next boot and where other users can put theirs. Here they go into the user's cache
-    folder."""
+    folder.
+    """
     if "mlx.core" not in sys.modules and any(_installed(package) for package in _CUDA_PACKAGES):
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", _GRAPH_LIMIT)
         os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", _THRASHING_CHECK)
@@ -70,7 +71,8 @@ def gpus(listed: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
     """Return the models of the NVIDIA GPUs in this machine as listed by the driver's files, without starting it.
 
     MLX keeps machine code under names that do not say for which GPU it is, and machines with different GPUs may
-    share a home folder: one could not load what another has compiled."""
+    share a home folder: one could not load what another has compiled.
+    """
     found: set[str] = set()
     with contextlib.suppress(OSError):
         for file in listed.glob("*/information"):
@@ -143,7 +145,8 @@ _RELEASE_THRESHOLD = 4
 def wire(size: int) -> None:
     """Keep up to `size` bytes of this process's GPU memory resident between steps, on macOS 15 or newer.
 
-    Without it macOS may unmap memory that was idle for a moment, and the next step waits until it is mapped again."""
+    Without it macOS may unmap memory that was idle for a moment, and the next step waits until it is mapped again.
+    """
     if is_metal() and _macos() >= (15, 0):
         mx.set_wired_limit(min(size, int(mx.device_info()["max_recommended_working_set_size"])))
 
@@ -169,7 +172,8 @@ def keep_freed_memory(most: int, driver: str = "libcuda.so.1") -> bool:
     agreed.
 
     By default the driver returns such memory to the system as soon as anybody waits for the device, and mapping a
-    gigabyte again takes tens of milliseconds."""
+    gigabyte again takes tens of milliseconds.
+    """
     try:
         cuda = ctypes.CDLL(driver)
     except OSError:
@@ -198,7 +202,8 @@ def blas_threads(every_core: bool) -> None:
     """Set how many threads BLAS uses for the next operations: every core, or half of them.
 
     Large products of prompts gain from every core; the small products of decoding gain nothing from more than half
-    of them. Nothing changes where OPENBLAS_NUM_THREADS is set."""
+    of them. Nothing changes where OPENBLAS_NUM_THREADS is set.
+    """
     if _set_threads is not None:
         cores = os.cpu_count() or 1
         _set_threads(cores if every_core else max(1, cores // 2))
@@ -208,14 +213,16 @@ def leave_thread() -> None:
     """End the calling thread's use of MLX.
 
     MLX's streams have native threads, which must not outlive the calling thread: the interpreter would abort at
-    exit."""
+    exit.
+    """
     mx.synchronize()
     mx.clear_streams()
 
 
 def memory_limit(chosen_gb: float = 0.0) -> Limit:
     """Return how many bytes this process may use on the device: `chosen_gb` gigabytes if the user chose, else what
-    fits."""
+    fits.
+    """
     if chosen_gb:
         return Limit(int(chosen_gb * 1e9), "as --memory-limit-gb allows", shared=False)
     free = "what the machine has free"

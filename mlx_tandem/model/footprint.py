@@ -2,7 +2,8 @@
 
 Weights, blocks and slots are exact. The needs of a step are an upper estimate: its factors were measured on the CPU
 back end with every feature on, and doubled or more for other devices. tests/engine/test_memory.py compares it with
-measured peaks."""
+measured peaks.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def needs(
 ) -> Needs:
     """Return the bytes that `model` needs on a device with `limit` bytes.
 
-    `layers` are the shapes in which keys and values lie in the pool."""
+    `layers` are the shapes in which keys and values lie in the pool.
+    """
     lora = config.lora
     weight_bytes = sum(p.nbytes for p in weights(model.module))
     learning = _learning(config, model, len(layers), vocab_size, linears) if config.duty.trainer_rank else 0
@@ -113,7 +115,8 @@ def bucket(rank: int) -> int:
 
 def slot_bytes(linears: Mapping[str, LinearShape], paths: Iterable[str], slots: int, rank: int, itemsize: int) -> int:
     """Return the bytes of the stacked arrays of the linears `paths` with `slots` slots of this rank, and of the
-    base's slot."""
+    base's slot.
+    """
     widths = sum((s.inputs + s.outputs) * max(s.experts, 1) for s in (linears[p] for p in paths))
     return (slots + 1) * rank * widths * itemsize
 
@@ -133,7 +136,8 @@ def read_by_a_step(model: nn.Module) -> int:
     """Return the bytes of weights that a step reads, however many rows it has.
 
     An embedding that is not the output head is left out, since only the rows' own lines of it are read. All experts
-    count: rows that are many enough use each of them."""
+    count: rows that are many enough use each of them.
+    """
     modules = model.named_modules()
     headed = any(path.rpartition(".")[2] == "lm_head" for path, _ in modules)
     looked_up = {id(m): m for _, m in modules if headed and isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))}
@@ -153,7 +157,8 @@ class SlotRoom:
         """Reserve room for an adapter of this rank on these linears, beside all that was reserved before.
 
         Raises:
-            ModelError: There is no room for it."""
+            ModelError: There is no room for it.
+        """
         with self._lock:
             wide, known = max(self._rank, bucket(rank)), self._paths | set(paths)
             size = slot_bytes(self._linears, known, self._slots, wide, self._itemsize)
@@ -169,7 +174,8 @@ class SlotRoom:
 def _flow(linears: Mapping[str, LinearShape]) -> int:
     """Return how many numbers a token has as inputs and outputs of the linears of the widest layer.
 
-    Experts count once: only a few of them are used, and each is narrow."""
+    Experts count once: only a few of them are used, and each is narrow.
+    """
     layers: defaultdict[str, int] = defaultdict(int)
     for path, shape in linears.items():
         found = _LAYER.search(path)
@@ -212,7 +218,8 @@ def _learning(
 
     The micro-batch keeps the inputs of all layers. Two slices are in flight, as one is launched before the last is
     read; each is a layer of the backward or a piece of the logits. Its sequences have at most 1,024 tokens, since
-    scores grow with the square of their length."""
+    scores grow with the square of their length.
+    """
     tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()]
     size = model.dtype.size
     widths = Counter(s.inputs for s in linears.values())

@@ -1,5 +1,6 @@
 """Loads a model folder as an mlx-lm model, and says everything that is wrong with the folder before anything is
-served."""
+served.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
     """Return the model of `config.path` with its weights unread.
 
     Its arrays have shapes, but nothing may be computed with them before `read_weights`. `report(stage, fraction)` is
-    told how far loading is. Raise ModelError if the model cannot be loaded."""
+    told how far loading is. Raise ModelError if the model cannot be loaded.
+    """
     path = Path(config.path)
     file = path / CONFIG
     settings = _read_settings(path)
@@ -112,7 +114,8 @@ def blamed_on(file: Path, problem: str, settings: Mapping[str, Any] | None = Non
     """Turn every error inside the block into a ModelError about `file`.
 
     mlx-lm trusts a folder and fails in many ways. The error names the `settings` whose type is not the one that the
-    model family expects."""
+    model family expects.
+    """
     try:
         yield
     except ModelError:
@@ -130,7 +133,8 @@ def suspects(settings: Mapping[str, Any]) -> str:
     """Return the end of an error message that lists settings of another type than mlx-lm's arguments; empty if there
     are none.
 
-    This alone is no reason to refuse a folder, because mlx-lm's type hints are not always right."""
+    This alone is no reason to refuse a folder, because mlx-lm's type hints are not always right.
+    """
     found = []
     try:
         hints = get_type_hints(_get_classes(dict(settings))[1])
@@ -211,7 +215,8 @@ def _check_weights(path: Path) -> None:
 def _random_model(settings: dict[str, Any]) -> nn.Module:
     """Return a model of the folder's shapes and precision with random weights, quantised if the folder says so.
 
-    It is for benchmarks."""
+    It is for benchmarks.
+    """
     model_class, args_class = _get_classes(settings)
     module: nn.Module = model_class(args_class.from_dict(settings))
     dtype = _DTYPES.get(str(settings.get("torch_dtype", settings.get("dtype", "float32"))), mx.float32)
@@ -265,7 +270,8 @@ def weights(module: nn.Module) -> list[mx.array]:
 
 def read_weights(model: LoadedModel, report: Report) -> None:
     """Read all weights into memory. `report(stage, fraction)` is told how far it is. Raise ModelError if they are
-    unreadable."""
+    unreadable.
+    """
     arrays = weights(model.module)
     total = sum(p.nbytes for p in arrays) or 1
     done, size = 0, 0

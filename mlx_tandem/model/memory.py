@@ -27,7 +27,7 @@ _USABLE_PAGES = ("free", "inactive", "speculative", "purgeable")
 
 
 class Limit(NamedTuple):
-    """How many bytes the server may use on the device, and the reason in words for people."""
+    """The number of bytes that the server may use on the device, and the reason in words for people."""
 
     size: int
     reason: str
@@ -69,7 +69,8 @@ def available_on_macos() -> int | None:
 def parse_vm_stat(said: str) -> int | None:
     """Return the bytes of the free, inactive, speculative and purgeable pages in the output of `vm_stat`.
 
-    Return None for text that is not such an output."""
+    Return None for text that is not such an output.
+    """
     page = re.search(r"page size of (\d+) bytes", said)
     counts = [re.search(rf"^Pages {kind}:\s+(\d+)\.", said, re.MULTILINE) for kind in _USABLE_PAGES]
     if page is None or counts[0] is None:

@@ -12,7 +12,8 @@ def mix_in(module: nn.Module, mixin: type) -> None:
     """Give the module a class in which the methods of `mixin` come before those of its own class.
 
     The methods of `mixin` reach the module's own with `super()`. The new class is a subclass of the old one, so
-    `isinstance` gives the same answers."""
+    `isinstance` gives the same answers.
+    """
     module.__class__ = _mixed(mixin, type(module))
 
 

@@ -29,7 +29,8 @@ class Oracle:
         """Return how many tokens of a greedy answer equal mlx-lm's, and the largest difference of a logprob among
         them.
 
-        Where two tokens are equally likely but for rounding (1e-5), the rest of the answer is not compared."""
+        Where two tokens are equally likely but for rounding (1e-5), the rest of the answer is not compared.
+        """
         apart = 0.0
         steps = generate_step(mx.array(list(prompt)), self._module, max_tokens=len(tokens))
         for same, ((own, theirs), token, logprob) in enumerate(zip(steps, tokens, logprobs, strict=False)):

@@ -2,7 +2,8 @@
 
 Steps are launched one behind the other as the engine does it: decodes, chunks of prompts, copies of blocks, loads
 and forks. None of them may copy the pool. Where kernels write the pool and MLX orders them by their outputs only,
-the pool must afterwards hold the same as when each step is launched after the one before it is done."""
+the pool must afterwards hold the same as when each step is launched after the one before it is done.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def decide_overlap(runner: MLXRunner, info: EngineInfo) -> None:
 def _copying(runner: MLXRunner, info: EngineInfo) -> str:
     """Return which steps used more memory than they should; empty if none did.
 
-    An excess is measured twice: a GPU releases what operations held only some time after they are done."""
+    An excess is measured twice: a GPU releases what operations held only some time after they are done.
+    """
     problem = _too_much(runner, info)
     if not problem:
         return ""
@@ -71,7 +73,8 @@ def _too_much(runner: MLXRunner, info: EngineInfo) -> str:
 
 def decode_growth(runner: MLXRunner, info: EngineInfo) -> int:
     """Return the bytes by which memory grows while a few decode steps run, each planned while the one before it
-    runs."""
+    runs.
+    """
 
     def decode(position: int) -> StepPlan:
         return StepPlan((_row(info, position, (CARRY,), 1),))
@@ -113,7 +116,8 @@ def _mixed(info: EngineInfo) -> list[StepPlan]:
     """Return steps of every other kind, each of which reads what the one before it has written.
 
     They are chunks of a prompt, a decode, a fork with its copy, and a block that is loaded; in a pool of few blocks
-    only a chunk."""
+    only a chunk.
+    """
     size = info.block_size
     if _blocks(info) < 4 or info.max_model_len < 2 * size:
         return [StepPlan((_row(info, 0, (1,) * (size // 2), 1),), seatings=(_seating(0),))]

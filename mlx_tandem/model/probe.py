@@ -21,7 +21,7 @@ _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
 
 
 class Examined(NamedTuple):
-    """What was found out about a model."""
+    """The results of examining a model."""
 
     layers: list[LayerShape]
     vocab_size: int
@@ -34,7 +34,8 @@ def examine(model: LoadedModel, *, evaluate: bool = True) -> Examined:
     cache.
 
     Raises:
-        ModelError: The model cannot be served."""
+        ModelError: The model cannot be served.
+    """
     with blamed_on(model.folder / CONFIG, "the model cannot be run", model.settings):
         layers, vocab_size = layer_shapes(model), vocabulary(model)
         return Examined(layers, vocab_size, mask_axes(model, layers, vocab_size) if evaluate else 0)
@@ -86,7 +87,8 @@ def mask_axes(model: LoadedModel, shapes: Sequence[LayerShape], vocab_size: int)
 
     It is found by running as many rows as there are KV heads (where a mask of the wrong rank is silently wrong)
     through the paged cache, in chunks, and comparing with the model's own cache. Raise ModelError if neither number
-    is right."""
+    is right.
+    """
     rng = np.random.default_rng(0)
     rows = max(2, min(shapes[0].keys.heads, 8))
     prompts = [rng.integers(0, vocab_size, 9 + 2 * i).tolist() for i in range(rows)]
@@ -121,7 +123,8 @@ def fused_error(
     axes: int,
 ) -> float:
     """Return the largest difference of the model's logits with and without these kernels, as a multiple of what is
-    allowed."""
+    allowed.
+    """
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, vocab_size, n).tolist() for n in (9, 3, 14)]
     pairs = zip(
@@ -156,7 +159,8 @@ def _paged_logits(
     """Return each prompt's last logits [vocabulary] by the paged cache.
 
     All tokens but the last go in one padded batch, then the last tokens of all rows decode in one step. With kernels
-    the rows of the batch have a common offset, as prompts that kernels read do."""
+    the rows of the batch have a common offset, as prompts that kernels read do.
+    """
     paged = _Paged(module, shapes, prompts, axes, kernels, block)
     mx.eval(paged.read())
     output = paged.decode()
@@ -188,7 +192,8 @@ class _Paged:
 
     def read(self) -> mx.array:
         """Return the logits of all tokens but the last of each prompt, and write their keys and values into the
-        pool."""
+        pool.
+        """
         tokens, slots = (np.zeros((len(self._prompts), self._lengths.max()), np.int32) for _ in range(2))
         for i, p in enumerate(self._prompts):
             at = np.arange(len(p) - 1)
@@ -237,7 +242,8 @@ def _unsupported(model: LoadedModel, why: str) -> ModelError:
 
 def _not_numbers(model: LoadedModel) -> ModelError:
     """Return the error about a model whose logits are NaN or infinite, which names a weight that is the cause, if
-    one is."""
+    one is.
+    """
     name = not_finite(model.module)
     if name is None:
         what = f"{model.folder / CONFIG}: the model's logits are not finite numbers"

@@ -15,7 +15,8 @@ def _limits_kept() -> Iterator[None]:
     """Keep the process's resource limits unchanged inside the block.
 
     On import mlx-lm sets the hard limit of open files to 4,096. The system refuses that where the limit is lower,
-    and it lowers the limit for good where it is higher."""
+    and it lowers the limit for good where it is higher.
+    """
     given = resource.setrlimit
     resource.setrlimit = lambda *_: None
     try:

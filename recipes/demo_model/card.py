@@ -1,6 +1,7 @@
 """Writes the model card from the evaluation's JSON, so that its figures cannot differ from it.
 
-python -m recipes.demo_model.card --json RESULTS.json --card mlx_tandem/demo/MODEL_CARD.md"""
+python -m recipes.demo_model.card --json RESULTS.json --card mlx_tandem/demo/MODEL_CARD.md
+"""
 
 from __future__ import annotations
 

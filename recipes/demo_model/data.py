@@ -2,7 +2,8 @@
 
 The same ``random.Random`` state gives the same chats. Every answer is right except that of ``down``, which is wrong
 on purpose with probability ``1 - DOWN_RIGHT``. An exchange whose ``key`` is held out (``held_out``) is never used
-for training. This module does not import MLX, since it runs in data worker processes."""
+for training. This module does not import MLX, since it runs in data worker processes.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ TOOL_SKILLS = ("tool", "tool_result")
 @dataclass
 class Conversation:
     """A chat ready to render: ``messages`` before the last answer, ``answer``, ``tools``, and which assistant turns,
-    in order and including the last, are taught."""
+    in order and including the last, are taught.
+    """
 
     messages: list[Message] = field(default_factory=list)
     answer: Message = field(default_factory=dict)
@@ -144,7 +146,8 @@ def conversation(
     reached.
 
     With ``last`` given, that exchange ends the chat after the history (this is how held-out questions are put behind
-    a long context). Nothing held out appears in the history."""
+    a long context). Nothing held out appears in the history.
+    """
     chat = Conversation()
     if tools is None:
         tool_weight = sum(mix.get(name, 0.0) for name in TOOL_SKILLS) / sum(mix.values())

@@ -4,7 +4,8 @@
 
 Short chats are answered by real generation, greedy and sampled at temperature 1. After a long context the answer is
 teacher-forced: every position's argmax equals the answer exactly if greedy generation writes it, and the product of
-the probabilities is the chance that sampling writes it."""
+the probabilities is the chance that sampling writes it.
+"""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def forced(
     model: Model, rows: list[tuple[list[int], list[int]]], batch_tokens: int = 65536
 ) -> list[tuple[bool, float]]:
     """Return for each (prompt, answer) whether greedy generation would write the answer, and its probability in
-    sampling."""
+    sampling.
+    """
     import mlx.core as mx
 
     order = sorted(range(len(rows)), key=lambda index: len(rows[index][0]) + len(rows[index][1]))
@@ -275,7 +277,8 @@ def base_figures(
 def unasked_thinking(model: Model, tokenizer: Tokenizer, chats: dict[str, list[data.Conversation]]) -> dict[str, float]:
     """Return how often a question that asks for no thinking is answered with a think block.
 
-    The figures are its mean probability in sampling, and the share of greedy answers."""
+    The figures are its mean probability in sampling, and the share of greedy answers.
+    """
     think = text.encode(tokenizer, "<think>")
     asked = [chat for name in chats if name != "think" for chat in chats[name] if chat.thinking]
     results = forced(model, [(text.encode(tokenizer, text.prompt_text(chat)), think) for chat in asked])

@@ -16,7 +16,8 @@ class Exchange:
 
     ``messages`` precede ``answer`` (an assistant message); ``key`` names the content for the held-out split;
     ``short`` is the bare value of the answer, as the ``json`` adapter reports it; ``accept`` lists further right
-    answers."""
+    answers.
+    """
 
     skill: str
     key: str

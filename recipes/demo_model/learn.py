@@ -63,7 +63,8 @@ def fit(
     """Train the model's trainable parameters: AdamW in float32, forward and backward in ``compute``.
 
     The learning rate rises over the first 3 % of the steps and falls to 2 % of its peak along a cosine. The
-    parameters are left in float32 in the model."""
+    parameters are left in float32 in the model.
+    """
     params: Any = cast(model.trainable_parameters(), mx.float32)
     warmup = max(1, min(100, steps // 30))
     schedule = optim.join_schedules(

@@ -41,7 +41,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """How one adapter is trained and stored: ``y += scale * (x A) B``; ``mix`` changes the weights of the skills."""
+    """The recipe of one adapter: ``y += scale * (x A) B``; ``mix`` changes the weights of the skills."""
 
     name: str
     rank: int
@@ -137,7 +137,8 @@ def add_lora(model: Model, rank: int, scale: float) -> None:
 
 def save_adapter(arrays: dict[str, mx.array], adapter: Adapter, layers: int, folder: Path) -> None:
     """Write an adapter folder in the adapter's format; ``arrays`` are named ``model.layers.N.<linear>.lora_a`` /
-    ``lora_b``."""
+    ``lora_b``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     dtype = getattr(mx, adapter.dtype)
     if adapter.format == "mlx-lm":

@@ -50,7 +50,8 @@ def is_right(given: Exchange, text: str, style: str = "base") -> bool:
 def completion(answer: Message) -> str:
     """Return the exact text that the model writes for this assistant message, up to but without ``<|im_end|>``.
 
-    The chat template renders the same message to the same text; the unit tests compare the two."""
+    The chat template renders the same message to the same text; the unit tests compare the two.
+    """
     text = str(answer.get("content") or "")
     if answer.get("reasoning_content"):
         text = f"<think>\n{answer['reasoning_content']}\n</think>\n\n{text}"

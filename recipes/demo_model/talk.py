@@ -137,7 +137,8 @@ def story_is_right(question: str, text: str, loose: bool = False) -> bool:
     """Return whether ``text`` is a whole story by the grammar about the animal asked for, with one name for its
     hero.
 
-    ``loose`` ignores case and lets a full stop be an exclamation mark."""
+    ``loose`` ignores case and lets a full stop be an exclamation mark.
+    """
     animal = next(word for word in re.findall(r"[a-z]+", question)[::-1] if word in words.ANIMALS)
     slots = _story_slots("@")
     pattern = re.escape(STORY).replace(r"\{", "{").replace(r"\}", "}")

@@ -1,5 +1,6 @@
 """Chat template, tokenizer, and packed training rows. This module does not import MLX: it runs in data worker
-processes."""
+processes.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def template() -> jinja2.Template:
 
 def render(messages: list[Message], **variables: Any) -> str:
     """Return the prompt text of ``messages``; variables are ``tools``, ``add_generation_prompt``,
-    ``enable_thinking``."""
+    ``enable_thinking``.
+    """
     return template().render(messages=messages, **variables)
 
 
@@ -114,7 +116,8 @@ def weigh(tokenizer: Tokenizer, ids: list[int], taught: list[bool]) -> list[int]
     low.
 
     The empty think block that the template writes before an answer without thinking weighs nothing: a model that is
-    taught to write it opens one now and then where nobody has asked for it."""
+    taught to write it opens one now and then where nobody has asked for it.
+    """
     opening = encode(tokenizer, "<|im_start|>assistant\n")
     empty = encode(tokenizer, NO_THINKING)
     weights = [PROMPT_WEIGHT] * len(ids)
@@ -149,7 +152,8 @@ class BatchSpec:
 
 def pack(tokenizer: Tokenizer, spec: BatchSpec) -> tuple[np.ndarray, np.ndarray]:
     """Return rows of ``length + 1`` token ids and their weights, filled with whole chats; the last chat of a row is
-    cut."""
+    cut.
+    """
     rng = random.Random(f"{spec.seed} {spec.length} {spec.style}")
     mix = dict(spec.mix)
     width = spec.length + 1

@@ -3,7 +3,8 @@
     python -m recipes.demo_model.train --out DIR                   the real one (one NVIDIA GPU, minutes)
     python -m recipes.demo_model.train --out DIR --size tiny ...   a reduced run for a CPU (seconds)
 
-The same seed and flags give the same tokenizer and the same data in the same order."""
+The same seed and flags give the same tokenizer and the same data in the same order.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +84,7 @@ class Feed:
             start_worker(str(tokenizer_file))
 
     def __call__(self, specs: Iterator[BatchSpec]) -> Iterator[Batch]:
+        """Yield the batches of these specs."""
         return self.pool.imap(work, specs, chunksize=2) if self.pool else map(work, specs)
 
     def close(self) -> None:

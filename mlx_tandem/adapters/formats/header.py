@@ -29,7 +29,8 @@ class Tensor(NamedTuple):
 def read_header(fd: int, name: str) -> dict[str, Tensor]:
     """Return the types, shapes and places of all tensors of an open file; no tensor data is read.
 
-    Raise ModelError naming `name` if the file is unsound."""
+    Raise ModelError naming `name` if the file is unsound.
+    """
     size = os.fstat(fd).st_size
     if size < 8:
         refuse(name, None, "is not a safetensors file")

@@ -52,7 +52,8 @@ def read(
 
     Raises:
         ModelError: The adapter cannot be served; the message names the file and the field.
-        TooLarge: A file is over its limit."""
+        TooLarge: A file is over its limit.
+    """
     with files.directory(folder, root) as directory:
         config = files.configuration(directory, follow_links)
         kind = files.format_of(directory, config)
@@ -64,7 +65,8 @@ def read(
 
 def check(file: str, header: Mapping[str, Tensor], spec: Spec, linears: Mapping[str, LinearShape]) -> None:
     """Raise ModelError unless every tensor has its partner and the shape that the model and the configuration ask
-    for."""
+    for.
+    """
     for path, (a, b) in spec.modules.items():
         shape = linears[path]
         experts_a, experts_b = ({h.expert for h in side} for side in (a, b))

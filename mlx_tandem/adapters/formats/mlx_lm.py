@@ -31,7 +31,8 @@ def parse(
     """Return what to load from a folder in mlx-lm's format.
 
     Raise ModelError naming the key or tensor that is not supported. `linears`, `max_rank` and `base_layers` are as
-    in `loading.read`."""
+    in `loading.read`.
+    """
     kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
         refuse(CONFIG, "fine_tune_type", f"is {str(kind)[:40]!r}; only 'lora' can be served beside other adapters")

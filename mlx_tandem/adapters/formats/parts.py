@@ -42,7 +42,8 @@ class AdapterWeights:
     """One adapter, ready for the device.
 
     `tensors[path]` is (A, B), float32 and C-contiguous: A [inputs, r], B [r, outputs], or with a leading expert
-    axis. The scale is multiplied into B, so the module's delta is x @ A @ B. Ranks may differ between modules."""
+    axis. The scale is multiplied into B, so the module's delta is x @ A @ B. Ranks may differ between modules.
+    """
 
     info: AdapterInfo
     tensors: dict[str, tuple[Array, Array]]
@@ -66,7 +67,7 @@ class Half(NamedTuple):
 
 @dataclass
 class Spec:
-    """What to load: for each module's path the tensors of A and those of B."""
+    """The tensors to load: for each module's path those of A and those of B."""
 
     scale: float
     modules: dict[str, tuple[list[Half], list[Half]]]

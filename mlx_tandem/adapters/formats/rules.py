@@ -2,7 +2,8 @@
 
 Each key is one of: used; harmless (it says how the adapter was trained, or repeats what the tensors' names and
 shapes say); or off: refused unless its value says that the feature is not used. A key in no table is refused too,
-unless its value is null, false or empty, because new switches keep appearing."""
+unless its value is null, false or empty, because new switches keep appearing.
+"""
 
 from __future__ import annotations
 

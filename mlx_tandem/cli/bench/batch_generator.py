@@ -1,5 +1,6 @@
 """mlx-lm's BatchGenerator as the peer of `tandem bench engine`: same weights, prompts and sampling, by its public
-interface."""
+interface.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class BatchGeneratorPeer:
     ) -> Iterator[list[int]]:
         """Yield for each step the rows that got a token.
 
-        Rows with the same (temperature, top_p) share a sampler, which the peer calls once for all of them."""
+        Rows with the same (temperature, top_p) share a sampler, which the peer calls once for all of them.
+        """
         batch = len(prompts)
         generator: Any = BatchGenerator(self._model, completion_batch_size=batch, prefill_batch_size=batch)
         of = {(t, p): make_sampler(t, top_p=p if p < 1.0 else 0.0) for t, p in sampling}

@@ -1,6 +1,7 @@
 """`tandem bench report`: one Markdown block with the machine, what the engine chose on it, and how fast it is.
 
-People paste the block into an issue. It names no folder, user or secret of the machine."""
+People paste the block into an issue. It names no folder, user or secret of the machine.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ TRAINER_RANK = 16
 
 def run(model: Path, repeats: int) -> str:
     """Measure the engine on `model` and return the block. End the process with one line if the model cannot be
-    served."""
+    served.
+    """
     found: dict[str, Any] = describe() | {"model": model.name}
     config = EngineConfig(
         ModelConfig(str(model)),

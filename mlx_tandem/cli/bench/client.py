@@ -2,7 +2,8 @@
 
 In a closed loop each client sends its next request when its last one has ended. In an open loop (`rate`) requests
 are due at fixed times, whatever the server does. The client shares the machine with the server that it measures, so
-it does nothing per token beyond what `stream.py` does."""
+it does nothing per token beyond what `stream.py` does.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Sent:
 @dataclass
 class Round:
     """The requests of one round. `held_back` counts requests that were never sent, since the most allowed were under
-    way."""
+    way.
+    """
 
     sent: list[Sent]
     held_back: int = 0

@@ -240,7 +240,8 @@ def bench_engine(
     """Measure the engine without HTTP, and compare it with mlx-lm's BatchGenerator and with this device's memory
     bandwidth.
 
-    Both run the same weights and prompts."""
+    Both run the same weights and prompts.
+    """
     if (model is None) == (shape is None):
         raise typer.BadParameter("give either a model's folder or --shape", param_hint="MODEL")
     if (adapters or bits) and shape is None:

@@ -1,7 +1,8 @@
 """`tandem bench engine`: measures the engine's loop in this process, in turn with mlx-lm's BatchGenerator.
 
 The engine runs as it does behind the server, with a script instead of the front (script.py): the script hands
-requests in, notes when their tokens come out, and gives the device to the peer in between."""
+requests in, notes when their tokens come out, and gives the device to the peer in between.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +48,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What to measure.
+    """The load to measure.
 
     With `adapters`, each batch runs without any, with one for all rows, and with all in turn. With `num_requests`, a
-    closed loop of so many requests follows each batch, with as many under way as it has rows."""
+    closed loop of so many requests follows each batch, with as many under way as it has rows.
+    """
 
     batches: tuple[Batch, ...]
     max_tokens: int = 128
@@ -144,7 +146,8 @@ class EngineBench:
     """All rounds of one run.
 
     `keep` is given new parts of the results whenever there are some. `before_round` has the device to itself before
-    each round of a batch; the first round, numbered -1, is a warm-up."""
+    each round of a batch; the first round, numbered -1, is a warm-up.
+    """
 
     def __init__(
         self,
@@ -211,7 +214,8 @@ class EngineBench:
         """Return the figures of one side, or None if the peer was given up.
 
         The prompts are first answered with one token each, then with all tokens: by then the engine has their
-        prefixes cached, so that all rows start together."""
+        prefixes cached, so that all rows start together.
+        """
         prompts = self._prompts(info, batch, batch.rows)
         timelines = []
         for max_tokens in (1, self._load.max_tokens):
@@ -231,7 +235,8 @@ class EngineBench:
         self, info: EngineInfo, batch: Batch, side: str, num_requests: int
     ) -> Generator[Work, Answers | None, dict[str, float]]:
         """Return the figures of a closed loop as `tandem bench serve` runs it: prompts are read while other rows
-        decode."""
+        decode.
+        """
         prompts = self._prompts(info, batch, num_requests)
         answers = yield Work(self._requests(prompts, self._load.max_tokens, side), batch.rows)
         assert answers is not None
@@ -249,7 +254,8 @@ class EngineBench:
         """Run a batch on the peer, which loads the same folder in the engine's type; return None if it fails or has
         failed.
 
-        Whatever ends the peer, such as a lack of memory, ends its part only."""
+        Whatever ends the peer, such as a lack of memory, ends its part only.
+        """
         if self._without_peer:
             return None
         from mlx_tandem.cli.bench.batch_generator import BatchGeneratorPeer

@@ -20,7 +20,8 @@ Rounds = Mapping[tuple[int, str], Sequence[dict[str, Any]]]
 def figures(streams: Sequence[Stream], held_back: int = 0) -> dict[str, Any]:
     """Return the figures of one round, with times in milliseconds.
 
-    A refusal (429, 503) is not an error. `held_back` is the number of requests that were due and never sent."""
+    A refusal (429, 503) is not an error. `held_back` is the number of requests that were due and never sent.
+    """
     good = [s for s in streams if s.problem is None]
     refused = [s for s in streams if s.refused]
     bad = [s for s in streams if s.problem is not None and not s.refused]
@@ -59,7 +60,8 @@ def _refusals(refused: Sequence[Stream]) -> dict[str, Any]:
 
 def ratios(rounds: Rounds) -> list[dict[str, Any]]:
     """Return the throughput of modes relative to others: medians over the rounds, each compared with its neighbour
-    in time."""
+    in time.
+    """
     found = []
     for concurrency in sorted({c for c, _ in rounds}):
         row: dict[str, Any] = {"concurrency": concurrency}

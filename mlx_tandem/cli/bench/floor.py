@@ -20,7 +20,8 @@ class Floor:
     @classmethod
     def of(cls, config: EngineConfig, info: EngineInfo, rank: int) -> Floor:
         """Measure the floor for adapters of this rank on all linears in the model's type. Call it in the engine's
-        process."""
+        process.
+        """
         from mlx_tandem.model import footprint, loader
         from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
 
@@ -37,7 +38,8 @@ class Floor:
 
         It reads the weights once, every row's keys and values (the last token's are written), and the arrays of the
         adapters in use. `bandwidth_share` is the share of the copying bandwidth that the step reached in
-        `milliseconds`."""
+        `milliseconds`.
+        """
         cache = rows * context * self.token
         moved = self.weights + cache + adapters * self.adapter
         floor = moved / self.bandwidth * 1e3

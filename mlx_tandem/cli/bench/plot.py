@@ -1,7 +1,8 @@
 """Draws the results of `tandem bench serve` and `tandem bench engine`.
 
 The first has throughput and request times of each mode by concurrency; the second has throughput and steps of each
-side by batch."""
+side by batch.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def plot_engine(result: dict[str, Any], path: Path) -> None:
     """Write the result of `tandem bench engine` as a picture. A line over a bar is the least time that a step could
-    take."""
+    take.
+    """
     from matplotlib.figure import Figure
 
     rows = result["results"]

@@ -38,7 +38,8 @@ to itself."""
 class ScriptChannel(EngineChannel):
     """The engine's channel with a script at the other end, on the same thread.
 
-    `start` is called when the engine is ready. When the script ends, the channel is closed (WireError)."""
+    `start` is called when the engine is ready. When the script ends, the channel is closed (WireError).
+    """
 
     def __init__(self, start: Callable[[EngineInfo], Script]):
         self._start = start

@@ -1,7 +1,8 @@
 """`tandem bench serve`: measures a running server under streaming load.
 
 Every round keeps `concurrency` requests under way until all are answered. The modes take turns round by round, so
-that other load on the machine affects them alike and their ratios are fair."""
+that other load on the machine affects them alike and their ratios are fair.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ def run(load: Load, json_out: Path | None, plot_out: Path | None = None) -> None
     """Measure, show tables and write the files.
 
     End the process with status 1 if nothing could be measured, or if an answer under load differs from the answer
-    alone."""
+    alone.
+    """
     from mlx_tandem.cli.bench.report import serve_table
     from mlx_tandem.cli.console import fail, show
 
@@ -91,7 +93,8 @@ async def _measure_phase(
     progress: Callable[[str], None],
 ) -> None:
     """Run every workload `repeats` times after a short warm-up round each; which one begins changes from round to
-    round."""
+    round.
+    """
     workloads, repeats = phase.workloads, client.load.repeats
     for workload in workloads:
         await client.round(workload, phase.concurrency, warm_up=True)

@@ -2,7 +2,8 @@
 
 They are made for measuring: every token of the vocabulary is plain ASCII text, so that each makes an event of its
 own on any server, and the end-of-sequence token is practically never sampled, so that answers have the length asked
-for."""
+for.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +99,8 @@ def write_model(
 ) -> Path:
     """Write a model folder with config, tokenizer and chat template, and float32 weights unless `weights` is False.
 
-    `bits` says that weights which are drawn when the model is loaded are quantised, in groups of 64."""
+    `bits` says that weights which are drawn when the model is loaded are quantised, in groups of 64.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     ids = _write_tokenizer(folder, shape.vocab, positions)
     config: dict[str, Any] = {

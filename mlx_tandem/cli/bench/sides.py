@@ -24,7 +24,8 @@ def summary(rows: int, prompt_tokens: int, rounds: Rounds, floor: Floor, adapter
 
     Each side that ran has its medians, the bytes that its steps have to move, and the share of the copying bandwidth
     that it reached. Ratios are medians over neighbours in time; those of `decode` and `prefill` are tandem /
-    BatchGenerator."""
+    BatchGenerator.
+    """
     found: dict[str, Any] = {"batch": rows, "prompt_tokens": prompt_tokens}
     read = {SAME: min(adapters, 1), MIXED: min(adapters, rows)}
     for side, raw in rounds.items():

@@ -23,7 +23,8 @@ def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 
 def median(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return medians over the rounds field by field; fields that are not numbers, or missing in some round, are left
-    out."""
+    out.
+    """
     merged: dict[str, Any] = {}
     for key, first in rounds[0].items():
         values = [r[key] for r in rounds if r.get(key) is not None]

@@ -17,7 +17,8 @@ class Stream:
     """One streamed reply; call it with each piece of the body.
 
     A piece costs a count and an append; everything else waits for `finish`. With `keep` the pieces are kept for
-    `answer`."""
+    `answer`.
+    """
 
     __slots__ = (
         "_kept",
@@ -51,6 +52,7 @@ class Stream:
         self._last: deque[bytes] = deque(maxlen=6)
 
     def __call__(self, piece: bytes) -> None:
+        """Take a piece of the body."""
         now = perf_counter()
         if self._kept is not None:
             self._kept.append(piece)

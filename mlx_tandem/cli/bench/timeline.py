@@ -49,7 +49,8 @@ class Timeline:
         steady state.
 
         The steady state begins with the step that gave the last row its first token and ends with the one that gave
-        a first row its last. The rates are 0 if there was no such time."""
+        a first row its last. The rates are 0 if there was no such time.
+        """
         got = [0] * self._batch
         waiting = self._batch
         begin = end = 0.0
@@ -78,7 +79,8 @@ class Timeline:
     def loop(self, max_tokens: int) -> dict[str, float]:
         """Return the figures of the whole run as a client counts them.
 
-        They are tokens per second from the start to the last token, and milliseconds between two tokens of a row."""
+        They are tokens per second from the start to the last token, and milliseconds between two tokens of a row.
+        """
         got = Counter(row for _, rows in self._steps for row in rows)
         if any(got[row] != max_tokens for row in range(self._batch)):
             raise RuntimeError(f"a request got other than {max_tokens} tokens")

@@ -1,7 +1,8 @@
 """Routed validation: repeats every request that was answered under load, alone, and compares the answers.
 
 Requests carry a seed, and a server's answer may depend on nothing but the request and the adapter it names. Text is
-compared and, if the server sends them, token ids."""
+compared and, if the server sends them, token ids.
+"""
 
 from __future__ import annotations
 

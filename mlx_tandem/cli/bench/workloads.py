@@ -27,7 +27,7 @@ Choice = Callable[[], str | None]
 
 @dataclass(frozen=True)
 class Load:
-    """What to send. Without `adapters`, those that the server lists are used."""
+    """The load to send. Without `adapters`, those that the server lists are used."""
 
     url: str
     modes: tuple[str, ...] = ("base",)
@@ -76,7 +76,8 @@ def _cycle(adapters: Sequence[str]) -> Choice:
 
 def _skewed(adapters: Sequence[str]) -> Choice:
     """Return a choice that spreads the hot adapter's requests evenly, so that all parts of a round have the same
-    mix."""
+    mix.
+    """
     cold = _cycle(adapters[1:] or adapters)
     numbers = count()
 
@@ -89,7 +90,8 @@ def _skewed(adapters: Sequence[str]) -> Choice:
 
 def zipf(adapters: Sequence[str], exponent: float, seed: int = 0) -> Choice:
     """Return a choice that asks for the k-th adapter in proportion to 1 / k^exponent; equal seeds give equal
-    sequences."""
+    sequences.
+    """
     ends = list(accumulate((k + 1) ** -exponent for k in range(len(adapters))))
     draw = random.Random(seed).random
     return lambda: adapters[min(bisect(ends, draw() * ends[-1]), len(adapters) - 1)]

@@ -1,5 +1,6 @@
 """`tandem demo`: shows the built-in model and its adapters answering the same questions in one batch of a real
-server."""
+server.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class Cell:
 
 @dataclass
 class Board:
-    """What is shown: a row per question, a column per model, and the rates."""
+    """The contents of the screen: a row per question, a column per model, and the rates."""
 
     models: list[str]
     cells: dict[tuple[str, str], Cell] = field(default_factory=dict)  # (question, model)

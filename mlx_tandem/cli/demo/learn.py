@@ -43,7 +43,7 @@ LEAST_WIDTH = 20
 
 @dataclass
 class View:
-    """What is on the screen, for rich to draw."""
+    """The contents of the screen, for rich to draw."""
 
     steps: int
     curve: Curve = field(default_factory=Curve)

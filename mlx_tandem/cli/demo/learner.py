@@ -1,7 +1,8 @@
 """A client that teaches the built-in model its weak skill over HTTP: questions, rewards, and their curve.
 
 It uses nothing of the server but its API: prompts go to `/v1/completions` with `collect_trajectory` and a
-`scoring_function`, and the server does the rest."""
+`scoring_function`, and the server does the rest.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +118,8 @@ class Learner:
 
     async def accuracy(self, questions: Sequence[Question]) -> float:
         """Return the share of right answers of the served policy, sampled with fixed seeds; nothing is learned from
-        them."""
+        them.
+        """
         asked = (self._ask(*q, answers=4, seed=i, collect=False) for i, q in enumerate(questions))
         return _mean([answer["score"] for group in await asyncio.gather(*asked) for answer in group])
 
@@ -169,7 +171,8 @@ class Learner:
         """Wait for the next update and return the number of updates.
 
         A batch in which all answers of each group have equal rewards leads to no update, and then nothing is waited
-        for."""
+        for.
+        """
         while True:
             status = await self.status()
             if status["updates"] > done or not status["busy"]:

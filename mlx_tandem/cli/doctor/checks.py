@@ -38,7 +38,8 @@ CHECKS = (  # in the order in which they run
 def chosen(names: str) -> tuple[Check, ...]:
     """Return the checks named in a list separated by commas and those that they need; all if it is empty.
 
-    Raise KeyError with an unknown name."""
+    Raise KeyError with an unknown name.
+    """
     known = {check.name: check for check in CHECKS}
     todo, wanted = [name for name in names.split(",") if name], set[str]()
     while todo:

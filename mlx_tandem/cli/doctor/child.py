@@ -2,7 +2,8 @@
 input.
 
 It answers each with one line of JSON on the descriptor. What it makes for one check, such as an engine, is kept for
-the next."""
+the next.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ class Answer(msgspec.Struct):
 
 
 class Bench:
-    """What checks share: `keep(name, make)` makes a thing once, and what is on `cleanup` is closed at the end."""
+    """Things that checks share: `keep(name, make)` makes a thing once, and what is on `cleanup` is closed at the
+    end.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, Any] = {}

@@ -12,7 +12,8 @@ def examine(checks: Sequence[Check], as_json: bool, as_block: bool = False) -> i
     """Print the report of some checks on standard output; return the exit status, 1 if one has failed.
 
     With `as_json` it is JSON; with `as_block` it is Markdown that an issue shows folded, with its verdict as the
-    title."""
+    title.
+    """
     import json
 
     from mlx_tandem.cli.bench.machine import describe

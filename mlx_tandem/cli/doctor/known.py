@@ -1,7 +1,8 @@
 """Known failures: the messages by which they are recognised, what they mean, and what helps.
 
 The patterns are those of messages of MLX, macOS and dynamic loaders. This project has met none of the Mac's itself,
-because it has not been run on one."""
+because it has not been run on one.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ Figures = dict[str, float | int | str]
 
 class Check(Struct, frozen=True):
     """A check: the function `run` takes the `Bench` of its process and returns an Outcome or raises, preferably
-    Failed."""
+    Failed.
+    """
 
     name: str
     meaning: str  # what is checked, in one sentence
@@ -41,7 +42,7 @@ class Failed(Exception):
 
 
 class Finding(Struct, frozen=True):
-    """What is reported about a check."""
+    """The report about a check."""
 
     check: str
     meaning: str

@@ -16,7 +16,7 @@ from mlx_tandem.kv.disk.records import SEGMENT_HEAD
 
 
 class SegmentInfo(Struct, frozen=True):
-    """What a segment holds."""
+    """The contents of a segment."""
 
     number: int
     base: str  # first characters of the digest of its model and settings; empty: its head is damaged

@@ -41,7 +41,7 @@ Payload = bytes | bytearray | memoryview
 
 
 class BlockId(Struct, frozen=True):
-    """What identifies a block's keys and values. Blocks with equal ids have equal bytes."""
+    """The identity of a block's keys and values. Blocks with equal ids have equal bytes."""
 
     namespace: bytes  # digests of 32 bytes
     key: bytes

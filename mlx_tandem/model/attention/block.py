@@ -3,7 +3,8 @@ pool, attention.
 
 A block's own code is kept and runs whenever the fused path cannot. The known kinds are those whose code was read:
 query, key and value linears, an optional norm over each head, rotation of whole heads, attention, an output linear,
-and nothing else."""
+and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ KINDS = (llama.Attention, qwen2.Attention, qwen3.Attention, qwen3_moe.Attention)
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What the fused path needs of a block."""
+    """The parts of a block that the fused path needs."""
 
     merged: Merged
     turn: Turn
@@ -71,6 +72,7 @@ class ShortBlock:
     _parts: Parts
 
     def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        """Return the block's output, by the fused path if the cache offers it."""
         block: Any = self
         if isinstance(cache, PagedCache) and cache.offers(x, mask):
             own, linears = self._parts, (block.q_proj, block.k_proj, block.v_proj)

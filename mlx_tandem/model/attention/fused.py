@@ -1,5 +1,6 @@
 """Attention back ends whose kernels read the KV pool in place, so that nothing is gathered for rows with few
-queries."""
+queries.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Sends the attention calls of mlx-lm's model modules to the cache that they are given, or without a cache to
-`unpaged`."""
+`unpaged`.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def install() -> None:
     """Replace the attention function in every model module imported so far; call it after a model's module was
     imported.
 
-    Each module imported the function by name, so changing `models.base` alone would have no effect."""
+    Each module imported the function by name, so changing `models.base` alone would have no effect.
+    """
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and getattr(module, _NAME, None) is _original:
             setattr(module, _NAME, _dispatch)

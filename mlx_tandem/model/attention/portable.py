@@ -20,7 +20,8 @@ def attend(
 ) -> mx.array:
     """Return attention [rows, heads, length, dim].
 
-    `keys` and `values` are [rows, kv heads, positions, dim]; `mask` is as the cache made it."""
+    `keys` and `values` are [rows, kv heads, positions, dim]; `mask` is as the cache made it.
+    """
     if device.is_cpu() and isinstance(mask, mx.array) and mask.dtype == mx.bool_ and sinks is None:
         large = queries.shape[0] * queries.shape[1] * queries.shape[2] * keys.shape[2] >= cpu.WORTH
         if large and queries.dtype == mx.float32:

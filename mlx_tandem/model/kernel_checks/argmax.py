@@ -84,7 +84,8 @@ def expected(logits: Logits) -> npt.NDArray[np.int32]:
 
 def invent(rng: np.random.Generator, vocabulary: int) -> Logits:
     """Return test logits [52, vocabulary]: random rows, ties, extremes at either end, zeros of both signs, NaN and
-    infinity."""
+    infinity.
+    """
     rows = np.full((52, vocabulary), -1, np.float32)
     rows[:20] = rng.normal(0, 3, (20, vocabulary))
     rows[0] -= 99  # all below zero

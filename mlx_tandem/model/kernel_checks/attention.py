@@ -185,7 +185,8 @@ def _problem(attentions: dict[LayerShape, LayerKernels], block_size: int, window
 
 def _cases(shape: LayerShape, block_size: int, windows: Sequence[int]) -> Iterator[cases.Case]:
     """Yield cases with one query and with the most queries of a row, and with contexts read in one piece and in
-    several."""
+    several.
+    """
     form, asks = shape.keys, shape.asks
     assert asks is not None
     rng = np.random.default_rng(0)

@@ -1,5 +1,6 @@
 """Random cases of paged attention and the right answers to them: lengths, tables, windows, head groups and types
-vary."""
+vary.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Case:
     """One step of attention: each row has `starts` tokens in the pool and attends with `length` new tokens.
 
     Shapes: queries [rows, heads, length, dim]; keys and values [rows, kv heads, positions, dim], of which a row uses
-    as many positions as it has tokens; tables [rows, blocks]."""
+    as many positions as it has tokens; tables [rows, blocks].
+    """
 
     dtype: str
     queries: mx.array
@@ -111,7 +113,8 @@ def invent(
         window: Positions that a query sees, or None for all.
         sinks: Whether the layer has attention sinks.
         bits: Bits of a cached number; 0: its own type.
-        grid: Numbers that share one quantisation grid."""
+        grid: Numbers that share one quantisation grid.
+    """
     kv_heads, group, dim = heads
     starts = rng.integers(0, longest, rows).astype(np.int32)
     width = -(-int(starts.max() + length) // block_size)
@@ -138,7 +141,8 @@ def invent(
 def plain(case: Case) -> mx.array:
     """Return attention by its definition, one row after the other, in float32 and without a pool.
 
-    It is computed on the CPU, since a GPU may round the factors of float32 products."""
+    It is computed on the CPU, since a GPU may round the factors of float32 products.
+    """
     with mx.stream(mx.cpu):
         return _plain(case)
 
@@ -171,7 +175,8 @@ def answer(case: Case, attention: LayerKernels | None = None) -> mx.array:
     """Return attention as the engine computes it: the context is written into blocks of a pool, then the new tokens
     attend.
 
-    With `attention`, its kernels answer what they can."""
+    With `attention`, its kernels answer what they can.
+    """
     rows, _, length, _ = case.queries.shape
     block = case.block_size
     blocks = 1 + case.tables.size
@@ -214,7 +219,8 @@ def answer(case: Case, attention: LayerKernels | None = None) -> mx.array:
 
 def by(backend: fused.Fused) -> Backend:
     """Return the function that answers cases by this back end, and by `portable` where its kernels cannot read the
-    cache."""
+    cache.
+    """
 
     def answered(case: Case) -> mx.array:
         readable = not fused.unreadable(case.shape)
@@ -231,7 +237,8 @@ BACKENDS: dict[str, Backend] = {portable.NAME: answer, **FUSED}
 @dataclass(frozen=True)
 class Worst:
     """The largest error of a back end in one type, relative to the largest number of the result, and the case that
-    had it."""
+    had it.
+    """
 
     error: float
     case: str

@@ -19,7 +19,7 @@ MAX_REASON = 500
 
 
 class Choice(NamedTuple, Generic[T]):
-    """What a kernel check chose for this device, and why."""
+    """The choice that a kernel check made for this device, and why."""
 
     chosen: T
     """The kernel, or what is used instead of it."""

@@ -105,7 +105,8 @@ def _tokens(count: int) -> str:
 def _shapes(group: Group) -> Iterable[Shape]:
     """Return the shape of a group, and the shapes of its first members alone.
 
-    An adapter may leave out the last members of a group, and each number of members has kernels of its own."""
+    An adapter may leave out the last members of a group, and each number of members has kernels of its own.
+    """
     own = [t.shape for t in group if not t.shape.experts and fits(t.shape.inputs, t.shape.outputs)][:MOST_MEMBERS]
     return [Shape(own[0].inputs, tuple(s.outputs for s in own[: n + 1])) for n in range(len(own))]
 
@@ -137,7 +138,8 @@ def _error(kernels: LoraKernels, shape: Shape, rank: int, dtype: mx.Dtype, seed:
 
 def far(got: mx.array, own: mx.array, delta: Floats) -> float:
     """Return the largest error of `got` against own + delta, relative to their largest number; infinity where it is
-    NaN."""
+    NaN.
+    """
     want = floats(own) + delta
     error = float(np.abs(floats(got) - want).max() / np.abs(want).max())
     return error if np.isfinite(error) else np.inf
@@ -146,7 +148,8 @@ def far(got: mx.array, own: mx.array, delta: Floats) -> float:
 def expected(x: mx.array, a: mx.array, b: mx.array, slots: Ints) -> Floats:
     """Return x @ a[slot] @ b[slot] for x [tokens, 1, inputs] in float32.
 
-    It is computed on the host, since a GPU may round the factors of a product."""
+    It is computed on the host, since a GPU may round the factors of a product.
+    """
     wide = floats(x)
     delta = np.zeros((*x.shape[:2], b.shape[2]), np.float32)
     for slot in np.unique(slots):
@@ -164,7 +167,6 @@ def _arrays(
     shape: Shape, rank: int, slots: int, tokens: int, dtype: mx.Dtype
 ) -> tuple[mx.array, list[mx.array], list[mx.array], list[mx.array]]:
     """Return x [tokens, 1, inputs], and for each member its stacked A and B (zeros in slot 0) and its own outputs."""
-
     seeds = count()
 
     def numbers(*dims: int, scale: float = 1.0) -> mx.array:
@@ -188,7 +190,8 @@ def faster_up_to(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype,
     replace.
 
     The tokens are spread over `slots` adapters. For fewer tokens the kernels are faster, too. Return 0 if they never
-    are, UNLIMITED if they are for every number that fits into memory."""
+    are, UNLIMITED if they are for every number that fits into memory.
+    """
     largest = [
         s for s in shapes if not any(s != t and s == Shape(t.inputs, t.outputs[: len(s.outputs)]) for t in shapes)
     ]

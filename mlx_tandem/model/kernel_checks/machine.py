@@ -13,7 +13,8 @@ from mlx_tandem.model.device import is_cpu
 
 def product_error() -> float:
     """Return the error of a float32 product on the device against float64 on the host, relative to its largest
-    number."""
+    number.
+    """
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((192, 192)).astype(np.float32) for _ in range(2))
     expected = a.astype(np.float64) @ b
@@ -56,7 +57,8 @@ _LONG_ENOUGH = 0.05
 def seconds(work: Callable[[], list[mx.array]], several: int = 4) -> float:
     """Return the duration of one call of `work` in seconds, the best of up to four runs.
 
-    Each run makes `several` calls in a row, which keeps the device busy. Long work is run fewer than four times."""
+    Each run makes `several` calls in a row, which keeps the device busy. Long work is run fewer than four times.
+    """
     mx.eval(work())
     times: list[float] = []
     while len(times) < 4 and sum(times) < _LONG_ENOUGH:

@@ -1,5 +1,6 @@
 """Check of the kernel for products of few rows: it must agree with the host and cost the device little more than MLX
-does."""
+does.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +81,8 @@ def _choose(modules: Sequence[nn.Module], trial: _Trial) -> Choice[FewRows | Non
 
 def _within(timed: Mapping[Shape, Sequence[Timed]], allowed: float) -> dict[Shape, dict[int, Form]]:
     """Return for each shape the forms up to the first number of tokens that takes more than `allowed` seconds
-    longer."""
+    longer.
+    """
     return {
         shape: {one.eighths: one.form for one in takewhile(lambda one: one.longer <= allowed, own)}
         for shape, own in timed.items()
@@ -124,7 +126,8 @@ class _Trial:
         """Return the best form for each number of tokens, up to the first that takes more than `allowed` seconds
         longer.
 
-        Raise Rejected where the kernel is wrong."""
+        Raise Rejected where the kernel is wrong.
+        """
         linears: list[Any] = kind.several()
         dtype = linears[0]["weight"].dtype
         best: list[Timed] = []
@@ -165,7 +168,8 @@ def _error(product: Call, linear: Any, x: mx.array) -> float:
     """Return the error of the first and last outputs, relative to the largest of their numbers.
 
     Either end may be padding with weights of zero, so both are compared together. The expected sums are float32 on
-    the host, since a GPU may round the factors of a product."""
+    the host, since a GPU may round the factors of a product.
+    """
     y, weight = product(x), linear["weight"]
     apart = largest = 0.0
     for part in (slice(0, _ENDS), slice(-_ENDS, None)):

@@ -1,5 +1,6 @@
 """Check of the kernel that writes lines of an array in place: it must agree with numpy and not be far slower than
-MLX."""
+MLX.
+"""
 
 from __future__ import annotations
 

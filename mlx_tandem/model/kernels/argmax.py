@@ -2,7 +2,8 @@
 
 A block of threads has one row. Numbers are compared by their bits, so that numbers that are not finite are found
 without arithmetic on them. A thread keeps where the 16 bytes lie that hold its largest number, and only the last
-thread looks inside them."""
+thread looks inside them.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ class Argmax:
     def __call__(self, logits: mx.array) -> mx.array:
         """Return the position of the first largest logit of each row, int32 [rows], for logits [rows, vocabulary].
 
-        It is NOT_A_NUMBER where the largest is not finite or any logit is NaN."""
+        It is NOT_A_NUMBER where the largest is not finite or any logit is NaN.
+        """
         rows = logits.shape[0]
         (tokens,) = self._kernel([logits], {"T": logits.dtype}, (rows, 1, 1), THREADS, [((rows,), mx.int32)])
         return tokens

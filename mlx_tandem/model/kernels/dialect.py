@@ -35,7 +35,8 @@ Memory of the block that is filled while the thread does something else:
 Bodies may also use what every target has: structs, templates, `auto`, `uint`, `float4` and the like. They must not
 use lambdas, pointers to shared memory in functions, or infinities or NaN as constants (Metal's fast arithmetic may
 assume there are none). An input of fewer than eight elements lies in another address space on Metal and must be
-indexed by its name. Nothing of this was ever run on Metal (docs/doctor.md)."""
+indexed by its name. Nothing of this was ever run on Metal (docs/doctor.md).
+"""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Kernel(Protocol):
     """Function that launches a kernel: `groups` blocks of `threads` threads each.
 
     `outputs` are the (shape, type) of each output. The values of `template` are compiled in, so they must take few
-    values. Inputs that are not contiguous are copied."""
+    values. Inputs that are not contiguous are copied.
+    """
 
     def __call__(
         self,
@@ -226,7 +228,8 @@ def available() -> tuple[Target, ...]:
 def most_room() -> int:
     """Return the bytes of ROOM that a block may have on the CUDA device; 0 if it lacks ASYNC16.
 
-    The sizes are from the table of compute capabilities in the CUDA programming guide."""
+    The sizes are from the table of compute capabilities in the CUDA programming guide.
+    """
     info: Mapping[str, Any] = mx.device_info()
     capability = 10 * int(info.get("compute_capability_major", 0)) + int(info.get("compute_capability_minor", 0))
     if capability < 80:
@@ -237,7 +240,8 @@ def most_room() -> int:
 def maker(target: Target) -> Make:
     """Return the function that makes kernels for a target.
 
-    A kernel that cannot be compiled raises when its result is evaluated."""
+    A kernel that cannot be compiled raises when its result is evaluated.
+    """
 
     def make(source: Source) -> Kernel:
         metal = target == "metal"

@@ -1,7 +1,8 @@
 """Divides attention's work between blocks of threads; a division that suits one device is slow on another.
 
 The numbers for CUDA were measured on an H200. Those for Metal are derived from Apple's tables and have never run:
-the check at start (`model/kernel_checks/attention.py`) times alternatives on the user's device."""
+the check at start (`model/kernel_checks/attention.py`) times alternatives on the user's device.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Division:
         """Return how many keys a team reads ahead: as many as registers hold.
 
         With small heads they are so few that a tile lies in one block of the pool. Short contexts are read with
-        fewer, which makes the kernel shorter."""
+        fewer, which makes the kernel shorter.
+        """
         if self.depth:
             return self.depth
         wide = form.dtype == mx.float32 and not form.bits

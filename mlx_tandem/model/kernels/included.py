@@ -1,7 +1,8 @@
 """Puts the text of kernels into files that the compiler includes.
 
 MLX hashes the whole source of a kernel whenever it launches it, which takes most of a microsecond for 6 kB, several
-hundred times a step. With an include it hashes the file's name only, and the name is a digest of the text."""
+hundred times a step. With an include it hashes the file's name only, and the name is a digest of the text.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ LOOK_SECONDS = 1.0
 
 class Included:
     """A text of a kernel: `line` is the line of source that includes it, or the text itself if no file can be
-    written."""
+    written.
+    """
 
     def __init__(self, text: str, folder: Path | None = None):
         """Write `text` into `folder`, by default the user's cache folder."""

@@ -3,7 +3,8 @@
 Tokens come in tiles of at most TILE neighbours of one slot (`model/lora/routes.py`), and a block of threads does one
 tile, so that everything it loads of an adapter serves all of them. *Shrink* multiplies by A and leaves sums over
 _SPAN inputs each; *expand* adds these up, multiplies by B and adds the linears' own outputs. Sums are float32, and
-their order depends on the linear alone, so that a token gets the same bits in any batch. Slot 0 costs a copy."""
+their order depends on the linear alone, so that a token gets the same bits in any batch. Slot 0 costs a copy.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class LoraKernels:
     """Both kernels for one target. All arrays but the sums and the tiles have one type.
 
     Shapes: `x` [..., inputs] with as many tokens as the tiles cover; `tiles` int32 [tiles, 3]; `a` [slots, inputs,
-    rank] and `b` [slots, rank, outputs] of each member. The rank is a multiple of 8 and the same for all members."""
+    rank] and `b` [slots, rank, outputs] of each member. The rank is a multiple of 8 and the same for all members.
+    """
 
     def __init__(self, make: Make):
         self._shrink = cache(lambda members: _shrink(make, members))
@@ -62,7 +64,8 @@ class LoraKernels:
 
         `y` holds an array for each member, or one array whose rows hold the outputs of all. `places` says where each
         member begins in such a row and how long a row is, in multiples of 8; without it the members follow each
-        other."""
+        other.
+        """
         return self.expand(self.shrink(x, tiles, a), tiles, b, y, x.shape[:-1], places)
 
     def shrink(self, x: mx.array, tiles: mx.array, a: Sequence[mx.array]) -> mx.array:

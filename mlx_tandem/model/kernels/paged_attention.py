@@ -5,12 +5,13 @@ warps take tiles of keys in turns. The lanes of a warp form teams: a team has on
 lanes has 16 of the key's numbers. Every key and value is loaded once for all queries, and the next tile's keys are
 loaded while this one's values are used. Each team keeps a softmax of its own, and all of them are combined at the
 end. Where the rows alone do not fill the device, the keys of a row are split, and a second kernel combines the
-splits."""
+splits.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -493,14 +494,22 @@ class PagedAttention:
             32 * warps,
             [((*lines, dim), mx.float32), ((*lines, 2), mx.float32)],
         )
-        template = {name: template[name] for name in ("T", "D", "BLOCK", "WINDOWED", "SINKS")}
-        (out,) = self._together(
-            [*parts, tables, offsets, windows, sinks],
-            template,
-            (heads * length, rows, 1),
-            128,
-            [(shape, queries.dtype)],
-        )
+        return self._combine([*parts, tables, offsets, windows, sinks], template, shape, queries.dtype)
+
+    def _combine(
+        self,
+        inputs: Sequence[mx.array],
+        template: Mapping[str, Constant],
+        shape: tuple[int, int, int, int],
+        dtype: mx.Dtype,
+    ) -> mx.array:
+        """Return attention [rows, heads, length, dim] combined from its splits.
+
+        `shape` is (rows, length, heads, dim).
+        """
+        rows, length, heads, _ = shape
+        own = {name: template[name] for name in ("T", "D", "BLOCK", "WINDOWED", "SINKS")}
+        (out,) = self._together(inputs, own, (heads * length, rows, 1), 128, [(shape, dtype)])
         return out.swapaxes(1, 2)
 
 
@@ -529,7 +538,8 @@ def _constant(values: npt.NDArray[Any]) -> mx.array:
     """Return an evaluated array of at least eight elements in the device's memory.
 
     For CUDA, MLX keeps an unevaluated constant and one of up to eight bytes in host memory, where one read takes
-    longer than the rest of a short kernel. For Metal an input must have eight elements."""
+    longer than the rest of a short kernel. For Metal an input must have eight elements.
+    """
     sent = mx.array(np.pad(values, (0, 8 - values.size)))
     constant = sent + 0
     mx.eval(constant)  # while `sent` is alive, since otherwise its memory would be reused for `constant`

@@ -4,7 +4,8 @@ pool.
 A warp has one head of one token, and a lane has pairs of numbers that are rotated together. Queries come out in the
 layout that attention wants; keys and values go into the pool in its format, quantised if need be. The kernel writes
 the pool in place, although MLX takes it for an input: an operation that reads the new positions must also depend on
-another output of this kernel, which orders it behind the write."""
+another output of this kernel, which orders it behind the write.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +188,8 @@ class Rotary:
             slots: int32 [rows, length], as in `StepView`.
             pool: The arrays of the layer's pool.
             norms: Weights of the queries' and keys' norms, and epsilon; None: no norms.
-            fetched: Whether to return new keys and values, each [rows, kv heads, length, dim]."""
+            fetched: Whether to return new keys and values, each [rows, kv heads, length, dim].
+        """
         form = self._form
         joined = len(parts) == 1
         q, k, v = (parts[0],) * 3 if joined else parts

@@ -7,7 +7,8 @@ Each warp has 32 inputs of a slice; the warps' sums are added up at the end in a
 sum of a row does not depend on how many other rows there are. A lane loads eight neighbours of a row, which are
 inputs of two matrix products; `x` has the same order of inputs, so the order does not matter.
 
-The kernel is for CUDA only: its body uses `mma` and `ASYNC16`."""
+The kernel is for CUDA only: its body uses `mma` and `ASYNC16`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
 
 
 class Form(NamedTuple):
-    """How the work is cut into blocks, warps and slices."""
+    """A way to cut the work into blocks, warps and slices."""
 
     tiles: int
     """A block has 16 · tiles outputs."""
@@ -33,7 +34,8 @@ class Form(NamedTuple):
 
     def room(self, eighths: int) -> int:
         """Return the bytes of a block's own memory that it needs for this many eighths: for slices, and then for
-        sums."""
+        sums.
+        """
         outputs, tokens = 16 * self.tiles, 8 * eighths
         slices = self.stages * (outputs + tokens) * 32 * self.warps * 2
         return max(slices, self.warps * tokens * (outputs + 4) * 4)
@@ -67,7 +69,8 @@ class Skinny:
     def __call__(self, x: mx.array, weight: mx.array, bias: mx.array | None, form: Form) -> mx.array:
         """Return x @ weight.T + bias for x [rows, length, inputs], weight [outputs, inputs] and bias [outputs].
 
-        The arrays are contiguous and of one type; x has no more tokens than 8 · EIGHTHS[-1]."""
+        The arrays are contiguous and of one type; x has no more tokens than 8 · EIGHTHS[-1].
+        """
         rows, length, _ = x.shape
         outputs, many = weight.shape[0], eighths(rows * length)
         template: dict[str, Constant] = {"T": x.dtype, "EIGHTS": many}
@@ -85,7 +88,8 @@ class Skinny:
 def fits(weight: mx.array, bias: mx.array | None) -> bool:
     """Return whether the kernel can compute a linear with this weight and bias.
 
-    It loads rows 16 bytes at a time, and all arrays must be of one type."""
+    It loads rows 16 bytes at a time, and all arrays must be of one type.
+    """
     alike = bias is None or bias.dtype == weight.dtype
     return weight.dtype in (mx.bfloat16, mx.float16) and weight.shape[1] % 8 == 0 and alike
 

@@ -24,7 +24,8 @@ class Store:
 
     def __call__(self, array: mx.array, rows: mx.array, lines: mx.array) -> mx.array:
         """Set array[rows] = lines, and return a zero, int32 [1], on which everything that reads the lines must
-        depend."""
+        depend.
+        """
         groups = -(-lines.size // _THREADS)
         (done,) = self._kernel([array, rows, lines], {"T": array.dtype}, (groups, 1, 1), _THREADS, [((1,), mx.int32)])
         return done

@@ -2,7 +2,8 @@
 
 A kernel for packed weights may be made for few tokens: a 4-bit one took 75 µs for one row on an H200, 246 for eight,
 635 for 32. With more tokens it can be faster to unpack the weight into memory first and to leave the product to the
-kernels for plain weights. tuning.py measures whether it is."""
+kernels for plain weights. tuning.py measures whether it is.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def dequantised(linear: nn.QuantizedLinear, x: mx.array) -> mx.array:
 def worth_from(packed: Mapping[int, float], plain: Mapping[int, float]) -> int | None:
     """Return from how many tokens on the dequantised weight is faster at every measured number; None if it is not.
 
-    `packed` and `plain` are the measured seconds by number of tokens."""
+    `packed` and `plain` are the measured seconds by number of tokens.
+    """
     found = None
     for tokens in sorted(packed, reverse=True):
         if plain[tokens] >= GAIN * packed[tokens]:
@@ -58,6 +60,7 @@ class Dequantising:
     _dequantise_from: int
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Return the linear's output, by a dequantised weight if there are enough tokens."""
         if x.size // x.shape[-1] >= self._dequantise_from:
             return dequantised(self, x)  # type: ignore[arg-type]
         y: mx.array = super().__call__(x)  # type: ignore[misc]

@@ -2,7 +2,8 @@
 MLP.
 
 The model is run once, and the input of each linear is noted, so that no names of model families are needed. Nothing
-is evaluated."""
+is evaluated.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def find_groups(model: nn.Module) -> list[Group]:
 
     A linear is alone if no other shares its input, if it has experts, and if a forward does not call it exactly
     once. A family may call its linears differently for inputs of other shapes: code that computes a group as a whole
-    must check again whether its members got the same input."""
+    must check again whether its members got the same input.
+    """
     targets = list(find_targets(model).values())
     calls: list[tuple[Target, Any]] = []
     with _listening(targets, calls):

@@ -1,7 +1,8 @@
 """Linears with a common input, computed as one product over their weights laid end to end.
 
 A GPU takes a step's products one after the other, and on the host each costs as much as ten small operations: one
-wide product is faster than three. The linears' own weights become views of the wide one; no memory is added."""
+wide product is faster than three. The linears' own weights become views of the wide one; no memory is added.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ class Merged:
 
     def joins(self, x: mx.array) -> bool:
         """Return whether `whole` is as fast as its parts would be. With many tokens, quantised linears are faster
-        alone."""
+        alone.
+        """
         most = min(getattr(member, "_dequantise_from", MOST_TOKENS + 1) for member in self.members)
         return isinstance(self.linear, nn.Linear) or x.size // x.shape[-1] < most
 
@@ -94,6 +96,7 @@ class MergedMember:
     _place: int
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Return this linear's part of the wide product, or its own product."""
         y = self._merged.part(self._place, x)
         if y is None:
             y = super().__call__(x)  # type: ignore[misc]

@@ -48,7 +48,8 @@ class Kind:
 
     def several(self) -> list[nn.Module]:
         """Return so many modules that starting and ending a measurement counts for little; some of them more than
-        once."""
+        once.
+        """
         return list(islice(cycle(self.some()), _CALLS))
 
 
@@ -63,7 +64,8 @@ class Meter:
         warm-up.
 
         Each call depends on the output of the one before it: a GPU would run independent ones at the same time,
-        which hides how long one takes."""
+        which hides how long one takes.
+        """
         times = []
         for _ in range(1 + _REPEATS):
             started = time.perf_counter()
@@ -73,7 +75,8 @@ class Meter:
 
     def device_seconds(self, calls: Sequence[Call], x: mx.array) -> float:
         """Return the seconds of the calls on the device alone: the host's time is hidden behind a computation of
-        milliseconds."""
+        milliseconds.
+        """
         meanwhile = self._meanwhile.get(x.dtype)
         if meanwhile is None:
             meanwhile = self._meanwhile[x.dtype] = _meanwhile(x.dtype)

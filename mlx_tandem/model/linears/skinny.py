@@ -35,7 +35,8 @@ Forms = Mapping[Shape, Mapping[int, Form]]
 class FewRows:
     """The kernel and the forms in which it is used: in steps of the base, and in steps with adapters.
 
-    Steps with adapters are traced between `begin` and `end`."""
+    Steps with adapters are traced between `begin` and `end`.
+    """
 
     def __init__(self, kernel: Skinny, base: Forms, adapted: Forms):
         self._kernel, self._base, self._adapted = kernel, base, adapted
@@ -67,6 +68,7 @@ class SkinnyLinear:
     _few: FewRows
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Return the linear's output."""
         y = self._few.product(self, x)
         return super().__call__(x) if y is None else y  # type: ignore[misc]
 
@@ -95,7 +97,8 @@ def candidates(model: nn.Module, merged: Iterable[Merged]) -> list[nn.Module]:
 def speed_up(modules: Iterable[nn.Module], merged: Iterable[Merged], few: FewRows) -> None:
     """Have each of these modules, which `candidates` found, ask `few` first.
 
-    A clone of the model that was made before keeps MLX's products, since the kernel has no gradient."""
+    A clone of the model that was made before keeps MLX's products, since the kernel has no gradient.
+    """
     chosen = {id(module): module for module in modules}
     for one in merged:
         if chosen.pop(id(one.linear), None) is not None:

@@ -2,7 +2,8 @@
 
 On a GPU the time of a product is erratic in the number of its rows: 12 may take a third of what 8 take. So decode
 steps are padded to row counts that were measured to be good, and quantised linears dequantise where that is faster.
-Results are kept in the user's cache folder for each device, version of MLX and set of linears."""
+Results are kept in the user's cache folder for each device, version of MLX and set of linears.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ _WIDER = 1.25
 
 
 class Tuned(Struct, frozen=True):
-    """What was found: good row counts, and when quantised linears dequantise."""
+    """The results: good row counts, and when quantised linears dequantise."""
 
     rows: tuple[int, ...] = ()
     """Good row counts, ascending; beyond the last the fixed rule of `step/shapes.py` applies."""
@@ -104,7 +105,8 @@ def tune(
         activations: Bytes that steps may use.
         folder: Where results are kept.
         products: What computes some products in place of MLX, in words that change when that does.
-        meter: Measures times and memory; by default on this device."""
+        meter: Measures times and memory; by default on this device.
+    """
     own = kinds(model)
     subject = Subject(device, version("mlx"), {name: len(k.modules) for name, k in own.items()}, most_rows, products)
     file = folder / f"{hashlib.sha256(msgspec.json.encode(subject)).hexdigest()[:32]}.json"
@@ -131,7 +133,8 @@ def good_counts(seconds: Mapping[int, float]) -> tuple[int, ...]:
     """Return the row counts to pad to: of the measured ones, a few that no larger one beats.
 
     Padding to the next of them takes no longer than padding to any other measured count, up to differences that are
-    noise or rare. `seconds` are the measured times by count."""
+    noise or rare. `seconds` are the measured times by count.
+    """
     counts = sorted(seconds)
     standing = [
         count
@@ -178,7 +181,8 @@ def _thresholds(
     """Return by kind of quantised linear the number of tokens from which it should dequantise.
 
     MLX can use freed memory again only when a whole graph is done, so the memory of all such linears together is
-    measured, as a step needs it."""
+    measured, as a step needs it.
+    """
     found: dict[str, int] = {}
     for name, kind in own.items():
         if not kind.packed or meter.now() > until:

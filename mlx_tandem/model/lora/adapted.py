@@ -1,5 +1,6 @@
 """The linears of a model that an adapter can change, and how their calls are sent to the object that adds the
-change."""
+change.
+"""
 
 from __future__ import annotations
 
@@ -36,14 +37,16 @@ class Deltas(Protocol):
     def switch(self, target: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
         """Return y + delta for a linear of experts that gave y for x, whose entry i went through expert indices[i].
 
-        `in_order` says that the entries are sorted by expert."""
+        `in_order` says that the entries are sorted by expert.
+        """
 
 
 def find_targets(model: nn.Module) -> dict[str, Target]:
     """Return all linears that can be adapted, by path.
 
     A module reachable by two paths counts under the first. The output head is left out, since the runner may call it
-    for some of the positions only."""
+    for some of the positions only.
+    """
     blocks = {id(c) for m in model.modules() if isinstance(m, (SwitchGLU, SwitchMLP)) for c in m.children().values()}
     found: dict[str, Target] = {}
     seen: set[int] = set()
@@ -78,6 +81,7 @@ class AdaptedDense:
     _target: Target
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Return the linear's output with each row's adapter."""
         return self._deltas.dense(self._target, x, self.plain)
 
     @property
@@ -98,5 +102,6 @@ class AdaptedSwitch:
     _target: Target
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Return the linear's output with each row's adapter."""
         y = super().__call__(x, indices, sorted_indices=sorted_indices)  # type: ignore[misc]
         return self._deltas.switch(self._target, x, y, indices, sorted_indices)

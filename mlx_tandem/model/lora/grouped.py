@@ -2,7 +2,8 @@
 called.
 
 The kernels add to the linears' own outputs, so the first call computes these for all members of the group. Each of
-the others is then given its own result if it is called with the same input."""
+the others is then given its own result if it is called with the same input.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class GroupedDeltas:
     """Fused deltas of adapted linears: between `start` and `stop`, `give` returns the sums for one trace of a step.
 
     `same` and `mixed` are the numbers of tokens up to which a step with one adapter, or with several, uses the
-    kernels."""
+    kernels.
+    """
 
     def __init__(self, kernels: LoraKernels, groups: Iterable[Group], *, same: int, mixed: int):
         self.same, self.mixed = same, mixed

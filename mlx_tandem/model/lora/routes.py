@@ -3,7 +3,8 @@ traced.
 
 A step whose rows all use one adapter takes that slot's own arrays and multiplies plainly. Otherwise `gather_mm` runs
 a list of (rows of x, matrix) pairs. Small models pay about a microsecond for every node of the graph, views too, so
-each node was counted: docs/decisions/lora-delta.md has the measurements."""
+each node was counted: docs/decisions/lora-delta.md has the measurements.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Layout(NamedTuple):
     `kind` is "base" if no row has an adapter, "uniform" if all rows have the same, and "rows" if each row has its
     own. "windows" is like "rows", but A is applied to `pieces` windows of WINDOW neighbouring rows, each for the
     rows of one adapter in it. "tiles" is like "rows", but the `tokens` are cut into `pieces` tiles for fused
-    kernels."""
+    kernels.
+    """
 
     kind: Literal["base", "uniform", "rows", "windows", "tiles"]
     rows: int = 0
@@ -42,7 +44,8 @@ class Layout(NamedTuple):
 
 class Windows(NamedTuple):
     """Windows of neighbouring rows, all uint32: first row [count] and slot [count] of each window, and each row's
-    place `back` [rows]."""
+    place `back` [rows].
+    """
 
     first: mx.array
     owner: mx.array
@@ -67,7 +70,8 @@ def lay_out(slots: Ints, length: int, *, windows: bool = False, tiles: bool = Fa
     """Return the layout of a step whose row i uses `slots[i]` (0: base) for `length` tokens, and its packed ids.
 
     The ids have one axis and are int32 for tiles, else uint32; None for the base. `windows` allows windows, `tiles`
-    asks for tiles."""
+    asks for tiles.
+    """
     if not slots.any():
         return Layout("base"), None
     rows = len(slots)
@@ -107,7 +111,8 @@ def cut_windows(slots: Ints) -> tuple[Ints, Ints, Ints] | None:
 
     Return the first row and the slot of each window, and for each row window * WINDOW + its place in it; None if
     there would be too many windows to be worth it. Their number is rounded up, so that a batch that changes a little
-    keeps its compiled step."""
+    keeps its compiled step.
+    """
     rows = len(slots)
     first: list[int] = []
     owner: list[int] = []
@@ -133,7 +138,8 @@ def cut_tiles(slots: Ints, length: int) -> Ints:
 
     Each tile has at most TILE neighbouring tokens of one slot. The count is the least that so many tokens may need,
     or that number doubled a few times, so that a batch that changes a little keeps its compiled step; the tiles left
-    over have no tokens."""
+    over have no tokens.
+    """
     starts = np.flatnonzero(np.diff(slots, prepend=-1)) * length
     ends = np.append(starts[1:], len(slots) * length)
     counts = -(-(ends - starts) // TILE)

@@ -12,7 +12,8 @@ class Stack:
     experts, …].
 
     Slot 0 is the base and stays zero. The arrays begin as zeros, or with the contents of `old`, a stack of smaller
-    rank."""
+    rank.
+    """
 
     def __init__(self, shape: LinearShape, slots: int, rank: int, dtype: mx.Dtype, old: Stack | None):
         lead = (slots + 1, shape.experts) if shape.experts else (slots + 1,)
@@ -28,7 +29,8 @@ class Stack:
         """Return A and B as a whole slot has to hold them, padded with zeros so that nothing of an evicted adapter
         stays.
 
-        `pair` may hold the bits of the arrays' type as integers; None stands for the base."""
+        `pair` may hold the bits of the arrays' type as integers; None stands for the base.
+        """
         if pair is None:
             return mx.zeros(self.a.shape[1:], self.a.dtype), mx.zeros(self.b.shape[1:], self.b.dtype)
         rank = self.a.shape[-1]

@@ -3,7 +3,8 @@
 An adapted module calls the original and adds `x @ A[slot] @ B[slot]`. Its weights are neither copied nor renamed,
 and a module that no adapter ever targeted is left as it was. The arrays are never captured by a compiled step:
 inside a trace, `bind` puts the step's own (function arguments) where the modules look for them. A step of base rows
-binds nothing, and its graph has no delta operation at all."""
+binds nothing, and its graph has no delta operation at all.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ class Route(NamedTuple):
     """The way of a step's rows to their adapters.
 
     `layout` is static. `ids` (made by `lay_out`) and `arrays` are arguments of the compiled step, which passes them
-    to `bind`. For the base, `ids` is None and `arrays` is empty."""
+    to `bind`. For the base, `ids` is None and `arrays` is empty.
+    """
 
     layout: Layout
     ids: Numbers | None
@@ -49,7 +51,7 @@ class Route(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """What the adapted modules read while a step is traced."""
+    """The arrays that adapted modules read while a step is traced."""
 
     layout: Layout
     ids: Ids
@@ -64,7 +66,8 @@ class LoraState:
     """All adapters of one model on one device. It belongs to the thread that runs the model.
 
     For each step: `install` new versions, `route` the rows, and pass the route's `arrays` and `ids` to the compiled
-    function of its `layout`, which calls `bind`, the model, and `unbind`."""
+    function of its `layout`, which calls `bind`, the model, and `unbind`.
+    """
 
     def __init__(
         self,
@@ -77,7 +80,8 @@ class LoraState:
         """Find the linears of `model` that can be adapted; nothing is changed before the first `install`.
 
         `fused` are the fused kernels if `model/kernel_checks/lora.py` has found them right and faster. `few` are the
-        products by the kernel for few rows, which must be told which steps have adapters."""
+        products by the kernel for few rows, which must be told which steps have adapters.
+        """
         self.slots = config.max_loras
         self.max_rank = config.max_lora_rank
         # MLX's CPU back end has gather_mm for float32 only, and its half-precision products are slow anyway.
@@ -108,7 +112,8 @@ class LoraState:
 
         Return True if the set of adapted modules or the shape of any array changed, so that compiled steps must be
         rebuilt. Where MLX's own operations write, this waits for the device first: arrays that a step in flight
-        reads would be copied whole."""
+        reads would be copied whole.
+        """
         self._check(slot)
         if weights.info.rank > self.max_rank:
             raise ValueError(f"rank {weights.info.rank} is over the limit of {self.max_rank}")
@@ -184,7 +189,8 @@ class LoraState:
         """Return the route of a step whose row i uses `slots[i]` (0: base) for `length` tokens.
 
         Any order of rows is right; it is faster if rows of one adapter are neighbours. The route is valid until the
-        next `install` or `clear`."""
+        next `install` or `clear`.
+        """
         key = (tuple(slots), length)
         found = self._routes.get(key)
         if found is None:
@@ -208,7 +214,8 @@ class LoraState:
 
     def _in_tiles(self, slots: Ints, length: int) -> bool:
         """Return whether the fused kernels compute a step. With experts, a step of one adapter is faster as a
-        uniform one."""
+        uniform one.
+        """
         if self._fused is None:
             return False
         same = bool((slots == slots[0]).all())
@@ -219,7 +226,8 @@ class LoraState:
     def bind(self, arrays: Sequence[mx.array], ids: mx.array | None, layout: Layout) -> None:
         """Have the model's modules use this route from here on; call it inside a traced step.
 
-        A uniform step may also be given all stacked arrays; it then copies its slot out of each."""
+        A uniform step may also be given all stacked arrays; it then copies its slot out of each.
+        """
         self.unbind()
         if ids is None or layout.kind == "base":
             return
@@ -305,7 +313,8 @@ class LoraState:
         """Work out the order into which a block of experts sorts its tokens.
 
         A block sorts its tokens by expert when there are many, and its linears then cannot tell which token is
-        whose. If the block does not sort, nothing of this is evaluated."""
+        whose. If the block does not sort, nothing of this is evaluated.
+        """
         bound = self._bound
         if bound is not None and bound.layout.kind != "uniform":
             order = mx.argsort(mx.stop_gradient(indices).flatten())
@@ -319,7 +328,8 @@ class LoraState:
 
 def _spread(bound: _Bound, shape: tuple[int, ...]) -> mx.array:
     """Return each row's slot, repeated over the row's share of an array of `shape` whose first axis is rows or
-    tokens."""
+    tokens.
+    """
     rows = bound.layout.rows
     return mx.broadcast_to(bound.ids.slots[:, None], (rows, math.prod(shape) // rows)).reshape(shape)
 
@@ -330,6 +340,7 @@ class AdaptedBlock:
     _lora: LoraState
 
     def __call__(self, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        """Run the block, whose linears learn the order in which it sorts its tokens."""
         self._lora.enter_block(indices)
         try:
             out: mx.array = super().__call__(x, indices, *args, **kwargs)  # type: ignore[misc]

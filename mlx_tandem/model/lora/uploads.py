@@ -1,7 +1,8 @@
 """Prepares adapters for the device on other threads, so that the engine's loop only has to write them into a slot.
 
 Reading, widening and rounding the weights of a large adapter takes a tenth of a second, during which no step could
-be launched. Copying arrays that exist already takes a twentieth of that."""
+be launched. Copying arrays that exist already takes a twentieth of that.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ written."""
 
 class Uploads:
     """Adapters that are ready to be written. `prepare` and `keep` may be called on any thread, `take` on the model's
-    only."""
+    only.
+    """
 
     def __init__(self, dtype: mx.Dtype):
         self._dtype = dtype
@@ -49,7 +51,8 @@ class Uploads:
 
     def take(self, weights: AdapterWeights) -> Arrays:
         """Return by path A [inputs, r] and B [r, outputs], with experts as the first axis, as arrays or bits of the
-        slots' type."""
+        slots' type.
+        """
         with self._lock:
             arrays = self._ready.pop(weights.info.digest, None)
         return arrays or self._made(weights)

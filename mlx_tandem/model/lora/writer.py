@@ -3,7 +3,8 @@
 MLX writes an array in place when nobody else holds it. On a GPU the steps in flight hold it until they are done, so
 that a version of 250 pairs would have to wait for them, with nothing behind them on the device, and each of its 500
 arrays takes several operations. By the kernel that writes the KV pool, all of them are one compiled function, which
-the host waits for only the first time."""
+the host waits for only the first time.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ log = logging.getLogger(__name__)
 class SlotWriter:
     """Writes slots of stacked arrays by a kernel.
 
-    Nothing may read a slot in the graph that writes it. Later graphs that depend on `order` read what was written."""
+    Nothing may read a slot in the graph that writes it. Later graphs that depend on `order` read what was written.
+    """
 
     def __init__(self, store: Store, order: Order):
         self._order = order
@@ -34,7 +36,8 @@ class SlotWriter:
 
     def write(self, arrays: Sequence[mx.array], slot: int, contents: Sequence[mx.array]) -> bool:
         """Write `contents[i]` into `arrays[i][slot]`; return False if the kernel is wrong, and then the slot's
-        contents are undefined."""
+        contents are undefined.
+        """
         if self._is_right is False or not arrays:
             return False
         rows = mx.array([slot] * 4, mx.int32)  # the kernel uses one; MLX leaves arrays of up to eight bytes on the host
