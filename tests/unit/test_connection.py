@@ -467,6 +467,30 @@ def test_half_a_body_is_no_request(sent):
 
 
 @on_clock
+async def test_half_a_body_behind_an_answer_that_is_due_is_no_request(loop):
+    scopes = []
+    go = asyncio.Event()
+
+    async def slow(scope: Scope, receive: Receive, send: Send) -> None:
+        scopes.append(scope)
+        await go.wait()
+        await echo(scope, receive, send)
+
+    async with connected(loop, slow) as client:
+        await client.send(GET + BODY[:-1])
+        while not client.connection.pipeline:
+            await asyncio.sleep(0)
+        client.end()
+        while client.connection.pipeline and not client.connection._ended:
+            await asyncio.sleep(0)
+        go.set()
+        assert (await client.rest()).count(b"HTTP/1.1 200") == 1
+        assert [scope["method"] for scope in scopes] == ["GET"]
+        while client.connection.tasks:
+            await asyncio.sleep(0)
+
+
+@on_clock
 async def test_the_end_of_an_http_1_0_client_is_its_leaving(loop):
     app = Endless(begins=False)
     async with connected(loop, app) as client:

@@ -16,6 +16,7 @@ from mlx_tandem.engine.learning import Adam
 from mlx_tandem.training import trajectories
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.update import Pending
+from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.records import Began, Ended
 from mlx_tandem.training.trajectories import Trajectory
 from tests.unit.learning_fakes import config, group
@@ -100,6 +101,28 @@ def test_what_was_dropped_for_its_age_is_not_taken_by_the_next_process(
             for number in (0, FEW):
                 assert not ledger.buffer.add(trajectory(number, "a", 1.0, 3))
         await after.close()
+
+    asyncio.run(test())
+
+
+def test_what_comes_while_the_journal_is_read_is_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a new engine the journal is read again; whoever adds a trajectory meanwhile has been told that it is kept."""
+
+    async def test() -> None:
+        ledger = Ledger(config(tmp_path, trajectory_buffer_size=8))
+        await ledger.open()
+        await ledger.add([(trajectory(1, "a", 0.0, 1), 2)])
+        replay = Journal.replay
+
+        async def slow_replay(journal: Journal) -> Any:
+            records = await replay(journal)
+            await ledger.add([(trajectory(2, "a", 1.0, 1), 2)])
+            return records
+
+        monkeypatch.setattr(Journal, "replay", slow_replay)
+        await ledger.open()
+        assert [t.id for g in ledger.take(2, 1) for t in g] == ["t1", "t2"]
+        await ledger.close()
 
     asyncio.run(test())
 
