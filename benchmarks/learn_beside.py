@@ -163,7 +163,7 @@ def _median(rounds: list[dict[str, Any]], mode: str) -> dict[str, float]:
 
     def ratio(place: str) -> float:
         pairs = [(r["inter_token_ms"][place], idle[r["repeat"]]["inter_token_ms"][place]) for r in own]
-        return float(round(statistics.median(a / max(b, 1e-3) for a, b in pairs), 3))  # of rounds of two tokens
+        return float(round(statistics.median(a / max(b, 1e-3) for a, b in pairs), 3))
 
     shares = [s for r in own for s in r["training_share"]]
     return {

@@ -121,7 +121,7 @@ class AdapterInfo(Struct, frozen=True):
     scale: float
     format: Literal["mlx-lm", "peft"]
     targets: tuple[str, ...]  # module names with the layer number left out, sorted
-    nbytes: int  # of its tensors, as they are on disk
+    nbytes: int  # bytes of its tensors on disk
     memory_bytes: int  # once loaded
 
 
@@ -168,9 +168,9 @@ class EngineInfo(Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     block_size: int
-    num_blocks: int  # of the first pool
+    num_blocks: int  # blocks of the first pool
     kv_bytes_per_token: int  # in all layers
-    kv_bits: int  # of a cached number: 4, 8, or those of dtype
+    kv_bits: int  # bits of a cached number: 4, 8, or those of dtype
     max_num_seqs: int
     max_loras: int
     max_lora_rank: int
@@ -183,7 +183,7 @@ class EngineInfo(Struct, frozen=True):
     lora_reason: str = ""  # why this back end
     products_reason: str = ""  # which products of few rows a kernel computes, or why none
     prompt_cost: tuple[float, ...] = ()  # the form of `engine.cost.CostModel` for chunks; empty: unknown
-    micro_batch_tokens: int = 0  # of one forward and backward of learning; 0: not decided
+    micro_batch_tokens: int = 0  # tokens of one forward and backward of learning; 0: not decided
 
 
 class DiskStats(Struct, frozen=True):
@@ -227,7 +227,7 @@ class EngineStats(Struct, frozen=True):
     waiting: int = 0
     used_blocks: int = 0
     free_blocks: int = 0
-    cached_blocks: int = 0  # that a prompt may find; those that nobody reads are free, too
+    cached_blocks: int = 0  # blocks that a prompt may find, including free ones
     prefix_queries: int = 0  # tokens of prompts that were looked up, since start
     prefix_hits: int = 0  # of these, tokens that were found
     prefix_evictions: int = 0  # blocks given to others, since start

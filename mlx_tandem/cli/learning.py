@@ -18,7 +18,7 @@ ALONE = ("enable_rl_training", "mode")
 """Options that mean something whether or not an adapter is trained."""
 
 
-def settle(config: Config, options: Mapping[str, object]) -> Config:
+def resolve(config: Config, options: Mapping[str, object]) -> Config:
     """Return the settings with everything filled in that follows from them; warn about each setting without effect.
 
     Raise InvalidRequest that says which settings contradict each other, and why.

@@ -85,7 +85,7 @@ def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[st
         raise SettingsError(f"{file}: {wrong}" if file else wrong) from None
     _check(config)
     try:
-        return learning.settle(config, options)
+        return learning.resolve(config, options)
     except InvalidRequest as e:
         raise SettingsError(e.message) from None
 

@@ -14,7 +14,7 @@ import pytest
 
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import StepPlan, StepResult
-from mlx_tandem.model.attention.block import ShortBlock
+from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.kernel_checks import argmax, lora
 from mlx_tandem.model.kernel_checks import attention as choice
@@ -64,7 +64,7 @@ def assert_serves(engine: Engine, tmp_path: Path) -> None:
 
 
 def short_blocks(engine: Engine) -> bool:
-    return any(isinstance(m, ShortBlock) for m in engine.built.runner._model.modules())
+    return any(isinstance(m, FusedBlock) for m in engine.built.runner._model.modules())
 
 
 def test_all_kernels_are_taken_where_they_are_right_and_faster(metal: Gpu, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ LARGE: dict[str, str] = {
     "mlx_tandem/model/runner.py: MLXRunner._make_step": REWRITTEN,
     "mlx_tandem/model/runner.py: MLXRunner._make_step.step": REWRITTEN,
     "mlx_tandem/server/app.py: _routes": REWRITTEN,
-    "mlx_tandem/server/connection.py: Connection": "has a method for each event of asyncio's protocol and of the parser",
+    "mlx_tandem/server/connection.py: Connection": "has a method for each event of asyncio and of the parser",
     "mlx_tandem/server/prometheus.py: _Collector.collect": REWRITTEN,
     "mlx_tandem/training/online/learner.py: Learner": REWRITTEN,
     "mlx_tandem/training/store/checkpoints.py: Checkpoints": REWRITTEN,

@@ -182,7 +182,7 @@ class EngineBench:
         """Load the adapters, then for each batch run a warm-up and all rounds, in which the sides take turns."""
         floor = Floor.of(self._config, info, RANK)
         gc.collect()
-        gc.freeze()  # as behind the server, whose engine has a process of its own
+        gc.freeze()  # as the engine does in its own process behind the server
         self._keep({"engine": msgspec.to_builtins(info), "copy_bytes_per_s": round(floor.bandwidth), "results": []})
         if self._folders:
             answers = yield Work([m.LoadAdapter(i, AdapterSource(str(f))) for i, f in enumerate(self._folders)])

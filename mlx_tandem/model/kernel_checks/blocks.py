@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_tandem.model import probe
-from mlx_tandem.model.attention import block
+from mlx_tandem.model.attention import fused_block
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape
 from mlx_tandem.model.kernel_checks.frame import Rejected, checked
@@ -36,7 +36,7 @@ def choose(
 
     Return why the blocks run their own code; empty if they are on the fused path or no block is of a known kind.
     """
-    blocks = block.known(model.module)
+    blocks = fused_block.fusable_blocks(model.module)
     if not blocks:
         return ""
     if inplace.writing().store is None:
@@ -47,7 +47,7 @@ def choose(
         return probe.decode_seconds(model, shapes, kernels, block_size, axes, ROWS) * 1e3
 
     before = milliseconds() if timed else 0.0
-    block.shorten(blocks)
+    fused_block.use_fused_path(blocks)
 
     def check() -> str:
         error = probe.fused_error(model, vocab_size, shapes, kernels, block_size, axes)

@@ -53,15 +53,15 @@ def choose(
     room = dialect.most_room() if room is None else room
     if forms(1)[0].room(1) > room:
         return Choice(None, "a block of this device has too little memory of its own")
-    trial = _Trial(Skinny(make), meter or Meter(), room)
+    check = _Check(Skinny(make), meter or Meter(), room)
 
     def otherwise(reason: str) -> Choice[FewRows | None]:
         return Choice(None, f"the kernel is not used: {reason}")
 
-    return checked("the kernel for few rows", lambda: _choose(modules, trial), otherwise)
+    return checked("the kernel for few rows", lambda: _choose(modules, check), otherwise)
 
 
-def _choose(modules: Sequence[nn.Module], trial: _Trial) -> Choice[FewRows | None]:
+def _choose(modules: Sequence[nn.Module], check: _Check) -> Choice[FewRows | None]:
     """Return the products for which the kernel costs the device little enough. Raise Rejected where it is wrong."""
     kinds: dict[Shape, Kind] = {}
     for module in modules:
@@ -69,14 +69,14 @@ def _choose(modules: Sequence[nn.Module], trial: _Trial) -> Choice[FewRows | Non
         kinds.setdefault(shape, Kind(shape.inputs, module["weight"].nbytes, [])).modules.append(module)
     if not kinds:
         return Choice(None, "no linear has a type and shape for the kernel")
-    spared = trial.spared(min(kinds.values(), key=lambda kind: kind.nbytes))
+    spared = check.spared(min(kinds.values(), key=lambda kind: kind.nbytes))
     log.info("the kernel for few rows spares the host %.1f µs a product", spared * 1e6)
-    timed = {shape: trial.forms(shape, kind, spared * SHARE_ADAPTED) for shape, kind in kinds.items()}
+    timed = {shape: check.forms(shape, kind, spared * SHARE_ADAPTED) for shape, kind in kinds.items()}
     base, adapted = (_within(timed, spared * share) for share in (SHARE, SHARE_ADAPTED))
     if not any(adapted.values()):
         return Choice(None, "the kernel is slower")
     told = ", ".join(_told(shape, base[shape], own) for shape, own in adapted.items() if own)
-    return Choice(FewRows(trial.kernel, base, adapted), f"the kernel is used for {told}")
+    return Choice(FewRows(check.kernel, base, adapted), f"the kernel is used for {told}")
 
 
 def _within(timed: Mapping[Shape, Sequence[Timed]], allowed: float) -> dict[Shape, dict[int, Form]]:
@@ -108,7 +108,7 @@ class Timed(NamedTuple):
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _Check:
     """The measurements of one kernel on one device; `room` is the bytes of a thread block's own memory."""
 
     kernel: Skinny

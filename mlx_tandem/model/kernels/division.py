@@ -65,7 +65,7 @@ class Division:
 
 def live_floats(form: RowFormat, queries: int, depth: int) -> int:
     """Return how many 32-bit values a thread of the attention kernel holds at once, counted in the kernel's text."""
-    words = (form.bits // 2 + 1) if form.bits else 4 * form.dtype.size  # of the 16 numbers that a lane has of a key
+    words = (form.bits // 2 + 1) if form.bits else 4 * form.dtype.size  # for the 16 numbers of a key that a lane holds
     sums, scores, states, tables = 16 * queries, depth * queries, 3 * queries, 2 * depth
     return sums + scores + states + tables + 2 * depth * words
 

@@ -34,18 +34,18 @@ class Parts:
     """Weights of the queries' and the keys' norms, and epsilon; None: the block has no norms."""
 
 
-def known(model: nn.Module) -> list[tuple[nn.Module, Parts]]:
+def fusable_blocks(model: nn.Module) -> list[tuple[nn.Module, Parts]]:
     """Return the model's blocks of known kinds that can take the fused path, with what it needs of them."""
     found = [(module, _parts(module)) for module in model.modules() if type(module) in KINDS]
     return [(module, parts) for module, parts in found if parts is not None]
 
 
-def shorten(blocks: Iterable[tuple[nn.Module, Parts]]) -> None:
+def use_fused_path(blocks: Iterable[tuple[nn.Module, Parts]]) -> None:
     """Let these blocks take the fused path from here on whenever their cache offers it."""
     for module, parts in blocks:
         own: Any = module
         own._parts = parts
-        mix_in(module, ShortBlock)
+        mix_in(module, FusedBlock)
 
 
 def _parts(block: Any) -> Parts | None:
@@ -66,7 +66,7 @@ def _parts(block: Any) -> Parts | None:
     return Parts(merged, Turn(dim, float(rope.base), float(rope.scale)), norms)
 
 
-class ShortBlock:
+class FusedBlock:
     """Mixin of an attention block that takes the fused path when its cache offers it."""
 
     _parts: Parts
