@@ -122,7 +122,7 @@ def _table_row(*cells: object) -> str:
 
 
 def render_card(figures: dict[str, Any]) -> str:
-    """The whole card as Markdown."""
+    """Return the whole card as Markdown."""
     base, draft, training = figures["base"], figures["draft"], figures["training"]
     flags, stage = training["flags"], training["stages"]["base"]
     more = training["stages"].get("base, trained on")
@@ -206,6 +206,7 @@ def render_card(figures: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Write the card."""
     parser = argparse.ArgumentParser(prog="python -m recipes.demo_model.card", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--card", type=Path, required=True)

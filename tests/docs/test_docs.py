@@ -335,7 +335,7 @@ def test_the_settings_file(folder: Path) -> None:
 
 
 def test_the_settings_of_learning(folder: Path) -> None:
-    config = learning.settle(build(folder / "learning.yaml", {}), {})
+    config = learning.resolve(build(folder / "learning.yaml", {}), {})
     assert config.rl_training.enabled and config.rl_training.scoring_function in config.rl_training.rewards
 
 

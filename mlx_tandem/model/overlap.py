@@ -1,8 +1,8 @@
-"""Settles at start whether steps may be in flight together on this device.
+"""Decides at start whether steps may be in flight together on this device.
 
-Steps are launched one behind the other as the engine does it: decodes, chunks of prompts, copies of blocks, loads and
-forks. None of them may copy the pool. Where kernels write the pool and only their outputs order them, the pool must
-also hold afterwards what it holds when each step is launched after the one before it is done.
+Steps are launched one behind the other as the engine does it: decodes, chunks of prompts, copies of blocks, loads
+and forks. None of them may copy the pool. Where kernels write the pool and MLX orders them by their outputs only,
+the pool must afterwards hold the same as when each step is launched after the one before it is done.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from mlx_tandem.types import EngineInfo, SamplingParams
 log = logging.getLogger(__name__)
 
 ALLOWED = 64 << 20
-"""Bytes beside the pool that decode steps may need, or a quarter of the pool if that is more."""
+"""Bytes beside the pool that decode steps may use, unless a quarter of the pool is more."""
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
-def settle(runner: MLXRunner, info: EngineInfo) -> None:
-    """Have steps dispatched one at a time where they copy the pool in flight, or leave something else in it.
+def decide_overlap(runner: MLXRunner, info: EngineInfo) -> None:
+    """Set `runner.one_at_a_time` if steps in flight together copy the pool or leave other contents in it.
 
-    Raises RuntimeError when steps copy the pool even then.
+    Raises:
+        RuntimeError: Steps copy the pool even when they are dispatched one at a time.
     """
     problem = _copying(runner, info)
     if problem and not runner.one_at_a_time:
@@ -43,8 +44,10 @@ def settle(runner: MLXRunner, info: EngineInfo) -> None:
 
 
 def _copying(runner: MLXRunner, info: EngineInfo) -> str:
-    """Return which steps need more memory than they should; empty: none do. What is too much is looked at again: a GPU
-    gives back what operations held a little after they are done."""
+    """Return which steps used more memory than they should; empty if none did.
+
+    An excess is measured twice: a GPU releases what operations held only some time after they are done.
+    """
     problem = _too_much(runner, info)
     if not problem:
         return ""
@@ -56,6 +59,7 @@ def _copying(runner: MLXRunner, info: EngineInfo) -> str:
 
 
 def _too_much(runner: MLXRunner, info: EngineInfo) -> str:
+    """Return which steps used more memory than they should in one measurement; empty if none did."""
     allowed = max(runner.pool_bytes // 4, ALLOWED)
     decodes, others = decode_growth(runner, info), _growth(runner, _mixed(info))
     for kind, bytes_, most in (
@@ -68,8 +72,9 @@ def _too_much(runner: MLXRunner, info: EngineInfo) -> str:
 
 
 def decode_growth(runner: MLXRunner, info: EngineInfo) -> int:
-    """Return the bytes that a few decode steps, each planned while the one before it runs, need beyond what they start
-    with."""
+    """Return the bytes by which memory grows while a few decode steps run, each planned while the one before it
+    runs.
+    """
 
     def decode(position: int) -> StepPlan:
         return StepPlan((_row(info, position, (CARRY,), 1),))
@@ -79,7 +84,7 @@ def decode_growth(runner: MLXRunner, info: EngineInfo) -> int:
 
 
 def _growth(runner: MLXRunner, plans: Sequence[StepPlan]) -> int:
-    """Return the bytes that these steps, launched one behind the other, need beyond what they start with."""
+    """Return the bytes by which memory grows while these steps run, launched one behind the other."""
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     _run(runner, plans)
@@ -87,7 +92,7 @@ def _growth(runner: MLXRunner, plans: Sequence[StepPlan]) -> int:
 
 
 def _run(runner: MLXRunner, plans: Sequence[StepPlan], *, apart: bool = False) -> None:
-    """Run steps, each launched while the one before it runs, or all `apart`."""
+    """Run the steps, each launched while the one before it runs, or with `apart` after it is done."""
     flights = []
     for plan in plans:
         flights.append(runner.launch(plan))
@@ -98,7 +103,7 @@ def _run(runner: MLXRunner, plans: Sequence[StepPlan], *, apart: bool = False) -
 
 
 def _leave_the_same(runner: MLXRunner, info: EngineInfo) -> bool:
-    """Whether the pool's blocks hold the same after steps in flight together as after steps apart."""
+    """Return whether blocks of the pool hold the same after steps in flight together as after steps apart."""
     contents = []
     for apart in (True, False):
         _run(runner, _mixed(info), apart=apart)
@@ -108,8 +113,11 @@ def _leave_the_same(runner: MLXRunner, info: EngineInfo) -> bool:
 
 
 def _mixed(info: EngineInfo) -> list[StepPlan]:
-    """Return steps of every other kind, each of which reads what the one before it has written: chunks of a prompt, a
-    decode, a fork with its copy, and a block that is loaded. With few blocks only a chunk."""
+    """Return steps of every other kind, each of which reads what the one before it has written.
+
+    They are chunks of a prompt, a decode, a fork with its copy, and a block that is loaded; in a pool of few blocks
+    only a chunk.
+    """
     size = info.block_size
     if _blocks(info) < 4 or info.max_model_len < 2 * size:
         return [StepPlan((_row(info, 0, (1,) * (size // 2), 1),), seatings=(_seating(0),))]
@@ -129,6 +137,7 @@ def _mixed(info: EngineInfo) -> list[StepPlan]:
 
 
 def _row(info: EngineInfo, start: int, tokens: tuple[int, ...], *blocks: int, seat: int = 0) -> Row:
+    """Return a row of a step: `tokens` at positions from `start` on, in these blocks."""
     kind = RowKind.DECODE if tokens == (CARRY,) else RowKind.PROMPT
     return Row(kind, seat, seat, 0, start, tokens, tables_of(info, *blocks), True)
 
@@ -138,21 +147,22 @@ def _seating(seat: int) -> Seating:
 
 
 def _blocks(info: EngineInfo) -> int:
-    """Return how many blocks these steps may use of each pool, at most four."""
+    """Return how many blocks of each pool these steps may use, at most four."""
     return min(4, *(pool.num_blocks - 1 for pool in info.memory.pools))
 
 
 def tables_of(info: EngineInfo, *blocks: int) -> Tables:
-    """Return tables of these blocks of each pool, 1 being the first behind the pool's scratch."""
+    """Return a table of these blocks for each pool. Block 1 is the first behind the pool's scratch block."""
     return tuple(tuple(first + block for block in blocks) for first in _firsts(info))
 
 
 def _everywhere(info: EngineInfo, *blocks: int) -> list[int]:
-    """Return these blocks of all pools."""
+    """Return the ids of these blocks in all pools."""
     return [block for table in tables_of(info, *blocks) for block in table]
 
 
 def _firsts(info: EngineInfo) -> Iterator[int]:
+    """Yield the id of each pool's first block."""
     first = 0
     for pool in info.memory.pools:
         yield first

@@ -1,4 +1,4 @@
-"""Which back end of attention serves: the fastest of those that are right on this device, for this model's layers.
+"""Choice of the attention back end: the fastest one that is right on this device for this model's layers.
 
 Two decode steps are timed: many rows of short contexts, and one row of a long one. The kernels' work is divided as
 suits both best on this device.
@@ -19,39 +19,51 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model.attention import fused, portable
 from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
+from mlx_tandem.model.kernel_checks import attention_cases as cases
+from mlx_tandem.model.kernel_checks.frame import Rejected, checked
 from mlx_tandem.model.kernels.division import shorter, start, wider
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
-from mlx_tandem.model.trials import attention as trial
 
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
+"""Name that asks for the fastest back end."""
 
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 4e-3}
-"""Of the 2-norm of attention in float32. A wrong mask, table or head is off by a tenth and more."""
+"""Largest error by type, relative to the 2-norm of the result in float32. A wrong mask, table or head is off by a tenth
+and more.
+"""
 
 CODED_TOLERANCE = 1e-2
-"""Of a cache of few bits: the device may round a number to the code beside, and its kernels need not round what a code
-stands for to the model's type."""
+"""Largest error where the cache holds few bits per number: the device may round a number to the neighbouring code, and
+its kernels need not round decoded numbers to the model's type.
+"""
 
 STEPS = ((16, 1024), (1, 16384))
 """Rows and context of the decode steps that are timed: many short ones, and a long one, whose keys have to be split."""
 
 CHAIN = 8
-"""Calls of attention that are timed together, each with the output of the one before as its queries."""
+"""Timed calls in a row; each has the output of the one before as its queries."""
 
 WORTHWHILE = 0.95
-"""Share of the first division's time below which another one takes its place; timing alone differs by less."""
+"""Share of the first division's time below which another one replaces it; timing noise is smaller than that."""
 
 Seconds = Callable[[LayerShape, LayerKernels | None, int, int, int], float]
-"""What times one layer's part of a decode step, of (shape, attention, block size, rows, context)."""
+"""Function that times one layer's part of a decode step, given the shape of the layer, its kernels (None: the portable
+back end), the block size, the rows and the context.
+"""
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class AttentionChoice:
+    """The back end that serves, and why."""
+
     name: str
-    reason: str  # for people: the figures that decided
-    layers: tuple[LayerKernels | None, ...]  # what answers each layer's few queries; None: portable does
+    reason: str
+    """A sentence for logs and reports, with the times that decided."""
+
+    layers: tuple[LayerKernels | None, ...]
+    """The kernels of each layer for few queries; None: the portable back end answers."""
 
 
 def choose(
@@ -61,49 +73,67 @@ def choose(
     windows: Sequence[int],
     candidates: Sequence[fused.Fused],
     seconds: Seconds | None = None,
-) -> Choice:
-    """Return what answers the layers' queries.
+) -> AttentionChoice:
+    """Return the attention back end for layers of these shapes.
 
     Args:
-        asked: A back end's name, which is then taken unless it is wrong, or `auto` for the fastest.
-        shapes: What each layer keeps.
-        block_size: Positions of a block of the pool.
-        windows: The windows of the model's masks.
-        candidates: Back ends beside the portable one, the preferred first.
-        seconds: What times an attention; by default the clock of this device.
+        asked: A back end's name, which is then used without timing it, or `auto` for the fastest.
+        shapes: The shape of each layer.
+        block_size: Positions per block of the KV pool.
+        windows: The attention windows that the model's masks have.
+        candidates: The fused back ends of this device, the preferred first.
+        seconds: Times attention; by default on this device.
 
     Raises:
-        ModelError: A back end that was asked for is not there, cannot serve this model or is wrong.
+        ModelError: The back end asked for does not exist here, cannot serve this model, or is wrong.
     """
-    seconds = seconds or _seconds
     nothing: tuple[LayerKernels | None, ...] = (None,) * len(shapes)
     if asked == portable.NAME:
-        return Choice(portable.NAME, "asked for", nothing)
+        return AttentionChoice(portable.NAME, "asked for", nothing)
     candidates = [c for c in candidates if asked in (AUTO, c.name)]
     reasons = [] if candidates else ["this device has no other" if asked == AUTO else "it needs another device"]
     kinds = [s for s in dict.fromkeys(shapes) if s.asks and not fused.unreadable(s)]
     if candidates and not kinds:
         own = [fused.unreadable(s) if s.asks else "layers that compute attention by themselves" for s in shapes]
         reasons = [f"the model has {own[0]}"]
+    timer = (seconds or _seconds) if asked == AUTO else None
     for candidate in candidates if kinds else ():
-        try:
-            attentions = {kind: candidate.kernels(kind, block_size) for kind in kinds}
-            problem = _problem(attentions, block_size, windows)
-            if not problem and asked == AUTO:
-                attentions, times = _divided(candidate, attentions, block_size, windows, seconds)
-                portables = [sum(seconds(kind, None, block_size, *step) for kind in kinds) for step in STEPS]
-                figures = _figures(times, portables)
-                problem = "" if math.prod(times) < math.prod(portables) else f"slower: {figures}"
-        except Exception as e:
-            log.warning("attention by %s failed its check", candidate.name, exc_info=True)
-            problem = f"{type(e).__name__}: {e}".strip()[:500]
-        if not problem:
-            serving = tuple(attentions.get(s) if s.asks else None for s in shapes)
-            return Choice(candidate.name, "asked for" if asked != AUTO else f"faster: {figures}", serving)
-        reasons.append(f"{candidate.name} is not taken: {problem}")
+        kernels, reason = _try(candidate, kinds, block_size, windows, timer)
+        if kernels:
+            serving = tuple(kernels.get(s) if s.asks else None for s in shapes)
+            return AttentionChoice(candidate.name, reason, serving)
+        reasons.append(f"{candidate.name} is not used: {reason}")
     if asked != AUTO:
         raise ModelError(f"attention by {asked!r} is not possible: {'; '.join(reasons)}", param="attention_backend")
-    return Choice(portable.NAME, "; ".join(reasons), nothing)
+    return AttentionChoice(portable.NAME, "; ".join(reasons), nothing)
+
+
+def _try(
+    candidate: fused.Fused,
+    kinds: Sequence[LayerShape],
+    block_size: int,
+    windows: Sequence[int],
+    seconds: Seconds | None,
+) -> tuple[dict[LayerShape, LayerKernels], str]:
+    """Return the candidate's kernels for each kind of layer and why they are used; without kernels, why they are not.
+
+    Without `seconds` the kernels need not be faster.
+    """
+
+    def check() -> tuple[dict[LayerShape, LayerKernels], str]:
+        kernels = {kind: candidate.kernels(kind, block_size) for kind in kinds}
+        if problem := _problem(kernels, block_size, windows):
+            raise Rejected(problem)
+        if seconds is None:
+            return kernels, "asked for"
+        kernels, times = _divided(candidate, kernels, block_size, windows, seconds)
+        portables = [sum(seconds(kind, None, block_size, *step) for kind in kinds) for step in STEPS]
+        figures = _figures(times, portables)
+        if not math.prod(times) < math.prod(portables):
+            raise Rejected(f"slower: {figures}")
+        return kernels, f"faster: {figures}"
+
+    return checked(f"attention by {candidate.name}", check, lambda reason: ({}, reason))
 
 
 def _divided(
@@ -113,7 +143,7 @@ def _divided(
     windows: Sequence[int],
     seconds: Seconds,
 ) -> tuple[dict[LayerShape, LayerKernels], list[float]]:
-    """Return the kernels with their work divided as is fastest here, and the seconds that each of STEPS takes then."""
+    """Return the kernels with their work divided in the way that is fastest here, and the seconds of each of STEPS."""
     chosen: dict[LayerShape, LayerKernels] = {}
     totals = [0.0] * len(STEPS)
     for kind, first in attentions.items():
@@ -134,7 +164,7 @@ def _divided(
 
 
 def _figures(times: Sequence[float], portables: Sequence[float]) -> str:
-    """Return the seconds of both sides in words, step by step."""
+    """Return the seconds of both back ends in words, step by step."""
     return "; ".join(
         f"{ours * 1e6:.0f} µs a layer for {rows} x {context:,} tokens, {portable.NAME} takes {theirs * 1e6:.0f}"
         for (rows, context), ours, theirs in zip(STEPS, times, portables, strict=True)
@@ -142,26 +172,28 @@ def _figures(times: Sequence[float], portables: Sequence[float]) -> str:
 
 
 def _problem(attentions: dict[LayerShape, LayerKernels], block_size: int, windows: Sequence[int]) -> str:
-    """What is wrong with the answers to random questions; empty: nothing."""
+    """Return what is wrong with the kernels' answers to random cases; empty if nothing is."""
     for shape, attention in attentions.items():
         for case in _cases(shape, block_size, windows):
-            expected = np.array(trial.plain(case))
-            got = np.array(trial.answer(case, attention).astype(mx.float32))
+            expected = np.array(cases.plain(case))
+            got = np.array(cases.answer(case, attention).astype(mx.float32))
             error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
             if not error <= (CODED_TOLERANCE if case.bits else TOLERANCE[case.dtype]):
                 return f"wrong by {error:.1e} in {case}"
     return ""
 
 
-def _cases(shape: LayerShape, block_size: int, windows: Sequence[int]) -> Iterator[trial.Case]:
-    """As many queries as rows have, and contexts that are read in one piece and in several."""
+def _cases(shape: LayerShape, block_size: int, windows: Sequence[int]) -> Iterator[cases.Case]:
+    """Yield cases with one query and with the most queries of a row, and with contexts read in one piece and in
+    several.
+    """
     form, asks = shape.keys, shape.asks
     assert asks is not None
     rng = np.random.default_rng(0)
     for window in (None, *windows):
         for length in (1, MOST_QUERIES):
             for longest in (90, 700 + (window or 0)):
-                yield trial.invent(
+                yield cases.invent(
                     rng,
                     str(form.dtype).rpartition(".")[2],
                     (form.heads, asks.heads // form.heads, form.dim),
@@ -177,7 +209,10 @@ def _cases(shape: LayerShape, block_size: int, windows: Sequence[int]) -> Iterat
 
 
 def _seconds(shape: LayerShape, attention: LayerKernels | None, block_size: int, rows: int, context: int) -> float:
-    """Return the time of one layer's part in a decode step without its products: writing what is new, and attention."""
+    """Return the seconds of one layer's part in a decode step without its products.
+
+    That part is the write of the new positions, and attention.
+    """
     form, asks = shape.keys, shape.asks
     assert asks is not None
     width = -(-context // block_size)

@@ -1,4 +1,4 @@
-"""What mlx-lm itself says: one sequence, its own loop, its own cache, its own way of applying an adapter."""
+"""Reference answers by mlx-lm itself: one sequence, its own loop, its own cache, its own way of applying an adapter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model
 
 
 class Oracle:
-    """A model folder in float32, with an adapter folder in mlx-lm's format or without."""
+    """A model folder in float32, optionally with an adapter folder in mlx-lm's format."""
 
     def __init__(self, model: Path, adapter: Path | None = None):
         module, _ = load_model(model)
@@ -26,8 +26,11 @@ class Oracle:
     def disagreement(
         self, prompt: Sequence[int], tokens: Sequence[int], logprobs: Sequence[float]
     ) -> tuple[int, float]:
-        """How far an answer given greedily is from mlx-lm's: (how many tokens are the same, the largest difference of a
-        logprob among them). Where two tokens are as likely but for that difference, what follows is not compared."""
+        """Return how many tokens of a greedy answer equal mlx-lm's, and the largest difference of a logprob among
+        them.
+
+        Where two tokens are equally likely but for rounding (1e-5), the rest of the answer is not compared.
+        """
         apart = 0.0
         steps = generate_step(mx.array(list(prompt)), self._module, max_tokens=len(tokens))
         for same, ((own, theirs), token, logprob) in enumerate(zip(steps, tokens, logprobs, strict=False)):

@@ -1,8 +1,10 @@
-"""Fused kernels for adapters beside plain products on this device: whether they are right, and when faster."""
+"""Check of the fused LoRA kernels: they must agree with plain products, and are used for as many tokens as they win.
+
+`choose` runs at start. The first half of this module compares results, the second times both ways.
+"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, count
 from typing import NamedTuple
@@ -14,98 +16,106 @@ import numpy.typing as npt
 
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model.kernel_checks.frame import Choice, Rejected, checked, makers_of_device
+from mlx_tandem.model.kernel_checks.machine import seconds
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.lora import MOST_MEMBERS, LoraKernels, fits
 from mlx_tandem.model.linears.groups import Group, find_groups
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import Ints, cut_tiles
-from mlx_tandem.model.trials.machine import seconds
-
-log = logging.getLogger(__name__)
 
 TOLERANCE = {mx.float32: 1e-5, mx.float16: 1e-3, mx.bfloat16: 8e-3}
-"""Of the largest number of a result; twice what rounding it takes in the short types."""
+"""Largest error by type, relative to the largest number of a result; twice the rounding error of the short types."""
+
 UNLIMITED = 1 << 30
+"""Number of tokens that stands for "any number"."""
 
 Floats = npt.NDArray[np.float32]
 
 _TOKENS = (1, 16, 64, 256, 1024, 4096)
-_MOST_BYTES = 1 << 30  # of what the linears of a layer give out
+"""Tokens per step that are timed, in this order."""
+
+_MOST_BYTES = 1 << 30
+"""Timing ends where the outputs of a layer's linears exceed so many bytes."""
+
 _TIMED_RANK = 16
 _TIMED_SLOTS = 8
 
 
 class Shape(NamedTuple):
-    """The linears of one input."""
+    """Sizes of the linears that share one input: the number of inputs, and the outputs of each linear."""
 
     inputs: int
     outputs: tuple[int, ...]
 
 
-class Choice(NamedTuple):
-    fused: GroupedDeltas | None  # None: plain products are taken
-    reason: str  # for people
-
-
 def choose(
     model: nn.Module, config: LoraConfig, dtype: mx.Dtype, makers: Sequence[dialect.Make] | None = None
-) -> Choice:
-    """Whether this model's adapters go through fused kernels, and up to how many tokens of a step. Kernels of every
-    shape in use are compiled here, and not while serving. `makers`: for the targets of this device, if not its own.
+) -> Choice[GroupedDeltas | None]:
+    """Return the fused kernels for this model's adapters with the numbers of tokens up to which they are faster.
 
-    Raises ModelError when the configuration asks for kernels that are not to be had or are wrong.
+    None stands for plain products. Kernels of every shape in use are compiled here and not while serving. `makers`
+    defaults to the makers of kernels for this device.
+
+    Raises:
+        ModelError: The configuration asks for fused kernels, which this device does not have or computes wrongly.
     """
     forced = config.backend == "fused"
     if config.max_loras == 0:
         return Choice(None, "no adapter can be loaded")
     if not (forced or config.backend == "auto"):
         return Choice(None, "asked for")
-    if makers is None:
-        makers = [dialect.maker(target) for target in dialect.available()]
+    makers = makers_of_device(makers)
     if not makers:
         return _plain("this device has no fused kernels", forced)
     groups = find_groups(model)
     shapes = sorted({s for group in groups for s in _shapes(group)})
     if not shapes:
         return _plain("no linear has a shape for fused kernels", forced)
-    mixed = same = UNLIMITED
-    try:
+
+    def check() -> Choice[GroupedDeltas | None]:
         kernels = LoraKernels(makers[0])
-        problem = wrong(kernels, shapes, dtype)
-        if not problem and not forced:
-            mixed, same = (faster_up_to(kernels, shapes, dtype, slots=slots) for slots in (_TIMED_SLOTS, 1))
-            problem = "" if mixed else "slower"
-    except Exception as e:  # whatever a compiler or a driver says
-        log.warning("fused kernels for adapters failed their check", exc_info=True)
-        problem = f"{type(e).__name__}: {e}".strip()[:500]
-    mx.clear_cache()
-    if problem:
-        return _plain(f"fused kernels are not taken: {problem}", forced)
-    limits = f"faster, for one adapter up to {_tokens(same)} a step, for several up to {_tokens(mixed)}"
-    return Choice(GroupedDeltas(kernels, groups, same=same, mixed=mixed), "asked for" if forced else limits)
+        if problem := wrong(kernels, shapes, dtype):
+            raise Rejected(problem)
+        if forced:
+            return Choice(GroupedDeltas(kernels, groups, same=UNLIMITED, mixed=UNLIMITED), "asked for")
+        mixed, same = (faster_up_to(kernels, shapes, dtype, slots=slots) for slots in (_TIMED_SLOTS, 1))
+        if not mixed:
+            raise Rejected("slower")
+        limits = f"faster, for one adapter up to {_tokens(same)} a step, for several up to {_tokens(mixed)}"
+        return Choice(GroupedDeltas(kernels, groups, same=same, mixed=mixed), limits)
+
+    return checked(
+        "the fused LoRA kernels", check, lambda reason: _plain(f"fused kernels are not used: {reason}", forced)
+    )
 
 
-def _plain(reason: str, forced: bool) -> Choice:
+def _plain(reason: str, forced: bool) -> Choice[GroupedDeltas | None]:
+    """Return the choice of plain products; raise ModelError if the configuration has `forced` the fused kernels."""
     if forced:
         raise ModelError(f"adapters by fused kernels are not possible: {reason}", param="lora_backend")
     return Choice(None, reason)
 
 
 def _tokens(count: int) -> str:
+    """Return a number of tokens in words."""
     return "any number of tokens" if count == UNLIMITED else f"{count} tokens"
 
 
 def _shapes(group: Group) -> Iterable[Shape]:
-    """Of the group, and of as many of its first members as an adapter may leave: each number has kernels of its own."""
+    """Return the shape of a group, and the shapes of its first members alone.
+
+    An adapter may leave out the last members of a group, and each number of members has kernels of its own.
+    """
     own = [t.shape for t in group if not t.shape.experts and fits(t.shape.inputs, t.shape.outputs)][:MOST_MEMBERS]
     return [Shape(own[0].inputs, tuple(s.outputs for s in own[: n + 1])) for n in range(len(own))]
 
 
-# --- right ----------------------------------------------------------------------------------------------------------
+# --- Are the kernels right? ------------------------------------------------------------------------------------------
 
 
 def wrong(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype) -> str:
-    """What is wrong with the kernels on random data; empty: nothing."""
+    """Return what is wrong with the kernels' results on random data; empty if nothing is."""
     for seed, shape in enumerate(shapes):
         for rank in (8, 16):
             error = _error(kernels, shape, rank, dtype, seed)
@@ -115,6 +125,7 @@ def wrong(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype) -> str
 
 
 def _error(kernels: LoraKernels, shape: Shape, rank: int, dtype: mx.Dtype, seed: int) -> float:
+    """Return the kernels' largest error for this shape and rank, relative to the largest number of the result."""
     rng = np.random.default_rng(seed)
     slots = np.sort(rng.integers(0, 4, 21))
     x, a, b, y = _arrays(shape, rank, 3, len(slots), dtype)
@@ -126,14 +137,19 @@ def _error(kernels: LoraKernels, shape: Shape, rank: int, dtype: mx.Dtype, seed:
 
 
 def far(got: mx.array, own: mx.array, delta: Floats) -> float:
-    """How far `got` is from own + delta, of the largest number of that; infinitely where it is no number."""
+    """Return the largest error of `got` against own + delta, relative to their largest number; infinity where it is
+    NaN.
+    """
     want = floats(own) + delta
     error = float(np.abs(floats(got) - want).max() / np.abs(want).max())
     return error if np.isfinite(error) else np.inf
 
 
 def expected(x: mx.array, a: mx.array, b: mx.array, slots: Ints) -> Floats:
-    """x @ a[slot] @ b[slot] for x [tokens, 1, inputs], in float32 on the host: a GPU may round what it multiplies."""
+    """Return x @ a[slot] @ b[slot] for x [tokens, 1, inputs] in float32.
+
+    It is computed on the host, since a GPU may round the factors of a product.
+    """
     wide = floats(x)
     delta = np.zeros((*x.shape[:2], b.shape[2]), np.float32)
     for slot in np.unique(slots):
@@ -143,14 +159,14 @@ def expected(x: mx.array, a: mx.array, b: mx.array, slots: Ints) -> Floats:
 
 
 def floats(array: mx.array) -> Floats:
+    """Return the array as float32 on the host."""
     return np.array(array.astype(mx.float32))
 
 
 def _arrays(
     shape: Shape, rank: int, slots: int, tokens: int, dtype: mx.Dtype
 ) -> tuple[mx.array, list[mx.array], list[mx.array], list[mx.array]]:
-    """x [tokens, 1, inputs], and for each member A, B (zeros in slot 0) and its own outputs."""
-
+    """Return x [tokens, 1, inputs], and for each member its stacked A and B (zeros in slot 0) and its own outputs."""
     seeds = count()
 
     def numbers(*dims: int, scale: float = 1.0) -> mx.array:
@@ -166,12 +182,16 @@ def _arrays(
     return arrays
 
 
-# --- faster ---------------------------------------------------------------------------------------------------------
+# --- Are they faster? ------------------------------------------------------------------------------------------------
 
 
 def faster_up_to(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype, *, slots: int) -> int:
-    """The most tokens of a step, in so many slots, that the kernels take no longer for than the products they would
-    replace; for fewer they are faster, too. 0: for none."""
+    """Return the largest number of tokens per step for which the kernels take no longer than the products they
+    replace.
+
+    The tokens are spread over `slots` adapters. For fewer tokens the kernels are faster, too. Return 0 if they never
+    are, UNLIMITED if they are for every number that fits into memory.
+    """
     largest = [
         s for s in shapes if not any(s != t and s == Shape(t.inputs, t.outputs[: len(s.outputs)]) for t in shapes)
     ]
@@ -189,7 +209,7 @@ def faster_up_to(kernels: LoraKernels, shapes: Sequence[Shape], dtype: mx.Dtype,
 
 
 def _times(kernels: LoraKernels, shape: Shape, dtype: mx.Dtype, tokens: int, slots: int) -> tuple[float, float]:
-    """Seconds of the kernels and of the products that do the same."""
+    """Return the seconds of the kernels and the seconds of the products that compute the same."""
     x, a, b, y = _arrays(shape, _TIMED_RANK, slots, tokens, dtype)
     owner = np.sort(1 + np.arange(tokens) % slots)
     tiles = mx.array(cut_tiles(owner, 1), mx.int32)

@@ -1,32 +1,30 @@
-"""The kernel that draws greedy tokens beside numpy on this device: whether it is right, and whether it is faster."""
+"""Check of the kernel that picks greedy tokens: it must agree with numpy on this device and be faster than MLX.
+
+`choose` runs at start and returns the function that the sampler uses.
+"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
+from mlx_tandem.model.kernel_checks import machine
+from mlx_tandem.model.kernel_checks.frame import Choice, Rejected, checked, makers_of_device
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.argmax import Argmax
 from mlx_tandem.model.step.sampler import Greedy, by_argmax
-from mlx_tandem.model.trials import machine
-
-log = logging.getLogger(__name__)
 
 Logits = npt.NDArray[np.float32]
 
-ROWS = 16  # of the step that is timed
-CHAIN = 8  # of them in a row, so that the device is kept busy
+ROWS = 16
+"""Rows of logits in a timed call."""
 
-
-class Choice(NamedTuple):
-    greedy: Greedy
-    reason: str  # for people
+CHAIN = 8
+"""Timed calls in a row, which keep the device busy."""
 
 
 def choose(
@@ -34,33 +32,40 @@ def choose(
     vocabulary: int,
     makers: Sequence[dialect.Make] | None = None,
     seconds: Callable[[Greedy, mx.Dtype, int], float] | None = None,
-) -> Choice:
-    """What draws greedy tokens from logits of this type and width, and from float32, in which they are penalised. Its
-    kernels are compiled here, and not while serving. `makers`: for the targets of this device, if not its own;
-    `seconds`: what times a draw."""
-    seconds = seconds or _seconds
-    if makers is None:
-        makers = [dialect.maker(target) for target in dialect.available()]
+) -> Choice[Greedy]:
+    """Return the function that picks greedy tokens from logits [rows, vocabulary] of type `dtype`.
+
+    Kernels for `dtype` and for float32, the type of penalised logits, are compiled here and not while serving.
+
+    Args:
+        dtype: The type of the model's logits.
+        vocabulary: The number of logits per row.
+        makers: Makers of kernels; by default those of this device.
+        seconds: Measures the duration of one call; by default on this device.
+    """
+    makers = makers_of_device(makers)
     if not makers:
         return Choice(by_argmax, "this device has no kernels")
-    try:
+    time_of = seconds or _seconds
+
+    def check() -> Choice[Greedy]:
         kernel = Argmax(makers[0])
-        problem = wrong(kernel, dict.fromkeys((dtype, mx.float32)), vocabulary)
-        if not problem:
-            ours, theirs = (seconds(greedy, dtype, vocabulary) for greedy in (kernel, by_argmax))
-            figures = f"{ours * 1e6:.0f} µs for {ROWS} rows, MLX's operations take {theirs * 1e6:.0f}"
-            problem = "" if ours < theirs else f"slower: {figures}"
-    except Exception as e:  # whatever a compiler or a driver says
-        log.warning("the kernel for greedy tokens failed its check", exc_info=True)
-        problem = f"{type(e).__name__}: {e}".strip()[:500]
-    mx.clear_cache()
-    if problem:
-        return Choice(by_argmax, f"the kernel is not taken: {problem}")
-    return Choice(kernel, f"the kernel is faster: {figures}")
+        if problem := wrong(kernel, dict.fromkeys((dtype, mx.float32)), vocabulary):
+            raise Rejected(problem)
+        ours, theirs = (time_of(greedy, dtype, vocabulary) for greedy in (kernel, by_argmax))
+        figures = f"{ours * 1e6:.0f} µs for {ROWS} rows, MLX's operations take {theirs * 1e6:.0f}"
+        if ours >= theirs:
+            raise Rejected(f"slower: {figures}")
+        return Choice(kernel, f"the kernel is faster: {figures}")
+
+    def otherwise(reason: str) -> Choice[Greedy]:
+        return Choice(by_argmax, f"the kernel is not used: {reason}")
+
+    return checked("the kernel for greedy tokens", check, otherwise)
 
 
 def wrong(greedy: Greedy, dtypes: Iterable[mx.Dtype], vocabulary: int) -> str:
-    """What is wrong with tokens of random logits; empty: nothing."""
+    """Return what is wrong with the tokens picked from random logits; empty if nothing is."""
     for dtype in dtypes:
         logits = mx.array(invent(np.random.default_rng(0), vocabulary)).astype(dtype)
         for part in (logits, logits[:1]):
@@ -72,16 +77,19 @@ def wrong(greedy: Greedy, dtypes: Iterable[mx.Dtype], vocabulary: int) -> str:
 
 
 def expected(logits: Logits) -> npt.NDArray[np.int32]:
+    """Return the greedy token of each row by numpy, or NOT_A_NUMBER where the largest logit is not finite."""
     peak = logits.max(-1)
     return np.where(np.isfinite(peak), logits.argmax(-1), NOT_A_NUMBER).astype(np.int32)
 
 
 def invent(rng: np.random.Generator, vocabulary: int) -> Logits:
-    """Rows with the largest anywhere, at either end, in several places, and of all that is not finite."""
+    """Return test logits [52, vocabulary]: random rows, ties, extremes at either end, zeros of both signs, NaN and
+    infinity.
+    """
     rows = np.full((52, vocabulary), -1, np.float32)
     rows[:20] = rng.normal(0, 3, (20, vocabulary))
     rows[0] -= 99  # all below zero
-    rows[1] = rng.integers(-2, 3, vocabulary)  # in several places
+    rows[1] = rng.integers(-2, 3, vocabulary)  # the maximum in several places
     rows[2] = rng.integers(0, 2, vocabulary) * -9.0
     rows[3] = np.where(rng.integers(0, 2, vocabulary), 0.0, -0.0)
     rows[4] = -7
@@ -98,5 +106,6 @@ def invent(rng: np.random.Generator, vocabulary: int) -> Logits:
 
 
 def _seconds(greedy: Greedy, dtype: mx.Dtype, vocabulary: int) -> float:
+    """Return the seconds of one call on ROWS rows."""
     logits = mx.random.normal((ROWS, vocabulary)).astype(dtype)
     return machine.seconds(lambda: [greedy(logits)], CHAIN)

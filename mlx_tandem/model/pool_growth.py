@@ -1,4 +1,4 @@
-"""Whether steps write the KV pool in place on this device."""
+"""Measures whether decode steps write the KV pool in place on this device or copy it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from dataclasses import dataclass
 from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.model.build import build
-from mlx_tandem.model.settling import decode_growth
+from mlx_tandem.model.overlap import decode_growth
 from mlx_tandem.types import SamplingParams
 
 
 @dataclass(frozen=True)
 class Growth:
-    """Bytes beside the pool that decode steps took. A copy of anything in it takes at least `copy`."""
+    """Bytes beside the pool that decode steps used. A copy of any of its arrays takes at least `copy` bytes."""
 
     pool: int
     copy: int
-    overlapped: int | None  # each step dispatched while the one before runs; None: never done on this device
+    overlapped: int | None
+    """With each step dispatched while the one before runs; None: this device never does that."""
+
     one_at_a_time: int
+    """With each step dispatched after the one before is done."""
 
 
 def growth(model: str, num_blocks: int) -> Growth:
-    """Of the model in a folder, over a pool of so many blocks."""
+    """Return the growth of decode steps of the model in folder `model` over a pool of `num_blocks` blocks."""
     config = EngineConfig(ModelConfig(model), CacheConfig(num_blocks=num_blocks))
     built = build(config, {}, lambda stage, fraction: None)
     runner, info = built.runner, built.info

@@ -1,4 +1,6 @@
-"""Every back end of paged attention beside plain float32: random lengths, tables, windows, head groups and types."""
+"""Random cases of paged attention and the right answers to them: lengths, tables, windows, head groups and types
+vary.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,16 @@ from mlx_tandem.model.cache.kvformat import RowFormat
 
 TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 2e-2}
-"""Of the largest number of the result. A wrong mask, table or head is off by a tenth and more."""
+"""Largest error by type, relative to the largest number of the result. A wrong mask, table or head is off by a tenth
+and more."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows of which each has `starts` tokens in the pool and attends with `length` more.
+    """One step of attention: each row has `starts` tokens in the pool and attends with `length` new tokens.
 
-    queries: [rows, heads, length, dim]; keys, values: [rows, kv heads, positions, dim], of which a row uses as many as
-    it has tokens; tables: [rows, blocks].
+    Shapes: queries [rows, heads, length, dim]; keys and values [rows, kv heads, positions, dim], of which a row uses
+    as many positions as it has tokens; tables [rows, blocks].
     """
 
     dtype: str
@@ -36,15 +39,20 @@ class Case:
     block_size: int
     window: int | None
     sinks: mx.array | None
-    bits: int  # of a cached number; 0: as it is
-    grid: int = 64  # numbers that share one, at least
+    bits: int
+    """Bits of a cached number; 0: numbers are cached in their own type."""
+
+    grid: int = 64
+    """Numbers that share one quantisation grid, at least."""
 
     @property
     def scale(self) -> float:
+        """The factor of the scores: one by the square root of the head dimension."""
         return float(np.sqrt(1.0 / self.queries.shape[-1]))
 
     @property
     def shape(self) -> LayerShape:
+        """The layer shape that the paged cache is made for."""
         form = RowFormat(self.keys.shape[1], self.keys.shape[3], self.keys.dtype, self.bits, self.grid)
         return LayerShape(form, form)
 
@@ -58,10 +66,11 @@ class Case:
 
 
 Backend = Callable[[Case], mx.array]
+"""Function that computes the attention of a case: [rows, heads, length, dim]."""
 
 
 def draw(seed: int) -> Case:
-    """The case of a number: always the same one."""
+    """Return the case of this number, the same one every time."""
     rng = np.random.default_rng(seed)
     kv_heads, group = int(rng.choice([1, 2, 3, 4])), int(rng.choice([1, 2, 4, 7]))
     return invent(
@@ -91,7 +100,21 @@ def invent(
     bits: int = 0,
     grid: int = 64,
 ) -> Case:
-    """heads: (of keys and values, queries' for each of them, numbers of a head); longest: tokens before the row's."""
+    """Return a random case.
+
+    Args:
+        rng: The source of random numbers.
+        dtype: A key of TYPES.
+        heads: KV heads, queries' heads for each of them, and numbers per head.
+        length: New tokens of each row.
+        rows: The number of rows.
+        block_size: Positions per block.
+        longest: Upper bound of the tokens that a row has before the new ones.
+        window: Positions that a query sees, or None for all.
+        sinks: Whether the layer has attention sinks.
+        bits: Bits of a cached number; 0: its own type.
+        grid: Numbers that share one quantisation grid.
+    """
     kv_heads, group, dim = heads
     starts = rng.integers(0, longest, rows).astype(np.int32)
     width = -(-int(starts.max() + length) // block_size)
@@ -116,8 +139,10 @@ def invent(
 
 
 def plain(case: Case) -> mx.array:
-    """Attention as it is written in books, one row after the other, in float32 and without a pool. Computed on the CPU:
-    a GPU may round the factors of float32 products."""
+    """Return attention by its definition, one row after the other, in float32 and without a pool.
+
+    It is computed on the CPU, since a GPU may round the factors of float32 products.
+    """
     with mx.stream(mx.cpu):
         return _plain(case)
 
@@ -147,8 +172,11 @@ def _plain(case: Case) -> mx.array:
 
 
 def answer(case: Case, attention: LayerKernels | None = None) -> mx.array:
-    """As the engine does it: the context is written into blocks of a pool, then the new tokens attend; by a fused back
-    end's kernels where those are given and do it."""
+    """Return attention as the engine computes it: the context is written into blocks of a pool, then the new tokens
+    attend.
+
+    With `attention`, its kernels answer what they can.
+    """
     rows, _, length, _ = case.queries.shape
     block = case.block_size
     blocks = 1 + case.tables.size
@@ -158,7 +186,7 @@ def answer(case: Case, attention: LayerKernels | None = None) -> mx.array:
     def view(positions: npt.NDArray[np.int32], real: npt.NDArray[np.bool_]) -> StepView:
         at = case.tables[np.arange(rows)[:, None], np.where(real, positions, 0) // block] * block + positions % block
         offset, slots = positions[:, 0].astype(np.int32), np.where(real, at, 0).astype(np.int32)
-        first = np.maximum(offset + 1 - (case.window or 1 << 30), 0) // block  # of the blocks that a row sees
+        first = np.maximum(offset + 1 - (case.window or 1 << 30), 0) // block  # the first block that a row sees
         seen = np.take_along_axis(
             np.pad(case.tables, ((0, 0), (0, int(first.max())))), first[:, None] + np.arange(case.tables.shape[1]), 1
         )
@@ -190,7 +218,9 @@ def answer(case: Case, attention: LayerKernels | None = None) -> mx.array:
 
 
 def by(backend: fused.Fused) -> Backend:
-    """Forms that its kernels cannot read are answered as `portable` does."""
+    """Return the function that answers cases by this back end, and by `portable` where its kernels cannot read the
+    cache.
+    """
 
     def answered(case: Case) -> mx.array:
         readable = not fused.unreadable(case.shape)
@@ -201,12 +231,14 @@ def by(backend: fused.Fused) -> Backend:
 
 FUSED: dict[str, Backend] = {b.name: by(b) for b in fused.available()}
 BACKENDS: dict[str, Backend] = {portable.NAME: answer, **FUSED}
-"""What `worst` can be asked about."""
+"""All back ends of this device by name."""
 
 
 @dataclass(frozen=True)
 class Worst:
-    """The largest error of a back end in one type, of the largest number of that result, and where it was."""
+    """The largest error of a back end in one type, relative to the largest number of the result, and the case that
+    had it.
+    """
 
     error: float
     case: str
@@ -214,7 +246,7 @@ class Worst:
 
 
 def worst(backend: Backend, cases: int) -> dict[str, Worst]:
-    """For each type, over so many random cases. A result that is not finite has an infinite error."""
+    """Return the worst of this many random cases for each type. A result that is not finite has an infinite error."""
     found: dict[str, Worst] = {}
     for seed in range(cases):
         case = draw(seed)

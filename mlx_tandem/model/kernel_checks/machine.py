@@ -1,4 +1,4 @@
-"""The device by itself: whether it computes, whether compiled functions do, how fast it copies, how long work takes."""
+"""Measurements of the device by itself: errors of products and compiled functions, copy bandwidth, duration of work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from mlx_tandem.model.device import is_cpu
 
 
 def product_error() -> float:
-    """Of a float32 product on the device beside float64 on the host, of its largest number."""
+    """Return the error of a float32 product on the device against float64 on the host, relative to its largest
+    number.
+    """
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((192, 192)).astype(np.float32) for _ in range(2))
     expected = a.astype(np.float64) @ b
@@ -20,7 +22,7 @@ def product_error() -> float:
 
 
 def compiled_error() -> float:
-    """Of a fused function beside the same operations one by one."""
+    """Return the largest difference between a compiled function and the same operations run one by one."""
 
     def function(x: mx.array) -> mx.array:
         return mx.sigmoid(x) * x + mx.sin(x * 3.0) / (1.0 + mx.abs(x))
@@ -30,11 +32,11 @@ def compiled_error() -> float:
 
 
 _COPIES = 8
-"""One behind the other, so that starting the first, which is not copying, counts for little."""
+"""Copies in a row, so that the time to start the first counts for little."""
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second that are read and written when an array is copied, the best of a few times."""
+    """Return the bytes per second that are read and written when an array is copied, the best of a few runs."""
     source = mx.zeros(((8 << 20) if is_cpu() else (128 << 20),), mx.float32)
     mx.eval(source)
     times = []
@@ -49,11 +51,14 @@ def copy_bandwidth() -> float:
 
 
 _LONG_ENOUGH = 0.05
-"""Seconds of work whose time is known well enough."""
+"""Total seconds of runs after which the duration of `work` is known well enough."""
 
 
 def seconds(work: Callable[[], list[mx.array]], several: int = 4) -> float:
-    """Of one of several in a row, so that the device is kept busy; the best of a few, fewer where that takes long."""
+    """Return the duration of one call of `work` in seconds, the best of up to four runs.
+
+    Each run makes `several` calls in a row, which keeps the device busy. Long work is run fewer than four times.
+    """
     mx.eval(work())
     times: list[float] = []
     while len(times) < 4 and sum(times) < _LONG_ENOUGH:
