@@ -212,5 +212,8 @@ def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     monkeypatch.setattr(memory, "_fields", lambda path, named=True: files.get(path, {}))
     assert memory.available_on_linux() == 2 << 30
+    files["/proc/meminfo"] = {"MemAvailable:": 1 << 20}
+    assert memory.available_on_linux() == 1 << 30, "the container may have more than the machine has left"
+    del files["/proc/meminfo"]
     del files["/sys/fs/cgroup/memory.max"]  # "max": none
     assert memory.available_on_linux() > 2 << 30
