@@ -12,8 +12,8 @@ from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.adapters import Adapters
 from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, Datum, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.engine.loading import Loader
-from mlx_tandem.engine.plan import Slice
-from mlx_tandem.engine.trainers import PAUSE, TrainerBackend, TrainerHost, Wait
+from mlx_tandem.engine.plan import Slice, Wait
+from mlx_tandem.engine.trainers import PAUSE, TrainerBackend, TrainerHost
 from mlx_tandem.errors import InvalidRequest
 from tests.engine.front import adapter
 

@@ -145,7 +145,6 @@ LARGE: dict[str, str] = {
     "mlx_tandem/cli/sft.py: sft": OPTIONS,
     "mlx_tandem/engine/adapters.py: Adapters": REWRITTEN,
     "mlx_tandem/engine/client.py: EngineClient": REWRITTEN,
-    "mlx_tandem/engine/core.py: EngineCore()": REWRITTEN,
     "mlx_tandem/engine/scheduler.py: Scheduler": REWRITTEN,
     "mlx_tandem/engine/tables.py: Tables": REWRITTEN,
     "mlx_tandem/engine/tier.py: Tier": REWRITTEN,
