@@ -102,11 +102,11 @@ def slices(args: argparse.Namespace) -> dict[str, Any]:
     from mlx_tandem.model.footprint import MICRO_BATCH_TOKENS
     from mlx_tandem.model.loader import load
     from mlx_tandem.training.device.cutting import Cutter
-    from mlx_tandem.training.device.trainers import Trainers
+    from mlx_tandem.training.device.trainers import MLXTrainers
 
     model = load(ModelConfig(args.model, args.dtype, random_weights=args.random), lambda stage, done: None)
     size = MICRO_BATCH_TOKENS[device.kind()]
-    trainers = Trainers(clone(model.module), model.dtype, vocab_size=1000, micro_batch_tokens=size, most_tokens=2048)
+    trainers = MLXTrainers(clone(model.module), model.dtype, vocab_size=1000, micro_batch_tokens=size, most_tokens=2048)
     trainers.open(TrainerSpec("learner", RANK, 2.0 * RANK), "", None)
     datum = Datum(tuple(range(3, 3 + PROMPT + COMPLETION)), PROMPT, (1.0,) * COMPLETION)
     batch = Batch("learner", (datum,) * UPDATE, LossConfig("cross_entropy"))

@@ -22,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
-from mlx_lm import load
+from mlx_lm.utils import load_model
 from mlx_lm.models.cache import make_prompt_cache
 
 from streams import TARGETS
@@ -75,7 +75,7 @@ class Replay:
     """A float32 model, and adapters by any name; the name None is the base."""
 
     def __init__(self, model: Path):
-        self._model = cast(Any, load(str(model))[0])
+        self._model = cast(Any, load_model(Path(model))[0])
         self._model.set_dtype(mx.float32)
         linears = {path: m for path, m in self._model.named_modules() if isinstance(m, nn.Linear)}
         self._shapes = {path: LinearShape(m.weight.shape[1], m.weight.shape[0]) for path, m in linears.items()}

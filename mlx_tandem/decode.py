@@ -1,4 +1,4 @@
-"""Strict JSON into typed values, with errors that name the field. Used by every way in; no web framework."""
+"""Strict JSON into typed values, with errors that name the field; and values into JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.explain import explain
 
 T = TypeVar("T")
+
+dumps = msgspec.json.Encoder().encode
+"""Return a value as JSON in UTF-8."""
 
 
 def decode(body: bytes, kind: type[T], select: Callable[[Any], Any] = lambda value: value) -> T:

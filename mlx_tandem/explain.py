@@ -12,6 +12,7 @@ import msgspec
 from msgspec import inspect
 
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.limits import Range
 
 _AT = re.compile(r" - at `(?:key in )?\$?\.?(?P<path>.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
@@ -56,6 +57,11 @@ def explain(error: msgspec.ValidationError, kind: Any, where: str = "") -> Inval
         param = _joined(path, found.group("name"))
         return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
     shown = path or "the body"
+    if (r := _range(kind, inside)) is not None:
+        number = "an integer" if r.integer else "a number"
+        if _EXPECTED.match(what):
+            return InvalidRequest(f"{shown} must be {number}", param=path or None, code="invalid_type")
+        return InvalidRequest(f"{shown} must be {number} {r}", param=path or None)
     if found := _EXPECTED.match(what):
         if found.group("want") == "null":
             return InvalidRequest(f"{shown} is not supported", param=path or None, code="unsupported_parameter")
@@ -74,13 +80,24 @@ def _joined(path: str, name: str) -> str:
 
 def _choices(kind: Any, path: str) -> str:
     """Return the values that the place at `path` in a `kind` may have, in words."""
+    values = {v: None for t in _types_at(kind, path) if isinstance(t, inspect.LiteralType) for v in t.values}
+    return "one of " + ", ".join(map(repr, values)) if values else "another value"
+
+
+def _range(kind: Any, path: str) -> Range | None:
+    """Return the range of the number at `path` in a `kind`; None where there is no number with two bounds."""
+    for t in _types_at(kind, path):
+        if isinstance(t, inspect.IntType | inspect.FloatType) and t.ge is not None and t.le is not None:
+            return Range(t.ge, t.le, isinstance(t, inspect.IntType))
+    return None
+
+
+def _types_at(kind: Any, path: str) -> list[inspect.Type]:
+    """Return the types of which the place at `path` in a `kind` has one."""
     places = [inspect.type_info(kind)]
     for part in re.findall(r"[^.\[\]]+|\[[^\]]*\]", path):
         places = [inner for place in places for inner in _inside(place, part)]
-    values = {
-        v: None for place in places for t in _members(place) if isinstance(t, inspect.LiteralType) for v in t.values
-    }
-    return "one of " + ", ".join(map(repr, values)) if values else "another value"
+    return [t for place in places for t in _members(place)]
 
 
 def _inside(place: inspect.Type, part: str) -> Iterator[inspect.Type]:

@@ -9,6 +9,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from msgspec import Meta
+
 from mlx_tandem.errors import InvalidRequest, ModelError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -239,6 +241,12 @@ MAX_LORA_VALUE = 65504.0  # largest number of A, and of B times the scale: float
 MAX_ADAPTER_BYTES = 8 << 30
 MAX_CONFIG_BYTES = 1 << 20
 MAX_EXAMPLE_BYTES = 64 << 20  # bytes of one line of a file of examples
+
+
+def bounds(name: str) -> Meta:
+    """Return the range of a parameter as a constraint for the annotated type of a field."""
+    r = PARAMETERS[name]
+    return Meta(ge=r.low, le=r.high)
 
 
 def check(name: str, value: object, param: str | None = None) -> float | int:

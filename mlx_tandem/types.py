@@ -154,6 +154,11 @@ class MemoryBudget(Struct, frozen=True):
         """The sum of all parts."""
         return self.weights + self.activations + self.learning + self.pool + self.adapter_slots
 
+    @property
+    def unassigned(self) -> int:
+        """Bytes that no part was given."""
+        return self.limit - self.total
+
 
 class EngineInfo(Struct, frozen=True):
     """The description of a ready engine: its model and its device."""

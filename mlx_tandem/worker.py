@@ -21,7 +21,7 @@ import msgspec
 
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.core import EngineCore, EngineFailure
+from mlx_tandem.engine.core import EngineCore, EngineFailure, Gauges
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import TandemError
 from mlx_tandem.files import StorageError
@@ -142,21 +142,22 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.adapters.slots import SlotTable
     from mlx_tandem.adapters.store import AdapterStore
     from mlx_tandem.engine.adapters import Adapters
-    from mlx_tandem.engine.duty import Duty
     from mlx_tandem.engine.loading import Loader
+    from mlx_tandem.engine.pipeline import Pipeline
     from mlx_tandem.engine.scheduler import Scheduler
     from mlx_tandem.engine.tables import Tables
     from mlx_tandem.engine.tier import STEP_BYTES, Tier
-    from mlx_tandem.engine.training import Training
+    from mlx_tandem.engine.time_share import TimeShare
+    from mlx_tandem.engine.trainers import TrainerHost
     from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.kv.pool import open_pools
     from mlx_tandem.kv.prefix import PrefixCache
-    from mlx_tandem.model import compiler, device
+    from mlx_tandem.model import device
     from mlx_tandem.model.build import build
     from mlx_tandem.model.footprint import FORWARD_LAYERS, MICRO_BATCH_TOKENS
     from mlx_tandem.model.lora.uploads import Arrays
     from mlx_tandem.training.device import pace
-    from mlx_tandem.training.device.trainers import Trainers
+    from mlx_tandem.training.device.trainers import MLXTrainers
 
     weights: dict[str, AdapterWeights] = {}
     built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]))
@@ -221,8 +222,8 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         return weights
 
     @cache
-    def trainers() -> Trainers:
-        return Trainers(
+    def trainers() -> MLXTrainers:
+        return MLXTrainers(
             built.twin,
             built.adapter_dtype,
             vocab_size=info.vocab_size,
@@ -233,8 +234,8 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
             prepare=publish,
         )
 
-    duty = Duty(config.duty)
-    if config.duty.trainer_rank and duty.learns and device.is_cuda():
+    time_share = TimeShare(config.duty)
+    if config.duty.trainer_rank and time_share.learns and device.is_cuda():
         channel.send([m.Progress("warming up learning", 0.0)])
         try:
             trainers().warm_up(config.duty.trainer_rank)
@@ -243,7 +244,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     cost = scheduler.prefill.cost
     built.warm_up(cost)
     tokens = 0
-    if duty.learns:
+    if time_share.learns:
         tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()]
         if config.duty.trainer_rank and not config.duty.micro_batch_tokens and device.is_metal():
             channel.send([m.Progress("timing learning", 0.0)])
@@ -253,25 +254,20 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     info = msgspec.structs.replace(info, prompt_cost=cost.form, micro_batch_tokens=tokens)
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
     adapters = Adapters(store, Loader(read), slots)
+    host = TrainerHost(
+        trainers,
+        adapters,
+        learns=time_share.learns,
+        most_rank=config.lora.max_lora_rank,
+        budget_bytes=built.trainer_budget,
+    )
     core = EngineCore(
         channel,
-        built.runner,
-        scheduler,
-        pools[0],
-        slots,
+        Pipeline(scheduler, built.runner, time_share, host),
         adapters,
-        Training(
-            trainers,
-            adapters,
-            learns=duty.learns,
-            most_rank=config.lora.max_lora_rank,
-            on_failure=compiler.has_failed,
-        ),
-        duty,
+        Gauges(pools[0], slots, built.memory, built.adapter_bytes),
         heartbeat_seconds=config.heartbeat_seconds,
         opening=opening,
-        memory=built.memory,
-        slot_bytes=built.adapter_bytes,
         on_turn=_Watchdog(config.stall_seconds).pat if own_process else lambda: None,
     )
     channel.send([m.Ready(info)])

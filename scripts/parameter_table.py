@@ -1,4 +1,4 @@
-"""Write the table of parameters in docs/http-api.md from mlx_tandem/dialects/parameters.py.
+"""Write the table of parameters in docs/http-api.md from mlx_tandem/dialects/openai/parameters.py.
 
 python scripts/parameter_table.py [--check]
 """
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from mlx_tandem.dialects.accept import rules, shown
-from mlx_tandem.dialects.parameters import PARAMETERS, SCHEMAS, Parameter, Route
+from mlx_tandem.dialects.openai.accept import rules, shown
+from mlx_tandem.dialects.openai.parameters import BODIES, PARAMETERS, SCHEMAS, Parameter, Route
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "http-api.md"
 BEGIN, END = "<!-- parameters: make format -->\n", "<!-- end of parameters -->\n"
@@ -32,7 +32,11 @@ def table() -> str:
     """Return one row for each parameter, in the order of their names."""
     lines = ["| parameter | known to | here |", "|---|---|---|"]
     schemas = {p.name: ", ".join(SCHEMAS[letter] for letter in p.schemas) for p in PARAMETERS}
-    chat, completions = (rules(route) for route in get_args(Route))
+    own = {
+        name: Parameter(name, "") for body in BODIES.values() for name in body.__struct_fields__ if name not in schemas
+    }
+    schemas |= dict.fromkeys(own, "mlx-tandem")
+    chat, completions = (rules(route) | own for route in get_args(Route))
     for name in sorted(schemas):
         cells = done(chat[name], "chat"), done(completions[name], "completions")
         here = cells[0] if cells[0] == cells[1] else f"chat: {cells[0]}; completions: {cells[1]}"

@@ -10,11 +10,11 @@ from mlx_tandem import __version__
 from mlx_tandem.cli.adapters import adapters
 from mlx_tandem.cli.bench.commands import bench
 from mlx_tandem.cli.cache import cache
+from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.checkpoints import checkpoints
 from mlx_tandem.cli.command import Background, DryRun, File, Folder, Root, ServeCommand, run, with_every_setting
 from mlx_tandem.cli.demo.commands import demo
 from mlx_tandem.cli.help import Command, group
-from mlx_tandem.cli.programs import CALLERS
 from mlx_tandem.cli.train import train
 
 app = group("One base model in memory, many LoRA adapters served from it in one batch.")

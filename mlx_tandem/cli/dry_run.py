@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mlx_tandem.cli import hub
+from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.console import fail
-from mlx_tandem.cli.programs import CALLERS
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Config, EngineConfig
 from mlx_tandem.engine.budget import sequences

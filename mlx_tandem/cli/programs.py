@@ -3,29 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 from mlx_tandem.cli import main
 from mlx_tandem.cli.console import warn
-
-
-@dataclass(frozen=True)
-class Caller:
-    """The differences when `tandem` is called by another program's name."""
-
-    also_called: str = ""  # a further name of the base, which that program's clients use for any model
-    port: int | None = None  # default port
-
-    def defaults(self) -> dict[str, object]:
-        """Return the defaults by the path of the setting in config.py."""
-        return {} if self.port is None else {"server.port": self.port}
-
-
-CALLERS = {  # by the name of the program
-    "tandem": Caller(),
-    "mlx-server": Caller(also_called="model", port=8080),
-    "mlx_parallm_serve": Caller(also_called="base-model"),
-}
 
 TRAINING = ("rl", "sft")
 """Commands of `tandem train`."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 
 from mlx_tandem.cli import hub, keys
+from mlx_tandem.cli.callers import CALLERS
 from mlx_tandem.cli.console import fail
 from mlx_tandem.cli.daemon import Detached
-from mlx_tandem.cli.programs import CALLERS
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.cli.start_up import StartUp
 from mlx_tandem.config import Config, ServerConfig

@@ -78,7 +78,10 @@ def needs(
     """
     lora = config.lora
     weight_bytes = sum(p.nbytes for p in weights(model.module))
-    learning = _learning(config, model, len(layers), vocab_size, linears) if config.duty.trainer_rank else 0
+    learning = 0
+    if config.duty.trainer_rank:
+        learning = trainer_bytes(linears, config.duty.trainer_rank)
+        learning += pass_bytes(config, model, len(layers), vocab_size, linears)
     share = (limit - weight_bytes - learning) // ACTIVATION_SHARE
     asked = config.scheduler.max_chunk_tokens
     sizes = (asked,) if asked else CHUNK_TOKENS[device.kind()]
@@ -211,22 +214,26 @@ def _step(
     )
 
 
-def _learning(
+def trainer_bytes(linears: Mapping[str, LinearShape], rank: int) -> int:
+    """Return the bytes that a trainer of these linears holds on the device while it is open."""
+    return _TRAINER * slot_bytes(linears, linears, 0, rank, 4)
+
+
+def pass_bytes(
     config: EngineConfig, model: LoadedModel, layers: int, vocab_size: int, linears: Mapping[str, LinearShape]
 ) -> int:
-    """Return the bytes of a trainer of every linear and of one micro-batch.
+    """Return the bytes that one micro-batch needs besides its trainers.
 
-    The micro-batch keeps the inputs of all layers. Two slices are in flight, as one is launched before the last is
-    read; each is a layer of the backward or a piece of the logits. Its sequences have at most 1,024 tokens, since
-    scores grow with the square of their length.
+    It keeps the inputs of all layers. Two slices are in flight, as one is launched before the last is read; each is a
+    layer of the backward or a piece of the logits. Its sequences have at most 1,024 tokens, since scores grow with the
+    square of their length.
     """
     tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()]
     size = model.dtype.size
     widths = Counter(s.inputs for s in linears.values())
     hidden = widths.most_common(1)[0][0] if widths else 1
-    trainer = _TRAINER * slot_bytes(linears, linears, 0, config.duty.trainer_rank, 4)
     kept = tokens * hidden * layers * size
     scores = (12 if device.is_cpu() else 3) * tokens * min(tokens, model.max_model_len, 1024) * model.heads * 4
     layer = tokens * 4 * _flow(linears) * size + scores
     head = 4 * min(128 << 20, tokens * vocab_size * 4)
-    return trainer + kept + 2 * max(layer, head)
+    return kept + 2 * max(layer, head)

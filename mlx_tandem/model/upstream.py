@@ -1,13 +1,48 @@
-"""Imports mlx-lm for the first time and undoes what that import changes in the process."""
+"""Imports mlx-lm for the first time, without what that import costs and changes in the process."""
 
 from __future__ import annotations
 
 import contextlib
 import resource
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 WANTED_FILES = 4096
 """Files that the process may have open if the system allows so many: a large model has many."""
+
+UNUSED = {
+    "huggingface_hub": ("snapshot_download",),
+    "transformers": ("AutoTokenizer", "PreTrainedTokenizer", "PreTrainedTokenizerFast"),
+    "transformers.tokenization_utils_base": ("PreTrainedTokenizerBase",),
+}
+"""Names by module that mlx-lm imports for downloads and tokenizers, which this project does not use it for."""
+
+
+class _Unused:
+    """Stand-in for every name of UNUSED. mlx-lm derives a class from one of them and registers it at another."""
+
+    @staticmethod
+    def register(*_: object, **__: object) -> None:
+        """Do nothing."""
+
+
+@contextlib.contextmanager
+def _without_unused() -> Iterator[None]:
+    """Give imports inside the block stand-ins for UNUSED; modules that are loaded already stay.
+
+    Importing them takes a second, which is half of an engine's start, and tens of megabytes. They can be imported
+    afterwards, but mlx-lm itself cannot load a tokenizer in this process.
+    """
+    added = {name: ModuleType(name) for name in UNUSED if name.partition(".")[0] not in sys.modules}
+    for name, module in added.items():
+        vars(module).update(dict.fromkeys(UNUSED[name], _Unused))
+    sys.modules.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del sys.modules[name]
 
 
 @contextlib.contextmanager
@@ -34,7 +69,7 @@ def _raise_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-with _limits_kept():
+with _limits_kept(), _without_unused():
     import mlx_lm.utils  # noqa: F401
 
 _raise_open_files()

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from . import data
 from .text import BatchSpec, save_tokenizer, start_worker, train_tokenizer, work
@@ -39,6 +40,7 @@ def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m recipes.demo_model.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write base/, draft/ and adapters/ to")
+    parser.add_argument("--from", dest="start", type=Path, help="train on from this base/ and its tokenizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", choices=("base", "tiny"), default="base")
     parser.add_argument("--steps", type=int, default=3600, help="base model")
@@ -111,7 +113,10 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     out: Path = args.out
     if "base" not in args.skip:
-        tokenizer = train_tokenizer(args.seed, args.tokenizer_chats)
+        if args.start:
+            tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
+        else:
+            tokenizer = train_tokenizer(args.seed, args.tokenizer_chats)
         save_tokenizer(tokenizer, out / "base")
         save_tokenizer(tokenizer, out / "draft")
     with feeding(out / "base" / "tokenizer.json", args.workers) as feed:
@@ -136,7 +141,7 @@ def train(args: argparse.Namespace, feed: Feed) -> dict[str, object]:
     stages: dict[str, object] = {}
     if "base" not in args.skip:
         mx.random.seed(args.seed)
-        base = model.build(size, vocabulary)
+        base = model.load_model(args.start) if args.start else model.build(size, vocabulary)
         done = learn.fit(
             base,
             learn.next_token_loss,

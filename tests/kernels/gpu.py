@@ -9,7 +9,6 @@ import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +24,6 @@ from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Sou
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.memory import Limit
 from tests.hazards.graph import flat
-from tests.kernels import shim
 
 Around = Callable[[Source, Make], Kernel]
 """Makes a kernel of a source, by what makes right ones."""
@@ -136,14 +134,3 @@ def slow(gpu: Gpu) -> Around:
         return call
 
     return around
-
-
-def folder_of(factory: pytest.TempPathFactory) -> Path:
-    """Where compiled kernels of this process are kept."""
-    found = factory.getbasetemp() / "compiled-kernels"
-    found.mkdir(exist_ok=True)
-    return found
-
-
-def by_shim(factory: pytest.TempPathFactory) -> Make:
-    return shim.maker(folder_of(factory))

@@ -32,13 +32,8 @@ WIDE = 20_011  # more than the threads read at once
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(scope="module")
-def make(folder: Path) -> Make:
-    return shim.maker(folder)
+def make() -> Make:
+    return shim.maker()
 
 
 def check(greedy: Greedy, logits: mx.array) -> None:
@@ -71,14 +66,14 @@ def numbers(draw: st.DrawFn) -> mx.array:
 
 @given(logits=numbers(), order=st.sampled_from(shim.ORDERS))
 @settings(max_examples=150, deadline=None)
-def test_it_equals_numpy(folder: Path, logits: mx.array, order: shim.Order) -> None:
-    check(Argmax(shim.maker(folder, order)), logits)
+def test_it_equals_numpy(logits: mx.array, order: shim.Order) -> None:
+    check(Argmax(shim.maker(order)), logits)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", shim.ORDERS)
-def test_rows_of_every_kind(folder: Path, dtype: mx.Dtype, order: shim.Order) -> None:
-    greedy = Argmax(shim.maker(folder, order))
+def test_rows_of_every_kind(dtype: mx.Dtype, order: shim.Order) -> None:
+    greedy = Argmax(shim.maker(order))
     for width in (VOCABULARY, WIDE):
         logits = mx.array(invent(np.random.default_rng(1), width)).astype(dtype)
         check(greedy, logits)

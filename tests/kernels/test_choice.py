@@ -27,8 +27,8 @@ BLOCK = 16
 
 
 @pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> Fused:
-    return Fused("cuda", shim.maker(tmp_path_factory.mktemp("kernels")))
+def right() -> Fused:
+    return Fused("cuda", shim.maker())
 
 
 def faster(shape: LayerShape, attention: LayerKernels | None, block_size: int, rows: int, context: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -33,13 +32,8 @@ FORMS = [Form(2, 2, 3), Form(1, 2, 2), Form(3, 4, 4)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(scope="module")
-def make(folder: Path) -> Make:
-    return shim.maker(folder)
+def make() -> Make:
+    return shim.maker()
 
 
 def numbers(*shape: int, dtype: mx.Dtype, seed: int = 0) -> mx.array:
@@ -79,9 +73,9 @@ def test_a_row_gets_the_same_bits_in_any_company(make: Make) -> None:
         assert mx.array_equal(some, all_of_them[start : start + count])
 
 
-def test_threads_wait_where_they_must(folder: Path) -> None:
+def test_threads_wait_where_they_must() -> None:
     x, weight = numbers(20, 1, 328, dtype=mx.bfloat16), numbers(40, 328, dtype=mx.bfloat16, seed=1)
-    want, *others = (Skinny(shim.maker(folder, order))(x, weight, None, FORMS[0]) for order in shim.ORDERS)
+    want, *others = (Skinny(shim.maker(order))(x, weight, None, FORMS[0]) for order in shim.ORDERS)
     assert all(mx.array_equal(want, got) for got in others)
 
 
@@ -92,11 +86,11 @@ RACES = {
 
 
 @pytest.mark.parametrize("race", RACES)
-def test_a_race_shows(folder: Path, race: str) -> None:
+def test_a_race_shows(race: str) -> None:
     """The last slice lies where the sums begin."""
     x, weight = numbers(13, 1, 2368, dtype=mx.bfloat16), numbers(40, 2368, dtype=mx.bfloat16, seed=1)
-    want = Skinny(shim.maker(folder))(x, weight, None, FORMS[0])
-    got = Skinny(Broken(shim.maker(folder, "apart"), *RACES[race]))(x, weight, None, FORMS[0])
+    want = Skinny(shim.maker())(x, weight, None, FORMS[0])
+    got = Skinny(Broken(shim.maker("apart"), *RACES[race]))(x, weight, None, FORMS[0])
     assert not mx.array_equal(want, got)
 
 

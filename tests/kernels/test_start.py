@@ -35,9 +35,9 @@ PROMPTS = [tuple(_rng.integers(3, tiny_models.VOCAB, n).tolist()) for n in (5, 2
 
 
 @pytest.fixture
-def metal(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """A Metal device whose kernels are all faster than MLX's operations."""
-    gpu = fake.install("metal", fake.by_shim(tmp_path_factory), monkeypatch)
+    gpu = fake.install("metal", shim.maker(), monkeypatch)
     fake.time_by_clock(gpu, monkeypatch)
     monkeypatch.setattr(choice, "STEPS", ((2, 64), (1, 192)))
     monkeypatch.setattr(choice, "CHAIN", 2)
