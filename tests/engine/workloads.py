@@ -27,6 +27,7 @@ from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine import drive as drives
 from tests.engine.harness import Choice, Loop
+from tests.engine.hosts import Learning
 from tests.engine.reference import BASE, ReferenceRunner, WatchedPool, Windows, alone, logprob_of, scores_alone
 
 VOCAB = 13
@@ -235,6 +236,7 @@ class Outcome:
     moved: int = 0  # requests that went on under a newer version
     switched: int = 0  # choices whose tokens name more than one
     held_back: int = 0  # steps with rows made for training left out
+    messages: int = 0  # to trainers
     steps: int = 0
     work: int = 0
     loads: int = 0  # blocks that came from a drive
@@ -261,6 +263,7 @@ class Settings:
     drives: float = 0.0  # how often there is a disk tier
     faults: bool = True
     drafts: float = 0.5  # how often there is a proposer
+    trainers: float = 0.3  # how often two trainers learn beside it
     most_requests: int = 12
     patience: int = 2
     windows: bool = False  # layers see a window, all or some of them
@@ -370,6 +373,8 @@ def play(
         **options,
     )
     loop, scheduler = engine.loop, engine.scheduler
+    apart = Random(str(rng.getstate()))  # what is drawn for learning changes nothing of the rest
+    learning = Learning(apart) if apart.random() < settings.trainers else None
     if scheduler.tier is not None:
         scheduler.tier.step_blocks = rng.choice((1, 2, 50))
     if rng.random() < 0.8:
@@ -401,12 +406,15 @@ def play(
             adapters[place] = ref = _publish(rng, adapters[place])
             loop.follow(ref)
         due = rng.random() < 0.5
+        if learning is not None:
+            learning.turn(due)
         held_back += not due and scheduler.has_users and scheduler.has_background
         busy = loop.step(due)
         assert loop.steps <= 30 + 2 * work * (1 + (scheduler.proposer is not None)), "no progress"
         if not busy and len(loop.requests) == total:
             break
     loop.assert_idle()
+    messages = 0 if learning is None else learning.finish()
     assert_exact(loop, eos, windows)
     # One step ahead, a sequence may end while the row that spoils its blocks is still on the device; else nobody meets
     # what another has spoilt.
@@ -425,6 +433,7 @@ def play(
         moved=len(loop.moved),
         switched=sum(len(set(versions)) > 1 for versions in loop.versions.values()),
         held_back=held_back,
+        messages=messages,
         loads=engine.runner.loads,
         saves=len(store.blocks),
         drafted=engine.runner.drafted,
