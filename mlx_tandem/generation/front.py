@@ -10,17 +10,21 @@ from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mlx_tandem import limits
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.messages import Progress
 from mlx_tandem.engine.process import Launch
+from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.generation.admission import Admission
+from mlx_tandem.generation.answers import Answers, collect
+from mlx_tandem.generation.assembler import Assembler
 from mlx_tandem.generation.defaults import generation_folder, sampling_defaults
 from mlx_tandem.generation.fingerprint import Fingerprints
 from mlx_tandem.generation.metrics import Metrics
 from mlx_tandem.generation.model_names import Models
+from mlx_tandem.generation.parsers import MakeParser
+from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.generation.prompts import LONG_TEXT, Prompts
 from mlx_tandem.generation.templates.client import Message
 from mlx_tandem.generation.text_admission import TextAdmission
@@ -57,6 +61,8 @@ class Front:
         self.started = time.time()
         self.admission = Admission(config.server, self.client)
         self.text_admission = TextAdmission(self.admission.refused)
+        self.parser: MakeParser | None = None
+        """Makes what reads the text of the model's answers to chats; None: all of it is text."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -142,11 +148,21 @@ class Front:
             )
         return asked
 
-    def seed(self, value: object) -> int:
-        """Return the checked `seed` of a request, or one for a request that brings none."""
-        if value is not None:
-            return int(limits.check("seed", value))
+    def seed(self, asked: int | None) -> int:
+        """Return the seed of a request; one is drawn for a request that brings none."""
+        if asked is not None:
+            return asked
         return secrets.randbits(63) if self._seeds is None else self._seeds.getrandbits(63)
+
+    def assembler(self, prompted: Prompted, stream: Stream) -> Assembler:
+        """Return what turns the deltas of a submission of `prompted` into events."""
+        return Assembler(prompted, stream, self.tokenizer, self.client.check_ready().eos_token_ids)
+
+    async def answers(self, prompted: Prompted) -> Answers:
+        """Have `prompted` generated and return all of it. Leaving early cancels it in the engine."""
+        async with self.client.submit(*prompted.requests(self.client)) as stream:
+            answers = Answers(len(prompted.prompts), prompted.choices)
+            return await collect(self.assembler(prompted, stream), stream, answers)
 
     # -- admission ----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ class TextOptions:
     def choices(
         self, count: int, tokenizer: Tokenizer, params: SamplingParams, eos: Collection[int]
     ) -> list[ChoiceText]:
-        """`count` fresh choices of a model that ends with `eos`."""
+        """Return `count` fresh choices of a model that ends its texts with the token ids `eos`."""
         ends = frozenset((*(() if params.ignore_eos else eos), *params.stop_token_ids))
         kind = SilentChoice if self.silent else ChoiceText
         return [kind(tokenizer, self, ends, params.min_tokens) for _ in range(count)]
@@ -58,14 +58,18 @@ class ChoiceText:
         self.last_tokens: tuple[int, ...] = ()
         self.last_logprobs: tuple[TokenLogprob, ...] = ()
 
-    def ended(self) -> bool:
-        return self.finish is not None
+    @property
+    def stop(self) -> str | None:
+        """Return the stop string that has ended the choice."""
+        return None if self._stops is None else self._stops.hit
 
     def push(self, delta: Delta) -> str:
-        """The new text that `delta` brings; the token that ended the choice is counted but as a rule not shown."""
+        """Return the text that `delta` adds. The token that ended the choice is counted, but as a rule not shown."""
         tokens = self.last_tokens = delta.tokens
         self.last_logprobs = delta.logprobs or ()
         self.count += len(tokens)
+        if self._stops is None and delta.finish is None and len(tokens) == 1:  # most tokens that are ever streamed
+            return self._decoder.push(tokens[0])
         shown: Sequence[int] = tokens
         if delta.finish is not None:
             self.finish = delta.finish
@@ -73,7 +77,7 @@ class ChoiceText:
                 shown = tokens[:-1]
         if self._stops is not None:
             return self._push_with_stops(shown)
-        text = self._decoder.push(shown[0]) if len(shown) == 1 else "".join(map(self._decoder.push, shown))
+        text = "".join(map(self._decoder.push, shown))
         return text + self._decoder.flush() if self.finish is not None else text
 
     def _push_with_stops(self, tokens: Sequence[int]) -> str:
@@ -94,7 +98,7 @@ class ChoiceText:
         return "".join(pieces)
 
     def _cut(self, kept: int) -> None:
-        """The choice ends after `kept` tokens of this delta."""
+        """End the choice after `kept` tokens of this delta."""
         self.count -= len(self.last_tokens) - kept
         self.last_tokens = self.last_tokens[:kept]
         self.last_logprobs = self.last_logprobs[:kept]
@@ -103,11 +107,12 @@ class ChoiceText:
 
 
 class SilentChoice(ChoiceText):
-    """For a request that wants no token: the one that the engine drew is dropped."""
+    """A choice of a request that wants no token: the one that the engine drew is dropped."""
 
     __slots__ = ()
 
     def push(self, delta: Delta) -> str:
+        """Return no text."""
         if delta.finish is not None:
             self.finish = "length"
         return ""

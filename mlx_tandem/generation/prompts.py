@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from mlx_tandem.decode import dumps
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.parts import Part
 from mlx_tandem.generation.templates.client import ChatTemplate, Message
 from mlx_tandem.generation.templates.shields import shielded_messages, texts
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.generation.tokenizing.client import LongTexts
-from mlx_tandem.generation.tokenizing.listing import Listing, dumps, listing
+from mlx_tandem.generation.tokenizing.listing import Listing, listing
 from mlx_tandem.limits import check_token_ids
 
 LONG_TEXT = 8192

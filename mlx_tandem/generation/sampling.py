@@ -2,43 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from msgspec import Struct
+from msgspec.structs import fields
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.output import TextOptions
+from mlx_tandem.limits import bounds
 from mlx_tandem.types import SamplingParams
 
 
 class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields that every dialect shares. Numbers are typed loosely: `limits.check` names the field and its range."""
+    """Fields that every dialect shares; null and absent are the same.
 
-    max_tokens: Any = None
-    min_tokens: Any = None
-    temperature: Any = None
-    top_p: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    repetition_penalty: Any = None
-    repetition_context_size: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    xtc_probability: Any = None
-    xtc_threshold: Any = None
+    Ranges are those of `limits.py`. A field of type Any is checked below: its range depends on others, or what it may
+    be has no type.
+    """
+
+    max_tokens: Any = None  # 0 where nothing is to be generated
+    min_tokens: Annotated[int, bounds("min_tokens")] | None = None
+    temperature: Annotated[float, bounds("temperature")] | None = None
+    top_p: Annotated[float, bounds("top_p")] | None = None
+    top_k: Annotated[int, bounds("top_k")] | None = None
+    min_p: Annotated[float, bounds("min_p")] | None = None
+    repetition_penalty: Any = None  # mlx-lm's clients say 0 for no penalty
+    repetition_context_size: Annotated[int, bounds("repetition_context_size")] | None = None
+    presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, bounds("frequency_penalty")] | None = None
+    xtc_probability: Annotated[float, bounds("xtc_probability")] | None = None
+    xtc_threshold: Annotated[float, bounds("xtc_threshold")] | None = None
     logit_bias: Any = None
     allowed_token_ids: Any = None
-    seed: Any = None
-    n: Any = None
+    seed: Annotated[int, bounds("seed")] | None = None
+    n: Annotated[int, bounds("n")] | None = None
     stop: Any = None
     stop_token_ids: Any = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: Any = None
-    priority: Any = None
+    prompt_logprobs: Annotated[int, bounds("prompt_logprobs")] | None = None
+    priority: Annotated[int, bounds("priority")] | None = None
+
+
+_SET_APART = frozenset({"max_tokens", "min_tokens", "seed", "prompt_logprobs", "logit_bias"})
+"""Parameters with a range that are more than a number, or depend on the prompt, the model or the dialect."""
+
+NUMBERS = tuple(
+    field.name
+    for field in fields(SamplingParams)
+    if field.name in Sampling.__struct_fields__ and field.name in limits.PARAMETERS and field.name not in _SET_APART
+)
+"""Numbers that a token is drawn with as they were asked for: fields of `Sampling` and of `SamplingParams`."""
 
 
 def sampling_params(
@@ -51,74 +68,72 @@ def sampling_params(
     max_tokens: tuple[str, Any] | None = None,
     echo: bool = False,
 ) -> SamplingParams:
-    """Checked parameters for a prompt of `prompt` tokens; `max_tokens` is the field and value where the dialect has
-    another one for it. With `echo`, the prompt gets the logprobs that its continuation gets."""
-    check_logprobs(front, "prompt_logprobs", prompt_logprobs(body))
+    """Return the engine's parameters for a prompt of `prompt` tokens.
+
+    `max_tokens` is the field and its value where the dialect has another one for it. With `echo`, the prompt gets the
+    logprobs that its continuation gets.
+    """
+    check_logprobs(front, "prompt_logprobs", body.prompt_logprobs)
     field, asked = max_tokens or ("max_tokens", body.max_tokens)
     if is_silent(body, echo):
         asked = 1  # drawn and dropped
     elif asked is not None:
         limits.check(field, asked)
     most = front.max_tokens(prompt, asked, field, prompt_param)
-    least = 0 if body.min_tokens is None else int(limits.check("min_tokens", body.min_tokens))
+    least = body.min_tokens or 0
     if least > most or (least and is_silent(body, echo)):
         raise InvalidRequest(f"min_tokens is {least} and {field} {most}", param="min_tokens")
     vocabulary = front.client.check_ready().vocab_size
-    defaults = front.defaults
-
-    def number(name: str, fallback: float) -> float:
-        value = getattr(body, name)
-        if value is None:
-            return float(defaults.get(name, fallback))
-        if name == "repetition_penalty" and type(value) in (int, float) and value == 0:
-            return fallback  # mlx-lm's clients say 0 for no penalty
-        return float(limits.check(name, value))
-
-    xtc_probability = number("xtc_probability", 0.0)
+    numbers = _numbers(front, body)
     return SamplingParams(
         max_tokens=most,
         min_tokens=least,
-        temperature=number("temperature", 1.0),
-        top_p=number("top_p", 1.0),
-        top_k=max(int(number("top_k", 0)), 0),
-        min_p=number("min_p", 0.0),
-        repetition_penalty=number("repetition_penalty", 1.0),
-        presence_penalty=number("presence_penalty", 0.0),
-        frequency_penalty=number("frequency_penalty", 0.0),
         logit_bias=_logit_bias(body.logit_bias, vocabulary),
         seed=front.seed(body.seed),
         stop_token_ids=_token_ids(body.stop_token_ids, vocabulary, "stop_token_ids"),
         ignore_eos=bool(body.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=max(
-            (k for k in (prompt_logprobs(body), logprobs if echo else None) if k is not None), default=None
+            (k for k in (body.prompt_logprobs, logprobs if echo else None) if k is not None), default=None
         ),
         repetition_context=_repetition_context(body.repetition_context_size, prompt + most),
         allowed_token_ids=_token_ids(body.allowed_token_ids, vocabulary, "allowed_token_ids"),
-        xtc_probability=xtc_probability,
-        xtc_threshold=number("xtc_threshold", 0.1),
-        xtc_kept=_xtc_kept(front) if xtc_probability else (),
+        xtc_kept=_xtc_kept(front) if numbers.get("xtc_probability") else (),
+        **numbers,
     )
 
 
+def _numbers(front: Front, body: Sampling) -> dict[str, Any]:
+    """Return the NUMBERS that the request or else the model's folder has a value for."""
+    given = {name: getattr(body, name) for name in NUMBERS}
+    penalty = given["repetition_penalty"]
+    if type(penalty) in (int, float) and penalty == 0:
+        given["repetition_penalty"] = 1.0
+    elif penalty is not None:
+        given["repetition_penalty"] = float(limits.check("repetition_penalty", penalty))
+    numbers: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            value = front.defaults.get(name)
+        if value is not None:
+            numbers[name] = max(int(value), 0) if name == "top_k" else float(value)
+    return numbers
+
+
 def is_silent(body: Sampling, echo: bool = False) -> bool:
-    """Whether nothing is to be generated: `max_tokens` is 0 and something is asked about the prompt."""
+    """Return whether nothing is to be generated: `max_tokens` is 0 and something is asked about the prompt."""
     asked = body.max_tokens
     return type(asked) is int and asked == 0 and (echo or body.prompt_logprobs is not None)
 
 
 def text_options(body: Sampling, echo: bool = False) -> TextOptions:
+    """Return how the tokens of the request become text."""
     return TextOptions(
         stop_strings(body.stop),
         include_stop=bool(body.include_stop_str_in_output),
         show_special=body.skip_special_tokens is False,
         silent=is_silent(body, echo),
     )
-
-
-def prompt_logprobs(body: Sampling) -> int | None:
-    """How many alternatives to report for each token of the prompt; None: no logprobs of the prompt."""
-    return None if body.prompt_logprobs is None else int(limits.check("prompt_logprobs", body.prompt_logprobs))
 
 
 def check_logprobs(front: Front, param: str, asked: int | None) -> None:
@@ -128,27 +143,21 @@ def check_logprobs(front: Front, param: str, asked: int | None) -> None:
         raise InvalidRequest(f"{param} is {asked}; this server gives {most} at most", param=param)
 
 
-def priority(body: Sampling) -> int:
-    return 0 if body.priority is None else int(limits.check("priority", body.priority))
-
-
 def choices(front: Front, body: Sampling) -> int:
-    """The checked `n`."""
+    """Return the checked `n`."""
     if body.n is None:
         return 1
-    n = int(limits.check("n", body.n))
     most = min(front.config.server.max_n, front.client.check_ready().max_num_seqs)
-    if n > most:
+    if body.n > most:
         raise InvalidRequest(f"n is at most {most} on this server", param="n")
-    return n
+    return body.n
 
 
-def kept_tokens(front: Front, given: Any, max_tokens: Any) -> int | None:
+def kept_tokens(front: Front, asked: int | None, max_tokens: Any) -> int | None:
     """Return how many of its last tokens `truncate_prompt_tokens` leaves a prompt; None: all. -1 is as many as there is
     room for beside `max_tokens`, or beside an answer of the default length, but half of the context at least."""
-    if given is None:
+    if asked is None:
         return None
-    asked = int(limits.check("truncate_prompt_tokens", given))
     if asked == 0:
         raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1", param="truncate_prompt_tokens")
     if asked > 0:
@@ -161,7 +170,7 @@ def kept_tokens(front: Front, given: Any, max_tokens: Any) -> int | None:
 
 
 def stop_strings(value: Any) -> tuple[str, ...]:
-    """The checked `stop`: nothing, one string or a list."""
+    """Return the checked `stop`: nothing, one string or a list."""
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
@@ -190,9 +199,9 @@ def _token_ids(value: Any, vocabulary: int, param: str) -> tuple[int, ...]:
     return ids
 
 
-def _repetition_context(value: Any, longest: int) -> int:
+def _repetition_context(asked: int | None, longest: int) -> int:
     """Return the window of the repetition penalty; 0 where it holds all tokens of a sequence of `longest`."""
-    window = 0 if value is None else int(limits.check("repetition_context_size", value))
+    window = asked or 0
     return window if window < longest else 0
 
 

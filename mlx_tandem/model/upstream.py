@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 WANTED_FILES = 4096
-"""Files that the process may have open, where the system allows so many: a large model has many."""
+"""Files that the process may have open if the system allows so many: a large model has many."""
 
 UNUSED = {
     "huggingface_hub": ("snapshot_download",),
@@ -47,10 +47,10 @@ def _without_unused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _limits_kept() -> Iterator[None]:
-    """Nothing within changes what the process may use.
+    """Keep the process's resource limits unchanged inside the block.
 
-    On import mlx-lm sets the hard limit of open files to 4,096, which the system refuses where the limit is lower, and
-    which lowers it for good where it is higher.
+    On import mlx-lm sets the hard limit of open files to 4,096. The system refuses that where the limit is lower,
+    and it lowers the limit for good where it is higher.
     """
     given = resource.setrlimit
     resource.setrlimit = lambda *_: None
@@ -65,7 +65,7 @@ def _raise_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(OSError, ValueError):  # macOS has another limit beside it
+        with contextlib.suppress(OSError, ValueError):  # macOS has a second, lower limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

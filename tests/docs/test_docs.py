@@ -335,7 +335,7 @@ def test_the_settings_file(folder: Path) -> None:
 
 
 def test_the_settings_of_learning(folder: Path) -> None:
-    config = learning.settle(build(folder / "learning.yaml", {}), {})
+    config = learning.resolve(build(folder / "learning.yaml", {}), {})
     assert config.rl_training.enabled and config.rl_training.scoring_function in config.rl_training.rewards
 
 
@@ -429,7 +429,7 @@ def test_the_recording_is_a_picture() -> None:
 
 def test_parameters_of_the_http_page_exist() -> None:
     """Those that are explained; test_parameters.py is about the table."""
-    from mlx_tandem.dialects.openai import ChatBody, CompletionBody
+    from mlx_tandem.dialects.openai.bodies import ChatBody, CompletionBody
 
     page = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
     section = page.partition("<!-- end of parameters -->")[2].partition("## Errors")[0]

@@ -16,13 +16,13 @@ import mlx.core as mx
 import pytest
 
 from mlx_tandem.model import build, device
-from mlx_tandem.model.attention import choice
 from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.kernel_checks import attention as choice
+from mlx_tandem.model.kernel_checks import machine
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.memory import Limit
-from mlx_tandem.model.trials import machine
 from tests.hazards.graph import flat
 
 Around = Callable[[Source, Make], Kernel]

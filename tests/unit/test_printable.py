@@ -118,7 +118,7 @@ def test_a_header_cannot_hold_another(value: bytes) -> None:
         sent.append(message)
 
     asyncio.run(Guard(app, lambda: None)({"type": "http"}, None, send))
-    (_, got), plain = sent[0]["headers"]
+    (_, got), plain, _ = sent[0]["headers"]
     assert plain == (b"y", b"plain 1")
     assert all(0x20 <= byte <= 0x7E for byte in got) and len(got) <= 1024
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
 from msgspec import Struct
 
+from mlx_tandem.decode import dumps
 from mlx_tandem.generation.tokenizer import Tokenizer
-
-dumps = msgspec.json.Encoder().encode
 
 
 class Listing(Struct, frozen=True, array_like=True, tag=True):

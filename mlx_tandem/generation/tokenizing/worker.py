@@ -12,9 +12,10 @@ import sys
 from array import array
 from pathlib import Path
 
+from mlx_tandem.decode import dumps
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.tokenizer import Tokenizer
-from mlx_tandem.generation.tokenizing.listing import dumps, listing
+from mlx_tandem.generation.tokenizing.listing import listing
 from mlx_tandem.generation.tokenizing.messages import (
     Answer,
     Decode,

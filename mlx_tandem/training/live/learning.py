@@ -18,9 +18,10 @@ from typing import Any, get_args
 
 from msgspec import structs
 
-from mlx_tandem.errors import Conflict, EngineError, InvalidRequest, TandemError, renamed
+from mlx_tandem.errors import Conflict, InvalidRequest, TandemError, renamed
+from mlx_tandem.generation.answers import Answer
 from mlx_tandem.generation.front import Front
-from mlx_tandem.generation.output import TextOptions
+from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.log import log, log_exception
 from mlx_tandem.training.external import Prompt
 from mlx_tandem.training.live.jobs import Jobs
@@ -28,7 +29,7 @@ from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.online.serving import Outcome, Sampled, UpdateReport
 from mlx_tandem.training.store import manifests
 from mlx_tandem.training.store.checkpoints import AUTOMATIC, BEST, CheckpointInfo, Checkpoints
-from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats, Request, SamplingParams
+from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats, SamplingParams
 
 PACE_SECONDS = 300.0
 
@@ -196,41 +197,30 @@ class Serving:
     async def sample(
         self, prompts: Sequence[tuple[int, ...]], n: int, params: SamplingParams, adapter: AdapterRef | None
     ) -> list[list[Sampled]]:
-        """`n` completions of each prompt, in training's share of the device."""
-        front = self._front
-        params = structs.replace(params, logprobs=0)
-        eos = front.client.check_ready().eos_token_ids
-        texts = TextOptions().choices(len(prompts) * n, front.tokenizer, params, eos)
-        pieces: list[list[str]] = [[] for _ in texts]
-        tokens: list[list[int]] = [[] for _ in texts]
-        logprobs: list[list[tuple[float, float]]] = [[] for _ in texts]
-        versions: list[list[int]] = [[] for _ in texts]
-        pinned = self.version_of(adapter) or 0
-        requests = [
-            Request(id, prompt, params, adapter, n, background=True)
-            for id, prompt in zip(front.client.next_ids(len(prompts)), prompts, strict=True)
-        ]
-        async with front.client.submit(*requests) as stream:
-            async for deltas in stream:
-                for delta in deltas:
-                    i = stream.index(delta)
-                    pieces[i].append(texts[i].push(delta))
-                    tokens[i].extend(delta.tokens)
-                    logprobs[i].extend((lp.sampled, lp.model) for lp in delta.logprobs or ())
-                    versions[i].extend([delta.version or pinned] * len(delta.tokens))
-        if not all(choice.ended() for choice in texts):
-            raise EngineError("the engine ended a choice without a reason")
-        done = [
-            Sampled(
-                tokens=tuple(tokens[i]),
-                logprobs=tuple(sampled for sampled, _ in logprobs[i]),
-                model_logprobs=tuple(model for _, model in logprobs[i]),
-                versions=tuple(versions[i]),
-                text="".join(pieces[i]),
-            )
-            for i in range(len(texts))
-        ]
+        """Return `n` completions of each prompt, generated in learning's share of the device."""
+        prompted = Prompted(
+            prompts,
+            [adapter] * len(prompts),
+            structs.replace(params, logprobs=0),
+            n,
+            version=self.version_of(adapter) or 0,
+            background=True,
+        )
+        answers = await self._front.answers(prompted)
+        done = [_sampled(answer) for answer in answers.choices]
         return [done[k * n : (k + 1) * n] for k in range(len(prompts))]
+
+
+def _sampled(answer: Answer) -> Sampled:
+    """Return a completion as the learner takes it. Raises EngineError for one that has not ended."""
+    assert answer.reason
+    return Sampled(
+        tokens=tuple(answer.tokens),
+        logprobs=tuple(lp.sampled for lp in answer.logprobs),
+        model_logprobs=tuple(lp.model for lp in answer.logprobs),
+        versions=tuple(answer.versions),
+        text=answer.text,
+    )
 
 
 class Learning(Serving):

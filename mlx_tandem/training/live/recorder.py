@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from mlx_tandem.errors import TandemError
-from mlx_tandem.generation.output import ChoiceText
+from mlx_tandem.generation.answers import Answer
 from mlx_tandem.log import log
 from mlx_tandem.training.trajectories import Trajectory, new_id
-from mlx_tandem.types import SamplingParams, TokenLogprob
+from mlx_tandem.types import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_tandem.training.live.learning import Learning
@@ -40,70 +40,48 @@ class Collect:
     params: SamplingParams
 
 
-@dataclass
-class Said:
-    """What a choice has said, token by token."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def add(self, choice: ChoiceText, version: int) -> None:
-        """What the last delta of `choice` brought, which `version` made."""
-        self.tokens.extend(choice.last_tokens)
-        self.logprobs.extend(choice.last_logprobs)
-        self.versions.extend([version] * len(choice.last_tokens))
-
-
 class Recorder:
-    """Keeps what the choices of one request say, and has them scored and collected once all have ended."""
+    """Has the choices of one request scored and collected once all have ended."""
 
     def __init__(self, learning: Learning, collect: Collect, prompts: Sequence[Sequence[int]], n: int):
         self._learning = learning
         self._collect = collect
         self._prompts = prompts
         self._n = n
-        self._said = [Said() for _ in range(len(prompts) * n)]
-        self._texts: list[list[str]] = [[] for _ in self._said]
 
-    def take(self, index: int, text: str, choice: ChoiceText, version: int) -> None:
-        """`choice` has just turned a delta, which `version` made, into `text`."""
-        self._texts[index].append(text)
-        self._said[index].add(choice, version)
-
-    async def close(self) -> list[Outcome]:
-        """All choices have ended. What they have to say of it, one for each; with `shown` that waits for the scores,
-        and a trajectory that is named then is on disk."""
+    async def record(self, said: Sequence[Answer]) -> list[Outcome]:
+        """Return what is to be shown of each choice, which has ended. With `shown` this waits for the scores, and a
+        trajectory that is named then is on disk."""
         collect, learner = self._collect, self._learning.learner
         if collect.keep:
             for prompt, text in zip(self._prompts, collect.prompts, strict=True):
                 learner.record_prompt(tuple(prompt), collect.scoring, collect.params, text)
-        ids = [new_id() for _ in self._said]
+        ids = [new_id() for _ in said]
         if not collect.shown:
             # What has no score is dropped later, when the reply is gone.
-            gone = {id: self._doomed(said) for id, said in zip(ids, self._said, strict=True)}
-            await self._learning.later(self._settle(ids))
+            gone = {id: self._doomed(answer) for id, answer in zip(ids, said, strict=True)}
+            await self._learning.later(self._settle(ids, said))
             return [_collected(id, gone[id]) for id in ids]
-        scores, dropped = await self._settle(ids)
+        scores, dropped = await self._settle(ids, said)
         return [
             (_collected(id, dropped.get(id)) if collect.keep else {}) | {"score": score}
             for id, score in zip(ids, scores, strict=True)
         ]
 
-    def _doomed(self, said: Said) -> Reason | None:
+    def _doomed(self, said: Answer) -> Reason | None:
         """Return why a choice will not be collected whatever its score is."""
         if not said.tokens:
             return "empty"
         return "stale" if self._learning.learner.is_stale(said.versions) else None
 
-    async def _settle(self, ids: Sequence[str]) -> tuple[list[float | None], dict[str, Reason]]:
+    async def _settle(self, ids: Sequence[str], said: Sequence[Answer]) -> tuple[list[float | None], dict[str, Reason]]:
         """Score the choices and collect them; return the scores, and why some are not collected, by id."""
         from mlx_tandem.training.rewards import Sample
 
         collect, learner = self._collect, self._learning.learner
         samples = [
-            Sample(collect.prompts[i // self._n], "".join(self._texts[i]), collect.metadata, len(c.tokens))
-            for i, c in enumerate(self._said)
+            Sample(collect.prompts[i // self._n], answer.text, collect.metadata, len(answer.tokens))
+            for i, answer in enumerate(said)
         ]
         scores = await learner.rewards.score([collect.scoring] * len(samples), samples)
         dropped: dict[str, Reason] = {}
@@ -112,12 +90,12 @@ class Recorder:
         now = self._learning.clock()
         scored: dict[str, list[Trajectory]] = {group: [] for group in collect.groups}
         for i, (id, score) in enumerate(zip(ids, scores, strict=True)):
-            if not self._said[i].tokens:
+            if not said[i].tokens:
                 dropped[id] = "empty"
             elif score is None:
                 dropped[id] = "no_score"
             else:
-                scored[collect.groups[i // self._n]].append(self._trajectory(i, id, score, now))
+                scored[collect.groups[i // self._n]].append(self._trajectory(i, said[i], id, score, now))
         try:
             stale = await asyncio.gather(
                 *(learner.add(group, 0 if collect.shared else len(group)) for group in scored.values() if group)
@@ -127,8 +105,8 @@ class Recorder:
             return scores, dropped | {t.id: "storage_error" for group in scored.values() for t in group}
         return scores, dropped | dict.fromkeys(frozenset[str]().union(*stale), "stale")
 
-    def _trajectory(self, index: int, id: str, score: float, created: float) -> Trajectory:
-        collect, own = self._collect, self._said[index]
+    def _trajectory(self, index: int, own: Answer, id: str, score: float, created: float) -> Trajectory:
+        collect = self._collect
         return Trajectory(
             id=id,
             group=collect.groups[index // self._n],

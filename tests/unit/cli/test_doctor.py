@@ -28,10 +28,10 @@ from mlx_tandem.cli.doctor.report import folded, markdown
 from mlx_tandem.cli.doctor.result import Check, Failed
 from mlx_tandem.engine.ending import explain_end
 from mlx_tandem.model.attention import portable
+from mlx_tandem.model.kernel_checks import attention_cases
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
-from mlx_tandem.model.trials import attention
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -57,7 +57,7 @@ def test_it_passes_here_and_names_every_check() -> None:
     assert [c["check"] for c in report["checks"]] == [c.name for c in CHECKS]
     assert {c["status"] for c in report["checks"]} <= {"ok", "note"}
     figures = {c["check"]: c["figures"] for c in report["checks"]}
-    assert figures["attention"].keys() == {f"{b} {t}" for b in attention.BACKENDS for t in attention.TYPES}
+    assert figures["attention"].keys() == {f"{b} {t}" for b in attention_cases.BACKENDS for t in attention_cases.TYPES}
     assert figures["speed"]["tokens_s_at_8"] > 0
     assert figures["learning"]["loss_after"] < figures["learning"]["loss_before"]
     text = markdown(report)
@@ -248,7 +248,7 @@ def test_no_compiler_and_a_slow_blas_are_told(monkeypatch: pytest.MonkeyPatch) -
 
 # --- what the device checks can see ------------------------------------------------------------------------------
 
-BROKEN: dict[str, Callable[[attention.Case], attention.Case]] = {
+BROKEN: dict[str, Callable[[attention_cases.Case], attention_cases.Case]] = {
     "a window is ignored": lambda c: replace(c, window=None),
     "a window is one too wide": lambda c: replace(c, window=c.window and c.window + 1),
     "sinks are ignored": lambda c: replace(c, sinks=None),
@@ -261,8 +261,8 @@ BROKEN: dict[str, Callable[[attention.Case], attention.Case]] = {
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_broken_attention_is_seen(what: str) -> None:
-    right = attention.BACKENDS[portable.NAME]
-    found = attention.worst(lambda case: right(BROKEN[what](case)), device.CASES)
+    right = attention_cases.BACKENDS[portable.NAME]
+    found = attention_cases.worst(lambda case: right(BROKEN[what](case)), device.CASES)
     assert any(worst.error > 5 * worst.allowed for worst in found.values()), what
 
 

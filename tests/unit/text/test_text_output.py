@@ -48,7 +48,7 @@ def test_half_a_character_at_the_end_is_flushed():
 def test_a_stop_string_ends_the_choice_before_the_engine_knows():
     ids = byte_level().encode("one two")
     c = choice("e t")
-    text = "".join([c.push(delta(i, logprobs=True)) for i in ids if not c.ended()])
+    text = "".join([c.push(delta(i, logprobs=True)) for i in ids if c.finish is None])
     assert (text, c.finish, c.stopped) == ("on", "stop", True)
     assert c.count < len(ids)
 
@@ -67,12 +67,12 @@ def test_tokens_behind_a_stop_string_in_the_same_delta_do_not_count():
 def test_any_grouping_of_tokens_gives_the_same_text(text, stops, data):
     ids = byte_level().encode_plain(text)
     one_by_one = choice(*stops)
-    expected = "".join([one_by_one.push(delta(i)) for i in ids if not one_by_one.ended()])
-    expected += one_by_one.push(delta(finish="length")) if not one_by_one.ended() else ""
+    expected = "".join([one_by_one.push(delta(i)) for i in ids if one_by_one.finish is None])
+    expected += one_by_one.push(delta(finish="length")) if one_by_one.finish is None else ""
     grouped = choice(*stops)
     shown = ""
     rest = ids
-    while not grouped.ended():
+    while grouped.finish is None:
         k = data.draw(st.integers(1, max(len(rest), 1)))
         part, rest = rest[:k], rest[k:]
         shown += grouped.push(delta(*part, finish=None if rest else "length"))
@@ -84,7 +84,7 @@ def test_a_stop_string_does_not_end_a_choice_before_its_min_tokens():
     assert len(ids) == 5
     for least in range(6):
         c = choice("b", min_tokens=least)
-        text = "".join(c.push(delta(i)) for i in ids if not c.ended())
+        text = "".join(c.push(delta(i)) for i in ids if c.finish is None)
         assert (text, c.count, c.finish) == ("b" * least, min(least + 1, 5), "stop" if least < 5 else None)
         again = choice("b", min_tokens=least)
         assert again.push(delta(*ids)) == text
@@ -93,7 +93,7 @@ def test_a_stop_string_does_not_end_a_choice_before_its_min_tokens():
 def test_what_ended_the_choice_is_shown_when_asked_for():
     ids = byte_level().encode("hello world")
     c = choice("lo w", include_stop=True)
-    assert "".join(c.push(delta(i)) for i in ids if not c.ended()) == "hello w"
+    assert "".join(c.push(delta(i)) for i in ids if c.finish is None) == "hello w"
     hidden = choice(include_stop=True)
     assert hidden.push(delta(*ids, END, finish="stop")) == "hello world"
     shown = choice(include_stop=True, show_special=True)

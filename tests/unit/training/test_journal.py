@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig
+from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.store import records
 from mlx_tandem.training.store.journal import Journal
@@ -30,7 +30,7 @@ def trajectory(id: str, group: str = "g", reward: float = 0.1) -> Trajectory:
 
 
 DATUM = Datum((1, 2, 3), 2, (0.1 + 0.2,), (-1 / 3,), 0.7)
-BEGAN = Began(8, ("a", "b"), (Batch("policy", (DATUM,), LossConfig("ppo", clip_high=0.28)),), Adam(1e-5), 512)
+BEGAN = Began(8, ("a", "b"), (Batch("policy", (DATUM,), LossConfig("ppo", clip_high=0.28)),), AdamParams(1e-5), 512)
 
 RECORDS = st.lists(
     st.one_of(

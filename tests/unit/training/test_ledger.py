@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.engine.learning import Adam
+from mlx_tandem.engine.learning import AdamParams
 from mlx_tandem.training import trajectories
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.update import Pending
@@ -58,7 +58,7 @@ async def lived(folder: Path, steps: list[Any]) -> Ledger:
         elif kind == "publish":
             version += 1
         elif taken := [t for g in ledger.take(what[0], version) for t in g]:
-            ledger.begin(Pending(Began(1, tuple(t.id for t in taken), (), Adam(0.0), 0), taken))
+            ledger.begin(Pending(Began(1, tuple(t.id for t in taken), (), AdamParams(0.0), 0), taken))
             ledger.end(Ended(1, "refused"))
     await ledger.flush()
     await ledger.close()

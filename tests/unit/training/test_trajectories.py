@@ -14,9 +14,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.decode import convert
-from mlx_tandem.dialects.training import UpdateBody
+from mlx_tandem.dialects.training.bodies import UpdateBody
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.training.device.trainers import Trainers
+from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.training.external import check_external
 from mlx_tandem.training.online.advantages import RECIPES, batches
 from mlx_tandem.training.trajectories import Buffer, Trajectory, staleness
@@ -284,7 +284,7 @@ def test_whatever_is_accepted_the_trainer_takes(changes: list[dict[str, Any]], a
     device: Any = SimpleNamespace(_most_tokens=6, _vocab_size=10)
     for batch in batches([accepted], RLTrainingConfig(algorithm=algorithm)):  # type: ignore[arg-type]
         for datum in batch.data:
-            Trainers._check(device, datum, batch, "datum")
+            MLXTrainers._check(device, datum, batch, "datum")
 
 
 def test_how_many_may_come_at_once():
