@@ -138,14 +138,14 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.adapters.slots import SlotTable
     from mlx_tandem.adapters.store import AdapterStore
     from mlx_tandem.engine.adapters import Adapters
+    from mlx_tandem.engine.block_manager import BlockManager
     from mlx_tandem.engine.duty import Duty
     from mlx_tandem.engine.loading import Loader
     from mlx_tandem.engine.scheduler import Scheduler
-    from mlx_tandem.engine.tables import Tables
     from mlx_tandem.engine.tier import STEP_BYTES, Tier
     from mlx_tandem.engine.training import Training
+    from mlx_tandem.kv.groups import open_groups
     from mlx_tandem.kv.hashing import Namespace
-    from mlx_tandem.kv.pool import open_pools
     from mlx_tandem.kv.prefix import PrefixCache
     from mlx_tandem.model import compiler, device
     from mlx_tandem.model.build import build
@@ -157,7 +157,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     weights: dict[str, AdapterWeights] = {}
     built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]))
     info = built.info
-    pools = open_pools(info.memory, info.block_size)
+    groups = open_groups(info.memory, info.block_size)
     # Of a model's folder all files are known by one digest, which takes a while to find out. In memory, where there is
     # one model, keys need none; on the drive each model has an index of its own, and blocks name it: see Tier.
     namespace = Namespace(
@@ -167,24 +167,23 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         block_size=info.block_size,
         kv_bits=config.cache.kv_bits,
         kv_group_size=config.cache.kv_group_size if config.cache.kv_bits < 16 else 0,
-        layout="windows apart" if len(pools) > 1 else "",  # a block on the drive is one of each pool
+        layout="windows apart" if len(groups) > 1 else "",  # a block on the drive is one of each group
     )
-    caches = [PrefixCache(pool, namespace) for pool in pools] if config.cache.prefix_caching else []
+    caches = [PrefixCache(group, namespace) for group in groups] if config.cache.prefix_caching else []
     opening = _open_tier(config, namespace, channel.wake) if caches else None
     tier = None
     if opening is not None:
         write_through = config.disk.policy == "write_through"
         tier = Tier(
-            pools,
+            groups,
             caches,
-            [own.block_bytes for own in info.memory.pools],
             write_through=write_through,
             step_bytes=STEP_BYTES[device.kind()],
         )
     slots = SlotTable(config.lora.max_loras)
     scheduler = Scheduler(
         config.scheduler,
-        Tables(pools, caches, tier),
+        BlockManager(groups, caches, tier),
         slots,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
@@ -252,7 +251,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         channel,
         built.runner,
         scheduler,
-        pools[0],
+        groups[0].pool,
         slots,
         adapters,
         Training(

@@ -108,7 +108,10 @@ class Pipeline:
                 self._slice = None
             if plan is not None:
                 launched = time.perf_counter()
-                self._flight = _Flight(plan, self._runner.launch(plan), launched)
+                handle = self._runner.launch(plan)
+                if plan.masked:
+                    self._runner.sample(handle, self._scheduler.masks(plan))
+                self._flight = _Flight(plan, handle, launched)
             if not early:
                 result = self._read(slice_, before)
         except DeviceError as e:

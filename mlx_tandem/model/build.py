@@ -18,7 +18,7 @@ from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.engine.tier import READ_BYTES
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
-from mlx_tandem.kv.pool import open_pools
+from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import compiler, cpu, device, footprint, probe
 from mlx_tandem.model.attention import choice, fused, hook
 from mlx_tandem.model.cache.kvcache import LayerShape
@@ -177,7 +177,7 @@ def build(
         layers=len(shapes),
         vocab_size=vocab_size,
         eos_token_ids=tuple(i for i in model.eos_token_ids if i < vocab_size),
-        max_model_len=min(model.max_model_len, *(pool.longest for pool in open_pools(memory, block_size))),
+        max_model_len=min(model.max_model_len, *(group.longest for group in open_groups(memory, block_size))),
         block_size=block_size,
         num_blocks=num_blocks[0],
         kv_bytes_per_token=per_token,
@@ -219,8 +219,8 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     lora = LoraState(model.module, config.lora, model.dtype)
     needs = footprint.needs(config, limit.size, model, shapes, vocab_size, lora.linears(), lora.dtype)
     memory = _divide(config, limit, needs)
-    pools = open_pools(memory, config.cache.block_size)
-    return memory, min(model.max_model_len, *(pool.longest for pool in pools))
+    groups = open_groups(memory, config.cache.block_size)
+    return memory, min(model.max_model_len, *(group.longest for group in groups))
 
 
 def _in_pool(config: EngineConfig, shapes: list[LayerShape]) -> list[LayerShape]:
@@ -250,7 +250,7 @@ def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Repor
     """Run the first shapes, learn what chunks of prompts cost, and see that the pool is written in place. `limit`: the
     device's bytes."""
     bs = info.block_size
-    pools = open_pools(info.memory, bs)
+    pools = [group.pool for group in open_groups(info.memory, bs)]
     room = min(info.max_model_len, *(pool.usable_blocks * bs for pool in pools))
     greedy = SamplingParams(max_tokens=1, temperature=0.0)
     work = [
