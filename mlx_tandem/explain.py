@@ -1,4 +1,4 @@
-"""What was wrong with a value of somebody else's, in words that name the field and say what it may be."""
+"""Explains why a value from a client or a file is wrong: names the field and says what it may be."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import msgspec
 from msgspec import inspect
 
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.limits import Range
 
 _AT = re.compile(r" - at `(?:key in )?\$?\.?(?P<path>.*)`$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
@@ -19,16 +20,17 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$", re.DOTAL
 _EXPECTED = re.compile(r"Expected `(?P<want>.*)`, got `(?P<got>.*)`$", re.DOTALL)
 
 COMPARED_NAMES = 50
-"""Names at most that a wrong one is compared with: each comparison takes up to a few hundred microseconds."""
+"""Most names that a misspelled one is compared with: each comparison takes up to a few hundred microseconds."""
 LISTED_NAMES = 10_000
-"""Names at most that are looked at to choose those."""
+"""Most names that are looked at to choose those that are compared."""
 
 
 def did_you_mean(given: str, names: Iterable[str]) -> str:
-    """Return "; did you mean 'a' or 'b'?" with up to three of `names` that are spelled most like `given`, whatever
-    their case, or "" when none is.
+    """Return "; did you mean 'a' or 'b'?" with up to three of `names` spelled most like `given`, or "" if none is
+    similar.
 
-    The work is bounded: of more than COMPARED_NAMES only those that begin with the same character are compared.
+    Case does not matter. The work is bounded: of more than COMPARED_NAMES names only those that begin with the same
+    character are compared.
     """
     wanted = given[:140].casefold()
     known = {name.casefold(): name for name in islice(names, LISTED_NAMES)}
@@ -39,9 +41,9 @@ def did_you_mean(given: str, names: Iterable[str]) -> str:
 
 
 def explain(error: msgspec.ValidationError, kind: Any, where: str = "") -> InvalidRequest:
-    """The library's message about a value that is no `kind` as ours, with the field's path as its `param`.
+    """Return msgspec's error about a value of type `kind` as one of ours, whose `param` is the path of the field.
 
-    `where`: the field that holds the value; empty for a whole body.
+    `where` is the field that holds the value; empty for a whole body.
     """
     text = str(error)
     at = _AT.search(text)
@@ -55,6 +57,11 @@ def explain(error: msgspec.ValidationError, kind: Any, where: str = "") -> Inval
         param = _joined(path, found.group("name"))
         return InvalidRequest(f"{param} is required", param=param, code="missing_required_parameter")
     shown = path or "the body"
+    if (r := _range(kind, inside)) is not None:
+        number = "an integer" if r.integer else "a number"
+        if _EXPECTED.match(what):
+            return InvalidRequest(f"{shown} must be {number}", param=path or None, code="invalid_type")
+        return InvalidRequest(f"{shown} must be {number} {r}", param=path or None)
     if found := _EXPECTED.match(what):
         if found.group("want") == "null":
             return InvalidRequest(f"{shown} is not supported", param=path or None, code="unsupported_parameter")
@@ -72,14 +79,25 @@ def _joined(path: str, name: str) -> str:
 
 
 def _choices(kind: Any, path: str) -> str:
-    """The values that the place at `path` in a `kind` may have."""
+    """Return the values that the place at `path` in a `kind` may have, in words."""
+    values = {v: None for t in _types_at(kind, path) if isinstance(t, inspect.LiteralType) for v in t.values}
+    return "one of " + ", ".join(map(repr, values)) if values else "another value"
+
+
+def _range(kind: Any, path: str) -> Range | None:
+    """Return the range of the number at `path` in a `kind`; None where there is no number with two bounds."""
+    for t in _types_at(kind, path):
+        if isinstance(t, inspect.IntType | inspect.FloatType) and t.ge is not None and t.le is not None:
+            return Range(t.ge, t.le, isinstance(t, inspect.IntType))
+    return None
+
+
+def _types_at(kind: Any, path: str) -> list[inspect.Type]:
+    """Return the types of which the place at `path` in a `kind` has one."""
     places = [inspect.type_info(kind)]
     for part in re.findall(r"[^.\[\]]+|\[[^\]]*\]", path):
         places = [inner for place in places for inner in _inside(place, part)]
-    values = {
-        v: None for place in places for t in _members(place) if isinstance(t, inspect.LiteralType) for v in t.values
-    }
-    return "one of " + ", ".join(map(repr, values)) if values else "another value"
+    return [t for place in places for t in _members(place)]
 
 
 def _inside(place: inspect.Type, part: str) -> Iterator[inspect.Type]:

@@ -1,4 +1,4 @@
-"""Write the table of parameters in docs/http-api.md, from mlx_tandem/server/dialects/parameters.py.
+"""Write the table of parameters in docs/http-api.md, from mlx_tandem/dialects/openai/parameters.py.
 
 python scripts/parameter_table.py [--check]
 """
@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from mlx_tandem.server.dialects.accept import rules, shown
-from mlx_tandem.server.dialects.parameters import PARAMETERS, SCHEMAS, Parameter, Route
+from mlx_tandem.dialects.openai.accept import rules, shown
+from mlx_tandem.dialects.openai.parameters import BODIES, PARAMETERS, SCHEMAS, Parameter, Route
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "http-api.md"
 BEGIN, END = "<!-- parameters: make format -->\n", "<!-- end of parameters -->\n"
 
 
 def done(row: Parameter, route: Route) -> str:
-    """What is done with a parameter on one route."""
+    """Return what is done with a parameter on one route."""
     parts = ["served"] if route in row.served else []
     if row.no_effect:
         parts.append(f"accepted: {shown(row, '`')}")
@@ -29,10 +29,14 @@ def done(row: Parameter, route: Route) -> str:
 
 
 def table() -> str:
-    """One row for each parameter, in the order of their names."""
+    """Return one row for each parameter, in the order of their names."""
     lines = ["| parameter | known to | here |", "|---|---|---|"]
     schemas = {p.name: ", ".join(SCHEMAS[letter] for letter in p.schemas) for p in PARAMETERS}
-    chat, completions = (rules(route) for route in get_args(Route))
+    own = {
+        name: Parameter(name, "") for body in BODIES.values() for name in body.__struct_fields__ if name not in schemas
+    }
+    schemas |= dict.fromkeys(own, "mlx-tandem")
+    chat, completions = (rules(route) | own for route in get_args(Route))
     for name in sorted(schemas):
         cells = done(chat[name], "chat"), done(completions[name], "completions")
         here = cells[0] if cells[0] == cells[1] else f"chat: {cells[0]}; completions: {cells[1]}"
@@ -41,7 +45,7 @@ def table() -> str:
 
 
 def rewritten(page: str) -> str:
-    """The page with the table of today in it."""
+    """Return the page with today's table in it."""
     before, found, rest = page.partition(BEGIN)
     _, found_end, after = rest.partition(END)
     if not found or not found_end:
@@ -50,6 +54,7 @@ def rewritten(page: str) -> str:
 
 
 def main() -> None:
+    """Write the page, or with --check only compare it."""
     page = PAGE.read_text(encoding="utf-8")
     new = rewritten(page)
     if "--check" in sys.argv:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Annotated, Any, Self, TypeVar, overload
 
 from msgspec import Struct
 
@@ -32,23 +32,22 @@ from mlx_tandem.config import (
     SchedulerConfig,
     ServerConfig,
 )
+from mlx_tandem.decode import convert
 from mlx_tandem.engine.learning import BatchResult, LossConfig, LossKind
 from mlx_tandem.engine.process import EngineProcess, Launch
-from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import EngineError, InvalidRequest, renamed
-from mlx_tandem.server.decode import convert
-from mlx_tandem.server.dialects.messages import chat_messages
-from mlx_tandem.server.front import Front
-from mlx_tandem.server.models import Selection
-from mlx_tandem.server.sampling import Sampling, choices, priority, sampling_params, text_options
+from mlx_tandem.generation.answers import Answers
+from mlx_tandem.generation.events import TextDelta
+from mlx_tandem.generation.front import Front
+from mlx_tandem.generation.messages import chat_messages
+from mlx_tandem.generation.model_names import Selection
+from mlx_tandem.generation.prompted import Prompted
+from mlx_tandem.generation.sampling import Sampling, choices, sampling_params, text_options
 from mlx_tandem.types import (
     AdapterSource,
-    Delta,
     EngineInfo,
     EngineStats,
     FinishReason,
-    Request,
-    SamplingParams,
     TokenLogprob,
 )
 
@@ -77,7 +76,7 @@ class Completion:
 class ApiSampling(Sampling, kw_only=True, forbid_unknown_fields=True):
     """The keyword arguments of `generate`, `chat` and `stream`; names and ranges are those of the HTTP API."""
 
-    logprobs: Any = None  # None: none; 0: the sampled token's; k: also the k most likely
+    logprobs: Annotated[int, limits.bounds("logprobs")] | None = None  # 0: the sampled token's; k: also the k likeliest
 
 
 class Conversation(Struct):
@@ -283,7 +282,7 @@ class Engine:
         if len(names) != len(prompts):
             raise InvalidRequest(f"adapter has {len(names)} names for {len(prompts)} prompts", param="adapter")
         models = await self._select(*names)
-        return await self._run(_Job(self._front, prompts, models, sampling)) if prompts else []
+        return await self._complete(prompts, models, sampling) if prompts else []
 
     async def _select(self, *adapters: Any) -> list[Selection]:
         """What each stands for now; one name is one version."""
@@ -302,7 +301,7 @@ class Engine:
     ) -> Completion:
         options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         prompt = await self._front.chat_prompt(_messages(messages), options)
-        return (await self._run(_Job(self._front, [prompt], await self._select(adapter), sampling)))[0]
+        return (await self._complete([prompt], await self._select(adapter), sampling))[0]
 
     async def _tokens(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
@@ -311,12 +310,13 @@ class Engine:
             raise InvalidRequest("the prompt is empty", param="prompt")
         return list(limits.check_token_ids(prompt, self._front.client.check_ready().vocab_size, "prompt"))
 
-    async def _run(self, job: _Job) -> list[Completion]:
-        async with job.submit() as stream:
-            async for deltas in stream:
-                for delta in deltas:
-                    job.push(stream, delta)
-        return job.completions()
+    async def _complete(
+        self, prompts: list[list[int]], models: list[Selection], sampling: dict[str, Any]
+    ) -> list[Completion]:
+        """Return the completions of each prompt under the model of each."""
+        prompted = _prompted(self._front, prompts, models, sampling)
+        answers = await self._front.answers(prompted)
+        return [_completion(prompted, answers, i) for i in range(prompted.choices)]
 
     async def _stream(
         self,
@@ -330,10 +330,12 @@ class Engine:
                 tokens = await self._front.chat_prompt(_messages(prompt), {})
             else:
                 tokens = await self._tokens(prompt)
-            job = _Job(self._front, [tokens], await self._select(adapter), sampling)
-            async with job.submit() as stream:
+            front = self._front
+            prompted = _prompted(front, [tokens], await self._select(adapter), sampling)
+            async with front.client.submit(*prompted.requests(front.client)) as stream:
+                assembler = front.assembler(prompted, stream)
                 async for deltas in stream:
-                    text = "".join([job.push(stream, delta) for delta in deltas])
+                    text = "".join([event.text for event in assembler.push(deltas) if isinstance(event, TextDelta)])
                     if text:
                         pieces.put(text)
             pieces.put(None)
@@ -342,73 +344,30 @@ class Engine:
             raise
 
 
-class _Job:
-    """One submission and its results so far. `models`: of each prompt."""
+def _prompted(front: Front, prompts: list[list[int]], models: list[Selection], sampling: dict[str, Any]) -> Prompted:
+    """Return the checked request for these prompts, each under its model. Raises InvalidRequest."""
+    body = convert(sampling, ApiSampling)
+    n = choices(front, body)
+    params = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=body.logprobs)
+    return Prompted(
+        prompts, [model.ref for model in models], params, n, text_options(body), priority=body.priority or 0
+    )
 
-    def __init__(self, front: Front, prompts: list[list[int]], models: list[Selection], sampling: dict[str, Any]):
-        self._front = front
-        body = convert(sampling, ApiSampling)
-        logprobs = None if body.logprobs is None else int(limits.check("logprobs", body.logprobs))
-        self._models = models
-        self._prompts = prompts
-        self._n = choices(front, body)
-        self._params: SamplingParams = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs)
-        self._priority = priority(body)
-        count = len(prompts) * self._n
-        eos = front.client.check_ready().eos_token_ids
-        self._texts = text_options(body).choices(count, front.tokenizer, self._params, eos)
-        self._prompt_logprobs: list[tuple[TokenLogprob, ...]] = [()] * len(prompts)
-        self._cached = [0] * len(prompts)
-        self._pieces: list[list[str]] = [[] for _ in range(count)]
-        self._tokens: list[list[int]] = [[] for _ in range(count)]
-        self._logprobs: list[list[TokenLogprob]] = [[] for _ in range(count)]
 
-    def submit(self) -> Stream:
-        client = self._front.client
-        ids = client.next_ids(len(self._prompts))
-        return client.submit(
-            *(
-                Request(i, tuple(prompt), self._params, model.ref, self._n, self._priority)
-                for i, prompt, model in zip(ids, self._prompts, self._models, strict=True)
-            )
-        )
-
-    def push(self, stream: Stream, delta: Delta) -> str:
-        index = stream.index(delta)
-        choice = self._texts[index]
-        if delta.prompt_logprobs:
-            self._prompt_logprobs[index // self._n] = delta.prompt_logprobs
-        self._cached[index // self._n] = delta.cached
-        if choice.ended():
-            return ""
-        text = choice.push(delta)
-        self._pieces[index].append(text)
-        self._tokens[index].extend(choice.last_tokens)
-        self._logprobs[index].extend(choice.last_logprobs)
-        if choice.stopped:
-            stream.cancel(index)
-        return text
-
-    def completions(self) -> list[Completion]:
-        result: list[Completion] = []
-        for i, choice in enumerate(self._texts):
-            if choice.finish is None:
-                raise EngineError("the engine ended a choice without a reason")
-            prompt = i // self._n
-            adapter = self._models[prompt].ref
-            result.append(
-                Completion(
-                    text="".join(self._pieces[i]),
-                    token_ids=tuple(self._tokens[i]),
-                    logprobs=tuple(self._logprobs[i]) if self._params.logprobs is not None else None,
-                    finish_reason=choice.finish,
-                    adapter=adapter.label if adapter else None,
-                    prompt_tokens=len(self._prompts[prompt]),
-                    prompt_logprobs=self._prompt_logprobs[prompt] if self._params.prompt_logprobs is not None else None,
-                    cached_tokens=self._cached[prompt],
-                )
-            )
-        return result
+def _completion(prompted: Prompted, answers: Answers, i: int) -> Completion:
+    """Return choice number `i`. Raises EngineError when it has not ended."""
+    k, answer = i // prompted.n, answers.choices[i]
+    adapter, params, prompt = prompted.adapters[k], prompted.params, answers.prompts[k]
+    return Completion(
+        text=answer.text,
+        token_ids=tuple(answer.tokens),
+        logprobs=tuple(answer.logprobs) if params.logprobs is not None else None,
+        finish_reason=answer.reason,
+        adapter=adapter.label if adapter else None,
+        prompt_tokens=len(prompted.prompts[k]),
+        prompt_logprobs=prompt.logprobs if params.prompt_logprobs is not None else None,
+        cached_tokens=prompt.cached,
+    )
 
 
 def _is_one(prompt: Any) -> bool:

@@ -1,38 +1,18 @@
-"""Other servers' program names: their ways of calling become those of `tandem`."""
+"""Programs named like other servers' programs, whose command lines are translated into those of `tandem`."""
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 
 from mlx_tandem.cli import main
 from mlx_tandem.cli.console import warn
-
-
-@dataclass(frozen=True)
-class Caller:
-    """What differs when `tandem` is called by another program's name."""
-
-    also_called: str = ""  # a further name of the base: that program's requests use it whatever the model is
-    port: int | None = None  # where no setting says one
-
-    def defaults(self) -> dict[str, object]:
-        """By their place in config.py."""
-        return {} if self.port is None else {"server.port": self.port}
-
-
-CALLERS = {
-    "tandem": Caller(),
-    "mlx-server": Caller(also_called="model", port=8080),
-    "mlx_parallm_serve": Caller(also_called="base-model"),
-}
 
 TRAINING = ("rl", "sft")
 """Commands of `tandem train`."""
 
 
 def mola() -> None:
-    """`mola [-v] serve|start|stop|restart …`: `start` is serving in the background."""
+    """Run `mola [-v] serve|start|stop|restart …`; `start` serves in the background."""
     words = sys.argv[1:]
     command = next((i for i, word in enumerate(words) if not word.startswith("-")), None)
     if command is not None and words[command] == "start":
@@ -41,7 +21,7 @@ def mola() -> None:
 
 
 def mlx_lm_server() -> None:
-    """`python -m mlx_lm_server --model …`. That program binds every address; this one does so only when told to."""
+    """Run `python -m mlx_lm_server --model …`. That program binds every address; this one does so only when told to."""
     words = sys.argv[1:]
     if not any(word.split("=")[0] in ("--host", "--config", "--help", "-h") for word in words):
         warn("this listens on 127.0.0.1; for other machines give --host 0.0.0.0 and a key (--api-key-file)")
@@ -49,17 +29,17 @@ def mlx_lm_server() -> None:
 
 
 def mlx_server() -> None:
-    """`mlx-server -m …`, on port 8080 unless told otherwise."""
+    """Run `mlx-server -m …`, on port 8080 unless told otherwise."""
     main(["--called-as", "mlx-server", "serve", *sys.argv[1:]])
 
 
 def mlx_parallm_serve() -> None:
-    """`mlx_parallm_serve --model-path …`."""
+    """Run `mlx_parallm_serve --model-path …`."""
     main(["--called-as", "mlx_parallm_serve", "serve", *sys.argv[1:]])
 
 
 def mlx_parallm_train() -> None:
-    """`mlx_parallm_train --mode rl …`: what stands behind --mode is the command."""
+    """Run `mlx_parallm_train --mode rl …`; the value of --mode is the command."""
     words = sys.argv[1:]
     for i, word in enumerate(words):
         flag, equals, mode = word.partition("=")

@@ -29,7 +29,6 @@ class Stream:
 
     __slots__ = (
         "_error",
-        "_first",
         "_live",
         "_mailbox",
         "_n",
@@ -37,13 +36,14 @@ class Stream:
         "_owner",
         "_requests",
         "_waiter",
+        "first",
         "preemptions",
         "started",
     )
 
     def __init__(self, owner: Owner, requests: Sequence[Request]):
         self._owner = owner
-        self._first = requests[0].id
+        self.first = requests[0].id  # the ids of the others follow it
         self._requests = len(requests)
         self._n = requests[0].n
         self._live = [True] * (self._requests * self._n)
@@ -55,7 +55,7 @@ class Stream:
         self.preemptions = 0  # times that a sequence of it gave its blocks back
 
     def index(self, delta: Delta) -> int:
-        return (delta.request - self._first) * self._n + delta.choice
+        return (delta.request - self.first) * self._n + delta.choice
 
     # -- the client's side --------------------------------------------------------------------------------------
 
@@ -77,7 +77,7 @@ class Stream:
     def fail(self, error: TandemError, request: int | None = None) -> None:
         """Nothing more comes, at least of `request`. The others are cancelled: a submission fails as a whole."""
         if request is not None:
-            first = (request - self._first) * self._n
+            first = (request - self.first) * self._n
             self._live[first : first + self._n] = [False] * self._n
         self.cancel()
         self._error = error
@@ -105,16 +105,16 @@ class Stream:
         if choice is None:
             for k in range(self._requests):
                 if any(self._live[k * self._n : (k + 1) * self._n]):
-                    self._owner.cancel(self._first + k)
+                    self._owner.cancel(self.first + k)
             self._live = [False] * len(self._live)
             self._open = 0
             self._wake()
         elif self._live[choice]:
             k = choice // self._n
             if sum(self._live[k * self._n : (k + 1) * self._n]) > 1:
-                self._owner.cancel(self._first + k, choice % self._n)
+                self._owner.cancel(self.first + k, choice % self._n)
             else:
-                self._owner.cancel(self._first + k)
+                self._owner.cancel(self.first + k)
             self._end(choice)
 
     async def __aenter__(self) -> Stream:
@@ -131,7 +131,7 @@ class Stream:
         self._open -= 1
         k = index // self._n
         if not any(self._live[k * self._n : (k + 1) * self._n]):
-            self._owner.forget(self._first + k)
+            self._owner.forget(self.first + k)
 
     def _wake(self) -> None:
         waiter, self._waiter = self._waiter, None

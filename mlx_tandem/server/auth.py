@@ -11,11 +11,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.errors import Forbidden, Unauthorized
+from mlx_tandem.generation.metrics import Metrics
 from mlx_tandem.server.body import refusal_headers
 from mlx_tandem.server.error_log import note
 from mlx_tandem.server.error_reply import ErrorReply
 from mlx_tandem.server.keys import is_loopback
-from mlx_tandem.server.metrics import Metrics
 
 PUBLIC = frozenset({"/health", "/livez", "/readyz"})
 """Paths that are answered without a key, to GET only; /health then tells nothing but its status."""

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
+from mlx_tandem.decode import decode
 from mlx_tandem.errors import InvalidRequest, ReceiveTimeout, TandemError, TooLarge, UnsupportedMedia
-from mlx_tandem.server.decode import decode
 
 T = TypeVar("T")
 

@@ -15,11 +15,11 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from mlx_tandem.config import ServerConfig
+from mlx_tandem.dialects.openai.errors import error_body
 from mlx_tandem.errors import InvalidRequest, ReceiveTimeout, TandemError, TooLarge
+from mlx_tandem.generation.metrics import Metrics
+from mlx_tandem.log import log
 from mlx_tandem.server.error_log import note
-from mlx_tandem.server.error_reply import error_body
-from mlx_tandem.server.log import log
-from mlx_tandem.server.metrics import Metrics
 from mlx_tandem.server.request_id import request_id
 
 MAX_HEAD = 65_536

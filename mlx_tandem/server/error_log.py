@@ -7,8 +7,8 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from mlx_tandem.errors import TandemError
-from mlx_tandem.server.log import log
-from mlx_tandem.server.metrics import Metrics
+from mlx_tandem.generation.metrics import Metrics
+from mlx_tandem.log import log
 from mlx_tandem.server.request_id import request_id
 
 

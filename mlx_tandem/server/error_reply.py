@@ -1,29 +1,29 @@
-"""An error as OpenAI's error object, and as an HTTP response."""
+"""An error as an HTTP response."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.types import Receive, Scope, Send
 
+from mlx_tandem.dialects.openai.errors import error_body
 from mlx_tandem.errors import TandemError
-from mlx_tandem.server.dialects.shapes import dumps
-
-JSON_TYPE = (b"content-type", b"application/json")
-
-
-def error_body(error: TandemError) -> bytes:
-    """OpenAI's error object."""
-    return dumps({"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}})
+from mlx_tandem.server.headers import JSON_TYPE
 
 
 class ErrorReply:
     """An error as an HTTP response."""
 
-    def __init__(self, error: TandemError, headers: Sequence[tuple[bytes, bytes]] = ()):
+    def __init__(
+        self,
+        error: TandemError,
+        headers: Sequence[tuple[bytes, bytes]] = (),
+        write: Callable[[TandemError], bytes] = error_body,
+    ):
+        """`write` makes the body of the error."""
         self.status = error.status
-        self._body = error_body(error)
+        self._body = write(error)
         self._headers = [JSON_TYPE, (b"content-length", b"%d" % len(self._body)), *headers]
         if error.retry_after is not None:
             self._headers.append((b"retry-after", b"%d" % min(math.ceil(error.retry_after), 120)))

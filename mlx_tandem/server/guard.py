@@ -1,4 +1,4 @@
-"""What every request passes on its way: errors as OpenAI's error object, and nothing unexpected told to a client."""
+"""What every request passes on its way: errors in the words of its dialect, and nothing unexpected told to a client."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_tandem.dialects.openai.errors import error_body
 from mlx_tandem.errors import InvalidRequest, NotFound, TandemError
+from mlx_tandem.generation.metrics import Metrics
+from mlx_tandem.log import log_exception
 from mlx_tandem.server.body import refusal_headers
 from mlx_tandem.server.error_log import note
 from mlx_tandem.server.error_reply import ErrorReply
-from mlx_tandem.server.front import Front
-from mlx_tandem.server.log import log_exception
-from mlx_tandem.server.metrics import Metrics
 from mlx_tandem.server.request_id import request_id
+from mlx_tandem.training.live.front import ServerFront
 
 Handler = Callable[[Request, Exception], Awaitable[Any]]
 
+ERRORS = "error_body"
+"""The key of a scope whose value writes the bodies of errors, in the dialect of the route."""
 
-def error_handlers(front: Front) -> Mapping[Any, Handler]:
+
+def error_handlers(front: ServerFront) -> Mapping[Any, Handler]:
     """By the class of the exception."""
 
     async def on_tandem_error(request: Request, error: Exception) -> ASGIApp:
@@ -32,7 +36,7 @@ def error_handlers(front: Front) -> Mapping[Any, Handler]:
         extra = refusal_headers(error, request.scope["headers"])
         if front.client.state == "draining":
             extra = [(b"connection", b"close")]
-        return ErrorReply(error, extra)
+        return ErrorReply(error, extra, request.scope.get(ERRORS, error_body))
 
     async def on_http_exception(request: Request, error: Exception) -> ASGIApp:
         assert isinstance(error, HTTPException)
@@ -111,4 +115,4 @@ class Guard:
             error = TandemError(f"internal error; the log has more under {name}")
             self._metrics.count_error(error, in_stream=started)
             if not started:
-                await ErrorReply(error)(scope, receive, watched)
+                await ErrorReply(error, (), scope.get(ERRORS, error_body))(scope, receive, watched)

@@ -8,14 +8,14 @@ import msgspec
 
 from mlx_tandem import __version__
 from mlx_tandem.engine.histogram import FILL_PARTS
-from mlx_tandem.server.front import Front
-from mlx_tandem.server.metrics import hit_rate
+from mlx_tandem.server.prometheus import hit_rate
+from mlx_tandem.training.live.front import ServerFront
 
 DEGRADED = 0.72
 """Share of the memory pressure threshold from which on the pool is filling up."""
 
 
-def status(front: Front) -> str:
+def status(front: ServerFront) -> str:
     """`ok` and `degraded` while requests are taken, else why not."""
     if front.client.state != "ready":
         return "shutting_down" if front.client.state == "draining" else front.client.state
@@ -23,7 +23,7 @@ def status(front: Front) -> str:
     return "overloaded" if pressure >= 1 else "degraded" if pressure >= DEGRADED else "ok"
 
 
-def health(front: Front) -> tuple[int, dict[str, Any]]:
+def health(front: ServerFront) -> tuple[int, dict[str, Any]]:
     """HTTP status and body of /health: 200 while requests are taken, else 503 with the reason."""
     client = front.client
     state = status(front)
@@ -51,7 +51,7 @@ def health(front: Front) -> tuple[int, dict[str, Any]]:
     return 200 if state in ("ok", "degraded") else 503, body
 
 
-def engine_metrics(front: Front) -> dict[str, Any]:
+def engine_metrics(front: ServerFront) -> dict[str, Any]:
     """/v1/engine/metrics: the engine's counters and gauges, and what each adapter version did."""
     metrics = front.metrics
     return {
@@ -75,7 +75,7 @@ def engine_metrics(front: Front) -> dict[str, Any]:
     }
 
 
-def debug_metrics(front: Front) -> dict[str, Any]:
+def debug_metrics(front: ServerFront) -> dict[str, Any]:
     """Return MLX ParaLLM's /debug/metrics: what the engine's steps did since it started, which are its batches.
 
     Averages of tokens per second are over the time that the device had for requests; those of the last step are over
@@ -100,7 +100,7 @@ def debug_metrics(front: Front) -> dict[str, Any]:
     }
 
 
-def cache_stats(front: Front) -> dict[str, Any]:
+def cache_stats(front: ServerFront) -> dict[str, Any]:
     """/v1/cache/stats: what is kept in the KV pool, and how much of the prompts was found there."""
     client = front.client
     info, stats, load = client.check_ready(), client.stats, client.load
@@ -118,7 +118,7 @@ def cache_stats(front: Front) -> dict[str, Any]:
     }
 
 
-def _disk_stats(front: Front) -> dict[str, Any]:
+def _disk_stats(front: ServerFront) -> dict[str, Any]:
     config, stats = front.config.engine.disk, front.client.stats
     shown: dict[str, Any] = {"enabled": config.on, "open": stats.disk is not None}
     if (disk := stats.disk) is not None:
@@ -132,5 +132,5 @@ def _disk_stats(front: Front) -> dict[str, Any]:
     return shown
 
 
-def _by_reason(front: Front, reason: str) -> int:
+def _by_reason(front: ServerFront, reason: str) -> int:
     return sum(count for (_, r), count in front.metrics.finished.items() if r == reason)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.server.log import log
+from mlx_tandem.log import log
 
 MAX_KEY = 4096
 

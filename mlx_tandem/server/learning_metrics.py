@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 if TYPE_CHECKING:
-    from mlx_tandem.server.learning import Learning
+    from mlx_tandem.training.live.learning import Learning
 
 
 def families(learning: Learning) -> Iterator[Metric]:

@@ -16,12 +16,13 @@ from mlx_tandem.config import Config
 from mlx_tandem.engine.messages import Progress
 from mlx_tandem.engine.process import Launch, process_launch
 from mlx_tandem.errors import ModelError, TandemError
-from mlx_tandem.server import log as logs
+from mlx_tandem.log import log
+from mlx_tandem.server import log_lines
 from mlx_tandem.server.app import create_app
 from mlx_tandem.server.checks import check
 from mlx_tandem.server.connection import connection_class
-from mlx_tandem.server.front import Front
 from mlx_tandem.server.sockets import allow_many_connections, bind
+from mlx_tandem.training.live.front import ServerFront
 
 EX_SOFTWARE = 70
 """Exit status when the engine could not be kept alive."""
@@ -33,7 +34,7 @@ def run(
     sock: socket.socket | None = None,
     launch: Launch | None = None,
     on_progress: Callable[[Progress], None] | None = None,
-    on_ready: Callable[[Front, int], None] | None = None,
+    on_ready: Callable[[ServerFront, int], None] | None = None,
     log_level: int = logging.INFO,
     start_up: logging.Handler | None = None,
 ) -> int:
@@ -45,17 +46,17 @@ def run(
     other settings that cannot be served with.
     """
 
-    def ready(front: Front, port: int) -> None:
-        logs.configure(log_level)
+    def ready(front: ServerFront, port: int) -> None:
+        log_lines.configure(log_level)
         if on_ready is not None:
             on_ready(front, port)
 
     check(config.server)
-    logs.configure(log_level, start_up)
+    log_lines.configure(log_level, start_up)
     allow_many_connections()
     sock = sock or bind(config.server.host, config.server.port, config.server.uds)
     try:
-        front = Front(config, launch or process_launch(config.engine), on_progress=on_progress)
+        front = ServerFront(config, launch or process_launch(config.engine), on_progress=on_progress)
         server = Server(front, sock, ready)
         server.run(sockets=[sock])
     finally:
@@ -73,7 +74,7 @@ class Server(uvicorn.Server):
     New connections are accepted until then, too: probes are answered, and new work is refused with 503.
     """
 
-    def __init__(self, front: Front, sock: socket.socket, on_ready: Callable[[Front, int], None]):
+    def __init__(self, front: ServerFront, sock: socket.socket, on_ready: Callable[[ServerFront, int], None]):
         server = front.config.server
         super().__init__(
             UvicornConfig(
@@ -144,7 +145,7 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         front = self._front
-        logs.log("draining", open_requests=front.admission.open_requests)
+        log("draining", open_requests=front.admission.open_requests)
         front.client.begin_drain()
         try:
             async with asyncio.timeout(front.config.server.drain_seconds):

@@ -10,8 +10,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from mlx_tandem.server.body import SMALL_BODY, BodyLimit, read_json
-from mlx_tandem.server.error_reply import JSON_TYPE
-from mlx_tandem.server.front import Front
+from mlx_tandem.server.headers import JSON_TYPE
+from mlx_tandem.training.live.front import ServerFront
 
 T = TypeVar("T")
 
@@ -24,11 +24,11 @@ class TextReply(Generic[T]):
 
     def __init__(
         self,
-        front: Front,
+        front: ServerFront,
         request: Request,
         kind: type[T],
         limit: BodyLimit,
-        work: Callable[[Front, T], Awaitable[Sequence[bytes]]],
+        work: Callable[[ServerFront, T], Awaitable[Sequence[bytes]]],
     ):
         self._front = front
         self._request = request

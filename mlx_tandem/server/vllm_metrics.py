@@ -2,55 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from mlx_tandem.engine.histogram import STEP_TOKENS, Histogram
-
-if TYPE_CHECKING:
-    from mlx_tandem.server.front import Front
-    from mlx_tandem.server.metrics import Metrics
-
-TTFT_BOUNDS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-    *(160.0, 640.0, 2560.0),
-)
-ITL_BOUNDS = (
-    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
-    *(20.0, 40.0, 80.0),
-)
-SECONDS_BOUNDS = (
-    *(0.005, 0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
-    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-)
-TOKENS_BOUNDS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
-CHOICES_BOUNDS = (1, 2, 5, 10, 20, 50, 100)
-PREEMPTIONS_BOUNDS = (0, 1, 2, 3, 4, 5, 10, 20)
-"""All of these are vLLM's bounds and finer ones below, for machines that are quick because their models are small."""
-
-REQUESTS: dict[str, tuple[str, Sequence[float]]] = {
-    "request_prompt_tokens": ("Tokens of a prompt.", TOKENS_BOUNDS),
-    "request_generation_tokens": ("Tokens of a choice.", TOKENS_BOUNDS),
-    "request_max_num_generation_tokens": ("Tokens of the longest choice of a request.", TOKENS_BOUNDS),
-    "request_params_max_tokens": ("max_tokens of a request.", TOKENS_BOUNDS),
-    "request_params_n": ("n of a request.", CHOICES_BOUNDS),
-    "request_num_preemptions": ("Times that a sequence of a request was preempted.", PREEMPTIONS_BOUNDS),
-    "request_queue_time_seconds": ("Until the first tokens of a request were computed.", SECONDS_BOUNDS),
-    "request_prefill_time_seconds": ("From then until its first token was drawn.", SECONDS_BOUNDS),
-    "request_decode_time_seconds": ("From then until its last token was drawn.", SECONDS_BOUNDS),
-    "request_inference_time_seconds": ("Prefill and decode together.", SECONDS_BOUNDS),
-}
-"""vLLM's histograms of finished requests: what each says, and its bounds."""
+from mlx_tandem.generation.front import Front
+from mlx_tandem.generation.metrics import REQUESTS
 
 ENGINE = "0"
 """The label `engine` of every series: there is one engine."""
 
 
-def families(metrics: Metrics, front: Front) -> Iterator[Metric]:
+def families(front: Front) -> Iterator[Metric]:
     """Yield every family. Counts by model have the model's name, all others the base's."""
-    base, stats, load = front.models.id, front.client.stats, front.client.load
+    base, stats, load, metrics = front.models.id, front.client.stats, front.client.load, front.metrics
     blocks = load.used_blocks + load.free_blocks
     usage = load.used_blocks / blocks if blocks else 0.0
     for name, text, value in (

@@ -16,8 +16,8 @@ from mlx_tandem.config import Config, EngineConfig, ModelConfig, ServerConfig
 from mlx_tandem.engine.messages import Inbound, Outbound, Ready
 from mlx_tandem.engine.process import EngineProcess
 from mlx_tandem.engine.wire import EngineChannel, WireError
-from mlx_tandem.server.front import Front
 from mlx_tandem.server.serve import Server, bind
+from mlx_tandem.training.live.front import ServerFront
 from mlx_tandem.types import AdapterInfo, EngineInfo
 
 M = TypeVar("M")
@@ -131,7 +131,7 @@ def scripted_server(info: EngineInfo = INFO, **server: object) -> Iterator[tuple
     """A real HTTP server on a thread, over a scripted engine that is ready."""
     config = Config(EngineConfig(ModelConfig(str(demo.MODEL_PATH))), ServerConfig(**server))
     engine = ScriptedEngine()
-    front = Front(config, engine.launch)
+    front = ServerFront(config, engine.launch)
     sock = bind("127.0.0.1", 0)
     up = threading.Event()
     running = Server(front, sock, lambda front, port: up.set())

@@ -18,7 +18,7 @@ from mlx_tandem.config import ServerConfig
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.messages import Load, Output, Submit
 from mlx_tandem.errors import EngineUnavailable, InvalidRequest, Overloaded
-from mlx_tandem.server.admission import Admission
+from mlx_tandem.generation.admission import Admission
 from mlx_tandem.types import Delta
 from tests.api.scripted import INFO, Peer, scripted_server
 

@@ -21,9 +21,9 @@ from mlx_tandem.config import Config, EngineConfig, ModelConfig, ServerConfig
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server import auth
 from mlx_tandem.server.app import create_app
-from mlx_tandem.server.front import Front
 from mlx_tandem.server.keys import check_exposure, read_key
 from mlx_tandem.server.serve import run
+from mlx_tandem.training.live.front import ServerFront
 from tests.serving import ROOT, RunningServer, demo_config, serving
 
 KEY = "sk-canary-51c0ffee"
@@ -46,7 +46,7 @@ def app_of(config: Config) -> Starlette:
     def launch() -> tuple[socket.socket, object]:
         raise AssertionError("nothing is started here")
 
-    return create_app(Front(config, launch))
+    return create_app(ServerFront(config, launch))
 
 
 def routes() -> list[tuple[str, str]]:
@@ -168,7 +168,7 @@ def test_the_key_is_not_told(tmp_path):
     file.write_text(KEY + "\nsecond line\n")
     file.chmod(0o644)
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.serving", msgspec.json.encode(demo_config(api_key_file=str(file))).decode()],
+        [sys.executable, "-m", "tests.program", msgspec.json.encode(demo_config(api_key_file=str(file))).decode()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from mlx_tandem import demo
 from mlx_tandem.config import SchedulerConfig
-from mlx_tandem.text.tokenizer import Tokenizer
+from mlx_tandem.generation.tokenizer import Tokenizer
 from tests.serving import demo_config, serving
 
 PROMPT = "<|im_start|>user\nWhat is 12 + 5?<|im_end|>\n<|im_start|>assistant\n"

@@ -10,8 +10,8 @@ from typing import Any, get_args
 import httpx
 import pytest
 
-from mlx_tandem.server.dialects.accept import rules
-from mlx_tandem.server.dialects.parameters import PARAMETERS, Route
+from mlx_tandem.dialects.openai.accept import rules
+from mlx_tandem.dialects.openai.parameters import PARAMETERS, Route
 from tests.api.test_chat import QUESTION, events, text_of
 from tests.serving import RunningServer, demo_config, serving
 

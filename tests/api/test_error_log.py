@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_tandem import errors
 from mlx_tandem.errors import CODES, InvalidRequest
-from mlx_tandem.server.metrics import Metrics
+from mlx_tandem.generation.metrics import Metrics
 from tests.serving import ROOT, RunningServer, demo_config, serving
 
 KEY = "sk-canary-8a7b"

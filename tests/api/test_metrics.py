@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlx_tandem.engine.messages import Cancel, Failed, Heartbeat, Load, Output, Preempted, Started, Submit
-from mlx_tandem.server import metrics
+from mlx_tandem.generation import metrics
 from mlx_tandem.types import Delta, EngineStats
 from tests.api.scripted import INFO, Peer, scripted_server
 from tests.serving import RunningServer

@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.utils import load_adapters, load_model
 
 from mlx_tandem import Engine, demo
-from mlx_tandem.text.tokenizer import Tokenizer
+from mlx_tandem.generation.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(demo.MODEL_PATH)
 STORY = "Once there was a naïve fox"

@@ -17,7 +17,7 @@ from mlx_tandem import demo
 from mlx_tandem.config import Config, EngineConfig, ModelConfig, ServerConfig
 from mlx_tandem.engine.messages import Output, Submit
 from mlx_tandem.errors import InvalidRequest, ModelError
-from mlx_tandem.server.front import Front
+from mlx_tandem.training.live.front import ServerFront
 from mlx_tandem.types import Delta, Request
 from tests.api.scripted import Peer, scripted_server
 
@@ -28,8 +28,8 @@ def never() -> NoReturn:
     raise AssertionError("no engine is started here")
 
 
-def front(model: Path = demo.MODEL_PATH, **server: Any) -> Front:
-    return Front(Config(EngineConfig(ModelConfig(str(model))), ServerConfig(**server)), never)
+def front(model: Path = demo.MODEL_PATH, **server: Any) -> ServerFront:
+    return ServerFront(Config(EngineConfig(ModelConfig(str(model))), ServerConfig(**server)), never)
 
 
 def asked(client: Any, peer: Peer, **body: Any) -> tuple[Request, Any]:

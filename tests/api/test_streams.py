@@ -11,7 +11,7 @@ import pytest
 
 from mlx_tandem import demo
 from mlx_tandem.engine.messages import Cancel, Failed, Output, Submit
-from mlx_tandem.text.tokenizer import Tokenizer
+from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.types import Delta
 from tests.api.scripted import Peer, scripted_server
 
@@ -202,7 +202,7 @@ def test_unexpected_errors_are_a_fixed_text(monkeypatch):
 
 
 def test_defaults_of_the_model_folder(monkeypatch):
-    monkeypatch.setattr("mlx_tandem.server.front.sampling_defaults", lambda _: {"temperature": 0.25, "top_k": 7})
+    monkeypatch.setattr("mlx_tandem.generation.front.sampling_defaults", lambda _: {"temperature": 0.25, "top_k": 7})
     done = lambda i: Output([Delta(i, 0, (token(1),), None, "stop")])  # noqa: E731
     with scripted_server(default_max_tokens=9) as (client, peer, _):
         replies: list[httpx.Response] = []

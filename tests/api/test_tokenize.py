@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlx_tandem import demo
-from mlx_tandem.text.tokenizer import Tokenizer
+from mlx_tandem.generation.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.load(demo.MODEL_PATH)
 TEXT = "a naïve 🦊 <|im_end|>"

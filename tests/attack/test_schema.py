@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from starlette.routing import Route
 
+from mlx_tandem.dialects.routes import ROUTES
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server import app as module
 from mlx_tandem.server import text_reply
 from mlx_tandem.server.app import create_app
-from mlx_tandem.server.front import Front
-from mlx_tandem.server.openapi import BODIES
+from mlx_tandem.training.live.front import ServerFront
 from tests.api.scripted import scripted_server
 from tests.serving import RunningServer, demo_config, serving
 
@@ -42,7 +42,7 @@ def routes() -> list[tuple[str, str]]:
     def launch() -> object:
         raise AssertionError("nothing is started here")
 
-    found = create_app(Front(demo_config(), launch)).routes  # type: ignore[arg-type]
+    found = create_app(ServerFront(demo_config(), launch)).routes  # type: ignore[arg-type]
     return [(m, r.path) for r in found if isinstance(r, Route) for m in r.methods or () if m != "HEAD"]
 
 
@@ -69,7 +69,7 @@ def test_the_document_names_the_bodies_that_routes_read(monkeypatch: pytest.Monk
         for method, path in routes():
             if method in ("POST", "PUT"):
                 client.request(method, path.replace("{name}", "x"))
-    assert read == BODIES
+    assert read == {route.path: route.body for route in ROUTES if route.body is not None}
 
 
 @pytest.mark.slow

@@ -56,6 +56,21 @@ def filled(*adapters: AdapterRef | None) -> Store:
     return store
 
 
+def test_what_a_failed_row_has_written_is_never_saved() -> None:
+    """Also where the step behind the failed one has copied it out already."""
+    saved = []
+    for failed_step in range(6):
+        store = Store()
+        engine, _ = server(store, write_through=True, depth=1, nan={failed_step: 0})
+        engine.loop.add(Request(1, PROMPT, SamplingParams(max_tokens=10, seed=1)))
+        engine.loop.run()
+        engine.loop.assert_idle()
+        assert engine.loop.failed == {1}
+        saved.append(len(store.blocks))
+    assert saved[:3] == [0, 0, 0]
+    assert saved[-1] > 0, "what was on the drive before is whole"
+
+
 # --- random workloads --------------------------------------------------------------------------------------------
 
 

@@ -128,6 +128,19 @@ def test_what_is_over_the_bounds_is_refused(tmp_path: Path, bounds: Bounds) -> N
     with_pool(tmp_path, use, bounds=bounds)
 
 
+def test_what_is_answered_or_refused_leaves_its_room_to_others(tmp_path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        for round_ in range(6):
+            task = await held(pool, fifo := tmp_path / f"fifo-{round_}")
+            with pytest.raises(Overloaded):
+                await pool.ask(b"echo " + b"x" * BOUNDS.bytes)
+            waits = asyncio.create_task(pool.ask(b"echo " + b"x" * (BOUNDS.bytes // 3)))
+            await asyncio.to_thread(fifo.read_bytes)
+            assert all(isinstance(answer, Said) for answer in await asyncio.gather(task, waits))
+
+    with_pool(tmp_path, use)
+
+
 def test_what_waits_for_too_long_is_refused(tmp_path: Path) -> None:
     async def use(pool: Pool) -> None:
         await pid(pool)

@@ -21,9 +21,9 @@ from tokenizers import Tokenizer as Backend
 
 from mlx_tandem import demo, limits
 from mlx_tandem.errors import InvalidRequest, TooLarge
-from mlx_tandem.server.text_admission import PLACES
-from mlx_tandem.text.prompts import Prompts
-from mlx_tandem.text.tokenizer import Tokenizer
+from mlx_tandem.generation.prompts import Prompts
+from mlx_tandem.generation.text_admission import PLACES
+from mlx_tandem.generation.tokenizer import Tokenizer
 from tests.serving import RunningServer, demo_config, serving
 from tests.unit.text_tools import byte_level, model_folder, sentencepiece
 

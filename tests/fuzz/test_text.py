@@ -12,11 +12,11 @@ from random import Random
 import pytest
 
 from mlx_tandem.errors import InvalidRequest, ModelError
-from mlx_tandem.text.defaults import sampling_defaults
-from mlx_tandem.text.templates.client import ChatTemplate
-from mlx_tandem.text.templates.messages import Failed, Setup
-from mlx_tandem.text.templates.rendering import Renderer, said
-from mlx_tandem.text.tokenizer import Tokenizer
+from mlx_tandem.generation.defaults import sampling_defaults
+from mlx_tandem.generation.templates.client import ChatTemplate
+from mlx_tandem.generation.templates.messages import Failed, Setup
+from mlx_tandem.generation.templates.rendering import Renderer, said
+from mlx_tandem.generation.tokenizer import Tokenizer
 from tests.fuzz import templates, tokenizers
 from tests.fuzz.folders import Case
 from tests.fuzz.judge import Tally, judge, named

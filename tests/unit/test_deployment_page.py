@@ -18,7 +18,7 @@ from starlette.routing import Route
 from mlx_tandem.cli.app import app
 from mlx_tandem.config import Config
 from mlx_tandem.server.app import create_app
-from mlx_tandem.server.front import Front
+from mlx_tandem.training.live.front import ServerFront
 from tests.serving import demo_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")
@@ -72,7 +72,7 @@ def test_probes_ask_for_paths_that_exist() -> None:
         raise AssertionError("nothing is started here")
 
     config: Config = demo_config()
-    paths = {r.path for r in create_app(Front(config, launch)).routes if isinstance(r, Route)}  # type: ignore[arg-type]
+    paths = {r.path for r in create_app(ServerFront(config, launch)).routes if isinstance(r, Route)}  # type: ignore[arg-type]
     asked = set(re.findall(r"(?:localhost|127\.0\.0\.1:8000)(/[\w/]*)", PAGE)) | set(re.findall(r"path: (/\w+)", PAGE))
     assert asked == {"/livez", "/readyz", "/v1/models"}
     assert asked <= paths

@@ -18,7 +18,7 @@ from mlx_tandem.errors import TandemError
 from mlx_tandem.printable import MOST_SHOWN, printable
 from mlx_tandem.server.error_reply import ErrorReply
 from mlx_tandem.server.guard import Guard
-from mlx_tandem.server.log import MOST_LOGGED, JsonLines
+from mlx_tandem.server.log_lines import MOST_LOGGED, JsonLines
 from mlx_tandem.worker import EngineLines
 from tests.texts import ANY_TEXT, is_safe
 
@@ -118,7 +118,7 @@ def test_a_header_cannot_hold_another(value: bytes) -> None:
         sent.append(message)
 
     asyncio.run(Guard(app, lambda: None)({"type": "http"}, None, send))
-    (_, got), plain = sent[0]["headers"]
+    (_, got), plain, _ = sent[0]["headers"]
     assert plain == (b"y", b"plain 1")
     assert all(0x20 <= byte <= 0x7E for byte in got) and len(got) <= 1024
 

@@ -11,10 +11,10 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from mlx_tandem.text.parts import Part
-from mlx_tandem.text.templates.messages import Rendered, Setup
-from mlx_tandem.text.templates.rendering import Renderer
-from mlx_tandem.text.tokenizer import Tokenizer
+from mlx_tandem.generation.parts import Part
+from mlx_tandem.generation.templates.messages import Rendered, Setup
+from mlx_tandem.generation.templates.rendering import Renderer
+from mlx_tandem.generation.tokenizer import Tokenizer
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<think>", "</think>")

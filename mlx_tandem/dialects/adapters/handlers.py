@@ -1,0 +1,123 @@
+"""What is known and loaded of adapters and aliases, and changing it while serving."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import msgspec
+
+from mlx_tandem.adapters.aliases import AliasArm
+from mlx_tandem.adapters.registry import Entry
+from mlx_tandem.dialects.adapters.bodies import AdapterBody, AliasBody
+from mlx_tandem.errors import NotFound
+from mlx_tandem.generation.front import Front
+
+
+def describe(entry: Entry, resident: Collection[str]) -> dict[str, Any]:
+    """Return one adapter version as clients see it; `resident` are the digests in slots."""
+    info = entry.info
+    return {
+        "name": entry.name,
+        "version": entry.ref.version,
+        "id": entry.ref.label,
+        "path": None if entry.source is None else entry.source.path,
+        "digest": info.digest,
+        "format": info.format,
+        "rank": info.rank,
+        "scale": info.scale,
+        "targets": list(info.targets),
+        "size_bytes": info.nbytes,
+        "memory_bytes": info.memory_bytes,
+        "created": int(entry.created),
+        "pinned": entry.pinned,
+        "resident": info.digest in resident,
+        **msgspec.to_builtins(entry.counters),
+    }
+
+
+def listing(front: Front) -> dict[str, Any]:
+    """Return the current versions, each with the numbers of all versions of its name; then names that were never asked
+    for."""
+    registry, stats = front.models.registry, front.client.stats
+    resident = frozenset(stats.resident_adapters)
+    read = [
+        describe(e, resident) | {"versions": [v.ref.version for v in registry.versions(e.name)]}
+        for e in registry.entries()
+    ]
+    unread: list[dict[str, Any]] = [
+        {"name": n, "version": None, "path": s.path, "versions": []} for n, s in registry.unread()
+    ]
+    info = front.client.info
+    slots = info.max_loras if info is not None else 0
+    return {
+        "adapters": read + unread,
+        "registered": len(registry),
+        "slots": slots,
+        "resident": len(stats.resident_adapters),
+        "loaded": stats.loaded_adapters,
+        "loaded_bytes": stats.loaded_adapter_bytes,
+        "slot_bytes": stats.adapter_slot_bytes,
+        "evictions": stats.adapter_evictions,
+    }
+
+
+def one(front: Front, selector: str) -> dict[str, Any]:
+    """Return one version; or a name, or a version in a checkpoint, that was never asked for."""
+    registry = front.models.registry
+    source = registry.source(selector)
+    if source is not None and not registry.is_read(selector):
+        return {"name": selector, "version": None, "path": source.path, "versions": []}
+    try:
+        return describe(registry.entry(selector), front.client.stats.resident_adapters)
+    except NotFound as e:
+        shelved = front.models.shelved(selector)
+        if shelved is not None:
+            name, _, number = selector.partition("@")
+            return {"name": name, "version": int(number), "id": selector, "path": shelved.path}
+        raise NotFound(e.message, param="name", code="adapter_not_found") from None
+
+
+async def load(front: Front, body: AdapterBody) -> dict[str, Any]:
+    """Read a folder. A name that exists stands for the new version from the next request on."""
+    entry = await front.models.load(body.name, front.models.source(body.name, body.path), body.pin)
+    return {"status": "loaded"} | describe(entry, front.client.stats.resident_adapters)
+
+
+async def unload(front: Front, name: str) -> dict[str, Any]:
+    """Forget an adapter and all its versions."""
+    refs = await front.models.unload(name)
+    return {"status": "unloaded", "name": name, "versions": [r.version for r in refs]}
+
+
+def describe_alias(name: str, arms: Sequence[AliasArm]) -> dict[str, Any]:
+    """Return an alias as clients see it."""
+    total = sum(a.weight for a in arms)
+    return {
+        "name": name,
+        "arms": [
+            {"adapter": a.adapter, "weight": a.weight, "share": a.weight / total} | msgspec.to_builtins(a.counters)
+            for a in arms
+        ],
+    }
+
+
+def aliases(front: Front) -> dict[str, Any]:
+    """Return all aliases."""
+    return {"aliases": [describe_alias(name, arms) for name, arms in front.models.aliases.items()]}
+
+
+def one_alias(front: Front, name: str) -> dict[str, Any]:
+    """Return one alias."""
+    return describe_alias(name, front.models.aliases.arms(name))
+
+
+async def put_alias(front: Front, name: str, body: AliasBody) -> dict[str, Any]:
+    """Let an alias stand for other arms, or for its first ones."""
+    return describe_alias(name, await front.models.put_alias(name, body.arms))
+
+
+def remove_alias(front: Front, name: str) -> dict[str, Any]:
+    """Forget an alias."""
+    front.models.aliases.remove(name)
+    return {"status": "removed", "name": name}

@@ -1,0 +1,1 @@
+"""OpenAI's chats, completions and models."""

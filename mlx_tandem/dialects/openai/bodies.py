@@ -1,0 +1,146 @@
+"""OpenAI's request bodies: the parameters that are served. `parameters.py` says what is done with all others."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Struct
+
+from mlx_tandem import limits
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.front import Front
+from mlx_tandem.generation.sampling import Sampling
+from mlx_tandem.limits import bounds
+
+
+class StreamOptions(Struct, forbid_unknown_fields=True):
+    """How a reply is streamed."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage in every event
+    include_obfuscation: bool | None = None  # no effect: what is sent is not padded
+
+
+class TemplateOptions(Struct, forbid_unknown_fields=True):
+    """An allow-list: a caller may not replace what the template is given otherwise."""
+
+    enable_thinking: bool | None = None
+
+
+class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
+    """What both routes take."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    echo: bool | None = None
+    truncate_prompt_tokens: Annotated[int, bounds("truncate_prompt_tokens")] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    user: str | None = None  # keeps a caller on one arm of an alias
+    lora_adapter: str | None = None  # as `model`, for callers who name base and adapter apart
+    # Learning.
+    collect_trajectory: bool | None = None
+    scoring_function: str | dict[str, Any] | list[Any] | None = None
+    metadata: dict[str, Any] | None = None  # for reward functions; without them it has no effect
+    swap_policy: Literal["pin", "inflight_keep"] | None = None
+
+
+class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):
+    """The body of a chat."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: Annotated[int, bounds("max_completion_tokens")] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, bounds("top_logprobs")] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+
+
+class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
+    """The body of a text completion."""
+
+    prompt: str | list[int | str | list[int]]
+    logprobs: Annotated[int, bounds("logprobs")] | None = None
+
+
+def template_options(given: TemplateOptions | None) -> dict[str, bool]:
+    """Return what `chat_template_kwargs` tell the template."""
+    if given is None or given.enable_thinking is None:
+        return {}
+    return {"enable_thinking": given.enable_thinking}
+
+
+def chat_options(body: ChatBody) -> dict[str, bool]:
+    """Return what the chat template is told beside the messages."""
+    options = template_options(body.chat_template_kwargs)
+    if body.continue_final_message:
+        if body.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message goes on with the last message, and add_generation_prompt begins another one",
+                param="continue_final_message",
+            )
+        return options | {"add_generation_prompt": False, "continue_final_message": True}
+    return options | {"add_generation_prompt": body.add_generation_prompt is not False}
+
+
+def chat_logprobs(body: ChatBody) -> int | None:
+    """Return how many alternatives to report; None: no logprobs at all."""
+    top = body.top_logprobs or 0
+    if body.logprobs:
+        return top
+    if top:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return None
+
+
+def streaming(body: Common) -> tuple[bool, bool, bool]:
+    """Return whether to stream, whether with usage at the end, and whether with usage in every event."""
+    options = body.stream_options
+    if options is None:
+        return bool(body.stream), False, False
+    if not body.stream:
+        raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+    always = bool(options.continuous_usage_stats)
+    return True, always if options.include_usage is None else options.include_usage, always
+
+
+async def completion_prompts(front: Front, body: CompletionBody) -> list[list[int]]:
+    """Return the token ids of each prompt: of one text, one list of ids, or a list of either."""
+    prompt, cut = body.prompt, body.truncate_prompt_tokens is not None
+    vocabulary = front.client.check_ready().vocab_size
+    if isinstance(prompt, str):
+        return [await front.text_prompt(prompt, "prompt", cut=cut)]
+    if not prompt:
+        raise InvalidRequest("prompt is empty", param="prompt")
+    if isinstance(prompt[0], int):
+        return [list(limits.check_token_ids(prompt, vocabulary, "prompt"))]
+    if len(prompt) > limits.MAX_PROMPTS:
+        raise InvalidRequest(f"prompt has at most {limits.MAX_PROMPTS} prompts", param="prompt")
+    total = sum(len(item) for item in prompt if isinstance(item, str))
+    prompts: list[list[int]] = []
+    for i, item in enumerate(prompt):
+        param = f"prompt[{i}]"
+        if isinstance(item, str):
+            prompts.append(await front.text_prompt(item, param, total=total, cut=cut))
+        elif isinstance(item, int):
+            raise InvalidRequest(f"{param} must be a prompt like the first one", param=param, code="invalid_type")
+        elif not item:
+            raise InvalidRequest(f"{param} is empty", param=param)
+        else:
+            prompts.append(list(limits.check_token_ids(item, vocabulary, param)))
+    return prompts
+
+
+def prompt_texts(
+    front: Front, body: CompletionBody, whole: list[list[int]], prompts: list[list[int]]
+) -> tuple[str, ...]:
+    """Return what `echo` repeats: prompts as they were written; token ids, and prompts that were cut from `whole` to
+    `prompts`, as what their tokens stand for."""
+    several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
+    given = body.prompt if several else [body.prompt]
+    return tuple(
+        own if isinstance(own, str) and len(ids) == len(all_ids) else front.tokenizer.decode(ids, show_special=True)
+        for own, all_ids, ids in zip(given, whole, prompts, strict=True)
+    )

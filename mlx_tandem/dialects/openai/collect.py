@@ -1,0 +1,106 @@
+"""What a request's fields of learning mean: metadata, scoring, collecting, and following newer versions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_tandem import limits
+from mlx_tandem.decode import check_nested, dumps
+from mlx_tandem.dialects.openai.bodies import Common
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.model_names import Selection
+from mlx_tandem.training.live.front import ServerFront
+from mlx_tandem.training.live.recorder import Collect
+from mlx_tandem.training.trajectories import check_label, new_id
+from mlx_tandem.types import SamplingParams
+
+
+def check_metadata(given: dict[str, Any] | None) -> dict[str, Any]:
+    """Return the request's `metadata`, of bounded size and depth, without numbers that msgpack or JSON cannot say."""
+    values = limits.MAX_METADATA_BYTES  # each of them takes a byte at least
+    check_nested(given or {}, "metadata", depth=limits.MAX_METADATA_DEPTH, values=values)
+    if given and len(dumps(given)) > limits.MAX_METADATA_BYTES:
+        raise InvalidRequest(f"metadata is over {limits.MAX_METADATA_BYTES} bytes", param="metadata")
+    return given or {}
+
+
+def collect_fields(
+    front: ServerFront,
+    body: Common,
+    model: Selection,
+    params: SamplingParams,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[str],
+    *,
+    silent: bool,
+) -> Collect | None:
+    """What the request asks of learning; None: nothing. `texts`: the prompts as the reward functions see them."""
+    metadata = check_metadata(body.metadata)
+    keep, shown = bool(body.collect_trajectory), body.scoring_function is not None
+    if not keep and not shown:
+        return None
+    field = "collect_trajectory" if keep else "scoring_function"
+    learning = front.check_learning(field, field)
+    if silent:
+        raise InvalidRequest(f"{field} needs a completion, and max_tokens is 0", param=field)
+    function = body.scoring_function if shown else front.config.rl_training.scoring_function
+    if not function:
+        raise InvalidRequest(
+            f"scoring_function is required, one of {', '.join(learning.learner.rewards.names)}: "
+            "this server was started without one to take otherwise",
+            param="scoring_function",
+            code="missing_required_parameter",
+        )
+    if keep:
+        limits.check("example_temperature", params.temperature, "temperature")  # greedy choices have no logprobs
+        if params.greedy:
+            raise InvalidRequest("top_p must be over 0 where trajectories are collected", param="top_p")
+        if learning.version_of(model.ref) is None:
+            raise InvalidRequest(
+                f"trajectories are collected of {front.config.rl_training.adapter} and of the base", param=field
+            )
+    return Collect(
+        keep=keep,
+        shown=shown,
+        scoring=learning.learner.rewards.check(function, metadata),
+        metadata=metadata,
+        groups=_groups(metadata, len(prompts)),
+        shared="group" in metadata,
+        prompts=tuple(texts),
+        params=params,
+    )
+
+
+def _groups(metadata: dict[str, Any], prompts: int) -> tuple[str, ...]:
+    """One for each prompt. Those that requests name cannot be taken for those that are made here."""
+    if "group" not in metadata:
+        own = new_id()
+        return tuple(f"request:{own}:{k}" for k in range(prompts))
+    named = metadata["group"]
+    if not isinstance(named, str):
+        raise InvalidRequest("metadata.group must be a string", param="metadata.group", code="invalid_type")
+    check_label(named, "metadata.group")
+    return tuple(f"named:{named}:{k}" if prompts > 1 else f"named:{named}" for k in range(prompts))
+
+
+def follows(front: ServerFront, body: Common, model: Selection) -> bool:
+    """Whether the request goes on under newer versions of the trained adapter as they come."""
+    if body.swap_policy != "inflight_keep":
+        return False
+    front.check_learning("swap_policy inflight_keep", "swap_policy")
+    asked = body.model if body.lora_adapter is None else body.lora_adapter
+    trained = front.config.rl_training.adapter
+    if model.ref is None or model.ref.name != trained or "@" in (asked or ""):
+        raise InvalidRequest(
+            f"swap_policy inflight_keep is for requests to {trained}, without a version", param="swap_policy"
+        )
+    return True
+
+
+def shown_version(front: ServerFront, body: Common, model: Selection) -> int | None:
+    """The version that the reply names for each token; None: it does not."""
+    if front.learning is None or not (body.return_token_ids or body.collect_trajectory):
+        return None
+    number = front.learning.version_of(model.ref)
+    return number if number is not None or model.ref is None else model.ref.version

@@ -1,0 +1,55 @@
+"""`/v1/models`: everything that a request may name as its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_tandem.errors import NotFound
+from mlx_tandem.generation.front import Front
+from mlx_tandem.limits import BASE_NAMES
+
+
+def listing(front: Front) -> dict[str, Any]:
+    """Return everything that a request may name."""
+    models = front.models
+    names = [models.id, *models.served_names]
+    names += [e.name for e in models.registry.entries()]
+    names += [name for name, _ in models.registry.unread()]
+    names += [name for name, _ in models.aliases.items()]
+    return {"object": "list", "data": [_describe(front, name) for name in names]}
+
+
+def one(front: Front, selector: str) -> dict[str, Any]:
+    """Return one entry of the list, or one version of an adapter, without reading anything from disk for it.
+
+    Raises NotFound (`model_not_found`) when nothing is called so.
+    """
+    try:
+        return _describe(front, selector)
+    except NotFound as e:
+        raise front.models.unknown(selector, e) from None
+
+
+def _describe(front: Front, name: str) -> dict[str, Any]:
+    """Return one entry. `root`: the version or the model behind the name; `parent`: the base that it stands on;
+    `loaded`: whether it answers without being read from its folder first, which `status` says more finely."""
+    models, info = front.models, front.client.info
+    status = models.status(name)
+    created, root = front.started, name
+    parent: str | None = models.id
+    if name in models.base_names:
+        root, parent = models.id, None
+    elif name not in models.aliases and (name not in models.registry or models.registry.is_read(name)):
+        entry = models.registry.entry(name)
+        created, root = entry.created, entry.ref.label
+    return {
+        "id": models.id if name in BASE_NAMES else name,
+        "object": "model",
+        "created": int(created),
+        "owned_by": "mlx-tandem",
+        "root": root,
+        "parent": parent,
+        "loaded": status == "loaded",
+        "status": status,
+        "max_model_len": info.max_model_len if info is not None else None,
+    }

@@ -1,0 +1,147 @@
+"""From a checked body to the plan of its reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from msgspec import structs
+
+from mlx_tandem.dialects.openai.bodies import (
+    ChatBody,
+    Common,
+    CompletionBody,
+    chat_logprobs,
+    chat_options,
+    completion_prompts,
+    prompt_texts,
+    streaming,
+)
+from mlx_tandem.dialects.openai.collect import collect_fields, follows, shown_version
+from mlx_tandem.dialects.openai.renderer import ChatRenderer, OpenAIRenderer, Shown, TextRenderer
+from mlx_tandem.dialects.plan import Plan
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.messages import chat_messages
+from mlx_tandem.generation.model_names import Selection
+from mlx_tandem.generation.output import TextOptions
+from mlx_tandem.generation.prompted import Prompted
+from mlx_tandem.generation.sampling import (
+    check_logprobs,
+    choices,
+    kept_tokens,
+    sampling_params,
+    text_options,
+)
+from mlx_tandem.training.live.front import ServerFront
+from mlx_tandem.types import SamplingParams
+
+
+async def plan_chat(front: ServerFront, body: ChatBody) -> Plan:
+    """Return the plan of a chat."""
+    model = await _selected(front, body)
+    _check_streaming(body)
+    n, text, logprobs = choices(front, body), text_options(body), chat_logprobs(body)
+    check_logprobs(front, "top_logprobs", logprobs)
+    longest = ("max_completion_tokens", body.max_completion_tokens) if body.max_completion_tokens is not None else None
+    kept = kept_tokens(front, body.truncate_prompt_tokens, longest[1] if longest else body.max_tokens)
+    messages, options = chat_messages(body.messages), chat_options(body)
+    prompt = _last(await front.chat_prompt(messages, options, cut=kept is not None), kept)
+    params = sampling_params(front, body, len(prompt), "messages", logprobs=logprobs, max_tokens=longest)
+    texts = (front.tokenizer.decode(prompt, show_special=True),) if _learns(body) else ()
+    echo = _echoed(messages, options) if body.echo else None
+    return _plan(front, body, ChatRenderer, model, _Generates([prompt], params, n, text), texts, echo)
+
+
+async def plan_completion(front: ServerFront, body: CompletionBody) -> Plan:
+    """Return the plan of a text completion."""
+    model = await _selected(front, body)
+    _check_streaming(body)
+    echo = bool(body.echo)
+    n, text, logprobs = choices(front, body), text_options(body, echo), body.logprobs
+    check_logprobs(front, "logprobs", logprobs)
+    kept = kept_tokens(front, body.truncate_prompt_tokens, body.max_tokens)
+    whole = await completion_prompts(front, body)
+    prompts = [_last(prompt, kept) for prompt in whole]
+    params = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs, echo=echo)
+    texts = prompt_texts(front, body, whole, prompts) if echo or _learns(body) else ()
+    generates = _Generates(prompts, params, n, text)
+    return _plan(front, body, TextRenderer, model, generates, texts, texts if echo else None)
+
+
+class _Generates(NamedTuple):
+    """What is drawn for a request."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    n: int
+    text: TextOptions
+
+
+def _plan(
+    front: ServerFront,
+    body: Common,
+    renderer: type[OpenAIRenderer],
+    model: Selection,
+    generates: _Generates,
+    texts: Sequence[str],
+    echo: tuple[str, ...] | None,
+) -> Plan:
+    """Return the plan of either route. `texts`: the prompts as reward functions see them; `echo`: what the replies of
+    each prompt begin with."""
+    prompts, params, n, text = generates
+    stream, with_usage, always_usage = streaming(body)
+    collect = collect_fields(front, body, model, params, prompts, texts, silent=text.silent)
+    version = shown_version(front, body, model)
+    learned = collect is not None and params.logprobs is None
+    prompted = Prompted(
+        prompts,
+        [model.ref] * len(prompts),
+        structs.replace(params, logprobs=0) if learned else params,
+        n,
+        text,
+        parser=front.parser if renderer is ChatRenderer else None,
+        version=version,
+        running_usage=stream and always_usage,
+        priority=body.priority or 0,
+        follow=follows(front, body, model),
+    )
+    shown = Shown(
+        usage=with_usage or front.config.server.force_include_usage,
+        logprobs=params.logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        token_ids=bool(body.return_token_ids),
+        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        versions=version is not None,
+        echo=echo,
+    )
+    return Plan(prompted, model, renderer(front, prompted, shown), stream, collect)
+
+
+def _last(prompt: list[int], kept: int | None) -> list[int]:
+    """Return the prompt, or the last `kept` tokens of it."""
+    return prompt if kept is None else prompt[-kept:]
+
+
+def _echoed(messages: Sequence[Mapping[str, Any]], options: Mapping[str, bool]) -> tuple[str, ...] | None:
+    """Return what a chat's reply begins with when it repeats the last message: as in vLLM, where the reply goes on with
+    that message or has its role; None: nothing."""
+    last = messages[-1]
+    return (last["content"],) if last["role"] == "assistant" or not options["add_generation_prompt"] else None
+
+
+async def _selected(front: ServerFront, body: Common) -> Selection:
+    if body.lora_adapter is None:
+        return await front.models.select(body.model, body.user)
+    return await front.models.select_adapter(body.lora_adapter, body.model, body.user)
+
+
+def _learns(body: Common) -> bool:
+    """Whether a reward function will see the prompt."""
+    return bool(body.collect_trajectory) or body.scoring_function is not None
+
+
+def _check_streaming(body: Common) -> None:
+    """Raise InvalidRequest for what cannot be streamed, or is for streams only."""
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
+    streaming(body)

@@ -1,0 +1,27 @@
+"""OpenAI's routes. Each is there without /v1, too, for clients whose base URL has none."""
+
+from __future__ import annotations
+
+from mlx_tandem.dialects.openai import models
+from mlx_tandem.dialects.openai.accept import selection
+from mlx_tandem.dialects.openai.bodies import ChatBody, CompletionBody
+from mlx_tandem.dialects.openai.plans import plan_chat, plan_completion
+from mlx_tandem.dialects.route import Route
+
+ROUTES = tuple(
+    route
+    for prefix in ("/v1", "")
+    for route in (
+        Route("POST", f"{prefix}/chat/completions", plan_chat, ChatBody, reads="prompts", select=selection("chat")),
+        Route(
+            "POST",
+            f"{prefix}/completions",
+            plan_completion,
+            CompletionBody,
+            reads="prompts",
+            select=selection("completions"),
+        ),
+        Route("GET", f"{prefix}/models", models.listing),
+        Route("GET", f"{prefix}/models/{{model:path}}", models.one),
+    )
+)

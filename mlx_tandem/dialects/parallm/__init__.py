@@ -1,0 +1,1 @@
+"""MLX ParaLLM's own routes."""

@@ -1,0 +1,17 @@
+"""The routes for learning."""
+
+from __future__ import annotations
+
+from mlx_tandem.dialects.route import Route
+from mlx_tandem.dialects.training import handlers
+from mlx_tandem.dialects.training.bodies import CheckpointBody, NoBody, RollbackBody, UpdateBody
+
+ROUTES = (
+    Route("POST", "/v1/training/update", handlers.update, UpdateBody, status=202),
+    Route("GET", "/v1/training/jobs/{id}", handlers.job),
+    Route("GET", "/v1/training/status", handlers.status),
+    Route("POST", "/v1/training/start", handlers.start, NoBody, reads="steering"),
+    Route("POST", "/v1/training/stop", handlers.stop, NoBody, reads="steering"),
+    Route("POST", "/v1/training/checkpoint", handlers.checkpoint, CheckpointBody, reads="steering"),
+    Route("POST", "/v1/training/rollback", handlers.rollback, RollbackBody, reads="steering"),
+)

@@ -1,0 +1,1 @@
+"""vLLM's own routes: tokenizing, and loading adapters."""

@@ -1,0 +1,44 @@
+"""The bodies of vLLM's own routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct
+
+from mlx_tandem.dialects.openai.bodies import TemplateOptions
+
+
+class LoadBody(Struct, forbid_unknown_fields=True):
+    """An adapter to be loaded."""
+
+    lora_name: str
+    lora_path: str | None = None
+    load_inplace: bool = False
+    base_model_name: str | None = None
+
+
+class UnloadBody(Struct, forbid_unknown_fields=True):
+    """An adapter to be forgotten."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Either a prompt or messages, to be tokenised."""
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None  # of a prompt; the template of a conversation has its own
+    messages: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateOptions | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Token ids whose text is asked for."""
+
+    model: str | None = None
+    tokens: list[int]

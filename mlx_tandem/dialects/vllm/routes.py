@@ -1,0 +1,16 @@
+"""vLLM's own routes."""
+
+from __future__ import annotations
+
+from mlx_tandem.dialects.route import Route
+from mlx_tandem.dialects.vllm.bodies import DetokenizeBody, LoadBody, TokenizeBody, UnloadBody
+from mlx_tandem.dialects.vllm.lora import load, unload
+from mlx_tandem.dialects.vllm.tokenize import detokenize, tokenize, tokenizer_info
+
+ROUTES = (
+    Route("POST", "/tokenize", tokenize, TokenizeBody, reads="texts"),
+    Route("POST", "/detokenize", detokenize, DetokenizeBody, reads="texts"),
+    Route("GET", "/tokenizer_info", tokenizer_info),
+    Route("POST", "/v1/load_lora_adapter", load, LoadBody),
+    Route("POST", "/v1/unload_lora_adapter", unload, UnloadBody),
+)

@@ -1,0 +1,66 @@
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, with vLLM's shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_tandem.decode import dumps
+from mlx_tandem.dialects.openai.bodies import template_options
+from mlx_tandem.dialects.vllm.bodies import DetokenizeBody, TokenizeBody
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.front import Front
+from mlx_tandem.generation.messages import chat_messages
+from mlx_tandem.generation.parts import Part
+
+Pieces = Sequence[bytes]
+"""A reply's body in pieces, which are long only where the reply is."""
+
+
+async def tokenize(front: Front, body: TokenizeBody) -> Pieces:
+    """Return the reply's body."""
+    info = front.client.check_ready()
+    await front.models.select(body.model)
+    parts, param, begins = _prompt(body) if body.messages is None else await _conversation(front, body)
+    pieces = bool(body.return_token_strs)
+    del body  # its text may have to wait, and `parts` have it
+    found = await front.prompts.listing(parts, param, begins=begins, pieces=pieces)
+    head = b'{"count":%d,"max_model_len":%d,"tokens":' % (found.count, info.max_model_len)
+    return (head, found.tokens, b',"token_strs":', found.pieces or b"null", b"}")
+
+
+async def detokenize(front: Front, body: DetokenizeBody) -> Pieces:
+    """Return the reply's body."""
+    info = front.client.check_ready()
+    await front.models.select(body.model)
+    return (b'{"prompt":', await front.prompts.text_of(body.tokens, info.vocab_size, "tokens"), b"}")
+
+
+def tokenizer_info(front: Front) -> bytes:
+    """Return what a client needs to write prompts of its own, as the reply's body."""
+    texts, template = front.tokenizer.special_texts(), front.prompts.template
+    return dumps(
+        {
+            **{name: texts.get(name) for name in ("bos_token", "eos_token", "pad_token")},
+            "chat_template": None if template is None else template.source,
+        }
+    )
+
+
+def _prompt(body: TokenizeBody) -> tuple[list[Part], str, bool]:
+    """Return the text, the field that it is in, and whether special tokens are added to it."""
+    if body.prompt is None:
+        raise InvalidRequest("prompt or messages is required", param="prompt", code="missing_required_parameter")
+    for name in ("add_generation_prompt", "chat_template_kwargs"):
+        if getattr(body, name) is not None:
+            raise InvalidRequest(f"{name} is for messages, not for a prompt", param=name)
+    return [(body.prompt, False)], "prompt", body.add_special_tokens is not False
+
+
+async def _conversation(front: Front, body: TokenizeBody) -> tuple[list[Part], str, bool]:
+    if body.prompt is not None:
+        raise InvalidRequest("either prompt or messages can be given, not both", param="prompt")
+    if body.add_special_tokens:
+        raise InvalidRequest("messages get their special tokens from the template", param="add_special_tokens")
+    options = template_options(body.chat_template_kwargs)
+    options["add_generation_prompt"] = body.add_generation_prompt is not False
+    return await front.prompts.rendered(chat_messages(body.messages or []), options), "messages", False

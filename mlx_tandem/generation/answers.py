@@ -1,0 +1,111 @@
+"""Whole answers out of events, for whoever does not stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from mlx_tandem.engine.stream import Stream
+from mlx_tandem.errors import EngineError
+from mlx_tandem.generation.assembler import Assembler
+from mlx_tandem.generation.events import (
+    Event,
+    Finish,
+    PromptRead,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
+from mlx_tandem.types import FinishReason, TokenLogprob
+
+
+@dataclass(slots=True)
+class ToolCall:
+    """One tool call of a choice; its arguments are joined from `pieces`."""
+
+    id: str
+    name: str
+    pieces: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Answer:
+    """All that a choice has said so far. The details are of all its tokens, in order."""
+
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: Finish | None = None
+
+    @property
+    def text(self) -> str:
+        """Return the choice's text."""
+        return "".join(self.texts)
+
+    @property
+    def reasoning(self) -> str:
+        """Return what the choice has thought."""
+        return "".join(self.thoughts)
+
+    @property
+    def reason(self) -> FinishReason:
+        """Return why the choice has ended. Raises EngineError when it has not."""
+        if self.finish is None:
+            raise EngineError("the engine ended a choice without a reason")
+        return self.finish.reason
+
+
+class Answers:
+    """Collects the events of one submission. `choices` and `prompts` are in the order of their numbers."""
+
+    def __init__(self, prompts: int, choices: int, *, details: bool = True):
+        """Without `details`, tokens, logprobs and versions are not kept."""
+        self.prompts: list[PromptRead] = [PromptRead(k, 0) for k in range(prompts)]
+        self.choices = [Answer() for _ in range(choices)]
+        self._details = details
+
+    def add(self, events: Iterable[Event]) -> None:
+        """Take the next events."""
+        choices, details = self.choices, self._details
+        for event in events:
+            if isinstance(event, TextDelta):
+                answer = choices[event.choice]
+                answer.texts.append(event.text)
+                if not details:
+                    continue
+            elif isinstance(event, PromptRead):
+                self.prompts[event.prompt] = event
+                continue
+            elif isinstance(event, Usage):
+                continue
+            else:
+                answer = self._add_other(event)
+            if details:
+                answer.tokens += event.tokens
+                answer.logprobs += event.logprobs
+                answer.versions += event.versions
+
+    def _add_other(self, event: ReasoningDelta | ToolCallStart | ToolCallArguments | Finish) -> Answer:
+        answer = self.choices[event.choice]
+        match event:
+            case ReasoningDelta():
+                answer.thoughts.append(event.text)
+            case ToolCallStart():
+                answer.calls.append(ToolCall(event.id, event.name))
+            case ToolCallArguments():
+                answer.calls[event.call].pieces.append(event.arguments)
+            case Finish():
+                answer.finish = event
+        return answer
+
+
+async def collect(assembler: Assembler, stream: Stream, answers: Answers) -> Answers:
+    """Read `stream` to its end and return `answers` with all its events."""
+    async for deltas in stream:
+        answers.add(assembler.push(deltas))
+    return answers

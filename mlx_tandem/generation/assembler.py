@@ -1,0 +1,121 @@
+"""The one way from the engine's deltas to events, for streams, whole replies, the Python API and learning."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from msgspec import structs
+
+from mlx_tandem.engine.stream import Stream
+from mlx_tandem.generation.events import Event, Finish, PromptRead, ReasoningDelta, Said, TextDelta, Usage
+from mlx_tandem.generation.prompted import Prompted
+from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.types import Delta, FinishReason, TokenLogprob
+
+Details = tuple[tuple[int, ...], tuple[TokenLogprob, ...], tuple[int, ...]]
+"""Token ids, logprobs and versions of an event."""
+
+NO_DETAILS: Details = ((), (), ())
+
+
+class Assembler:
+    """Turns the deltas of one submission into events, in the order in which they come.
+
+    A choice that a stop string ends is cancelled in the engine, which does not know of stop strings. What the engine
+    says of an ended choice is dropped.
+    """
+
+    def __init__(self, prompted: Prompted, stream: Stream, tokenizer: Tokenizer, eos: Collection[int]):
+        """`eos`: the token ids that end the model's texts."""
+        count = prompted.choices
+        self._stream = stream
+        self._first = stream.first
+        self._n = prompted.n
+        self._choices = prompted.text.choices(count, tokenizer, prompted.params, eos)
+        self._unread = set(range(len(prompted.prompts)))
+        self._version = prompted.version
+        self._running_usage = prompted.running_usage
+        make = prompted.parser
+        self._parsers = None if make is None else [make(i) for i in range(count)]
+        self._held = [NO_DETAILS] * count  # of tokens whose text a parser holds back
+        self._is_plain = make is None and prompted.version is None and not prompted.running_usage
+        self._prompt_tokens = prompted.prompt_tokens
+        self._cached = self._reasoning = 0
+
+    def push(self, deltas: Sequence[Delta]) -> list[Event]:
+        """Return what these deltas say. Every delta of a live choice without a parser gives one event at least."""
+        events: list[Event] = []
+        first, n, choices, is_plain = self._first, self._n, self._choices, self._is_plain
+        for delta in deltas:
+            i = (delta.request - first) * n + delta.choice
+            choice = choices[i]
+            if self._unread:
+                self._read(i // n, delta, events)
+            if choice.finish is not None:
+                continue
+            text = choice.push(delta)
+            if is_plain and choice.finish is None:  # most tokens that are ever streamed
+                events.append(TextDelta(i, text, choice.last_tokens, choice.last_logprobs))
+            else:
+                self._say(i, text, delta.version, events)
+        return events
+
+    def usage(self) -> Usage:
+        """Return what has been taken so far."""
+        completion = sum([choice.count for choice in self._choices])
+        return Usage(self._prompt_tokens, self._cached, completion, self._reasoning)
+
+    @property
+    def counts(self) -> list[int]:
+        """Return the tokens of each choice so far."""
+        return [choice.count for choice in self._choices]
+
+    @property
+    def reasons(self) -> list[FinishReason | None]:
+        """Return why each choice has ended; None: it has not."""
+        return [choice.finish for choice in self._choices]
+
+    def _read(self, prompt: int, delta: Delta, events: list[Event]) -> None:
+        """Say that a prompt was read when `delta` is the first of its choices."""
+        if prompt in self._unread:
+            self._unread.discard(prompt)
+            self._cached += delta.cached
+            events.append(PromptRead(prompt, delta.cached, delta.prompt_logprobs))
+
+    def _say(self, i: int, text: str, version: int, events: list[Event]) -> None:
+        """Say what a choice's newest piece of text means, and its end if it has ended."""
+        choice = self._choices[i]
+        versions: tuple[int, ...] = ()
+        if self._version is not None:
+            versions = (version or self._version,) * len(choice.last_tokens)
+        details = choice.last_tokens, choice.last_logprobs, versions
+        if self._running_usage:
+            events.append(self.usage())
+        if self._parsers is not None:
+            details = self._parse(i, text, details, events)
+        elif text or choice.finish is None:
+            events.append(TextDelta(i, text, *details))
+            details = NO_DETAILS
+        if choice.finish is not None:
+            events.append(Finish(i, choice.finish, choice.stop, *details))
+            if choice.stopped:
+                self._stream.cancel(i)
+
+    def _parse(self, i: int, text: str, details: Details, events: list[Event]) -> Details:
+        """Append what the choice's parser makes of `text`. The first event has the details of all tokens since the last
+        one; return the details that no event has yet."""
+        assert self._parsers is not None
+        parser, held = self._parsers[i], self._held[i]
+        details = held[0] + details[0], held[1] + details[1], held[2] + details[2]
+        said: list[Said] = [*parser.push(text)]
+        if self._choices[i].finish is not None:
+            said += parser.flush()
+        if said:
+            tokens, logprobs, versions = details
+            said[0] = structs.replace(said[0], tokens=tokens, logprobs=logprobs, versions=versions)
+            if isinstance(said[0], ReasoningDelta):
+                self._reasoning += len(tokens)
+            details = NO_DETAILS
+            events += said
+        self._held[i] = details
+        return details

@@ -1,0 +1,171 @@
+"""What the HTTP dialects and the Python API both stand on: the model's prompts, names, limits and engine client."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mlx_tandem.config import Config
+from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.engine.messages import Progress
+from mlx_tandem.engine.process import Launch
+from mlx_tandem.engine.stream import Stream
+from mlx_tandem.errors import InvalidRequest, NotFound
+from mlx_tandem.generation.admission import Admission
+from mlx_tandem.generation.answers import Answers, collect
+from mlx_tandem.generation.assembler import Assembler
+from mlx_tandem.generation.defaults import generation_folder, sampling_defaults
+from mlx_tandem.generation.fingerprint import Fingerprints
+from mlx_tandem.generation.metrics import Metrics
+from mlx_tandem.generation.model_names import Models
+from mlx_tandem.generation.parsers import MakeParser
+from mlx_tandem.generation.prompted import Prompted
+from mlx_tandem.generation.prompts import LONG_TEXT, Prompts
+from mlx_tandem.generation.templates.client import Message
+from mlx_tandem.generation.text_admission import TextAdmission
+from mlx_tandem.types import EngineInfo
+
+T = TypeVar("T")
+
+
+class Front:
+    """The serving half that is not the engine: one per server or Python engine, on one event loop."""
+
+    def __init__(
+        self, config: Config, launch: Launch, *, on_progress: Callable[[Progress], None] | None = None
+    ) -> None:
+        folder = Path(config.engine.model.path)
+        if not folder.is_dir():
+            raise NotFound(f"the model folder {folder} does not exist", param="model")
+        self.config = config
+        server = config.server
+        self.prompts = Prompts(folder, template=server.chat_template, template_seconds=server.chat_template_timeout_s)
+        self.tokenizer = self.prompts.tokenizer
+        source = generation_folder(server.generation_config, folder)
+        self.defaults = {} if source is None else sampling_defaults(source)
+        self._seeds = None if server.seed is None else random.Random(server.seed)
+        self.metrics = Metrics()
+        self.client = EngineClient(
+            launch,
+            stall_seconds=config.engine.stall_seconds,
+            on_ready=self.bring_up,
+            on_progress=on_progress,
+        )
+        self.models = Models(config, self.client)
+        self.fingerprints = Fingerprints(config, self.client, self.prompts, self.defaults)
+        self.started = time.time()
+        self.admission = Admission(config.server, self.client)
+        self.text_admission = TextAdmission(self.admission.refused)
+        self.parser: MakeParser | None = None
+        """Makes what reads the text of the model's answers to chats; None: all of it is text."""
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self) -> None:
+        """Start the engine, once the chat template is known to work. Raises ModelError when it does not."""
+        self._loop = asyncio.get_running_loop()
+        await self.prompts.check()
+        await self.client.start()
+
+    async def bring_up(self) -> None:
+        """Tell a fresh engine, which knows nothing yet, about the adapters."""
+        await self.models.bring_up()
+
+    async def close(self) -> None:
+        """End the worker processes."""
+        await self.prompts.close()
+
+    def from_thread(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` on the loop that the front was started on and return its result. For other threads."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # -- prompts ------------------------------------------------------------------------------------------------
+
+    async def chat_prompt(
+        self, messages: Sequence[Message], options: dict[str, bool], *, cut: bool = False
+    ) -> list[int]:
+        """Return the token ids of a conversation up to where the assistant speaks, unless `options` say otherwise.
+        `cut`: the caller cuts it, so that it may be longer than what fits."""
+        return self._fitting(await self.prompts.chat(messages, options), "messages", cut)
+
+    async def text_prompt(self, text: str, param: str, *, total: int | None = None, cut: bool = False) -> list[int]:
+        """Return the token ids of a raw prompt, in which the text of a special token is meant as that token. `total` is
+        how many characters all prompts of the request have; `cut` as for `chat_prompt`."""
+        return self._fitting(await self.prompts.text(text, param, total=total), param, cut)
+
+    def tokens_of(self, text: str, param: str, *, begins: bool = True) -> Sequence[int]:
+        """Return the same as `prompts.text`. For threads that are not the loop's."""
+        if len(text) < LONG_TEXT:
+            return self.tokenizer.encode(text, add_special_tokens=begins)
+        return self.from_thread(self.prompts.text(text, param, begins=begins))
+
+    def _fitting(self, ids: Sequence[int], param: str, cut: bool) -> list[int]:
+        """Return `ids` as a list, which is made only of a prompt that there is room for or that the caller cuts."""
+        if not ids:
+            raise InvalidRequest(f"{param} gives an empty prompt", param=param)
+        if not cut:
+            self._check_length(len(ids), param)
+        if max(ids) >= self.client.check_ready().vocab_size:
+            raise InvalidRequest(f"{param} holds text that this model has no token for", param=param)
+        return list(ids)
+
+    def _check_length(self, prompt: int, param: str) -> None:
+        server = self.config.server
+        room = self.room(self.client.check_ready())
+        most = min(server.max_prompt_tokens or room, room - 1)
+        if prompt > most:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens; {most} are allowed, and {room} with the output",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def room(self, info: EngineInfo) -> int:
+        """Tokens that one request may have, prompt and output together."""
+        return info.max_model_len
+
+    def max_tokens(self, prompt: int, asked: int | None, param: str, prompt_param: str) -> int:
+        """Output tokens of a request: what was asked, else the default or what is left.
+
+        Asking for more than fits is an error, as with OpenAI, and not a silent cut.
+        """
+        self._check_length(prompt, prompt_param)
+        server = self.config.server
+        room = self.room(self.client.check_ready())
+        most = min(server.max_generation_tokens or room, room - prompt)
+        if asked is None:
+            return min(server.default_max_tokens, most)
+        if asked > most:
+            raise InvalidRequest(
+                f"the prompt has {prompt} tokens and {param} is {asked}; {most} are allowed here",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return asked
+
+    def seed(self, asked: int | None) -> int:
+        """Return the seed of a request; one is drawn for a request that brings none."""
+        if asked is not None:
+            return asked
+        return secrets.randbits(63) if self._seeds is None else self._seeds.getrandbits(63)
+
+    def assembler(self, prompted: Prompted, stream: Stream) -> Assembler:
+        """Return what turns the deltas of a submission of `prompted` into events."""
+        return Assembler(prompted, stream, self.tokenizer, self.client.check_ready().eos_token_ids)
+
+    async def answers(self, prompted: Prompted) -> Answers:
+        """Have `prompted` generated and return all of it. Leaving early cancels it in the engine."""
+        async with self.client.submit(*prompted.requests(self.client)) as stream:
+            answers = Answers(len(prompted.prompts), prompted.choices)
+            return await collect(self.assembler(prompted, stream), stream, answers)
+
+    # -- admission ----------------------------------------------------------------------------------------------
+
+    def check_open(self) -> None:
+        """Raise unless a request would be admitted now: refusing is cheap only before its body is worked on."""
+        self.admission.check()

@@ -1,0 +1,118 @@
+"""The text of one choice, from the engine's deltas."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from mlx_tandem.generation.stops import StopScanner
+from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.types import Delta, FinishReason, SamplingParams, TokenLogprob
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How the tokens of a choice become its text."""
+
+    stops: tuple[str, ...] = ()
+    include_stop: bool = False  # what ended the choice is part of its text
+    show_special: bool = False
+    silent: bool = False  # there is none: the request was about its prompt only
+
+    def choices(
+        self, count: int, tokenizer: Tokenizer, params: SamplingParams, eos: Collection[int]
+    ) -> list[ChoiceText]:
+        """Return `count` fresh choices of a model that ends its texts with the token ids `eos`."""
+        ends = frozenset((*(() if params.ignore_eos else eos), *params.stop_token_ids))
+        kind = SilentChoice if self.silent else ChoiceText
+        return [kind(tokenizer, self, ends, params.min_tokens) for _ in range(count)]
+
+
+class ChoiceText:
+    """Turns deltas into text pieces. Finished when `finish` is set.
+
+    When a stop string ends the choice, `stopped` is set as well: the engine does not know yet, so the caller cancels
+    the choice there. `last_tokens` and `last_logprobs` are the tokens that the last piece covers.
+    """
+
+    __slots__ = (
+        "_decoder",
+        "_hidden_ends",
+        "_min_tokens",
+        "_stops",
+        "count",
+        "finish",
+        "last_logprobs",
+        "last_tokens",
+        "stopped",
+    )
+
+    def __init__(self, tokenizer: Tokenizer, options: TextOptions, end_ids: Collection[int], min_tokens: int = 0):
+        self._decoder = tokenizer.decoder(show_special=options.show_special)
+        self._stops = StopScanner(options.stops, include=options.include_stop) if options.stops else None
+        self._hidden_ends = () if options.include_stop else end_ids
+        self._min_tokens = min_tokens
+        self.count = 0
+        self.finish: FinishReason | None = None
+        self.stopped = False
+        self.last_tokens: tuple[int, ...] = ()
+        self.last_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @property
+    def stop(self) -> str | None:
+        """Return the stop string that has ended the choice."""
+        return None if self._stops is None else self._stops.hit
+
+    def push(self, delta: Delta) -> str:
+        """Return the text that `delta` adds. The token that ended the choice is counted, but as a rule not shown."""
+        tokens = self.last_tokens = delta.tokens
+        self.last_logprobs = delta.logprobs or ()
+        self.count += len(tokens)
+        if self._stops is None and delta.finish is None and len(tokens) == 1:  # most tokens that are ever streamed
+            return self._decoder.push(tokens[0])
+        shown: Sequence[int] = tokens
+        if delta.finish is not None:
+            self.finish = delta.finish
+            if delta.finish == "stop" and tokens and tokens[-1] in self._hidden_ends:
+                shown = tokens[:-1]
+        if self._stops is not None:
+            return self._push_with_stops(shown)
+        text = "".join(map(self._decoder.push, shown))
+        return text + self._decoder.flush() if self.finish is not None else text
+
+    def _push_with_stops(self, tokens: Sequence[int]) -> str:
+        assert self._stops is not None
+        pieces: list[str] = []
+        spare = self._min_tokens - self.count + len(self.last_tokens)  # tokens that no stop string may end with
+        for i, token in enumerate(tokens):
+            self._stops.armed = i >= spare
+            pieces.append(self._stops.push(self._decoder.push(token)))
+            if self._stops.hit is not None:
+                self._cut(i + 1)
+                return "".join(pieces)
+        if self.finish is not None:
+            pieces.append(self._stops.push(self._decoder.flush()))
+            if self._stops.hit is not None:
+                self.finish = "stop"
+            pieces.append(self._stops.flush())
+        return "".join(pieces)
+
+    def _cut(self, kept: int) -> None:
+        """End the choice after `kept` tokens of this delta."""
+        self.count -= len(self.last_tokens) - kept
+        self.last_tokens = self.last_tokens[:kept]
+        self.last_logprobs = self.last_logprobs[:kept]
+        self.stopped = self.finish is None
+        self.finish = "stop"
+
+
+class SilentChoice(ChoiceText):
+    """A choice of a request that wants no token: the one that the engine drew is dropped."""
+
+    __slots__ = ()
+
+    def push(self, delta: Delta) -> str:
+        """Return no text."""
+        if delta.finish is not None:
+            self.finish = "length"
+        return ""

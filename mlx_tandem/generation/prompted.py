@@ -1,0 +1,54 @@
+"""A checked request with its prompts as token ids, ready for the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.generation.output import TextOptions
+from mlx_tandem.generation.parsers import MakeParser
+from mlx_tandem.types import AdapterRef, Request, SamplingParams
+
+
+@dataclass(frozen=True)
+class Prompted:
+    """What is to be generated. Choices are numbered over all prompts: prompt k's choice i is k * n + i."""
+
+    prompts: Sequence[Sequence[int]]
+    adapters: Sequence[AdapterRef | None]  # of each prompt; None: the base model
+    params: SamplingParams
+    n: int = 1  # choices of each prompt
+    text: TextOptions = field(default_factory=TextOptions)
+    parser: MakeParser | None = None  # None: all text is text
+    version: int | None = None  # the pinned version, to be named for each token; None: versions are not asked for
+    running_usage: bool = False  # a Usage event comes before each event that counts tokens
+    priority: int = 0
+    follow: bool = False  # go on under newer versions of the adapter as they come
+    background: bool = False  # in learning's share of the device
+
+    @property
+    def choices(self) -> int:
+        """Return the number of choices of all prompts."""
+        return len(self.prompts) * self.n
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Return the number of tokens of all prompts."""
+        return sum(map(len, self.prompts))
+
+    def requests(self, client: EngineClient) -> list[Request]:
+        """Return the engine's requests, one for each prompt, with fresh ids."""
+        return [
+            Request(
+                id=id,
+                prompt=tuple(prompt),
+                params=self.params,
+                adapter=adapter,
+                n=self.n,
+                priority=self.priority,
+                follow=self.follow,
+                background=self.background,
+            )
+            for id, prompt, adapter in zip(client.next_ids(len(self.prompts)), self.prompts, self.adapters, strict=True)
+        ]

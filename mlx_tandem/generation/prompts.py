@@ -1,0 +1,115 @@
+"""Prompts as token ids: texts and conversations in, short ones tokenised at once and long ones in another process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mlx_tandem.decode import dumps
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.parts import Part
+from mlx_tandem.generation.templates.client import ChatTemplate, Message
+from mlx_tandem.generation.templates.shields import shielded_messages, texts
+from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.generation.tokenizing.client import LongTexts
+from mlx_tandem.generation.tokenizing.listing import Listing, listing
+from mlx_tandem.limits import check_token_ids
+
+LONG_TEXT = 8192
+"""Characters, or token ids, from which on a text goes to another process, so that streams do not wait for it."""
+
+
+class Prompts:
+    """A model's tokenizer and chat template. Belongs to one event loop. What is wrong is raised as InvalidRequest."""
+
+    def __init__(self, folder: Path, *, template: str = "", template_seconds: float = 1.0):
+        """`template` is a file or a chat template; empty: the model's own. `template_seconds` of CPU time are what it
+        may take for one conversation. Raises ModelError."""
+        self.tokenizer = Tokenizer.load(folder)
+        seconds = template_seconds
+        self.template = (
+            ChatTemplate.given(template, self.tokenizer, seconds=seconds)
+            if template
+            else ChatTemplate.load(folder, self.tokenizer, seconds=seconds)
+        )
+        self._long = LongTexts(folder)
+
+    async def check(self) -> None:
+        """Raise ModelError when the chat template cannot be used."""
+        if self.template is not None:
+            await self.template.check()
+
+    async def close(self) -> None:
+        """End the processes."""
+        if self.template is not None:
+            await self.template.close()
+        await self._long.close()
+
+    async def text(self, text: str, param: str, *, begins: bool = True, total: int | None = None) -> Sequence[int]:
+        """Return the token ids of a raw prompt, in which the text of a special token is meant as that token.
+
+        `param` is the field that errors name; `total` the characters of all prompts that the caller has. Without
+        `begins`, nothing is added that the tokenizer begins a text with.
+        """
+        return await self._ids([(text, False)], param, begins=begins, total=total)
+
+    async def chat(self, messages: Sequence[Message], options: Mapping[str, bool] | None = None) -> Sequence[int]:
+        """Return the token ids of a conversation, up to where the assistant speaks unless `options` say otherwise."""
+        return await self._ids(await self.rendered(messages, options), "messages")
+
+    async def rendered(self, messages: Sequence[Message], options: Mapping[str, bool] | None = None) -> list[Part]:
+        """Return the text of a conversation; special tokens may be read out of the template's own parts only."""
+        if self.template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
+        if self.tokenizer.has_normalized_specials:
+            await self._refuse_hidden_specials(messages)
+        return await self.template.render(messages, options)
+
+    async def listing(self, parts: Sequence[Part], param: str, *, begins: bool, pieces: bool) -> Listing:
+        """Return the token ids of a text as JSON, with their pieces of the vocabulary if they are wanted."""
+        if self._is_long(parts):
+            return await self._long.listing(parts, param, begins=begins, pieces=pieces)
+        return listing(self.tokenizer, self._encode(parts, begins), pieces=pieces)
+
+    async def text_of(self, ids: Sequence[int], vocab_size: int, param: str) -> bytes:
+        """Return the text of token ids, special tokens shown, as a JSON string. Raises InvalidRequest naming the first
+        that is not in [0, `vocab_size`)."""
+        if len(ids) >= LONG_TEXT:
+            return await self._long.text(ids, vocab_size, param)
+        return dumps(self.tokenizer.decode(check_token_ids(ids, vocab_size, param), show_special=True))
+
+    async def _ids(
+        self, parts: Sequence[Part], param: str, *, begins: bool = False, total: int | None = None
+    ) -> Sequence[int]:
+        if self._is_long(parts, total):
+            return await self._long.ids(parts, param, begins=begins)
+        return self._encode(parts, begins)
+
+    def _encode(self, parts: Sequence[Part], begins: bool) -> list[int]:
+        if begins:
+            ((text, _),) = parts
+            return self.tokenizer.encode(text, add_special_tokens=True)
+        return self.tokenizer.encode_parts(parts)
+
+    @staticmethod
+    def _is_long(parts: Sequence[Part], total: int | None = None) -> bool:
+        # Plain parts need a second tokenizer, which the front would rather not have in memory.
+        size = sum(len(text) for text, _ in parts) if total is None else total
+        return size >= LONG_TEXT or any(plain for _, plain in parts)
+
+    async def _refuse_hidden_specials(self, messages: Sequence[Message]) -> None:
+        """Raise InvalidRequest where a message spells a special token in a way that only normalisation shows."""
+        shielded = shielded_messages(tuple(self.tokenizer.special_tokens), messages)
+        fields, values = [], []
+        for i, message in enumerate(shielded):
+            for key, value in message.items():
+                for text in texts({key: value}):
+                    fields.append(f"messages[{i}].{ascii(key[:64])[1:-1]}")
+                    values.append(text)
+        if sum(map(len, values)) < LONG_TEXT:
+            found = next((i for i, text in enumerate(values) if self.tokenizer.spells_special(text)), None)
+        else:
+            found = await self._long.find_special(values, "messages")
+        if found is not None:
+            field = fields[found]
+            raise InvalidRequest(f"{field} spells a control token of the model", param=field)

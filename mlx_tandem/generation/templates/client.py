@@ -1,0 +1,153 @@
+"""The chat template of a model folder, as whoever wants a prompt sees it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mlx_tandem import small_files
+from mlx_tandem.errors import InvalidRequest, ModelError
+from mlx_tandem.generation.parts import Part
+from mlx_tandem.generation.templates.messages import Failed, Rendered, Setup, decode_answer
+from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.isolation.frames import encode
+from mlx_tandem.isolation.pool import Bounds, WorkerPool
+from mlx_tandem.isolation.process import Lost, LostKind, Program
+from mlx_tandem.limits import MAX_TEMPLATE_BYTES, MAX_TEMPLATE_MEMORY, MAX_TEMPLATE_OUTPUT, MAX_WAITING_TEXT
+
+Message = Mapping[str, Any]
+
+FILE = "chat_template.jinja"
+WORKERS = 2
+"""Processes. While one is lost over a conversation, the others' are rendered in the second."""
+
+BOUNDS = Bounds(items=1024, bytes=MAX_WAITING_TEXT, seconds=30.0)
+ROOM = 1 << 20
+"""Bytes of an answer beside the rendered text: where its parts begin and which of them are plain."""
+
+GREETING = {"role": "user", "content": "Hello!"}
+LOST: Mapping[LostKind, str] = {
+    "timeout": "takes more than {seconds:g} s of CPU time",
+    "memory": "needs more than {megabytes} MB of memory",
+    "died": "ends its process",
+}
+
+
+class ChatTemplate:
+    """Renders conversations in worker processes. Belongs to one event loop, and starts no process before it is used.
+
+    A template is code from a model folder: it runs in a sandbox, and the kernel limits its time and its memory.
+    """
+
+    def __init__(self, source: str, tokenizer: Tokenizer, *, seconds: float = 1.0, where: str = "chat_template"):
+        """`seconds` of CPU time are what one conversation may take; `where` names the file in errors."""
+        self.source = source
+        self._where = where
+        self._limits = {"seconds": seconds, "megabytes": MAX_TEMPLATE_MEMORY >> 20}
+        try:
+            setup = encode(Setup(source, tokenizer.special_texts(), tuple(tokenizer.special_tokens)))
+        except UnicodeEncodeError as e:
+            raise ModelError(f"{where} holds half a surrogate pair", param="chat_template") from e
+        program = Program(
+            "mlx_tandem.generation.templates.worker",
+            (str(seconds), str(MAX_TEMPLATE_MEMORY)),
+            decode_answer,
+            MAX_TEMPLATE_OUTPUT + ROOM,
+            setup,
+        )
+        self._pool = WorkerPool("chat templates", program, WORKERS, BOUNDS)
+
+    @classmethod
+    def given(cls, given: str, tokenizer: Tokenizer, *, seconds: float = 1.0) -> ChatTemplate:
+        """Return the template in the file that `given` names, or the one that `given` is: then it has a brace or a line
+        break. Raises ModelError."""
+        path = Path(given)
+        if os.path.isfile(given):
+            return cls(_decoded(path, small_files.read(path) or b""), tokenizer, seconds=seconds, where=given)
+        if not set("{}\n") & set(given):
+            raise ModelError(f"there is no file {given} for --chat-template", param="chat_template")
+        return cls(given, tokenizer, seconds=seconds, where="the text of --chat-template")
+
+    @classmethod
+    def load(cls, folder: Path, tokenizer: Tokenizer, *, seconds: float = 1.0) -> ChatTemplate | None:
+        """Return the template in `chat_template.jinja`, else in `tokenizer_config.json`; None when there is none.
+
+        Raises ModelError naming the file. What the template does is seen by `check` only.
+        """
+        path = folder / FILE
+        if (raw := small_files.read(path)) is not None:
+            source: Any = _decoded(path, raw)
+        else:
+            path = folder / "tokenizer_config.json"
+            source = tokenizer.config.get("chat_template")
+            if isinstance(source, list):  # several by name
+                named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+                source = named.get("default")
+            if source is None:
+                return None
+            if not isinstance(source, str):
+                problem = "chat_template is neither text nor a list of named texts"
+                raise ModelError(f"{path}: {problem}", param="chat_template")
+        return cls(source, tokenizer, seconds=seconds, where=str(path))
+
+    async def check(self) -> None:
+        """Raise ModelError when the text is no template, or when it exceeds its limits over a greeting.
+
+        It may refuse the greeting or fail at it, since it may want other conversations.
+        """
+        answer = await self._pool.ask(encode(_values([GREETING], {})))
+        if isinstance(answer, Lost):
+            raise ModelError(f"{self._where}: the chat template {self._lost(answer.kind)}", param="chat_template")
+        if isinstance(answer, Failed) and answer.kind == "syntax":
+            raise ModelError(f"{self._where} is not a valid template: {answer.detail}", param="chat_template")
+
+    async def render(self, messages: Sequence[Message], options: Mapping[str, bool] | None = None) -> list[Part]:
+        """Return the prompt as text, up to where the assistant speaks, unless `options` say otherwise.
+
+        Raises InvalidRequest naming `messages` when the template refuses them, fails at them, or exceeds its limits.
+        """
+        try:
+            item = encode(_values(messages, options or {}))
+        except (TypeError, ValueError, OverflowError, RecursionError) as e:  # half a surrogate pair is among them
+            raise InvalidRequest("messages hold a value that is no plain data", param="messages") from e
+        answer = await self._pool.ask(item)
+        if isinstance(answer, Rendered):
+            return answer.parts
+        if isinstance(answer, Failed) and answer.kind == "unprinted":
+            raise InvalidRequest(
+                "the model's chat template does not print the last message, so it cannot be continued",
+                param="continue_final_message",
+            )
+        raise InvalidRequest(f"the model's chat template {self._why(answer)}", param="messages")
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._pool.close()
+
+    def _why(self, answer: Failed | Lost) -> str:
+        if isinstance(answer, Lost):
+            return f"{self._lost(answer.kind)} with these messages"
+        if answer.kind == "refused":
+            return f"refuses these messages: {answer.detail}"
+        if answer.kind == "too_large":
+            return f"makes more than {MAX_TEMPLATE_OUTPUT} bytes of these messages"
+        return "cannot be rendered with these messages"
+
+    def _lost(self, kind: LostKind) -> str:
+        return LOST[kind].format(**self._limits)
+
+
+def _values(messages: Sequence[Message], options: Mapping[str, bool]) -> dict[str, Any]:
+    return {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **options}
+
+
+def _decoded(path: Path, raw: bytes) -> str:
+    """Return the text of a template's file. Raises ModelError naming it."""
+    if len(raw) > MAX_TEMPLATE_BYTES:
+        raise ModelError(f"{path} is larger than {MAX_TEMPLATE_BYTES} bytes", param=path.name)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as e:
+        raise ModelError(f"{path} is not UTF-8", param=path.name) from e

@@ -1,0 +1,154 @@
+"""Keeping the text of control tokens inside messages apart from the control tokens that a template prints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from mlx_tandem.generation.parts import Part
+
+PRIVATE = range(0xF0000, 0xFFFFE)
+"""Characters that mean nothing by themselves (Unicode's private use plane 15)."""
+
+
+class Unprinted(Exception):
+    """Raised when a template does not print the last message, which was to be continued."""
+
+
+class _Specials(NamedTuple):
+    """The texts of the control tokens: a pattern that finds them, and the beginnings that a text may end with."""
+
+    pattern: re.Pattern[str] | None
+    beginnings: frozenset[str]
+    longest: int  # characters of the longest beginning
+
+
+@lru_cache(maxsize=8)
+def _specials(names: tuple[str, ...]) -> _Specials:
+    ordered = sorted(filter(None, names), key=len, reverse=True)
+    beginnings = frozenset(name[:end] for name in ordered for end in range(1, len(name)))
+    pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
+    return _Specials(pattern, beginnings, max(map(len, beginnings), default=0))
+
+
+class Shields:
+    """Stands a private-use character in for each control token's text inside given values while they are rendered.
+
+    Templates may trim, split or join what they print, so the text itself has to travel through them. A private-use
+    character survives that, and what it stands for is then encoded without control tokens. A text may also end with the
+    beginning of a control token, which the next text that the template prints would complete: another character stands
+    in for that, and is encoded so only where this happens.
+    """
+
+    def __init__(self, specials: tuple[str, ...], values: Mapping[str, Any], *, continues: bool = False):
+        """`specials` are the texts of the control tokens; `values` what the template is given, of plain data.
+        `continues`: the prompt ends with the content of the last message."""
+        self._specials = _specials(specials)
+        self._free = _free_characters(values)
+        self._of_special: dict[str, str] = {}  # the characters, by what they stand for
+        self._of_beginning: dict[str, str] = {}
+        self.values: dict[str, Any] = {
+            key: [self._message(m) for m in value] if key == "messages" else self._changed(value)
+            for key, value in values.items()
+        }
+        """The values with every control token's text replaced."""
+        self._end = next(self._free) if continues else ""
+        if continues:
+            messages = self.values["messages"]
+            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + self._end}
+
+    def split(self, text: str) -> list[Part]:
+        """Return what was rendered in parts, with the texts of control tokens back in their places, as plain parts.
+
+        Raises Unprinted when the last message was to be continued and is not in the text.
+        """
+        if self._end:
+            text, found, _ = text.rpartition(self._end)
+            if not found:
+                raise Unprinted
+            text = text.replace(self._end, "")
+        specials = {c: t for t, c in self._of_special.items()}
+        beginnings = {c: t for t, c in self._of_beginning.items()}
+        characters = "".join([*specials, *beginnings])
+        parts: list[Part] = []
+        ahead = ""  # what follows and is not plain
+        for part in reversed(re.split(f"([{characters}])", text) if characters else [text]):
+            piece = specials.get(part) or beginnings.get(part) or part
+            plain = part in specials or (part in beginnings and self._makes_special(piece, ahead))
+            ahead = "" if plain else (piece[: self._specials.longest] + ahead)[: self._specials.longest]
+            if piece:
+                parts.append((piece, plain))
+        return [("".join(p for p, _ in group), plain) for plain, group in groupby(parts[::-1], key=itemgetter(1))]
+
+    def _message(self, message: Any) -> Any:
+        """Return a message with its texts replaced. Roles are none of the caller's words."""
+        if not isinstance(message, Mapping):
+            return self._changed(message)
+        return {self._shield(k): v if k == "role" else self._changed(v) for k, v in message.items()}
+
+    def _changed(self, value: Any) -> Any:
+        return _changed(value, self._shield, self._shield_all)
+
+    def _makes_special(self, beginning: str, ahead: str) -> bool:
+        """Return whether a control token begins in `beginning` when `ahead` follows it."""
+        assert self._specials.pattern is not None
+        match = self._specials.pattern.search(beginning + ahead)
+        return match is not None and match.start() < len(beginning)
+
+    def _shield(self, text: str) -> str:
+        """Return the text without that of control tokens."""
+        if self._specials.pattern is None:
+            return text
+        return self._specials.pattern.sub(lambda match: self._character(self._of_special, match.group()), text)
+
+    def _shield_all(self, text: str) -> str:
+        """Return the text without that of control tokens, and without the beginning of one at its end."""
+        text = self._shield(text)
+        kept = text.rstrip()  # templates trim
+        for n in range(min(self._specials.longest, len(kept)), 0, -1):
+            if kept[-n:] in self._specials.beginnings:
+                return kept[:-n] + self._character(self._of_beginning, kept[-n:]) + text[len(kept) :]
+        return text
+
+    def _character(self, known: dict[str, str], text: str) -> str:
+        if text not in known:
+            known[text] = next(self._free)
+        return known[text]
+
+
+def texts(value: Any) -> Iterator[str]:
+    """Yield every string in a value of plain data, keys of mappings included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from texts(key)
+            yield from texts(inner)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from texts(inner)
+
+
+def _changed(value: Any, of_key: Callable[[str], str], of_text: Callable[[str], str]) -> Any:
+    """Return a value of plain data with each key and each other text in it changed."""
+    if isinstance(value, str):
+        return of_text(value)
+    if isinstance(value, Mapping):
+        return {of_key(k) if isinstance(k, str) else k: _changed(inner, of_key, of_text) for k, inner in value.items()}
+    return [_changed(inner, of_key, of_text) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _free_characters(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield private-use characters that are nowhere in the values. They are looked for when the first one is needed."""
+    used = set().union(*map(set, texts(values)))
+    yield from (c for c in map(chr, PRIVATE) if c not in used)
+
+
+def shielded_messages(specials: tuple[str, ...], messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages with the text of every control token replaced."""
+    found: list[Mapping[str, Any]] = Shields(specials, {"messages": messages}).values["messages"]
+    return found

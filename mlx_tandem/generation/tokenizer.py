@@ -1,0 +1,242 @@
+"""The tokenizer of a model folder, straight from `tokenizer.json`.
+
+Only the `tokenizers` library is used, so the front never imports a model framework.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+from mlx_tandem.errors import InvalidRequest, ModelError
+from mlx_tandem.generation.parts import Part
+from mlx_tandem.small_files import read_object
+
+TEXT_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Keys of `tokenizer_config.json` that a chat template may print."""
+
+
+SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
+"""Kinds of decoder that write a space as \u2581 and a byte as <0xNN>."""
+
+
+_TRIAL = "Hello, wörld!\n 1 + 2 = 3 🙂"
+"""What every tokenizer can encode, whatever it makes of it."""
+
+
+@contextmanager
+def _contained(error: Callable[[str], InvalidRequest]) -> Iterator[None]:
+    """Whatever the library fails with is raised as `error` of its first line. It raises bare Exception for a malformed
+    file, and for some files that it takes it panics later: that is no Exception."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise error(next(iter(str(e).splitlines()), type(e).__name__)) from e
+
+
+def _cannot_encode(why: str) -> InvalidRequest:
+    return InvalidRequest(f"the model's tokenizer cannot encode this text: {why}")
+
+
+class Decoder:
+    """Tokens in, text out as soon as it can no longer change.
+
+    Each token stands for bytes, and the text is their UTF-8 decoding, with a replacement character for what is
+    none. That is linear in the tokens whatever they are, never holds back more than an unfinished character, and keeps
+    the space before a first word. (The library's own incremental decoder holds back runs of stray bytes for
+    ever, and raises on some.)
+    """
+
+    __slots__ = ("_decode", "_table")
+
+    def __init__(self, table: dict[int, bytes]):
+        self._table = table
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def push(self, token: int) -> str:
+        return self._decode(self._table[token])
+
+    def flush(self) -> str:
+        """What is left when no more tokens come."""
+        return self._decode(b"", True)
+
+
+class Tokenizer:
+    """Encodes and decodes; immutable after loading and usable from any thread."""
+
+    def __init__(self, backend: Backend, config: dict[str, Any] | None = None):
+        self._backend = backend
+        self._config = config or {}
+        added = backend.get_added_tokens_decoder()
+        self.special_tokens: dict[str, int] = {t.content: i for i, t in added.items() if t.special}
+        self.special_ids = frozenset(self.special_tokens.values())
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        # A special token that is matched after normalisation can be spelled in ways that a search for its text misses.
+        self.has_normalized_specials = backend.normalizer is not None and any(
+            t.special and t.normalized for t in added.values()
+        )
+        kinds = _decoder_kinds(json.loads(backend.to_str())["decoder"])
+        if not kinds or ("ByteLevel" not in kinds and not kinds <= SENTENCEPIECE):
+            raise ModelError(
+                f"tokenizer.json: a decoder of kind {', '.join(sorted(kinds)) or 'none'} is not supported",
+                param="decoder",
+            )
+        self._bytes = _TokenBytes(backend, kinds, {i: t.content for i, t in added.items()})
+        self._text_bytes = _VisibleBytes(self._bytes, self.special_ids)
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer:
+        """The tokenizer in `folder`. Raises ModelError naming the file that is missing or broken."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{path} is missing: a model folder needs its tokenizer in this format", param=path.name)
+        with _contained(lambda why: ModelError(f"{path} is not a tokenizer: {why}", param=path.name)):
+            backend = Backend.from_file(str(path))
+            backend.no_truncation()
+            backend.no_padding()
+            made = cls(backend, read_object(folder / "tokenizer_config.json"))
+            made.decode(made.encode(_TRIAL, add_special_tokens=True))
+            return made
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self._config
+
+    def special_texts(self) -> dict[str, str]:
+        """`bos_token`, `eos_token` … as text, for chat templates; the ones that the folder leaves out are absent."""
+        texts: dict[str, str] = {}
+        for key in TEXT_SPECIALS:
+            value = self._config.get(key)
+            if isinstance(value, dict):
+                value = value.get("content")
+            if isinstance(value, str):
+                texts[key] = value
+        return texts
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids; the text of a special token becomes its id. The interpreter lock is free meanwhile."""
+        with _contained(_cannot_encode):
+            return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
+
+    def encode_parts(self, parts: Iterable[Part]) -> list[int]:
+        """Return the token ids of a text in parts. Those of its plain parts contain no special token."""
+        ids: list[int] = []
+        for text, plain in parts:
+            ids += self.encode_plain(text) if plain else self.encode(text)
+        return ids
+
+    def spells_special(self, text: str) -> bool:
+        """Whether a special token is read out of `text`."""
+        return not self.special_ids.isdisjoint(self.encode(text))
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids that contain no special token, whatever `text` says."""
+        with _contained(_cannot_encode):
+            ids = list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        if self.special_ids.isdisjoint(ids):
+            return ids
+        # Some vocabularies reach a special token by ordinary merges too; a smaller piece cannot spell it.
+        if len(text) == 1:
+            raise InvalidRequest("a message contains a character that only a control token can stand for")
+        half = len(text) // 2
+        return self.encode_plain(text[:half]) + self.encode_plain(text[half:])
+
+    @cached_property
+    def _plain(self) -> Backend:
+        backend = Backend.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+    def decoder(self, *, show_special: bool = False) -> Decoder:
+        """A fresh decoder for one choice."""
+        return Decoder(self._bytes if show_special else self._text_bytes)
+
+    def decode(self, ids: Iterable[int], *, show_special: bool = False) -> str:
+        """The text of `ids`, without special tokens unless they are to be shown."""
+        table = self._bytes if show_special else self._text_bytes
+        return b"".join(map(table.__getitem__, ids)).decode("utf-8", "replace")
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that one token stands for, special tokens by their text."""
+        return self._bytes[token]
+
+    def token_text(self, token: int) -> str:
+        """One token alone as text; a part of a character becomes a replacement character."""
+        return self._bytes[token].decode("utf-8", "replace")
+
+    def piece(self, token: int) -> str:
+        """The token as the vocabulary writes it; empty for an id that has none."""
+        return self._backend.id_to_token(token) or ""
+
+
+class _TokenBytes(dict[int, bytes]):
+    """Bytes of a token, worked out when first asked for: most of a vocabulary is never seen."""
+
+    def __init__(self, backend: Backend, kinds: set[str], added: dict[int, str]):
+        super().__init__()
+        self._backend = backend
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_tokens = "ByteFallback" in kinds
+        self._added = added
+
+    def __missing__(self, token: int) -> bytes:
+        value = self[token] = self._work_out(token)
+        return value
+
+    def _work_out(self, token: int) -> bytes:
+        if token in self._added:
+            return self._added[token].encode()
+        piece: str | None = self._backend.id_to_token(token)
+        if piece is None:  # padding rows of the embedding
+            return b""
+        if self._byte_level:
+            try:
+                return bytes([_BYTE_OF_CHAR[c] for c in piece])
+            except KeyError:
+                return piece.encode()
+        if self._byte_tokens and len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace("▁", " ").encode()
+
+
+class _VisibleBytes(dict[int, bytes]):
+    """The same with nothing for special tokens."""
+
+    def __init__(self, table: _TokenBytes, hidden: Iterable[int]):
+        super().__init__(dict.fromkeys(hidden, b""))
+        self._table = table
+
+    def __missing__(self, token: int) -> bytes:
+        value = self[token] = self._table[token]
+        return value
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
+    if decoder is None:
+        return set()
+    return (
+        set().union(*map(_decoder_kinds, decoder["decoders"])) if decoder["type"] == "Sequence" else {decoder["type"]}
+    )
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The printable stand-ins for bytes that byte-level vocabularies are written in (GPT-2's table)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(b): b for b in printable}
+    others = [b for b in range(256) if b not in set(printable)]
+    table.update({chr(256 + i): b for i, b in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHAR = _byte_of_char()

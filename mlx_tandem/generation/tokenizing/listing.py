@@ -1,0 +1,24 @@
+"""Token ids of a text, written as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from mlx_tandem.decode import dumps
+from mlx_tandem.generation.tokenizer import Tokenizer
+
+
+class Listing(Struct, frozen=True, array_like=True, tag=True):
+    """How many tokens a text has, their ids as a JSON array, and their pieces of the vocabulary as one, if wanted."""
+
+    count: int
+    tokens: bytes
+    pieces: bytes | None
+
+
+def listing(tokenizer: Tokenizer, ids: Sequence[int], *, pieces: bool) -> Listing:
+    """Return the listing of `ids`."""
+    known = {token: tokenizer.piece(token) for token in set(ids)} if pieces else {}
+    return Listing(len(ids), dumps(ids), dumps([known[token] for token in ids]) if pieces else None)

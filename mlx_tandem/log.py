@@ -1,0 +1,20 @@
+"""Events for the log: a name and fields. What a caller wrote is not logged, except names that were checked."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+
+_logger = logging.getLogger("mlx_tandem")
+
+
+def log(event: str, level: int = logging.INFO, **fields: object) -> None:
+    """Log `event` with `fields`, which `server.log_lines` writes as members of one JSON object."""
+    _logger.log(level, event, extra={"fields": fields})
+
+
+def log_exception(event: str, error: BaseException, **fields: object) -> None:
+    """Log `event` with the places in the code that `error` passed, without its text, which may quote a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    places = [f"{f.filename}:{f.lineno} {f.name}" for f in frames[-12:]]
+    log(event, logging.ERROR, error=type(error).__name__, trace=places, **fields)

@@ -1,0 +1,1 @@
+"""Learning beside serving: the online learner of one server, the recorder of live traffic, and jobs of clients."""

@@ -1,0 +1,54 @@
+"""The front of a server, which may learn from what it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mlx_tandem.config import Config
+from mlx_tandem.engine.messages import Progress
+from mlx_tandem.engine.process import Launch
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.front import Front
+
+if TYPE_CHECKING:
+    from mlx_tandem.training.live.learning import Learning
+
+
+class ServerFront(Front):
+    """A front with the learner that its settings ask for. `learning` is None on a server that does not learn."""
+
+    def __init__(
+        self, config: Config, launch: Launch, *, on_progress: Callable[[Progress], None] | None = None
+    ) -> None:
+        super().__init__(config, launch, on_progress=on_progress)
+        self.learning: Learning | None = None
+        if config.rl_training.enabled:
+            from mlx_tandem.training.live.learning import Learning  # what it imports is heavy
+
+            self.learning = Learning(self)
+
+    async def bring_up(self) -> None:
+        """Bring a fresh engine to where the adapters and the learner are."""
+        if self.learning is None:
+            await super().bring_up()
+            return
+        await self.learning.read_checkpoints()  # adapters that are loaded now may not take their names
+        await super().bring_up()
+        await self.learning.bring_up()
+
+    async def close(self) -> None:
+        """End what the server does beside requests."""
+        if self.learning is not None:
+            await self.learning.close()
+        await super().close()
+
+    def check_learning(self, what: str, param: str | None = None) -> Learning:
+        """Return the learner; raise InvalidRequest (`learning_disabled`) on a server without one."""
+        if self.learning is None:
+            raise InvalidRequest(
+                f"{what} needs a server that learns: start it with --enable-rl-training",
+                param=param,
+                code="learning_disabled",
+            )
+        return self.learning

@@ -1,0 +1,95 @@
+"""Updates that clients ask for: one runs at a time, and what became of the last ones can be asked."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from mlx_tandem import limits
+from mlx_tandem.errors import EngineUnavailable, NotFound, Overloaded, TandemError
+from mlx_tandem.log import log_exception
+
+REMEMBERED = 256
+"""Ended jobs that can still be asked for."""
+
+
+@dataclass(eq=False)
+class Job:
+    id: str
+    created: float
+    task: asyncio.Task[None] | None = None
+    status: Literal["queued", "running", "succeeded", "failed"] = "queued"
+    report: Any = None
+    error: TandemError | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """As clients see it."""
+        error = None if self.error is None else {"message": self.error.message, "code": self.error.code}
+        return {
+            "id": self.id,
+            "object": "training.job",
+            "created": int(self.created),
+            "status": self.status,
+            "report": msgspec.to_builtins(self.report),
+            "error": error,
+        }
+
+
+class Jobs:
+    def __init__(self, clock: Callable[[], float]):
+        self._clock = clock
+        self._turn = asyncio.Lock()
+        self._jobs: OrderedDict[str, Job] = OrderedDict()
+
+    def start(self, work: Callable[[], Awaitable[Any]]) -> Job:
+        """Run `work` once those before it are done. Overloaded when too many wait already."""
+        open_jobs = sum(j.status in ("queued", "running") for j in self._jobs.values())
+        if open_jobs > limits.MAX_TRAINING_JOBS:
+            raise Overloaded(f"{limits.MAX_TRAINING_JOBS} updates wait already", retry_after=5.0)
+        job = Job(f"job-{secrets.token_hex(12)}", self._clock())
+        self._jobs[job.id] = job
+        while len(self._jobs) > REMEMBERED:
+            self._jobs.popitem(last=False)
+        job.task = asyncio.create_task(self._run(job, work))
+        return job
+
+    async def wait(self, job: Job) -> None:
+        """Returns when it is done; raises why it failed. A caller who goes away does not end it."""
+        assert job.task is not None
+        await asyncio.wait({job.task})
+        if job.error is not None:
+            raise job.error
+
+    def get(self, id: str) -> Job:
+        try:
+            return self._jobs[id]
+        except KeyError:
+            raise NotFound(f"there is no job {id[:64]!a}", param="id", code="job_not_found") from None
+
+    async def close(self) -> None:
+        """Jobs that are not done fail."""
+        tasks = []
+        for job in self._jobs.values():
+            if job.task is not None and job.status in ("queued", "running"):
+                job.status, job.error = "failed", EngineUnavailable("the server is shutting down")
+                job.task.cancel()
+                tasks.append(job.task)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _run(self, job: Job, work: Callable[[], Awaitable[Any]]) -> None:
+        try:
+            async with self._turn:
+                job.status = "running"
+                job.report = await work()
+            job.status = "succeeded"
+        except TandemError as e:
+            job.status, job.error = "failed", e
+        except Exception as e:
+            log_exception("an update failed", e, job=job.id)
+            job.status, job.error = "failed", TandemError("internal error; the log has more under the job's id")
