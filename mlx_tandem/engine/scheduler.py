@@ -291,6 +291,8 @@ class Scheduler:
     def _start(self, s: Sequence) -> None:
         """Note that the work on the request of `s` begins."""
         self._blocks.count(s)
+        for x in self._choices[s.request.id].values():
+            x.cached = s.cached
         self._started.append((s.request.id, time.monotonic()))
 
     def _seating(self, s: Sequence) -> Seating:
@@ -406,8 +408,6 @@ class Scheduler:
 
         Each then runs the last prompt token itself, which draws its own first token.
         """
-        if s.cached is None:
-            self._start(s)
         followers, s.followers = s.followers, []
         at = self._running.index(s) + 1
         for f in followers:
