@@ -244,7 +244,7 @@ MAX_EXAMPLE_BYTES = 64 << 20  # bytes of one line of a file of examples
 
 
 def bounds(name: str) -> Meta:
-    """Return the range of the parameter `name`, to be put into `Annotated` with the type of a field."""
+    """Return the range of a parameter as a constraint for the annotated type of a field."""
     r = PARAMETERS[name]
     return Meta(ge=r.low, le=r.high)
 

@@ -156,7 +156,7 @@ class MemoryBudget(Struct, frozen=True):
 
     @property
     def unassigned(self) -> int:
-        """Bytes that nothing was given to."""
+        """Bytes that no part was given."""
         return self.limit - self.total
 
 

@@ -1,4 +1,4 @@
-"""Write the table of parameters in docs/http-api.md, from mlx_tandem/dialects/openai/parameters.py.
+"""Write the table of parameters in docs/http-api.md from mlx_tandem/dialects/openai/parameters.py.
 
 python scripts/parameter_table.py [--check]
 """

@@ -82,7 +82,8 @@ class Built:
     uploads: Uploads
     step_limits: StepLimits
     slot_room: SlotRoom
-    trainer_budget: int  # bytes that all trainers may take beside one micro-batch
+    trainer_budget: int
+    """Bytes that all trainers may use besides one micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +165,7 @@ def build(
         uploads=adapters.uploads,
         step_limits=step_limits,
         slot_room=SlotRoom(adapters.linears(), config.lora.max_loras, adapters.dtype.size, memory.adapter_slots),
-        trainer_budget=memory.unassigned
-        + memory.learning
-        - footprint.pass_bytes(config, model, len(found.layers), found.vocab_size, adapters.linears()),
+        trainer_budget=_trainer_budget(config, model, found, adapters, memory),
     )
 
 
@@ -256,6 +255,14 @@ def _divide(config: EngineConfig, limit: Limit, needs: Needs) -> MemoryBudget:
         size -= MAX_QUEUE_BYTES + READ_BYTES
     cpu = {"most_pool": _CPU_POOL_BYTES, "most_activations": _CPU_ACTIVATION_BYTES} if device.is_cpu() else {}
     return divide(config, size, needs, reason=limit.reason, shared=limit.shared, **cpu)
+
+
+def _trainer_budget(
+    config: EngineConfig, model: LoadedModel, found: probe.Examined, adapters: LoraState, memory: MemoryBudget
+) -> int:
+    """Return the bytes that all trainers may use: what nothing else was given, less one micro-batch."""
+    one_pass = footprint.pass_bytes(config, model, len(found.layers), found.vocab_size, adapters.linears())
+    return memory.unassigned + memory.learning - one_pass
 
 
 def _limit_steps(model: LoadedModel, kernels: _Kernels, needs: Needs, memory: MemoryBudget) -> StepLimits:

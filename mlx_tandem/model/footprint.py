@@ -215,18 +215,18 @@ def _step(
 
 
 def trainer_bytes(linears: Mapping[str, LinearShape], rank: int) -> int:
-    """Return what a trainer of these linears takes on the device for as long as it is open."""
+    """Return the bytes that a trainer of these linears holds on the device while it is open."""
     return _TRAINER * slot_bytes(linears, linears, 0, rank, 4)
 
 
 def pass_bytes(
     config: EngineConfig, model: LoadedModel, layers: int, vocab_size: int, linears: Mapping[str, LinearShape]
 ) -> int:
-    """Return the bytes of one micro-batch beside its trainers.
+    """Return the bytes that one micro-batch needs besides its trainers.
 
-    The micro-batch keeps the inputs of all layers. Two slices are in flight, as one is launched before the last is
-    read; each is a layer of the backward or a piece of the logits. Its sequences have at most 1,024 tokens, since
-    scores grow with the square of their length.
+    It keeps the inputs of all layers. Two slices are in flight, as one is launched before the last is read; each is a
+    layer of the backward or a piece of the logits. Its sequences have at most 1,024 tokens, since scores grow with the
+    square of their length.
     """
     tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()]
     size = model.dtype.size

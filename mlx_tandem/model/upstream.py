@@ -1,4 +1,4 @@
-"""Imports mlx-lm for the first time, without what that costs and changes in the process beside it."""
+"""Imports mlx-lm for the first time, without what that import costs and changes in the process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ UNUSED = {
     "transformers": ("AutoTokenizer", "PreTrainedTokenizer", "PreTrainedTokenizerFast"),
     "transformers.tokenization_utils_base": ("PreTrainedTokenizerBase",),
 }
-"""What mlx-lm imports, by module, for downloads and tokenizers, which nothing here has it do."""
+"""Names by module that mlx-lm imports for downloads and tokenizers, which this project does not use it for."""
 
 
 class _Unused:
-    """Stands in for every name of UNUSED. mlx-lm derives a class from one of them, which it registers at another."""
+    """Stand-in for every name of UNUSED. mlx-lm derives a class from one of them and registers it at another."""
 
     @staticmethod
     def register(*_: object, **__: object) -> None:
@@ -29,7 +29,7 @@ class _Unused:
 
 @contextlib.contextmanager
 def _without_unused() -> Iterator[None]:
-    """Have what is imported within find stand-ins for UNUSED; modules that are loaded already stay.
+    """Give imports inside the block stand-ins for UNUSED; modules that are loaded already stay.
 
     Importing them takes a second, which is half of an engine's start, and tens of megabytes. They can be imported
     afterwards, but mlx-lm itself cannot load a tokenizer in this process.
