@@ -142,15 +142,15 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.adapters.slots import SlotTable
     from mlx_tandem.adapters.store import AdapterStore
     from mlx_tandem.engine.adapters import Adapters
+    from mlx_tandem.engine.block_manager import BlockManager
     from mlx_tandem.engine.loading import Loader
     from mlx_tandem.engine.pipeline import Pipeline
     from mlx_tandem.engine.scheduler import Scheduler
-    from mlx_tandem.engine.tables import Tables
     from mlx_tandem.engine.tier import STEP_BYTES, Tier
     from mlx_tandem.engine.time_share import TimeShare
     from mlx_tandem.engine.trainers import TrainerHost
+    from mlx_tandem.kv.groups import open_groups
     from mlx_tandem.kv.hashing import Namespace
-    from mlx_tandem.kv.pool import open_pools
     from mlx_tandem.kv.prefix import PrefixCache
     from mlx_tandem.model import device
     from mlx_tandem.model.build import build
@@ -162,7 +162,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     weights: dict[str, AdapterWeights] = {}
     built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]))
     info = built.info
-    pools = open_pools(info.memory, info.block_size)
+    groups = open_groups(info.memory, info.block_size)
     # A model is identified by one digest of all its files, which takes a while to compute. Keys of blocks in memory do
     # not need it, since there is one model. On the drive each model has an index of its own, and blocks name it (see
     # Tier).
@@ -173,24 +173,23 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         block_size=info.block_size,
         kv_bits=config.cache.kv_bits,
         kv_group_size=config.cache.kv_group_size if config.cache.kv_bits < 16 else 0,
-        layout="windows apart" if len(pools) > 1 else "",  # a record on the drive holds a block of each pool
+        layout="windows apart" if len(groups) > 1 else "",  # a record on the drive holds a block of each group
     )
-    caches = [PrefixCache(pool, namespace) for pool in pools] if config.cache.prefix_caching else []
+    caches = [PrefixCache(group, namespace) for group in groups] if config.cache.prefix_caching else []
     opening = _open_tier(config, namespace, channel.wake) if caches else None
     tier = None
     if opening is not None:
         write_through = config.disk.policy == "write_through"
         tier = Tier(
-            pools,
+            groups,
             caches,
-            [own.block_bytes for own in info.memory.pools],
             write_through=write_through,
             step_bytes=STEP_BYTES[device.kind()],
         )
     slots = SlotTable(config.lora.max_loras)
     scheduler = Scheduler(
         config.scheduler,
-        Tables(pools, caches, tier),
+        BlockManager(groups, caches, tier),
         slots,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
@@ -265,7 +264,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         channel,
         Pipeline(scheduler, built.runner, time_share, host),
         adapters,
-        Gauges(pools[0], slots, built.memory, built.adapter_bytes),
+        Gauges(groups[0].pool, slots, built.memory, built.adapter_bytes),
         heartbeat_seconds=config.heartbeat_seconds,
         opening=opening,
         on_turn=_Watchdog(config.stall_seconds).pat if own_process else lambda: None,
