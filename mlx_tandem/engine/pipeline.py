@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_tandem.engine.histogram import FILL_PARTS, STEP_TOKENS, Histogram
-from mlx_tandem.engine.plan import DeviceError, Runner, Slice, StepPlan, StepResult
+from mlx_tandem.engine.plan import DeviceError, Runner, Slice, StepPlan, StepResult, Wait
 from mlx_tandem.engine.scheduler import Scheduler, Settled
 from mlx_tandem.engine.time_share import TimeShare
-from mlx_tandem.engine.trainers import TrainerHost, Wait
+from mlx_tandem.engine.trainers import TrainerHost
 
 LATE_SECONDS = 5e-4
 """A shorter wait means that the step had already finished when we asked: to read a step takes up to 0.4 ms itself."""

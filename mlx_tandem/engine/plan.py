@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, Protocol
@@ -76,6 +77,9 @@ class Row(Struct, frozen=True, gc=False):
     background: bool = False  # made for training
     beside: bool = False
 
+
+Wait = Callable[[], None]
+"""Blocks until what was launched is done; raises what went wrong with it."""
 
 SliceKind = Literal["open", "close", "forward_backward", "optim_step", "settle", "publish", "save"]
 

@@ -56,6 +56,7 @@ def test_every_sequence_is_exact_in_random_workloads(part: int) -> None:
     assert outcome.masked > 3000, outcome
     assert min(outcome.accepted, outcome.drafted - outcome.accepted) > 1000, outcome
     assert min(outcome.moved, outcome.switched, outcome.held_back) > 100, outcome
+    assert outcome.messages > 100, outcome
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))

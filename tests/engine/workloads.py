@@ -26,6 +26,7 @@ from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine import drive as drives
 from tests.engine.harness import Choice, Loop
+from tests.engine.hosts import Learning
 from tests.engine.reference import (
     BASE,
     STATE,
@@ -270,6 +271,7 @@ class Outcome:
     moved: int = 0  # requests that went on under a newer version
     switched: int = 0  # choices whose tokens name more than one
     held_back: int = 0  # steps with rows made for training left out
+    messages: int = 0  # to trainers
     steps: int = 0
     work: int = 0
     loads: int = 0  # blocks that came from a drive
@@ -298,6 +300,7 @@ class Settings:
     faults: bool = True
     masks: float = 0.4  # how often some requests need masks
     drafts: float = 0.5  # how often there is a proposer
+    trainers: float = 0.3  # how often two trainers learn beside it
     most_requests: int = 12
     patience: int = 2
     states: float = 0.3  # how often layers keep a state
@@ -410,6 +413,8 @@ def play(
         **options,
     )
     loop, scheduler = engine.loop, engine.scheduler
+    apart = Random(str(rng.getstate()))  # what is drawn for learning changes nothing of the rest
+    learning = Learning(apart) if apart.random() < settings.trainers else None
     if scheduler.tier is not None:
         scheduler.tier.step_blocks = rng.choice((1, 2, 50))
     if rng.random() < 0.8:
@@ -442,12 +447,15 @@ def play(
             adapters[place] = ref = _publish(rng, adapters[place])
             loop.follow(ref)
         due = rng.random() < 0.5
+        if learning is not None:
+            learning.turn(due)
         held_back += not due and scheduler.has_users and scheduler.has_background
         busy = loop.step(due)
         assert loop.steps <= 30 + 2 * work * (1 + bool(scheduler.proposer or masks)), "no progress"
         if not busy and len(loop.requests) == total:
             break
     loop.assert_idle()
+    messages = 0 if learning is None else learning.finish()
     assert_exact(loop, eos, windows, masks)
     # One step ahead, a sequence may end while the row that spoils its blocks is still on the device; else nobody meets
     # what another has spoilt.
@@ -466,6 +474,7 @@ def play(
         moved=len(loop.moved),
         switched=sum(len(set(versions)) > 1 for versions in loop.versions.values()),
         held_back=held_back,
+        messages=messages,
         loads=engine.runner.loads,
         saves=len(store.blocks),
         masked=engine.runner.masked,
