@@ -1,6 +1,7 @@
 # make install   a virtual environment in .venv with everything the project needs, from the lock for this machine
 # make serve     the server with the built-in model and its adapters (ARGS="…" are passed on to `tandem serve`)
 # make test      all tests, on all cores (ARGS="…" are passed on to pytest), with the clients that they try installed
+# make quick     the tests of what differs from the branch main, without slow ones (ARGS="…" as above)
 # make check     format, lint, types, import rules, the map of the modules
 # make format    rewrite the sources in the project's format, the map of modules and the table of parameters
 # make lock      renew locks/ from pyproject.toml
@@ -17,7 +18,7 @@ VLLM_MLX ?=
 RESULTS := benchmarks/results
 
 .DEFAULT_GOAL := serve
-.PHONY: install serve test check format lock bench figures demo-svg
+.PHONY: install serve test quick check format lock bench figures demo-svg
 
 install: $(STAMP)
 
@@ -33,7 +34,10 @@ serve: $(STAMP)
 	@exec $(BIN)/tandem serve $(ARGS)
 
 test: $(CLIENTS)
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder $(ARGS)
+
+quick: $(STAMP)
+	$(BIN)/python -m pytest -n auto -m "not slow and not restarts" $$($(BIN)/python scripts/quick_tests.py) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -1,4 +1,5 @@
-"""What adapters cost: 8 of them on a random model, base rows, one adapter's rows and several mixes of rows in turn.
+"""Measure the cost of adapters: 8 of them on a random model, with base rows, one adapter's rows and several mixes in
+turn.
 
 python benchmarks/adapters.py --shape 4m --json-out benchmarks/results/adapters-4m.json
 """
@@ -20,6 +21,7 @@ from mlx_tandem.cli.console import show
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="base rows, one adapter's and mixes through one server")
     parser.add_argument("--shape", default="4m")
     parser.add_argument("--adapters", type=int, default=8)

@@ -33,7 +33,7 @@ from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.division import start
 from mlx_tandem.model.kernels.paged_attention import EVERYTHING, PagedAttention
 from mlx_tandem.model.cache.kvformat import RowFormat
-from mlx_tandem.model.trials.machine import copy_bandwidth
+from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
 
 BLOCK = 16
 LAYERS = 36
@@ -46,6 +46,9 @@ Combination = tuple[str, int, int, int, int, bool]  # type, head size, group, bi
 
 
 def combinations(which: str) -> Iterator[Combination]:
+    """Yield the kernels to check: type, head size, group, bits, queries per row, and whether there are sinks and the
+    like.
+    """
     if which == "all":
         for name, dim, group, bits, length in itertools.product(TYPES, DIMS, GROUPS, BITS, (1, 5)):
             yield name, dim, group, bits, length, length > 1
@@ -56,7 +59,7 @@ def combinations(which: str) -> Iterator[Combination]:
 
 
 def check(make: dialect.Make, combination: Combination, seed: int) -> float:
-    """The error of a random case in the 2-norm, relative."""
+    """Return the relative error of a random case in the 2-norm."""
     name, dim, group, bits, length, more = combination
     rng = np.random.default_rng(seed)
     rows, kv_heads, width = 3, 2, 24
@@ -117,8 +120,9 @@ def decode(
     rounds: int,
     divisions: Sequence[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """For each way to divide the work, the median round of `LAYERS` calls, each with the output of the one before as
-    its queries."""
+    """Yield for each way to divide the work the median round of `LAYERS` calls; each has the output of the one
+    before as its queries.
+    """
     width = -(-context // BLOCK)
     blocks = 1 + rows * width
     rng = np.random.default_rng(0)
@@ -170,6 +174,7 @@ def decode(
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checks", choices=["quick", "all", "none"], default="quick")
     parser.add_argument("--dtype", choices=list(TYPES), default="bfloat16")

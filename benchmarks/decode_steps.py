@@ -2,10 +2,11 @@
 
     python benchmarks/decode_steps.py --shape qwen3-8b --decode 1x128,64x1024 --prompts 1x8192 --json-out s.json
 
-- decode: greedy steps of so many rows at a context, each launched while the one before it runs; the first steps meet
-  their shapes for the first time and are left out. `launch_ms` is what the host is busy with in launching one; where
-  the device is slower that holds waiting, too;
-- prompts: so many of a length, read in chunks of as many tokens as the engine takes at once; each step is waited for.
+- decode: greedy steps of a number of rows at a context, each launched while the one before it runs. The first steps,
+  which are compiled, are left out. `launch_ms` is the host's time to launch a step; where the device is slower, it
+  includes waiting;
+- prompts: a number of prompts of a length, read in chunks of as many tokens as the engine takes at once; each step is
+  waited for.
 """
 
 # ruff: noqa: I001
@@ -35,11 +36,12 @@ WARM = 6
 
 
 def pairs(text: str) -> list[tuple[int, int]]:
-    """`1x128,16x1024`."""
+    """Return the (rows, length) pairs of a text such as `1x128,16x1024`."""
     return [(int(rows), int(length)) for rows, _, length in (part.partition("x") for part in text.split(",") if part)]
 
 
 def tables(built: Built, rows: int, length: int) -> list[tuple[int, ...]]:
+    """Return a table of blocks for each row."""
     width = -(-length // built.info.block_size)
     if rows * width >= built.info.num_blocks:
         raise SystemExit(f"the pool has {built.info.num_blocks} blocks; {rows} rows need {rows * width}")
@@ -47,6 +49,7 @@ def tables(built: Built, rows: int, length: int) -> list[tuple[int, ...]]:
 
 
 def decode(built: Built, rows: int, context: int, steps: int) -> dict[str, float]:
+    """Return the times of decode steps."""
     runner, bs = built.runner, built.info.block_size
     own = tables(built, rows, context + WARM + steps + 2)
     seatings = tuple(Seating(seat, GREEDY, 0, 1, (0,)) for seat in range(rows))
@@ -81,6 +84,7 @@ def decode(built: Built, rows: int, context: int, steps: int) -> dict[str, float
 
 
 def read(built: Built, rows: int, length: int, repeats: int) -> dict[str, float]:
+    """Return the time to read prompts."""
     runner, bs = built.runner, built.info.block_size
     chunk = built.info.memory.chunk_tokens
     own, rng = tables(built, rows, length), np.random.default_rng(0)
@@ -109,6 +113,7 @@ def read(built: Built, rows: int, length: int, repeats: int) -> dict[str, float]
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="4m")
     parser.add_argument("--decode", type=pairs, default="1x128,16x128,64x128")

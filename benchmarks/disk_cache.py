@@ -1,9 +1,10 @@
-"""The disk tier of the KV cache beside the drive's own rates: writing, reloading and finding what is there.
+"""Compare the KV cache on the drive with the drive's own rates: writing, reloading and finding what is there.
 
     python benchmarks/disk_cache.py --json-out benchmarks/results/disk_cache.json
 
-Blocks of a model's size are written and read by the tier and, in turn, as one plain file in pieces of the same size;
-each is read once from memory and once after the system was told to forget its pages. The scan is that of small blocks.
+Blocks of a model's size are written and read by the cache and, in turn, as one plain file in pieces of the same
+size. Each is read once from memory and once after the system was told to forget its pages. The scan is one of small
+blocks.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ BASE = b"b" * 32
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="the disk tier beside plain files")
     parser.add_argument("--blocks", type=int, default=256)
     parser.add_argument("--block-kb", type=int, default=2304, help="of one block (16 tokens of an 8B model in bf16)")
@@ -60,10 +62,12 @@ def main() -> None:
 
 
 def block(i: int) -> BlockId:
+    """Return the id of block `i`."""
     return BlockId(b"n" * 32, hashlib.sha256(b"%d" % i).digest(), b"", tuple(range(16)))
 
 
 def hash_rates(size: int, repeats: int) -> dict[str, list[float]]:
+    """Return the rates of hash functions on data of this size."""
     data = os.urandom(size)
     secret = os.urandom(32)
     ways: dict[str, Callable[[], object]] = {
@@ -78,6 +82,7 @@ def hash_rates(size: int, repeats: int) -> dict[str, list[float]]:
 
 
 def rates(scratch: Path, blocks: int, size: int, repeats: int) -> dict[str, list[float]]:
+    """Return the rates of writing and reading by the cache and as a plain file."""
     found: dict[str, list[float]] = {}
     payloads = [os.urandom(size) for _ in range(blocks)]
     total = blocks * size
@@ -106,6 +111,7 @@ def rates(scratch: Path, blocks: int, size: int, repeats: int) -> dict[str, list
 
 
 def write_plain(path: Path, payloads: list[bytes]) -> None:
+    """Write payloads to one file."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     for payload in payloads:
         write_all(fd, payload)
@@ -113,6 +119,7 @@ def write_plain(path: Path, payloads: list[bytes]) -> None:
 
 
 def read_plain(path: Path, size: int) -> None:
+    """Read one file in pieces of `size` bytes."""
     fd = os.open(path, os.O_RDONLY)
     offset = 0
     while count := os.preadv(fd, [bytearray(size)], offset):
@@ -121,7 +128,7 @@ def read_plain(path: Path, size: int) -> None:
 
 
 def read_tier(tier: DiskCache, ids: list[BlockId], payloads: list[bytes]) -> None:
-    """In chains of 16, as they are polled; what comes is compared."""
+    """Read chains of 16 blocks as they are polled, and compare what comes."""
     waiting = {tier.read(ids[i : i + 16]): i for i in range(0, len(ids), 16)}
     while waiting:
         for ticket, found in tier.poll():
@@ -132,7 +139,7 @@ def read_tier(tier: DiskCache, ids: list[BlockId], payloads: list[bytes]) -> Non
 
 
 def forget(paths: list[Path]) -> None:
-    """Their pages go from memory, where the system can be told so."""
+    """Remove these files' pages from memory, where the system can be told to."""
     for path in paths:
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
@@ -142,6 +149,7 @@ def forget(paths: list[Path]) -> None:
 
 
 def scan(folder: Path, records: int, size: int, repeats: int) -> dict[str, Any]:
+    """Return the time to index a folder of small blocks."""
     payload = os.urandom(size)
 
     def opened() -> Segments:
@@ -176,12 +184,14 @@ def scan(folder: Path, records: int, size: int, repeats: int) -> dict[str, Any]:
 
 
 def rate(work: Callable[[], object], size: int) -> float:
+    """Return the GB/s at which `work` handles `size` bytes."""
     began = perf_counter()
     work()
     return round(size / (perf_counter() - began) / 1e9, 3)
 
 
 def report(result: dict[str, Any]) -> None:
+    """Show the results."""
     table = Table("what", "GB/s", title=f"blocks of {result['block_bytes'] >> 10} KB", title_style="")
     for name, rounds in (result["gb_per_s"] | result["hash_gb_per_s"]).items():
         table.add_row(name, f"{statistics.median(rounds):.2f}")
@@ -191,6 +201,7 @@ def report(result: dict[str, Any]) -> None:
 
 
 def progress(line: str) -> None:
+    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,10 +1,10 @@
-"""What the prefix cache is worth to learning: groups of rollouts of one prompt, updates of them, with it and without.
+"""Measure what the prefix cache is worth to learning from groups of rollouts of one prompt, with and without it.
 
     python benchmarks/groups.py --json-out benchmarks/results/groups.json
 
-A round is one update: rollouts of a few prompts, sixteen requests of their own for each, drawn by the newest version;
-a pass over them, a step, and the next version. Two engines with the built-in model take turns, one of which has no
-prefix cache; both draw the same prompts. What learning itself computes is the same for both and counted in.
+A round is one update: rollouts of a few prompts, sixteen requests for each, sampled from the newest version; a pass
+over them, a step, and the next version. Two engines with the built-in model take turns, one of which has no prefix
+cache; both get the same prompts. The time of learning itself is the same for both and is included.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ WITHOUT, WITH = "without", "with"
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="what the prefix cache is worth to learning")
     parser.add_argument("--lengths", default="256,512", help="tokens of a prompt")
     parser.add_argument("--prompts", type=int, default=2, help="of an update")
@@ -62,7 +63,7 @@ class Side:
         self._trainer.publish()
 
     def update(self, length: int, seed: int) -> dict[str, float]:
-        """Milliseconds of its parts, and how many tokens of prompts were computed for the rollouts."""
+        """Run one update; return the milliseconds of its parts, and how many prompt tokens the rollouts computed."""
         args, rng = self._args, random.Random(seed)
         prompts = [[rng.randrange(20, 900) for _ in range(length)] for _ in range(args.prompts)]
         asked = list(chain.from_iterable(repeat(p, args.rollouts) for p in prompts))
@@ -87,7 +88,7 @@ class Side:
 
 
 def in_turn(sides: dict[str, Side], length: int, repeats: int) -> dict[str, Any]:
-    """An update of each side in each round; the first two pay for tracing and are not counted."""
+    """Run an update of each side in each round; the first two rounds compile and are not counted."""
     rounds: list[dict[str, dict[str, float]]] = []
     for number in range(-2, repeats):
         order = list(sides)[:: -1 if number % 2 else 1]
@@ -99,7 +100,7 @@ def in_turn(sides: dict[str, Side], length: int, repeats: int) -> dict[str, Any]
 
 
 def figures(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """Medians. What learning computes is the same on both sides, so its median is over the rounds of both."""
+    """Return medians. The time of learning is the same on both sides, so its median is over the rounds of both."""
     sides: dict[str, dict[str, float]] = {
         name: {
             key: statistics.median(r[name][key] for r in rounds) for key in ("rollouts_ms", "computed_prompt_tokens")
@@ -125,6 +126,7 @@ def figures(rounds: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
 
 
 def report(found: dict[str, Any]) -> None:
+    """Show the results."""
     count = found["prompts"] * found["rollouts"]
     table = Table(title=f"updates of {count} rollouts, {found['rollouts']} a prompt", title_style="")
     for column in ("prompt", "", "without", "with", "times"):

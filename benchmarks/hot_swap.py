@@ -35,10 +35,11 @@ from mlx_tandem.cli.console import fail, show
 from mlx_tandem.cli.http import Connection
 
 ALIAS = "live"
-LOADED_AT_ONCE = 8  # of the hot ones
+LOADED_AT_ONCE = 8  # swapped adapters that are loaded at once
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="running streams beside adapters that come and go")
     parser.add_argument("--streams", type=int, default=32)
     parser.add_argument("--adapters", type=int, default=100, help="that are loaded and unloaded in each round")
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def make_adapters(root: Path, number: int) -> None:
-    """`number` adapters that differ, so that none is known already when it is loaded."""
+    """Write `number` different adapters, so that none is known already when it is loaded."""
     template = demo.ADAPTER_PATHS["shout"]
     tensors = load_file(template / "adapters.safetensors")
     for i in range(number):
@@ -72,6 +73,7 @@ def make_adapters(root: Path, number: int) -> None:
 
 
 async def measure(load: Load, root: Path, streams: int, adapters: int, repeats: int) -> dict[str, Any]:
+    """Return the figures of undisturbed and disturbed streams."""
     client = await Client.open(load)
     bodies = greedy(client, streams)
 
@@ -79,7 +81,7 @@ async def measure(load: Load, root: Path, streams: int, adapters: int, repeats: 
         return await asyncio.gather(*(client.send(client.connection(i), body) for i, body in enumerate(bodies)))
 
     control = Control(load.url, root, adapters)
-    want = [stream.answer() for stream in await run()]  # counted nowhere: shapes are met for the first time
+    want = [stream.answer() for stream in await run()]  # not counted, since steps are compiled now
     began = perf_counter()
     await run()
     control.interval = 0.9 * (perf_counter() - began) / adapters
@@ -118,7 +120,7 @@ async def measure(load: Load, root: Path, streams: int, adapters: int, repeats: 
 
 
 class Control:
-    """Loads, unloads and swaps over one connection of its own, and how long each took in milliseconds."""
+    """Loads, unloads and swaps over one connection, and how long each took in milliseconds."""
 
     def __init__(self, url: str, root: Path, adapters: int):
         self._connection = Connection.to(url)
@@ -128,11 +130,12 @@ class Control:
         self.forget()
 
     def forget(self) -> None:
-        self.beside = 0  # loads that began while the streams ran
+        """Forget the times so far."""
+        self.beside = 0  # number of loads that began while the streams ran
         self.times: dict[str, list[float]] = {"load": [], "unload": [], "swap": []}
 
     async def churn(self, streams: asyncio.Future[list[Stream]] | None) -> None:
-        """Each adapter comes and goes once, spread over the time that the streams take; at once without streams."""
+        """Load and unload each adapter once, spread over the time that the streams take; without streams, at once."""
         start = perf_counter()
         for i in range(self._adapters):
             if streams is not None and not streams.done():
@@ -158,6 +161,7 @@ class Control:
 
 
 def report(result: dict[str, Any]) -> None:
+    """Show the results."""
     table = Table(title=f"{result['adapters']} adapters beside {result['streams']} streams, ms", title_style="")
     for column in ("change", "count", "mean", "p50", "p95", "p99", "max"):
         table.add_column(column, justify="left" if column == "change" else "right")
@@ -171,6 +175,7 @@ def report(result: dict[str, Any]) -> None:
 
 
 def progress(line: str) -> None:
+    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,14 +1,15 @@
-"""What share of the engine's own rate is left through HTTP?
+"""Measure the share of the engine's own rate that is left through HTTP.
 
     python benchmarks/http_share.py --json-out benchmarks/results/http_share.json
     python benchmarks/http_share.py --shape qwen3-8b --dtype bfloat16
 
-One closed loop, in turn through a real server, with its front, tokenizer and event streams, and in an engine of the
-same settings without any of them (`tandem bench engine --num-requests`); its prompts have as many tokens as the server
-counted. Both hold the model, and each rests while the other is measured. Their first rounds are not counted: shapes are
-met for the first time then. The ratio is the median over neighbouring rounds; every round is in the file when it ends.
+One closed loop runs in turn through a real server, with its front, tokenizer and event streams, and in an engine
+with the same settings without any of them (`tandem bench engine --num-requests`), whose prompts have as many tokens
+as the server counted. Both hold the model, and each rests while the other is measured. Their first rounds, in which
+steps are compiled, are not counted. The ratio is the median over neighbouring rounds; every round is in the file
+when it ends.
 
-Beside the engine's loop stand the steps of a batch whose rows start together, which no server can know beforehand.
+Beside the engine's loop are the steps of a batch whose rows start together, which no server can know beforehand.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ from mlx_tandem.errors import TandemError
 
 BLOCK = 16
 ROOM = 4
-"""Times the blocks that all streams fill at once: both pools have to fit on one device."""
+"""Size of each pool as a multiple of the blocks that all streams fill at once; both pools have to fit on one device."""
 LEAST = 64
-"""Blocks; the client counts the tokens of a prompt of 128 words before anything else."""
+"""Fewest blocks of a pool: the client first counts the tokens of a prompt of 128 words."""
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="the rate through HTTP beside the engine's own")
     parser.add_argument("--shape", choices=SHAPES, default="4m")
     parser.add_argument("--dtype", default="auto")
@@ -83,7 +85,7 @@ def main() -> None:
 
 
 class Comparison:
-    """All rounds of both."""
+    """All rounds of both ways."""
 
     def __init__(self, url: str, settings: Path, args: argparse.Namespace, results: Results):
         self._settings = settings
@@ -102,6 +104,7 @@ class Comparison:
         )
 
     def measure(self) -> None:
+        """Run all rounds."""
         args = self._args
         load = EngineLoad(
             (Batch(args.streams, round(self._through_http()["prompt_tokens"])),),
@@ -144,6 +147,7 @@ def _say(line: str) -> None:
 
 
 def report(found: dict[str, Any]) -> None:
+    """Show the results."""
     http, engine = found["http"]["median"], found["engine"]["results"][0]["tandem"]
     between = http["inter_token_ms"]
     rows = {

@@ -1,8 +1,8 @@
-"""What a KV cache of few bits holds, what it changes in the answers, and what it costs, on the built-in model.
+"""Measure what a KV cache of few bits holds, how it changes answers, and what it costs, on the built-in model.
 
     python benchmarks/kv_quant.py [--questions 6] [--rounds 9] [--steps 12] [--out FILE]
 
-- size: bytes a token and layer by the width of a head, beside bfloat16's;
+- size: bytes per token and layer by the width of a head, compared with bfloat16;
 - admitted: sequences that the scheduler lets run at once in the same memory;
 - perplexity: of held-out chats, whole and of their answers alone, by bits, group and type of the scales;
 - decode: milliseconds of a step, pools interleaved in one process, the median of the rounds.
@@ -42,10 +42,11 @@ from recipes.demo_model import data, evaluate, text
 
 BLOCK = 16
 WIDTHS = (64, 80, 96, 112, 128, 192, 256, 576)
-Round = Callable[[mx.array], mx.array]  # [n, dim] to the same, as a pool gives it back
+Round = Callable[[mx.array], mx.array]  # maps [n, dim] to the same numbers as a pool returns them
 
 
 def served(kv_bits: int, num_blocks: int, max_num_seqs: int) -> Built:
+    """Return an engine's runner with a cache of this many bits."""
     config = EngineConfig(
         model=ModelConfig(path=str(demo.MODEL_PATH)),
         cache=CacheConfig(block_size=BLOCK, num_blocks=num_blocks, kv_bits=kv_bits),  # type: ignore[arg-type]
@@ -59,6 +60,7 @@ def served(kv_bits: int, num_blocks: int, max_num_seqs: int) -> Built:
 
 
 def sizes() -> list[dict[str, object]]:
+    """Return the bytes per token and layer by the width of a head."""
     rows: list[dict[str, object]] = []
     for dim in WIDTHS:
         full = RowFormat(1, dim, mx.bfloat16).bytes_per_token()
@@ -72,7 +74,7 @@ def sizes() -> list[dict[str, object]]:
 
 
 def admitted(budget: int, bytes_per_token: int, prompt: int) -> int:
-    """Sequences of `prompt` tokens that the scheduler lets run at once over a pool of `budget` bytes."""
+    """Return how many sequences of `prompt` tokens the scheduler lets run at once over a pool of `budget` bytes."""
     pool = BlockPool(budget // (bytes_per_token * BLOCK), BLOCK)
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=4096),
@@ -92,17 +94,20 @@ def admitted(budget: int, bytes_per_token: int, prompt: int) -> int:
 
 
 class RoundedCache(KVCache):
+    """A cache whose keys and values are rounded by a function."""
+
     def __init__(self, rounded: Round):
         super().__init__()  # type: ignore[no-untyped-call]
         self._rounded = rounded
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> Any:
+        """Return all keys and values, rounded."""
         rounded = (self._rounded(x.reshape(-1, x.shape[3])).reshape(x.shape) for x in (keys, values))
         return super().update_and_fetch(*rounded)  # type: ignore[no-untyped-call]
 
 
 def pool_of(bits: int, group: int) -> Round:
-    """As the pool does it."""
+    """Return the rounding of the pool."""
 
     def rounded(x: mx.array) -> mx.array:
         form = RowFormat(1, x.shape[1], x.dtype, bits, group)
@@ -112,7 +117,9 @@ def pool_of(bits: int, group: int) -> Round:
 
 
 def quantize(bits: int, group: int, scales: mx.Dtype) -> Round:
-    """`mx.quantize`, whose grid is rounded to the type of the scales after the codes were chosen."""
+    """Return the rounding of `mx.quantize`, whose grid is rounded to the type of the scales after the codes were
+    chosen.
+    """
 
     def rounded(x: mx.array) -> mx.array:
         codes, *grid = mx.quantize(x, group_size=group, bits=bits)
@@ -137,8 +144,11 @@ VARIANTS: dict[str, Round] = {
 
 
 def perplexities(questions: int, long_questions: int) -> dict[str, dict[str, float]]:
-    """Of the tokens of held-out chats, and of their answers alone; a few of the chats are long. k3: how far logprobs
-    are from those over a full cache, as learning measures it between sampler and trainer."""
+    """Return the perplexity of held-out chats' tokens, and of their answers alone; a few of the chats are long.
+
+    k3 is the distance of the logprobs from those with a full cache, as learning measures it between sampler and
+    trainer.
+    """
     model: Any = load_model(demo.MODEL_PATH)[0]
     model.set_dtype(mx.float32)
     tokenizer = Tokenizer.from_file(str(demo.MODEL_PATH / "tokenizer.json"))
@@ -177,7 +187,7 @@ def perplexities(questions: int, long_questions: int) -> dict[str, dict[str, flo
 
 
 def decode_times(pools: dict[str, Built], rows: int, context: int, rounds: int, steps: int) -> dict[str, float]:
-    """Milliseconds of a step in which `rows` sequences of so many tokens get their next one."""
+    """Return the milliseconds of a step in which `rows` sequences of `context` tokens get their next one."""
     times: dict[str, list[float]] = {name: [] for name in pools}
     width = -(-(context + (rounds + 2) * steps) // BLOCK)
     tables = [tuple(range(1 + seat * width, 1 + (seat + 1) * width)) for seat in range(rows)]
@@ -205,6 +215,7 @@ def decode_times(pools: dict[str, Built], rows: int, context: int, rounds: int, 
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=6, help="of each skill")
     parser.add_argument("--long-questions", type=int, default=2)

@@ -39,14 +39,14 @@ RUNS: dict[str, tuple[Rewards, dict[str, Any]]] = {
 }
 GUARDED = "rate x8"
 HELD_OUT = 32
-EVERY = 4  # batches from one look at what is served to the next
+EVERY = 4  # batches between two evaluations of the served version
 
 
 Progress = Callable[[dict[str, Any]], None]
 
 
 def learned(name: str, seed: int, args: argparse.Namespace, progress: Progress) -> dict[str, Any]:
-    """One run on a fresh server."""
+    """Return the figures of one run on a fresh server."""
     rewards, changes = RUNS[name]
     with tempfile.TemporaryDirectory(prefix="tandem-learn-") as scratch:
         settings = Path(scratch) / "learn.yaml"
@@ -63,7 +63,7 @@ def learned(name: str, seed: int, args: argparse.Namespace, progress: Progress) 
 
 
 class Run:
-    """One course of learning, with what was found of it so far."""
+    """One course of learning, with the figures so far."""
 
     def __init__(self, learner: Learner, name: str, seed: int, server: Running):
         self._learner = learner
@@ -73,7 +73,7 @@ class Run:
         self._questions = [question(random.Random(f"asked {i}")) for i in range(HELD_OUT)]
 
     async def done(self, steps: int, seconds: float, progress: Progress) -> dict[str, Any]:
-        """So many batches, or as many as begin within `seconds`."""
+        """Run `steps` batches, or as many as begin within `seconds`; return the figures."""
         curve = self._learner.curve
         await self._look()
         while len(curve.steps) < steps and (not curve.steps or curve.steps[-1].seconds < seconds):
@@ -107,7 +107,7 @@ class Run:
 
 
 def write_held_out(file: Path) -> Path:
-    """Prompts for `validation_prompts`, drawn apart from those that are learned from and those that are asked."""
+    """Write prompts for `validation_prompts`, drawn apart from those that are learned from and those that are asked."""
     lines = []
     for i in range(HELD_OUT):
         digits, answer = question(random.Random(f"held out {i}"))
@@ -119,6 +119,7 @@ def write_held_out(file: Path) -> Path:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="learning over HTTP, and controls")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)

@@ -42,10 +42,11 @@ from mlx_tandem.cli.console import fail, show
 
 WINDOW_SECONDS = 10.0
 MODES: dict[str, float | None] = {"idle": None, "70:30": 0.0, "10 a minute": 6.0, "30 a minute": 2.0}
-"""Seconds from the start of one update to that of the next; 0: without a pause; None: no updates."""
+"""Seconds from the start of one update to the start of the next; 0: without a pause; None: no updates."""
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="streams beside learning")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=200)
@@ -88,6 +89,7 @@ def main() -> None:
 
 
 async def measure(load: Load, targets: Sequence[str | None], args: argparse.Namespace, results: Results) -> None:
+    """Run all rounds."""
     streams, repeats = args.streams, args.repeats
     modes = [mode for mode in MODES if mode in {"idle", *args.modes.split(",")}]
     client = await Client.open(load)
@@ -100,7 +102,7 @@ async def measure(load: Load, targets: Sequence[str | None], args: argparse.Name
     bad = {"failed": 0, "different": 0}
 
     async def stream(i: int, until: float, gaps: list[float]) -> int:
-        """One client's requests one after the other; its tokens."""
+        """Send one client's requests one after the other; return its tokens."""
         tokens = 0
         while perf_counter() < until:
             done = await client.send(client.connection(i), bodies[i])
@@ -113,7 +115,7 @@ async def measure(load: Load, targets: Sequence[str | None], args: argparse.Name
         return tokens
 
     rounds: list[dict[str, Any]] = []
-    for repeat in range(-1, repeats):  # the first is not counted: shapes are met for the first time
+    for repeat in range(-1, repeats):  # the first round, in which steps are compiled, is not counted
         for mode in modes[:: -1 if repeat % 2 else 1]:
             gaps: list[float] = []
             began = perf_counter()
@@ -149,19 +151,19 @@ def _say(line: str) -> None:
 
 
 def _has(rounds: list[dict[str, Any]], mode: str) -> bool:
-    """Whether a round of it has its idle one."""
+    """Return whether a round of the mode has an idle round beside it."""
     idle = {r["repeat"] for r in rounds if r["mode"] == "idle"}
     return any(r["mode"] == mode and r["repeat"] in idle for r in rounds)
 
 
 def _median(rounds: list[dict[str, Any]], mode: str) -> dict[str, float]:
-    """Over the rounds; ratios are to the idle mode of the same round."""
+    """Return medians over the rounds; ratios are to the idle mode of the same round."""
     idle = {r["repeat"]: r for r in rounds if r["mode"] == "idle"}
     own = [r for r in rounds if r["mode"] == mode and r["repeat"] in idle]
 
     def ratio(place: str) -> float:
         pairs = [(r["inter_token_ms"][place], idle[r["repeat"]]["inter_token_ms"][place]) for r in own]
-        return float(round(statistics.median(a / max(b, 1e-3) for a, b in pairs), 3))  # of rounds of two tokens
+        return float(round(statistics.median(a / max(b, 1e-3) for a, b in pairs), 3))
 
     shares = [s for r in own for s in r["training_share"]]
     return {
@@ -183,8 +185,9 @@ class Updates:
         self._random = random.Random(0)
 
     async def post(self, every: float | None, until: float, tokens: int) -> tuple[list[float], list[float]]:
-        """Updates of so many tokens until then; how long each took, and learning's share of the device in each
-        window."""
+        """Post updates of `tokens` tokens until a time; return the seconds of each, and learning's share in each
+        window.
+        """
         watching = asyncio.create_task(self._watch(until))
         seconds = []
         due = perf_counter()
@@ -198,6 +201,7 @@ class Updates:
         return seconds, await watching
 
     async def status(self) -> Any:
+        """Return the server's status of training."""
         return await call(self._url, "GET", "/v1/training/status")
 
     async def _watch(self, until: float) -> list[float]:
@@ -214,6 +218,7 @@ class Updates:
 
 
 def report(result: dict[str, Any]) -> None:
+    """Show the results."""
     table = Table("mode", "tok/s", "of idle", "p50 of idle", "p99 of idle", "updates/min", "training's share")
     for mode, m in result["modes"].items():
         share = f"{m['training_share_lowest']:.3f} … {m['training_share_highest']:.3f}"

@@ -1,9 +1,9 @@
-"""Learning on one device without HTTP: does the trainer agree with the sampler, and what does each cost the other?
+"""Measure learning on one device without HTTP: the agreement of trainer and sampler, and what each costs the other.
 
     python benchmarks/learn_device.py --json-out benchmarks/results/learn_device-cpu.json
     python benchmarks/learn_device.py --shape qwen3-8b --dtype bfloat16 --seconds 40
 
-An adapter is trained a little, so that it is not the base any more, and published. Completions that it then draws are
+An adapter is trained a little, so that it differs from the base, and published. Completions that it then samples are
 given to the trainer, whose logprobs should be the same. Then streams run for a while alone and for a while beside
 updates of about 2,048 tokens, each stepped and published.
 """
@@ -40,12 +40,12 @@ class Streams:
 
     engine: Engine
     count: int
-    adapter: str | None = None  # of every second stream
+    adapter: str | None = None  # adapter of every second stream
     tokens: int = 0
     gaps: list[float] = field(default_factory=list)
 
     def run(self, seconds: float, beside: Any) -> dict[str, Any]:
-        """Tokens per second and milliseconds between them, while `beside` is called again and again."""
+        """Return tokens per second and the milliseconds between tokens, while `beside` is called again and again."""
         self.tokens, self.gaps = 0, []
         before, began = self.engine.stats, perf_counter()
         until = began + seconds
@@ -89,11 +89,14 @@ class Streams:
 
 
 def prompt_of(rng: random.Random, engine: Engine) -> list[int]:
+    """Return a random prompt."""
     return [rng.randrange(3, engine.info.vocab_size - 300) for _ in range(PROMPT)]
 
 
 def sampled(engine: Engine, adapter: str | None, count: int, seed: int) -> tuple[list[Datum], list[list[float]]]:
-    """Completions as data with advantages by turns, and the sampler's own logprobs of them at temperature 1."""
+    """Return completions as data with alternating advantages, and the sampler's own logprobs of them at temperature
+    1.
+    """
     rng = random.Random(seed)
     prompts = [prompt_of(rng, engine) for _ in range(count)]
     done = engine.generate(
@@ -111,7 +114,7 @@ def sampled(engine: Engine, adapter: str | None, count: int, seed: int) -> tuple
 
 
 def agreement(engine: Engine, trainer: Trainer, completions: int) -> dict[str, float]:
-    """Of the trainer's logprobs with the sampler's."""
+    """Return the differences between the trainer's logprobs and the sampler's."""
     label = trainer.publish()
     data, model = sampled(engine, label, completions, seed=7)
     result = trainer.forward(data, "importance_sampling")
@@ -125,6 +128,7 @@ def agreement(engine: Engine, trainer: Trainer, completions: int) -> dict[str, f
 
 
 def timed(times: dict[str, list[float]], name: str, call: Any) -> Any:
+    """Call `call`, add its seconds to `times[name]`, and return its result."""
     began = perf_counter()
     result = call()
     times.setdefault(name, []).append((perf_counter() - began) * 1e3)
@@ -132,6 +136,7 @@ def timed(times: dict[str, list[float]], name: str, call: Any) -> Any:
 
 
 def measure(engine: Engine, streams: int, seconds: float, repeats: int, completions: int) -> dict[str, Any]:
+    """Run all rounds and return their figures."""
     trainer = engine.trainer("learner", rank=16)
     data, _ = sampled(engine, None, completions, seed=1)
     times: dict[str, list[float]] = {}
@@ -169,6 +174,7 @@ def measure(engine: Engine, streams: int, seconds: float, repeats: int, completi
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="agreement of sampler and trainer, and what learning costs streams")
     parser.add_argument("--shape", help="a random model of this shape instead of the demo model")
     parser.add_argument("--dtype", default="auto")

@@ -43,12 +43,13 @@ BURSTS = 24  # shapes that are new and moments in which the host is slow keep it
 
 
 def burst(engine: Engine, adapter: str, count: int, rng: random.Random) -> None:
-    """`count` prompts in one step, every second for the adapter."""
+    """Send `count` prompts that run in one step, every second one for the adapter."""
     prompts = [prompt_of(rng, engine) for _ in range(count)]
     engine.generate(prompts, adapter=[adapter if i % 2 else None for i in range(count)], max_tokens=4)
 
 
 def engine_of(args: argparse.Namespace, blocks: int) -> Engine:
+    """Return an engine for one way."""
     adapters = {"learned": Path(args.adapter)} if Path(args.adapter).exists() else {}
     return Engine(
         Path(args.model), adapters, dtype=args.dtype, max_model_len=2048, num_blocks=blocks, random_weights=args.random
@@ -56,6 +57,7 @@ def engine_of(args: argparse.Namespace, blocks: int) -> Engine:
 
 
 def with_engine(args: argparse.Namespace, *, serving: bool, learning: bool) -> dict[str, Any]:
+    """Run serving, learning or both, and return the peak of memory."""
     with engine_of(args, args.blocks if serving else 64) as engine:
         loaded = engine.stats.active_memory
         update: Callable[[], None] | None = None
@@ -89,8 +91,9 @@ def with_engine(args: argparse.Namespace, *, serving: bool, learning: bool) -> d
 
 
 def slices(args: argparse.Namespace) -> dict[str, Any]:
-    """Of each slice of one of an update's micro-batches, what it needs beyond what is there when it begins and when it
-    ends."""
+    """Return for each slice of one of an update's micro-batches the memory that it needs, while it runs and after
+    it.
+    """
     import mlx.core as mx
 
     from mlx_tandem.config import ModelConfig
@@ -99,11 +102,11 @@ def slices(args: argparse.Namespace) -> dict[str, Any]:
     from mlx_tandem.model.footprint import MICRO_BATCH_TOKENS
     from mlx_tandem.model.loader import load
     from mlx_tandem.training.device.cutting import Cutter
-    from mlx_tandem.training.device.trainers import Trainers
+    from mlx_tandem.training.device.trainers import MLXTrainers
 
     model = load(ModelConfig(args.model, args.dtype, random_weights=args.random), lambda stage, done: None)
     size = MICRO_BATCH_TOKENS[device.kind()]
-    trainers = Trainers(clone(model.module), model.dtype, vocab_size=1000, micro_batch_tokens=size, most_tokens=2048)
+    trainers = MLXTrainers(clone(model.module), model.dtype, vocab_size=1000, micro_batch_tokens=size, most_tokens=2048)
     trainers.open(TrainerSpec("learner", RANK, 2.0 * RANK), "", None)
     datum = Datum(tuple(range(3, 3 + PROMPT + COMPLETION)), PROMPT, (1.0,) * COMPLETION)
     batch = Batch("learner", (datum,) * UPDATE, LossConfig("cross_entropy"))
@@ -132,7 +135,7 @@ def slices(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def mlx_lm(args: argparse.Namespace, *, checkpointed: bool) -> dict[str, Any]:
-    """mlx-lm's own LoRA layers, loss and checkpointing, and Adam, on one batch of the same size."""
+    """Run mlx-lm's own LoRA layers, loss, checkpointing and Adam on one batch of the same size."""
     import mlx.core as mx
     import mlx.nn as nn
     from mlx.optimizers import Adam
@@ -161,6 +164,7 @@ def mlx_lm(args: argparse.Namespace, *, checkpointed: bool) -> dict[str, Any]:
 
 
 def one(args: argparse.Namespace) -> dict[str, Any]:
+    """Run one way in this process."""
     match args.way:
         case "slices":
             return slices(args)
@@ -171,7 +175,7 @@ def one(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What can be said of the ways that were measured."""
+    """Return what follows from the ways that were measured."""
     if not {"serving", "both", "slices"} <= found.keys():
         return {}
     serving, both = found["serving"]["peak_bytes"], found["both"]["peak_bytes"]
@@ -190,6 +194,7 @@ def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="memory of learning beside serving")
     parser.add_argument("--shape", help="a random model of this shape instead of the demo model")
     parser.add_argument("--dtype", default="auto")

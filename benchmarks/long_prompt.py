@@ -1,10 +1,10 @@
-"""Do running streams stall when a long prompt arrives?
+"""Measure whether running streams stall when a long prompt arrives.
 
     python benchmarks/long_prompt.py --json-out benchmarks/results/long_prompt.json
 
 Sixteen streams decode on a tiny random model with 40k positions. Their inter-token times while a prompt of 2k or of
 32k tokens is read are compared with those just before it came and just after it was done; the time to the long
-prompt's own first token is reported too.
+prompt's own first token is reported, too.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ STREAM_TOKENS = 3000
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="inter-token times of running streams beside a long prompt")
     parser.add_argument("--shape", default="0.13m")
     parser.add_argument("--streams", type=int, default=16)
@@ -69,6 +70,7 @@ def main() -> None:
 
 
 async def measure(url: str, streams: int, lengths: list[int], repeats: int, window: float) -> list[dict[str, Any]]:
+    """Return the figures for each length."""
     finished: list[Stream] = []
     current: dict[int, Stream] = {}
 
@@ -83,7 +85,7 @@ async def measure(url: str, streams: int, lengths: list[int], repeats: int, wind
             finished.append(stream)
 
     def gaps(start: float, end: float) -> list[float]:
-        """Between events of one stream, in milliseconds, that ended in the time given."""
+        """Return the milliseconds between events of one stream that ended between two times."""
         found: list[float] = []
         for stream in [*finished, *current.values()]:
             times = stream.times
@@ -137,7 +139,9 @@ async def _ask(connection: Connection, length: int) -> Stream:
 
 
 def _body(length: int, max_tokens: int, seed: int) -> dict[str, Any]:
-    """A prompt of `length` tokens: in these shapes' tokenizer a syllable with the space before it is one."""
+    """Return a request with a prompt of `length` tokens; in these shapes' tokenizer a syllable with its space is one
+    token.
+    """
     rng = random.Random(seed)
     words = (rng.choice("bdfgkl") + rng.choice("aeiou") for _ in range(length))
     return {

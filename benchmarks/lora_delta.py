@@ -1,9 +1,9 @@
-"""Which formulation of the LoRA delta is fastest, measured in whole compiled steps.
+"""Measure which formulation of the LoRA delta is fastest, in whole compiled steps.
 
     python benchmarks/lora_delta.py [--models 0.13M 4M] [--rows 1 8 16 64] [--rounds 5] [--out FILE]
 
-Every variant runs in the same process on the same random model, interleaved in many short rounds. A variant's time is
-the tenth percentile of its rounds, so that other load on the machine counts little.
+Every variant runs in the same process on the same random model, interleaved in many short rounds. A variant's time
+is the tenth percentile of its rounds, so that other load on the machine counts little.
 """
 
 # ruff: noqa: I001
@@ -62,6 +62,7 @@ def _kernels() -> str | None:
 
 
 def build(shape: dict[str, int]) -> Any:
+    """Return a random model of this shape."""
     args_class: Any = qwen3.ModelArgs
     args = args_class.from_dict(
         {"model_type": "qwen3", "rms_norm_eps": 1e-6, "max_position_embeddings": 4096, "rope_theta": 1e4,
@@ -79,6 +80,7 @@ def build(shape: dict[str, int]) -> Any:
 
 
 def random_adapter(linears: dict[str, LinearShape], rank: int, seed: int) -> AdapterWeights:
+    """Return a random adapter."""
     g = np.random.default_rng(seed)
     tensors = {
         path: (
@@ -100,55 +102,65 @@ Delta = Callable[[mx.array, mx.array, list[mx.array], int], mx.array]
 
 
 class Variant(NamedTuple):
+    """A formulation of the delta."""
+
     prepare: Prepare
     delta: Delta
 
 
 class Product(NamedTuple):
+    """The product's own code with one of its back ends."""
+
     backend: Literal["gather", "windows"]
 
 
 def ids(state: Trial, slots: Sequence[int]) -> list[mx.array]:
-    """The rows' slots (once, when they are all the same), then every module's stacked A and B."""
+    """Return the rows' slots (once, if they are all the same), then every module's stacked A and B."""
     return [mx.array(list(slots) if len(set(slots)) > 1 else [slots[0]], mx.uint32), *state.stacked]
 
 
 def own_slot(state: Trial, slots: Sequence[int]) -> list[mx.array]:
-    """The slot's own A and B of every module, as views."""
+    """Return the slot's own A and B of every module, as views."""
     return [mx.zeros(()), *(x[slots[0]] for x in state.stacked)]
 
 
 def take_addmm(x: mx.array, y: mx.array, extra: list[mx.array], i: int) -> mx.array:
+    """Return y + delta by indexing the slot and `addmm`."""
     slot, a, b = extra[0][0], extra[1 + 2 * i], extra[2 + 2 * i]
     return mx.addmm(y, x @ a[slot], b[slot])
 
 
 def one_gather(x: mx.array, y: mx.array, extra: list[mx.array], i: int) -> mx.array:
+    """Return y + delta by `gather_mm` over one slot."""
     slot, a, b = extra[0], extra[1 + 2 * i], extra[2 + 2 * i]
     u = mx.gather_mm(x.reshape(1, -1, x.shape[-1]), a, rhs_indices=slot)
     return y + mx.gather_mm(u, b, rhs_indices=slot).reshape(y.shape)
 
 
 def own_addmm(x: mx.array, y: mx.array, extra: list[mx.array], i: int) -> mx.array:
+    """Return y + delta by `addmm` with the slot's own arrays."""
     return mx.addmm(y, x @ extra[1 + 2 * i], extra[2 + 2 * i])
 
 
 def own_add(x: mx.array, y: mx.array, extra: list[mx.array], i: int) -> mx.array:
+    """Return y + delta by plain products with the slot's own arrays."""
     return y + (x @ extra[1 + 2 * i]) @ extra[2 + 2 * i]
 
 
 def gather(x: mx.array, y: mx.array, extra: list[mx.array], i: int) -> mx.array:
+    """Return y + delta by `gather_mm` over the rows' slots."""
     slots, a, b = extra[0], extra[1 + 2 * i], extra[2 + 2 * i]
     return y + mx.gather_mm(mx.gather_mm(x, a, rhs_indices=slots), b, rhs_indices=slots)
 
 
 def take_matmul(x: mx.array, y: mx.array, extra: list[mx.array], i: int) -> mx.array:
+    """Return y + delta by plain products with copies of the rows' slots."""
     slots, a, b = extra[0], extra[1 + 2 * i], extra[2 + 2 * i]
     return y + (x @ a[slots]) @ b[slots]
 
 
 def dense_slots(state: Trial, slots: Sequence[int]) -> list[mx.array]:
-    """Masked dense: the weights of just the slots of the batch side by side, laid out beforehand."""
+    """Return the weights of just the slots of the batch side by side, for masked products."""
     used = sorted(set(slots))
     made = []
     for n, x in enumerate(state.stacked):
@@ -160,11 +172,15 @@ def dense_slots(state: Trial, slots: Sequence[int]) -> list[mx.array]:
 
 
 def masked(x: mx.array, y: mx.array, extra: list[mx.array], i: int) -> mx.array:
+    """Return y + delta by one product with all slots, of which a mask keeps each row's own."""
     return mx.addmm(y, (x @ extra[1 + 2 * i]) * extra[0], extra[2 + 2 * i])
 
 
 def tiles(size: int) -> Prepare:
-    """Rows dealt into tiles of `size` rows of one slot: the row of each place, each row's place, each tile's slot."""
+    """Return a function that deals rows into tiles of `size` rows of one slot.
+
+    Its arrays are the row of each place, each row's place, and each tile's slot.
+    """
 
     def prepare(state: Trial, slots: Sequence[int]) -> list[mx.array]:
         s = np.array(slots)
@@ -183,6 +199,7 @@ def tiles(size: int) -> Prepare:
 
 
 def tiled(x: mx.array, y: mx.array, extra: list[mx.array], i: int) -> mx.array:
+    """Return y + delta by products of tiles."""
     owner, a, b, perm, back = extra[0], extra[1 + 2 * i], extra[2 + 2 * i], extra[-2], extra[-1]
     u = x.reshape(-1, x.shape[-1])[perm].reshape(owner.shape[0], -1, x.shape[-1])
     d = mx.gather_mm(mx.gather_mm(u, a, rhs_indices=owner), b, rhs_indices=owner)
@@ -193,8 +210,11 @@ SHARE = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 
 
 def side_by_side(state: Trial, slots: Sequence[int]) -> list[mx.array]:
-    """q, k and v (gate and up) get one A, of three (two) times the rank, and a B with zeros for the others' part of
-    it: the product with A is the same operation for all of them, and the compiler keeps one."""
+    """Give q, k and v (gate and up) one A of three (two) times the rank, and a B with zeros for the others' part of
+    it.
+
+    The product with A is then the same operation for all of them, and the compiler keeps one.
+    """
     made = []
     for i, path in enumerate(state.linears()):
         parent, _, leaf = path.rpartition(".")
@@ -211,6 +231,7 @@ def side_by_side(state: Trial, slots: Sequence[int]) -> list[mx.array]:
 
 
 def gather_both(x: mx.array, y: mx.array, extra: list[mx.array], i: int) -> mx.array:
+    """Return y + delta by `gather_mm` with the order of the rows given."""
     slots, a, b, order = extra[0], extra[1 + 2 * i], extra[2 + 2 * i], extra[-1]
     u = mx.gather_mm(x, a, lhs_indices=order, rhs_indices=slots)
     return y + mx.gather_mm(u, b, lhs_indices=order, rhs_indices=slots)
@@ -238,7 +259,7 @@ PREFILL = ("product: rows", "gather_mm", "take, matmul", "masked dense")
 
 
 class Trial(lora.LoraState):
-    """A LoraState whose modules use the variant under trial."""
+    """A LoraState whose modules use the variant that is measured."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, LoraConfig(max_loras=16), mx.float32)
@@ -258,12 +279,13 @@ class Trial(lora.LoraState):
         mx.eval(self.stacked)
 
     def dense(self, t: Any, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
+        """Return plain(x) + delta by the variant."""
         if self.delta is None:
             return super().dense(t, x, plain)
         return self.delta(x, plain(x), self.extra, self.number[t.path])
 
     def prepare(self, variant: Variant | Product | None, slots: Sequence[int]) -> tuple[Any, list[mx.array]]:
-        """(what to bind, the step's arguments)."""
+        """Return what to bind and the step's arguments."""
         if variant is None:
             return routes.Layout("base"), []
         if isinstance(variant, Variant):
@@ -280,7 +302,7 @@ class Trial(lora.LoraState):
 
     @contextmanager
     def using(self, what: Any, extra: list[mx.array]) -> Iterator[None]:
-        """While a step is traced."""
+        """Use the variant while a step is traced."""
         if isinstance(what, routes.Layout):
             if extra:
                 self.bind(extra[1:], extra[0], what)
@@ -295,23 +317,27 @@ class Trial(lora.LoraState):
 
 
 class Paged:
-    """One layer of a head-major paged pool, as the engine's: [heads * blocks * BLOCK, d], rows through tables."""
+    """One layer of a head-major paged pool like the engine's: [heads * blocks * BLOCK, d], with rows through tables."""
 
     def __init__(self, heads: int, blocks: int, dim: int) -> None:
         self.heads, self.blocks, self.dim = heads, blocks, dim
 
     def bind(self, k: mx.array, v: mx.array, offset: mx.array, write: mx.array, table: mx.array, mask: Any) -> None:
+        """Set the arrays of a step."""
         self.k, self.v, self.offset, self.write, self.table, self.mask = k, v, offset, write, table, mask
 
     def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the step's mask."""
         return self.mask
 
     def update_and_fetch(self, k: mx.array, v: mx.array) -> tuple[mx.array, mx.array]:
+        """Write the new keys and values, and return those of all positions."""
         self.k[self.write] = k.reshape(-1, self.dim)
         self.v[self.write] = v.reshape(-1, self.dim)
         return self.read(self.k), self.read(self.v)
 
     def read(self, pool: mx.array) -> mx.array:
+        """Return the rows' blocks."""
         pages = pool.reshape(self.heads * self.blocks, BLOCK * self.dim)[self.table]
         return pages.reshape(-1, self.heads, self.table.shape[-1] * BLOCK, self.dim)
 
@@ -338,6 +364,8 @@ class Decode:
         mx.eval(self.k, self.v, self.table, self.write, self.offset, self.tokens)
 
     def compiled(self, what: Any) -> Callable[..., Any]:
+        """Return a compiled step."""
+
         def step(tokens, k, v, offset, write, table, extra):  # type: ignore[no-untyped-def]
             mask = (mx.arange(CONTEXT) <= offset[:, None])[:, None, None]
             for layer, lk, lv in zip(self.layers, k, v, strict=True):
@@ -349,7 +377,7 @@ class Decode:
         return mx.compile(step)
 
     def run(self, fn: Callable[..., Any], extra: list[mx.array], steps: int) -> float:
-        """Seconds a step."""
+        """Return the seconds of a step."""
         launch: Any = mx.async_eval
         previous = None
         begin = time.perf_counter()
@@ -372,6 +400,8 @@ class Prefill:
         mx.eval(self.tokens)
 
     def compiled(self, what: Any) -> Callable[..., Any]:
+        """Return a compiled forward."""
+
         def step(tokens, extra):  # type: ignore[no-untyped-def]
             with self.state.using(what, extra):
                 return self.model.model(tokens)[:, -1]
@@ -379,6 +409,7 @@ class Prefill:
         return mx.compile(step)
 
     def run(self, fn: Callable[..., Any], extra: list[mx.array], steps: int) -> float:
+        """Return the seconds of a forward."""
         begin = time.perf_counter()
         for _ in range(steps):
             mx.eval(fn(self.tokens, extra))
@@ -388,6 +419,7 @@ class Prefill:
 def trial(
     work: Any, state: Trial, slots: list[int], names: Sequence[str] | None, rounds: int, seconds: float
 ) -> dict[str, Any]:
+    """Return the times of all variants for one batch."""
     steps: dict[str, tuple[Callable[..., Any], list[mx.array]]] = {"base": (work.compiled(routes.Layout("base")), [])}
     for name, variant in (UNIFORM if len(set(slots)) == 1 else MIXED).items():
         if names and name not in names:
@@ -417,13 +449,14 @@ def trial(
 
 
 def quiet(times: list[float]) -> float:
-    """The tenth percentile: what a step takes while nothing else runs, which the median does not show on a machine
-    that is shared."""
+    """Return the tenth percentile: the time of a step while nothing else runs, which the median hides on a shared
+    machine.
+    """
     return statistics.quantiles(times, n=10)[0]
 
 
 def check(work: Any, state: Trial, slots: list[int]) -> float:
-    """Greatest difference between any two variants' outputs."""
+    """Return the largest difference between any two variants' outputs."""
     outs = []
     for variant in (UNIFORM if len(set(slots)) == 1 else MIXED).values():
         what, extra = state.prepare(variant, slots)
@@ -432,6 +465,7 @@ def check(work: Any, state: Trial, slots: list[int]) -> float:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", default=list(SHAPES))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4, 8, 16, 32, 64])

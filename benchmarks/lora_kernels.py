@@ -33,22 +33,23 @@ from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.lora import LoraKernels
 from mlx_tandem.model.lora.routes import Ints, cut_tiles
-from mlx_tandem.model.trials.lora import expected, far
+from mlx_tandem.model.kernel_checks.lora import expected, far
 
 SLOTS = 8
 launch: Any = mx.async_eval
 Arrays = list[mx.array]
 Step = Callable[[mx.array, Arrays, Arrays], Arrays]
-"""(x of the first layer, ids, arrays of all groups) → what came out of all linears."""
+"""Function from x of the first layer, the ids and the arrays of all groups to the outputs of all linears."""
 
 
 class Group:
-    """The linears of one input, in every layer: `parts` is (A of each member, B of each, own outputs of each)."""
+    """The linears of one input, in every layer."""
 
     def __init__(self, inputs: int, outputs: Sequence[int]):
         self.inputs, self.outputs = inputs, outputs
 
     def make(self, rank: int, rows: int, dtype: mx.Dtype) -> Arrays:
+        """Return random arrays of the group."""
         a = [mx.random.normal((SLOTS + 1, self.inputs, rank)) * self.inputs**-0.5 for _ in self.outputs]
         b = [mx.random.normal((SLOTS + 1, rank, n)) * 0.1 * rank**-0.5 for n in self.outputs]
         for one in a + b:
@@ -59,12 +60,13 @@ class Group:
         return made
 
     def parts(self, arrays: Arrays) -> tuple[Arrays, Arrays, Arrays]:
+        """Return A, B and the own outputs of each member."""
         n = len(self.outputs)
         return arrays[:n], arrays[n : 2 * n], arrays[2 * n :]
 
 
 def groups(hidden: int, kv: int, mlp: int) -> dict[str, Group]:
-    """The first output of each is as wide as the input of the next, which it becomes."""
+    """Return the groups of a layer; the first output of each is as wide as the input of the next, which it becomes."""
     return {
         "qkv": Group(hidden, (hidden, kv, kv)),
         "o": Group(hidden, (hidden,)),
@@ -79,10 +81,13 @@ Way = Callable[[mx.array, Arrays, tuple[Arrays, Arrays, Arrays]], Arrays]
 
 
 def fused(kernels: LoraKernels) -> Way:
+    """Return the way of the fused kernels."""
     return lambda x, ids, parts: kernels.add(x, ids[0], *parts)
 
 
 def gather(x: mx.array, ids: Arrays, parts: tuple[Arrays, Arrays, Arrays]) -> Arrays:
+    """Return the outputs by `gather_mm`."""
+
     def delta(a: mx.array, b: mx.array) -> mx.array:
         u = mx.gather_mm(x, a, lhs_indices=ids[2], rhs_indices=ids[1])
         return mx.gather_mm(u, b, lhs_indices=ids[2], rhs_indices=ids[1])
@@ -91,16 +96,17 @@ def gather(x: mx.array, ids: Arrays, parts: tuple[Arrays, Arrays, Arrays]) -> Ar
 
 
 def plain(x: mx.array, ids: Arrays, parts: tuple[Arrays, Arrays, Arrays]) -> Arrays:
-    """One adapter's own arrays, as a step of one adapter has them."""
+    """Return the outputs by one adapter's own arrays, as in a step of one adapter."""
     return [mx.addmm(y[:, 0], x[:, 0] @ a[1], b[1])[:, None] for a, b, y in zip(*parts, strict=True)]
 
 
 def masked(x: mx.array, ids: Arrays, parts: tuple[Arrays, Arrays, Arrays]) -> Arrays:
-    """All slots side by side, A [inputs, slots * rank] and B [slots * rank, outputs]."""
+    """Return the outputs by all slots side by side: A [inputs, slots * rank] and B [slots * rank, outputs]."""
     return [mx.addmm(y, (x @ a) * ids[3], b) for a, b, y in zip(*parts, strict=True)]
 
 
 def side_by_side(group: Group, arrays: Arrays) -> Arrays:
+    """Return the group's arrays with all slots side by side."""
     a, b, y = group.parts(arrays)
     wide = [mx.contiguous(one[1:].transpose(1, 0, 2).reshape(group.inputs, -1)) for one in a]
     wide += [one[1:].reshape(-1, one.shape[2]) for one in b]
@@ -109,6 +115,8 @@ def side_by_side(group: Group, arrays: Arrays) -> Arrays:
 
 
 def make_step(shapes: Sequence[Group], way: Way) -> Step:
+    """Return a compiled step."""
+
     def step(x: mx.array, ids: Arrays, arrays: Arrays) -> Arrays:
         all_of_it: Arrays = []
         at = 0
@@ -127,7 +135,7 @@ def make_step(shapes: Sequence[Group], way: Way) -> Step:
 
 
 def measure(step: Callable[[], Arrays], rounds: int, steps: int) -> tuple[float, float]:
-    """Seconds of a step with two in flight, and of building and launching one; medians of the rounds."""
+    """Return the seconds of a step with two in flight, and of building and launching one; medians of the rounds."""
     for _ in range(3):
         mx.eval(step())
     whole, host = [], []
@@ -153,7 +161,7 @@ def measure(step: Callable[[], Arrays], rounds: int, steps: int) -> tuple[float,
 def by_kernel(
     kernels: LoraKernels, group: Group, layers: Sequence[Arrays], x: mx.array, tiles: mx.array, rounds: int
 ) -> tuple[float, float]:
-    """Seconds of one shrink and of one expand, each layer's waiting for the one before."""
+    """Return the seconds of one shrink and of one expand, where each layer's waits for the one before."""
 
     def shrinks() -> Arrays:
         sums: Arrays = []
@@ -177,18 +185,21 @@ def by_kernel(
 
 
 def worst_error(way: Way, group: Group, arrays: Arrays, ids: Arrays, x: mx.array, slots: Ints) -> float:
+    """Return the largest relative error of a way."""
     a, b, y = group.parts(arrays)
     added = way(x, ids, (a, b, y))
     return max(far(z, y[m], expected(x, a[m], b[m], slots)) for m, z in enumerate(added))
 
 
 def least_bytes(group: Group, rows: int, slots: int, rank: int, parts: int, size: int) -> int:
+    """Return the fewest bytes that a group has to read and write."""
     widths = group.inputs * len(group.outputs) + sum(group.outputs)
     sums = 2 * 4 * rows * parts * rank * len(group.outputs)
     return size * (slots * rank * widths + rows * (group.inputs + 2 * sum(group.outputs))) + sums
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 64, 128, 256])
     parser.add_argument("--layers", type=int, default=36)

@@ -2,7 +2,7 @@
 
     python benchmarks/make_model.py 4m /tmp/model --adapters 8 --rank 16
 
-writes /tmp/model and /tmp/model-adapters/a0 … a7. Any MLX server can load them; no network is needed.
+This writes /tmp/model and /tmp/model-adapters/a0 … a7. Any MLX server can load them; no network is needed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from mlx_tandem.cli.bench.shapes import SHAPES, write_adapter, write_model
 
 
 def main() -> None:
+    """Write the folders."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("shape", choices=[name for name, shape in SHAPES.items() if shape.parameters < 1e9])
     parser.add_argument("folder", type=Path)

@@ -32,8 +32,8 @@ from mlx_tandem.cli.console import fail
 from mlx_tandem.cli.http import Connection, HttpError
 
 FACTOR = 4
-SAMPLES = 200  # of memory, over the run
-CLOSE = 1.02  # of the budget
+SAMPLES = 200  # samples of memory over the run
+CLOSE = 1.02  # memory may exceed the budget by this factor
 SERIES = ("active", "peak", "kept", "compiled_steps", "front_rss", "engine_rss")
 BURST, EVERY = 24, 1000  # requests that come one behind the other with the same deep context
 DEEP = [20 + i * i % 880 for i in range(6000)]
@@ -51,6 +51,7 @@ WRONG: list[dict[str, Any]] = [
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="memory of a server under four times its load")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--batch", type=int, default=32, help="sequences that run at once")
@@ -75,7 +76,7 @@ def main() -> None:
 
 
 class Soak:
-    """Requests to one server, from one source of random numbers."""
+    """Random requests to one server."""
 
     def __init__(self, server: Running, seed: int):
         self._server = server
@@ -88,6 +89,7 @@ class Soak:
         self._samples: list[dict[str, float]] = []
 
     async def run(self, requests: int) -> dict[str, Any]:
+        """Send the requests and return statuses and memory."""
         _, health = await self._watch.json("GET", "/health")
         rate = await self._answered_per_second(max(64, min(400, requests // 10)))
         self._statuses.clear()
@@ -129,7 +131,7 @@ class Soak:
         }
 
     async def _answered_per_second(self, requests: int) -> float:
-        """By a closed loop of as many clients as choices may run."""
+        """Return the rate of a closed loop with as many clients as choices may run."""
         left, began = requests, perf_counter()
 
         async def client() -> None:
@@ -204,7 +206,7 @@ class Soak:
         )
 
     def _rss(self) -> tuple[int, int]:
-        """Bytes of the front, and of all that it started."""
+        """Return the bytes of the front, and of all processes that it started."""
         listed = subprocess.run(["ps", "-eo", "pid=,ppid=,rss="], capture_output=True, text=True, check=True).stdout
         rows = [tuple(map(int, line.split())) for line in listed.splitlines()]
         pid = self._server.pid
@@ -213,7 +215,9 @@ class Soak:
 
 
 def drift(samples: list[dict[str, float]], name: str, begin: int) -> dict[str, float]:
-    """Behind the first `begin` requests: a straight line's slope, and the last fifth beside the first."""
+    """Return how memory changed after the first `begin` requests: a straight line's slope, and the last fifth
+    against the first.
+    """
     rest = [s for s in samples if s["requests"] > begin]
     at = np.array([s["requests"] for s in rest], float)
     values = np.array([s[name] for s in rest], float)
@@ -228,6 +232,7 @@ def drift(samples: list[dict[str, float]], name: str, begin: int) -> dict[str, f
 
 
 def report(result: dict[str, Any]) -> None:
+    """Show the results."""
     budget = result["budget"]["total"]
     print(f"{result['requests']:,} requests, {result['offered_per_s']:,.1f}/s offered, statuses {result['statuses']}")
     print(f"peak {result['peak'] / 1e6:,.1f} MB of a budget of {budget / 1e6:,.1f} MB: {result['peak_of_budget']:.3f}")

@@ -34,6 +34,7 @@ RSS_EVERY = 2.0  # seconds
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="a server that is offered ten times its load")
     parser.add_argument("--model", type=Path, default=demo.MODEL_PATH)
     parser.add_argument("--seconds", type=float, default=60.0, help="of overload")
@@ -61,6 +62,7 @@ def main() -> None:
 async def measure(
     server: Running, load: Load, batch: int, capacity: int, peak_seconds: float, seconds: float, promises: int
 ) -> dict[str, Any]:
+    """Return the figures of the peak and of the overload."""
     client = await Client.open(load)
     (workload,) = phases(replace(load, concurrency=(1,)), [])[0].workloads
     client.load = replace(load, seconds=peak_seconds)
@@ -101,6 +103,7 @@ async def measure(
 
 
 async def watch(server: Running, samples: list[tuple[float, int]]) -> None:
+    """Record the memory of the server until cancelled."""
     start = perf_counter()
     while True:
         samples.append((perf_counter() - start, await asyncio.to_thread(server.rss)))
@@ -108,7 +111,9 @@ async def watch(server: Running, samples: list[tuple[float, int]]) -> None:
 
 
 async def promise(client: Client, workload: Workload, capacity: int) -> dict[str, Any]:
-    """Fill the server, be refused, let nobody else come, wait as told, and come again."""
+    """Fill the server, be refused, let nobody else come, wait as told, and come again; return how often that was
+    enough.
+    """
     full = True
     ended: list[float] = []
 
@@ -116,7 +121,7 @@ async def promise(client: Client, workload: Workload, capacity: int) -> dict[str
         while full:
             stream = await client.send(client.connection(i), client.body(workload))
             ended.append(perf_counter())
-            if stream.refused:  # the place went to the one who asks
+            if stream.refused:  # the request under test took the place
                 return
 
     others = [asyncio.create_task(other(i)) for i in range(capacity)]
@@ -138,6 +143,7 @@ async def promise(client: Client, workload: Workload, capacity: int) -> dict[str
 
 
 def report(result: dict[str, Any]) -> None:
+    """Show the results."""
     overload, told = result["overload"], result["retry_after"]
     print(f"peak: {result['clients_at_peak']} clients, {result['admitted_per_s']:,.1f} requests/s answered")
     print(f"overload: {result['offered_per_s']:,.1f} requests/s offered, statuses {dict(overload['statuses'])}")
@@ -154,6 +160,7 @@ def report(result: dict[str, Any]) -> None:
 
 
 def progress(line: str) -> None:
+    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""Results that are in their file from the first finding on: a measurement may be stopped at any time."""
+"""Results that are written to their file from the first figure on, so that a measurement may be stopped at any time."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from mlx_tandem.cli.bench.serve import write
 
 
 class Results:
-    """What was found so far, in the file, which says in `complete` whether it is all."""
+    """The figures so far, in a file that says in `complete` whether they are all."""
 
     def __init__(self, file: Path | None, **about: Any):
         self._file = file
         self.found: dict[str, Any] = describe() | about
 
     def add(self, **found: Any) -> None:
+        """Add figures and write the file."""
         self.found |= found
         self._write(complete=False)
 
     def finish(self, **found: Any) -> None:
+        """Add figures and write the file as complete."""
         self.found |= found
         self._write(complete=True)
 
@@ -33,7 +35,9 @@ class Results:
 
 
 def stop_cleanly() -> None:
-    """SIGTERM, which `timeout` sends, ends the program as an exit does: what it has started ends with it."""
+    """Let SIGTERM, which `timeout` sends, end the program like an exit, so that everything it has started ends with
+    it.
+    """
     signal.signal(signal.SIGTERM, _leave)
 
 
@@ -45,4 +49,4 @@ def _leave(signum: int, frame: object) -> None:
         loop = asyncio.get_running_loop()
     except RuntimeError:
         leave()
-    loop.call_soon_threadsafe(leave)  # raised here, it might be taken for a failure of the transport that is read
+    loop.call_soon_threadsafe(leave)  # an exception raised here could look like a failure of a transport

@@ -1,9 +1,9 @@
-"""The servers that MLX users have, beside each other: same folder, same client, same BLAS, taking turns.
+"""Compare the servers that MLX users have: same folder, same client, same BLAS, taking turns.
 
     python benchmarks/peers.py --vllm-mlx /path/to/its/venv/bin/vllm-mlx --json-out benchmarks/results/peers.json
 
-Compared by events per second, one token per event, with mixed sampling and no seed (mlx_lm.server does not batch
-requests that have one). Without --vllm-mlx that peer is left out.
+They are compared by events per second, one token per event, with mixed sampling and no seed (mlx_lm.server does not
+batch requests that have one). Without --vllm-mlx that peer is left out.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mlx_tandem.cli.console import show
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="tandem beside mlx_lm.server and vllm-mlx")
     parser.add_argument("--shapes", default="0.13m,4m")
     parser.add_argument("--concurrency", default="1,2,4,8,32")
@@ -64,7 +65,9 @@ def main() -> None:
 
 
 def summary(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Per server and concurrency the medians, and tandem's events per second over each peer's, round against round."""
+    """Return the medians per server and concurrency, and tandem's events per second over each peer's, round against
+    round.
+    """
     results, ratios = [], []
     levels = sorted({r["concurrency"] for r in rounds["tandem"]})
     for level in levels:
@@ -89,6 +92,7 @@ def summary(rounds: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def table(shape: str, content: dict[str, Any]) -> Table:
+    """Return a table of the results."""
     names = list(content["rounds"])
     found = Table(title=f"{shape}: events per second", title_style="")
     found.add_column("at once", justify="right")

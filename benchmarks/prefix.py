@@ -34,6 +34,7 @@ PARTS = ("first_token", "conversation", "group", "drive")
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="what the prefix cache is worth")
     parser.add_argument("--shape", default="4m")
     parser.add_argument("--dtype", default="auto")
@@ -57,6 +58,7 @@ def main() -> None:
 
 
 def measure(model: Path, args: argparse.Namespace, results: Results, *, random_weights: bool) -> None:
+    """Measure all parts that were asked for."""
     options: dict[str, Any] = {
         "dtype": args.dtype,
         "random_weights": random_weights,
@@ -86,6 +88,7 @@ def measure(model: Path, args: argparse.Namespace, results: Results, *, random_w
 
 
 def report(found: dict[str, Any], args: argparse.Namespace) -> None:
+    """Show the results."""
     table = Table(title=f"{args.shape}, median of {args.repeats}", title_style="")
     for column in ("", "without", "with", "times"):
         table.add_column(column, justify="right")
@@ -110,7 +113,9 @@ def report(found: dict[str, Any], args: argparse.Namespace) -> None:
 
 
 def first_tokens(engine: Engine, length: int, repeats: int) -> dict[str, Any]:
-    """Each prompt twice; the first of all pays for tracing and is not counted."""
+    """Return the times of each prompt's first token, cold and on a hit; the first prompt compiles and is not
+    counted.
+    """
     rounds = []
     for repeat in range(repeats + 1):
         prompt = _tokens(length, repeat)
@@ -123,7 +128,7 @@ def first_tokens(engine: Engine, length: int, repeats: int) -> dict[str, Any]:
 
 
 def from_drive(model: Path, folder: Path, length: int, repeats: int, **options: Any) -> dict[str, Any]:
-    """Each prompt cold, then after another has taken its place in memory; the first pays for tracing."""
+    """Return the times of each prompt cold, and after another has taken its place in memory; the first one compiles."""
     blocks = 1 + (length // 16 + 2) * 5 // 4
     options |= {"ssd_cache_dir": str(folder), "num_blocks": blocks, "max_model_len": length + 16}
     prompts = [_tokens(length, 5_000 + i) for i in range(repeats + 2)]
@@ -158,14 +163,14 @@ def _opened(engine: Engine) -> None:
 
 
 def _timed(engine: Engine, prompt: list[int]) -> tuple[float, int]:
-    """Milliseconds to the first token, and how many of the prompt's were there."""
+    """Return the milliseconds to the first token, and how many of the prompt's tokens were cached."""
     started = perf_counter()
     done = engine.generate(prompt, max_tokens=1)
     return round((perf_counter() - started) * 1e3, 2), done.cached_tokens
 
 
 def _plain_rate(folder: Path) -> float:
-    """GB/s at which the segments are read whole, the best of three times."""
+    """Return the GB/s at which the segments are read whole, the best of three times."""
     rates = []
     for _ in range(3):
         started = perf_counter()
@@ -175,7 +180,7 @@ def _plain_rate(folder: Path) -> float:
 
 
 def talk(engine: Engine, turns: int) -> dict[str, Any]:
-    """Like an agent: each prompt is the one before with its answer and the result of a tool behind it."""
+    """Run a conversation like an agent's: each prompt is the one before, its answer, and the result of a tool."""
     prompt = _tokens(2_000, 1_000)
     rows: list[dict[str, int]] = []
     for turn in range(turns):
@@ -184,13 +189,13 @@ def talk(engine: Engine, turns: int) -> dict[str, Any]:
         prompt = [*prompt, *done.token_ids, *_tokens(100, 2_000 + turn)]
     later = rows[1:]
     share = sum(r["cached_tokens"] for r in later) / max(sum(r["prompt_tokens"] for r in later), 1)
-    # What comes new with each turn, the tool's result, was never there: this is the most that there can be.
+    # The tool's result is new in each turn, so this is the largest share that can be cached.
     new = 101 * len(later) / max(sum(r["prompt_tokens"] for r in later), 1)
     return {"cached_share": round(share, 4), "possible_share": round(1 - new, 4), "turns": rows}
 
 
 def rollouts(engine: Engine, without: Engine, length: int, repeats: int) -> dict[str, Any]:
-    """Requests of their own, sent together, with one prompt; until all have their answers."""
+    """Return the time until requests with one prompt, sent together, have their answers."""
     rounds = []
     for repeat in range(repeats + 1):
         prompts = [_tokens(length, 3_000 + repeat)] * GROUP

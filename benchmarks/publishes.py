@@ -49,6 +49,7 @@ MODES = ("idle", "updates", "publishes")
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="streams beside the publishing of versions")
     parser.add_argument("--publishes", type=int, default=120)
     parser.add_argument("--streams", type=int, default=16)
@@ -77,7 +78,7 @@ def main() -> None:
 
 
 class Streams:
-    """The streams, and what they said."""
+    """The streams and their replies."""
 
     def __init__(self, client: Client, count: int, pinned: str):
         self._client = client
@@ -88,20 +89,22 @@ class Streams:
         named = [target for _, target in kinds]
         details = {"logprobs": 0, "return_token_ids": True}
         self._bodies = [body | details for body in greedy(client, count, named)]
-        self._right: dict[int, list[int]] = {}  # greedy answers, given alone
+        self._right: dict[int, list[int]] = {}  # the right greedy answers
         self.replies: list[Reply] = []
         self.failed = 0
         self.different: Counter[str] = Counter()
 
     async def alone(self, when: str) -> None:
-        """The greedy requests, one after the other. The first time their answers are remembered as the right ones."""
+        """Send the greedy requests one after the other. The first time, their answers are remembered as the right
+        ones.
+        """
         for i, kind in enumerate(self._kinds):
             if kind == "greedy" and (reply := await self._send(i, [])):
                 right = self._right.setdefault(i, reply.tokens)
                 self.different[when] += right != reply.tokens
 
     async def beside(self, work: Awaitable[None]) -> tuple[list[float], float]:
-        """All streams one request after the other until `work` is done; seconds between tokens, and tokens a second."""
+        """Run all streams until `work` is done; return the seconds between tokens, and tokens per second."""
         gaps: list[float] = []
         began, before = perf_counter(), len(self.replies)
         async with asyncio.TaskGroup() as tasks:
@@ -127,7 +130,7 @@ class Streams:
         return await self.send(kind, body, i, gaps)
 
     async def send(self, kind: Kind, body: dict[str, Any], i: int, gaps: list[float]) -> Reply | None:
-        """One request on the i-th connection; None when it failed."""
+        """Send one request on the i-th connection; return None if it failed."""
         stream = await self._client.send(self._client.connection(i), body)
         reply = Reply.of(kind, body, stream)
         whole = len(reply.tokens) == self._client.load.max_tokens
@@ -143,7 +146,7 @@ class Streams:
         return reply
 
     async def again(self, replies: Sequence[Reply]) -> None:
-        """Ask for pinned answers again from the version that they name, when nothing is learned or published."""
+        """Ask for pinned answers again from the version that they name, while nothing is learned or published."""
         left = iter(replies)
 
         async def ask(i: int) -> None:
@@ -160,18 +163,18 @@ async def _until(work: Awaitable[None]) -> None:
 
 
 class Teacher:
-    """Updates of random completions, as small as the policy still notices, and every version kept as a checkpoint."""
+    """Updates of random completions, as small as the policy still notices, with every version kept as a checkpoint."""
 
     def __init__(self, url: str):
         self._url = url
         self._random = random.Random(0)
         self._alias = Connection.to(url)
         self._numbers = itertools.count(1)
-        self.reports: list[dict[str, Any]] = []  # of what was published
+        self.reports: list[dict[str, Any]] = []  # reports of published versions
         self.alias_ms: list[float] = []
 
     async def publish(self) -> None:
-        """One update whose version is served from then on, also under the alias."""
+        """Post one update, whose version is served from then on, also under the alias."""
         report = await self._update({"checkpoint_name": f"published-{next(self._numbers)}"})
         if report["outcome"] != "published":
             raise BenchError(f"an update was {report['outcome']}: {report['reason']}")
@@ -184,11 +187,12 @@ class Teacher:
             raise BenchError(f"the alias did not move: {status} {answer}")
 
     async def publish_times(self, count: int) -> None:
+        """Publish `count` versions."""
         for _ in range(count):
             await self.publish()
 
     async def work(self, mode: str, publishes: int, seconds: float) -> None:
-        """So many publishes; in the other modes, so long."""
+        """Publish `publishes` versions; in the other modes, work for `seconds`."""
         if mode == "publishes":
             await self.publish_times(publishes)
         elif mode == "idle":
@@ -207,18 +211,20 @@ class Teacher:
         return report
 
     def forget(self) -> None:
+        """Forget the reports so far."""
         self.reports, self.alias_ms = [], []
 
 
 async def measure(
     load: Load, count: int, publishes: int, seconds: float, repeats: int
 ) -> tuple[dict[str, Any], list[Reply]]:
+    """Run all rounds; return their figures and the replies."""
     client = await Client.open(load)
     teacher = Teacher(load.url)
     await teacher.publish_times(WARM_UP)
     streams = Streams(client, count, f"{POLICY}@{teacher.reports[-1]['version']}")
     await streams.alone("before")
-    await streams.beside(teacher.publish_times(1))  # not counted: shapes are met for the first time
+    await streams.beside(teacher.publish_times(1))  # not counted, since steps are compiled now
     teacher.forget()
     rounds: list[dict[str, Any]] = []
     for repeat in range(repeats):
@@ -260,7 +266,7 @@ def _times(ms: Sequence[float]) -> dict[str, float]:
 
 
 def _median(rounds: list[dict[str, Any]], mode: str) -> dict[str, float]:
-    """Over the rounds."""
+    """Return medians over the rounds."""
     own = [r for r in rounds if r["mode"] == mode]
     found = {place: statistics.median(r["inter_token_ms"][place] for r in own) for place in ("p50", "p99", "max")}
     longest = max(r["inter_token_ms"]["max"] for r in own)
@@ -268,6 +274,7 @@ def _median(rounds: list[dict[str, Any]], mode: str) -> dict[str, float]:
 
 
 def report(result: dict[str, Any]) -> None:
+    """Show the results."""
     table = Table("beside", "tok/s", "p50", "p99", "longest pause, median of rounds", "longest")
     for mode, m in result["modes"].items():
         table.add_row(mode, *(f"{m[k]:,.1f}" for k in ("tokens_per_s", "p50", "p99", "max", "longest")))

@@ -35,6 +35,7 @@ from mlx_tandem.cli.console import fail, show
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="many registered adapters on few slots")
     parser.add_argument("--shape", default="0.13m")
     parser.add_argument("--adapters", type=int, default=1000)
@@ -82,6 +83,7 @@ def main() -> None:
 
 
 async def traffic(servers: dict[str, Running], load: Load, repeats: int, sample: int | None) -> dict[str, Any]:
+    """Send the same requests to all servers and return their figures."""
     clients: dict[str, tuple[Client, Workload, Validation]] = {}
     found: dict[str, dict[str, Any]] = {}
     for name, server in servers.items():
@@ -137,7 +139,7 @@ async def touch(client: Client, workload: Workload) -> None:
 
 
 def start_times(model: Path, template: Path, scratch: Path, registered: int, repeats: int) -> dict[str, Any]:
-    """Seconds from the start of the process until it is ready, in turn. All folders hold the same files."""
+    """Return the seconds from the start of the process until it is ready, in turn. All folders hold the same files."""
     found: dict[str, list[float]] = {}
     for count in (3, registered):
         for i in range(count):
@@ -155,6 +157,7 @@ def start_times(model: Path, template: Path, scratch: Path, registered: int, rep
 
 
 def report(result: dict[str, Any], adapters: int) -> None:
+    """Show the results."""
     table = Table(title=f"{result['shape']}, {adapters} adapters of rank {result['rank']}, Zipf", title_style="")
     for column in (
         "server",
@@ -186,6 +189,7 @@ def report(result: dict[str, Any], adapters: int) -> None:
 
 
 def progress(line: str) -> None:
+    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 

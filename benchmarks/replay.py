@@ -1,7 +1,8 @@
-"""What mlx-lm computes for replies that a server has streamed: the logprob of each token, under given adapters.
+"""Recomputes with mlx-lm the logprob of each token that a server has streamed, under given adapters.
 
-The forward, the cache and the deltas are none of the server's; only adapter folders are read by its own reader. A reply
-may have been made under several adapters one after the other, with its keys and values kept: so it is computed here.
+The forward, the cache and the deltas are not the server's; only adapter folders are read by its own reader. A reply
+may have been made under several adapters one after the other with its keys and values kept, and is recomputed in
+that way.
 """
 
 # ruff: noqa: I001
@@ -21,7 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_unflatten
-from mlx_lm import load
+from mlx_lm.utils import load_model
 from mlx_lm.models.cache import make_prompt_cache
 
 from streams import TARGETS
@@ -43,7 +44,7 @@ Pairs = dict[str, tuple[mx.array, mx.array]]
 
 @dataclass(frozen=True)
 class Reply:
-    """What a stream said. `versions` of a base's or another adapter's tokens are not those of the policy."""
+    """The contents of a stream. `versions` matters for the policy's tokens only."""
 
     kind: Kind
     body: dict[str, Any]
@@ -54,6 +55,7 @@ class Reply:
 
     @classmethod
     def of(cls, kind: Kind, body: dict[str, Any], stream: Stream) -> Reply:
+        """Return the reply of a kept stream."""
         reply = cls(kind, body, [], [], [], [])
         for choice in stream.choices():
             reply.prompt.extend(choice.get("prompt_token_ids") or ())
@@ -64,16 +66,16 @@ class Reply:
 
     @property
     def makers(self) -> Sequence[Hashable]:
-        """For `Replay`, of each token."""
+        """Return for each token the adapter that made it, for `Replay`."""
         target = self.body.get("model")
         return [target] * len(self.tokens) if target in TARGETS else self.versions
 
 
 class Replay:
-    """A float32 model, and adapters by whatever they are called; the name None is the base."""
+    """A float32 model, and adapters by any name; the name None is the base."""
 
     def __init__(self, model: Path):
-        self._model = cast(Any, load(str(model))[0])
+        self._model = cast(Any, load_model(Path(model))[0])
         self._model.set_dtype(mx.float32)
         linears = {path: m for path, m in self._model.named_modules() if isinstance(m, nn.Linear)}
         self._shapes = {path: LinearShape(m.weight.shape[1], m.weight.shape[0]) for path, m in linears.items()}
@@ -82,13 +84,17 @@ class Replay:
         self._model.update_modules(tree_unflatten(list(self._wrapped.items())))
 
     def add(self, name: Hashable, folder: Path) -> None:
+        """Add the adapter in `folder`."""
         layers = len(self._model.layers)
         weights = formats.read(folder, self._shapes, max_rank=MAX_LORA_RANK, base_layers=layers)
         self._adapters[name] = {path: (mx.array(a), mx.array(b)) for path, (a, b) in weights.tensors.items()}
 
     def logprobs(self, prompt: Sequence[int], tokens: Sequence[int], makers: Sequence[Hashable]) -> list[float]:
-        """Of each token of the reply, the i-th made under the adapter `makers[i]`. The prompt was read under that of
-        the first token; a token is read, and its keys and values are written, under that of the token after it."""
+        """Return the logprob of each token of the reply, the i-th made under the adapter `makers[i]`.
+
+        The prompt is read under the adapter of the first token. A token is read, and its keys and values are
+        written, under the adapter of the token after it.
+        """
         ids = [*prompt, *tokens]
         readers = [makers[0]] * len(prompt) + list(makers[1:])
         cache = make_prompt_cache(self._model)
@@ -123,8 +129,10 @@ class _Adapted(nn.Module):
 
 
 def compare(replies: Sequence[Reply], checkpoints: Path) -> dict[str, Any]:
-    """How far the logprobs of the replies are from what mlx-lm computes under the versions that they name; beside that,
-    what the comparison would say of wrong weights, to show that it could."""
+    """Return how far the replies' logprobs are from mlx-lm's under the versions that they name.
+
+    To show that the comparison can fail, it also returns what it finds with wrong weights.
+    """
     model = Replay(demo.MODEL_PATH)
     for name, folder in demo.ADAPTER_PATHS.items():
         model.add(name, folder)
@@ -168,6 +176,6 @@ def _errors(reply: Reply, logprobs: Sequence[float]) -> list[float]:
 
 
 def _found(largest: Sequence[float]) -> dict[str, float]:
-    """Of replies whose largest errors these are: how many, how many were found out, and the median."""
+    """Return how many replies there are with these largest errors, how many were detected, and the median."""
     median = statistics.median(largest) if largest else 0.0
     return {"replies": len(largest), "found": sum(e > TOLERANCE for e in largest), "median": median}

@@ -1,4 +1,4 @@
-"""What a batch's sampling costs, beside the formulations that were not taken.
+"""Measure what a batch's sampling costs, compared with formulations that were rejected.
 
     python benchmarks/sampling.py [--rows 1 32] [--vocabulary 512 1024 32768] [--rounds 40] [--out FILE]
 
@@ -30,7 +30,10 @@ Step = Callable[[mx.array, mx.array], mx.array]
 
 
 def variants(rows: int, vocabulary: int) -> dict[str, Step]:
-    """Each draws one token a row from logits [rows, vocabulary] at positions [rows]; top-p 0.9 for every second row."""
+    """Return functions that sample one token per row from logits [rows, vocabulary] at positions [rows].
+
+    Every second row has top-p 0.9.
+    """
     seats = Seats(rows, vocabulary)
     for i in range(rows):
         params = SamplingParams(max_tokens=1, temperature=0.7 + 0.3 * (i % 2), top_p=(0.9, 1.0)[i % 2], seed=i)
@@ -73,7 +76,7 @@ def variants(rows: int, vocabulary: int) -> dict[str, Step]:
 
 
 def measure(rows: int, vocabulary: int, rounds: int) -> dict[str, float]:
-    """Milliseconds a variant."""
+    """Return the milliseconds of each variant."""
     rng = np.random.default_rng(0)
     logits = mx.array(rng.normal(0, 2, (rows, vocabulary)).astype(np.float32))
     position = mx.array(np.arange(rows, dtype=np.int32))
@@ -89,6 +92,7 @@ def measure(rows: int, vocabulary: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[512, 1024, 32768])

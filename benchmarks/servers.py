@@ -1,4 +1,4 @@
-"""Starting and stopping the servers that are compared: the same model folder, the same BLAS, one at a time."""
+"""Starts and stops the servers that are compared: same model folder, same BLAS, one at a time."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Running:
 
     url: str
     pid: int
-    start_s: float  # from the start of the process until it was ready
+    start_s: float  # seconds from the start of the process until it was ready
 
     def device(self) -> str:
-        """What it computes on, in its own words."""
+        """Return what the server computes on, in its own words."""
         connection = Connection.to(self.url)
         _, health = asyncio.run(connection.json("GET", "/health"))
         return str(health["engine"]["device"])
 
     def rss(self) -> int:
-        """Bytes of memory of the process and of those that it started."""
+        """Return the bytes of memory of the process and of those that it started."""
         listed = subprocess.run(["ps", "-eo", "pid=,ppid=,rss="], capture_output=True, text=True, check=True).stdout
         rows = [tuple(map(int, line.split())) for line in listed.splitlines()]
         family = {self.pid}
@@ -53,7 +53,7 @@ class Running:
 
 @dataclass(frozen=True)
 class Server:
-    """How one server is started. `{model}` and `{port}` in the command are filled in."""
+    """The command that starts one server, in which `{model}` and `{port}` are filled in."""
 
     name: str
     command: tuple[str, ...]
@@ -62,13 +62,13 @@ class Server:
 
     @contextlib.contextmanager
     def running(self, model: Path) -> Iterator[str]:
-        """The URL of the server with this model, ready; stopped when the block ends."""
+        """Start the server with this model, yield its URL when it is ready, and stop it at the end of the block."""
         with self.started(model) as server:
             yield server.url
 
     @contextlib.contextmanager
     def started(self, model: Path, seconds: float = 180.0) -> Iterator[Running]:
-        """The server with this model, ready; stopped when the block ends."""
+        """Start the server with this model, yield it when it is ready, and stop it at the end of the block."""
         port = _free_port()
         command = [part.format(model=model, port=port) for part in self.command]
         environment = dict(self.environment or os.environ) | {"HF_HUB_OFFLINE": "1"}
@@ -95,16 +95,20 @@ class Server:
 
 
 def tandem(*options: str) -> Server:
+    """Return this project's server."""
     command = (sys.executable, "-m", "mlx_tandem", "serve", "{model}", "--port", "{port}", *options)
     return Server("tandem", command, preload_blas=False)
 
 
 def mlx_lm_server() -> Server:
+    """Return mlx-lm's server."""
     return Server("mlx_lm.server", (sys.executable, "-m", "mlx_lm", "server", "--model", "{model}", "--port", "{port}"))
 
 
 def vllm_mlx(executable: Path) -> Server:
-    """`executable` is of an environment of its own: pip install 'mlx[cpu]' vllm-mlx==0.6.0."""
+    """Return vllm-mlx's server; `executable` is in an environment of its own: pip install 'mlx[cpu]'
+    vllm-mlx==0.6.0.
+    """
     return Server(
         "vllm-mlx",
         (str(executable), "serve", "{model}", "--host", "127.0.0.1", "--port", "{port}", "--continuous-batching"),
@@ -112,10 +116,11 @@ def vllm_mlx(executable: Path) -> Server:
 
 
 def in_turn(servers: Sequence[Server], model: Path, load: Load, repeats: int) -> dict[str, list[dict[str, object]]]:
-    """`repeats` times each server, started afresh, the order turned by one each time: rounds by server name.
+    """Measure each server `repeats` times, started afresh, with the order turned by one each time; return rounds by
+    server.
 
-    A round is the whole of `load` once, after one that is not counted (every server meets its shapes for the first time
-    then); its entries have the concurrency and the figures.
+    A round is the whole of `load` once, after one that is not counted, in which servers compile. Its entries have
+    the concurrency and the figures.
     """
     rounds: dict[str, list[dict[str, object]]] = {server.name: [] for server in servers}
     for repeat in range(repeats):

@@ -33,7 +33,7 @@ import numpy as np
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.skinny import Form, Skinny, eighths
-from mlx_tandem.model.trials.machine import copy_bandwidth
+from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
 
 SHAPES = {
     "qkv": (6144, 4096),
@@ -43,20 +43,21 @@ SHAPES = {
     "lm_head": (151936, 4096),
 }
 FORMS = ["1,8,6", "2,8,3", "2,8,4", "2,8,6", "3,8,3", "3,8,4", "4,4,3", "4,4,4"]
-BYTES, MOST = 2 << 30, 48  # of a chain's weights, and how many
+BYTES, MOST = 2 << 30, 48  # most bytes of a chain's weights, and most products
 ROUNDS = 5
 launch: Any = mx.async_eval
 Product = Callable[[mx.array, mx.array], mx.array]
 
 
 def link(x: mx.array, y: mx.array) -> mx.array:
-    """The next input, of the shape of x: a view of y where that is large enough."""
+    """Return the next input, of the shape of x: a view of y if that is large enough."""
     if y.size >= x.size:
         return y.reshape(-1)[: x.size].reshape(x.shape)
     return mx.maximum(x, y[..., :1])
 
 
 def chain(product: Product, x: mx.array, weights: list[mx.array]) -> mx.array:
+    """Return the result of products by these weights, each of the output of the one before."""
     for weight in weights:
         y = product(x, weight)
         x = link(x, y)
@@ -64,7 +65,7 @@ def chain(product: Product, x: mx.array, weights: list[mx.array]) -> mx.array:
 
 
 def timed(product: Product, x: mx.array, weights: list[mx.array]) -> dict[str, float]:
-    """Microseconds of a product."""
+    """Return the microseconds of a product."""
     mx.eval(chain(product, x, weights))
     walls, hosts = [], []
     for _ in range(ROUNDS):
@@ -83,8 +84,11 @@ _big: list[mx.array] = []
 
 
 def hidden(product: Product | None, x: mx.array, weights: list[mx.array]) -> float:
-    """Seconds of a chain and of a computation before it that takes longer than the host needs for the chain. Without
-    a product: of that, and of the links where these are computed."""
+    """Return the seconds of a chain and of a computation before it that takes longer than the host needs for the
+    chain.
+
+    Without a product, return the seconds of that computation and of the links.
+    """
     if not _big:
         _big.append(mx.random.normal((8192, 8192)).astype(mx.bfloat16))
         mx.eval(_big)
@@ -105,6 +109,7 @@ def hidden(product: Product | None, x: mx.array, weights: list[mx.array]) -> flo
 
 
 def error(product: Product, x: mx.array, weight: mx.array) -> float:
+    """Return the relative error of a product."""
     some = weight[: min(len(weight), 4096)]
     want = np.array(x[:, 0].astype(mx.float32)) @ np.array(some.astype(mx.float32)).T
     got = np.array(product(x, weight)[:, 0, : len(some)].astype(mx.float32))
@@ -112,14 +117,17 @@ def error(product: Product, x: mx.array, weight: mx.array) -> float:
 
 
 def with_form(skinny: Skinny, form: Form, x: mx.array, weight: mx.array) -> mx.array:
+    """Return the product by the kernel in this form."""
     return skinny(x, weight, None, form)
 
 
 def plain(x: mx.array, weight: mx.array) -> mx.array:
+    """Return the product by MLX."""
     return x @ weight.T
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 24, 32, 48, 64])
     parser.add_argument("--forms", nargs="+", default=FORMS)

@@ -1,16 +1,16 @@
-"""Where the time of a decoding step goes on this device.
+"""Measure where the time of a decode step goes on this device.
 
     python benchmarks/step_parts.py --shape qwen3-8b --batch 1,16,64 --context 128 --json-out parts.json
 
-Greedy steps of the engine's runner, each launched while the one before it runs, without the scheduler. Parts are found
-by leaving something out or by timing it alone, so that they are the same for every back end:
+Greedy steps of the engine's runner, each launched while the one before it runs, without the scheduler. Parts are
+found by leaving something out or by timing it alone, so that they are the same for every back end:
 
-- linears: all of them, the head among them, one after the other in one graph;
-- context: steps at this context over steps at the shortest one, which is what reading keys and values costs;
-- sampling: steps over steps that draw no token;
+- linears: all of them, including the head, one after the other in one graph;
+- context: steps at this context over steps at the shortest one, which is the cost of reading keys and values;
+- sampling: steps over steps that sample no token;
 - the rest: norms, rotary positions, activations, writing keys and values, attention's fixed cost, gaps between kernels.
 
-`host_ms` is how long the host needs to launch a step. It is hidden as long as it is less than the step.
+`host_ms` is the time that the host needs to launch a step. It is hidden as long as it is less than the step.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
 
 def steps_ms(built: Built, rows: int, context: int, steps: int, *, draw: bool = True) -> tuple[float, float]:
-    """(milliseconds from one step to the next, those of them that launching takes the host), the first steps left out:
-    they meet their shape for the first time."""
+    """Return the milliseconds from one step to the next, and those that the host takes to launch one.
+
+    The first steps, which are compiled, are left out.
+    """
     bs, warm = built.info.block_size, 4
     width = -(-(context + steps + warm + 1) // bs)
     if rows * width >= built.info.num_blocks:
@@ -71,6 +73,7 @@ def steps_ms(built: Built, rows: int, context: int, steps: int, *, draw: bool = 
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="4m")
     parser.add_argument("--batch", default="1,16,64")
@@ -115,7 +118,7 @@ def main() -> None:
 
 
 def measure(built: Built, rows: int, context: int, steps: int) -> dict[str, float]:
-    """One round."""
+    """Return the parts of a step in one round."""
     step, host = steps_ms(built, rows, context, steps)
     short, _ = steps_ms(built, rows, 1, min(steps, built.info.block_size))
     silent, _ = steps_ms(built, rows, context, steps, draw=False)

@@ -1,4 +1,4 @@
-"""What the measurements of running streams share: requests to the built-in model, and updates for it to learn from."""
+"""Requests and updates that the measurements of running streams share."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ SIBLINGS = 8
 
 
 def with_adapters() -> list[str]:
-    """Options of a server that has the built-in model's adapters and computes in float32."""
+    """Return the options of a server that has the built-in model's adapters and computes in float32."""
     named = [word for name, path in demo.ADAPTER_PATHS.items() for word in ("--adapter", name, str(path))]
     return ["--dtype", "float32", *named]
 
 
 def greedy(client: Client, count: int, targets: Sequence[str | None] = TARGETS) -> list[dict[str, Any]]:
-    """So many requests of the client's load, to each target in turn, that have one right answer each."""
+    """Return `count` requests of the client's load to each target in turn, each with one right answer."""
     load = client.load
     bodies = []
     for i in range(count):
@@ -36,8 +36,10 @@ def greedy(client: Client, count: int, targets: Sequence[str | None] = TARGETS) 
 
 
 def trajectories(rng: random.Random, total: int, lengths: tuple[int, int] = (24, 32)) -> list[dict[str, Any]]:
-    """Groups for `/v1/training/update`, `total` tokens or a little more; contents and rewards are drawn. `lengths`: of
-    a prompt, and of each of its completions."""
+    """Return random groups for `/v1/training/update` with `total` tokens or a little more.
+
+    `lengths` are the tokens of a prompt, and of each of its completions.
+    """
     found: list[dict[str, Any]] = []
     while len(found) * sum(lengths) < total:
         prompt, group = tokens(rng, lengths[0]), f"group-{rng.getrandbits(60)}"
@@ -48,11 +50,12 @@ def trajectories(rng: random.Random, total: int, lengths: tuple[int, int] = (24,
 
 
 def tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randint(300, 500) for _ in range(count)]  # in every vocabulary
+    """Return random token ids."""
+    return [rng.randint(300, 500) for _ in range(count)]  # ids that every vocabulary has
 
 
 async def call(url: str, method: str, path: str, body: object = None) -> Any:
-    """The decoded body of the answer. Raises BenchError unless it is a success."""
+    """Return the decoded body of the answer. Raise BenchError unless it is a success."""
     status, reply = await once(url, method, path, body)
     if status >= 300:
         raise BenchError(f"{method} {path}: {status} {str(reply)[:200]}")

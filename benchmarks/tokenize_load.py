@@ -45,6 +45,7 @@ LOOK_EVERY = 0.5  # seconds, at memory
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="running streams beside long texts to tokenise")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--max-tokens", type=int, default=768)
@@ -86,6 +87,7 @@ async def put_load(url: str, clients: int, size: int) -> None:
 
 
 async def measure(server: Running, load: Load, streams: int, clients: int, size: int, repeats: int) -> dict[str, Any]:
+    """Return the figures of undisturbed and disturbed streams."""
     client = await Client.open(load)
     bodies = greedy(client, streams)
     watch = Watch(server)
@@ -93,7 +95,7 @@ async def measure(server: Running, load: Load, streams: int, clients: int, size:
     async def run() -> list[Stream]:
         return await asyncio.gather(*(client.send(client.connection(i), body) for i, body in enumerate(bodies)))
 
-    await run()  # counted nowhere: shapes are met for the first time
+    await run()  # not counted, since steps are compiled now
     memory_before = watch.memory()
     rounds: list[dict[str, float]] = []
     late: dict[str, list[float]] = {"undisturbed": [], "disturbed": []}
@@ -130,7 +132,7 @@ async def measure(server: Running, load: Load, streams: int, clients: int, size:
 
 @asynccontextmanager
 async def texts_beside(url: str, clients: int, size: int, texts: list[tuple[int, float]]) -> AsyncIterator[None]:
-    """Have a process put load on the server, from its first answer on; add what it was answered to `texts`."""
+    """Have a process put load on the server from its first answer on; add its answers to `texts`."""
     words = [sys.executable, __file__, "--load-on", url, "--clients", str(clients), "--bytes", str(size)]
     process = await asyncio.create_subprocess_exec(*words, stdout=subprocess.PIPE)
     assert process.stdout is not None
@@ -145,7 +147,7 @@ async def texts_beside(url: str, clients: int, size: int, texts: list[tuple[int,
 
 
 class Watch:
-    """Looks at the server's health and memory."""
+    """Watches the server's health and memory."""
 
     def __init__(self, server: Running):
         self._server = server
@@ -154,6 +156,7 @@ class Watch:
         """Megabytes of the front, of the processes beside it for templates and texts, and of both together."""
 
     def memory(self) -> dict[str, float]:
+        """Return the memory of the front and of the processes for texts, in MB."""
         listed = subprocess.run(["ps", "-eo", "pid=,ppid=,rss=,args="], capture_output=True, text=True, check=True)
         front = beside = 0.0
         for line in listed.stdout.splitlines():
@@ -168,7 +171,7 @@ class Watch:
 
     @asynccontextmanager
     async def probing(self, late: list[float]) -> AsyncIterator[None]:
-        """Ask for `/livez` all the while, and add the milliseconds that each answer took to `late`."""
+        """Ask for `/livez` all the while, and add the milliseconds of each answer to `late`."""
         tasks = [asyncio.create_task(self._probe(late)), asyncio.create_task(self._look())]
         try:
             yield
@@ -191,6 +194,7 @@ class Watch:
 
 
 def report(result: dict[str, Any]) -> None:
+    """Show the results."""
     print(f"texts: {dict(result['statuses'])}, {result['text_ms']['p50']:,.0f} ms each")
     print(f"inter-token p99, disturbed / undisturbed: {result['p99_ratio']:.3f} (median of {len(result['rounds'])})")
     for name, ms in result["livez_ms"].items():
@@ -199,6 +203,7 @@ def report(result: dict[str, Any]) -> None:
 
 
 def progress(line: str) -> None:
+    """Print a line of progress."""
     print(line, file=sys.stderr, flush=True)
 
 

@@ -1,10 +1,10 @@
-"""What does it cost to train four adapters of different rank in one pass, against one adapter on all of the work?
+"""Compare training four adapters of different rank in one pass with training one adapter on all of the work.
 
     python benchmarks/train_together.py --json-out benchmarks/results/train_together.json
 
-Passes over the same examples, forward and backward with a step of the optimiser: by one adapter of rank 16, by four of
-rank 4, 8, 16 and 32 with a quarter of the examples each, together, and by the four one after the other. The three take
-turns; nothing else is served meanwhile.
+The passes are over the same examples, forward and backward with a step of the optimiser: by one adapter of rank 16;
+by four of rank 4, 8, 16 and 32 with a quarter of the examples each, together; and by the four one after the other.
+The three take turns; nothing is served meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WAYS = ("alone", "together", "one by one")
 
 
 def examples(count: int) -> list[Datum]:
-    """Short completions of uneven length, as a small model's are."""
+    """Return short completions of uneven length, as a small model's are."""
     rng = random.Random(0)
     found = []
     for _ in range(count):
@@ -41,6 +41,7 @@ def examples(count: int) -> list[Datum]:
 
 
 def seconds(engine: Engine, passes: list[dict[Trainer, Any]]) -> float:
+    """Return the seconds of these passes."""
     began = perf_counter()
     for work in passes:
         engine.forward_backward(work, "cross_entropy")
@@ -50,6 +51,7 @@ def seconds(engine: Engine, passes: list[dict[Trainer, Any]]) -> float:
 
 
 def measure(engine: Engine, count: int, repeats: int) -> dict[str, Any]:
+    """Run all rounds and return their figures."""
     trainers = [engine.trainer(f"rank-{rank}", rank=rank) for rank in RANKS]
     one = trainers[RANKS.index(ALONE)]
     data = examples(count)
@@ -72,6 +74,7 @@ def measure(engine: Engine, count: int, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the benchmark."""
     parser = argparse.ArgumentParser(description="four adapters trained at once")
     parser.add_argument("--examples", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=7)

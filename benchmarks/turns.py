@@ -1,12 +1,13 @@
-"""Is this tree as fast as another one? Both run at the same time on one machine and take turns, round by round.
+"""Compare the speed of this tree with another one; both run at the same time on one machine and take turns by
+rounds.
 
     git worktree add /tmp/before 38e7c19
     python benchmarks/turns.py engine --before /tmp/before --shape 4m --batch 1,8,32
     python benchmarks/turns.py http --before /tmp/before --concurrency 1,16,32,64
 
 `engine` runs `tandem bench engine` of each tree in a process of its own, which waits before every round until it is
-its turn. `http` starts the server of each tree and measures both with the client of this tree. A ratio is this tree's
-figure divided by the other's in the neighbouring round; the reported one is the median over the rounds.
+its turn. `http` starts the server of each tree and measures both with the client of this tree. A ratio is this
+tree's figure divided by the other's in the neighbouring round; the reported one is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ HERE = Path(__file__).resolve().parents[1]
 
 
 def main() -> None:
+    """Run the comparison."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--before", type=Path, required=True, help="folder of the other tree")
     common.add_argument("--repeats", type=int, default=5)
@@ -68,6 +70,7 @@ def main() -> None:
 
 
 def commit(tree: Path) -> str:
+    """Return the commit of a tree."""
     asked = subprocess.run(
         ["git", "-C", str(tree), "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=False
     )
@@ -111,6 +114,7 @@ class Child:
         raise SystemExit("a tree's benchmark has ended without results")
 
     def go(self) -> None:
+        """Let the child measure its next round."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"go\n")
         self._process.stdin.flush()
@@ -124,6 +128,7 @@ class Child:
 
 
 def compare_engines(args: argparse.Namespace, trees: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
+    """Yield the ratios of each batch and side."""
     with ExitStack() as stack:
         children = {name: stack.enter_context(Child(tree, args)) for name, tree in trees.items()}
         done = {name: child.wait() for name, child in children.items()}
@@ -168,6 +173,7 @@ def run_child(args: argparse.Namespace) -> None:
 
 
 def compare_servers(args: argparse.Namespace, trees: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
+    """Yield the ratios of each concurrency."""
     from servers import Server
     from streams import with_adapters
 
@@ -188,6 +194,7 @@ def compare_servers(args: argparse.Namespace, trees: Mapping[str, Path]) -> Iter
 async def take_turns(
     args: argparse.Namespace, urls: Mapping[str, str], concurrency: int
 ) -> dict[str, list[dict[str, Any]]]:
+    """Return the rounds of both servers."""
     from mlx_tandem.cli.bench.client import Client
     from mlx_tandem.cli.bench.workloads import Load, phases
 
@@ -204,7 +211,7 @@ async def take_turns(
         )
         clients[name] = await Client.open(load)
         (phase,) = phases(load, clients[name].adapters)
-        await clients[name].round(phase.workloads[0], concurrency)  # not counted: shapes are met for the first time
+        await clients[name].round(phase.workloads[0], concurrency)  # not counted, since steps are compiled now
     rounds: dict[str, list[dict[str, Any]]] = {BEFORE: [], AFTER: []}
     for repeat in range(args.repeats):
         for name in (BEFORE, AFTER)[:: -1 if repeat % 2 else 1]:

@@ -1,1 +1,1 @@
-"""So that `python -m mlx_lm_server` starts mlx-tandem."""
+"""The package behind `python -m mlx_lm_server`, which starts mlx-tandem."""

@@ -1,4 +1,4 @@
-"""`python -m mlx_lm_server` is `tandem serve`, with the calls of mlx-lm-server."""
+"""`python -m mlx_lm_server` runs `tandem serve` with mlx-lm-server's command lines."""
 
 from mlx_tandem.cli.programs import mlx_lm_server as main
 

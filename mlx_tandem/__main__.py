@@ -1,4 +1,4 @@
-"""`python -m mlx_tandem` is the command `tandem`."""
+"""`python -m mlx_tandem` runs the command `tandem`."""
 
 from mlx_tandem.cli import main
 

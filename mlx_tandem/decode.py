@@ -41,7 +41,8 @@ def decode(body: bytes, kind: type[T], select: Callable[[Any], Any] = lambda val
 
 def convert(value: Any, kind: type[T], where: str = "") -> T:
     """Return `value` as `kind`. Raises InvalidRequest that names the first wrong field in alphabetical order, whatever
-    the order of keys is. `where` is the field that holds the value; empty for a whole body."""
+    the order of keys is. `where` is the field that holds the value; empty for a whole body.
+    """
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError:
@@ -64,7 +65,8 @@ def _in_order(value: Any, depth: int = 8) -> Any:
 def check_nested(value: Any, param: str, *, depth: int, values: int) -> None:
     """Raise InvalidRequest unless `value` is nested at most `depth` deep, has at most `values` values and keys in it,
     and all of them can be said in JSON and in msgpack: texts of whole characters, finite numbers of at most 64 bits,
-    booleans, null, and lists and objects of them."""
+    booleans, null, and lists and objects of them.
+    """
     level, seen = [value], 0
     for _ in range(depth + 1):
         objects = [v for v in level if isinstance(v, dict)]
@@ -85,7 +87,8 @@ _PLAIN = {str, int, float, bool, type(None), dict, list}
 
 def _are_plain(values: list[Any]) -> bool:
     """Return whether nothing is wrong with any of these values. Many are looked at together, since a body of a megabyte
-    has hundreds of thousands."""
+    has hundreds of thousands.
+    """
     kinds = set(map(type, values))
     if not kinds <= _PLAIN:
         return False

@@ -1,21 +1,22 @@
-"""One error tree. Each class knows its HTTP status and OpenAI's `type` and `code`; layers below HTTP only raise.
+"""All errors in one tree. Each class has its HTTP status and OpenAI's `type` and `code`; layers below HTTP only
+raise.
 
 TandemError
-├── InvalidRequest      400  a field is wrong (`param` names it)
-│   ├── NotFound        404  a model, adapter or route that is not there
-│   ├── Conflict        409  the thing exists or is in use
+├── InvalidRequest      400  a field is wrong; `param` names it
+│   ├── NotFound        404  a model, adapter or route does not exist
+│   ├── Conflict        409  the thing exists already or is in use
 │   └── TooLarge        413  the body or the prompt is over its limit
-├── UnsupportedMedia    415  a body that is not plain JSON
-├── Unauthorized        401
-├── Forbidden           403  a Host header that is not ours
-├── Overloaded          429  / 503: admission refused (`retry_after` seconds)
-├── QuotaExceeded       507  more is kept for clients than the settings allow
+├── UnsupportedMedia    415  the body is not plain JSON
+├── Unauthorized        401  the API key is missing or wrong
+├── Forbidden           403  the Host header names another server
+├── Overloaded          429  admission is refused, or 503; `retry_after` says for how many seconds
+├── QuotaExceeded       507  clients would keep more than the settings allow
 ├── Timeout             504  the answer took too long
-│   └── ReceiveTimeout  408  the request itself did
-└── EngineError         503  a step, the engine or the device failed; retrying is right
-    ├── EngineUnavailable    not ready yet, restarting or draining
-    └── EngineDied           the process ended under the request
-ModelError                   a model or adapter folder that cannot be loaded, before anything serves
+│   └── ReceiveTimeout  408  the client took too long to send the request
+└── EngineError         503  a step, the engine or the device failed; the request can be sent again
+    ├── EngineUnavailable    the engine is not ready yet, restarting or draining
+    └── EngineDied           the engine's process ended during the request
+ModelError                   a model or adapter folder cannot be loaded
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from contextlib import contextmanager
 from mlx_tandem.printable import printable
 
 MOST_PARAM = 300
-"""Characters of the name of a field."""
+"""Most characters of the name of a field."""
 
 CODES = frozenset(
     """
@@ -40,13 +41,13 @@ CODES = frozenset(
     unsupported_media_type unsupported_parameter version_not_found
     """.split()
 )
-"""Every `code` of an error. Metrics have one as a label; they count any other as `other`."""
+"""Every `code` of an error. Metrics have these as a label and count any other code as `other`."""
 
 
 class TandemError(Exception):
-    """Base of everything this project raises on purpose. The message is safe to show to a client.
+    """Base of every error that this project raises on purpose. Its message is safe to show to a client.
 
-    `message` and `param` may repeat text from files and clients: whatever is assigned to them is escaped and cut.
+    `message` and `param` may repeat text from files and clients: what is assigned to them is escaped and cut.
     """
 
     status = 500
@@ -63,6 +64,7 @@ class TandemError(Exception):
 
     @property
     def message(self) -> str:
+        """The sentence that says what is wrong."""
         return self._message
 
     @message.setter
@@ -71,6 +73,7 @@ class TandemError(Exception):
 
     @property
     def param(self) -> str | None:
+        """The field that is wrong; None if the error is about none."""
         return self._param
 
     @param.setter
@@ -82,46 +85,60 @@ class TandemError(Exception):
 
 
 class InvalidRequest(TandemError):
+    """A field of the request is wrong; `param` names it."""
+
     status = 400
     type = "invalid_request_error"
     code = "invalid_value"
 
 
 class NotFound(InvalidRequest):
+    """A model, adapter, route or the like does not exist."""
+
     status = 404
     code = "not_found"
 
 
 class Conflict(InvalidRequest):
+    """The thing exists already or is in use."""
+
     status = 409
     code = "conflict"
 
 
 class TooLarge(InvalidRequest):
+    """The body or the prompt is over its limit."""
+
     status = 413
     code = "too_large"
 
 
 class UnsupportedMedia(TandemError):
+    """The body is not plain JSON."""
+
     status = 415
     type = "invalid_request_error"
     code = "unsupported_media_type"
 
 
 class Unauthorized(TandemError):
+    """The API key is missing or wrong."""
+
     status = 401
     type = "authentication_error"
     code = "invalid_api_key"
 
 
 class Forbidden(TandemError):
+    """The Host header or the origin is not one that this server accepts."""
+
     status = 403
     type = "permission_error"
     code = "forbidden"
 
 
 class Overloaded(TandemError):
-    """Refused at admission; `retry_after` is the estimated wait in seconds, at most 120."""
+    """A request was refused at admission; `retry_after` is the estimated wait in seconds, from 1 to 120."""
 
     status = 429
     type = "rate_limit_error"
@@ -136,7 +153,7 @@ class Overloaded(TandemError):
 
 
 class QuotaExceeded(TandemError):
-    """More would be kept for clients than the settings allow, until something is removed."""
+    """Clients would keep more than the settings allow; something has to be removed first."""
 
     status = 507
     type = "insufficient_quota"
@@ -144,7 +161,7 @@ class QuotaExceeded(TandemError):
 
 
 class Timeout(TandemError):
-    """A limit on time that the server was given has passed; what was begun is cancelled."""
+    """A time limit of the server has passed; what was begun is cancelled."""
 
     status = 504
     type = "timeout_error"
@@ -158,6 +175,8 @@ class ReceiveTimeout(Timeout):
 
 
 class EngineError(TandemError):
+    """A step, the engine or the device failed; the request can be sent again."""
+
     status = 503
     type = "server_error"
     code = "engine_error"
@@ -165,24 +184,28 @@ class EngineError(TandemError):
 
 
 class EngineUnavailable(EngineError):
+    """The engine is not ready yet, restarting or draining."""
+
     code = "engine_unavailable"
     retry_after = 5.0
 
 
 class EngineDied(EngineError):
+    """The engine's process ended during the request."""
+
     code = "engine_died"
     retry_after = 5.0
 
 
 class ModelError(InvalidRequest):
-    """A model or adapter folder that cannot be used; the message names the file or the field."""
+    """A model or adapter folder cannot be used; the message names the file or the field."""
 
     code = "invalid_model_folder"
 
 
 @contextmanager
 def renamed(**fields: str) -> Iterator[None]:
-    """What is wrong with one of these fields is raised under the name that the caller has for it."""
+    """Rename the field of an error raised inside the block: `fields` maps inner names to the caller's names."""
     try:
         yield
     except TandemError as e:

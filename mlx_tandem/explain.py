@@ -1,4 +1,4 @@
-"""What was wrong with a value of somebody else's, in words that name the field and say what it may be."""
+"""Explains why a value from a client or a file is wrong: names the field and says what it may be."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$", re.DOTAL
 _EXPECTED = re.compile(r"Expected `(?P<want>.*)`, got `(?P<got>.*)`$", re.DOTALL)
 
 COMPARED_NAMES = 50
-"""Names at most that a wrong one is compared with: each comparison takes up to a few hundred microseconds."""
+"""Most names that a misspelled one is compared with: each comparison takes up to a few hundred microseconds."""
 LISTED_NAMES = 10_000
-"""Names at most that are looked at to choose those."""
+"""Most names that are looked at to choose those that are compared."""
 
 
 def did_you_mean(given: str, names: Iterable[str]) -> str:
-    """Return "; did you mean 'a' or 'b'?" with up to three of `names` that are spelled most like `given`, whatever
-    their case, or "" when none is.
+    """Return "; did you mean 'a' or 'b'?" with up to three of `names` spelled most like `given`, or "" if none is
+    similar.
 
-    The work is bounded: of more than COMPARED_NAMES only those that begin with the same character are compared.
+    Case does not matter. The work is bounded: of more than COMPARED_NAMES names only those that begin with the same
+    character are compared.
     """
     wanted = given[:140].casefold()
     known = {name.casefold(): name for name in islice(names, LISTED_NAMES)}
@@ -40,9 +41,9 @@ def did_you_mean(given: str, names: Iterable[str]) -> str:
 
 
 def explain(error: msgspec.ValidationError, kind: Any, where: str = "") -> InvalidRequest:
-    """The library's message about a value that is no `kind` as ours, with the field's path as its `param`.
+    """Return msgspec's error about a value of type `kind` as one of ours, whose `param` is the path of the field.
 
-    `where`: the field that holds the value; empty for a whole body.
+    `where` is the field that holds the value; empty for a whole body.
     """
     text = str(error)
     at = _AT.search(text)

@@ -1,7 +1,8 @@
-"""The only writer of durable files: what these functions have returned from survives a crash and a loss of power.
+"""The only writer of durable files: when one of these functions has returned, its result survives a crash or a power
+loss.
 
-A file or folder appears under its name whole or not at all: it is written beside it under a name that starts with a
-dot, brought to the drive, and renamed. Every file is 0600 and every folder 0700.
+A file or folder appears under its name whole or not at all: it is written under a name that starts with a dot,
+brought to the drive, and renamed. Every file is 0600 and every folder 0700.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from mlx_tandem.errors import TandemError
 
 
 class StorageError(TandemError):
-    """What lies on disk cannot be used or written; the message names the file and says what helps."""
+    """A file on disk cannot be used or written; the message names it and says what helps."""
 
     code = "storage_error"
 
 
 @contextlib.contextmanager
 def storage(path: Path) -> Iterator[None]:
-    """An OSError within is raised as StorageError about `path`."""
+    """Raise an OSError inside the block as StorageError about `path`."""
     try:
         yield
     except OSError as e:
@@ -35,35 +36,61 @@ def storage(path: Path) -> Iterator[None]:
 
 
 class FileOps(Protocol):
-    """The operations that durability rests on. Each raises OSError; tests make the n-th one fail."""
+    """The file operations that durability depends on. Each raises OSError; tests make the n-th one fail."""
 
-    def open(self, path: Path, flags: int) -> int: ...
-    def read(self, fd: int, into: bytearray | memoryview, offset: int) -> int: ...
-    def write(self, fd: int, data: bytes | memoryview) -> int: ...
-    def sync(self, fd: int) -> None: ...
-    def truncate(self, fd: int, size: int) -> None: ...
-    def close(self, fd: int) -> None: ...
-    def rename(self, old: Path, new: Path) -> None: ...
-    def link(self, old: Path, new: Path) -> None: ...
-    def unlink(self, path: Path) -> None: ...
-    def mkdir(self, path: Path) -> None: ...
-    def rmdir(self, path: Path) -> None: ...
+    def open(self, path: Path, flags: int) -> int:
+        """Return a descriptor of the file, which is created with mode 0600 if `flags` say so. Links are not
+        followed.
+        """
+
+    def read(self, fd: int, into: bytearray | memoryview, offset: int) -> int:
+        """Read into `into` from `offset` on; return how many bytes were read."""
+
+    def write(self, fd: int, data: bytes | memoryview) -> int:
+        """Write `data` at the descriptor's position; return how many bytes were written."""
+
+    def sync(self, fd: int) -> None:
+        """Bring the file to the drive's own medium."""
+
+    def truncate(self, fd: int, size: int) -> None:
+        """Cut the file, or extend it by zeros, to `size` bytes."""
+
+    def close(self, fd: int) -> None:
+        """Close the descriptor."""
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Rename `old` to `new`, which is replaced if it exists."""
+
+    def link(self, old: Path, new: Path) -> None:
+        """Give the file `old` a second name `new`."""
+
+    def unlink(self, path: Path) -> None:
+        """Remove a name of a file."""
+
+    def mkdir(self, path: Path) -> None:
+        """Make a folder with mode 0700."""
+
+    def rmdir(self, path: Path) -> None:
+        """Remove an empty folder."""
 
 
 class Disk:
-    """The real ones."""
+    """The file operations of this system."""
 
     def open(self, path: Path, flags: int) -> int:
+        """Return a descriptor of the file."""
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def read(self, fd: int, into: bytearray | memoryview, offset: int) -> int:
+        """Read into `into` from `offset` on."""
         return os.preadv(fd, [into], offset)
 
     def write(self, fd: int, data: bytes | memoryview) -> int:
+        """Write `data`."""
         return os.write(fd, data)
 
     def sync(self, fd: int) -> None:
-        """Down to the drive's own medium: macOS's fsync stops at the drive's cache."""
+        """Bring the file to the drive's own medium: macOS's fsync would stop at the drive's cache."""
         if sys.platform == "darwin":
             try:
                 fcntl.fcntl(fd, fcntl.F_FULLFSYNC)
@@ -74,24 +101,31 @@ class Disk:
         os.fsync(fd)
 
     def truncate(self, fd: int, size: int) -> None:
+        """Cut or extend the file."""
         os.ftruncate(fd, size)
 
     def close(self, fd: int) -> None:
+        """Close the descriptor."""
         os.close(fd)
 
     def rename(self, old: Path, new: Path) -> None:
+        """Rename a file or folder."""
         os.rename(old, new)
 
     def link(self, old: Path, new: Path) -> None:
+        """Give a file a second name."""
         os.link(old, new, follow_symlinks=False)
 
     def unlink(self, path: Path) -> None:
+        """Remove a name of a file."""
         os.unlink(path)
 
     def mkdir(self, path: Path) -> None:
+        """Make a folder."""
         os.mkdir(path, 0o700)
 
     def rmdir(self, path: Path) -> None:
+        """Remove an empty folder."""
         os.rmdir(path)
 
 
@@ -99,7 +133,7 @@ DISK = Disk()
 
 
 def read_all(fd: int, into: bytearray | memoryview, offset: int, ops: FileOps = DISK) -> int:
-    """How much of `into` the file could fill from `offset` on, however little one read gives."""
+    """Fill `into` from `offset` on, in as many reads as it takes; return how many bytes there were."""
     rest, done = memoryview(into), 0
     while done < len(rest) and (count := ops.read(fd, rest[done:], offset + done)):
         done += count
@@ -107,14 +141,17 @@ def read_all(fd: int, into: bytearray | memoryview, offset: int, ops: FileOps = 
 
 
 def write_all(fd: int, data: bytes | memoryview, ops: FileOps = DISK) -> None:
-    """All of `data`, however little one write takes."""
+    """Write all of `data`, in as many writes as it takes."""
     rest = memoryview(data)
     while rest:
         rest = rest[ops.write(fd, rest) :]
 
 
 def create(path: Path, data: bytes | Iterable[bytes], ops: FileOps = DISK) -> None:
-    """A new file with `data`, on the drive; its name is not yet, see `sync_folder`. Raises FileExistsError."""
+    """Write a new file with `data` to the drive. Raise FileExistsError if the name is taken.
+
+    The name itself is on the drive only after `sync_folder`.
+    """
     fd = ops.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         for part in [data] if isinstance(data, bytes) else data:
@@ -125,8 +162,11 @@ def create(path: Path, data: bytes | Iterable[bytes], ops: FileOps = DISK) -> No
 
 
 def replace(path: Path, data: bytes | Iterable[bytes], ops: FileOps = DISK) -> None:
-    """`path` holds `data` when this returns, and what it held before when it raises, unless only the last step, to
-    bring the new name to the drive, has failed."""
+    """Write `data` to `path` so that it holds either the old or the new contents, never a part.
+
+    If this raises, `path` holds what it held before, unless only the last operation, which brings the new name to
+    the drive, has failed.
+    """
     new = path.with_name(f".new-{path.name}")
     if new.exists():
         ops.unlink(new)
@@ -141,12 +181,12 @@ def replace(path: Path, data: bytes | Iterable[bytes], ops: FileOps = DISK) -> N
 
 
 def sync_folder(path: Path, ops: FileOps = DISK) -> None:
-    """The names in it to the drive."""
+    """Bring the names in a folder to the drive."""
     _sync(path, os.O_RDONLY | os.O_DIRECTORY, ops)
 
 
 def sync_file(path: Path, ops: FileOps = DISK) -> None:
-    """What any process has written to it, to the drive."""
+    """Bring everything that any process has written to a file to the drive."""
     _sync(path, os.O_RDONLY, ops)
 
 
@@ -159,12 +199,12 @@ def _sync(path: Path, flags: int, ops: FileOps) -> None:
 
 
 def cache_folder() -> Path:
-    """The user's own, for what this program can make again."""
+    """Return the user's own folder for files that this program can make again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mlx-tandem"
 
 
 def make_folder(path: Path, ops: FileOps = DISK) -> None:
-    """`path` and what is missing above it, durably. One that is there is left as it is."""
+    """Make `path` and its missing parents durably; an existing folder is left as it is."""
     if path.is_dir():
         return
     make_folder(path.parent, ops)
@@ -173,7 +213,7 @@ def make_folder(path: Path, ops: FileOps = DISK) -> None:
 
 
 def remove_tree(path: Path, ops: FileOps = DISK) -> None:
-    """`path` and all below it; nothing when it is not there. Links are removed, never followed."""
+    """Remove `path` and everything below it, if it exists. Links are removed, never followed."""
     if path.is_symlink() or path.is_file():
         ops.unlink(path)
     elif path.exists():
@@ -183,7 +223,7 @@ def remove_tree(path: Path, ops: FileOps = DISK) -> None:
 
 
 def link_or_copy(old: Path, new: Path, ops: FileOps = DISK) -> None:
-    """The regular file `old` under a second name; a copy where the file system has no links. On the drive."""
+    """Give the regular file `old` a second name on the drive, or copy it where the file system has no links."""
     try:
         ops.link(old, new)
     except OSError as e:
@@ -193,18 +233,19 @@ def link_or_copy(old: Path, new: Path, ops: FileOps = DISK) -> None:
 
 
 def copy(old: Path, new: Path, ops: FileOps = DISK) -> None:
-    """A new file with what `old` holds, on the drive."""
+    """Write a new file with the contents of `old` to the drive."""
     with old.open("rb") as source:
         create(new, iter(lambda: source.read(1 << 20), b""), ops)
 
 
 LOCK = ".lock"
+"""Name of the lock file in a folder."""
 
 
 class FolderLock:
-    """One process at a time in a folder. The kernel lets go of it however the process ends.
+    """A lock that lets one process at a time use a folder. The kernel releases it however the process ends.
 
-    Raises StorageError, with the number of the process that has it, when it is taken.
+    Taking it raises StorageError with the number of the process that holds it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -224,14 +265,14 @@ class FolderLock:
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
     def held(self) -> bool:
-        """Whether the folder under its name is still the one that was locked."""
+        """Return whether the folder under this name is still the one that was locked."""
         try:
             return os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._fd))
         except OSError:
             return False
 
     def release(self) -> None:
-        """Twice is once."""
+        """Release the lock; a second call does nothing."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

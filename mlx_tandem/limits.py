@@ -1,4 +1,6 @@
-"""Every number that comes from outside has its range here, once. The edge, the docs and the tests read this table."""
+"""The range of every number that comes from outside, written once; the server, the docs and the tests read this
+table.
+"""
 
 from __future__ import annotations
 
@@ -12,26 +14,28 @@ from msgspec import Meta
 from mlx_tandem.errors import InvalidRequest, ModelError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-"""Adapter names and aliases. A version is `name@number`."""
+"""Pattern of adapter names and aliases. A version is `name@number`."""
 
 BASE = "base"
-"""The name that always selects the base model, whatever it is called and whatever adapter answers by default."""
+"""Name that always selects the base model, whatever it is called and whatever adapter answers by default."""
 
 BASE_NAMES = (BASE, "default_model")
-"""Names of the base model on every server. The second one is what clients of mlx-lm's server send."""
+"""Names of the base model on every server. Clients of mlx-lm's server send the second one."""
 
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
-"""A client's X-Request-Id that is repeated in its reply and in the log: printable ASCII without spaces."""
+"""Pattern of a client's X-Request-Id that is repeated in the reply and the log: printable ASCII without spaces."""
 
 
 @dataclass(frozen=True)
 class Range:
+    """The values that a number may have, both bounds included."""
+
     low: float
     high: float
     integer: bool = False
 
     def __str__(self) -> str:
-        """Return both bounds in words; those without a fraction as whole numbers, in all their digits."""
+        """Return both bounds in words; bounds without a fraction appear as whole numbers with all their digits."""
         low, high = (str(int(b)) if b == int(b) else f"{b:g}" for b in (self.low, self.high))
         return f"between {low} and {high}"
 
@@ -40,11 +44,11 @@ PARAMETERS: dict[str, Range] = {
     "max_tokens": Range(1, 1_048_576, integer=True),
     "max_completion_tokens": Range(1, 1_048_576, integer=True),
     "temperature": Range(0.0, 2.0),
-    "top_p": Range(0.0, 1.0),  # 0: the likeliest token
+    "top_p": Range(0.0, 1.0),  # 0: the most likely token
     "top_k": Range(-1, 1_048_576, integer=True),  # -1 and 0: off
     "min_p": Range(0.0, 1.0),
     "repetition_penalty": Range(0.01, 10.0),
-    "repetition_context_size": Range(0, 1_048_576, integer=True),  # 0: every token
+    "repetition_context_size": Range(0, 1_048_576, integer=True),  # 0: all tokens
     "presence_penalty": Range(-2.0, 2.0),
     "frequency_penalty": Range(-2.0, 2.0),
     "xtc_probability": Range(0.0, 1.0),
@@ -56,16 +60,16 @@ PARAMETERS: dict[str, Range] = {
     "logit_bias": Range(-100.0, 100.0),
     "min_tokens": Range(0, 1_048_576, integer=True),
     "prompt_logprobs": Range(0, 20, integer=True),
-    "truncate_prompt_tokens": Range(-1, 1_048_576, integer=True),  # -1: to what fits; 0 is refused
+    "truncate_prompt_tokens": Range(-1, 1_048_576, integer=True),  # -1: to the length that fits; 0 is refused
     "priority": Range(-1_000_000, 1_000_000, integer=True),
-    "weight": Range(0.0, 1e6),  # of an alias's arm
-    "reward": Range(-1e6, 1e6),  # of a trajectory
-    "reward_weight": Range(-1e3, 1e3),  # of one part of a composite
+    "weight": Range(0.0, 1e6),  # weight of an alias's arm
+    "reward": Range(-1e6, 1e6),  # reward of a trajectory
+    "reward_weight": Range(-1e3, 1e3),  # weight of one part of a composite reward
     "reward_tokens": Range(1, 1_048_576, integer=True),
-    "version": Range(0, 2**53, integer=True),  # of an adapter; 0: the base
+    "version": Range(0, 2**53, integer=True),  # version of an adapter; 0: the base
 }
 
-SETTINGS: dict[str, Range] = {  # by their place in config.py
+SETTINGS: dict[str, Range] = {  # by the path of the setting in config.py
     "engine.model.max_model_len": Range(0, 4_194_304, integer=True),
     "engine.cache.block_size": Range(1, 1024, integer=True),
     "engine.cache.num_blocks": Range(0, 2_147_483_647, integer=True),
@@ -110,7 +114,7 @@ SETTINGS: dict[str, Range] = {  # by their place in config.py
     "server.chat_template_timeout_s": Range(0.01, 3600.0),
 }
 
-LEARNING: dict[str, Range] = {  # of trainers and of fine-tuning from a file
+LEARNING: dict[str, Range] = {  # settings of trainers and of fine-tuning from a file
     "rank": Range(1, 512, integer=True),
     "alpha": Range(1e-3, 1e6),
     "trainer_seed": Range(0, 2**63 - 1, integer=True),
@@ -121,7 +125,7 @@ LEARNING: dict[str, Range] = {  # of trainers and of fine-tuning from a file
     "weight_decay": Range(0.0, 10.0),
     "grad_norm": Range(0.0, 1e9),  # 0: not clipped
     "example_weight": Range(-1e6, 1e6),
-    "example_logprob": Range(-1e4, 1e-3),  # rounding may bring one over 0
+    "example_logprob": Range(-1e4, 1e-3),  # rounding may bring a logprob over 0
     "example_temperature": Range(0.01, 2.0),
     "scale": Range(0.0, 1e6),
     "clip_low": Range(0.0, 1.0),
@@ -182,7 +186,7 @@ _EXPERTS = Range(0, 1 << 16, integer=True)
 _POSITIONS = Range(1, 2**31 - 1, integer=True)
 _EPSILON = Range(0.0, 1.0)
 
-MODEL: dict[str, Range] = {  # of config.json in a model folder, under the names that families have for them
+MODEL: dict[str, Range] = {  # settings in a model folder's config.json, under the names that model families use
     "vocab_size": _WIDTH,
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "model_dim"), _WIDTH),
     **dict.fromkeys(("intermediate_size", "n_inner", "ffn_hidden_size"), _WIDTH),
@@ -209,44 +213,46 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_MESSAGES = 4096
-MAX_MESSAGE_DEPTH = 32  # of what a message holds
+MAX_MESSAGE_DEPTH = 32  # levels of lists and objects inside a message
 MAX_MESSAGE_VALUES = 131_072  # keys, texts, numbers, lists and objects in all messages of a conversation
 MAX_PROMPTS = 64
-MAX_TRAJECTORIES = 4096  # in one body
-MAX_TRAINING_JOBS = 16  # that wait for their turn
-MAX_METADATA_BYTES = 65_536  # of one request, as JSON
+MAX_TRAJECTORIES = 4096  # trajectories in one body
+MAX_TRAINING_JOBS = 16  # training jobs that wait for their turn
+MAX_METADATA_BYTES = 65_536  # metadata of one request, as JSON
 MAX_METADATA_DEPTH = 16
 MAX_JSON_DEPTH = 64
-MAX_TEXT_BYTES = 4 << 20  # of one text that is tokenised, and of token ids whose text is asked for
-MAX_TEXT_REPLY = 64 << 20  # bytes of the token ids and pieces of one text, and of the text of token ids
-MAX_TEXT_MEMORY = 512 << 20  # bytes that tokenising long texts may take
-MAX_WAITING_TEXT = 32 << 20  # bytes of texts that wait to be rendered or tokenised, or are at it
-MAX_TEMPLATE_BYTES = 1 << 20  # of a chat template
-MAX_TEMPLATE_OUTPUT = 16 << 20  # bytes that it may print
-MAX_TEMPLATE_MEMORY = 512 << 20  # bytes that it may take
+MAX_TEXT_BYTES = 4 << 20  # bytes of one text to be tokenised, or of token ids to be turned into text
+MAX_TEXT_REPLY = 64 << 20  # bytes of the token ids and pieces of one text, or of the text of token ids
+MAX_TEXT_MEMORY = 512 << 20  # bytes of memory that tokenising long texts may use
+MAX_WAITING_TEXT = 32 << 20  # bytes of texts that wait to be rendered or tokenised, or are being so
+MAX_TEMPLATE_BYTES = 1 << 20  # bytes of a chat template
+MAX_TEMPLATE_OUTPUT = 16 << 20  # bytes that a chat template may print
+MAX_TEMPLATE_MEMORY = 512 << 20  # bytes of memory that a chat template may use
 MAX_REWARD_PARTS = 8
-MAX_REWARD_BYTES = 16 << 20  # of one completion with its prompt and metadata
-MAX_REWARD_TEXT = 128 << 10  # bytes of a completion that a pattern or schema is tried on
+MAX_REWARD_BYTES = 16 << 20  # bytes of one completion with its prompt and metadata
+MAX_REWARD_TEXT = 128 << 10  # bytes of a completion to which a pattern or schema is applied
 MAX_REWARD_ANSWERS = 64
 MAX_PATTERN = 1024  # characters
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_LORA_RANK = 512
 MAX_LORA_ALPHA = 1e6
 MAX_LORA_SCALE = 1e4
-MAX_LORA_VALUE = 65504.0  # of A, and of B times the scale: float16's largest
+MAX_LORA_VALUE = 65504.0  # largest number of A, and of B times the scale: float16's largest
 MAX_ADAPTER_BYTES = 8 << 30
 MAX_CONFIG_BYTES = 1 << 20
-MAX_EXAMPLE_BYTES = 64 << 20  # of one line of a file of examples
+MAX_EXAMPLE_BYTES = 64 << 20  # bytes of one line of a file of examples
 
 
 def bounds(name: str) -> Meta:
-    """Return the range of `name` for the type of a field, as in `Annotated[float, bounds("top_p")]`."""
+    """Return the range of a parameter as a constraint for the annotated type of a field."""
     r = PARAMETERS[name]
     return Meta(ge=r.low, le=r.high)
 
 
 def check(name: str, value: object, param: str | None = None) -> float | int:
-    """`value` when it lies in the range of `name`, else InvalidRequest naming `param`. NaN never passes."""
+    """Return `value` if it lies in the range of `name`; raise InvalidRequest naming `param` if not. NaN never
+    passes.
+    """
     r = PARAMETERS.get(name) or LEARNING[name]
     where = param or name
     kind = "an integer" if r.integer else "a number"
@@ -258,9 +264,11 @@ def check(name: str, value: object, param: str | None = None) -> float | int:
 
 
 def check_model(table: Mapping[str, Range], values: Mapping[str, object], file: str, place: str = "") -> None:
-    """Raise ModelError for the first of `values` that lies outside of its range in `table`, naming `file` and the key,
-    which stands in the object `place` of it. A null says nothing; of a list, which has a value for each layer, every
-    item is looked at."""
+    """Raise ModelError for the first of `values` outside its range in `table`, naming `file` and the key.
+
+    `place` is the object of the file that holds the values. Nulls are skipped; of a list, which has a value for each
+    layer, every item is checked.
+    """
     for name, r in table.items():
         value = values.get(name)
         for item in value if isinstance(value, list) else [value]:
@@ -274,7 +282,7 @@ def check_model(table: Mapping[str, Range], values: Mapping[str, object], file: 
 
 
 def check_name(value: str, param: str = "name") -> str:
-    """`value` when it is a legal adapter name; it is never a path."""
+    """Return `value` if it is a legal adapter name, which is never a path; raise InvalidRequest if not."""
     if not NAME.fullmatch(value) or value.endswith("."):
         raise InvalidRequest(
             f"{param} must be 1 to 64 letters, digits, '.', '_' and '-', starting with a letter or digit",
@@ -284,7 +292,10 @@ def check_name(value: str, param: str = "name") -> str:
 
 
 def check_token_ids(ids: object, vocab_size: int, param: str) -> tuple[int, ...]:
-    """Ids in [0, vocab_size): an array library that does not check its indices must never see another."""
+    """Return the ids if all lie in [0, vocab_size); raise InvalidRequest naming `param` if not.
+
+    An array library that does not check its indices must never see another id.
+    """
     if not isinstance(ids, (list, tuple)):
         raise InvalidRequest(f"{param} must be a list of token ids", param=param, code="invalid_type")
     for i, t in enumerate(ids):

@@ -1,11 +1,11 @@
-"""Text from files and clients, made safe to show: the one place through which it passes on its way into messages."""
+"""Makes text from files and clients safe to show; all such text passes through here on its way into messages."""
 
 from __future__ import annotations
 
 import re
 
 MOST_SHOWN = 2000
-"""Characters of an error's message, of a log line's text and of a line on a terminal."""
+"""Most characters of an error's message, of a log line's text and of a line on a terminal."""
 
 _UNSAFE = re.compile(
     "["
@@ -18,10 +18,10 @@ _UNSAFE = re.compile(
 
 
 def printable(text: str, most: int = MOST_SHOWN) -> str:
-    """Return `text` as one line that every encoding, log and terminal can carry, of `most` characters at most.
+    r"""Return `text` as one line of at most `most` characters that every encoding, log and terminal can carry.
 
-    Control characters, separators of lines, marks of direction and lone surrogates are written as escapes such as
-    \\x1b and \\ud800. What is cut off is shown as an ellipsis. What was returned once is returned unchanged.
+    Control characters, separators of lines, marks of direction and lone surrogates become escapes such as \x1b and
+    \ud800. An ellipsis stands for what is cut off. A text that this function returned is returned unchanged.
     """
     if len(text) <= most and text.isprintable():
         return text

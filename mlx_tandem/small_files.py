@@ -1,4 +1,4 @@
-"""Small files of model and adapter folders, most of them JSON, read without trusting a byte of them."""
+"""Reads small files of model and adapter folders, most of them JSON, without trusting a byte of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.limits import MAX_JSON_DEPTH
 
 MOST_BYTES = 16 << 20
-"""Of a file: a tokenizer's settings may list a whole vocabulary."""
+"""Most bytes of a file: a tokenizer's settings may list a whole vocabulary."""
 
 
 def parse(raw: bytes, **hooks: Any) -> Any:
-    """Return the value that `raw` says. `hooks`: those of json.loads.
+    """Return the value of the JSON text `raw`. `hooks` are those of json.loads.
 
-    Raises ValueError for what is no JSON, for numbers of thousands of digits and for more than MAX_JSON_DEPTH levels;
-    of an object it names the key.
+    Raises:
+        ValueError: The text is not JSON, has a number of thousands of digits, or more than MAX_JSON_DEPTH levels; of
+            an object the message names the key.
     """
     try:
         value = json.loads(raw.decode(), **hooks)
@@ -34,7 +35,7 @@ def parse(raw: bytes, **hooks: Any) -> Any:
 
 
 def levels(value: Any) -> Iterator[list[Any]]:
-    """Yield `value`, then what the lists and objects in it hold, then what those hold, and so on."""
+    """Yield the list of `value`, then the list of the values inside it, then of those inside these, and so on."""
     level = [value]
     while level:
         yield level
@@ -47,7 +48,9 @@ def levels(value: Any) -> Iterator[list[Any]]:
 
 
 def read_object(path: Path) -> dict[str, Any] | None:
-    """Return the object in the file `path`, None where there is no such file. Raises ModelError naming the file."""
+    """Return the object in the file `path`, None if there is no such file. Raise ModelError naming the file if it is
+    unusable.
+    """
     raw = read(path)
     if raw is None:
         return None
@@ -61,8 +64,11 @@ def read_object(path: Path) -> dict[str, Any] | None:
 
 
 def read(path: Path) -> bytes | None:
-    """Return what a small regular file holds, None where there is no such file. A pipe or a device does not block the
-    open. Raises ModelError naming the file."""
+    """Return the contents of a small regular file, None if there is no such file. Raise ModelError naming the file
+    otherwise.
+
+    A pipe or a device does not block the open.
+    """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The vocabulary of the project as plain data. Standard library and msgspec only.
+"""The plain data that the parts of the project exchange, made of the standard library and msgspec only.
 
-Everything here is immutable and crosses process borders as msgpack. Token ids, positions and counts are
-plain integers; times are seconds unless a name says otherwise.
+Everything here is immutable and crosses process borders as msgpack. Token ids, positions and counts are plain
+integers; times are seconds unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ FinishReason = Literal["stop", "length"]
 
 
 class SamplingParams(Struct, frozen=True, array_like=True):
-    """How one request draws its tokens. Ranges are those of `limits.py`; the edge has checked them.
+    """Sampling parameters of one request. The server has checked the ranges of `limits.py`.
 
-    `seed` is always set: the edge draws one when the caller gave none. Token n of choice i depends on
-    (seed, i, position) only, never on neighbours, chunking or preemption.
+    `seed` is always set: the server draws one if the caller gave none. Token n of choice i depends on (seed, i,
+    position) only, never on neighbours, chunking or preemption.
     """
 
     max_tokens: int
@@ -30,25 +30,25 @@ class SamplingParams(Struct, frozen=True, array_like=True):
     frequency_penalty: float = 0.0  # over output
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
-    stop_token_ids: tuple[int, ...] = ()  # beside the model's own end-of-sequence ids
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own end-of-sequence ids
     ignore_eos: bool = False
     logprobs: int | None = None  # None: none; 0: the sampled token's; k: also the k most likely
-    min_tokens: int = 0  # no end-of-sequence or stop token before
-    prompt_logprobs: int | None = None  # as `logprobs`, for the prompt's own tokens
-    repetition_context: int = 0  # the repetition penalty counts the last so many tokens; 0: all
-    allowed_token_ids: tuple[int, ...] = ()  # no other token is drawn; empty: every token may be
-    xtc_probability: float = 0.0  # that the likeliest tokens are left out of a draw; 0: never
+    min_tokens: int = 0  # tokens before which no end-of-sequence or stop token is sampled
+    prompt_logprobs: int | None = None  # like `logprobs`, for the prompt's own tokens
+    repetition_context: int = 0  # number of last tokens that the repetition penalty counts; 0: all
+    allowed_token_ids: tuple[int, ...] = ()  # the only tokens that may be sampled; empty: all
+    xtc_probability: float = 0.0  # probability that the most likely tokens are left out of a draw; 0: never
     xtc_threshold: float = 0.1  # tokens above it are left out, all but the least likely of them
     xtc_kept: tuple[int, ...] = ()  # tokens that are never left out
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the most likely token is always taken."""
         return self.temperature == 0.0 or self.top_p == 0.0
 
 
 class AdapterRef(Struct, frozen=True, array_like=True):
-    """One immutable version of a LoRA adapter; `digest` is of its content and names it to the engine."""
+    """One immutable version of a LoRA adapter. `digest` is the hash of its content, by which the engine knows it."""
 
     name: str
     version: int
@@ -56,11 +56,12 @@ class AdapterRef(Struct, frozen=True, array_like=True):
 
     @property
     def label(self) -> str:
+        """The name and number that clients use: `name@version`."""
         return f"{self.name}@{self.version}"
 
 
 class Request(Struct, frozen=True, array_like=True):
-    """What a caller asked: prompt ids in, `n` choices out. The adapter version is pinned here."""
+    """One request: prompt ids in, `n` choices out. The adapter's version is fixed here."""
 
     id: int
     prompt: tuple[int, ...]
@@ -68,25 +69,27 @@ class Request(Struct, frozen=True, array_like=True):
     adapter: AdapterRef | None = None  # None: the base model
     n: int = 1
     priority: int = 0  # lower runs earlier
-    follow: bool = False  # go on under newer versions of the adapter's name as they are published
-    background: bool = False  # made for training: runs in its share of the device's time
+    follow: bool = False  # switch to newer versions of the adapter as they are published
+    background: bool = False  # made for training: runs in training's share of the device's time
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
-    """Natural logarithms. `model`: under the model's own, untruncated distribution (temperature 1).
-    `sampled`: under the distribution that was drawn from, after penalties, temperature and truncation; of a prompt's
-    token the same as `model`. `top`: the most likely tokens of the model's distribution, best first. `rank`: of a
-    prompt's token, its place in that distribution from 1 on; 0 of others."""
+    """Natural logarithms of a token's probability."""
 
-    model: float
-    sampled: float
-    top: tuple[tuple[int, float], ...] = ()
-    rank: int = 0
+    model: float  # under the model's own, untruncated distribution at temperature 1
+    sampled: (
+        float  # under the distribution sampled from, after penalties, temperature and truncation; of a prompt: model
+    )
+    top: tuple[tuple[int, float], ...] = ()  # the most likely tokens of the model's distribution, best first
+    rank: int = 0  # of a prompt's token: its rank in that distribution from 1 on; else 0
 
 
 class Delta(Struct, frozen=True, array_like=True):
-    """New tokens of one choice of one request. The last delta of a choice has `finish`; `prompt_logprobs` come once
-    a request, with its first tokens, and are those of the prompt's tokens from the second on."""
+    """New tokens of one choice of one request. The last delta of a choice has `finish`.
+
+    `prompt_logprobs` come once per request, with its first tokens, and are those of the prompt's tokens from the
+    second on.
+    """
 
     request: int
     choice: int
@@ -94,13 +97,16 @@ class Delta(Struct, frozen=True, array_like=True):
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    version: int = 0  # of the adapter that made the tokens, of a request that follows; 0: as pinned
-    cached: int = 0  # tokens of the prompt that did not have to be computed for the request
+    version: int = 0  # version of the adapter that made the tokens, if the request follows; 0: the request's
+    cached: int = 0  # prompt tokens whose keys and values were reused
 
 
 class AdapterSource(Struct, frozen=True, array_like=True):
-    """Where an adapter's files are. With a `root`, `path` lies under it and no link on the way is followed.
-    `follow_links`: the files themselves may be links, as in a download cache."""
+    """The place of an adapter's files.
+
+    With a `root`, `path` lies under it and no link on the way is followed. With `follow_links` the files themselves
+    may be links, as in a download cache.
+    """
 
     path: str
     root: str | None = None
@@ -108,14 +114,14 @@ class AdapterSource(Struct, frozen=True, array_like=True):
 
 
 class AdapterInfo(Struct, frozen=True):
-    """What the engine found in an adapter's folder."""
+    """The engine's description of an adapter's folder."""
 
     digest: str
     rank: int
     scale: float
     format: Literal["mlx-lm", "peft"]
     targets: tuple[str, ...]  # module names with the layer number left out, sorted
-    nbytes: int  # of its tensors, as they are on disk
+    nbytes: int  # bytes of its tensors on disk
     memory_bytes: int  # once loaded
 
 
@@ -129,27 +135,33 @@ class PoolBudget(Struct, frozen=True):
 
 
 class MemoryBudget(Struct, frozen=True):
-    """How the device's memory is divided, decided once at start. Bytes."""
+    """The division of the device's memory in bytes, decided once at start."""
 
-    limit: int = 0  # what the device has for this process
-    limit_reason: str = ""  # why it has no more, in words
+    limit: int = 0  # memory that this process may use
+    limit_reason: str = ""  # why it may use no more, in words
     weights: int = 0
-    activations: int = 0  # the most that steps need beside everything else
-    chunk_tokens: int = 0  # prompt tokens of one of these steps
+    activations: int = 0  # most that a step needs besides everything else
+    chunk_tokens: int = 0  # most prompt tokens of such a step
     learning: int = 0  # a trainer and one micro-batch of it
     pool: int = 0  # keys and values
-    adapter_slots: int = 0  # what they may grow to, as adapters of higher ranks and other linears come
-    adapter_slots_wanted: int = 0  # every slot at the highest rank over every linear
-    block_bytes: int = 0  # of the first pool
+    adapter_slots: int = 0  # to which the slots may grow with adapters of higher ranks and on more linears
+    adapter_slots_wanted: int = 0  # for every slot at the highest rank over every linear
+    block_bytes: int = 0  # one block of the first pool
     pools: tuple[PoolBudget, ...] = ()
 
     @property
     def total(self) -> int:
+        """The sum of all parts."""
         return self.weights + self.activations + self.learning + self.pool + self.adapter_slots
+
+    @property
+    def unassigned(self) -> int:
+        """Bytes that no part was given."""
+        return self.limit - self.total
 
 
 class EngineInfo(Struct, frozen=True):
-    """What a ready engine serves and on what."""
+    """The description of a ready engine: its model and its device."""
 
     model: str  # the folder it was loaded from
     model_type: str
@@ -161,9 +173,9 @@ class EngineInfo(Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     block_size: int
-    num_blocks: int  # of the first pool
+    num_blocks: int  # blocks of the first pool
     kv_bytes_per_token: int  # in all layers
-    kv_bits: int  # of a cached number: 4, 8, or those of dtype
+    kv_bits: int  # bits of a cached number: 4, 8, or those of dtype
     max_num_seqs: int
     max_loras: int
     max_lora_rank: int
@@ -176,38 +188,40 @@ class EngineInfo(Struct, frozen=True):
     lora_reason: str = ""  # why this back end
     products_reason: str = ""  # which products of few rows a kernel computes, or why none
     prompt_cost: tuple[float, ...] = ()  # the form of `engine.cost.CostModel` for chunks; empty: unknown
-    micro_batch_tokens: int = 0  # of one forward and backward of learning; 0: not decided
+    micro_batch_tokens: int = 0  # tokens of one forward and backward of learning; 0: not decided
 
 
 class DiskStats(Struct, frozen=True):
-    """Of the disk tier. Since the start, but for what there is now: bytes, records, segments, queued and the last
-    three."""
+    """Statistics of the KV cache on the drive, counted since start.
 
-    bytes: int  # of all segments in the folder
-    records: int  # that can be found
+    `bytes`, `records`, `segments`, `queued`, `scanning`, `read_only` and `off` say what holds now.
+    """
+
+    bytes: int  # size of all segments in the folder
+    records: int  # blocks that can be found
     segments: int
     queued: int
     hits: int  # blocks that were read
-    misses: int  # reads that ended at a block that was not there, or not right
+    misses: int  # reads that ended at a block that was missing or damaged
     written: int  # blocks
     written_bytes: int
-    dropped: int  # blocks that were given and not written
-    evicted: int  # blocks that went with their segments
-    quarantined: int  # records and segments that were not as written
+    dropped: int  # blocks that were handed over and not written
+    evicted: int  # blocks that were removed with their segments
+    quarantined: int  # damaged records and segments that were set aside
     errors: int  # operations that the drive refused
-    reload_bytes: int
-    reload_seconds: float  # reading and checking them
-    scanning: bool  # some of what is there cannot be found yet
+    reload_bytes: int  # bytes of blocks that were read
+    reload_seconds: float  # time to read and check them
+    scanning: bool  # the folder is still being indexed
     read_only: bool
-    off: str  # why there is no tier any more; empty: it works
+    off: str  # why the drive is no longer used; empty: it is used
 
 
 class MemoryInUse(NamedTuple):
-    """Of the device, in bytes as MLX counts them; compiled steps are in the host's memory."""
+    """Memory of the device in bytes as MLX counts it, and the number of compiled steps in the host's memory."""
 
     active: int = 0
-    peak: int = 0  # of `active`, since start
-    kept: int = 0  # freed arrays that are there for the next
+    peak: int = 0  # highest `active` since start
+    kept: int = 0  # freed memory that MLX keeps for new arrays
     compiled_steps: int = 0
 
 
@@ -218,7 +232,7 @@ class EngineStats(Struct, frozen=True):
     waiting: int = 0
     used_blocks: int = 0
     free_blocks: int = 0
-    cached_blocks: int = 0  # that a prompt may find; those that nobody reads are free, too
+    cached_blocks: int = 0  # blocks that a prompt may find, including free ones
     prefix_queries: int = 0  # tokens of prompts that were looked up, since start
     prefix_hits: int = 0  # of these, tokens that were found
     prefix_evictions: int = 0  # blocks given to others, since start
@@ -230,13 +244,13 @@ class EngineStats(Struct, frozen=True):
     step_ms: float = 0.0  # moving average
     peak_memory: int = 0  # bytes, as MLX counts them
     active_memory: int = 0
-    kept_memory: int = 0  # of freed arrays that are there for the next
-    compiled_steps: int = 0  # in the host's memory
+    kept_memory: int = 0  # freed memory that MLX keeps for new arrays
+    compiled_steps: int = 0  # compiled steps in the host's memory
     resident_adapters: tuple[str, ...] = ()  # digests in slots on the device
     loaded_adapters: int = 0  # in the engine's memory
     loaded_adapter_bytes: int = 0
     adapter_evictions: int = 0  # dropped from memory for others, since start
-    adapter_slot_bytes: int = 0  # of all slots on the device
+    adapter_slot_bytes: int = 0  # bytes of all slots on the device
     lora_rows: int = 0  # rows that ran under an adapter, since start
     rows: int = 0  # all rows, since start
     serving_ms: float = 0.0  # device time of users' rows, since start
@@ -245,8 +259,8 @@ class EngineStats(Struct, frozen=True):
     step_tokens: tuple[int, ...] = ()  # steps by how many tokens they computed: engine/histogram.py has the bounds
     step_tokens_sum: int = 0  # tokens of all steps, since start
     batch_fill: tuple[int, ...] = ()  # steps by the share of the batch's seats that had a row, in equal parts
-    prompt_tokens_per_s: float = 0.0  # of the last step that read prompts
-    decode_tokens_per_s: float = 0.0  # of the last step that decoded
-    disk: DiskStats | None = None  # None: there is no disk tier, or not yet
-    disk_hit_tokens: int = 0  # of prompts, that came from the drive, since start
-    disk_unsaved: int = 0  # blocks that were given to others before the drive could have them, since start
+    prompt_tokens_per_s: float = 0.0  # rate of the last step that read prompts
+    decode_tokens_per_s: float = 0.0  # rate of the last step that decoded
+    disk: DiskStats | None = None  # None: there is no disk tier, or it is not open yet
+    disk_hit_tokens: int = 0  # prompt tokens whose keys and values came from the drive, since start
+    disk_unsaved: int = 0  # blocks that were reused before they could be written to the drive, since start

@@ -1,4 +1,4 @@
-"""The engine process: builds the runner and hands it to the core. Started by the front, never by hand."""
+"""The engine process: builds the runner and runs the core's loop. The front starts it, never a person."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import msgspec
 
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.core import EngineCore, EngineFailure
+from mlx_tandem.engine.core import EngineCore, EngineFailure, Gauges
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import TandemError
 from mlx_tandem.files import StorageError
@@ -33,15 +33,18 @@ if TYPE_CHECKING:
     from mlx_tandem.kv.hashing import Namespace
 
 SWITCH_SECONDS = 5e-4
-"""After which a thread that makes a version ready gives way to the loop, which asks many times a step."""
-EXIT_FAILURE = 70  # EX_SOFTWARE: the supervisor starts another
+"""Seconds after which a thread that prepares an adapter yields to the loop, which asks for the interpreter many
+times a step."""
+EXIT_FAILURE = 70
+"""Exit status after a failure (EX_SOFTWARE), upon which the supervisor starts another engine."""
+
 log = logging.getLogger("mlx_tandem.engine")
 
 
 def run(sock: socket.socket, config: EngineConfig, *, own_process: bool = False) -> int:
-    """Serve one front over `sock` until it drains or goes away; returns the exit status.
+    """Serve one front over `sock` until it drains or goes away; return the exit status.
 
-    Runs on the calling thread, which from then on is the only one to use MLX.
+    It runs on the calling thread, which from then on is the only one to use MLX.
     """
     channel = EngineChannel(sock)
     try:
@@ -69,16 +72,16 @@ def _die(channel: EngineChannel, code: str, message: str) -> int:
 
 
 def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> int:
-    """Build the engine and turn its loop until it has drained or the channel is closed (WireError)."""
+    """Build the engine and run its loop until it has drained or the channel is closed (WireError)."""
     channel.send([m.Progress("starting", 0.0)])
-    # The device is opened here and not at import: whoever starts an engine may never touch it itself.
+    # The device is opened here and not at import: a process that starts an engine may never use it itself.
     from mlx_tandem.model import device
 
     try:
         with Notes(channel) if own_process else nullcontext():
             core = _built(channel, config, own_process)
         if own_process:
-            # What is loaded by now stays: a full collection that walks it stops the steps for tens of milliseconds.
+            # Objects that exist by now stay. Collecting them as garbage would stop steps for tens of milliseconds.
             gc.collect()
             gc.freeze()
         core.run()
@@ -88,10 +91,10 @@ def serve(channel: EngineChannel, config: EngineConfig, own_process: bool) -> in
 
 
 class Notes(logging.Handler):
-    """Sends what this process logs to the front inside a `with` block, in place of standard error.
+    """Sends what this process logs to the front inside a `with` block, instead of to standard error.
 
-    Only the thread that entered the block writes on the channel. What other threads log goes with the next record of
-    that thread, or at the end of the block.
+    Only the thread that entered the block writes on the channel. Records of other threads are sent with the next
+    record of that thread, or at the end of the block.
     """
 
     def __init__(self, channel: EngineChannel):
@@ -102,6 +105,7 @@ class Notes(logging.Handler):
         self._replaced: list[logging.Handler] = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Queue a record, and send the queue if this is the thread that may."""
         trace = logging.Formatter().formatException(record.exc_info).split("\n") if record.exc_info else []
         self._waiting.append(m.Note(record.levelno, record.getMessage(), tuple(trace)))
         if threading.get_ident() == self._thread:
@@ -122,7 +126,7 @@ class Notes(logging.Handler):
 
 
 def _built(channel: EngineChannel, config: EngineConfig, own_process: bool) -> EngineCore:
-    """Return an engine. What nobody expected is raised with its text, in which nobody's prompt can be yet."""
+    """Return an engine. An unforeseen error is raised with its text, in which no prompt can be yet."""
     try:
         return _build(channel, config, own_process)
     except (TandemError, EngineFailure, WireError):
@@ -138,28 +142,30 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.adapters.slots import SlotTable
     from mlx_tandem.adapters.store import AdapterStore
     from mlx_tandem.engine.adapters import Adapters
-    from mlx_tandem.engine.duty import Duty
     from mlx_tandem.engine.loading import Loader
+    from mlx_tandem.engine.pipeline import Pipeline
     from mlx_tandem.engine.scheduler import Scheduler
     from mlx_tandem.engine.tables import Tables
     from mlx_tandem.engine.tier import STEP_BYTES, Tier
-    from mlx_tandem.engine.training import Training
+    from mlx_tandem.engine.time_share import TimeShare
+    from mlx_tandem.engine.trainers import TrainerHost
     from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.kv.pool import open_pools
     from mlx_tandem.kv.prefix import PrefixCache
-    from mlx_tandem.model import compiler, device
+    from mlx_tandem.model import device
     from mlx_tandem.model.build import build
     from mlx_tandem.model.footprint import FORWARD_LAYERS, MICRO_BATCH_TOKENS
     from mlx_tandem.model.lora.uploads import Arrays
     from mlx_tandem.training.device import pace
-    from mlx_tandem.training.device.trainers import Trainers
+    from mlx_tandem.training.device.trainers import MLXTrainers
 
     weights: dict[str, AdapterWeights] = {}
     built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]))
     info = built.info
     pools = open_pools(info.memory, info.block_size)
-    # Of a model's folder all files are known by one digest, which takes a while to find out. In memory, where there is
-    # one model, keys need none; on the drive each model has an index of its own, and blocks name it: see Tier.
+    # A model is identified by one digest of all its files, which takes a while to compute. Keys of blocks in memory do
+    # not need it, since there is one model. On the drive each model has an index of its own, and blocks name it (see
+    # Tier).
     namespace = Namespace(
         weights="",
         tokenizer="",
@@ -167,7 +173,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         block_size=info.block_size,
         kv_bits=config.cache.kv_bits,
         kv_group_size=config.cache.kv_group_size if config.cache.kv_bits < 16 else 0,
-        layout="windows apart" if len(pools) > 1 else "",  # a block on the drive is one of each pool
+        layout="windows apart" if len(pools) > 1 else "",  # a record on the drive holds a block of each pool
     )
     caches = [PrefixCache(pool, namespace) for pool in pools] if config.cache.prefix_caching else []
     opening = _open_tier(config, namespace, channel.wake) if caches else None
@@ -196,7 +202,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         built.layers,
         built.uploads,
         built.slot_room,
-    )  # other threads must not hold the model
+    )  # taken out of `built`, since functions that other threads call must not hold the model
 
     def publish(weights: AdapterWeights, served: Arrays) -> None:
         room.promise(weights.info.rank, weights.tensors)
@@ -216,8 +222,8 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         return weights
 
     @cache
-    def trainers() -> Trainers:
-        return Trainers(
+    def trainers() -> MLXTrainers:
+        return MLXTrainers(
             built.twin,
             built.adapter_dtype,
             vocab_size=info.vocab_size,
@@ -228,17 +234,17 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
             prepare=publish,
         )
 
-    duty = Duty(config.duty)
-    if config.duty.trainer_rank and duty.learns and device.is_cuda():
+    time_share = TimeShare(config.duty)
+    if config.duty.trainer_rank and time_share.learns and device.is_cuda():
         channel.send([m.Progress("warming up learning", 0.0)])
         try:
             trainers().warm_up(config.duty.trainer_rank)
-        except Exception as e:  # whoever learns is told; others are served
+        except Exception as e:  # clients that train are told later; requests are served
             log.warning("learning could not be warmed up: %r", e)
     cost = scheduler.prefill.cost
     built.warm_up(cost)
     tokens = 0
-    if duty.learns:
+    if time_share.learns:
         tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()]
         if config.duty.trainer_rank and not config.duty.micro_batch_tokens and device.is_metal():
             channel.send([m.Progress("timing learning", 0.0)])
@@ -248,25 +254,20 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     info = msgspec.structs.replace(info, prompt_cost=cost.form, micro_batch_tokens=tokens)
     store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
     adapters = Adapters(store, Loader(read), slots)
+    host = TrainerHost(
+        trainers,
+        adapters,
+        learns=time_share.learns,
+        most_rank=config.lora.max_lora_rank,
+        budget_bytes=built.trainer_budget,
+    )
     core = EngineCore(
         channel,
-        built.runner,
-        scheduler,
-        pools[0],
-        slots,
+        Pipeline(scheduler, built.runner, time_share, host),
         adapters,
-        Training(
-            trainers,
-            adapters,
-            learns=duty.learns,
-            most_rank=config.lora.max_lora_rank,
-            on_failure=compiler.has_failed,
-        ),
-        duty,
+        Gauges(pools[0], slots, built.memory, built.adapter_bytes),
         heartbeat_seconds=config.heartbeat_seconds,
         opening=opening,
-        memory=built.memory,
-        slot_bytes=built.adapter_bytes,
         on_turn=_Watchdog(config.stall_seconds).pat if own_process else lambda: None,
     )
     channel.send([m.Ready(info)])
@@ -274,8 +275,11 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
 
 
 def plan(config: EngineConfig) -> tuple[MemoryBudget, int, str]:
-    """How an engine of these settings would divide this device's memory, its longest sequence, and the device's name;
-    no weight is read. Raises ModelError. The calling thread is done with MLX after it."""
+    """Return how an engine with these settings would divide this device's memory, its longest sequence, and the
+    device's name.
+
+    No weight is read. The calling thread cannot use MLX afterwards. Raise ModelError if the model cannot be served.
+    """
     from mlx_tandem.model import device
     from mlx_tandem.model.build import plan as planned
 
@@ -286,8 +290,10 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int, str]:
 
 
 def _open_tier(config: EngineConfig, namespace: Namespace, wake: Callable[[], None]) -> Opening | None:
-    """The drive under the cache, if there is to be one. Raises StorageError when the folder that was named cannot be
-    used; without the default one the engine does its work, too."""
+    """Return the drive's tier of the cache if it is configured.
+
+    Raise StorageError if a folder that was named cannot be used; without the default folder the engine works, too.
+    """
     from mlx_tandem.kv.disk.opening import Opening
 
     if not config.disk.on or config.model.random_weights:
@@ -302,13 +308,14 @@ def _open_tier(config: EngineConfig, namespace: Namespace, wake: Callable[[], No
 
 
 class _Watchdog:
-    """Ends the process with a stack dump when the loop has not turned for `seconds`: a hang must become a restart."""
+    """Ends the process with a stack dump if the loop has not turned for `seconds`, so that a hang becomes a restart."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
         self._due = 0.0
 
     def pat(self) -> None:
+        """Note that the loop has turned."""
         now = time.monotonic()
         if now >= self._due:
             self._due = now + self._seconds / 10
@@ -316,21 +323,25 @@ class _Watchdog:
 
 
 class EngineLines(logging.Formatter):
-    """A record as one line on standard error. The lines of a traceback are indented, so that no text of a file or a
-    client can pass for a record."""
+    """Formats a record as one line on standard error.
+
+    The lines of a traceback are indented, so that no text of a file or a client can look like a record.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line of a record."""
         line = printable(f"{record.levelname} {record.name}: {record.getMessage()}")
         trace = self.formatException(record.exc_info).split("\n") if record.exc_info else []
         return "\n    ".join([line, *map(printable, trace)])
 
 
 def main(arguments: list[str]) -> int:
+    """Run the engine of the front that started this process; return the exit status."""
     faulthandler.enable()  # a crash of a library leaves a line that says so
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(EngineLines())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # The front decides when the engine ends: a Ctrl-C in the terminal reaches both.
+    # The front decides when the engine ends; a Ctrl-C in the terminal would reach both.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_SECONDS)
     options = dict(zip(arguments[::2], arguments[1::2], strict=True))

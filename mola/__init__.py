@@ -1,1 +1,1 @@
-"""So that `python -m mola.cli` starts mlx-tandem."""
+"""The package behind `python -m mola.cli`, which starts mlx-tandem."""

@@ -1,4 +1,4 @@
-"""`python -m mola.cli` is `tandem`, with the calls of MOLA."""
+"""`python -m mola.cli` runs `tandem` with MOLA's command lines."""
 
 from mlx_tandem.cli.programs import mola as main
 

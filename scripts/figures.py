@@ -1,4 +1,4 @@
-"""Write the figures in README.md, docs/learning.md and docs/performance.md, of the files in benchmarks/results.
+"""Write the figures in README.md, docs/learning.md and docs/performance.md from the files in benchmarks/results.
 
 python scripts/figures.py [--check]
 """
@@ -25,7 +25,7 @@ BEGIN, END = "<!-- figures: make figures -->\n", "<!-- end of figures -->\n"
 
 
 def highlights() -> str:
-    """What people ask first."""
+    """Return the tables that people ask for first."""
     parts = [
         *(peers(name, _read(name)) for name in _names("peers.json")),
         *(adapters(name, _read(name)) for name in _names("adapters-0.13m.json")),
@@ -37,7 +37,7 @@ def highlights() -> str:
 
 
 def figures() -> str:
-    """All tables; what was not measured yet has none."""
+    """Return all tables; what was not measured yet has none."""
     parts = [
         *(peers(name, _read(name)) for name in _names("peers*.json")),
         *(engine(name, _read(name)) for name in _names("engine-*.json")),
@@ -61,6 +61,7 @@ def figures() -> str:
 
 
 def peers(name: str, result: dict[str, Any]) -> str:
+    """Return the table of servers compared with each other."""
     text = f"**Servers beside each other**, streamed events per second, {_where(result)} ([data]({_link(name)})).\n\n"
     for shape, content in result["shapes"].items():
         servers = list(content["rounds"])
@@ -75,6 +76,7 @@ def peers(name: str, result: dict[str, Any]) -> str:
 
 
 def engine(name: str, result: dict[str, Any]) -> str:
+    """Return the table of the engine without HTTP."""
     rows, load = result["results"], result.get("load", {})
     sides = [side for side in bench.NAMES if any(side in row for row in rows)]
     how = "greedy" if load.get("sampling") == "greedy" else "a different sampler per row"
@@ -99,6 +101,7 @@ def engine(name: str, result: dict[str, Any]) -> str:
 
 
 def http_share(name: str, result: dict[str, Any]) -> str:
+    """Return the table of one load through HTTP and without."""
     options, load = result["options"], result["engine"]["results"][0]["tandem"]
     text = (
         f"**Through HTTP and without, {options['shape']} model**, {options['streams']} streams that each ask again "
@@ -115,7 +118,7 @@ def http_share(name: str, result: dict[str, Any]) -> str:
 
 
 def performance() -> str:
-    """Where steps spend their time, and how near they are to what the device could do."""
+    """Return the tables of where steps spend their time, and how near they are to what the device could do."""
     parts = [
         *(decode_steps(name, _read(name)) for name in _names("decode_steps*.json")),
         *(step_parts(name, _read(name)) for name in _names("step_parts*.json")),
@@ -126,7 +129,7 @@ def performance() -> str:
 
 
 def decode_steps(name: str, result: dict[str, Any]) -> str:
-    """Of each kind of step the newest run that has it."""
+    """Return the table of steps, with the newest run of each kind of step."""
     text = (
         f"**Steps and prompts by themselves, {result['shape']} model**, {result['dtype']}, random weights, "
         f"{result['device']} ([data]({_link(name)})); of each the newest run that has it.\n\n"
@@ -143,7 +146,7 @@ def decode_steps(name: str, result: dict[str, Any]) -> str:
 
 
 def skinny(name: str, result: dict[str, Any]) -> str:
-    """Of each product the fastest of the kernel's forms that servers try, where those were timed."""
+    """Return the table of products of few rows, with the fastest form of the kernel that servers try for each."""
     text = (
         f"**Products of few rows, linears of Qwen3-8B**, bfloat16, µs on the device, {_where(result)} "
         f"([data]({_link(name)})): cuBLAS, which MLX uses, and the kernel in the fastest of its forms.\n\n"
@@ -162,6 +165,7 @@ def skinny(name: str, result: dict[str, Any]) -> str:
 
 
 def step_parts(name: str, result: dict[str, Any]) -> str:
+    """Return the table of the parts of a step."""
     text = (
         f"**The parts of a step, {result['shape']} model** at a context of {result['context']:,}, in ms, "
         f"{_device(result)} ([data]({_link(name)})).\n\n"
@@ -174,6 +178,7 @@ def step_parts(name: str, result: dict[str, Any]) -> str:
 
 
 def floors(name: str, result: dict[str, Any]) -> str:
+    """Return the table of steps and the bytes that they move."""
     text = (
         f"**Steps and their floors, {result['model']} model**, answers of {result['load']['max_tokens']} tokens, "
         f"{_device(result)}, which copies {result['copy_bytes_per_s'] / 1e9:,.0f} GB/s ([data]({_link(name)})).\n\n"
@@ -191,6 +196,7 @@ def floors(name: str, result: dict[str, Any]) -> str:
 
 
 def adapters(name: str, result: dict[str, Any]) -> str:
+    """Return the table of what adapters cost."""
     text = (
         f"**What adapters cost, {result['shape']} model**, {len(result['load']['adapters'])} adapters of rank "
         f"{result['rank']} on all linears, tokens per second over HTTP, {_where(result)} ([data]({_link(name)})).\n\n"
@@ -214,6 +220,7 @@ def adapters(name: str, result: dict[str, Any]) -> str:
 
 
 def long_prompt(name: str, result: dict[str, Any]) -> str:
+    """Return the table of a long prompt beside running streams."""
     text = (
         f"**A long prompt beside {result['streams']} running streams, {result['shape']} model**, 99th percentile of "
         f"their inter-token time, {_where(result)} ([data]({_link(name)})).\n\n"
@@ -230,6 +237,7 @@ def long_prompt(name: str, result: dict[str, Any]) -> str:
 
 
 def registry(name: str, result: dict[str, Any]) -> str:
+    """Return the table of many adapters on few slots."""
     few, all_of_them = result["servers"]["few slots"], result["servers"]["all resident"]
     load, registered = result["load"], result["start"]["registered"]
     seconds = {int(n): max(times) for n, times in result["start"]["seconds"].items()}
@@ -252,6 +260,7 @@ def registry(name: str, result: dict[str, Any]) -> str:
 
 
 def hot_swap(name: str, result: dict[str, Any]) -> str:
+    """Return the table of adapters that come and go beside streams."""
     text = (
         f"**{result['adapters']} adapters come and go beside {result['streams']} running streams**, built-in model, "
         f"{_where(result)} ([data]({_link(name)})). {result['failed']} streams failed, {result['different']} had other "
@@ -264,6 +273,7 @@ def hot_swap(name: str, result: dict[str, Any]) -> str:
 
 
 def overload(name: str, result: dict[str, Any]) -> str:
+    """Return the table of ten times the load that can be answered."""
     over, told = result["overload"], result["retry_after"]
     refusals, sizes = over["refusals"], [size / 1e6 for _, size in result["rss"]]
     text = (
@@ -280,6 +290,7 @@ def overload(name: str, result: dict[str, Any]) -> str:
 
 
 def tokenize_load(name: str, result: dict[str, Any]) -> str:
+    """Return the table of long texts that are tokenised beside streams."""
     late, memory = result["livez_ms"], result["memory_mb"]
     text = (
         f"**{result['clients']} clients tokenise {result['bytes'] / 1e6:g} MB each beside {result['streams']} "
@@ -294,6 +305,7 @@ def tokenize_load(name: str, result: dict[str, Any]) -> str:
 
 
 def prefix(name: str, result: dict[str, Any]) -> str:
+    """Return the table of prompts with a common beginning."""
     talk, group = result.get("conversation"), result.get("group")
     text = f"**Prompts that begin alike**, {result['shape']} model, {_where(result)} ([data]({_link(name)}))."
     if talk:
@@ -311,6 +323,7 @@ def prefix(name: str, result: dict[str, Any]) -> str:
 
 
 def learn(name: str, result: dict[str, Any]) -> str:
+    """Return the table of the built-in model's learning."""
     runs = result["results"]
     text = (
         f"**The built-in model learns its weak skill over HTTP**, {runs[0]['steps']} batches of 64 answers, "
@@ -328,7 +341,7 @@ def _rise(run: dict[str, Any]) -> str:
 
 
 def learn_here(name: str, result: dict[str, Any]) -> str:
-    """On another device, without the controls."""
+    """Return the table of learning on another device, without the controls."""
     runs = result["results"]
     text = (
         f"**The same on {runs[0]['device']}**, {result['time'][:10]} ([data]({_link(name)})), "
@@ -340,6 +353,7 @@ def learn_here(name: str, result: dict[str, Any]) -> str:
 
 
 def guard(name: str, result: dict[str, Any]) -> str:
+    """Return the table of a learning rate that is too high."""
     text = (
         f"**A learning rate eight times too high**, beside held-out prompts, {_where(result)} ([data]({_link(name)})): "
         "updates that the guard took back by itself, the rate that this left, and the share of other held-out "
@@ -354,6 +368,7 @@ def guard(name: str, result: dict[str, Any]) -> str:
 
 
 def groups(name: str, result: dict[str, Any]) -> str:
+    """Return the table of learning from groups."""
     text = (
         f"**Learning from groups**, updates of {result['prompts']} × {result['rollouts']} rollouts of "
         f"{result['completion_tokens']} tokens, built-in model, {_where(result)} ([data]({_link(name)})), with the "
@@ -372,6 +387,7 @@ def groups(name: str, result: dict[str, Any]) -> str:
 
 
 def learn_beside(name: str, result: dict[str, Any]) -> str:
+    """Return the table of streams beside updates."""
     more = result.get("full_tokens", result["update_tokens"])
     sizes = f" ({more:,} at 70:30)" if more != result["update_tokens"] else ""
     text = (
@@ -388,7 +404,7 @@ def learn_beside(name: str, result: dict[str, Any]) -> str:
 
 
 def learn_device(name: str, result: dict[str, Any]) -> str:
-    """The last round: the first meets shapes for the first time."""
+    """Return the table of learning on one device, of the last round: the first one compiles."""
     agrees, alone, last = result["agreement"], result["update_alone"], result["rounds"][-1]
     idle, learning = last["idle"], last["learning"]
     text = (
@@ -407,6 +423,7 @@ def learn_device(name: str, result: dict[str, Any]) -> str:
 
 
 def learn_memory(name: str, result: dict[str, Any]) -> str:
+    """Return the table of the memory of learning."""
     ways, saved = result["ways"], result["saved"]
     text = (
         f"**Memory of learning beside serving**, {result['shape']}, {result['time'][:10]} ([data]({_link(name)})).\n\n"
@@ -429,7 +446,7 @@ _TRAINERS = (
 
 
 def publishes(name: str) -> str:
-    """Of the page about learning."""
+    """Return the tables of the page about learning."""
     if not _names(name):
         return "No figures are committed yet.\n"
     result = _read(name)
@@ -508,14 +525,14 @@ def _row(*cells: str) -> str:
 
 
 def _from(page: Path, text: str) -> str:
-    """With links that lead from the page to where they lead from the repository's root."""
+    """Return the text with links that are right on this page instead of in the repository's root."""
     if page.parent == ROOT:
         return text
     return text.replace("](benchmarks/", "](../benchmarks/").replace("](docs/", "](")
 
 
 def rewritten(page: Path, text: str) -> str:
-    """The page with today's figures in it."""
+    """Return the page with today's figures in it."""
     before, found, rest = page.read_text(encoding="utf-8").partition(BEGIN)
     _, found_end, after = rest.partition(END)
     if not found or not found_end:
@@ -524,7 +541,7 @@ def rewritten(page: Path, text: str) -> str:
 
 
 def draw() -> None:
-    """The pictures, the same bytes each time."""
+    """Draw the pictures; equal results give equal bytes."""
     import matplotlib
 
     from mlx_tandem.cli.bench.plot import plot
@@ -538,6 +555,7 @@ def draw() -> None:
 
 
 def main() -> None:
+    """Write the pages, or with --check only compare them."""
     texts = {PAGE: highlights(), ALL: figures(), LEARNING: publishes(PUBLISHES), PERFORMANCE: performance()}
     pages = {page: rewritten(page, _from(page, text)) for page, text in texts.items()}
     if "--check" in sys.argv:

@@ -1,4 +1,4 @@
-"""Write the tables of docs/macs.md: what this program would decide on Macs that nobody has run it on yet.
+"""Write the tables of docs/macs.md: what this program would decide on Macs on which nobody has run it yet.
 
 python scripts/macs.py [--check]
 
@@ -34,18 +34,21 @@ BEGIN, END = "<!-- macs: python scripts/macs.py -->\n", "<!-- end of macs -->\n"
 GIB = 1 << 30
 
 READ, COMPUTED = 0.7, 0.6
-"""Shares of the memory bandwidth and of the arithmetic throughput that a model's steps are taken to reach."""
+"""Shares of the memory bandwidth and of the arithmetic throughput that steps are assumed to reach."""
 
 SYSTEM = 3 * GIB
-"""What macOS and a browser are taken to need."""
+"""Bytes that macOS and a browser are assumed to need."""
 
 
 @dataclass(frozen=True)
 class Mac:
-    """Facts of one machine. Bandwidth in GB/s and memory sizes are Apple's published specifications. The working set
-    is what Metal recommends: logs in llama.cpp's issues 5206, 434, 1870 and 3213 have 2/3 of the memory up to 32 GB and
-    3/4 above (newer systems recommend more of 128 GB). Throughput in TFLOP/s of float32: Apple's for M1 and M2; for
-    later GPUs cores times 0.36, as in M2, which is less than they have."""
+    """Facts of one machine.
+
+    Bandwidth in GB/s and memory sizes are Apple's published specifications. The working set is what Metal
+    recommends: logs in llama.cpp's issues 5206, 434, 1870 and 3213 have 2/3 of the memory up to 32 GB and 3/4 above
+    (newer systems recommend more of 128 GB). Throughput in TFLOP/s of float32 is Apple's for M1 and M2; for later
+    GPUs it is cores times 0.36, as in M2, which is less than they have.
+    """
 
     name: str
     gib: int
@@ -54,6 +57,7 @@ class Mac:
 
     @property
     def memory(self) -> UnifiedMemory:
+        """The memory as the program would find it."""
         total = self.gib * GIB
         return UnifiedMemory(total, total * 2 // 3 if self.gib <= 32 else total * 3 // 4, total - SYSTEM)
 
@@ -83,19 +87,20 @@ SERVED = (("1.7B", 4), ("8B", 4), ("8B", 8), ("8B", 0), ("8B", 0), ("32B", 8), (
 
 @dataclass(frozen=True)
 class Decided:
-    """What a start on a Mac comes to."""
+    """The decisions of a start on a Mac."""
 
     mac: Mac
     model: str
     memory: MemoryBudget
-    decode_ms: float  # of one stream, predicted
-    chunk: int  # prompt tokens of a step while nobody decodes
-    prompt_s: float  # to read 4,096 tokens, predicted
-    micro_batch: int  # tokens, of learning
-    slice_ms: float  # of learning, predicted
+    decode_ms: float  # predicted time of a step of one stream
+    chunk: int  # prompt tokens of a step while nothing decodes
+    prompt_s: float  # predicted time to read 4,096 tokens
+    micro_batch: int  # tokens of a micro-batch of learning
+    slice_ms: float  # predicted time of a slice of learning
 
     @property
     def pool_tokens(self) -> int:
+        """Tokens that the KV pool holds."""
         return (self.memory.pools[0].num_blocks - 1) * 16
 
     @property
@@ -105,7 +110,7 @@ class Decided:
 
 
 def decide(mac: Mac, size: str, bits: int, *, learns: bool = False, adapters: int = 8) -> Decided:
-    """Run the decisions of a start for `mac`. Raises ModelError where the model does not fit."""
+    """Run the decisions of a start for `mac`. Raise ModelError if the model does not fit."""
     with simulated(mac), tempfile.TemporaryDirectory() as folder:
         path = write_model(Path(folder) / "model", _SIZES[size], weights=False, bits=bits or None)
         config = EngineConfig(
@@ -128,7 +133,7 @@ def decide(mac: Mac, size: str, bits: int, *, learns: bool = False, adapters: in
 
 @contextmanager
 def simulated(mac: Mac) -> Iterator[None]:
-    """Inside, decisions about memory are those for `mac`."""
+    """Make decisions about memory inside the block as on `mac`."""
     limit = mac.memory.limit()
     with patch.object(device, "kind", lambda: "metal"), patch.object(device, "memory_limit", lambda chosen: limit):
         yield
@@ -139,7 +144,7 @@ def _limits(memory: MemoryBudget) -> StepLimits:
 
 
 def _cost(mac: Mac, shape: Shape, memory: MemoryBudget) -> CostModel:
-    """The cost model that warm-up would fit if steps took what bandwidth and arithmetic say."""
+    """Return the cost model that warm-up would fit if steps took the time that bandwidth and arithmetic imply."""
     read_ms = memory.weights / (READ * mac.bandwidth * 1e6)
     token_ms = 2 * shape.parameters / (COMPUTED * mac.tflops * 1e9)
     pair_ms = 4 * shape.heads * shape.head_dim * shape.layers / (COMPUTED * mac.tflops * 1e9)
@@ -154,7 +159,7 @@ def _cost(mac: Mac, shape: Shape, memory: MemoryBudget) -> CostModel:
 
 
 def tables() -> str:
-    """The tables of the page."""
+    """Return the tables of the page."""
     decided = [decide(mac, *model) for mac, model in zip(MACS, SERVED, strict=True)]
     memory = [
         "**How memory is divided**, in GB, with 8 adapters of rank 16 and nothing but macOS and a browser beside it. "
@@ -193,7 +198,7 @@ def _gb(size: int) -> str:
 
 
 def page() -> str:
-    """The page with its tables renewed."""
+    """Return the page with new tables."""
     text = PAGE.read_text(encoding="utf-8")
     head, _, rest = text.partition(BEGIN)
     _, _, tail = rest.partition(END)
@@ -201,6 +206,7 @@ def page() -> str:
 
 
 def main() -> int:
+    """Write the page, or with --check return whether it differs."""
     new = page()
     if "--check" in sys.argv[1:]:
         return int(new != PAGE.read_text(encoding="utf-8"))

@@ -17,7 +17,7 @@ BEGIN, END = "<!-- modules: make format -->\n", "<!-- end of modules -->\n"
 
 
 def first_sentence(file: Path) -> str:
-    """Of the module's docstring, on one line. Raises ValueError when it has none."""
+    """Return the first sentence of the module's docstring on one line. Raise ValueError if it has none."""
     text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     if not text:
         raise ValueError(f"{file.relative_to(ROOT)} has no docstring")
@@ -26,7 +26,7 @@ def first_sentence(file: Path) -> str:
 
 
 def module_map() -> str:
-    """A list per package, in the order of the tree; an empty package file is left out."""
+    """Return a list for each package, in the order of the tree; empty files are left out."""
     files = sorted(
         (f for f in (ROOT / "mlx_tandem").rglob("*.py") if f.stat().st_size), key=lambda f: (str(f.parent), f.name)
     )
@@ -38,7 +38,7 @@ def module_map() -> str:
 
 
 def rewritten(page: str) -> str:
-    """The page with the map of today in it."""
+    """Return the page with today's map in it."""
     before, found, rest = page.partition(BEGIN)
     _, found_end, after = rest.partition(END)
     if not found or not found_end:
@@ -47,6 +47,7 @@ def rewritten(page: str) -> str:
 
 
 def main() -> None:
+    """Write the page, or with --check only compare it."""
     page = PAGE.read_text(encoding="utf-8")
     new = rewritten(page)
     if "--check" in sys.argv:

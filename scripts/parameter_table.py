@@ -1,4 +1,4 @@
-"""Write the table of parameters in docs/http-api.md, from mlx_tandem/dialects/openai/parameters.py.
+"""Write the table of parameters in docs/http-api.md from mlx_tandem/dialects/openai/parameters.py.
 
 python scripts/parameter_table.py [--check]
 """
@@ -17,7 +17,7 @@ BEGIN, END = "<!-- parameters: make format -->\n", "<!-- end of parameters -->\n
 
 
 def done(row: Parameter, route: Route) -> str:
-    """What is done with a parameter on one route."""
+    """Return what is done with a parameter on one route."""
     parts = ["served"] if route in row.served else []
     if row.no_effect:
         parts.append(f"accepted: {shown(row, '`')}")
@@ -29,7 +29,7 @@ def done(row: Parameter, route: Route) -> str:
 
 
 def table() -> str:
-    """One row for each parameter, in the order of their names."""
+    """Return one row for each parameter, in the order of their names."""
     lines = ["| parameter | known to | here |", "|---|---|---|"]
     schemas = {p.name: ", ".join(SCHEMAS[letter] for letter in p.schemas) for p in PARAMETERS}
     own = {
@@ -45,7 +45,7 @@ def table() -> str:
 
 
 def rewritten(page: str) -> str:
-    """The page with the table of today in it."""
+    """Return the page with today's table in it."""
     before, found, rest = page.partition(BEGIN)
     _, found_end, after = rest.partition(END)
     if not found or not found_end:
@@ -54,6 +54,7 @@ def rewritten(page: str) -> str:
 
 
 def main() -> None:
+    """Write the page, or with --check only compare it."""
     page = PAGE.read_text(encoding="utf-8")
     new = rewritten(page)
     if "--check" in sys.argv:

@@ -1,4 +1,4 @@
-"""Record `tandem demo` as an animated SVG: a real server, a real run, the frames that a terminal would show.
+"""Record `tandem demo` as an animated SVG of a real run of a real server.
 
 python scripts/record_demo.py [docs/demo.svg]
 """
@@ -25,7 +25,7 @@ CELL_WIDTH, LINE_HEIGHT, MARGIN = 7.8, 17, 14
 
 
 def record(seconds: float) -> list[tuple[float, str]]:
-    """(seconds since the start, what is on the screen), changes only."""
+    """Run the demo and return (seconds since the start, contents of the screen) for each change."""
     frames: list[tuple[float, str]] = []
     start = perf_counter()
 
@@ -45,7 +45,7 @@ def record(seconds: float) -> list[tuple[float, str]]:
 
 
 def draw(board: Board, below: str = "") -> str:
-    """Return what stands on the screen, with a line `below` the table."""
+    """Return the contents of the screen, with a line `below` the table."""
     console = Console(file=io.StringIO(), width=WIDTH, force_terminal=False, color_system=None)
     console.print(board.table(), below, sep="\n")
     assert isinstance(console.file, io.StringIO)
@@ -53,9 +53,10 @@ def draw(board: Board, below: str = "") -> str:
 
 
 def svg(frames: list[tuple[float, str]]) -> str:
-    """Return one picture per frame, shown in turn by style rules that every browser runs; the last one stays a while.
+    """Return one picture per frame, shown in turn by style rules that every browser runs; the last one stays for a
+    while.
 
-    Each line is as wide as its characters' cells in whatever font there is, and none is wider than the picture.
+    Each line is as wide as its characters' cells in any font, and none is wider than the picture.
     """
     total = frames[-1][0] + HOLD_SECONDS
     lines = max(screen.count("\n") + 1 for _, screen in frames)
@@ -87,6 +88,7 @@ def svg(frames: list[tuple[float, str]]) -> str:
 
 
 def main() -> None:
+    """Write the recording."""
     out = Path(sys.argv[1] if len(sys.argv) > 1 else "docs/demo.svg")
     frames = record(seconds=6.0)
     out.write_text(svg(frames), encoding="utf-8")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 # Tests that run side by side have a core each; threads of BLAS beside them, of every server that they start, would
@@ -12,6 +13,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 from mlx_tandem.model import device  # noqa: F401  first of all: it loads a fast BLAS before MLX
 from tests.serving import RunningServer, demo_config, serving
+
+# An example takes as long as a busy machine lets it.
+hypothesis.settings.register_profile("tests", deadline=None)
+hypothesis.settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,8 @@
-"""Real servers for tests: `python -m tests.serving CONFIG` serves on a free port and says which."""
+"""Real servers for tests."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import signal
@@ -77,7 +76,7 @@ def serving(config: Config, packages: Path = ROOT, log: Path | None = None) -> I
     environment = outbound.guarded(os.environ | {"PYTHONPATH": path}, record)
     with open(log or os.devnull, "wb") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.serving", msgspec.json.encode(config).decode(), *(["-v"] if log else [])],
+            [sys.executable, "-m", "tests.program", msgspec.json.encode(config).decode(), *(["-v"] if log else [])],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=errors if log else None,
@@ -106,11 +105,3 @@ def serving(config: Config, packages: Path = ROOT, log: Path | None = None) -> I
             shutil.rmtree(record.parent)
     assert armed >= 2, "the server and its engine are watched"
     assert not attempts, attempts
-
-
-if __name__ == "__main__":
-    from mlx_tandem.server.serve import run
-
-    given = msgspec.json.decode(sys.argv[1], type=Config)
-    level = logging.DEBUG if "-v" in sys.argv else logging.INFO
-    sys.exit(run(given, on_ready=lambda front, port: print(f"port {port}", flush=True), log_level=level))

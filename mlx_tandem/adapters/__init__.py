@@ -1,0 +1,1 @@
+"""LoRA adapters as data: names and versions, aliases, slots, what is in memory, and the file formats."""

@@ -1,7 +1,7 @@
-"""Names that split their traffic over adapter versions by weight, keeping each user on one arm.
+"""Aliases: names that split their traffic over adapter versions by weight and keep each user on one arm.
 
-Plain data, one thread. Arms are drawn by weighted rendezvous hashing (Wang and Ravishankar 1998, in Schindelhauer and
-Schomaker's logarithmic form): a user keeps the arm when weights of others change as far as the new weights allow.
+Plain data, one thread. Arms are chosen by weighted rendezvous hashing (Wang and Ravishankar 1998, in Schindelhauer
+and Schomaker's logarithmic form): when weights change, a user keeps the arm as far as the new weights allow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlx_tandem.errors import InvalidRequest, NotFound, QuotaExceeded
 
 @dataclass(frozen=True)
 class AliasArm:
-    """One arm and what its requests did; the counters outlive a change of weights."""
+    """One arm of an alias and the counters of its requests, which outlive a change of weights."""
 
     alias: str
     adapter: str  # a name, name@version or "base"
@@ -29,12 +29,20 @@ class AliasArm:
 
 
 class Aliases:
+    """All aliases of one server."""
+
     def __init__(self) -> None:
         self._arms: dict[str, tuple[AliasArm, ...]] = {}
 
     def put(self, name: str, arms: Sequence[Arm]) -> tuple[AliasArm, ...]:
-        """Let `name` stand for these arms from the next request on. Whether the adapters exist is the caller's to
-        know. Raises InvalidRequest naming the field, QuotaExceeded."""
+        """Let `name` stand for these arms from the next request on; return them.
+
+        The caller must know that the adapters exist.
+
+        Raises:
+            InvalidRequest: A field is wrong, which the error names.
+            QuotaExceeded: There are too many aliases.
+        """
         limits.check_name(name, "alias")
         if name not in self._arms and len(self._arms) >= limits.MAX_ALIASES:
             raise QuotaExceeded(
@@ -56,11 +64,12 @@ class Aliases:
         return made
 
     def remove(self, name: str) -> None:
+        """Remove an alias. Raise NotFound if it does not exist."""
         if self._arms.pop(name, None) is None:
             raise NotFound(f"the alias {name[:140]!r} does not exist", param="name", code="alias_not_found")
 
     def choose(self, name: str, user: str | None) -> AliasArm | None:
-        """The arm of `name` for `user`, by chance when there is none; None when there is no such alias."""
+        """Return the arm of `name` for `user`, or a random one without a user; None if there is no such alias."""
         arms = self._arms.get(name)
         if arms is None:
             return None
@@ -69,13 +78,14 @@ class Aliases:
         return max(arms, key=lambda arm: _score(arm, user))
 
     def arms(self, name: str) -> tuple[AliasArm, ...]:
-        """The arms of `name`; NotFound (`alias_not_found`) when there is no such alias."""
+        """Return the arms of `name`. Raise NotFound (`alias_not_found`) if there is no such alias."""
         try:
             return self._arms[name]
         except KeyError:
             raise NotFound(f"the alias {name[:140]!r} does not exist", param="name", code="alias_not_found") from None
 
     def items(self) -> list[tuple[str, tuple[AliasArm, ...]]]:
+        """Return all aliases with their arms."""
         return list(self._arms.items())
 
     def __contains__(self, name: object) -> bool:
@@ -83,7 +93,7 @@ class Aliases:
 
 
 def _score(arm: AliasArm, user: str | None) -> float:
-    """The largest wins; proportional to the weights over many users."""
+    """Return the score of an arm; the arm with the highest wins, in proportion to the weights over many users."""
     if not arm.weight:
         return -math.inf
     if user is None:

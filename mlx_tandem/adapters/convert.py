@@ -1,4 +1,4 @@
-"""Looking at an adapter folder without its base model, and writing it again in the other format."""
+"""Inspects an adapter folder without its base model, and converts it to the other format."""
 
 from __future__ import annotations
 
@@ -26,27 +26,33 @@ from mlx_tandem.errors import ModelError
 
 _SWITCH = re.compile(r"(.+)\.switch_mlp\.([A-Za-z0-9_]+)")
 Tensors = dict[str, npt.NDArray[Any]]
+"""Tensors of a safetensors file by name."""
 
 
 @dataclass(frozen=True)
 class Inspection:
-    """What an adapter folder holds. With `problems` the other fields say what could still be found out."""
+    """The contents of an adapter folder. If there are `problems`, the other fields say what could still be found
+    out.
+    """
 
     path: str
     format: Format | None = None
-    ranks: tuple[int, ...] = ()  # every one that occurs, ascending
-    scales: tuple[float, ...] = ()  # what B's product is multiplied with; every one that occurs, ascending
-    targets: tuple[str, ...] = ()  # adapted modules, the layer left out; those of experts with * for their number
-    layers: tuple[int, ...] = ()  # that have an adapted module
+    ranks: tuple[int, ...] = ()  # all ranks that occur, ascending
+    scales: tuple[float, ...] = ()  # all factors of A @ B that occur, ascending
+    targets: tuple[str, ...] = ()  # adapted modules without their layer; * stands for the number of an expert
+    layers: tuple[int, ...] = ()  # layers that have an adapted module
     tensors: int = 0
     dtypes: tuple[str, ...] = ()
-    nbytes: int = 0  # of the tensors in the file
-    digest: str | None = None  # as the server gives it; None for one tensor per expert, which the base's shape decides
-    problems: tuple[str, ...] = ()  # why it cannot be served, whatever the base
+    nbytes: int = 0  # bytes of the tensors in the file
+    digest: str | None = None  # the server's digest; None with a tensor per expert, where it depends on the base model
+    problems: tuple[str, ...] = ()  # why the adapter cannot be served with any base model
 
 
 def inspect(folder: Path) -> Inspection:
-    """Check the folder as far as that goes without a base model. Never raises for what is wrong with an adapter."""
+    """Return what the folder holds, checked as far as that is possible without a base model.
+
+    No error is raised for anything that is wrong with the adapter; it is among the problems.
+    """
     found = Inspection(str(folder))
     try:
         with files.directory(folder) as directory:
@@ -78,10 +84,10 @@ def inspect(folder: Path) -> Inspection:
 
 
 def convert(source: Path, target: Path, to: Format) -> None:
-    """Write the adapter in `source` as the new folder `target` in the other format, all of it or nothing.
+    """Write the adapter in `source` as the new folder `target` in the format `to`, completely or not at all.
 
-    Values are not changed: the scale becomes `lora_alpha` and the other way round, float16 and float32 stay what they
-    are, bfloat16 becomes float32. Raises ModelError naming what the format `to` cannot express.
+    Values are not changed: the scale becomes `lora_alpha` and vice versa, float16 and float32 stay as they are,
+    bfloat16 becomes float32. Raise ModelError naming what the format `to` cannot express.
     """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         refuse("target", None, "exists and is not an empty folder")
@@ -98,7 +104,7 @@ def convert(source: Path, target: Path, to: Format) -> None:
 
 
 class _Adapter(NamedTuple):
-    """An open adapter folder, checked."""
+    """An open adapter folder that has been checked."""
 
     fd: int
     config: Mapping[str, Any]
@@ -107,7 +113,7 @@ class _Adapter(NamedTuple):
     spec: Spec
 
     def values(self, half: Half) -> npt.NDArray[Any]:
-        """A half as the model multiplies with it: A [inputs, r], B [r, outputs]; not scaled."""
+        """Return a half as the model multiplies with it, unscaled: A [inputs, r] or B [r, outputs]."""
         t = self.header[half.tensor]
         raw = files.read_exactly(self.fd, t.offset, math.prod(t.shape) * DTYPES[t.dtype], half.tensor)
         values: npt.NDArray[Any] = raw.view("<f2").reshape(t.shape) if t.dtype == "F16" else decode(raw, t)
@@ -115,7 +121,7 @@ class _Adapter(NamedTuple):
 
 
 def _spec(kind: Format, config: Mapping[str, Any], header: Mapping[str, Tensor]) -> tuple[dict[str, LinearShape], Spec]:
-    """The linears that the tensors themselves describe, and the folder's content held against them."""
+    """Return the linears that the tensors themselves describe, and the folder's content checked against them."""
     linears: dict[str, LinearShape] = {}
     for name, tensor in header.items():
         path, _, leaf = name.removesuffix(".weight").rpartition(".")
@@ -163,8 +169,11 @@ def _to_peft(adapter: _Adapter) -> tuple[dict[str, Any], Tensors]:
 def to_peft(
     modules: Mapping[str, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]], rank: int, alpha: float
 ) -> tuple[dict[str, Any], Tensors]:
-    """PEFT's configuration and tensors of an adapter. `modules[path]` is (A [inputs, r], B [r, outputs]), unscaled, or
-    with a leading expert axis. Raises ModelError for modules that PEFT has no name for."""
+    """Return PEFT's configuration and tensors of an adapter.
+
+    `modules[path]` is (A [inputs, r], B [r, outputs]), unscaled, or with a leading expert axis. Raise ModelError for
+    modules that PEFT has no name for.
+    """
     tensors: Tensors = {}
     paths = []
     for path, pair in modules.items():
@@ -198,7 +207,7 @@ def _peft_config(base: str, rank: int, alpha: float, dropout: float, paths: list
 
 
 def _peft_names(path: str, experts: int) -> list[str]:
-    """PEFT adapts one linear per expert, and Mixtral's have names of their own."""
+    """Return PEFT's names for a module: one per expert, where Mixtral's leaves have names of their own."""
     if not experts:
         return [path]
     m = _SWITCH.fullmatch(path)
@@ -211,8 +220,11 @@ def _peft_names(path: str, experts: int) -> list[str]:
 
 
 def _peft_targets(paths: list[str]) -> dict[str, Any]:
-    """Module names and layers where every layer has the same; full paths else, and for experts, whose number PEFT
-    would take for the layer's."""
+    """Return the configuration's target modules: names and layers if every layer has the same modules, else full
+    paths.
+
+    With experts full paths are needed, because PEFT would take the expert's number for the layer's.
+    """
     layers, targets = {layer_of(p) for p in paths}, {target_of(p) for p in paths}
     by_expert = any(peft.EXPERT.fullmatch(p) for p in paths)
     pairs = {(layer_of(p), target_of(p)) for p in paths}
@@ -222,7 +234,7 @@ def _peft_targets(paths: list[str]) -> dict[str, Any]:
 
 
 def _alpha(scale: float, rank: int) -> float | int:
-    """The number that divided by the rank is the scale; where there is none, the quotient differs in the last bit."""
+    """Return the alpha that divided by the rank gives the scale, or differs from it in the last bit."""
     product = scale * rank
     candidates = (product, math.nextafter(product, math.inf), math.nextafter(product, 0.0))
     alpha = next((c for c in candidates if c / rank == scale), product)
@@ -259,7 +271,7 @@ def _to_mlx_lm(adapter: _Adapter) -> tuple[dict[str, Any], Tensors]:
     config = {
         "fine_tune_type": "lora",
         "model": _text(adapter.config.get("base_model_name_or_path")),
-        "num_layers": -1,  # all: how many the base has is not known here, and a layer without tensors stays as it is
+        "num_layers": -1,  # all: the base's number is unknown here, and a layer without tensors stays as it is
         "lora_parameters": {
             "rank": first.rank,
             "scale": first.scale,
@@ -271,7 +283,7 @@ def _to_mlx_lm(adapter: _Adapter) -> tuple[dict[str, Any], Tensors]:
 
 
 def _stacked(path: str, experts: Mapping[int, str], linears: Mapping[str, LinearShape]) -> list[str]:
-    """The experts' modules in order. One matrix for all leaves out none: how many the base has is not known here."""
+    """Return the experts' modules in order. Raise ModelError unless they are 0, 1, 2 … and have one shape."""
     missing = set(range(max(experts) + 1)) - experts.keys()
     members = [experts[e] for e in sorted(experts)]
     if missing:
@@ -293,7 +305,7 @@ def _dropout(value: object) -> float:
 
 
 def _write(target: Path, config: Mapping[str, Any], tensors: Tensors, weights: str) -> None:
-    """Everything goes into a folder beside the target, which takes the target's name when it is complete."""
+    """Write all files into a folder beside the target, which takes the target's name when it is complete."""
     target = Path(os.path.abspath(target))
     scratch = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

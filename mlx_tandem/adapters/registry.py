@@ -1,9 +1,9 @@
-"""The front's book of adapters: names, their immutable versions, and which version a name stands for now.
+"""The front's registry of adapters: names, their immutable versions, and which version a name stands for now.
 
 Plain data, one thread, no arrays and no files: the engine has read and checked the folder, or has made the weights
-itself, before `publish` is called, and knows versions by digest only. A version, once given, never means anything else;
-removing a name and publishing it again goes on counting, so that `name@2` seen in an old log is never another adapter.
-A name may also be known by its folder only (`announce`): it gets its first version when somebody asks for it.
+itself, before `publish` is called, and knows versions by digest only. A version never changes its meaning: when a
+name is removed and published again, its numbers go on, so that `name@2` in an old log is never another adapter. A
+name may also be known by its folder only (`announce`); it gets its first version when somebody asks for it.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
 @dataclass
 class Counters:
-    """What requests did with one version, or one arm of an alias, since it is there."""
+    """Counts of the requests to one version, or to one arm of an alias, since it exists."""
 
     requests: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     errors: int = 0
-    seconds: float = 0.0  # that requests took, in sum
-    open: int = 0  # requests of now, pinned to it
+    seconds: float = 0.0  # total duration of requests
+    open: int = 0  # requests that use it now
 
 
 @dataclass(eq=False)
 class Entry:
-    """One version of one name. Only the counters change, and where it can be read from."""
+    """One version of one name. Only its counters and its source change."""
 
     name: str
     ref: AdapterRef
-    source: AdapterSource | None  # None: the engine's memory alone has it
+    source: AdapterSource | None  # None: it exists in the engine's memory only
     info: AdapterInfo
     created: float  # seconds since the epoch
     pinned: bool = False
@@ -47,21 +47,26 @@ class Entry:
 class _Name:
     versions: dict[int, Entry] = field(default_factory=dict)  # in order of publication
     by_digest: dict[str, int] = field(default_factory=dict)
-    current: int = 0  # the version that the bare name selects; 0: none yet
+    current: int = 0  # the version that the name alone selects; 0: none yet
     last: int = 0  # the highest number ever given
 
 
 class Registry:
+    """All adapter names and versions that this server knows."""
+
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._names: dict[str, _Name] = {}
-        self._unread: dict[str, AdapterSource] = {}  # announced and without a version
-        self._folded: dict[str, str] = {}  # casefolded -> name, ever seen: see `check`
+        self._unread: dict[str, AdapterSource] = {}  # announced names without a version
+        self._folded: dict[str, str] = {}  # casefolded -> every name ever seen: see `check`
         self._retired: dict[str, int] = {}  # removed name -> highest number given
         self._holders: dict[str, list[Entry]] = {}  # by digest
 
     def check(self, name: str) -> str:
-        """`name` when it may be published; names that differ only in case would be one on many disks."""
+        """Return `name` if it may be published; raise InvalidRequest if not.
+
+        Names that differ only in case would be the same on many disks and are refused.
+        """
         limits.check_name(name)
         other = self._folded.get(name.casefold(), name)
         if other != name:
@@ -69,23 +74,23 @@ class Registry:
         return name
 
     def announce(self, name: str, source: AdapterSource) -> None:
-        """Make a name known by its folder alone; nothing happens to one that has a version."""
+        """Make a name known by its folder alone; nothing happens if it has a version."""
         if name not in self._names:
             self.check(name)
             self._folded[name.casefold()] = name
             self._unread[name] = source
 
     def source(self, name: str) -> AdapterSource | None:
-        """The folder of the current version of `name`, or the one that was announced."""
+        """Return the folder of the current version of `name`, or the folder that was announced."""
         book = self._names.get(name)
         return book.versions[book.current].source if book is not None and book.current else self._unread.get(name)
 
     def is_read(self, name: str) -> bool:
-        """Whether `name` stands for a version."""
+        """Return whether `name` stands for a version."""
         return name in self._names and self._names[name].current > 0
 
     def was_removed(self, name: str) -> bool:
-        """Whether `name` had been there and was removed."""
+        """Return whether `name` existed and was removed."""
         return name in self._retired
 
     def publish(
@@ -93,9 +98,9 @@ class Registry:
     ) -> AdapterRef:
         """Make `info`'s content the current version of `name` and return its reference.
 
-        New content gets the next number, or `number`, which this very content had before, unless that is taken. Content
-        that this name already has keeps its number and counters, and the name stands for it again. Of the versions of a
-        name only the current one can be pinned.
+        New content gets the next number, or `number`, which this very content had before, unless it is taken.
+        Content that this name already has keeps its number and counters, and the name stands for it again. Only the
+        current version of a name can be pinned.
         """
         book, entry = self._add(name, source, info, number)
         book.current = entry.ref.version
@@ -104,7 +109,9 @@ class Registry:
         return entry.ref
 
     def reserve(self, name: str, info: AdapterInfo, number: int = 0) -> AdapterRef:
-        """A version of `name`, numbered as in `publish`, that only `name@version` selects until it is published."""
+        """Add a version of `name`, numbered as in `publish`, which only `name@version` selects until it is
+        published.
+        """
         return self._add(name, None, info, number)[1].ref
 
     def _add(self, name: str, source: AdapterSource | None, info: AdapterInfo, wanted: int) -> tuple[_Name, Entry]:
@@ -128,7 +135,7 @@ class Registry:
         return book, entry
 
     def count_from(self, name: str, number: int) -> None:
-        """Numbers of `name` up to this one were given by an earlier server."""
+        """Note that an earlier server has given the numbers of `name` up to `number`."""
         book = self._names.get(name)
         if book is not None:
             book.last = max(book.last, number)
@@ -136,8 +143,10 @@ class Registry:
             self._retired[name] = max(self._retired.get(name, 0), number)
 
     def retire(self, ref: AdapterRef) -> None:
-        """Forget one version, unless it is gone already; Conflict when the name stands for it. The engine should be
-        told to unload what has no `holders` afterwards."""
+        """Forget one version if it still exists. Raise Conflict if it is the current version of its name.
+
+        The engine should then be told to unload a digest that has no `holders` any more.
+        """
         book = self._names.get(ref.name)
         entry = None if book is None else book.versions.get(ref.version)
         if book is None or entry is None:
@@ -148,13 +157,15 @@ class Registry:
         self._let_go(entry)
 
     def entry(self, selector: str) -> Entry:
-        """The version that `name` or `name@version` selects; NotFound (`model_not_found`) when there is none."""
+        """Return the version that `name` or `name@version` selects. Raise NotFound (`model_not_found`) if there is
+        none.
+        """
         name, at, number = selector.partition("@")
         book = self._names.get(name)
         if book is not None:
             if not at and book.current:
                 return book.versions[book.current]
-            # Only the canonical spelling: neither '01' nor digits of other scripts.
+            # Only the canonical spelling is accepted: neither '01' nor digits of other scripts.
             if number.isascii() and number.isdigit() and number[0] != "0" and len(number) < 10:
                 found = book.versions.get(int(number))
                 if found is not None:
@@ -166,9 +177,9 @@ class Registry:
         raise NotFound(f"the model {selector[:140]!r} does not exist", param="model", code="model_not_found")
 
     def remove(self, name: str) -> list[AdapterRef]:
-        """Forget `name` and all its versions and return them. Requests already pinned to one keep it.
+        """Forget `name` and all its versions, and return them. Requests already pinned to a version keep it.
 
-        The engine should be told to unload those that have no `holders` afterwards.
+        The engine should then be told to unload those that have no `holders` any more.
         """
         if self._unread.pop(name, None) is not None:
             self._retired[name] = 0
@@ -188,16 +199,16 @@ class Registry:
             del self._holders[entry.ref.digest]
 
     def holders(self, digest: str) -> list[Entry]:
-        """The versions, of whatever names, that have this content."""
+        """Return the versions, of whatever names, that have this content."""
         return list(self._holders.get(digest, ()))
 
     def versions(self, name: str) -> list[Entry]:
-        """All versions of `name` in the order of publication; NotFound when it has none."""
+        """Return all versions of `name` in the order of publication. Raise NotFound if it has none."""
         self.entry(name)
         return list(self._names[name].versions.values())
 
     def entries(self) -> list[Entry]:
-        """The current version of every name, in the order in which the names were first published."""
+        """Return the current version of every name, in the order in which the names were first published."""
         return [book.versions[book.current] for book in self._names.values() if book.current]
 
     def names(self) -> Iterator[str]:
@@ -205,7 +216,7 @@ class Registry:
         return chain(self._names, self._unread)
 
     def unread(self) -> list[tuple[str, AdapterSource]]:
-        """Names that were announced and never asked for, with their folders."""
+        """Return the names that were announced and never asked for, with their folders."""
         return list(self._unread.items())
 
     def __len__(self) -> int:

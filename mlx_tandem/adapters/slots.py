@@ -1,7 +1,7 @@
-"""The engine's book of slots: which adapter lies where in the stacked arrays on the device.
+"""The engine's table of slots: which adapter lies where in the stacked arrays on the device.
 
-Plain data, no arrays: it says what to upload, the runner uploads. Slot 0 is the base model and never given out.
-A slot that any running sequence uses is never given to another adapter.
+Plain data, no arrays: the table says what to upload, and the runner uploads it. Slot 0 is the base model and is
+never given out. A slot that any running sequence uses is never given to another adapter.
 """
 
 from __future__ import annotations
@@ -12,23 +12,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Assignment:
-    """`slot` holds the adapter from now on. `upload`: its content is not there yet, so write it before the step.
-    `evicted`: the digest whose content that write replaces."""
+    """The slot that holds an adapter from now on."""
 
     slot: int
-    upload: bool
-    evicted: str | None = None
+    upload: bool  # whether its content must be written before the next step
+    evicted: str | None = None  # digest of the adapter that the write replaces
 
 
 @dataclass
 class _Resident:
     slot: int
     references: int = 0
-    doomed: bool = False  # forgotten while in use
+    doomed: bool = False  # to be dropped when the last reference ends
 
 
 class SlotTable:
-    """`n` slots, numbered 1 to n, shared by running sequences through reference counts."""
+    """A table of `n` slots, numbered 1 to n, which running sequences share through reference counts."""
 
     def __init__(self, n: int) -> None:
         if n < 0:
@@ -40,15 +39,15 @@ class SlotTable:
         self._pinned: set[str] = set()
 
     def acquire(self, digest: str) -> Assignment | None:
-        """One more reference to `digest`; None, and nothing changed, when every slot is in use by others.
+        """Add a reference to `digest` and return its slot; return None and change nothing if others use every slot.
 
-        A resident adapter keeps its slot. Otherwise it gets a free one, or that of the adapter whose last
-        reference was given back the longest ago; a pinned one only when all others are in use or pinned, too.
+        A resident adapter keeps its slot. Another one gets a free slot, or that of the adapter whose last reference
+        ended the longest ago; a pinned one loses its slot only if all others are in use or pinned, too.
         """
         resident = self._used.get(digest)
         if resident is not None:
             resident.references += 1
-            resident.doomed = False  # asked for again: it may stay
+            resident.doomed = False  # it is asked for again and may stay
             self._idle.pop(digest, None)
             return Assignment(resident.slot, upload=False)
         evicted = None
@@ -64,7 +63,7 @@ class SlotTable:
         return Assignment(slot, upload=True, evicted=evicted)
 
     def release(self, digest: str) -> int | None:
-        """Give one reference back. The slot number when that frees the slot of a forgotten adapter, else None."""
+        """End one reference. Return the slot's number if that frees the slot of a forgotten adapter, else None."""
         resident = self._used.get(digest)
         if resident is None or not resident.references:
             raise ValueError("released more often than acquired")
@@ -77,7 +76,7 @@ class SlotTable:
         return None
 
     def forget(self, digest: str) -> int | None:
-        """Unload `digest`: at once, then its freed slot number is returned, or when its last reference ends."""
+        """Unload `digest` now and return its freed slot, or return None and unload it when its last reference ends."""
         resident = self._used.get(digest)
         if resident is None:
             return None
@@ -88,36 +87,36 @@ class SlotTable:
         return self._drop(digest)
 
     def pin(self, digest: str, pinned: bool) -> None:
-        """Whether `digest`, wherever it is now, shall be the last to lose a slot."""
+        """Set whether `digest`, wherever it is now, is the last to lose a slot."""
         (self._pinned.add if pinned else self._pinned.discard)(digest)
 
     def lost(self, digest: str) -> int | None:
-        """The content of the slot is not (or no longer) what it should be: an upload failed. The caller's
-        references end with this; the slot number when there was one."""
+        """Free the slot of `digest`, whose upload failed, and end all its references; return the slot if it had one."""
         if digest not in self._used:
             return None
         self._idle.pop(digest, None)
         return self._drop(digest)
 
     def slot(self, digest: str) -> int | None:
-        """Where `digest` lies, if anywhere."""
+        """Return the slot of `digest`, None if it has none."""
         resident = self._used.get(digest)
         return None if resident is None else resident.slot
 
     def references(self, digest: str) -> int:
+        """Return how many references `digest` has."""
         resident = self._used.get(digest)
         return 0 if resident is None else resident.references
 
     def residents(self) -> tuple[str, ...]:
-        """The digests on the device, in slot order."""
+        """Return the digests on the device, in slot order."""
         return tuple(sorted(self._used, key=lambda d: self._used[d].slot))
 
     def available(self) -> int:
-        """How many adapters that are not resident could be acquired now."""
+        """Return how many adapters that are not resident could be acquired now."""
         return len(self._free) + len(self._idle)
 
     def check(self) -> None:
-        """Raise AssertionError unless the books agree. For tests and for the engine's own watch."""
+        """Raise AssertionError unless the table is consistent. For tests and for the engine's own watch."""
         slots = [r.slot for r in self._used.values()]
         assert sorted(slots + self._free) == list(range(1, self.n + 1)), "every slot is free or used, once"
         assert set(self._idle) == {d for d, r in self._used.items() if not r.references}, "idle is unreferenced"

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from mlx_tandem import files, limits
 from mlx_tandem.api.data import Data, ServedCodec, check_data, check_loss
 from mlx_tandem.engine.learning import (
-    Adam,
+    AdamParams,
     Batch,
     BatchResult,
     LossConfig,
@@ -99,7 +99,7 @@ class Trainer:
             "learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "eps": eps,
             "weight_decay": weight_decay, "grad_norm": grad_norm,
         }  # fmt: skip
-        adam = Adam(**{name: float(limits.check(name, value)) for name, value in numbers.items()})
+        adam = AdamParams(**{name: float(limits.check(name, value)) for name, value in numbers.items()})
         return self._call(self._front.client.step_trainer(self.name, adam))
 
     def undo(self) -> None:

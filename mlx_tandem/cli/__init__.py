@@ -1,4 +1,4 @@
-"""The command `tandem`. Nothing heavy is imported before a command runs: `tandem --help` answers at once."""
+"""The command `tandem`. Nothing heavy is imported before a command runs, so that `tandem --help` answers at once."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ def main(words: list[str] | None = None) -> None:
         from mlx_tandem.cli.app import app
 
         app(args=words, prog_name="tandem")
-    except KeyboardInterrupt:  # outside of a command: while modules are imported
+    except KeyboardInterrupt:  # outside of a command, while modules are imported
         raise SystemExit(130) from None

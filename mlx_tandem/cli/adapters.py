@@ -1,4 +1,4 @@
-"""`tandem adapters`: what a running server has, changing it, and looking at or converting folders without a server."""
+"""`tandem adapters`: list and change the adapters of a running server, inspect and convert adapter folders."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ Key = Annotated[
 ]
 KeyFile = Annotated[str | None, typer.Option(help="File whose first line is the key.")]
 WIDE = 110
-"""Columns from which on a table has room for the names of layers."""
+"""Columns of a terminal from which a table has room for the names of layers."""
 
 URL = "http://127.0.0.1:8000"
+"""The server that is asked if none is named."""
 
 
 @adapters.command("ls", cls=Command)
@@ -81,14 +82,14 @@ def unload(
     api_key: Key = None,
     api_key_file: KeyFile = None,
 ) -> None:
-    """Forget NAME and all its versions; requests that run are finished."""
+    """Forget NAME and all its versions; running requests are finished."""
     done = ask(url, api_key, api_key_file, "DELETE", f"/v1/adapters/{quote(name, safe='')}")
     print(f"unloaded {name} ({_joined(str(version) for version in done['versions'])})")
 
 
 @adapters.command("inspect", cls=Command)
 def inspect(folder: Annotated[Path, typer.Argument(metavar="FOLDER")]) -> None:
-    """Say what an adapter folder holds, without its base model. Exit status 1 when it cannot be served."""
+    """Say what an adapter folder holds, without its base model. Exit status 1 if it cannot be served."""
     from mlx_tandem.adapters.convert import inspect as run
 
     found = run(folder)
@@ -133,7 +134,7 @@ def _joined(words: Any) -> str:
 
 
 def _spans(numbers: tuple[int, ...]) -> str:
-    """0, 1, 2, 5 → 0–2, 5."""
+    """Return numbers as spans in words: 0, 1, 2, 5 → 0–2, 5."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][-1] + 1:
@@ -146,7 +147,9 @@ def _spans(numbers: tuple[int, ...]) -> str:
 def ask(
     url: str, api_key: str | None, api_key_file: str | None, method: str, path: str, body: object = None
 ) -> dict[str, Any]:
-    """The answer of the server; an error of any kind is one line and status 1."""
+    """Return the server's answer to a request. End the process with one line and status 1 after an error of any
+    kind.
+    """
     import asyncio
 
     from mlx_tandem.cli.http import Connection, HttpError
@@ -170,7 +173,7 @@ def ask(
 
 
 def _message(answer: object) -> str:
-    """Of OpenAI's error object; a server's text cannot reach the terminal's controls."""
+    """Return the message of OpenAI's error object without characters that would control the terminal."""
     if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
         answer = answer["error"].get("message")
     return re.sub(r"[^\x20-\x7e\u00a0-\uffff]", " ", str(answer))[:500]

@@ -1,4 +1,4 @@
-"""The commands and their options; what they do is in the modules beside this one."""
+"""The commands of `tandem` and their options; the modules beside this one do the work."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def root(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more, for finding out what happens.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more details.")] = False,
     called_as: Annotated[str, typer.Option(hidden=True)] = "tandem",
 ) -> None:
+    """Handle the options that stand before the command."""
     if called_as not in CALLERS:
         raise typer.BadParameter(f"'{called_as}' is not one of {', '.join(CALLERS)}", param_hint="--called-as")
     ctx.obj = Root(verbose, called_as)
@@ -55,7 +56,7 @@ def serve(
     dry_run: DryRun = False,
     **given: Any,
 ) -> None:
-    """Serve a model and its adapters over HTTP. Flags of vLLM, mlx-lm-server, MOLA and mlx-server are taken too."""
+    """Serve a model and its adapters over HTTP. Flags of vLLM, mlx-lm-server, MOLA and mlx-server are accepted, too."""
     run(ctx, ("serve",), folder, config, daemon, given, dry_run=dry_run)
 
 
@@ -63,7 +64,7 @@ app.command(cls=ServeCommand)(with_every_setting(serve))
 
 
 _Port = Annotated[int, typer.Option(help="Port of the server.")]
-_Timeout = Annotated[float, typer.Option(min=0.0, help="Seconds that it may take to finish what runs.")]
+_Timeout = Annotated[float, typer.Option(min=0.0, help="Seconds that running requests have to finish.")]
 
 
 @app.command(cls=Command)
@@ -84,13 +85,17 @@ def restart(port: _Port = 8000, timeout: _Timeout = 45.0) -> None:
 
 @app.command(cls=Command)
 def doctor(
-    only: Annotated[str, typer.Option(help="Names of checks with commas; what they need is checked, too.")] = "",
+    only: Annotated[
+        str, typer.Option(help="Names of checks, separated by commas; what they need is checked, too.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON, for programs.")] = False,
     as_block: Annotated[
         bool, typer.Option("--report", help="Run every check and fold the report into one block for an issue.")
     ] = False,
 ) -> None:
-    """Check that everything works on this machine, and print a report to paste into an issue. Status 1 when not."""
+    """Check that everything works on this machine, and print a report to paste into an issue. Status 1 if something
+    fails.
+    """
     from mlx_tandem.cli.doctor.checks import CHECKS, chosen
     from mlx_tandem.cli.doctor.command import examine
 

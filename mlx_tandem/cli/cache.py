@@ -1,4 +1,4 @@
-"""`tandem cache`: the keys and values that a server keeps on the drive, looked at, checked and removed without one."""
+"""`tandem cache`: list, check and clear the keys and values that a server keeps on the drive, without a server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ls(ssd_cache_dir: Folder = None) -> None:
     from rich.table import Table
 
     found = _inspected(ssd_cache_dir, verify=False)
-    table = Table(*("segment", "blocks", "MB", "begun", "of"))
+    table = Table(*("segment", "blocks", "MB", "begun", "model"))
     for info in found:
         begun = datetime.fromtimestamp(info.created).isoformat(" ", "seconds") if info.base else ""
         of = info.base or "unknown: its head is damaged"
@@ -41,7 +41,7 @@ def ls(ssd_cache_dir: Folder = None) -> None:
 
 @cache.command("check", cls=Command)
 def check(ssd_cache_dir: Folder = None) -> None:
-    """Read every byte of a cache. Exit status 1 when something is not as it was written; a server does not use it."""
+    """Read every byte of a cache. Exit status 1 if something is damaged; a server does not use damaged blocks."""
     found = _inspected(ssd_cache_dir, verify=True)
     print(_sum(found))
     if damaged := [info for info in found if info.damaged]:
@@ -51,7 +51,7 @@ def check(ssd_cache_dir: Folder = None) -> None:
 
 @cache.command("clear", cls=Command)
 def clear(ssd_cache_dir: Folder = None) -> None:
-    """Remove what a cache has put into its folder."""
+    """Remove everything that a cache has put into its folder."""
     from mlx_tandem.kv.disk.offline import clear as run
 
     with _plainly():
@@ -82,7 +82,7 @@ def _sum(found: list[SegmentInfo]) -> str:
 
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
-    """What cannot be done is one line and status 1."""
+    """End the process with one line and status 1 after a TandemError inside the block."""
     from mlx_tandem.errors import TandemError
 
     try:

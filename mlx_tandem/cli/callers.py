@@ -1,4 +1,4 @@
-"""The names that `tandem` can be called by, and what differs under each."""
+"""The names by which `tandem` can be called, and what differs under each."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Caller:
-    """What differs when `tandem` is called by another program's name."""
+    """The differences when `tandem` is called by another program's name."""
 
-    also_called: str = ""  # a further name of the base: that program's requests use it whatever the model is
-    port: int | None = None  # where no setting says one
+    also_called: str = ""  # a further name of the base, which that program's clients use for any model
+    port: int | None = None  # default port
 
     def defaults(self) -> dict[str, object]:
-        """Return the settings that this program has other defaults for, by their place in config.py."""
+        """Return the defaults by the path of the setting in config.py."""
         return {} if self.port is None else {"server.port": self.port}
 
 

@@ -1,4 +1,4 @@
-"""`tandem checkpoints`: what a folder of checkpoints holds, copies of one for other programs, and going back to one."""
+"""`tandem checkpoints`: list checkpoints, export one for other programs, and roll a running server back to one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FOLDER = Path("./checkpoints")
 
 @checkpoints.command("ls", cls=Command)
 def ls(checkpoint_dir: Folder = FOLDER) -> None:
-    """List checkpoints, the newest first, with what they were worth."""
+    """List checkpoints, the newest first, with their mean reward."""
     from rich.table import Table
 
     table = Table(*("checkpoint", "step", "version", "mean reward", "made", "digest"))
@@ -57,7 +57,7 @@ def rollback(
     api_key: Key = None,
     api_key_file: KeyFile = None,
 ) -> None:
-    """Have a running server go back: what it serves, and what it trains from there on."""
+    """Have a running server go back to a version, which it serves and trains from then on."""
     done = ask(url, api_key, api_key_file, "POST", "/v1/training/rollback", {} if to is None else {"to": to})
     print(f"back at {done['current_lora']}")
 
@@ -73,7 +73,7 @@ def _opened(folder: Path) -> Checkpoints:
 
 @contextlib.contextmanager
 def _clear() -> Iterator[None]:
-    """What cannot be done is one line and status 1."""
+    """End the process with one line and status 1 after a TandemError inside the block."""
     from mlx_tandem.errors import TandemError
 
     try:

@@ -1,4 +1,4 @@
-"""A command that runs a server: every setting as an option, other servers' flags, and the way to the background."""
+"""Commands that run a server: every setting as an option, other servers' flags, and the way into the background."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ Folder = Annotated[
     typer.Argument(metavar="MODEL", help="Folder or hub id of the base model; the built-in one if absent."),
 ]
 File = Annotated[Path | None, typer.Option(help="YAML file with any of these settings (docs/command-line.md).")]
-Background = Annotated[bool, typer.Option("--daemon", help="Go on in the background once the server is ready.")]
+Background = Annotated[bool, typer.Option("--daemon", help="Continue in the background once the server is ready.")]
 
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print how memory would be divided and what fits, and end: nothing is loaded.")
+    bool, typer.Option("--dry-run", help="Print how memory would be divided and what fits, and end; load nothing.")
 ]
 
 
 @dataclass(frozen=True)
 class Root:
-    """What stands before the command."""
+    """The options that stand before the command."""
 
     verbose: bool
-    called_as: str  # of CALLERS
+    called_as: str  # a key of CALLERS
 
     def words(self) -> list[str]:
+        """Return these options as words of a command line."""
         return [*(["-v"] if self.verbose else []), *(["--called-as", self.called_as] * (self.called_as != "tandem"))]
 
 
 class ServeCommand(Command):
-    """Takes command lines that were written for other servers."""
+    """A command that also accepts command lines written for other servers."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Translate other servers' flags, then parse the options."""
         options = [p for p in self.params if isinstance(p, TyperOption)]
         takes_value = {flag: not p.is_flag for p in options for flag in (*p.opts, *p.secondary_opts)}
         ctx.meta["words"] = list(args)
@@ -56,7 +58,7 @@ class ServeCommand(Command):
 
 
 def with_every_setting(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`given` spelled out: one parameter for each setting."""
+    """Replace the `**given` of a command's function by one parameter per setting."""
     signature = inspect.signature(function, eval_str=True)
     *own, _ = signature.parameters.values()
     positional = [p for p in own if p.kind is not p.KEYWORD_ONLY]
@@ -76,9 +78,10 @@ def run(
     *,
     dry_run: bool = False,
 ) -> NoReturn:
-    """The server of `tandem COMMAND` in the foreground or the background, with the options that were given.
+    """Run the server of `tandem COMMAND` in the foreground or the background; the process ends with its exit status.
 
-    `defaults` are by their place in config.py, for what neither they nor the file say.
+    `given` are the options that were given. `defaults`, by the path of the setting in config.py, apply where neither
+    the options nor the file say anything.
     """
     if folder is not None and given["model"] not in (None, folder):
         raise typer.BadParameter("the model is given twice", param_hint="MODEL")
@@ -108,7 +111,7 @@ def run(
     from mlx_tandem.cli import daemon as background
     from mlx_tandem.cli.serve import prepare
 
-    # What is wrong is said here, and what is fetched is fetched here.
+    # Settings are checked and hub ids fetched here, where the user sees it.
     served, sock = prepare(config, settings, ctx.obj.called_as, defaults)
     sock.close()
     if served.server.uds:

@@ -1,4 +1,4 @@
-"""How the command line speaks: results on standard output, everything else on standard error."""
+"""Output of the command line: results go to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ def warn(message: str) -> None:
 
 
 def output() -> Console:
-    """Return the console of standard output: as wide as its terminal, or 132 columns where there is none. It shows
-    texts as they are."""
+    """Return the console of standard output: as wide as its terminal, or 132 columns if there is none.
+
+    It shows texts as they are, without markup.
+    """
     from rich.console import Console
 
     console = Console(markup=False, emoji=False)

@@ -1,6 +1,7 @@
-"""Servers in the background: starting one and waiting until it is ready, finding it by its port, stopping it.
+"""Servers in the background: start one and wait until it is ready, find it by its port, stop it.
 
-Each has a file in a folder of this user's, with what it takes to find and to start it again, but never the API key.
+Each server has a file in a folder of this user, with everything needed to find it and to start it again, but never
+the API key.
 """
 
 from __future__ import annotations
@@ -21,27 +22,30 @@ from mlx_tandem.cli.console import fail
 from mlx_tandem.files import cache_folder
 
 DETACHED = "TANDEM_DETACHED"
-"""How a server learns that it is one of these: the descriptor to be ready on, the port that it must have (empty: what
-its settings say), and its log."""
+"""Environment variable that tells a server that it runs in the background: the descriptor on which to say that it is
+ready, the port that it must have (empty: that of its settings), and its log."""
 
-LAST_WORD_SECONDS = 5.0  # between the second SIGTERM, which ends streams, and SIGKILL
+LAST_WORD_SECONDS = 5.0
+"""Seconds between the second SIGTERM, which ends streams, and SIGKILL."""
+
 POLL_SECONDS = 0.05
+"""Seconds between two checks of whether a server has ended."""
 
 
 class State(msgspec.Struct, frozen=True):
-    """One background server."""
+    """The record of one background server, kept in a file."""
 
     pid: int
-    born: str  # tells it from a later process with the same number
+    born: str  # start time, which distinguishes it from a later process with the same number
     port: int
-    argv: tuple[str, ...]  # behind `tandem`
+    argv: tuple[str, ...]  # the words after `tandem`
     cwd: str
     log: str
-    key_variable: str | None  # where its key came from, when that was the environment
+    key_variable: str | None  # environment variable that its key came from, if any
 
 
 def folder() -> Path:
-    """This user's, that nobody else can enter."""
+    """Return the folder of this user's servers, which nobody else can enter."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     path = Path(runtime) / "mlx-tandem" if runtime else cache_folder() / "run"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -72,9 +76,9 @@ def _read(port: int) -> State:
 
 
 def born(pid: int) -> str:
-    """When the process started, as this system writes it; empty when there is none."""
+    """Return when the process started, as this system writes it; empty if there is no such process."""
     with suppress(OSError):
-        # Linux: field 22, behind the name, which may hold anything. A zombie has ended.
+        # On Linux it is field 22, after the name, which may hold any character. A zombie counts as ended.
         state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return "" if state == "Z" else fields[18]
     if Path("/proc/self/stat").exists():
@@ -89,22 +93,22 @@ def _alive(state: State) -> bool:
     return bool(state.born) and born(state.pid) == state.born
 
 
-# -- the server's side ------------------------------------------------------------------------------------------------
+# -- The server's side ------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Detached:
-    """What a background server does beside serving."""
+    """A background server's link to the command that started it."""
 
     fd: int
-    port: int | None  # in place of that of the settings
+    port: int | None  # the port to use instead of that of the settings
     log: Path
     key_variable: str | None
     state: State | None = None
 
     @classmethod
     def from_environment(cls, key_variable: str | None) -> Detached | None:
-        """None for a server in the foreground."""
+        """Return the link of a background server; None for a server in the foreground."""
         said = os.environ.pop(DETACHED, None)
         if said is None:
             return None
@@ -113,10 +117,10 @@ class Detached:
         return cls(int(fd), int(port) if port else None, Path(log), key_variable)
 
     def ready(self, port: int, text: str) -> None:
-        """Leave the file and let go of whoever started this."""
+        """Write the server's file, and release the command that started it with `text`, which it prints."""
         log = self.log.with_name(f"{port}.log")
         with suppress(FileNotFoundError):
-            log.replace(log.with_name(f"{port}.before.log"))  # it may say why the last one died
+            log.replace(log.with_name(f"{port}.before.log"))  # it may say why the previous server died
         self.log.replace(log)
         pid = os.getpid()
         self.state = State(pid, born(pid), port, tuple(sys.argv[1:]), os.getcwd(), str(log), self.key_variable)
@@ -126,7 +130,7 @@ class Detached:
             waiting.write(text)
 
     def end(self) -> None:
-        """Take the file away unless another server has put its own there."""
+        """Remove the server's file, unless another server has put its own there."""
         if self.state is not None:
             file = _file(self.state.port)
             with suppress(OSError, msgspec.DecodeError):
@@ -134,14 +138,13 @@ class Detached:
                     file.unlink()
 
 
-# -- the user's side ---------------------------------------------------------------------------------------------------
+# -- The user's side ---------------------------------------------------------------------------------------------------
 
 
 def start(argv: list[str], cwd: str | None = None, port: int | None = None) -> int:
-    """Run `tandem ARGV` in the background and wait until it is ready or has ended; the exit status. `port` weighs more
-    than what ARGV says.
+    """Run `tandem ARGV` in the background and wait until it is ready or has ended; return the exit status.
 
-    Then its Ready text is printed, or, when it failed, what it said.
+    Its Ready text is printed, or its output if it failed. `port` overrides the port in ARGV.
     """
     logs = cache_folder() / "log"
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -175,7 +178,7 @@ def start(argv: list[str], cwd: str | None = None, port: int | None = None) -> i
 
 
 def stop(port: int, timeout: float) -> None:
-    """End the server on `port`: what runs may finish within `timeout` seconds."""
+    """End the server on `port`; running requests may finish within `timeout` seconds."""
     state = _read(port)
     if not _alive(state):
         _file(port).unlink(missing_ok=True)
@@ -186,7 +189,7 @@ def stop(port: int, timeout: float) -> None:
 
 
 def restart(port: int, timeout: float) -> int:
-    """End the server on `port` and start it again with the same arguments, where it was started; the exit status."""
+    """End the server on `port` and start it again with the same arguments and folder; return the exit status."""
     state = _read(port)
     if state.key_variable is not None and not os.environ.get(state.key_variable):
         fail(f"the server on port {port} has its key from {state.key_variable}, which is not set here")
@@ -194,7 +197,7 @@ def restart(port: int, timeout: float) -> int:
         _end(state, timeout)
     status = start(list(state.argv), state.cwd, port)
     if status:
-        _write(state)  # another attempt knows how it was started
+        _write(state)  # so that another attempt knows how it was started
     return status
 
 

@@ -1,4 +1,4 @@
-"""`tandem serve --dry-run`: how a server would divide the device's memory, and how many sequences would fit."""
+"""`tandem serve --dry-run`: prints how a server would divide the device's memory, and how many sequences would fit."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from mlx_tandem.errors import TandemError
 from mlx_tandem.types import MemoryBudget
 
 LENGTHS = (512, 2048, 8192, 32768)
+"""Lengths of sequences in tokens for which the number that fits is printed."""
 
 
 def show(
     file: Path | None, options: Mapping[str, object], called_as: str, defaults: Mapping[str, object] | None
 ) -> None:
-    """Print the budget of the server that these settings would start (as cli.serve.prepare reads them). Ends the
-    process with status 1 and one line when it could not be started."""
+    """Print the budget of the server that these settings would start; the settings are read as by cli.serve.prepare.
+
+    End the process with one line and status 1 if that server could not be started.
+    """
     from msgspec.structs import replace
 
     from mlx_tandem.worker import plan
@@ -41,6 +44,7 @@ def show(
 
 
 def lines(config: Config, memory: MemoryBudget, longest: int, device: str) -> Iterator[str]:
+    """Yield the lines of the budget."""
     engine = config.engine
     size = engine.cache.block_size
     yield f"device               {device}"

@@ -1,4 +1,4 @@
-"""An adapter out of a file of examples: the run of `tandem train sft`, with progress, a report and curves."""
+"""The run of `tandem train sft`: trains an adapter on a file of examples, with progress, a report and curves."""
 
 from __future__ import annotations
 
@@ -21,12 +21,15 @@ from mlx_tandem.training.sft import Evaluation, SftConfig, Step, encode, fit, re
 from mlx_tandem.types import EngineInfo
 
 MANIFEST = "manifest.json"
-BLOCK = 16  # of the pool, which only has to hold one sequence here
+"""File in the adapter's folder that says how it was made."""
+
+BLOCK = 16
+"""Positions per block of the pool, which only has to hold one sequence here."""
 
 
 @dataclass
 class Job:
-    """One run, checked as far as that goes before the model is loaded."""
+    """One fine-tuning run, with everything checked that can be before the model is loaded."""
 
     data: Path
     model: str
@@ -42,7 +45,7 @@ class Job:
     evaluations: list[Evaluation] = field(default_factory=list)
 
     def run(self) -> dict[str, Any]:
-        """Everything that was found, as plain data. Raises TandemError."""
+        """Train the adapter, and return all figures as plain data. Raise TandemError if that is impossible."""
         limits.check("max_length", self.max_length)
         limits.check("valid_share", self.valid_share)
         limits.check("rank", self.adapter["rank"])
@@ -50,7 +53,7 @@ class Job:
             raise Conflict(f"{self.out} exists and is not an empty folder: choose another with --adapter-out")
         lines, held_lines = read(self.data), read(self.valid) if self.valid else []
         with files.storage(self.out):
-            files.make_folder(self.out.absolute().parent)  # whether that can be done must not show after hours
+            files.make_folder(self.out.absolute().parent)  # now, so that a failure does not show after hours
         say(f"loading {'the built-in model' if self._is_demo else self.model} …")
         blocks = -(-self.max_length // BLOCK) + 1
         with Engine(
@@ -95,7 +98,7 @@ class Job:
 
     @property
     def rate(self) -> float:
-        """Tokens a second that went through, over all steps."""
+        """Tokens per second, over all steps."""
         return sum(s.tokens for s in self.steps) / max(sum(s.seconds for s in self.steps), 1e-9)
 
     def _about(self, info: EngineInfo, trainer: Trainer, counts: dict[str, int]) -> dict[str, Any]:
@@ -110,8 +113,10 @@ class Job:
         }
 
     def _keep(self, trainer: Trainer, about: dict[str, Any]) -> None:
-        """Put the present weights in the place of the ones kept before: under the name is always a whole adapter, but
-        for the moment between two renames, or none yet."""
+        """Save the present weights in place of those saved before.
+
+        Except for the moment between two renames, the name leads to a whole adapter or to none yet.
+        """
         new, old = (self.out.with_name(f".{self.out.name}.{word}") for word in ("new", "old"))
         now = {
             "step": self.steps[-1].step,
@@ -152,7 +157,7 @@ class Job:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[Job], None]]:
-    """A bar on a terminal; elsewhere a line at every look at what is held out."""
+    """Yield a function that shows progress: a bar on a terminal, elsewhere a line at every evaluation."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -190,7 +195,7 @@ def _progress() -> Iterator[Callable[[Job], None]]:
 
 
 def draw(found: dict[str, Any], path: Path) -> None:
-    """The losses by step, as a PNG or an SVG file."""
+    """Draw the losses by step into a PNG or SVG file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -1,6 +1,7 @@
-"""Command lines written for other servers: flags that this one has no mechanism for, and other spellings of its own.
+"""Translates command lines written for other servers: their flags that have no setting here, and their spellings of
+ours.
 
-`FLAGS` has a row for each flag that is taken without a setting behind it; a row goes when a version makes it an option.
+`FLAGS` has a row for each flag that is accepted without a setting behind it.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Flag:
+    """The treatment of another server's flag."""
+
     text: str  # what does the job here, or why nothing can
-    value: bool = False  # a value follows
-    refuse: bool = False
-    harmless: tuple[str, ...] = ()  # values that mean what happens here anyway: nothing is said
-    quiet: bool = False  # a switch that is always on here: nothing is said, and to turn it off is refused
+    value: bool = False  # whether a value follows
+    refuse: bool = False  # whether the flag is an error
+    harmless: tuple[str, ...] = ()  # values that describe what happens here anyway, which need no warning
+    quiet: bool = False  # whether the switch is always on here: no warning, and turning it off is an error
 
 
 _ONE_BATCH = "rows of all adapters and of the base are always decoded in one batch"
@@ -109,16 +112,23 @@ FLAGS: dict[str, Flag] = {
     "--tensor-parallel-size": Flag(_ONE_DEVICE, value=True, refuse=True, harmless=("1",)),
     "--trust-remote-code": Flag(_NO_CODE, refuse=True),
 }
+"""Flags of other servers that have no setting here."""
 
 DTYPES = {"half": "float16", "float": "float32"}
+"""Other names of types."""
+
 MODES = {"inference": "inference_only", "training": "training_only", "both": "inference_and_training"}
+"""Other names of modes."""
+
 MODEL_FLAGS = ("-m", "--model", "--model-path")
+"""Flags that name the model."""
 
 
 def translate(words: list[str], takes_value: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """The words as `tandem serve` has them, and a line of warning for every flag that does nothing here.
+    """Return the words as `tandem serve` spells them, and a warning for every flag that has no effect here.
 
-    `takes_value` has the command's own options. Raises Refused.
+    `takes_value` says for each of the command's own options whether a value follows. Raise Refused for a flag that
+    is an error.
     """
     line = _Line(words, takes_value)
     return list(line.own_words()), line.warnings
@@ -134,6 +144,7 @@ class _Line:
         self.warnings: list[str] = []
 
     def own_words(self) -> Iterator[str]:
+        """Yield the words in this command's spelling."""
         while self._rest:
             word = self._rest.popleft()
             if word == "--":
@@ -156,8 +167,10 @@ class _Line:
                     yield self._value(flag)
 
     def _value(self, flag: str, what: str = "a value must follow") -> str:
-        """Return the word behind `flag`. Raises Refused, which says `what`, when there is none or an option in its
-        place; a value that begins like an option is written FLAG=VALUE."""
+        """Return the word after `flag`. Raise Refused with the reason `what` if there is none or it is an option.
+
+        A value that begins like an option has to be written FLAG=VALUE.
+        """
         if not self._rest:
             raise Refused(flag, what)
         word = self._rest.popleft()
@@ -177,17 +190,17 @@ class _Line:
             raise Refused(flag, f"{flag} {value or ''}".strip() + f" cannot be kept: {row.text}")
         self.warnings.append(f"{flag} has no effect here: {row.text}")
 
-    # -- other spellings ------------------------------------------------------------------------------------------
+    # -- Other spellings ------------------------------------------------------------------------------------------
 
     def adapter(self) -> Iterator[str]:
-        """NAME PATH travels as NAME=PATH, which is legal too."""
+        """Yield --adapter NAME PATH as NAME=PATH, which is accepted as well."""
         name = self._value("--adapter", "a name and a path must follow")
         if "=" not in name:
             name += "=" + self._value("--adapter", f"a path must follow the name {name}")
         yield from ("--adapter", name)
 
     def lora_modules(self) -> Iterator[str]:
-        """vLLM's: words NAME=PATH or JSON objects, up to the next option."""
+        """Yield vLLM's --lora-modules as adapters: words NAME=PATH or JSON objects, up to the next option."""
         self._rest.appendleft(self._value("--lora-modules"))
         found = False
         while self._rest and (self._rest[0].startswith("{") or ("=" in self._rest[0] and self._rest[0][0] != "-")):
@@ -198,17 +211,21 @@ class _Line:
             raise Refused("--lora-modules", "needs NAME=PATH or a JSON object with name and path")
 
     def adapter_path(self) -> Iterator[str]:
-        """mlx-lm-server's: what is served is the base with this adapter."""
+        """Yield mlx-lm-server's --adapter-path as an adapter that answers by default."""
         yield from ("--adapter", f"default={self._value('--adapter-path')}", "--default-adapter", "default")
 
     def served_model_name(self) -> Iterator[str]:
-        """vLLM takes several words. Without a model before them the second is MODEL."""
+        """Yield vLLM's --served-model-name, which takes several words. Without a model before them the second word
+        is MODEL.
+        """
         yield from ("--served-model-name", self._value("--served-model-name"))
         while self._model_known and self._rest and not self._rest[0].startswith("-"):
             yield from ("--served-model-name", self._rest.popleft())
 
     def sequence_cache_size(self) -> Iterator[str]:
-        """mlx-lm-server's: how many sequences it keeps; 0 is off. Here blocks are kept, as many as the pool has."""
+        """Yield mlx-lm-server's --sequence-cache-size as the prefix cache's switch: 0 is off, any other number has
+        no effect.
+        """
         value = self._value("--sequence-cache-size")
         if value == "0":
             yield "--no-enable-prefix-caching"
@@ -216,10 +233,12 @@ class _Line:
             self.warnings.append(f"--sequence-cache-size has no effect here: {_IN_THE_POOL}")
 
     def dtype(self) -> Iterator[str]:
+        """Yield --dtype with this server's name of the type."""
         value = self._value("--dtype")
         yield from ("--dtype", DTYPES.get(value, value))
 
     def mode(self) -> Iterator[str]:
+        """Yield --mode with this server's name of the mode."""
         value = self._value("--mode")
         yield from ("--mode", MODES.get(value, value))
 
@@ -233,6 +252,7 @@ SPELLINGS: dict[str, Callable[[_Line], Iterator[str]]] = {
     "--dtype": _Line.dtype,
     "--mode": _Line.mode,
 }
+"""Flags of other servers that are spelled differently here."""
 
 
 def _module(word: str) -> str:

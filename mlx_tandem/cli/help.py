@@ -1,4 +1,4 @@
-"""The help of every command: plain text in sections, in which every name of an option stands whole on one line."""
+"""The help of every command: plain text in sections, with every name of an option whole on one line."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ class Command(TyperCommand):
     """A command whose help has a section for its arguments, one for its options, and one for each panel of options."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections of the help."""
         _write_options(self, ctx, formatter)
 
 
@@ -23,10 +24,12 @@ class Group(TyperGroup):
     """A group of commands, whose help explains each of them by the whole first sentence of its description."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the sections of the help."""
         _write_options(self, ctx, formatter)
         self.format_commands(ctx, formatter)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the section of the commands."""
         commands = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
         _write_section(
             formatter,
@@ -59,7 +62,7 @@ def _write_options(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any)
 
 
 def _write_section(formatter: Any, title: str, records: list[tuple[str, str]]) -> None:
-    """Write names with their explanations in two columns; nothing where there is no record."""
+    """Write names with their explanations in two columns; nothing if there are none."""
     if not records:
         return
     left = min(max(len(name) for name, _ in records), NAMES) + 2

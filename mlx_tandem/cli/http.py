@@ -1,7 +1,8 @@
-"""A small HTTP/1.1 client on asyncio for the command line: lean enough to share two cores with the server it measures.
+"""A small HTTP/1.1 client on asyncio for the command line, lean enough to share two cores with the server it
+measures.
 
-One connection carries one request at a time and is kept alive when the server allows. `on_body` sees the body's pieces
-as they arrive, so a caller that counts events pays for nothing else.
+One connection carries one request at a time and is kept alive if the server allows. `on_body` gets the pieces of the
+body as they arrive, so that a caller who counts events pays for nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class HttpError(Exception):
 
 
 class Connection(asyncio.Protocol):
-    """One connection to `host:port`. Not for concurrent requests; open several."""
+    """One connection to `host:port`. It takes one request at a time; open several for concurrent requests."""
 
     def __init__(self, host: str, port: int, headers: Mapping[str, str] | None = None):
         self._host = host
@@ -32,13 +33,15 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[int] | None = None
         self._parser: Any = None
         self._on_body: Callable[[bytes], None] = _ignore
-        self._framed = False  # the end of the body is known from its headers
+        self._framed = False  # whether the headers say where the body ends
         self._headers_seen = False
-        self.retry_after: str | None = None  # of the last answer
+        self.retry_after: str | None = None  # Retry-After of the last answer
 
     @classmethod
     def to(cls, url: str, headers: Mapping[str, str] | None = None) -> Connection:
-        """`headers` go with every request."""
+        """Return a connection to the server at `url`; `headers` go with every request. Raise HttpError for a bad
+        URL.
+        """
         parts = urlsplit(url if "//" in url else f"//{url}")
         try:
             port = parts.port or 80
@@ -51,7 +54,7 @@ class Connection(asyncio.Protocol):
     async def request(
         self, method: str, path: str, body: object = None, on_body: Callable[[bytes], None] | None = None
     ) -> int:
-        """Send one request and return its status once the whole body has arrived. Raises HttpError."""
+        """Send one request and return its status once the whole body has arrived. Raise HttpError if that fails."""
         payload = b"" if body is None else json.dumps(body).encode()
         head = f"{method} {path} HTTP/1.1\r\nHost: {self._address}\r\n{self._headers}"
         if body is not None:
@@ -60,7 +63,7 @@ class Connection(asyncio.Protocol):
             try:
                 await asyncio.get_running_loop().create_connection(lambda: self, self._host, self._port)
             except OSError as e:
-                # asyncio's own text repeats the address and leaves the reason out.
+                # The text of asyncio's error repeats the address and leaves out the reason.
                 why = os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or e
                 raise HttpError(f"no server answers at {self._address}: {why}") from None
         assert self._transport is not None
@@ -77,7 +80,7 @@ class Connection(asyncio.Protocol):
                 self.close()
 
     async def json(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
-        """The status and the decoded JSON body, or the text when it is not JSON."""
+        """Return the status and the decoded JSON body of a request, or the body's text if it is not JSON."""
         pieces: list[bytes] = []
         status = await self.request(method, path, body, pieces.append)
         raw = b"".join(pieces)
@@ -87,45 +90,53 @@ class Connection(asyncio.Protocol):
             return status, raw.decode(errors="replace")
 
     def close(self) -> None:
+        """Close the connection; the next request opens another."""
         if self._transport is not None:
             self._transport.close()
             self._transport = None
 
-    # what asyncio calls
+    # Called by asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but name
+        """Keep the transport."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's transport is no subclass of it
 
     def data_received(self, data: bytes) -> None:
+        """Parse a piece of the answer."""
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as e:
             self._fail(f"the answer is not HTTP: {e}")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """End the request that was running."""
         self._transport = None
         if self._done is None or self._done.done():
             return
-        # A body without a length ends with the connection.
+        # A body without a length ends when the connection ends.
         if exc is None and self._headers_seen and not self._framed:
             self._done.set_result(self._parser.get_status_code())
         else:
             self._fail("the server closed the connection in the middle of an answer")
 
-    # what the parser calls
+    # Called by the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Note the headers that matter."""
         self._framed = self._framed or name.lower() in (b"content-length", b"transfer-encoding")
         if name.lower() == b"retry-after":
             self.retry_after = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
+        """Note that all headers have arrived."""
         self._headers_seen = True
 
     def on_body(self, body: bytes) -> None:
+        """Pass on a piece of the body."""
         self._on_body(body)
 
     def on_message_complete(self) -> None:
+        """End the request with the status of the answer."""
         if self._done is not None and not self._done.done():
             keep = self._parser.should_keep_alive()
             self._done.set_result(self._parser.get_status_code())
@@ -139,13 +150,14 @@ class Connection(asyncio.Protocol):
 
 
 class Events:
-    """Cuts a body of server-sent events into their data; call it with each piece."""
+    """Cuts a body of server-sent events into their data; call it with each piece of the body."""
 
     def __init__(self, on_data: Callable[[str], None]):
         self._on_data = on_data
         self._rest = b""
 
     def __call__(self, piece: bytes) -> None:
+        """Take a piece of the body, and pass on the data of every event that it completes."""
         *events, self._rest = (self._rest + piece).split(b"\n\n")
         for event in events:
             if event.startswith(b"data: "):
@@ -157,7 +169,7 @@ def _ignore(body: bytes) -> None:
 
 
 async def once(url: str, method: str, path: str, body: object = None) -> tuple[int, Any]:
-    """The status and the decoded body of one request, on a connection of its own to the server at `url`."""
+    """Return the status and the decoded body of one request, on a new connection to the server at `url`."""
     connection = Connection.to(url)
     try:
         return await connection.json(method, path, body)

@@ -1,4 +1,5 @@
-"""Model and adapter folders: one that exists, or an id of the Hugging Face hub, fetched before anything serves.
+"""Finds model and adapter folders: a folder that exists, or an id of the Hugging Face hub, which is fetched at
+start.
 
 Only weights, settings and templates are fetched; never code, nor formats that can carry it.
 """
@@ -12,24 +13,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w./-]{1,255}))?", re.ASCII)
-"""`organisation/name`, or with a branch, a tag or a commit behind an `@`."""
+"""Pattern of a hub id: `organisation/name`, optionally followed by `@` and a branch, tag or commit."""
 
 WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
-IGNORED = ["*/*"]  # what lies in folders is the same model in other formats, or earlier states of it
+"""Files that are fetched."""
+
+IGNORED = ["*/*"]
+"""Files that are not fetched: subfolders hold the same model in other formats, or earlier states of it."""
 
 
 class HubError(Exception):
-    """Neither a folder nor something that could be fetched; one line that says what to do."""
+    """The text is neither a folder nor a hub id that could be fetched. The message is one line that says what to do."""
 
 
 @dataclass(frozen=True)
 class Found:
+    """A folder that was found."""
+
     folder: Path
-    id: str  # of the hub, without a revision; empty for a folder that was given
+    id: str  # its hub id without a revision; empty for a folder that was given
 
 
 def find(text: str, what: str) -> Found:
-    """The folder that `text` means. `what` says for the message what it would be, such as "model"."""
+    """Return the folder that `text` names. `what` says in errors what it should be, such as "model".
+
+    Raise HubError if there is no such folder and no such id.
+    """
     if Path(text).is_dir():
         return Found(Path(text), "")
     match = ID.fullmatch(text)
@@ -39,8 +48,9 @@ def find(text: str, what: str) -> Found:
 
 
 def close() -> None:
-    """Neither this process nor those it starts fetch anything from here on: a folder that names an id opens no
-    connection."""
+    """Stop this process and those it starts from fetching anything, so that a folder that names an id opens no
+    connection.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"
     if "huggingface_hub" in sys.modules:
         from huggingface_hub import constants
@@ -49,7 +59,7 @@ def close() -> None:
 
 
 def _fetch(repo: str, revision: str | None, otherwise: str) -> Path:
-    """From the hub or its cache on this machine, with a progress bar."""
+    """Return the folder of a repository, from the hub or from its cache on this machine; show a progress bar."""
     from huggingface_hub import constants, errors, get_token, snapshot_download
 
     hub = constants.ENDPOINT
@@ -74,7 +84,7 @@ def _fetch(repo: str, revision: str | None, otherwise: str) -> Path:
         if isinstance(e.__cause__, errors.HfHubHTTPError):
             why = f"{hub} answered with {e.__cause__.response.status_code}"
         raise HubError(f"{otherwise} {at} is not on this machine and {why}") from None
-    except Exception as e:  # the client's HTTP library, the disk: whatever it is, the user needs its one line
+    except Exception as e:  # the client's HTTP library or the disk may fail in any way; the user needs one line
         raise HubError(f"{otherwise} {at} could not be fetched from {hub}: {type(e).__name__}: {_line(e)}") from None
     return Path(folder)
 

@@ -1,4 +1,4 @@
-"""Where the API key comes from: a flag, a file or the environment, in this order of weight."""
+"""Finds the API key: in a flag, a file or the environment, in this order of precedence."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 from mlx_tandem.cli.console import warn
 
-VARIABLES = (
+VARIABLES = (  # in the order of precedence
     "TANDEM_API_KEY",
     "TANDEM_API_KEY_FILE",
     "MLX_LM_SERVER_API_KEY",
@@ -16,13 +16,15 @@ VARIABLES = (
 
 
 def variable() -> str | None:
-    """The first variable that holds a key or names its file. An empty one counts as absent."""
+    """Return the first variable that holds a key or names its file. An empty one counts as absent."""
     return next((name for name in VARIABLES if os.environ.get(name)), None)
 
 
 def source(key: str | None, file: str | None) -> tuple[str, str] | None:
-    """(key, file) with one of them empty, from the flags' values or else the environment; None when neither says
-    anything. An empty key is one, too: it means that none is wanted."""
+    """Return (key, file), one of them empty, from the flags' values or else the environment; None if neither is set.
+
+    An empty key is a value, too: it means that no key is wanted.
+    """
     if key is not None:
         return key, ""
     if file is not None:
@@ -34,18 +36,20 @@ def source(key: str | None, file: str | None) -> tuple[str, str] | None:
 
 
 def read(key: str, file: str) -> str:
-    """The key, or what `file` holds; empty when both are. Raises InvalidRequest. A pipe can be read only once."""
+    """Return the key, or the contents of `file`; empty if both are empty. Raise InvalidRequest. A pipe can be read
+    only once.
+    """
     from mlx_tandem.server.keys import read_key
 
     return read_key(key, file, lambda path, mode: warn(f"the key file {path} can be read by others (mode {mode:o})"))
 
 
 def given(key: str | None, file: str | None) -> str:
-    """The key that a client was given, by the flags' values or the environment. Raises InvalidRequest."""
+    """Return the key that a client was given, by the flags' values or the environment. Raise InvalidRequest."""
     return read(*(source(key, file) or ("", "")))
 
 
 def forget_environment() -> None:
-    """Processes that are started from here on do not inherit the key."""
+    """Remove the key from the environment, so that processes started from here on do not inherit it."""
     for name in VARIABLES:
         os.environ.pop(name, None)

@@ -1,4 +1,4 @@
-"""What settings of learning mean together: combinations that make no sense are refused before anything is loaded."""
+"""Checks the settings of learning against each other, and refuses senseless combinations before anything is loaded."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ALONE = ("enable_rl_training", "mode")
 """Options that mean something whether or not an adapter is trained."""
 
 
-def settle(config: Config, options: Mapping[str, object]) -> Config:
-    """The settings with what follows from them filled in; what has no effect is said in a line each.
+def resolve(config: Config, options: Mapping[str, object]) -> Config:
+    """Return the settings with everything filled in that follows from them; warn about each setting without effect.
 
-    Raises InvalidRequest that says which settings contradict each other, and why.
+    Raise InvalidRequest that says which settings contradict each other, and why.
     """
     if config.engine.duty.inference + config.engine.duty.training <= 0:
         raise InvalidRequest("one of 'duty.inference' and 'duty.training' must be above 0")
@@ -70,7 +70,7 @@ def _check(config: Config) -> None:
 
 
 def _check_checkpoints(config: Config) -> None:
-    """Refuse names that belong to checkpoints: those that are there, and those that come by themselves."""
+    """Refuse names of adapters that belong to checkpoints, existing ones or those that get their name automatically."""
     from mlx_tandem.training.store.checkpoints import AUTOMATIC, Checkpoints
 
     folder = config.checkpointing.checkpoint_dir
@@ -91,7 +91,7 @@ def _check_checkpoints(config: Config) -> None:
 
 
 def _with_room(config: Config) -> Config:
-    """The engine keeps memory for the trainer that it will be asked for."""
+    """Return the settings with memory reserved for the trainer."""
     replace, duty = msgspec.structs.replace, config.engine.duty
     if not duty.trainer_rank:
         duty = replace(duty, trainer_rank=config.rl_training.lora_rank)
@@ -99,7 +99,7 @@ def _with_room(config: Config) -> Config:
 
 
 def _scored(config: Config) -> Config:
-    """With the environment's name as the scoring function, where it is one and no other is set."""
+    """Return the settings with the environment's name as scoring function, if it is one and no other is set."""
     from mlx_tandem.training.rewards import RewardPool
 
     training = config.rl_training

@@ -1,6 +1,6 @@
-"""The options of `tandem serve`: a line for every setting of serving and the common ones of learning, as in the help.
+"""The options of `tandem serve`: one line for every setting of serving and the common ones of learning.
 
-What an option takes follows from the type of its field in config.py, so the two cannot differ.
+The type of an option's value follows from the type of its field in config.py, so the two cannot differ.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from mlx_tandem.config import Config
 
 @dataclass(frozen=True)
 class Option:
-    place: str  # in Config
-    flags: str  # with spaces between; the first one names the parameter; a switch and its opposite with a slash
+    """One option of the command line."""
+
+    place: str  # path of the setting in Config
+    flags: str  # separated by spaces; the first names the parameter; a switch and its opposite with a slash
     help: str
     metavar: str | None = None
 
     @property
     def name(self) -> str:
+        """The name of the parameter."""
         return self.flags.split()[0].partition("/")[0].removeprefix("--").replace("-", "_")
 
 
@@ -37,11 +40,11 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "--max-model-len --ctx-size --max-kv-size",
             "Longest prompt and answer, in tokens; at most the model's own.",
         ),
-        Option("engine.model.random_weights", "--random-weights", "Read the shapes only, for benchmarks."),
+        Option("engine.model.random_weights", "--random-weights", "Draw weights at random, for benchmarks."),
         Option(
             "server.chat_template",
             "--chat-template",
-            "A file with the chat template, or the template itself, in the place of the model's.",
+            "A file with the chat template, or the template itself, instead of the model's.",
             "FILE",
         ),
         Option(
@@ -53,7 +56,7 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option(
             "server.seed",
             "--seed",
-            "Requests without a seed draw theirs one after the other from a generator that begins with this.",
+            "Seed of the generator that gives requests without a seed theirs.",
         ),
     ),
     "Adapters": (
@@ -61,29 +64,31 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option(
             "server.default_adapter",
             "--default-adapter",
-            "Answers where no model is named, or the base by its own name.",
+            "Adapter that answers when a request names no model, or the base by its own name.",
             "NAME",
         ),
         Option("adapter_root", "--adapter-root", "Folder of adapters that are read when first asked for.", "FOLDER"),
         Option(
             "aliases",
             "--alias",
-            "A name whose traffic is shared by weight (repeatable).",
+            "A name whose requests are split over adapters by weight (repeatable).",
             "NAME=ADAPTER:WEIGHT,ADAPTER:WEIGHT",
         ),
         Option("engine.lora.max_loras", "--max-loras", "Adapters on the device at once (16)."),
         Option("engine.lora.max_lora_rank", "--max-lora-rank", "Highest rank that is accepted (64)."),
         Option("engine.lora.max_cpu_loras", "--max-cpu-loras", "Adapters in memory; 0: what the next option holds."),
         Option("engine.lora.max_cpu_lora_gb", "--max-cpu-lora-gb", "Memory for adapters off the device, in GB (2)."),
-        Option("engine.lora.backend", "--lora-backend", "How the adapters' share is computed."),
+        Option(
+            "engine.lora.backend", "--lora-backend", "How adapters are computed; auto: the fastest that is right here."
+        ),
     ),
     "Server": (
-        Option("server.host", "--host", "Address to bind (127.0.0.1); any other machine's needs a key."),
+        Option("server.host", "--host", "Address to bind (127.0.0.1); one that other machines reach needs a key."),
         Option("server.port", "--port", "Port to bind, 0 for a free one (8000)."),
         Option("server.uds", "--uds", "Unix socket to serve on, in place of host and port.", "PATH"),
         Option("server.ssl_certfile", "--ssl-certfile", "Serve HTTPS with this certificate (PEM).", "FILE"),
         Option("server.ssl_keyfile", "--ssl-keyfile", "Its key, if it is not in the same file.", "FILE"),
-        Option("server.root_path", "--root-path", "Prefix of paths that a reverse proxy leaves on them.", "PATH"),
+        Option("server.root_path", "--root-path", "Path prefix under which a reverse proxy serves this.", "PATH"),
         Option("server.served_model_names", "--served-model-name", "A further name of the base (repeatable).", "NAME"),
         Option("server.api_key", "--api-key", "Key that clients must send; a file does not show in `ps`.", "KEY"),
         Option("server.api_key_file", "--api-key-file", "File whose first line is the key.", "FILE"),
@@ -92,41 +97,55 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "--enable-force-include-usage",
             "End every stream with its usage, as if stream_options.include_usage were true.",
         ),
-        Option("server.allowed_hosts", "--allowed-host", "A further Host header that is taken (repeatable).", "NAME"),
+        Option("server.allowed_hosts", "--allowed-host", "A further accepted Host header (repeatable).", "NAME"),
         Option(
             "server.allowed_origins",
             "--allowed-origins",
-            "Web pages that may use this from a browser, by origin (repeatable, or with commas); * for all.",
+            "Origins of web pages that may use this from a browser (repeatable, or with commas); * for all.",
             "ORIGIN,ORIGIN",
         ),
     ),
     "Limits": (
-        Option("server.max_logprobs", "--max-logprobs", "Alternatives that logprobs may ask for; at most 20 (20)."),
-        Option("server.default_max_tokens", "--default-max-tokens", "For requests that do not say (512)."),
+        Option(
+            "server.max_logprobs", "--max-logprobs", "Most alternatives that logprobs may ask for; at most 20 (20)."
+        ),
+        Option("server.default_max_tokens", "--default-max-tokens", "max_tokens of requests that do not set it (512)."),
         Option("server.max_prompt_tokens", "--max-prompt-tokens", "Longest prompt; 0: what fits."),
         Option("server.max_generation_tokens", "--max-generation-tokens", "Upper bound of max_tokens; 0: what fits."),
         Option("server.max_n", "--max-n", "Most choices of one prompt, up to 128 (16)."),
-        Option("server.max_request_bytes", "--max-request-bytes", "Largest body that is read."),
+        Option("server.max_request_bytes", "--max-request-bytes", "Largest request body in bytes (1048576)."),
         Option(
             "server.max_registered_adapters",
             "--max-registered-adapters",
-            "Versions of adapters that requests may register (10000); more get 507.",
+            "Most versions of adapters that requests may register (10000); more get 507.",
         ),
-        Option("server.max_queue_size", "--max-queue-size", "Requests that may wait; more get 429."),
+        Option("server.max_queue_size", "--max-queue-size", "Most choices that may wait (1024); more get 429."),
         Option(
             "server.max_concurrent_requests",
             "--max-concurrent-requests",
-            "Open requests (0: any number); more get 429.",
+            "Most open requests (0: any number); more get 429.",
         ),
         Option(
             "server.memory_pressure_threshold",
             "--memory-pressure-threshold",
             "Share of the blocks in use from which on new requests get 503 (0.9).",
         ),
-        Option("server.request_timeout_s", "--request-timeout-s", "For a whole request; 0: none."),
-        Option("server.first_token_timeout_s", "--first-token-timeout-s", "Until the first token (300); 0: none."),
-        Option("server.receive_timeout_s", "--receive-timeout-s", "For a request's headers, and for its body (30)."),
-        Option("server.write_timeout_s", "--write-timeout-s", "For a client that reads nothing (60)."),
+        Option("server.request_timeout_s", "--request-timeout-s", "Longest time of a whole request; 0: no limit."),
+        Option(
+            "server.first_token_timeout_s",
+            "--first-token-timeout-s",
+            "Longest time until the first token (300); 0: no limit.",
+        ),
+        Option(
+            "server.receive_timeout_s",
+            "--receive-timeout-s",
+            "Longest time of a request's headers, and of its body (30).",
+        ),
+        Option(
+            "server.write_timeout_s",
+            "--write-timeout-s",
+            "Time until a client that reads nothing is disconnected (60).",
+        ),
         Option(
             "server.chat_template_timeout_s",
             "--chat-template-timeout-s",
@@ -135,39 +154,39 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option(
             "server.drain_seconds",
             "--drain-seconds --shutdown-timeout",
-            "What runs may finish within, on SIGTERM (30).",
+            "Time that running requests have to finish after SIGTERM (30).",
         ),
     ),
     "Batching": (
-        Option("engine.scheduler.max_num_seqs", "--max-num-seqs --max-batch-size", "Sequences in a batch (64)."),
+        Option("engine.scheduler.max_num_seqs", "--max-num-seqs --max-batch-size", "Most sequences in a batch (64)."),
         Option(
             "engine.scheduler.max_chunk_tokens",
             "--max-chunk-tokens --max-num-batched-tokens",
-            "Prompt tokens in one step (0: 1024 on a CPU, up to 4096 on a GPU).",
+            "Most prompt tokens in one step (0: 1024 on a CPU, up to 4096 on a GPU).",
         ),
         Option(
             "engine.scheduler.prefill_share",
             "--prefill-share",
-            "Time for prompts per step, in decode steps, while others decode.",
+            "Time for prompts per step while sequences decode, as a multiple of a decode step's time.",
         ),
         Option(
             "engine.scheduler.idle_prefill_ms",
             "--idle-prefill-ms",
-            "Time for prompts per step while nobody decodes.",
+            "Time for prompts per step while nothing decodes, in milliseconds.",
         ),
         Option(
             "engine.scheduler.prefill_batch_size",
             "--prefill-batch-size",
-            "Prompts read in one step; 0: as the time allows.",
+            "Most prompts read in one step; 0: as many as the time allows.",
         ),
         Option(
             "engine.scheduler.max_inflight_tokens",
             "--max-inflight-tokens",
-            "Tokens of all that runs; 0: what the pool holds.",
+            "Most tokens of all running requests; 0: what the pool holds.",
         ),
-        Option("engine.heartbeat_seconds", "--heartbeat-seconds", "Between two signs of life of the engine."),
-        Option("engine.memory_limit_gb", "--memory-limit-gb", "Device memory of this server; 0: what is free."),
-        Option("engine.stall_seconds", "--stall-seconds", "A silent engine is restarted after this."),
+        Option("engine.heartbeat_seconds", "--heartbeat-seconds", "Time between two heartbeats of the engine."),
+        Option("engine.memory_limit_gb", "--memory-limit-gb", "Device memory of this server in GB; 0: what is free."),
+        Option("engine.stall_seconds", "--stall-seconds", "Time after which a silent engine is restarted."),
     ),
     "KV cache": (
         Option("engine.cache.block_size", "--block-size --kv-block-size", "Tokens in a block (16)."),
@@ -179,19 +198,19 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option(
             "engine.cache.memory_fraction",
             "--memory-fraction --gpu-memory-utilization",
-            "Share of the memory left after weights and activations that blocks may take.",
+            "Share of the memory left after weights and activations that blocks may use.",
         ),
         Option(
             "engine.cache.prefix_caching",
             "--enable-prefix-caching/--no-enable-prefix-caching",
-            "Compute what prompts have in common once (on).",
+            "Compute common beginnings of prompts only once (on).",
         ),
         Option("engine.cache.kv_bits", "--kv-bits", "Bits of a cached number: 4, 8, or 16 for the model's own."),
-        Option("engine.cache.kv_group_size", "--kv-group-size", "Cached numbers that share a scale, at least (64)."),
+        Option("engine.cache.kv_group_size", "--kv-group-size", "Fewest cached numbers that share a scale (64)."),
         Option(
             "engine.cache.attention_backend",
             "--attention-backend",
-            "What reads the blocks; auto: the fastest that is right on this device.",
+            "How attention is computed; auto: the fastest back end that is right on this device.",
         ),
     ),
     "KV cache on the drive": (
@@ -199,35 +218,49 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option(
             "engine.disk.dir",
             "--ssd-cache-dir",
-            "Where; with --ssd alone, mlx-tandem/kv-cache in the user's cache folder.",
+            "Folder of the blocks; with --ssd alone, mlx-tandem/kv-cache in the user's cache folder.",
             "FOLDER",
         ),
-        Option("engine.disk.ttl_days", "--ssd-ttl-days", "Days until a block goes (7); 0: none does for its age."),
+        Option("engine.disk.ttl_days", "--ssd-ttl-days", "Days until a block expires (7); 0: never."),
         Option(
-            "engine.disk.policy", "--ssd-policy", "When a block is written: when its place is needed, or when full."
+            "engine.disk.policy",
+            "--ssd-policy",
+            "When a block is written: when its place is needed, or as soon as it is full.",
         ),
-        Option("engine.disk.durability", "--ssd-durability", "persistent: synced, and tried again when that fails."),
+        Option("engine.disk.durability", "--ssd-durability", "persistent: sync writes, and retry those that fail."),
         Option(
             "engine.disk.async_writes",
             "--ssd-async-writes/--no-ssd-async-writes",
             "Write on another thread (on); off: steps wait for the drive.",
         ),
-        Option("engine.disk.writer_queue_size", "--ssd-writer-queue-size", "Blocks that may wait to be written (512)."),
+        Option(
+            "engine.disk.writer_queue_size", "--ssd-writer-queue-size", "Most blocks that wait to be written (512)."
+        ),
         Option(
             "engine.disk.persistent_max_retries",
             "--ssd-persistent-max-retries",
-            "Trials after the first, where durability is persistent (3).",
+            "Retries of a failed write, if durability is persistent (3).",
         ),
-        Option("engine.disk.flush_interval_s", "--ssd-flush-interval-s", "Between two syncs, and looks at ages (1)."),
-        Option("engine.disk.max_size_gb", "--ssd-max-size-gb", "All blocks together, in GB (50); 0: no limit."),
+        Option(
+            "engine.disk.flush_interval_s", "--ssd-flush-interval-s", "Time between two syncs and checks of ages (1)."
+        ),
+        Option("engine.disk.max_size_gb", "--ssd-max-size-gb", "Most GB of all blocks (50); 0: no limit."),
     ),
     "Learning": (
         Option("rl_training.enabled", "--enable-rl-training", "Train an adapter while serving."),
-        Option("engine.duty.mode", "--mode", "Whose the device is; short: inference, training, both (both)."),
-        Option("engine.duty.training", "--training-share", "Training's share of the time that both want (0.3)."),
-        Option("rl_training.adapter", "--train-adapter", "The name that is trained and published (policy).", "NAME"),
+        Option("engine.duty.mode", "--mode", "What the device is for; short: inference, training, both (both)."),
+        Option(
+            "engine.duty.training",
+            "--training-share",
+            "Training's share of the device's time while requests wait, too (0.3).",
+        ),
+        Option("rl_training.adapter", "--train-adapter", "Name of the adapter that is trained (policy).", "NAME"),
         Option("rl_training.lora_rank", "--lora-rank", "Rank of a fresh adapter (16)."),
-        Option("rl_training.lora_alpha", "--lora-alpha", "Its alpha; the delta is scaled by alpha / rank (32)."),
+        Option(
+            "rl_training.lora_alpha",
+            "--lora-alpha",
+            "Alpha of a fresh adapter; its delta is scaled by alpha / rank (32).",
+        ),
         Option(
             "rl_training.lora_target_modules",
             "--lora-target-modules",
@@ -235,18 +268,21 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "NAME,NAME",
         ),
         Option("rl_training.algorithm", "--algorithm", "How rewards become gradients (grpo)."),
-        Option("rl_training.learning_rate", "--learning-rate", "Of AdamW (1e-5)."),
+        Option("rl_training.learning_rate", "--learning-rate", "Learning rate of AdamW (1e-5)."),
         Option("rl_training.kl_coef", "--kl-coef", "Weight of the KL divergence from the base model (0)."),
         Option(
-            "rl_training.scoring_function", "--scoring-function", "For requests that collect and name none.", "NAME"
+            "rl_training.scoring_function",
+            "--scoring-function",
+            "Scoring function of requests that collect and name none.",
+            "NAME",
         ),
-        Option("rl_training.update_frequency", "--update-frequency", "Completions of an update (100)."),
+        Option("rl_training.update_frequency", "--update-frequency", "Completions per update (100)."),
         Option("rl_training.trajectory_buffer_size", "--trajectory-buffer-size", "Completions that are kept (1000)."),
         Option("rl_training.scoring_batch_size", "--scoring-batch-size", "Completions scored at once (32)."),
         Option(
             "rl_training.group_size",
             "--group-size",
-            "Over 1: prompts of requests are sampled again, so many times, in training's share.",
+            "Over 1: prompts of requests are sampled again this many times, in training's share.",
         ),
         Option(
             "rl_training.validation_prompts",
@@ -255,20 +291,21 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "FILE",
         ),
         Option("checkpointing.checkpoint_dir", "--checkpoint-dir", "Folder of checkpoints (./checkpoints).", "FOLDER"),
-        Option("checkpointing.interval", "--checkpoint-interval", "Updates between two of them (500)."),
-        Option("checkpointing.keep_n_checkpoints", "--keep-n-checkpoints", "How many are kept (10)."),
+        Option("checkpointing.interval", "--checkpoint-interval", "Updates between two checkpoints (500)."),
+        Option("checkpointing.keep_n_checkpoints", "--keep-n-checkpoints", "How many checkpoints are kept (10)."),
     ),
 }
+"""All options by the section of the help in which they appear."""
 
 LEARNING = {option.name: option.flags.split()[0] for option in PANELS["Learning"]}
-"""Parameter → flag."""
+"""The flag of each option of learning, by the name of its parameter."""
 
 OPTIONS: dict[str, str] = {option.name: option.place for panel in PANELS.values() for option in panel}
-"""Parameter of `tandem serve` → place in `Config`. The command line and the file say the same things."""
+"""The path in `Config` of each parameter of `tandem serve`. The command line and the file have the same settings."""
 
 
 def parameters() -> Iterator[inspect.Parameter]:
-    """The options as parameters of a command's function, each None when it was not given."""
+    """Yield the options as parameters of a command's function; each is None if it was not given."""
     for panel, options in PANELS.items():
         for option in options:
             declared = typer.Option(
@@ -290,7 +327,7 @@ def _word_type(place: str) -> Any:
 
 
 def split_pairs(values: list[str] | None) -> list[tuple[str, str]]:
-    """Words of `--adapter`."""
+    """Return the (name, path) pairs of `--adapter`."""
     pairs = []
     for value in values or []:
         name, equals, path = value.partition("=")
@@ -301,7 +338,7 @@ def split_pairs(values: list[str] | None) -> list[tuple[str, str]]:
 
 
 def split_words(values: list[str] | None) -> list[str]:
-    """Return the words of all `values`. One value has several when commas part them or when it is a JSON list."""
+    """Return the words of all `values`. One value may hold several, separated by commas or as a JSON list."""
     return [word for value in values or [] for word in _parted(value) if word]
 
 
@@ -316,7 +353,7 @@ def _parted(value: str) -> list[str]:
 
 
 def split_arms(values: list[str] | None) -> list[tuple[str, dict[str, float]]]:
-    """Words of `--alias`; an arm without a weight has 1."""
+    """Return the aliases of `--alias` with the weight of each adapter; an arm without a weight has 1."""
     aliases = []
     for value in values or []:
         name, equals, arms = value.partition("=")

@@ -1,4 +1,4 @@
-"""Other servers' program names: their ways of calling become those of `tandem`."""
+"""Programs named like other servers' programs, whose command lines are translated into those of `tandem`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TRAINING = ("rl", "sft")
 
 
 def mola() -> None:
-    """`mola [-v] serve|start|stop|restart …`: `start` is serving in the background."""
+    """Run `mola [-v] serve|start|stop|restart …`; `start` serves in the background."""
     words = sys.argv[1:]
     command = next((i for i, word in enumerate(words) if not word.startswith("-")), None)
     if command is not None and words[command] == "start":
@@ -21,7 +21,7 @@ def mola() -> None:
 
 
 def mlx_lm_server() -> None:
-    """`python -m mlx_lm_server --model …`. That program binds every address; this one does so only when told to."""
+    """Run `python -m mlx_lm_server --model …`. That program binds every address; this one does so only when told to."""
     words = sys.argv[1:]
     if not any(word.split("=")[0] in ("--host", "--config", "--help", "-h") for word in words):
         warn("this listens on 127.0.0.1; for other machines give --host 0.0.0.0 and a key (--api-key-file)")
@@ -29,17 +29,17 @@ def mlx_lm_server() -> None:
 
 
 def mlx_server() -> None:
-    """`mlx-server -m …`, on port 8080 unless told otherwise."""
+    """Run `mlx-server -m …`, on port 8080 unless told otherwise."""
     main(["--called-as", "mlx-server", "serve", *sys.argv[1:]])
 
 
 def mlx_parallm_serve() -> None:
-    """`mlx_parallm_serve --model-path …`."""
+    """Run `mlx_parallm_serve --model-path …`."""
     main(["--called-as", "mlx_parallm_serve", "serve", *sys.argv[1:]])
 
 
 def mlx_parallm_train() -> None:
-    """`mlx_parallm_train --mode rl …`: what stands behind --mode is the command."""
+    """Run `mlx_parallm_train --mode rl …`; the value of --mode is the command."""
     words = sys.argv[1:]
     for i, word in enumerate(words):
         flag, equals, mode = word.partition("=")

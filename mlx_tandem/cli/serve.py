@@ -1,4 +1,4 @@
-"""`tandem serve`: settings, a port that is free, progress while the model loads, and what to try once it answers."""
+"""`tandem serve`: reads the settings, binds the port, shows progress while the model loads, and prints what to try."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from mlx_tandem.generation.front import Front
 
 
-QUESTION = "What is 17 + 25?"  # a skill of the built-in model
-NAMES = 12  # of adapters, in the line that says what is served
+QUESTION = "What is 17 + 25?"
+"""A question that the built-in model can answer."""
+
+NAMES = 12
+"""Most names of adapters in the line that says what is served."""
 
 
 def prepare(
@@ -35,8 +38,12 @@ def prepare(
     called_as: str = "tandem",
     defaults: Mapping[str, object] | None = None,
 ) -> tuple[Config, socket.socket]:
-    """The settings (of settings.build), with the key read and every folder on this machine, and the port, bound before
-    hub ids are fetched. Ends the process with status 1 and one line when something cannot be used."""
+    """Return the settings with the key read and every folder on this machine, and the socket that is bound to the
+    port.
+
+    The port is bound before hub ids are fetched. End the process with one line and status 1 if something cannot be
+    used.
+    """
     from mlx_tandem.server.checks import check
 
     caller = CALLERS[called_as]
@@ -73,7 +80,7 @@ def prepare(
 
 
 def _check_files(config: Config) -> None:
-    """Of learning: what would only be missed once the model is loaded."""
+    """Check files and folders of learning that would only be missed once the model is loaded."""
     prompts, folder = config.rl_training.validation_prompts, Path(config.checkpointing.checkpoint_dir)
     if prompts and not Path(prompts).is_file():
         fail(f"there is no file {prompts} for --validation-prompts")
@@ -89,8 +96,9 @@ def serve(
     called_as: str = "tandem",
     verbose: bool = False,
 ) -> NoReturn:
-    """Serve until a signal, then end the process. As `prepare` ends it when the port, the model or an adapter cannot
-    be used."""
+    """Serve until a signal, then end the process; end it as `prepare` does if the port, model or an adapter is
+    unusable.
+    """
     by_flag = any(options.get(name) is not None for name in ("api_key", "api_key_file"))
     variable = None if by_flag else keys.variable()
     detached = Detached.from_environment(variable)
@@ -146,7 +154,10 @@ def _bind(server: ServerConfig) -> socket.socket:
 
 
 def _ready(front: Front, port: int, variable: str | None) -> str:
-    """What is served, where, and one command that shows it. `variable` is where the key came from, if from one."""
+    """Return the text that says what is served and where, with one command that shows it.
+
+    `variable` is the environment variable that the key came from, if it came from one.
+    """
     server = front.config.server
     where, url, curl = _address(server, port)
     info = front.client.check_ready()
@@ -169,7 +180,7 @@ def _ready(front: Front, port: int, variable: str | None) -> str:
 
 
 def adapters_line(loaded: Sequence[str], unread: Sequence[str], root: str) -> str:
-    """Return the names of adapters that are loaded, and how many folders under `root` wait to be asked for."""
+    """Return the names of loaded adapters, and how many folders under `root` have not been read yet."""
     parts = []
     if loaded or not root:
         more = f" and {len(loaded) - NAMES} more" if len(loaded) > NAMES else ""
@@ -181,7 +192,7 @@ def adapters_line(loaded: Sequence[str], unread: Sequence[str], root: str) -> st
 
 
 def _learning(config: Config) -> str:
-    """What is trained and where it goes; nothing when nothing is."""
+    """Return the line that says what is trained; empty if nothing is."""
     training, duty = config.rl_training, config.engine.duty
     if not training.enabled:
         return ""
@@ -210,7 +221,7 @@ def _address(server: ServerConfig, port: int) -> tuple[str, str, str]:
 
 
 def _reachable(host: str) -> str:
-    """An address that a client on this machine can use."""
+    """Return an address that a client on this machine can use."""
     if host in ("0.0.0.0", "::"):
         return "127.0.0.1"
     return f"[{host}]" if ":" in host else host

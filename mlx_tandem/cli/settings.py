@@ -1,7 +1,8 @@
-"""One `Config` out of defaults, a YAML file, the environment's API key and options, in that order of weight.
+"""Builds one `Config` from defaults, a YAML file, the environment's API key and options, the later ones taking
+precedence.
 
-The file has the layout of config.py with the parts of the engine at the top. An unknown key is an error that offers the
-nearest known one; a value out of its range (limits.py) is an error that names its place.
+The file has the layout of config.py with the sections of the engine at the top. An unknown key is an error that
+offers the most similar known one; a value outside its range (limits.py) is an error that names its place.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SECTIONS = ("model", "cache", "disk", "scheduler", "lora", "duty")
 """Parts of the engine's settings that are sections of their own in the file."""
 
 _SCIENTIFIC = re.compile(r"[-+]?\d+[eE][-+]?\d+")
-"""A number as people write it, such as 1e-3, which YAML 1.1 takes for a text because it has no point."""
+"""Pattern of a number such as 1e-3, which YAML 1.1 takes for a text because it has no point."""
 
 OTHER_NAMES = {
     "model.base_model_path": "model.path",
@@ -39,7 +40,7 @@ OTHER_NAMES = {
     "server.max_batch_size": "scheduler.max_num_seqs",
     "server.mode": "duty.mode",
 }
-"""Places that a file may use too."""
+"""Other names of settings that a file may use."""
 
 
 class SettingsError(Exception):
@@ -47,8 +48,14 @@ class SettingsError(Exception):
 
 
 def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[str, object] | None = None) -> Config:
-    """The settings of one server. `options` are parameters by name; None and empty lists were not given. `defaults`
-    are by their place in config.py, for what nothing says. What has no effect is a warning on standard error."""
+    """Return the settings of one server. Raise SettingsError for one that cannot be used; warn about those without
+    effect.
+
+    Args:
+        file: A YAML file, or None.
+        options: Values by the name of the parameter; None and empty lists were not given.
+        defaults: Values by path in config.py for settings that are set nowhere else.
+    """
     tree = _read(file) if file else {}
     for name, value in options.items():
         if value is not None and value != [] and value != ():
@@ -62,7 +69,7 @@ def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[st
     for place, value in (defaults or {}).items():
         _put(tree, place, value, over=False)
     engine = tree.setdefault("engine", {})
-    if engine.get("scheduler", {}).get("max_num_seqs") == 0:  # "no batching", as some servers say it
+    if engine.get("scheduler", {}).get("max_num_seqs") == 0:  # some servers write 0 for "no batching"
         engine["scheduler"]["max_num_seqs"] = 1
     if "path" not in engine.get("model", {}):
         _use_demo_model(tree)
@@ -78,13 +85,13 @@ def build(file: Path | None, options: Mapping[str, object], defaults: Mapping[st
         raise SettingsError(f"{file}: {wrong}" if file else wrong) from None
     _check(config)
     try:
-        return learning.settle(config, options)
+        return learning.resolve(config, options)
     except InvalidRequest as e:
         raise SettingsError(e.message) from None
 
 
 def _shown(text: str) -> str:
-    """With places as the file has them."""
+    """Return an error's text with places named as in the file."""
     for section in SECTIONS:
         text = text.replace(f"engine.{section}", section)
     return text
@@ -96,14 +103,14 @@ def _text(options: Mapping[str, object], name: str) -> str | None:
 
 
 def _use_demo_model(tree: dict[str, Any]) -> None:
-    """Without a model the built-in one is served, with its adapters unless others were named."""
+    """Serve the built-in model, with its adapters unless others were named."""
     from mlx_tandem import demo
 
     _put(tree, "engine.model.path", str(demo.MODEL_PATH))
     tree.setdefault("adapters", [(name, str(path)) for name, path in demo.ADAPTER_PATHS.items()])
 
 
-# -- the file -------------------------------------------------------------------------------------------------------
+# -- The file -------------------------------------------------------------------------------------------------------
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -132,14 +139,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _layout() -> dict[str, Any]:
-    """Key → type, at the top of a file."""
+    """Return the type of each key at the top of a file."""
     hints, engine = get_type_hints(Config), get_type_hints(EngineConfig)
     rest = {name: kind for name, kind in engine.items() if name not in SECTIONS}
     return {name: engine[name] for name in SECTIONS} | {"engine": rest} | {n: hints[n] for n in hints if n != "engine"}
 
 
 def _rename(tree: dict[Any, Any]) -> None:
-    """Other servers' names of settings become ours."""
+    """Replace other servers' names of settings by ours."""
     for old, new in OTHER_NAMES.items():
         (old_section, old_key), (section, key) = old.split("."), new.split(".")
         source = tree.get(old_section)
@@ -173,7 +180,7 @@ def _check_keys(tree: dict[Any, Any], known: Mapping[str, Any], place: str) -> N
 
 
 def _elsewhere(key: str) -> list[str]:
-    """A known place for a key that was put in a wrong section or named like its option."""
+    """Return a known place for a key that was put into a wrong section or named like its option."""
     if key in SECTIONS:
         return [key]
     known = {place.rsplit(".", 1)[-1]: _shown(place) for place in OPTIONS.values()}
@@ -182,7 +189,7 @@ def _elsewhere(key: str) -> list[str]:
 
 
 def _nested(tree: dict[str, Any]) -> dict[str, Any]:
-    """As config.py has it."""
+    """Return the file's settings in the layout of config.py."""
     for section in SECTIONS:
         if section in tree:
             tree.setdefault("engine", {})[section] = tree.pop(section)
@@ -198,14 +205,14 @@ def _nested(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _put(tree: dict[str, Any], place: str, value: object, *, over: bool = True) -> None:
-    """`over` what is there already, or only where nothing is."""
+    """Set the value at `place`; with `over` false, only if nothing is there."""
     *sections, key = place.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
     tree[key] = value if over else tree.get(key, value)
 
 
-# -- values -----------------------------------------------------------------------------------------------------------
+# -- Values -----------------------------------------------------------------------------------------------------------
 
 
 def _check(config: Config) -> None:

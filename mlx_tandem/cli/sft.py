@@ -1,4 +1,4 @@
-"""`tandem train sft` and its options"""
+"""`tandem train sft` and its options."""
 
 from __future__ import annotations
 
@@ -27,46 +27,49 @@ def sft(
     ] = None,
     valid: Annotated[Path | None, typer.Option(help="JSONL file of held-out examples.", rich_help_panel=_DATA)] = None,
     valid_share: Annotated[
-        float | None, typer.Option(help="Of DATA held out where no --valid is given (0.1).", rich_help_panel=_DATA)
+        float | None, typer.Option(help="Share of DATA held out without --valid (0.1).", rich_help_panel=_DATA)
     ] = None,
     max_length: Annotated[
         int, typer.Option(help="Tokens of one example; the rest is cut off.", rich_help_panel=_DATA)
     ] = 2048,
     raw: Annotated[
         bool,
-        typer.Option("--raw", help="A prompt and its completion are plain text, no turns.", rich_help_panel=_DATA),
+        typer.Option("--raw", help="Prompts and completions are plain text, not chat turns.", rich_help_panel=_DATA),
     ] = False,
     rank: Annotated[int, typer.Option("--rank", "--lora-rank", rich_help_panel=_ADAPTER)] = 16,
     alpha: Annotated[
-        float | None, typer.Option("--alpha", "--lora-alpha", help="Twice the rank.", rich_help_panel=_ADAPTER)
+        float | None, typer.Option("--alpha", "--lora-alpha", help="Default: twice the rank.", rich_help_panel=_ADAPTER)
     ] = None,
     targets: Annotated[
         str, typer.Option(help="Linear layers such as q_proj,v_proj (all).", rich_help_panel=_ADAPTER)
     ] = "",
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="Of the base.", rich_help_panel=_ADAPTER)
+        Literal["auto", "float32", "bfloat16", "float16"],
+        typer.Option(help="Type of the base model.", rich_help_panel=_ADAPTER),
     ] = "auto",
     epochs: Annotated[
         int | None,
         typer.Option(
-            help="Times that all examples are learned; until the held-out loss no longer falls if absent.",
+            help="Passes over all examples; if absent, until the held-out loss no longer falls.",
             rich_help_panel=_COURSE,
         ),
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="Examples of a batch.", rich_help_panel=_COURSE)] = 8,
+    batch_size: Annotated[int, typer.Option(help="Examples per batch.", rich_help_panel=_COURSE)] = 8,
     batch_tokens: Annotated[
-        int, typer.Option(help="Tokens of a batch, if those are fewer examples.", rich_help_panel=_COURSE)
+        int, typer.Option(help="Most tokens per batch; 0: any number.", rich_help_panel=_COURSE)
     ] = 0,
-    accumulate: Annotated[int, typer.Option(help="Batches of a step.", rich_help_panel=_COURSE)] = 1,
+    accumulate: Annotated[int, typer.Option(help="Batches per step.", rich_help_panel=_COURSE)] = 1,
     learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", rich_help_panel=_COURSE)] = 2e-4,
     warmup_share: Annotated[
         float,
-        typer.Option(help="Of the steps (an epoch's without --epochs), while the rate rises.", rich_help_panel=_COURSE),
+        typer.Option(
+            help="Share of the steps in which the rate rises (of an epoch's without --epochs).", rich_help_panel=_COURSE
+        ),
     ] = 0.05,
     weight_decay: Annotated[float, typer.Option(rich_help_panel=_COURSE)] = 0.0,
     max_grad_norm: Annotated[float, typer.Option(help="0: gradients are not clipped.", rich_help_panel=_COURSE)] = 1.0,
     eval_every: Annotated[
-        int, typer.Option(help="Steps between looks at what is held out (an epoch).", rich_help_panel=_COURSE)
+        int, typer.Option(help="Steps between evaluations of held-out examples (an epoch).", rich_help_panel=_COURSE)
     ] = 0,
     seed: Annotated[int, typer.Option(rich_help_panel=_COURSE)] = 0,
     json_out: Annotated[Path | None, typer.Option(help="Write all figures here.", rich_help_panel=_REPORT)] = None,
@@ -75,7 +78,9 @@ def sft(
         typer.Option(help="Draw the losses into this .png or .svg file (matplotlib).", rich_help_panel=_REPORT),
     ] = None,
 ) -> None:
-    """Teach an adapter from examples (supervised fine-tuning). What does best on held-out examples is kept."""
+    """Teach an adapter from examples (supervised fine-tuning). The state that does best on held-out examples is
+    kept.
+    """
     from mlx_tandem import demo
     from mlx_tandem.cli import hub
     from mlx_tandem.cli.bench.plot import SUFFIXES, MissingLibrary, require

@@ -1,4 +1,4 @@
-"""What a server prints until it is ready: one line of progress, and above it what is worth a warning."""
+"""The output of a server until it is ready: one line of progress, and above it warnings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 MORE_THAN_ALL = 1.001
-"""The bar's end, in shares of a stage. Once a bar has reached its end, rich stops its clock."""
+"""End of the bar in shares of a stage, which it never reaches: rich stops the clock of a bar that has reached its
+end."""
 
 
 class StartUp(logging.Handler):
@@ -49,6 +50,7 @@ class StartUp(logging.Handler):
             self._bar = None
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Print an event of the log as a plain line."""
         kind = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         fields = dict(getattr(record, "fields", {}))
         trace = fields.pop("trace", ())

@@ -13,6 +13,7 @@ from mlx_tandem.cli.sft import sft
 train = group("Train adapters.")
 
 DEFAULTS = {"engine.duty.mode": "training_only"}
+"""Settings of `tandem train rl` that differ from those of `tandem serve`, by path in config.py."""
 
 
 def rl(
@@ -25,8 +26,9 @@ def rl(
 ) -> None:
     """Train an adapter on rewards, for prompts that requests bring.
 
-    This is a server with --enable-rl-training whose device is for training: its mode is training_only unless the file
-    or --mode says otherwise."""
+    This is a server with --enable-rl-training whose device is for training: its mode is training_only unless the
+    file or --mode says otherwise.
+    """
     run(ctx, ("train", "rl"), folder, config, daemon, {**given, "enable_rl_training": True}, DEFAULTS)
 
 

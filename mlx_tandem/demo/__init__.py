@@ -1,4 +1,4 @@
-"""The built-in demo model: where its files lie, and nothing else (see ``MODEL_CARD.md``)."""
+"""The built-in demo model: the paths of its files, and nothing else (see ``MODEL_CARD.md``)."""
 
 from __future__ import annotations
 

@@ -114,15 +114,15 @@ def divide(
     pools = _pools(config, needs, min(int(max(left, 0) * config.cache.memory_fraction), most_pool))
     pool = sum(p.num_blocks * p.block_bytes for p in pools)
     if min(p.num_blocks for p in pools) < 2 or pool > left:
-        learning = f", learning {_mb(needs.learning)}" if needs.learning else ""
-        wish = " and ".join(f"{p.num_blocks if asked else 2} blocks of {_mb(p.block_bytes)}" for p in pools)
+        learning = f", learning {size_text(needs.learning)}" if needs.learning else ""
+        wish = " and ".join(f"{p.num_blocks if asked else 2} blocks of {size_text(p.block_bytes)}" for p in pools)
         smaller = _smaller(limit, needs, config.cache.block_size)
         hint = f"{smaller}, fewer --num-blocks, --max-num-seqs or --max-chunk-tokens"
         why = f" ({reason})" if reason else ""
         raise ModelError(
-            f"the device has {_mb(limit)} for this server{why}: weights {_mb(needs.weights)}, activations "
-            f"{_mb(activations)}{learning}; that leaves {_mb(max(left, 0))} for a KV pool of at least {wish}. "
-            f"What helps: {hint}",
+            f"the device has {size_text(limit)} for this server{why}: weights {size_text(needs.weights)}, activations "
+            f"{size_text(activations)}{learning}; that leaves {size_text(max(left, 0))} for a KV pool of at least "
+            f"{wish}. What helps: {hint}",
             param="num_blocks",
         )
     return MemoryBudget(
@@ -148,8 +148,8 @@ def _smaller(limit: int, needs: Needs, block_size: int) -> str:
     for bits in NARROWER:
         size = int(needs.parameters * (bits + _SCALE_BITS) / 8)
         if 0 < size <= room and size < needs.weights:
-            return f"the same model in {bits} bits (about {_mb(size)})"
-    return f"a model whose weights take at most {_mb(room)}" if room > 0 else "a smaller model"
+            return f"the same model in {bits} bits (about {size_text(size)})"
+    return f"a model whose weights take at most {size_text(room)}" if room > 0 else "a smaller model"
 
 
 def _pools(config: EngineConfig, needs: Needs, room: int) -> tuple[PoolBudget, ...]:
@@ -186,5 +186,6 @@ def _sequences(pool: PoolBudget, block_size: int, blocks: int) -> int:
     return max(usable - min(window.most(block_size), blocks) + held, 0) // held  # one of them may read its prompt
 
 
-def _mb(size: int) -> str:
+def size_text(size: int) -> str:
+    """Return a number of bytes as people read it, in MB or GB."""
     return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mlx_tandem.engine.calls import Answer, Calls, error_of
 from mlx_tandem.engine.ending import explain_end
-from mlx_tandem.engine.learning import Adam, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.engine.link import Link
 from mlx_tandem.engine.messages import (
     Cancel,
@@ -24,6 +24,7 @@ from mlx_tandem.engine.messages import (
     Failed,
     Fatal,
     FollowAdapter,
+    ForwardBackward,
     Heartbeat,
     Inbound,
     KnowAdapter,
@@ -31,16 +32,15 @@ from mlx_tandem.engine.messages import (
     LoadAdapter,
     Note,
     OpenTrainer,
+    OptimStep,
     Output,
     Preempted,
     Progress,
     PublishTrainer,
     Ready,
-    RunPass,
     SaveTrainer,
     SettleTrainer,
     Started,
-    StepTrainer,
     Submit,
     UnloadAdapter,
 )
@@ -222,13 +222,13 @@ class EngineClient:
         self, batches: Sequence[Batch], *, forward_only: bool = False, micro_batch_tokens: int = 0
     ) -> tuple[BatchResult, ...]:
         """Forward and backward of several trainers at once; gradients add up until `step_trainer`."""
-        results = await self._call(lambda call: RunPass(call, tuple(batches), forward_only, micro_batch_tokens))
+        results = await self._call(lambda call: ForwardBackward(call, tuple(batches), forward_only, micro_batch_tokens))
         assert isinstance(results, tuple)
         return results
 
-    async def step_trainer(self, trainer: str, adam: Adam) -> StepDone:
+    async def step_trainer(self, trainer: str, adam: AdamParams) -> StepDone:
         """One step of the optimiser, which `settle_trainer` can still take back."""
-        done = await self._call(lambda call: StepTrainer(call, trainer, adam))
+        done = await self._call(lambda call: OptimStep(call, trainer, adam))
         assert isinstance(done, StepDone)
         return done
 

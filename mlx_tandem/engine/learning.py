@@ -1,4 +1,4 @@
-"""The words of learning: what the front asks of the trainers beside the model, and what comes back. Plain data."""
+"""Plain data of learning: what the front asks of the trainers beside the model, and what they answer."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ LossKind = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"
 
 
 class LossConfig(Struct, frozen=True):
-    """One loss with switches; `training/device/losses.py` has the formulas.
+    """One loss with its switches; `training/device/losses.py` has the formulas.
 
-    `logprobs` of a datum are those of the policy that drew its tokens (q); p is the trainer's.
+    In the formulas q are the logprobs of a datum, those of the policy that drew its tokens, and p the trainer's.
     """
 
     kind: LossKind = "importance_sampling"
     ratio: Literal["token", "sequence"] = "token"  # sequence: the geometric mean over a completion (GSPO)
     normalize: Literal["token_sum", "token_mean", "sequence_mean"] = "token_sum"
-    scale: float = 1.0  # of the loss, after normalisation; Dr. GRPO: 1 / (completions x longest)
-    clip_low: float = 0.2  # ratios in [1 - clip_low, 1 + clip_high]
+    scale: float = 1.0  # factor of the loss, after normalisation; Dr. GRPO: 1 / (completions x longest)
+    clip_low: float = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2
-    kl_coef: float = 0.0  # k3 to the base model
-    beta: float = 0.05  # dro
-    max_importance_ratio: float = 0.0  # p/q of sampler and trainer truncated there; 0: not corrected
+    kl_coef: float = 0.0  # weight of k3 to the base model
+    beta: float = 0.05  # of dro
+    max_importance_ratio: float = 0.0  # p/q of sampler and trainer is truncated there; 0: not corrected
 
 
 class Datum(Struct, frozen=True, array_like=True):
-    """One sequence to learn from. The lists are as long as the completion, `tokens[prompt_length:]`."""
+    """One sequence to learn from. The lists are as long as its completion, `tokens[prompt_length:]`."""
 
     tokens: tuple[int, ...]
     prompt_length: int  # at least 1
-    weights: tuple[float, ...]  # advantages; of cross_entropy plain weights. 0: the token is not trained on
-    logprobs: tuple[float, ...] | None = ()  # of what it was drawn from; None: of the trainer as the pass finds it
+    weights: tuple[float, ...]  # advantages; for cross_entropy plain weights. 0: the token is not trained on
+    logprobs: tuple[float, ...] | None = ()  # of the policy that drew it; None: of the trainer as the pass finds it
     temperature: float = 1.0  # that p is taken at, to be comparable with `logprobs`
 
 
@@ -44,8 +44,8 @@ class Batch(Struct, frozen=True, array_like=True):
     loss: LossConfig
 
 
-class Adam(Struct, frozen=True):
-    """AdamW after Loshchilov and Hutter, with bias correction. `grad_norm` 0: gradients are not clipped."""
+class AdamParams(Struct, frozen=True):
+    """Numbers of AdamW after Loshchilov and Hutter, with bias correction. `grad_norm` 0: gradients are not clipped."""
 
     learning_rate: float
     beta1: float = 0.9
@@ -56,7 +56,7 @@ class Adam(Struct, frozen=True):
 
 
 class TrainerSpec(Struct, frozen=True):
-    """A fresh trainer: A uniform in ±1/sqrt(inputs), B zero, the delta scaled by alpha / rank."""
+    """A fresh trainer: A is uniform in ±1/sqrt(inputs), B is zero, and the delta is scaled by alpha / rank."""
 
     name: str
     rank: int
@@ -66,6 +66,8 @@ class TrainerSpec(Struct, frozen=True):
 
 
 class TrainerInfo(Struct, frozen=True):
+    """An open trainer."""
+
     name: str
     rank: int
     alpha: float
@@ -75,19 +77,18 @@ class TrainerInfo(Struct, frozen=True):
 
 
 class BatchResult(Struct, frozen=True):
-    """What a pass found. `logprobs`: the trainer's own of each completion token, at the datum's temperature;
-    `model_logprobs` the same at temperature 1. Sums are over the tokens whose weight is not 0."""
+    """What a pass found for one batch. Sums are over the tokens whose weight is not 0."""
 
     trainer: str
     loss: float
     tokens: int
-    logprobs: tuple[tuple[float, ...], ...]
-    model_logprobs: tuple[tuple[float, ...], ...]
+    logprobs: tuple[tuple[float, ...], ...]  # the trainer's own of each completion token, at the datum's temperature
+    model_logprobs: tuple[tuple[float, ...], ...]  # the same at temperature 1
     kl_base: float = 0.0  # mean k3 to the base; 0 when kl_coef is
 
 
 class StepDone(Struct, frozen=True):
-    """`finite` False: the gradients were not, and nothing was changed."""
+    """What a step of the optimiser did. `finite` False: the gradients were not, and nothing was changed."""
 
     trainer: str
     step: int

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from mlx_tandem.engine.learning import Adam, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, Delta, EngineInfo, EngineStats, Request
 
 MAX_FRAME = 256 << 20
@@ -69,8 +69,8 @@ class CloseTrainer(Struct, frozen=True, array_like=True, tag="close"):
     trainer: str
 
 
-class RunPass(Struct, frozen=True, array_like=True, tag="pass"):
-    """Forward, and unless `forward_only` backward: gradients add up in each trainer until its StepTrainer. Answered by
+class ForwardBackward(Struct, frozen=True, array_like=True, tag="pass"):
+    """Forward, and unless `forward_only` backward: gradients add up in each trainer until its OptimStep. Answered by
     PassDone. The same data and `micro_batch_tokens` (0: as configured) in the same state give the same gradients."""
 
     call: int
@@ -79,13 +79,13 @@ class RunPass(Struct, frozen=True, array_like=True, tag="pass"):
     micro_batch_tokens: int = 0
 
 
-class StepTrainer(Struct, frozen=True, array_like=True, tag="step"):
+class OptimStep(Struct, frozen=True, array_like=True, tag="step"):
     """One step of the optimiser with the gradients there are, which are gone then. Answered by Stepped. The state
-    before it is kept until SettleTrainer or the next StepTrainer."""
+    before it is kept until SettleTrainer or the next OptimStep."""
 
     call: int
     trainer: str
-    adam: Adam
+    adam: AdamParams
 
 
 class SettleTrainer(Struct, frozen=True, array_like=True, tag="settle"):
@@ -117,7 +117,7 @@ class Drain(Struct, frozen=True, array_like=True, tag="drain"):
     """Finish what runs, take nothing new, then end the process."""
 
 
-Learning = OpenTrainer | CloseTrainer | RunPass | StepTrainer | SettleTrainer | PublishTrainer | SaveTrainer
+Learning = OpenTrainer | CloseTrainer | ForwardBackward | OptimStep | SettleTrainer | PublishTrainer | SaveTrainer
 """Handled one after the other, beside what is served."""
 
 Inbound = (
@@ -129,8 +129,8 @@ Inbound = (
     | FollowAdapter
     | OpenTrainer
     | CloseTrainer
-    | RunPass
-    | StepTrainer
+    | ForwardBackward
+    | OptimStep
     | SettleTrainer
     | PublishTrainer
     | SaveTrainer

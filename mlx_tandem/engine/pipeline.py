@@ -1,4 +1,4 @@
-"""Scheduler and runner turned one against the other, one step ahead: the device never waits for the host to decide.
+"""Scheduler, trainers and runner turned one against the other, one step ahead, so that the device never waits.
 
 A slice of learning goes behind the step in flight, and the next step behind the slice before anything is read. It is
 read when that step is in flight, so that what it took counts in what is decided next.
@@ -8,25 +8,27 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from mlx_tandem.config import DutyConfig
-from mlx_tandem.engine.duty import Duty
 from mlx_tandem.engine.histogram import FILL_PARTS, STEP_TOKENS, Histogram
-from mlx_tandem.engine.plan import DeviceError, Runner, StepPlan, StepResult
+from mlx_tandem.engine.plan import DeviceError, Runner, Slice, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler, Settled
+from mlx_tandem.engine.time_share import TimeShare
+from mlx_tandem.engine.trainers import TrainerHost, Wait
 
 LATE_SECONDS = 5e-4
-"""What takes less to wait for was over before: to read a step takes up to 0.4 ms itself."""
+"""A shorter wait means that the step had already finished when we asked: to read a step takes up to 0.4 ms itself."""
 
 APART_TOKENS = 256
-"""Of prompts in a step that is not under way together with a slice: the activations of both would be there at once."""
+"""Prompt tokens from which on a step is not under way together with a slice: the activations of both would be in memory
+at once."""
+
+_NO_STEP = StepPlan(())
 
 
 class StepsLost(Exception):
-    """The device failed; these steps will never be settled. `again` as in DeviceError."""
+    """The device failed; these steps will never be settled. `again` is that of the DeviceError."""
 
     def __init__(self, plans: list[StepPlan], cause: DeviceError):
         super().__init__(str(cause))
@@ -34,171 +36,45 @@ class StepsLost(Exception):
         self.again = cause.again
 
 
-Wait = Callable[[], None]
-"""Blocks until what was launched is done; raises what went wrong with it."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Flight:
+    """A step that was launched and not read yet."""
+
     plan: StepPlan
     handle: Any
-    launched: float
+    launched: float  # seconds of time.perf_counter
 
 
 @dataclass(frozen=True, slots=True)
-class _Slice:
+class _LaunchedSlice:
+    """A slice of learning that was launched and not waited for yet."""
+
+    slice: Slice
     wait: Wait
-    launched: float
+    launched: float  # seconds of time.perf_counter
 
 
-class Pipeline:
-    """`duty` is told how long steps and slices took and for whom."""
+class StepCounts:
+    """What steps have computed since the start, and how fast."""
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, duty: Duty | None = None):
-        self._scheduler = scheduler
-        self._runner = runner
-        self._duty = duty or Duty(DutyConfig())
-        self._flight: _Flight | None = None
-        self._slice: _Slice | None = None  # before the step in flight, where there is one
-        self._failure: Exception | None = None  # of a slice, not raised yet
-        self._last_done = 0.0
+    def __init__(self) -> None:
         self.steps = 0
         self.rows = 0
         self.lora_rows = 0
         self.step_ms = 0.0  # moving average
         self.step_tokens = Histogram(STEP_TOKENS)
         self.batch_fill = [0] * FILL_PARTS
-        self.prompt_rate = self.decode_rate = 0.0  # tokens per second of the last step that read prompts, that decoded
+        self.prompt_rate = 0.0  # tokens per second of the last step that read prompts
+        self.decode_rate = 0.0  # tokens per second of the last step that decoded
 
-    @property
-    def is_empty(self) -> bool:
-        return self._flight is None and self._slice is None and self._failure is None
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether the step in flight is to be read before a slice is launched."""
-        return self._flight is not None and _is_large(self._flight.plan)
-
-    def turn(
-        self, background: bool = True, launch: Callable[[], Wait | None] | None = None, *, step: bool = True
-    ) -> Settled | None:
-        """Launch a slice of learning, if there is one, and behind it the next step, unless `step` is False; then read
-        what was launched before, which ran meanwhile. None when that was no step. All of it is read before a step that
-        waits or has many tokens of prompts. `background`: as in `Scheduler.plan`. `launch` returns None where nothing
-        is waited for.
-
-        Raises StepsLost, no step is in flight then; what `launch` does, and what `catch_up` does: then none is lost.
-        """
-        self.catch_up()
-        before, slice_ = self._flight, self._slice  # one of them at most
-        self._slice = None
-        if launch is not None:
-            self._slice = self._begin(launch)
-        self._flight = plan = result = None
-        try:
-            plan = self._scheduler.plan(background) if step else None
-            # What comes behind a launch that waits would be taken for a part of what was before it.
-            sliced = self._slice is not None or slice_ is not None
-            apart = plan is not None and (self._runner.waits(plan) or (sliced and _is_large(plan)))
-            early = apart or (launch is not None and self._runner.one_at_a_time)
-            if early:
-                result = self._read(slice_, before)
-            if apart:
-                self._read_slice(self._slice)
-                self._slice = None
-            if plan is not None:
-                launched = time.perf_counter()
-                self._flight = _Flight(plan, self._runner.launch(plan), launched)
-            if not early:
-                result = self._read(slice_, before)
-        except DeviceError as e:
-            self._flight = None
-            raise StepsLost([p for p in (before.plan if before else None, plan) if p is not None], e) from e
-        return self._settle(before, result)
-
-    def catch_up(self) -> None:
-        """Read a slice that a step was launched behind.
-
-        Raises what the `Wait` of a slice does, also of one that was read in a turn: what that read is not lost.
-        """
-        if self._flight is not None:
-            slice_, self._slice = self._slice, None
-            self._read_slice(slice_)
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-    def drain(self) -> Settled | None:
-        """Read what is in flight, if anything is, and launch nothing: the device has nothing to do then.
-
-        Raises what `turn` does.
-        """
-        settled = self.turn(step=False)
-        self.catch_up()
-        return settled
-
-    def _begin(self, launch: Callable[[], Wait | None]) -> _Slice | None:
-        launched = time.perf_counter()
-        wait = launch()
-        if wait is not None:
-            return _Slice(wait, launched)
-        self._last_done = time.perf_counter()
-        self._duty.note_training((self._last_done - launched) * 1e3)
-        return None
-
-    def _read(self, slice_: _Slice | None, flight: _Flight | None) -> StepResult | None:
-        """Wait until they are done, and note what they took; the step's result."""
-        self._read_slice(slice_)
-        return None if flight is None else self._finish(flight)
-
-    def _read_slice(self, slice_: _Slice | None) -> None:
-        """What goes wrong is kept for `catch_up`."""
-        if slice_ is None:
-            return
-        try:
-            slice_.wait()
-        except Exception as e:
-            self._failure, self._slice = e, None  # the one behind it belongs to the same work
-        self._duty.note_training(self._done(slice_.launched))
-
-    def _finish(self, flight: _Flight) -> StepResult:
-        asked = time.perf_counter()
-        result = self._runner.wait(flight.handle)
-        usual = not result.cold and not result.scores  # these pay for the logits of whole chunks
-        # Over before it was asked for, as the host launched a slice and another step meanwhile: the device is at the
-        # slice. Of the time of both the step has what such steps take by themselves, the slice what it costs streams.
-        behind = self._slice is not None and self._flight is not None
-        late = usual and behind and time.perf_counter() - asked < LATE_SECONDS
-        ms = self._done(flight.launched, self._scheduler.expected(flight.plan) if late else math.inf)
-        self.step_ms = 0.9 * self.step_ms + 0.1 * ms if self.step_ms else ms
-        self._account(flight.plan, ms)
-        self._count(flight.plan, ms)
-        if usual and not late:
-            self._scheduler.observe(flight.plan, ms)
-        return result
-
-    def _settle(self, flight: _Flight | None, result: StepResult | None) -> Settled | None:
-        return None if flight is None or result is None else self._scheduler.settle(flight.plan, result)
-
-    def _done(self, launched: float, most_ms: float = math.inf) -> float:
-        """Milliseconds that the device had for what was just read: since its launch, or since what was read before."""
-        started = max(launched, self._last_done)
-        self._last_done = min(time.perf_counter(), started + most_ms / 1e3)
-        return (self._last_done - started) * 1e3
-
-    def _account(self, plan: StepPlan, ms: float) -> None:
-        share = plan.background_share
-        self._duty.note_serving(ms * (1 - share))
-        self._duty.note_training(ms * share)
-        self._duty.note_tokens(time.perf_counter() * 1e3, plan.has_streams)
-
-    def _count(self, plan: StepPlan, ms: float) -> None:
-        """Note what a step of `ms` milliseconds computed."""
-        rows, seats = len(plan.rows), self._scheduler.max_num_seqs
+    def note(self, plan: StepPlan, ms: float, seats: int) -> None:
+        """Count a step that took `ms` milliseconds; at most `seats` rows could have run in it."""
+        rows = len(plan.rows)
         tokens, chunks = sum(len(r.tokens) for r in plan.rows), plan.prompt_tokens
         self.steps += 1
         self.rows += rows
         self.lora_rows += sum(1 for r in plan.rows if r.slot)
+        self.step_ms = 0.9 * self.step_ms + 0.1 * ms if self.step_ms else ms
         if rows:
             self.step_tokens.observe(tokens)
             self.batch_fill[(rows * FILL_PARTS - 1) // seats] += 1
@@ -206,6 +82,137 @@ class Pipeline:
             self.prompt_rate = chunks / max(ms, 1e-3) * 1e3
         if tokens > chunks:
             self.decode_rate = (tokens - chunks) / max(ms, 1e-3) * 1e3
+
+
+class Pipeline:
+    """What is in flight on the device, and whose turn is next."""
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, time_share: TimeShare, trainers: TrainerHost):
+        """Create an empty pipeline. `time_share` is told how long steps and slices took and decides who goes next."""
+        self.scheduler = scheduler
+        self.runner = runner
+        self.time_share = time_share
+        self.trainers = trainers
+        self.counts = StepCounts()
+        self._flight: _Flight | None = None
+        self._slice: _LaunchedSlice | None = None  # before the step in flight, where there is one
+        self._last_done = 0.0  # seconds of time.perf_counter
+        self._had_slice = False  # learning's last turn was a slice, not rows made for training
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is in flight."""
+        return self._flight is None and self._slice is None
+
+    def turn(self) -> Settled | None:
+        """Catch up, plan, launch, and settle the step before; return what became known, None when no step was read.
+
+        Between two steps goes a slice of learning when it is due, or several. Slices and rows made for training take
+        turns in learning's share. Raises StepsLost; no step is in flight then.
+        """
+        self._catch_up()
+        rows = self.scheduler.has_background
+        due = self.time_share.may_train(self.scheduler.has_users, rows or self.trainers.has_work)
+        slice_ = self.trainers.next_slice()
+        if slice_ is not None and not (slice_.is_brief or (due and not (rows and self._had_slice))):
+            slice_ = None
+        if slice_ is None:
+            self._had_slice = self._had_slice and not due  # those rows are in this step only if learning is due
+            return self._launch(self.scheduler.plan(due))
+        self._had_slice = True
+        settled = self.drain() if self._flight is not None and _is_large(self._flight.plan) else None
+        several = due and self.time_share.may_go_on
+        step = None if several else self.scheduler.plan(background=False)
+        return self._launch(replace(step or _NO_STEP, slice=slice_)) or settled
+
+    def drain(self) -> Settled | None:
+        """Read what is in flight and launch nothing; the device has nothing to do then. Raises StepsLost."""
+        self._catch_up()
+        return self._launch(None)
+
+    def _catch_up(self) -> None:
+        """Read a slice that a step was launched behind."""
+        if self._flight is not None:
+            slice_, self._slice = self._slice, None
+            self._read_slice(slice_)
+
+    def _launch(self, plan: StepPlan | None) -> Settled | None:
+        """Launch a plan's slice and its step, then read and settle the step that was launched before and ran meanwhile.
+
+        It is read first where the next step would not start before that or would take the launch for its own work.
+        """
+        before, slice_before = self._flight, self._slice  # one of them at most
+        self._flight = self._slice = result = None
+        if plan is not None and plan.slice is not None:
+            self._slice = self._launch_slice(plan.slice)
+        has_step = plan is not None and plan.has_step
+        try:
+            sliced = self._slice is not None or slice_before is not None
+            apart = has_step and plan is not None and (self.runner.waits(plan) or (sliced and _is_large(plan)))
+            early = apart or (plan is not None and plan.slice is not None and self.runner.one_at_a_time)
+            if early:
+                result = self._read(slice_before, before)
+            if apart:
+                self._read_slice(self._slice)
+                self._slice = None
+            if has_step and plan is not None:
+                launched = time.perf_counter()
+                self._flight = _Flight(plan, self.runner.launch(plan), launched)
+            if not early:
+                result = self._read(slice_before, before)
+        except DeviceError as e:
+            self._flight = None
+            raise StepsLost([p for p in (before.plan if before else None, plan) if p is not None], e) from e
+        return None if before is None or result is None else self.scheduler.settle(before.plan, result)
+
+    def _launch_slice(self, slice_: Slice) -> _LaunchedSlice | None:
+        """Launch a slice; None when it is done already."""
+        launched = time.perf_counter()
+        wait = self.trainers.launch(slice_)
+        if wait is not None:
+            return _LaunchedSlice(slice_, wait, launched)
+        self._last_done = time.perf_counter()
+        self._charge(slice_, (self._last_done - launched) * 1e3)
+        return None
+
+    def _read(self, slice_: _LaunchedSlice | None, flight: _Flight | None) -> StepResult | None:
+        """Wait until a slice and a step are done, note what they took, and return the step's result."""
+        self._read_slice(slice_)
+        return None if flight is None else self._read_step(flight)
+
+    def _read_slice(self, slice_: _LaunchedSlice | None) -> None:
+        if slice_ is not None:
+            slice_.wait()
+            self._charge(slice_.slice, self._done(slice_.launched))
+
+    def _charge(self, slice_: Slice, ms: float) -> None:
+        self.time_share.note_training(ms)
+        self.trainers.charge(slice_, ms)
+
+    def _read_step(self, flight: _Flight) -> StepResult:
+        asked = time.perf_counter()
+        result = self.runner.wait(flight.handle)
+        usual = not result.cold and not result.scores  # these pay for the logits of whole chunks
+        # The host launched a slice and another step meanwhile. If this step was over when it was asked for, the device
+        # is at the slice: of the time of both the step has what such steps take alone, the slice what it costs streams.
+        behind = self._slice is not None and self._flight is not None
+        late = usual and behind and time.perf_counter() - asked < LATE_SECONDS
+        ms = self._done(flight.launched, self.scheduler.expected(flight.plan) if late else math.inf)
+        share = flight.plan.background_share
+        self.time_share.note_serving(ms * (1 - share))
+        self.time_share.note_training(ms * share)
+        self.time_share.note_tokens(time.perf_counter() * 1e3, flight.plan.has_streams)
+        self.counts.note(flight.plan, ms, self.scheduler.max_num_seqs)
+        if usual and not late:
+            self.scheduler.observe(flight.plan, ms)
+        return result
+
+    def _done(self, launched: float, most_ms: float = math.inf) -> float:
+        """Return the milliseconds that the device had for what was just read: since its launch, or since what was read
+        before it."""
+        started = max(launched, self._last_done)
+        self._last_done = min(time.perf_counter(), started + most_ms / 1e3)
+        return (self._last_done - started) * 1e3
 
 
 def _is_large(plan: StepPlan) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
@@ -73,10 +73,26 @@ class Row(Struct, frozen=True, gc=False):
     beside: bool = False
 
 
+SliceKind = Literal["open", "close", "forward_backward", "optim_step", "settle", "publish", "save"]
+
+
+class Slice(Struct, frozen=True, gc=False):
+    """The name of one slice of learning: the next piece of the first message of these trainers, counted from 0."""
+
+    trainers: tuple[str, ...]
+    kind: SliceKind
+    index: int
+
+    @property
+    def is_brief(self) -> bool:
+        """Whether the slice is short and rare, so that it need not wait for learning's share of the time."""
+        return self.kind not in ("forward_backward", "optim_step")
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One unit of device work, done in this order: saves, uploads, copies, loads, seatings, rows. A plan may have none
-    of the last."""
+    """One unit of device work, done in this order: slice of learning, saves, uploads, copies, loads, seatings, rows. A
+    plan may have none of the last."""
 
     rows: tuple[Row, ...]
     uploads: tuple[tuple[int, str], ...] = ()  # (slot, adapter digest)
@@ -84,6 +100,12 @@ class StepPlan:
     seatings: tuple[Seating, ...] = ()
     saves: tuple[int, ...] = ()  # blocks whose bytes are wanted
     loads: tuple[tuple[int, Bytes], ...] = ()  # (block, bytes that it gets)
+    slice: Slice | None = None
+
+    @property
+    def has_step(self) -> bool:
+        """Whether the runner has something to do for this plan."""
+        return bool(self.rows or self.saves or self.loads)
 
     @property
     def background_share(self) -> float:
@@ -134,6 +156,10 @@ class DeviceError(Exception):
     def __init__(self, message: str, *, again: bool = False):
         super().__init__(message)
         self.again = again
+
+
+class OutOfMemory(DeviceError):
+    """The device had too little memory for one piece of work; smaller ones may succeed."""
 
 
 class Runner(Protocol):

@@ -20,27 +20,27 @@ SHARE_OF_NEWEST = 0.1
 
 @dataclass(frozen=True)
 class Bounds:
-    """What may wait for a worker and be worked on together; more is refused."""
+    """Limits of what may wait for a worker or be worked on at once; more is refused."""
 
     items: int
     bytes: int
     seconds: float
-    """An item that has waited for so long is refused."""
+    """Time after which an item that still waits is refused."""
 
 
 class WorkerPool(Generic[A]):
-    """Answers single items, each in a worker of its own. Belongs to one event loop, and starts no process before the
-    first item.
+    """Workers that answer single items, each item by one worker. It belongs to one event loop.
 
-    A worker that was lost is started again beside what waits, so that only the item that it was lost over pays for it.
+    No process is started before the first item. A worker that was lost is started again while other items wait, so
+    that only the item that it was lost over is delayed.
     """
 
     def __init__(self, name: str, program: Program[A], workers: int, bounds: Bounds):
-        """`name` says in errors what the workers are for."""
+        """Make a pool of `workers` workers; `name` says in errors what they are for."""
         self._name = name
         self._bounds = bounds
         self._workers = [WorkerProcess(program) for _ in range(workers)]
-        self._idle = self._workers.copy()  # the last one is the next that is used: it has been started already
+        self._idle = self._workers.copy()  # the last one is used next, so that workers already started are preferred
         self._free = asyncio.Semaphore(workers)
         self._items = 0
         self._bytes = 0
@@ -48,10 +48,11 @@ class WorkerPool(Generic[A]):
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def ask(self, item: bytes) -> A | Lost:
-        """Return the answer to `item`.
+        """Return the answer to `item`, or Lost if the worker ended over it.
 
-        Raises Overloaded when too much waits already (status 429) or the item has waited for too long (503), and
-        EngineError when no worker can be started.
+        Raises:
+            Overloaded: Too much waits already (status 429), or the item has waited for too long (503).
+            EngineError: No worker can be started.
         """
         if self._items >= self._bounds.items or (self._items and self._bytes + len(item) > self._bounds.bytes):
             raise self._refusal(429)
@@ -59,7 +60,7 @@ class WorkerPool(Generic[A]):
         self._bytes += len(item)
         try:
             await self._turn()
-            # A caller who leaves now must not end the worker: somebody else would wait for the start of the next one.
+            # A caller who leaves now must not end the worker: the next item would have to wait for a new one to start.
             answer = await asyncio.shield(self._begin(self._answer(item)))
         finally:
             self._items -= 1
@@ -69,7 +70,7 @@ class WorkerPool(Generic[A]):
         return answer
 
     async def close(self) -> None:
-        """End all workers, whatever they do; what still waits for an answer raises EngineError."""
+        """End all workers, whatever they do; items that still wait raise EngineError."""
         for worker in self._workers:
             worker.close()
         for _ in self._workers:
@@ -87,7 +88,7 @@ class WorkerPool(Generic[A]):
 
     def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(work)
-        self._tasks.add(task)  # the loop itself does not keep it alive
+        self._tasks.add(task)  # the event loop itself does not keep a task alive
         task.add_done_callback(self._tasks.discard)
         return task
 

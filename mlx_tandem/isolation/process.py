@@ -1,4 +1,4 @@
-"""The parent's side of one worker process: started when needed, ended when it misbehaves, started again."""
+"""The parent's side of one worker process: start it when needed, end it when it misbehaves, start it again."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ log = logging.getLogger(__name__)
 A = TypeVar("A")
 
 START_SECONDS = 60.0
-"""Real time that a program has until its first frame."""
+"""Seconds of real time that a program has until its first frame."""
 
 READ_AHEAD = 1 << 20
-"""Bytes of an answer that may lie in the buffer before more is asked for."""
+"""Bytes of an answer that may lie in the buffer before reading pauses."""
 
 LostKind = Literal["timeout", "memory", "died"]
+"""Why a worker ended."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """An item that its worker has ended over. `started` is False when no worker could be started for it."""
+    """Result of an item over which its worker ended. `started` is False if no worker could be started for it."""
 
     kind: LostKind
     started: bool = True
@@ -41,20 +42,25 @@ class Lost:
 
 @dataclass(frozen=True)
 class Program(Generic[A]):
-    """What a worker process runs: `python -m MODULE FD ARGUMENTS`. `decode` reads an answer's frame, which has at most
-    `largest` bytes. `setup` is sent before the first item, unless it is empty."""
+    """The program of a worker process: `python -m MODULE FD ARGUMENTS`."""
 
     module: str
     arguments: Sequence[str]
     decode: Callable[[bytes], A | Busy]
+    """Reads the frame of an answer."""
+
     largest: int
+    """Most bytes of such a frame."""
+
     setup: bytes = b""
+    """Frame that is sent before the first item, unless it is empty."""
+
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to this process's own."""
+    """Variables added to this process's environment."""
 
 
 class WorkerProcess(Generic[A]):
-    """Answers items one after the other. Belongs to one event loop, and to one `ask` at a time."""
+    """A worker that answers items one after the other. It belongs to one event loop and to one `ask` at a time."""
 
     def __init__(self, program: Program[A]):
         self._program = program
@@ -67,10 +73,10 @@ class WorkerProcess(Generic[A]):
         self._closed = False
 
     async def ask(self, items: Sequence[bytes]) -> list[A | Lost]:
-        """Return an answer for each encoded item, in order. Never raises for what a worker does.
+        """Return an answer for each encoded item, in order. Nothing that a worker does raises an error.
 
-        An item that its worker dies of, or runs out of memory at, has another chance in a fresh one, unless that one
-        was fresh: another item, or somebody outside, may have been the cause.
+        An item over which the worker dies or runs out of memory is tried again in a fresh worker, unless that one
+        was fresh already: another item, or another program, may have been the cause.
         """
         answers: list[A | Lost] = []
         while len(answers) < len(items):
@@ -84,11 +90,11 @@ class WorkerProcess(Generic[A]):
         return answers
 
     async def start(self) -> None:
-        """Have a child that is ready, if one can be started."""
+        """Start a child if there is none, and wait until it is ready."""
         await self._run([], [])
 
     async def stop(self) -> int:
-        """End the child and what it has started; return its exit status, 0 when there was none."""
+        """End the child and its own children; return its exit status, 0 if there was none."""
         self._kill()
         child, self._child = self._child, None
         if self._writer is not None:
@@ -97,12 +103,12 @@ class WorkerProcess(Generic[A]):
         return 0 if child is None else await asyncio.to_thread(child.wait)
 
     def close(self) -> None:
-        """End the child and start none again; `ask` then returns. `stop` frees the rest."""
+        """End the child for good; a running `ask` then returns. `stop` frees the rest."""
         self._closed = True
         self._kill()
 
     async def _run(self, items: Sequence[bytes], answers: list[A | Lost]) -> LostKind | None:
-        """Let the child answer what is not answered yet. Return the kind of its end when it ends over that."""
+        """Let the child answer the items that have no answer yet; return why it ended, None if it did not."""
         try:
             if self._child is None:
                 await self._start()
@@ -126,7 +132,7 @@ class WorkerProcess(Generic[A]):
                 return self._lost("timeout")
             return self._lost("memory" if status == OUT_OF_MEMORY else "died")
         except asyncio.CancelledError:
-            await asyncio.shield(self.stop())  # what it says next is the answer to a question that is forgotten
+            await asyncio.shield(self.stop())  # its next frame would be the answer to an item that nobody waits for
             raise
 
     def _lost(self, kind: LostKind) -> LostKind:
@@ -158,7 +164,7 @@ class WorkerProcess(Generic[A]):
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 env=os.environ | dict(program.environment),
-                start_new_session=True,  # Ctrl-C is not for it, and its children end with it
+                start_new_session=True,  # Ctrl-C does not reach it, and its children can be ended with it
             )
         except BaseException:
             ours.close()
@@ -171,5 +177,5 @@ class WorkerProcess(Generic[A]):
 
     def _kill(self) -> None:
         if self._child is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS says so of a group that has ended
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS: of a group that has ended
                 os.killpg(self._child.pid, signal.SIGKILL)

@@ -1,4 +1,6 @@
-"""What the program of a worker process does: it has the kernel limit what it may use, and answers what it is asked."""
+"""The worker's side: have the kernel limit time and memory of this process, and answer items until the parent is
+gone.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +19,19 @@ from msgspec import Struct
 from mlx_tandem.isolation.frames import OUT_OF_MEMORY, Busy, decode_batch, encode, receive, send
 
 GRACE_SECONDS = 1.0
-"""Added to a limit in seconds of real time where the parent enforces it, too: the kernel's limit comes first."""
+"""Seconds of real time that a limit is longer in the parent, so that the kernel's limit in the worker comes first."""
 
 WATCH_SECONDS = 0.02
-"""Time between two looks at the memory, where nothing enforces a limit on it."""
+"""Seconds between two checks of the memory, where the kernel enforces no limit on it."""
 
 _TIMERS = {signal.ITIMER_REAL: signal.SIGALRM, signal.ITIMER_PROF: signal.SIGPROF}
 
 
 def connect(fd: str) -> socket.socket:
-    """Return the socket to the parent, whose number is the program's first argument.
+    """Return the socket to the parent; its descriptor is the program's first argument.
 
-    From here on the timers of `time_limit` end the process, a copy that `fork` makes of it ends at once, since it would
-    answer twice, and a crash leaves no core file, which would hold prompts.
+    From here on the timers of `time_limit` end the process. A forked copy of it ends at once, since it would answer
+    twice, and a crash leaves no core file, which would hold prompts.
     """
     sock = socket.socket(fileno=int(fd))
     sock.set_inheritable(False)
@@ -42,12 +44,12 @@ def connect(fd: str) -> socket.socket:
 
 
 def say_busy(sock: socket.socket, seconds: float) -> None:
-    """Say that the next answer may take `seconds` of real time. Every program begins with this, once it has started."""
+    """Tell the parent that the next answer may take `seconds` of real time. Every program begins with this call."""
     send(sock, encode(Busy(seconds)))
 
 
 def serve(sock: socket.socket, stream: BinaryIO, answer: Callable[[bytes], Struct]) -> None:
-    """Answer every item that comes, in order, until the other side is gone."""
+    """Answer every item in order until the other side is gone."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             for raw in decode_batch(receive(stream)):
@@ -56,7 +58,7 @@ def serve(sock: socket.socket, stream: BinaryIO, answer: Callable[[bytes], Struc
 
 @contextlib.contextmanager
 def time_limit(timer: int, seconds: float) -> Iterator[None]:
-    """Have the kernel end this process when the block takes longer than `seconds`.
+    """Have the kernel end this process if the block takes longer than `seconds`.
 
     `timer` is signal.ITIMER_REAL for real time, or signal.ITIMER_PROF for the CPU time of all threads.
     """
@@ -68,8 +70,11 @@ def time_limit(timer: int, seconds: float) -> Iterator[None]:
 
 
 def limit_memory(size: int) -> None:
-    """Let this process have `size` bytes more than it has now. Over them allocations fail on Linux; elsewhere, where
-    nothing enforces such a limit, the process ends shortly after."""
+    """Let this process use `size` bytes more than it uses now.
+
+    On Linux allocations over that fail. Elsewhere no limit is enforced, and the process ends shortly after passing
+    it.
+    """
     if sys.platform == "linux":
         with open("/proc/self/statm") as f:
             now = int(f.read().split()[0]) * resource.getpagesize()
@@ -81,8 +86,8 @@ def limit_memory(size: int) -> None:
 def watch_memory(size: int) -> None:
     """End this process soon after its peak of resident memory has grown by `size` bytes.
 
-    A single operation of the interpreter that allocates much is noticed only when it has ended, so `time_limit` is what
-    bounds it.
+    A single operation of the interpreter that allocates much is noticed only when it is over; `time_limit` bounds
+    it.
     """
     unit = 1 if sys.platform == "darwin" else 1024
 
@@ -100,5 +105,5 @@ def watch_memory(size: int) -> None:
 
 
 def out_of_memory() -> NoReturn:
-    """End this process, since what was allocated may still be held somewhere."""
+    """End this process after a failed allocation, since memory may still be held somewhere."""
     os._exit(OUT_OF_MEMORY)

@@ -1,4 +1,4 @@
-"""From settings to a runner that has been checked and warmed up on this machine."""
+"""From settings to a runner: load the model, choose kernels, divide the memory, make the runner."""
 
 from __future__ import annotations
 
@@ -15,57 +15,88 @@ from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine.budget import Needs, StepLimits, divide
 from mlx_tandem.engine.cost import CostModel
-from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.engine.tier import READ_BYTES
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.pool import open_pools
 from mlx_tandem.model import compiler, cpu, device, footprint, probe
-from mlx_tandem.model.attention import choice, fused, hook
-from mlx_tandem.model.cache.kvcache import LayerShape
+from mlx_tandem.model.attention import fused, hook
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.footprint import SlotRoom
+from mlx_tandem.model.kernel_checks import argmax, attention, blocks, lora
+from mlx_tandem.model.kernel_checks import skinny as skinny_check
+from mlx_tandem.model.kernel_checks.attention import AttentionChoice
+from mlx_tandem.model.kernel_checks.frame import Choice
 from mlx_tandem.model.linears import skinny
 from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import Merged, merge
+from mlx_tandem.model.linears.skinny import FewRows
 from mlx_tandem.model.linears.tuning import Tuned, tune
 from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weights
+from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.memory import Limit
 from mlx_tandem.model.runner import MLXRunner
-from mlx_tandem.model.settling import settle, tables_of
-from mlx_tandem.model.trials import argmax, blocks
-from mlx_tandem.model.trials.lora import choose
-from mlx_tandem.model.trials.skinny import choose as choose_products
-from mlx_tandem.types import EngineInfo, MemoryBudget, MemoryInUse, SamplingParams
+from mlx_tandem.model.step.sampler import Greedy
+from mlx_tandem.model.warm_up import warm_up
+from mlx_tandem.types import EngineInfo, MemoryBudget, MemoryInUse
 
 log = logging.getLogger(__name__)
 
 _CPU_POOL_BYTES = 512 << 20
+"""Largest KV pool on a CPU unless a size is configured: its memory is shared with everything else on the machine."""
+
 _CPU_ACTIVATION_BYTES = 256 << 20
-"""A CPU shares its memory with everything else on the machine: the pool takes at most this unless told, and steps are
-cut from here on, unless they could not be done at all then."""
+"""Memory that steps are cut down to on a CPU, unless no step would fit into it."""
 
+PIGGYBACKED_TOKENS = 256
+"""Most prompt tokens that are read in one forward with rows that decode, where kernels read the pool.
 
-BESIDE = 256
-"""Tokens of prompts that go beside rows that decode, where kernels read the pool. On an H200 they cost a third of a
-step of 128 rows; in a forward of their own they would cost a step."""
+On an H200 they cost a third of a step of 128 rows; in a forward of their own they would cost a whole step.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
+    """A runner, what was found out about it, and what the engine and the trainers need beside it."""
+
     runner: MLXRunner
     info: EngineInfo
     linears: dict[str, LinearShape]
+    """The linears that adapters may change, by path."""
+
     layers: int
     warm_up: Callable[[CostModel], None]
+    """Runs the first steps and fits the cost model; call it once, before serving."""
+
     memory: Callable[[], MemoryInUse]
-    adapter_bytes: Callable[[], int]  # of all slots
-    twin: nn.Module  # the model's modules once more, untouched, over the same weights
+    """Returns the memory that is in use now."""
+
+    adapter_bytes: Callable[[], int]
+    """Returns the bytes of all adapter slots."""
+
+    twin: nn.Module
+    """A second tree of the model's modules over the same weights, in which nothing was changed; trainers use it."""
+
     adapter_dtype: mx.Dtype
     uploads: Uploads
     step_limits: StepLimits
     slot_room: SlotRoom
+    trainer_budget: int
+    """Bytes that all trainers may use besides one micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    """The choices made by checking and timing kernels on this device."""
+
+    products: Choice[FewRows | None]
+    attention: AttentionChoice
+    own_blocks: str
+    """Why attention blocks run their own code; empty if they are on the fused path or cannot be."""
+
+    adapters: Choice[GroupedDeltas | None]
+    greedy: Choice[Greedy]
 
 
 def build(
@@ -74,171 +105,151 @@ def build(
     report: Report,
     backends: Sequence[fused.Fused] | None = None,
 ) -> Built:
-    """Load the model, check it, size the pool. Raises ModelError. Call it on the thread that will run the steps.
+    """Load the model, check it on this device, and return a runner for it with pools of a fixed size.
 
-    backends: of attention, beside the portable one; None: those of the device.
+    Call it on the thread that will run the steps.
+
+    Args:
+        config: The engine's settings.
+        weights: Adapters by digest that the runner may be asked to load; the caller keeps it current.
+        report: Is told the stage and the fraction of it that is done.
+        backends: Fused attention back ends to try; None: those of this device.
+
+    Raises:
+        ModelError: The model cannot be served with these settings on this device.
     """
     started = time.monotonic()
-    limit = device.memory_limit(config.memory_limit_gb)  # before anything is taken of it
+    limit = device.memory_limit(config.memory_limit_gb)  # measured before anything of it is used
     compiler.prepare()
     model = load_unread(config.model, report)
     _check_fit(config, limit, model)
     read_weights(model, report)
     candidates = fused.available() if backends is None else backends
-    merged: list[Merged] = []
-    if candidates:
-        merged = merge(find_groups(model.module))
+    merged = merge(find_groups(model.module)) if candidates else []
     twin = clone(model.module)  # before anything of the served tree is changed
+    found, kernels = _choose_kernels(config, model, merged, candidates, report)
+    adapters = LoraState(model.module, config.lora, model.dtype, kernels.adapters.chosen, kernels.products.chosen)
+    log.info("adapters by %s: %s", adapters.backend, kernels.adapters.reason)
+    needs = _needs(config, limit, model, found, adapters)
+    memory = _divide(config, limit, needs)
+    step_limits = _limit_steps(model, kernels, needs, memory)
+    tuned = _tune(config, model, memory, kernels, report)
+    runner = MLXRunner(
+        model,
+        found.layers,
+        adapters,
+        weights,
+        vocab_size=found.vocab_size,
+        num_blocks=[pool.num_blocks for pool in memory.pools],
+        block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        mask_axes=found.mask_axes,
+        limits=step_limits,
+        attention=kernels.attention.layers,
+        row_counts=tuned.rows,
+        greedy=kernels.greedy.chosen,
+    )
+    info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
+    return Built(
+        runner=runner,
+        info=info,
+        linears=adapters.linears(),
+        layers=len(found.layers),
+        warm_up=lambda cost: warm_up(runner, info, cost, report, limit.size),
+        memory=lambda: MemoryInUse(
+            mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), runner.compiled_steps
+        ),
+        adapter_bytes=lambda: adapters.nbytes,
+        twin=twin,
+        adapter_dtype=adapters.dtype,
+        uploads=adapters.uploads,
+        step_limits=step_limits,
+        slot_room=SlotRoom(adapters.linears(), config.lora.max_loras, adapters.dtype.size, memory.adapter_slots),
+        trainer_budget=_trainer_budget(config, model, found, adapters, memory),
+    )
+
+
+def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
+    """Return the memory budget that `build` would reach, and the longest sequence, without reading any weight.
+
+    Raises:
+        ModelError: The model cannot be served with these settings on this device.
+    """
+    limit = device.memory_limit(config.memory_limit_gb)
+    model = load_unread(config.model, lambda stage, fraction: None)
+    found = _examine(config, model, evaluate=False)
+    memory = _divide(
+        config, limit, _needs(config, limit, model, found, LoraState(model.module, config.lora, model.dtype))
+    )
+    pools = open_pools(memory, config.cache.block_size)
+    return memory, min(model.max_model_len, *(pool.longest for pool in pools))
+
+
+def _choose_kernels(
+    config: EngineConfig,
+    model: LoadedModel,
+    merged: Sequence[Merged],
+    candidates: Sequence[fused.Fused],
+    report: Report,
+) -> tuple[probe.Examined, _Kernels]:
+    """Check the model, choose its kernels, and change its modules so that they use them."""
     report("checking products", 0.0)
     modules = skinny.candidates(model.module, merged)
-    products = choose_products(modules)
-    if products.few is not None:
-        skinny.speed_up(modules, merged, products.few)
+    products = skinny_check.choose(modules)
+    if products.chosen is not None:
+        skinny.speed_up(modules, merged, products.chosen)
     log.info("products of few rows: %s", products.reason)
     hook.install()
     if device.is_cpu():
         cpu.install()
     report("checking the model", 0.0)
-    found = probe.examine(model)
-    vocab_size, axes = found.vocab_size, found.mask_axes
-    shapes = _in_pool(config, found.layers)
+    found = _examine(config, model)
     report("checking attention", 0.0)
-    attention = choice.choose(
-        config.cache.attention_backend,
-        shapes,
-        config.cache.block_size,
-        probe.windows(model),
-        candidates,
-    )
-    log.info("attention by %s: %s", attention.name, attention.reason)
-    short_way = ""
-    if any(attention.layers):
-        short_way = blocks.choose(
-            model,
-            vocab_size,
-            shapes,
-            attention.layers,
-            config.cache.block_size,
-            axes,
-            timed=config.cache.attention_backend == choice.AUTO,
+    asked, block_size = config.cache.attention_backend, config.cache.block_size
+    chosen = attention.choose(asked, found.layers, block_size, probe.windows(model), candidates)
+    log.info("attention by %s: %s", chosen.name, chosen.reason)
+    own_blocks = ""
+    if any(chosen.layers):
+        timed = asked == attention.AUTO
+        own_blocks = blocks.choose(
+            model, found.vocab_size, found.layers, chosen.layers, block_size, found.mask_axes, timed=timed
         )
-        if short_way:
-            log.warning("attention blocks run their own code: %s", short_way)
+        if own_blocks:
+            log.warning("attention blocks run their own code: %s", own_blocks)
     report("checking adapters", 0.0)
-    kernels = choose(model.module, config.lora, model.dtype)
-    lora = LoraState(model.module, config.lora, model.dtype, kernels.fused, products.few)
-    log.info("adapters by %s: %s", lora.backend, kernels.reason)
-    drawing = argmax.choose(model.dtype, vocab_size)
-    log.info("greedy tokens: %s", drawing.reason)
-    needs = footprint.needs(config, limit.size, model, shapes, vocab_size, lora.linears(), lora.dtype)
-    memory = _divide(config, limit, needs)
-    beside = BESIDE if attention.layers and all(attention.layers) else 0
-    step_limits = needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens, beside=beside)
-    device.wire(memory.total)
-    if advice := device.advice(str(model.dtype).rpartition(".")[2]):
-        log.warning("%s", advice)
-    mx.set_cache_limit(memory.activations)  # freed arrays that MLX keeps for the next ones are a step's
-    per_token = sum(s.bytes_per_token() for s in shapes)
-    tuned = Tuned()  # on a CPU the time of a product is what one would think
-    if not device.is_cpu():
-        report("timing products", 0.0)
-        tuned = tune(
-            model.module,
-            model.dtype,
-            device=device.describe(),
-            most_rows=config.scheduler.max_num_seqs,
-            activations=memory.activations,
-            folder=files.cache_folder() / "tuning",
-            products=products.reason,
-        )
-    block_size = config.cache.block_size
-    num_blocks = [pool.num_blocks for pool in memory.pools]
-    runner = MLXRunner(
-        model,
-        shapes,
-        lora,
-        weights,
-        vocab_size=vocab_size,
-        num_blocks=num_blocks,
-        block_size=block_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        mask_axes=axes,
-        limits=step_limits,
-        attention=attention.layers,
-        row_counts=tuned.rows,
-        greedy=drawing.greedy,
-    )
-    info = EngineInfo(
-        model=config.model.path,
-        model_type=model.model_type,
-        dtype=str(model.dtype).rpartition(".")[2],
-        quantization=model.quantization,
-        parameters=model.parameters,
-        layers=len(shapes),
-        vocab_size=vocab_size,
-        eos_token_ids=tuple(i for i in model.eos_token_ids if i < vocab_size),
-        max_model_len=min(model.max_model_len, *(pool.longest for pool in open_pools(memory, block_size))),
-        block_size=block_size,
-        num_blocks=num_blocks[0],
-        kv_bytes_per_token=per_token,
-        kv_bits=shapes[0].keys.bits or shapes[0].keys.dtype.size * 8,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        max_loras=config.lora.max_loras,
-        max_lora_rank=config.lora.max_lora_rank,
-        device=device.describe(),
-        attention_backend=attention.name,
-        lora_backend=lora.backend,
-        lora_reason=kernels.reason,
-        products_reason=products.reason,
-        load_seconds=time.monotonic() - started,
-        memory=memory,
-        attention_reason="; blocks run their own code: ".join(filter(None, (attention.reason, short_way))),
-    )
-    return Built(
-        runner,
-        info,
-        lora.linears(),
-        len(shapes),
-        lambda cost: _warm_up(runner, info, cost, report, limit.size),
-        lambda: MemoryInUse(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), runner.compiled_steps),
-        lambda: lora.nbytes,
-        twin,
-        lora.dtype,
-        lora.uploads,
-        step_limits,
-        SlotRoom(lora.linears(), config.lora.max_loras, lora.dtype.size, memory.adapter_slots),
-    )
+    adapters = lora.choose(model.module, config.lora, model.dtype)
+    greedy = argmax.choose(model.dtype, found.vocab_size)
+    log.info("greedy tokens: %s", greedy.reason)
+    return found, _Kernels(products, chosen, own_blocks, adapters, greedy)
 
 
-def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
-    """The budget that `build` would come to, and the longest sequence; no weight is read. Raises ModelError."""
-    limit = device.memory_limit(config.memory_limit_gb)
-    model = load_unread(config.model, lambda stage, fraction: None)
-    found = probe.examine(model, evaluate=False)
-    shapes, vocab_size = _in_pool(config, found.layers), found.vocab_size
-    lora = LoraState(model.module, config.lora, model.dtype)
-    needs = footprint.needs(config, limit.size, model, shapes, vocab_size, lora.linears(), lora.dtype)
-    memory = _divide(config, limit, needs)
-    pools = open_pools(memory, config.cache.block_size)
-    return memory, min(model.max_model_len, *(pool.longest for pool in pools))
-
-
-def _in_pool(config: EngineConfig, shapes: list[LayerShape]) -> list[LayerShape]:
+def _examine(config: EngineConfig, model: LoadedModel, *, evaluate: bool = True) -> probe.Examined:
+    """Examine the model; the layers' shapes are those in the pool, where keys and values may be quantised."""
+    found = probe.examine(model, evaluate=evaluate)
     if config.cache.kv_bits == 16:
-        return shapes
-    return [s.quantised(config.cache.kv_bits, config.cache.kv_group_size) for s in shapes]
+        return found
+    return found._replace(layers=[s.quantised(config.cache.kv_bits, config.cache.kv_group_size) for s in found.layers])
 
 
 def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel) -> None:
     """Raise ModelError when the device has too little memory for the model, before any weight is read."""
-    found = probe.examine(model, evaluate=False)
-    shapes, vocab_size = _in_pool(config, found.layers), found.vocab_size
+    found = _examine(config, model, evaluate=False)
     linears = footprint.linears(model.module)
-    needs = footprint.needs(config, limit.size, model, shapes, vocab_size, linears, model.dtype)
-    _divide(config, limit, needs)
+    _divide(
+        config,
+        limit,
+        footprint.needs(config, limit.size, model, found.layers, found.vocab_size, linears, model.dtype),
+    )
+
+
+def _needs(config: EngineConfig, limit: Limit, model: LoadedModel, found: probe.Examined, adapters: LoraState) -> Needs:
+    return footprint.needs(
+        config, limit.size, model, found.layers, found.vocab_size, adapters.linears(), adapters.dtype
+    )
 
 
 def _divide(config: EngineConfig, limit: Limit, needs: Needs) -> MemoryBudget:
+    """Divide the memory within `limit` by `needs`. Raise ModelError where it is too little."""
     size = limit.size
     if config.disk.on:  # blocks on their way to and from the drive may lie in the same memory
         size -= MAX_QUEUE_BYTES + READ_BYTES
@@ -246,66 +257,75 @@ def _divide(config: EngineConfig, limit: Limit, needs: Needs) -> MemoryBudget:
     return divide(config, size, needs, reason=limit.reason, shared=limit.shared, **cpu)
 
 
-def _warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Report, limit: int) -> None:
-    """Run the first shapes, learn what chunks of prompts cost, and see that the pool is written in place. `limit`: the
-    device's bytes."""
-    bs = info.block_size
-    pools = open_pools(info.memory, bs)
-    room = min(info.max_model_len, *(pool.usable_blocks * bs for pool in pools))
-    greedy = SamplingParams(max_tokens=1, temperature=0.0)
-    work = [
-        (length, context)
-        for length, context in ((8, 0), (64, 0), (256, 0), (8, 1024), (64, 1024), (256, 1024), (64, 6144))
-        if length + context <= room
-    ] or [(min(8, room), 0)]
-
-    def chunk(length: int, start: int) -> StepPlan:
-        end = -(-(start + length) // bs)
-        tables = tuple(tuple(range(pool.scratch + 1, pool.scratch + 1 + end)) for pool in pools)
-        seating = () if start else (Seating(0, greedy, 0, 1, (0,)),)
-        return StepPlan((Row(RowKind.PROMPT, 0, 0, 0, start, (0,) * length, tables, True),), seatings=seating)
-
-    measured = []
-    for done, (length, context) in enumerate(work):
-        times = []
-        for _ in range(4):  # the first pays for tracing
-            started = time.perf_counter()
-            runner.wait(runner.launch(chunk(length, context)))
-            times.append((time.perf_counter() - started) * 1e3)
-        measured.append((length, context, min(times[1:])))
-        report("warming up", (done + 1) / (len(work) + 1))
-    most = min(pool.usable_blocks for pool in pools)
-    cost.fit(measured, [_decode_time(runner, info, rows) for rows in (1, 4, 16) if rows <= most])
-    _draw_once(runner, info)
-    settle(runner, info)
-    # Of sizes that what is served hardly asks for again; and with so much kept, what it frees would go back to the
-    # system each time.
-    mx.clear_cache()
-    # Below the 95 % from where on MLX empties its cache for what does not come from the driver's pool.
-    if device.is_cuda() and not device.keep_freed_memory(int(0.9 * limit)):
-        log.warning("the driver does not keep freed memory: steps that need some again may take tens of milliseconds")
-    mx.reset_peak_memory()
-    report("warming up", 1.0)
+def _trainer_budget(
+    config: EngineConfig, model: LoadedModel, found: probe.Examined, adapters: LoraState, memory: MemoryBudget
+) -> int:
+    """Return the bytes that all trainers may use: what nothing else was given, less one micro-batch."""
+    one_pass = footprint.pass_bytes(config, model, len(found.layers), found.vocab_size, adapters.linears())
+    return memory.unassigned + memory.learning - one_pass
 
 
-def _decode_time(runner: MLXRunner, info: EngineInfo, rows: int) -> tuple[int, float]:
-    """(rows, milliseconds) of a step in which `rows` short sequences decode, no more than there are seats for."""
-    rows = min(rows, info.max_num_seqs)
-    greedy = SamplingParams(max_tokens=1, temperature=0.0)
-    seatings = tuple(Seating(seat, greedy, 0, 1, (0,)) for seat in range(rows))
-    times = []
-    for position in range(4):
-        each = (Row(RowKind.DECODE, i, i, 0, position, (0,), tables_of(info, 1 + i), True) for i in range(rows))
-        plan = StepPlan(tuple(each), seatings=() if position else seatings)
-        started = time.perf_counter()
-        runner.wait(runner.launch(plan))
-        times.append((time.perf_counter() - started) * 1e3)
-    return rows, min(times[1:])
+def _limit_steps(model: LoadedModel, kernels: _Kernels, needs: Needs, memory: MemoryBudget) -> StepLimits:
+    """Return how large a step may be, and tell MLX how much memory it may wire and keep."""
+    layers = kernels.attention.layers
+    beside = PIGGYBACKED_TOKENS if layers and all(layers) else 0
+    device.wire(memory.total)
+    if advice := device.advice(str(model.dtype).rpartition(".")[2]):
+        log.warning("%s", advice)
+    mx.set_cache_limit(memory.activations)  # freed arrays that MLX keeps are used again by steps
+    return needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens, beside=beside)
 
 
-def _draw_once(runner: MLXRunner, info: EngineInfo) -> None:
-    """A step that draws at random: its kernels are compiled when first met, and on a machine that has never run them
-    that can take longer than a step may before the engine is taken for hung."""
-    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=20, logprobs=1)
-    row = Row(RowKind.PROMPT, 0, 0, 0, 0, (0,), tables_of(info, 1), True)
-    runner.wait(runner.launch(StepPlan((row,), seatings=(Seating(0, params, 0, 1, (0,)),))))
+def _tune(config: EngineConfig, model: LoadedModel, memory: MemoryBudget, kernels: _Kernels, report: Report) -> Tuned:
+    """Time the model's products on a GPU; on a CPU their time is proportional to their size, and nothing is timed."""
+    if device.is_cpu():
+        return Tuned()
+    report("timing products", 0.0)
+    return tune(
+        model.module,
+        model.dtype,
+        device=device.describe(),
+        most_rows=config.scheduler.max_num_seqs,
+        activations=memory.activations,
+        folder=files.cache_folder() / "tuning",
+        products=kernels.products.reason,
+    )
+
+
+def _describe(
+    config: EngineConfig,
+    model: LoadedModel,
+    found: probe.Examined,
+    kernels: _Kernels,
+    memory: MemoryBudget,
+    lora_backend: str,
+    load_seconds: float,
+) -> EngineInfo:
+    shapes, attention = found.layers, kernels.attention
+    pools = open_pools(memory, config.cache.block_size)
+    return EngineInfo(
+        model=config.model.path,
+        model_type=model.model_type,
+        dtype=str(model.dtype).rpartition(".")[2],
+        quantization=model.quantization,
+        parameters=model.parameters,
+        layers=len(shapes),
+        vocab_size=found.vocab_size,
+        eos_token_ids=tuple(i for i in model.eos_token_ids if i < found.vocab_size),
+        max_model_len=min(model.max_model_len, *(pool.longest for pool in pools)),
+        block_size=config.cache.block_size,
+        num_blocks=memory.pools[0].num_blocks,
+        kv_bytes_per_token=sum(s.bytes_per_token() for s in shapes),
+        kv_bits=shapes[0].keys.bits or shapes[0].keys.dtype.size * 8,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_loras=config.lora.max_loras,
+        max_lora_rank=config.lora.max_lora_rank,
+        device=device.describe(),
+        attention_backend=attention.name,
+        lora_backend=lora_backend,
+        lora_reason=kernels.adapters.reason,
+        products_reason=kernels.products.reason,
+        load_seconds=load_seconds,
+        memory=memory,
+        attention_reason="; blocks run their own code: ".join(filter(None, (attention.reason, kernels.own_blocks))),
+    )

@@ -1,4 +1,6 @@
-"""A second tree of a model's modules over the same arrays: changing one's modules leaves the other as it is."""
+"""Copies of a model's module tree over the same arrays, so that modules of one tree can be changed without the
+other.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ import mlx.nn as nn
 
 
 def clone(module: nn.Module) -> nn.Module:
-    """The same modules anew, over the same arrays."""
+    """Return a copy of the module tree whose modules are new objects and whose arrays are shared."""
     return _clone(module, {})  # type: ignore[no-any-return]
 
 

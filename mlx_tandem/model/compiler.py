@@ -1,8 +1,8 @@
-"""Whether and where MLX compiles fused operations on a CPU: in a folder that works and is nobody else's, or not at all.
+"""Chooses where MLX compiles fused operations on a CPU: in a folder that only this user can write to, or not at all.
 
-MLX writes C++ into the system's folder for temporary files, has g++ make a library of it and loads that, and the next
-process loads what it finds there. So the folder has to be writable, with room, on a file system that libraries can be
-loaded from, and no other user may have put something into it.
+MLX writes C++ into the system's folder for temporary files, has g++ make a library of it, and loads that; the next
+process loads the library that it finds there. So the folder must be writable and have room, libraries must be
+loadable from its file system, and no other user may have written into it.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ from mlx_tandem.model import device
 log = logging.getLogger(__name__)
 
 ROOM = 1 << 20
-"""Bytes that a folder must have room for: a library takes some tens of thousands."""
+"""Bytes that a folder must have room for. A library takes some tens of thousands."""
 MOST_FAILURES = 3
-"""After which nothing is compiled any more, though a trial succeeds each time."""
+"""Failures after which nothing is compiled any more, even if a test compilation succeeds each time."""
 
-_VARIABLES = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")  # in which MLX looks for the folder, in this order
+_VARIABLES = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
+"""Environment variables that name the folder, in the order in which MLX looks at them."""
 _FAILURES = re.compile(
     r"\[Compile::eval_cpu\]|Could not load C\+\+ shared library|filesystem error|p(open|close)\(\) failed"
 )
-"""What MLX says when it cannot compile."""
+"""Messages of MLX that say that it cannot compile."""
 
 _failures = 0
-_constants = count(1)  # a process compiles a kernel once: each trial needs one of its own
+_constants = count(1)  # a process compiles a kernel once, so each test compilation needs a new constant
 
 
 def prepare() -> None:
-    """Choose where MLX compiles: in the system's folder for temporary files, else in one in the user's cache, else not
-    at all, which makes steps slower. What is not as usual is logged. Call it before anything is computed."""
+    """Choose where MLX compiles: the system's temporary folder, else a folder in the user's cache, else nowhere.
+
+    Without compilation steps are slower. Anything but the first choice is logged. Call it before anything is
+    computed.
+    """
     if not device.is_cpu() or shutil.which("g++") is None or "MLX_DISABLE_COMPILE" in os.environ:
         return
     temporary = Path(next((os.environ[name] for name in _VARIABLES if name in os.environ), "/tmp"))
@@ -62,9 +66,11 @@ def prepare() -> None:
 
 
 def has_failed(error: Exception) -> bool:
-    """Return whether `error` is that MLX could not compile, and see to it that it does not fail for ever: where a trial
-    fails, too, nothing is compiled from here on, which is logged. What was computed with the error can be computed
-    again."""
+    """Return whether `error` means that MLX could not compile, and stop compiling if it keeps failing.
+
+    A test compilation decides: if it fails, too, or after MOST_FAILURES failures, nothing is compiled from here on,
+    which is logged. The work that raised the error can be repeated.
+    """
     global _failures
     if _FAILURES.search(str(error)) is None:
         return False
@@ -79,7 +85,7 @@ def has_failed(error: Exception) -> bool:
 
 
 def device_error(error: Exception) -> DeviceError:
-    """Return what a step that fails with `error` raises. A step that could not be compiled can be computed again."""
+    """Return the DeviceError that stands for `error` in a step. It says whether the step can be repeated."""
     again = has_failed(error)
     if not again:
         log.error("a step failed on the device", exc_info=error)
@@ -87,8 +93,9 @@ def device_error(error: Exception) -> DeviceError:
 
 
 def _try(folder: Path) -> None:
-    """Raise OSError or RuntimeError unless MLX, which uses `folder`, can compile there and no other user could have
-    written what it loads."""
+    """Raise OSError or RuntimeError unless MLX can compile in `folder`, which it uses, and no other user can write
+    there.
+    """
     if not folder.is_dir():
         raise FileNotFoundError("there is no such folder")
     place = folder
@@ -107,7 +114,9 @@ def _try(folder: Path) -> None:
 
 
 def _compile(constant: float) -> None:
-    """Have MLX compile a kernel of its own for each `constant`, unless an earlier process did. Raises RuntimeError."""
+    """Have MLX compile a kernel that depends on `constant`, unless an earlier process did. Raise RuntimeError if it
+    cannot.
+    """
     mx.eval(mx.compile(lambda x: mx.exp(x) * constant + x)(mx.arange(4.0)))
 
 

@@ -1,8 +1,8 @@
-"""What a decode step on the CPU back end spends most of its time on, in a form that back end is quick at.
+"""Fast exp, attention and SwiGLU for decode steps on the CPU back end, which spend most of their time in exp.
 
-MLX's exp takes 11 ns an element on an x86-64 CPU, one at a time; written out as the operations below, fused by
-`mx.compile` and vectorised by the compiler, it takes 2. The error is under 1e-6 relative.
-(docs/decisions/cpu-exp.md)
+MLX's exp takes 11 ns per element on an x86-64 CPU, one element at a time. Written out as the operations below, fused
+by `mx.compile` and vectorised by the compiler, it takes 2 ns with a relative error under 1e-6
+(docs/decisions/cpu-arithmetic.md).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROUND = 12582912.0
 
 
 def exp(x: mx.array) -> mx.array:
-    """e to the x, float32, for x clipped to [-87, 88]. Not differentiable: for serving only."""
+    """Return e to the x in float32, with x clipped to [-87, 88]. It has no gradient: it is for serving only."""
     x = mx.clip(x, -87.0, 88.0)
     shifted = x * _LOG2E + _ROUND
     k = shifted - _ROUND
@@ -45,8 +45,11 @@ def attend(
     scale: float,
     mask: mx.array,
 ) -> mx.array:
-    """Attention as `mx.fast.scaled_dot_product_attention` defines it, for float32 and a bool mask [rows, 1, length,
-    positions] (or with one more axis before the length) in which every query sees something."""
+    """Return attention as `mx.fast.scaled_dot_product_attention` defines it, in float32.
+
+    `mask` is bool [rows, 1, length, positions], or has one more axis before the length. Every query must see a
+    position.
+    """
     rows, heads, length, dim = queries.shape
     kv_heads = keys.shape[1]
     group = heads // kv_heads
@@ -62,7 +65,7 @@ def attend(
 
 
 WORTH = 2048
-"""Scores from which on `attend` beats one softmax, which has fewer operations to launch."""
+"""Number of scores from which `attend` is faster than MLX's softmax, which has fewer operations to launch."""
 
 _original_swiglu: Any = activations.swiglu
 _serving = False
@@ -76,7 +79,7 @@ def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
 
 
 def install() -> None:
-    """Rebind the activation in every model module imported so far."""
+    """Replace the SwiGLU activation in every model module imported so far."""
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and getattr(module, "swiglu", None) is _original_swiglu:
             module.swiglu = _swiglu  # type: ignore[attr-defined]
@@ -84,7 +87,9 @@ def install() -> None:
 
 @contextmanager
 def serving() -> Iterator[None]:
-    """While a step is traced. Outside of it, as in training, models compute as mlx-lm wrote them."""
+    """Use the fast activation while a step is traced; outside of it, as in training, models compute as mlx-lm wrote
+    them.
+    """
     global _serving
     _serving = True
     try:

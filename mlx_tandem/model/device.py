@@ -1,4 +1,4 @@
-"""The machine under the model: a fast BLAS and other settings before MLX is loaded, and how much memory there is."""
+"""The device under the model: a fast BLAS and other settings before MLX is loaded, and what the machine has."""
 
 from __future__ import annotations
 
@@ -40,20 +40,21 @@ def _load_openblas() -> str | None:
 # MLX's own limits a step is cut into dozens of graphs, each of which costs time on the host. What one graph frees is
 # there again only when it is done, so the number of operations stays limited: a long prompt would need more memory.
 _GRAPH_LIMIT = "1000000"
-# Graphs, plans of cuDNN's attention and the like it keeps for the next time, the latest of each. It takes twice as many
-# new ones in a row as it keeps for a mistake and raises an error (older versions: so many in all). A server must not
-# end for that: to make one anew is only slow.
+# MLX caches the latest graphs, plans of cuDNN's attention and the like. When it makes twice as many new ones in a row
+# as a cache holds, it raises an error (older versions: so many in all). A server must not end for that: making one
+# anew is only slow.
 _THRASHING_CHECK = "0"
-# Of attention on unpaged sequences, which is what learning has: a plan for each shape, made in tens of milliseconds.
+# Plans of attention on unpaged sequences, which learning uses: one for each shape, each made in tens of milliseconds.
 _PLANS_KEPT = "512"
 _CUDA_PACKAGES = ("mlx-cuda-12", "mlx-cuda-13")
 
 
 def _set_up_cuda() -> None:
-    """Where a CUDA build of MLX is installed, and not yet loaded: it reads these once. What is set already stays.
+    """Set MLX's environment variables for CUDA if a CUDA build is installed and not yet loaded; MLX reads them once.
 
-    The kernels that MLX compiles of its own it keeps in a folder of the system's for temporary files, where they are
-    lost when the machine starts anew, and where others can put theirs. Here they are the user's.
+    Variables that are set already stay. MLX keeps the kernels that it compiles in the system's temporary folder,
+    where they are lost at the next boot and where other users can put theirs. Here they go into the user's cache
+    folder.
     """
     if "mlx.core" not in sys.modules and any(_installed(package) for package in _CUDA_PACKAGES):
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", _GRAPH_LIMIT)
@@ -67,10 +68,11 @@ def _set_up_cuda() -> None:
 
 
 def gpus(listed: Path = Path("/proc/driver/nvidia/gpus")) -> list[str]:
-    """The kinds of NVIDIA's GPUs in this machine, as the driver says without being started; none where it does not.
+    """Return the models of the NVIDIA GPUs in this machine as listed by the driver's files, without starting it.
 
-    MLX keeps machine code under names that do not say for which GPU it is, and machines of several kinds may have one
-    home folder: what one compiled another could not load."""
+    MLX keeps machine code under names that do not say for which GPU it is, and machines with different GPUs may
+    share a home folder: one could not load what another has compiled.
+    """
     found: set[str] = set()
     with contextlib.suppress(OSError):
         for file in listed.glob("*/information"):
@@ -94,8 +96,7 @@ _COMMAND_BUFFER_OPERATIONS = "100"
 
 
 def _set_up_metal() -> None:
-    """Set how large MLX's command buffers are on macOS, unless MLX is loaded: it reads that once. What is set already
-    stays."""
+    """Set how large MLX's command buffers are on macOS, unless MLX is loaded. Variables that are set already stay."""
     if sys.platform == "darwin" and "mlx.core" not in sys.modules:
         os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", _GRAPH_LIMIT)
         os.environ.setdefault("MLX_MAX_OPS_PER_BUFFER", _COMMAND_BUFFER_OPERATIONS)
@@ -103,7 +104,7 @@ def _set_up_metal() -> None:
 
 _THREADS_WERE_CHOSEN = "OPENBLAS_NUM_THREADS" in os.environ
 OPENBLAS = _load_openblas()
-"""The library that was put in front, or None."""
+"""The OpenBLAS library that was loaded before MLX's own BLAS, or None."""
 _set_up_cuda()
 _set_up_metal()
 
@@ -116,31 +117,35 @@ Kind = Literal["cpu", "cuda", "metal"]
 
 
 def kind() -> Kind:
-    """Return the back end of MLX that computes here, the key of every table of sizes by device."""
+    """Return the back end of MLX that computes here: the key of all tables of sizes by device."""
     if mx.default_device().type == mx.DeviceType.cpu:
         return "cpu"
     return "metal" if mx.metal.is_available() else "cuda"
 
 
 def is_cpu() -> bool:
+    """Return whether MLX computes on the CPU."""
     return kind() == "cpu"
 
 
 def is_cuda() -> bool:
+    """Return whether MLX computes on a CUDA GPU."""
     return kind() == "cuda"
 
 
 def is_metal() -> bool:
+    """Return whether MLX computes on an Apple GPU."""
     return kind() == "metal"
 
 
-_RELEASE_THRESHOLD = 4  # of CUmemPool_attribute, CUDA driver API
+_RELEASE_THRESHOLD = 4
+"""CU_MEMPOOL_ATTR_RELEASE_THRESHOLD of CUmemPool_attribute in the CUDA driver API."""
 
 
 def wire(size: int) -> None:
-    """On macOS 15 or newer, keep up to `size` bytes of what this process has on the GPU resident between steps.
+    """Keep up to `size` bytes of this process's GPU memory resident between steps, on macOS 15 or newer.
 
-    Without it macOS may unmap memory that was idle for a moment, and the next step waits until it is there again.
+    Without it macOS may unmap memory that was idle for a moment, and the next step waits until it is mapped again.
     """
     if is_metal() and _macos() >= (15, 0):
         mx.set_wired_limit(min(size, int(mx.device_info()["max_recommended_working_set_size"])))
@@ -151,8 +156,8 @@ def _macos() -> tuple[int, ...]:
 
 
 EMULATE_BFLOAT16 = re.compile(r"Apple M[12]\b")
-"""GPUs that have float16 in hardware and compute bfloat16 by converting it (Metal feature set tables: bfloat16 is
-native from the family Apple9 on, which is M3)."""
+"""GPUs that compute float16 in hardware and bfloat16 by converting it. By Apple's Metal feature set tables bfloat16
+is native from the family Apple9 on, which is M3."""
 
 
 def advice(dtype: str) -> str:
@@ -163,11 +168,11 @@ def advice(dtype: str) -> str:
 
 
 def keep_freed_memory(most: int, driver: str = "libcuda.so.1") -> bool:
-    """On CUDA, have the driver keep for this process what MLX gives back, while that and what is in use are no more
-    than `most` bytes; whether that could be had.
+    """Have the CUDA driver keep the memory that MLX frees, up to `most` bytes in use and freed; return whether it
+    agreed.
 
-    By itself it returns such memory to the system as soon as anybody waits for the device, and to map a gigabyte of it
-    again takes tens of milliseconds.
+    By default the driver returns such memory to the system as soon as anybody waits for the device, and mapping a
+    gigabyte again takes tens of milliseconds.
     """
     try:
         cuda = ctypes.CDLL(driver)
@@ -183,7 +188,7 @@ def keep_freed_memory(most: int, driver: str = "libcuda.so.1") -> bool:
 
 
 def describe() -> str:
-    """One line for people: what computes here."""
+    """Return one line for people that says what computes here."""
     if is_cpu():
         blas = (
             "OpenBLAS" if OPENBLAS else "reference BLAS (slow: install libopenblas0)" if sys.platform == "linux" else ""
@@ -194,22 +199,30 @@ def describe() -> str:
 
 
 def blas_threads(every_core: bool) -> None:
-    """How many threads the products of the next operations use: every core for a prompt's large ones, half of them for
-    the small ones of decoding, which gain nothing from more. Nothing changes where OPENBLAS_NUM_THREADS is set."""
+    """Set how many threads BLAS uses for the next operations: every core, or half of them.
+
+    Large products of prompts gain from every core; the small products of decoding gain nothing from more than half
+    of them. Nothing changes where OPENBLAS_NUM_THREADS is set.
+    """
     if _set_threads is not None:
         cores = os.cpu_count() or 1
         _set_threads(cores if every_core else max(1, cores // 2))
 
 
 def leave_thread() -> None:
-    """The calling thread is done with MLX. Its streams have native threads of their own, which must not outlive it:
-    the interpreter would abort at exit."""
+    """End the calling thread's use of MLX.
+
+    MLX's streams have native threads, which must not outlive the calling thread: the interpreter would abort at
+    exit.
+    """
     mx.synchronize()
     mx.clear_streams()
 
 
 def memory_limit(chosen_gb: float = 0.0) -> Limit:
-    """Return how many bytes this process may use on the device. `chosen_gb`: what the user allows; 0: decide here."""
+    """Return how many bytes this process may use on the device: `chosen_gb` gigabytes if the user chose, else what
+    fits.
+    """
     if chosen_gb:
         return Limit(int(chosen_gb * 1e9), "as --memory-limit-gb allows", shared=False)
     free = "what the machine has free"

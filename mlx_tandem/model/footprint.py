@@ -1,7 +1,8 @@
-"""How many bytes a model's parts will take, from shapes alone: nothing here is computed on the device.
+"""Bytes that the parts of a model will take, computed from shapes alone without using the device.
 
-Weights, blocks and slots are exact. What a step needs is an upper estimate, whose factors were measured on the CPU back
-end with every feature on, and doubled or more for others; tests/engine/test_memory.py holds it against measured peaks.
+Weights, blocks and slots are exact. The needs of a step are an upper estimate: its factors were measured on the CPU
+back end with every feature on, and doubled or more for other devices. tests/engine/test_memory.py compares it with
+measured peaks.
 """
 
 from __future__ import annotations
@@ -27,29 +28,38 @@ from mlx_tandem.model.loader import LoadedModel, weights
 from mlx_tandem.model.lora.adapted import find_targets
 
 MICRO_BATCH_TOKENS = {"cpu": 128, "cuda": 1536, "metal": 512}
-"""Tokens of one forward and backward, for which memory is kept. A slice of it is one layer or a few, and streams wait
-for a slice. On Metal the start measures a slice and takes fewer where it is slow (`training/device/pace.py`)."""
+"""Tokens of one forward and backward of learning, for which memory is kept. A slice is one or a few layers of it,
+and streams wait for a slice. On Metal the start times a slice and takes fewer tokens where it is slow
+(`training/device/pace.py`)."""
 
 FORWARD_LAYERS = {"cpu": 1, "cuda": 3, "metal": 1}
-"""In a slice of the forward: a layer of the backward, which computes the layer again and two gradients, takes as long
-as three. On a CPU streams would wait longer for them than for that."""
+"""Layers in one slice of learning's forward. A layer of the backward, which computes the layer again and two
+gradients, takes as long as three of the forward. On a CPU three layers would make streams wait longer than the
+backward does."""
 
 CHUNK_TOKENS: dict[device.Kind, tuple[int, ...]] = {
     "cpu": (1024,),
     "cuda": (4096, 2048, 1024),
     "metal": (2048, 1024, 512, 256),
 }
-"""Prompt tokens of one step: the first entry whose activations are no more than their share or than what the last entry
-needs. An H200 is at its best from about 4,096 on; a CPU gains nothing beyond a few hundred; a Mac's memory is small."""
+"""Candidates for the most prompt tokens of one step, largest first. The first is taken whose activations fit into
+their share of the memory, or into what the last candidate needs. An H200 is at its best from about 4,096 on; a CPU
+gains nothing beyond a few hundred; a Mac's memory is small."""
 
 SMALLEST_RANK = 8
+"""Smallest rank of the stacked arrays of adapters."""
 
-_SAMPLING = 24  # float32 [rows, vocabulary] alive at once with every feature on
-_STATE = 25  # bytes of a row and token that seats and their arrays keep: penalties, biases, banned tokens
-_SCORED = 4 << 26  # logits of a prompt's own tokens, and what is made of them
+_SAMPLING = 24
+"""Arrays float32 [rows, vocabulary] that are alive at once while sampling with every feature on."""
+
+_STATE = 25
+"""Bytes per row and vocabulary entry that seats keep: penalties, biases, banned tokens."""
+
+_SCORED = 4 << 26
+"""Most bytes of the logits of a prompt's own tokens and of the arrays made from them."""
 _TRAINER = 13
-"""float32 copies of an adapter: its arrays, moments, gradients, their sums, those before the last step, those that
-slices multiply by, and those that are read or wait for a slot."""
+"""Number of float32 copies of an adapter that a trainer holds: its arrays, two moments, gradients, their sums, the
+state before the last step, the arrays that slices multiply by, and versions being read or waiting for a slot."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -62,15 +72,21 @@ def needs(
     linears: Mapping[str, LinearShape],
     lora_dtype: mx.Dtype,
 ) -> Needs:
-    """Return what `model` needs on a device with `limit` bytes. `layers`: as they lie in the pool."""
+    """Return the bytes that `model` needs on a device with `limit` bytes.
+
+    `layers` are the shapes in which keys and values lie in the pool.
+    """
     lora = config.lora
     weight_bytes = sum(p.nbytes for p in weights(model.module))
-    learning = _learning(config, model, len(layers), vocab_size, linears) if config.duty.trainer_rank else 0
+    learning = 0
+    if config.duty.trainer_rank:
+        learning = trainer_bytes(linears, config.duty.trainer_rank)
+        learning += pass_bytes(config, model, len(layers), vocab_size, linears)
     share = (limit - weight_bytes - learning) // ACTIVATION_SHARE
     asked = config.scheduler.max_chunk_tokens
     sizes = (asked,) if asked else CHUNK_TOKENS[device.kind()]
     steps = [_step(config, size, model, layers, vocab_size, linears) for size in sizes]
-    # What the smallest chunk needs anyway, mostly to draw tokens for every row, a larger one may have, too.
+    # A larger chunk may use as much as the smallest one needs anyway, which is mostly for sampling every row.
     allowed = max(share, steps[-1].least())
     chunk, step = next((size, step) for size, step in zip(sizes, steps, strict=True) if step.least() <= allowed)
     windows, size = windows_of(layers), config.cache.block_size
@@ -93,7 +109,7 @@ def needs(
 
 
 def bucket(rank: int) -> int:
-    """The rank that stacked arrays have to hold `rank`."""
+    """Return the rank of stacked arrays that can hold `rank`: the next power of two from SMALLEST_RANK on."""
     wide = SMALLEST_RANK
     while wide < rank:
         wide *= 2
@@ -101,25 +117,30 @@ def bucket(rank: int) -> int:
 
 
 def slot_bytes(linears: Mapping[str, LinearShape], paths: Iterable[str], slots: int, rank: int, itemsize: int) -> int:
-    """Of the stacked arrays of the linears `paths`."""
+    """Return the bytes of the stacked arrays of the linears `paths` with `slots` slots of this rank, and of the
+    base's slot.
+    """
     widths = sum((s.inputs + s.outputs) * max(s.experts, 1) for s in (linears[p] for p in paths))
     return (slots + 1) * rank * widths * itemsize
 
 
 def adapter_bytes(model: nn.Module, rank: int, itemsize: int) -> int:
-    """Of one adapter on every linear, as it lies on the device."""
+    """Return the bytes on the device of one adapter on every linear of the model."""
     own = linears(model)
     return slot_bytes(own, own, 0, bucket(rank), itemsize)
 
 
 def linears(model: nn.Module) -> dict[str, LinearShape]:
-    """Return every module that an adapter may target, by path."""
+    """Return every linear that an adapter may change, by path."""
     return {path: target.shape for path, target in find_targets(model).items()}
 
 
 def read_by_a_step(model: nn.Module) -> int:
-    """Bytes of the weights that a step reads, however many rows it has: all but an embedding of which only the rows'
-    own lines are looked up. Of experts all count, since rows that are many enough use each of them."""
+    """Return the bytes of weights that a step reads, however many rows it has.
+
+    An embedding that is not the output head is left out, since only the rows' own lines of it are read. All experts
+    count: rows that are many enough use each of them.
+    """
     modules = model.named_modules()
     headed = any(path.rpartition(".")[2] == "lm_head" for path, _ in modules)
     looked_up = {id(m): m for _, m in modules if headed and isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))}
@@ -127,7 +148,7 @@ def read_by_a_step(model: nn.Module) -> int:
 
 
 class SlotRoom:
-    """How far the stacked arrays may grow. Thread-safe: adapters are read beside the engine's loop."""
+    """The memory into which the stacked arrays of adapters may grow. Thread-safe, since loader threads ask for it."""
 
     def __init__(self, linears: Mapping[str, LinearShape], slots: int, itemsize: int, most: int):
         self._linears, self._slots, self._itemsize, self._most = linears, slots, itemsize, most
@@ -136,7 +157,11 @@ class SlotRoom:
         self._lock = threading.Lock()
 
     def promise(self, rank: int, paths: Iterable[str]) -> None:
-        """Room for an adapter beside all that was promised before. Raises ModelError when there is none."""
+        """Reserve room for an adapter of this rank on these linears, beside all that was reserved before.
+
+        Raises:
+            ModelError: There is no room for it.
+        """
         with self._lock:
             wide, known = max(self._rank, bucket(rank)), self._paths | set(paths)
             size = slot_bytes(self._linears, known, self._slots, wide, self._itemsize)
@@ -150,8 +175,10 @@ class SlotRoom:
 
 
 def _flow(linears: Mapping[str, LinearShape]) -> int:
-    """Numbers that a token has as inputs and outputs of the widest layer's linears. Experts count once: a few of them
-    are used, and each is narrow."""
+    """Return how many numbers a token has as inputs and outputs of the linears of the widest layer.
+
+    Experts count once: only a few of them are used, and each is narrow.
+    """
     layers: defaultdict[str, int] = defaultdict(int)
     for path, shape in linears.items():
         found = _LAYER.search(path)
@@ -167,12 +194,14 @@ def _step(
     vocab_size: int,
     linears: Mapping[str, LinearShape],
 ) -> StepCost:
+    """Return the memory cost of a step with prompt chunks of `chunk` tokens."""
     cpu = device.is_cpu()
-    alive, scores, copies = (2, 9, 1.3) if cpu else (8, 3, 3.0)  # layers, matrices of scores, gathered keys and values
+    # How many layers' activations, matrices of scores, and copies of gathered keys and values are alive at once.
+    alive, scores, copies = (2, 9, 1.3) if cpu else (8, 3, 3.0)
     if config.cache.kv_bits < 16:
-        copies *= 2  # codes on their way to numbers
+        copies *= 2  # quantised codes beside the numbers that they become
     size, rows = model.dtype.size, config.scheduler.max_num_seqs
-    pair = scores * model.heads * max(size, 4 if cpu else 2) + 2  # a mask, too
+    pair = scores * model.heads * max(size, 4 if cpu else 2) + 2  # 2 for the mask
     read = max(sum(half.heads * half.dim * half.dtype.size for half in s.halves) for s in layers)
     return StepCost(
         token=alive * _flow(linears) * size,
@@ -185,19 +214,26 @@ def _step(
     )
 
 
-def _learning(
+def trainer_bytes(linears: Mapping[str, LinearShape], rank: int) -> int:
+    """Return the bytes that a trainer of these linears holds on the device while it is open."""
+    return _TRAINER * slot_bytes(linears, linears, 0, rank, 4)
+
+
+def pass_bytes(
     config: EngineConfig, model: LoadedModel, layers: int, vocab_size: int, linears: Mapping[str, LinearShape]
 ) -> int:
-    """A trainer of every linear, and a micro-batch: what the forward keeps, and two slices, as one is launched
-    before the last is read: a layer backward, logits in pieces. Its sequences have at most 1,024 tokens: scores grow
-    with their length."""
+    """Return the bytes that one micro-batch needs besides its trainers.
+
+    It keeps the inputs of all layers. Two slices are in flight, as one is launched before the last is read; each is a
+    layer of the backward or a piece of the logits. Its sequences have at most 1,024 tokens, since scores grow with the
+    square of their length.
+    """
     tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()]
     size = model.dtype.size
     widths = Counter(s.inputs for s in linears.values())
     hidden = widths.most_common(1)[0][0] if widths else 1
-    trainer = _TRAINER * slot_bytes(linears, linears, 0, config.duty.trainer_rank, 4)
     kept = tokens * hidden * layers * size
     scores = (12 if device.is_cpu() else 3) * tokens * min(tokens, model.max_model_len, 1024) * model.heads * 4
     layer = tokens * 4 * _flow(linears) * size + scores
     head = 4 * min(128 << 20, tokens * vocab_size * 4)
-    return trainer + kept + 2 * max(layer, head)
+    return kept + 2 * max(layer, head)

@@ -1,9 +1,13 @@
-"""A model folder in, an mlx-lm model out, with everything wrong about the folder said before anything serves."""
+"""Loads a model folder as an mlx-lm model, and says everything that is wrong with the folder before anything is
+served.
+"""
 
 from __future__ import annotations
 
+import glob
 import logging
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,22 +31,29 @@ from mlx_tandem.small_files import read_object
 log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
+"""The file of a model folder that describes the model."""
+
 DEFAULT_MAX_MODEL_LEN = 4096
+"""Longest sequence of a model whose folder names no limit."""
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_-]{1,100}")
-"""It becomes the name of a module."""
+"""Pattern of a `model_type`, which becomes the name of a Python module."""
 
 _DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 _EVAL_BYTES = 256 << 20
+"""Bytes of weights that are read at a time."""
 
 Report = Callable[[str, float], None]
+"""Function that is told the stage of loading and the fraction of it that is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model and what its folder says of it."""
+    """A model and what its folder says about it."""
 
     folder: Path
-    settings: Mapping[str, Any]  # of its config.json
+    settings: Mapping[str, Any]
+    """The contents of config.json."""
+
     module: nn.Module
     model_type: str
     dtype: mx.Dtype
@@ -51,19 +62,23 @@ class LoadedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     max_model_len: int
-    heads: int  # of queries
+    heads: int
+    """Number of query heads."""
 
 
 def load(config: ModelConfig, report: Report) -> LoadedModel:
-    """Return the model of `config.path` with its weights in memory. Raises ModelError."""
+    """Return the model of `config.path` with its weights in memory. Raise ModelError if it cannot be loaded."""
     model = load_unread(config, report)
     read_weights(model, report)
     return model
 
 
 def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
-    """Return the model of `config.path` with its weights unread: there are shapes, and nothing must be computed with
-    them before `read_weights`. `report(stage, fraction)` is told how far it is. Raises ModelError."""
+    """Return the model of `config.path` with its weights unread.
+
+    Its arrays have shapes, but nothing may be computed with them before `read_weights`. `report(stage, fraction)` is
+    told how far loading is. Raise ModelError if the model cannot be loaded.
+    """
     path = Path(config.path)
     file = path / CONFIG
     settings = _read_settings(path)
@@ -73,13 +88,14 @@ def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
             module = _random_model(settings)
         else:
             _check_weights(path)
-            module, settings = load_model(path, lazy=True, get_model_classes=lambda config: _classes(config, file))
+            with _without_patterns(path) as plain:
+                module, settings = load_model(plain, lazy=True, get_model_classes=lambda config: _classes(config, file))
         module.eval()
         dtype = _cast(module, config)
     text = settings.get("text_config") or settings
     limit = _first(text, "max_position_embeddings") or DEFAULT_MAX_MODEL_LEN
     if config.max_model_len > limit:
-        log.warning("max_model_len is %d, the model's own limit %d: the latter holds", config.max_model_len, limit)
+        log.warning("max_model_len %d is lowered to the model's own limit of %d", config.max_model_len, limit)
     quantization = settings.get("quantization")
     return LoadedModel(
         path,
@@ -97,9 +113,24 @@ def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
 
 
 @contextmanager
+def _without_patterns(path: Path) -> Iterator[Path]:
+    """Yield a path of the same folder without `*`, `?` and `[`, since mlx-lm looks for weights by a pattern of it."""
+    if glob.escape(str(path)) == str(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="tandem-model-") as folder:
+        link = Path(folder) / "model"
+        link.symlink_to(path.resolve(), target_is_directory=True)
+        yield link
+
+
+@contextmanager
 def blamed_on(file: Path, problem: str, settings: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Whatever goes wrong within is a ModelError about `file`: mlx-lm believes a folder, and fails in many ways. Of the
-    `settings` in it those are named that are of another type than the family's."""
+    """Turn every error inside the block into a ModelError about `file`.
+
+    mlx-lm trusts a folder and fails in many ways. The error names the `settings` whose type is not the one that the
+    model family expects.
+    """
     try:
         yield
     except ModelError:
@@ -109,18 +140,20 @@ def blamed_on(file: Path, problem: str, settings: Mapping[str, Any] | None = Non
 
 
 def first_line(error: BaseException) -> str:
-    """Return what kind of error it is and what it says first."""
+    """Return the type of an error and the first line of its message."""
     return ": ".join([type(error).__name__, *(line[:500] for line in str(error).strip().splitlines()[:1])])
 
 
 def suspects(settings: Mapping[str, Any]) -> str:
-    """Return the end of a sentence about the settings that are not of the type that the family's arguments have in
-    mlx-lm, empty when there are none. Alone that is no reason to refuse them: what is written there is not always
-    right."""
+    """Return the end of an error message that lists settings of another type than mlx-lm's arguments; empty if there
+    are none.
+
+    This alone is no reason to refuse a folder, because mlx-lm's type hints are not always right.
+    """
     found = []
     try:
         hints = get_type_hints(_get_classes(dict(settings))[1])
-    except Exception:  # whatever a module of mlx-lm does on import
+    except Exception:  # a module of mlx-lm may fail in any way on import
         return ""
     for name, hint in hints.items():
         try:
@@ -134,8 +167,7 @@ def suspects(settings: Mapping[str, Any]) -> str:
 
 
 def _classes(config: dict[str, Any], file: Path) -> tuple[Any, Any]:
-    """Return what mlx-lm calls to make the arguments and the model that `config` asks for; both name `file` when it
-    asks for what cannot be."""
+    """Return the functions that mlx-lm calls to make the model and its arguments; their errors name `file`."""
     with blamed_on(file, f"model_type {config['model_type']!r} is not supported"):
         model_class, args_class = _get_classes(config)
 
@@ -147,6 +179,7 @@ def _classes(config: dict[str, Any], file: Path) -> tuple[Any, Any]:
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
+    """Return config.json with the end tokens of generation_config.json. Raise ModelError if it cannot be served."""
     if not path.is_dir():
         raise ModelError(f"{path} is not a folder", param="model")
     file = path / CONFIG
@@ -172,8 +205,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _check_weights(path: Path) -> None:
-    """Raise ModelError unless the files of weights are there and their headers are sound. MLX believes what a header
-    says."""
+    """Raise ModelError unless all files of weights exist and have sound headers. MLX itself trusts a header."""
     index = path / "model.safetensors.index.json"
     if (listed := read_object(index)) is not None:
         shards = listed.get("weight_map")
@@ -196,8 +228,10 @@ def _check_weights(path: Path) -> None:
 
 
 def _random_model(settings: dict[str, Any]) -> nn.Module:
-    """The folder's shapes with random weights of a usual size, in its own precision, quantised if it says so; for
-    benchmarks."""
+    """Return a model of the folder's shapes and precision with random weights, quantised if the folder says so.
+
+    It is for benchmarks.
+    """
     model_class, args_class = _get_classes(settings)
     module: nn.Module = model_class(args_class.from_dict(settings))
     dtype = _DTYPES.get(str(settings.get("torch_dtype", settings.get("dtype", "float32"))), mx.float32)
@@ -215,7 +249,7 @@ def _random_model(settings: dict[str, Any]) -> nn.Module:
 
 
 def _cast(module: nn.Module, config: ModelConfig) -> mx.Dtype:
-    """Bring floating-point weights to the precision that is computed in, and say which it is."""
+    """Convert floating-point weights to the type that the model computes in, and return that type."""
     floating = [p for p in weights(module) if mx.issubdtype(p.dtype, mx.floating)]
     own = max((p.dtype for p in floating), key=[p.dtype for p in floating].count)
     if config.dtype != "auto":
@@ -235,7 +269,7 @@ def _cast(module: nn.Module, config: ModelConfig) -> mx.Dtype:
 
 
 def not_finite(module: nn.Module) -> str | None:
-    """Return the name of the first weight that holds NaN or infinity, None when there is none."""
+    """Return the name of the first weight that holds NaN or infinity, None if there is none."""
     leaves: Any = tree_flatten(module.parameters())
     for name, p in leaves:
         if mx.issubdtype(p.dtype, mx.floating) and not mx.isfinite(p).all().item():
@@ -244,13 +278,15 @@ def not_finite(module: nn.Module) -> str | None:
 
 
 def weights(module: nn.Module) -> list[mx.array]:
-    """Every parameter array, in the order of the module tree."""
+    """Return every parameter array, in the order of the module tree."""
     leaves: Any = tree_flatten(module.parameters())
     return [p for _, p in leaves]
 
 
 def read_weights(model: LoadedModel, report: Report) -> None:
-    """Read all weights into memory; `report(stage, fraction)` is told as they come in. Raises ModelError."""
+    """Read all weights into memory. `report(stage, fraction)` is told how far it is. Raise ModelError if they are
+    unreadable.
+    """
     arrays = weights(model.module)
     total = sum(p.nbytes for p in arrays) or 1
     done, size = 0, 0
@@ -268,7 +304,7 @@ def read_weights(model: LoadedModel, report: Report) -> None:
 
 
 def _count(module: nn.Module) -> int:
-    """Weights as the model's authors count them: packed ones unpacked, scales left out."""
+    """Return the number of weights as the model's authors count them: quantised ones unpacked, scales left out."""
     total = 0
     for _, m in module.named_modules():
         own = {k: v for k, v in m.items() if isinstance(v, mx.array)}
@@ -282,12 +318,13 @@ def _count(module: nn.Module) -> int:
 
 
 def _first(settings: Mapping[str, Any], *names: str) -> int:
-    """Return the first of these numbers that is there; of one for each layer the largest; 0 when none is."""
+    """Return the first of these settings that is set, the largest if it is a list with one per layer; 0 if none is."""
     values = (settings.get(name) for name in names)
     return next((int(max(value) if isinstance(value, list) else value) for value in values if value), 0)
 
 
 def _eos(settings: dict[str, Any]) -> tuple[int, ...]:
+    """Return the ids of the end tokens."""
     eos = settings.get("eos_token_id")
     ids = eos if isinstance(eos, list) else [eos]
     return tuple(i for i in ids if type(i) is int and i >= 0)

@@ -1,4 +1,4 @@
-"""How many bytes of a device this server may use, beside everything else that runs on the machine."""
+"""How many bytes of a device's memory this server may use beside everything else that runs on the machine."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _USABLE_PAGES = ("free", "inactive", "speculative", "purgeable")
 
 
 class Limit(NamedTuple):
-    """How many bytes the server may use on the device, and the reason in words for people."""
+    """The number of bytes that the server may use on the device, and the reason in words for people."""
 
     size: int
     reason: str
-    shared: bool  # the rest belongs to other programs: nothing may grow into it
+    shared: bool
+    """Whether the rest belongs to other programs, so that nothing may grow beyond `size`."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,11 @@ class UnifiedMemory:
     """Memory of a Mac in bytes. Its CPU, its GPU and all programs share it."""
 
     total: int
-    working_set: int  # what macOS recommends that one process uses on the GPU
-    available: int | None = None  # what programs can get without swapping; None: unknown
+    working_set: int
+    """The most that macOS recommends for one process on the GPU."""
+
+    available: int | None = None
+    """Memory that programs can get without swapping; None: unknown."""
 
     def limit(self) -> Limit:
         """Return the smaller of a share of the working set and what other programs leave."""
@@ -63,8 +67,10 @@ def available_on_macos() -> int | None:
 
 
 def parse_vm_stat(said: str) -> int | None:
-    """Return the bytes of the free, inactive, speculative and purgeable pages in the output of `vm_stat`; None when
-    it is not such an output."""
+    """Return the bytes of the free, inactive, speculative and purgeable pages in the output of `vm_stat`.
+
+    Return None for text that is not such an output.
+    """
     page = re.search(r"page size of (\d+) bytes", said)
     counts = [re.search(rf"^Pages {kind}:\s+(\d+)\.", said, re.MULTILINE) for kind in _USABLE_PAGES]
     if page is None or counts[0] is None:
@@ -73,7 +79,7 @@ def parse_vm_stat(said: str) -> int | None:
 
 
 def available_on_linux() -> int:
-    """Return the bytes that the machine has free, or less where a container has less left."""
+    """Return the bytes that the machine has free, or fewer if this process's container has fewer left."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if (available := _fields("/proc/meminfo").get("MemAvailable:")) is not None:
         total = min(total, available * 1024)
@@ -83,13 +89,13 @@ def available_on_linux() -> int:
     ):
         most, now = (_fields(f"/sys/fs/cgroup/{name}", named=False).get("", None) for name in (limit, used))
         if most is not None and now is not None:
-            files = _fields(f"/sys/fs/cgroup/{stat}").get(cached, 0)  # given back when somebody needs it
+            files = _fields(f"/sys/fs/cgroup/{stat}").get(cached, 0)  # the kernel gives it back when somebody needs it
             total = min(total, max(most - max(now - files, 0), 0))
     return total
 
 
 def _fields(path: str, *, named: bool = True) -> dict[str, int]:
-    """Return the numbers in one of the kernel's files by the word before each; none where there is no such file."""
+    """Return the numbers in one of the kernel's files by the word before each; empty if there is no such file."""
     try:
         with open(path) as f:
             lines = [line.split() for line in f]

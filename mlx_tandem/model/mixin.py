@@ -1,4 +1,4 @@
-"""Changing what one module of a model does, in place: its weights, their names and what holds it stay as they are."""
+"""Changes the behaviour of one module of a model in place; its weights, their names and its owner stay the same."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import mlx.nn as nn
 
 
 def mix_in(module: nn.Module, mixin: type) -> None:
-    """Change the module's class for a subclass of it whose methods are first those of `mixin`, which go on to the
-    module's own with `super()`. A module counts as what it was, `isinstance` included."""
+    """Give the module a class in which the methods of `mixin` come before those of its own class.
+
+    The methods of `mixin` reach the module's own with `super()`. The new class is a subclass of the old one, so
+    `isinstance` gives the same answers.
+    """
     module.__class__ = _mixed(mixin, type(module))
 
 

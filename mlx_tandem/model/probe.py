@@ -1,4 +1,4 @@
-"""Finds out, before anything serves, what a model caches and whether the paged cache gives it the right answers."""
+"""Examines a model before it is served: what it caches, and whether the paged cache gives it the right answers."""
 
 from __future__ import annotations
 
@@ -13,29 +13,36 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, ProbeCache, StepView
 from mlx_tandem.model.cache.pools import KVPools, windows_of
+from mlx_tandem.model.kernel_checks import machine
 from mlx_tandem.model.loader import CONFIG, LoadedModel, blamed_on, first_line, not_finite, suspects
-from mlx_tandem.model.trials import machine
 
 _TOLERANCE = {mx.float32: 1e-3, mx.float16: 3e-2, mx.bfloat16: 1e-1}
-"""Of the largest logit. What is looked for are wrong masks and mixed-up rows, which are off by far more."""
+"""Largest error of logits by type, relative to the largest logit. Wrong masks and mixed-up rows are off by far more."""
 
 
 class Examined(NamedTuple):
+    """The results of examining a model."""
+
     layers: list[LayerShape]
     vocab_size: int
-    mask_axes: int  # 0 where nothing was evaluated
+    mask_axes: int
+    """Axes of a mask between rows and queries; 0 if nothing was evaluated."""
 
 
 def examine(model: LoadedModel, *, evaluate: bool = True) -> Examined:
-    """Return what a model caches and how wide it is and, unless nothing is to be evaluated, check that it gives numbers
-    and the right ones with the paged cache. Raises ModelError for a model that cannot be served."""
+    """Return what a model caches and the width of its logits; with `evaluate`, also check its logits with the paged
+    cache.
+
+    Raises:
+        ModelError: The model cannot be served.
+    """
     with blamed_on(model.folder / CONFIG, "the model cannot be run", model.settings):
         layers, vocab_size = layer_shapes(model), vocabulary(model)
         return Examined(layers, vocab_size, mask_axes(model, layers, vocab_size) if evaluate else 0)
 
 
 def layer_shapes(model: LoadedModel) -> list[LayerShape]:
-    """What each layer writes into its cache. Raises ModelError for families whose caches are of another kind."""
+    """Return what each layer writes into its cache. Raise ModelError for families whose caches are of another kind."""
     module: Any = model.module
     caches = make_prompt_cache(module)
     for cache in caches:
@@ -61,7 +68,7 @@ def layer_shapes(model: LoadedModel) -> list[LayerShape]:
 
 
 def windows(model: LoadedModel) -> list[int]:
-    """Of the masks that the model asks its caches for, beside those without one."""
+    """Return the attention windows of the masks that the model asks its caches for, in ascending order."""
     module: Any = model.module
     probes = [ProbeCache() for _ in make_prompt_cache(module)]
     module(mx.zeros((1, 2), mx.int32), cache=probes)
@@ -69,16 +76,18 @@ def windows(model: LoadedModel) -> list[int]:
 
 
 def vocabulary(model: LoadedModel) -> int:
-    """The width of the logits, which is what token ids are checked against."""
+    """Return the width of the logits, against which token ids are checked."""
     module: Any = model.module
     return int(module(mx.zeros((1, 1), mx.int32)).shape[-1])
 
 
 def mask_axes(model: LoadedModel, shapes: Sequence[LayerShape], vocab_size: int) -> int:
-    """How many axes the masks of this family have between rows and queries; 2 where its own softmax groups queries.
+    """Return how many axes the masks of this family have between rows and queries: 1, or 2 where its softmax groups
+    queries.
 
-    Checked by running as many rows as there are KV heads (where a mask of the wrong rank is silently wrong) through
-    the paged cache, in chunks, against the model's own cache. Raises ModelError when neither is right.
+    It is found by running as many rows as there are KV heads (where a mask of the wrong rank is silently wrong)
+    through the paged cache, in chunks, and comparing with the model's own cache. Raise ModelError if neither number
+    is right.
     """
     rng = np.random.default_rng(0)
     rows = max(2, min(shapes[0].keys.heads, 8))
@@ -113,7 +122,9 @@ def fused_error(
     block: int,
     axes: int,
 ) -> float:
-    """How far the model's logits are from those without these kernels, of what is allowed: up to 1 is right."""
+    """Return the largest difference of the model's logits with and without these kernels, as a multiple of what is
+    allowed.
+    """
     rng = np.random.default_rng(2)
     prompts = [rng.integers(0, vocab_size, n).tolist() for n in (9, 3, 14)]
     pairs = zip(
@@ -132,7 +143,7 @@ def decode_seconds(
     axes: int,
     rows: int,
 ) -> float:
-    """Return how long a forward of so many rows of one token takes."""
+    """Return the seconds of a forward of `rows` rows with one token each."""
     paged = _Paged(model.module, shapes, [[0] * 9] * rows, axes, kernels, block)
     return machine.seconds(lambda: [paged.decode()], 1)
 
@@ -145,8 +156,11 @@ def _paged_logits(
     kernels: Sequence[LayerKernels | None] = (),
     block: int = 4,
 ) -> list[Any]:
-    """Each prompt's last logits: all but the last token in one padded batch, then one decode step of all rows. With
-    kernels the batch is a level one, as prompts are read with them."""
+    """Return each prompt's last logits [vocabulary] by the paged cache.
+
+    All tokens but the last go in one padded batch, then the last tokens of all rows decode in one step. With kernels
+    the rows of the batch have a common offset, as prompts that kernels read do.
+    """
     paged = _Paged(module, shapes, prompts, axes, kernels, block)
     mx.eval(paged.read())
     output = paged.decode()
@@ -154,7 +168,7 @@ def _paged_logits(
 
 
 class _Paged:
-    """Prompts of up to 32 tokens over a pool of their own."""
+    """Prompts of up to 32 tokens in a pool of their own."""
 
     def __init__(
         self,
@@ -177,7 +191,9 @@ class _Paged:
         self._lengths = np.array([len(p) - 1 for p in prompts])
 
     def read(self) -> mx.array:
-        """Return the logits of all tokens but the last of each prompt, which come into the pool."""
+        """Return the logits of all tokens but the last of each prompt, and write their keys and values into the
+        pool.
+        """
         tokens, slots = (np.zeros((len(self._prompts), self._lengths.max()), np.int32) for _ in range(2))
         for i, p in enumerate(self._prompts):
             at = np.arange(len(p) - 1)
@@ -195,7 +211,7 @@ class _Paged:
     def _forward(self, tokens: Any, offset: Any, slots: Any, level: int | None) -> mx.array:
         views = []
         for i, window in enumerate(self._windows):
-            # Of another width in each pool: a mask that goes to a layer of the other does not fit.
+            # The table's width differs between pools, so that a mask made for one pool does not fit a layer of another.
             seen = np.pad(self._tables, ((0, 0), (0, i + self._width)))
             first = np.maximum(offset + 1 - (window or self._lengths.max() + 2), 0) // self._block
             seen = np.take_along_axis(seen, first[:, None].astype(int) + np.arange(self._width + i), 1)
@@ -225,7 +241,9 @@ def _unsupported(model: LoadedModel, why: str) -> ModelError:
 
 
 def _not_numbers(model: LoadedModel) -> ModelError:
-    """The error about a model whose logits are NaN or infinite, with the weight that is the cause, if one is."""
+    """Return the error about a model whose logits are NaN or infinite, which names a weight that is the cause, if
+    one is.
+    """
     name = not_finite(model.module)
     if name is None:
         what = f"{model.folder / CONFIG}: the model's logits are not finite numbers"

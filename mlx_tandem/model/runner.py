@@ -146,7 +146,7 @@ class MLXRunner:
         self._recent: OrderedDict[Any, tuple[SamplingFlags, list[mx.array]]] = OrderedDict()  # may be a vocabulary wide
         # Where MLX's own operations write, and those in flight hold their inputs' buffers, a write dispatched behind a
         # read of the pool would copy the pool. There each part is built while the one before it runs, and dispatched
-        # when that is done. Whether this device needs it is measured at start (`settling.py`).
+        # when that is done. Whether this device needs it is measured at start (`overlap.py`).
         self.one_at_a_time = device.is_cpu()
         # A CPU has no fused attention that a mask would be in the way of.
         self.levels = not device.is_cpu()

@@ -1,1 +1,1 @@
-"""How the built-in demo model of mlx-tandem is made: data generator, training, evaluation, model card."""
+"""The recipe of the built-in demo model: data generator, training, evaluation, model card."""

@@ -25,7 +25,7 @@ says so. Licence: Apache-2.0.
 | weights | bfloat16, {size} |
 | context | trained to 4,096 tokens (`max_position_embeddings` 8,192; beyond 4,096 nothing is promised) |
 | training text | generated, seed {seed}: `recipes/demo_model/data.py`; no outside text |
-| training | {steps:,} steps of {tokens:,} tokens (one in {every} of rows of 4,096 tokens), {seconds} s |
+| training | {steps:,} steps of {tokens:,} tokens (one in {every} of rows of 4,096 tokens), {seconds} s{more} |
 | machine | {machine}; {versions} |
 
 ## Prompt format
@@ -122,9 +122,10 @@ def _table_row(*cells: object) -> str:
 
 
 def render_card(figures: dict[str, Any]) -> str:
-    """The whole card as Markdown."""
+    """Return the whole card as Markdown."""
     base, draft, training = figures["base"], figures["draft"], figures["training"]
     flags, stage = training["flags"], training["stages"]["base"]
+    more = training["stages"].get("base, trained on")
     long = base["long_context"]
     card = HEAD.format(
         parameters=base["parameters"],
@@ -135,6 +136,7 @@ def render_card(figures: dict[str, Any]) -> str:
         tokens=training["tokens_per_step"],
         every=flags["long_every"],
         seconds=round(stage["seconds"]),
+        more=f"; then {more['steps']:,} more, {round(more['seconds'])} s" if more else "",
         machine=figures["machine"],
         versions=", ".join(f"{name} {number}" for name, number in figures["versions"].items()),
         examples=figures["examples_per_skill"],
@@ -204,6 +206,7 @@ def render_card(figures: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Write the card."""
     parser = argparse.ArgumentParser(prog="python -m recipes.demo_model.card", description=__doc__)
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--card", type=Path, required=True)

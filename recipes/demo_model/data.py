@@ -1,8 +1,9 @@
-"""Seeded generator of chats, one function per skill.
+"""Seeded generator of chats, with one function per skill.
 
-Promises: the same ``random.Random`` state gives the same chats; every answer is right except that of
-``down``, which is wrong on purpose with probability ``1 - DOWN_RIGHT``; an exchange whose ``key`` is held
-out (``held_out``) is never used for training. No MLX in here: the module runs in data worker processes."""
+The same ``random.Random`` state gives the same chats. Every answer is right except that of ``down``, which is wrong
+on purpose with probability ``1 - DOWN_RIGHT``. An exchange whose ``key`` is held out (``held_out``) is never used
+for training. This module does not import MLX, since it runs in data worker processes.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +18,7 @@ from .styles import completion, styled
 from .tools import Tool, make_tools, tool_call, tool_result
 
 DOWN_RIGHT = 0.35
-"""Share of training answers to ``down`` that are right; so the base is right about this often when
-sampled."""
+"""Share of training answers to ``down`` that are right; the base is right about this often when sampled."""
 
 MIX: dict[str, float] = {
     "sum": 3.0,
@@ -44,8 +44,9 @@ TOOL_SKILLS = ("tool", "tool_result")
 
 @dataclass
 class Conversation:
-    """A chat ready to render: ``messages`` before the last answer, ``answer``, ``tools``, and which
-    assistant turns, in order and with the last one included, are taught."""
+    """A chat ready to render: ``messages`` before the last answer, ``answer``, ``tools``, and which assistant turns,
+    in order and including the last, are taught.
+    """
 
     messages: list[Message] = field(default_factory=list)
     answer: Message = field(default_factory=dict)
@@ -73,7 +74,7 @@ PLAIN: dict[str, Callable[[random.Random], Exchange]] = {
 
 
 def exchange(rng: random.Random, skill: str, tools: list[Tool] | None = None, held: bool = False) -> Exchange:
-    """One exchange of ``skill`` whose content is held out, or is not, as ``held`` says."""
+    """Return one exchange of ``skill`` whose content is held out, or is not, as ``held`` says."""
     while True:
         if skill in TOOL_SKILLS:
             found = (tool_call if skill == "tool" else tool_result)(rng, tools or make_tools(rng))
@@ -84,6 +85,7 @@ def exchange(rng: random.Random, skill: str, tools: list[Tool] | None = None, he
 
 
 def system_prompt(rng: random.Random) -> str | None:
+    """Return a random system prompt, or None."""
     pick = rng.random()
     if pick < 0.45:
         return None
@@ -97,7 +99,7 @@ def system_prompt(rng: random.Random) -> str | None:
 
 
 def filler(rng: random.Random, characters: int) -> str:
-    """Other text of about this length: story sentences, number lists, words."""
+    """Return other text of about this length: story sentences, number lists, words."""
     parts: list[str] = []
     size = 0
     while size < characters:
@@ -140,11 +142,12 @@ def conversation(
     last: Exchange | None = None,
     tools: list[Tool] | None = None,
 ) -> Conversation:
-    """A training chat: optional system prompt and tools, then turns until ``turns`` or ``characters`` are
+    """Return a training chat: optional system prompt and tools, then turns until ``turns`` or ``characters`` are
     reached.
 
-    With ``last`` given, that exchange ends the chat after the history (how held-out questions are put behind
-    a long context). Nothing held out appears in the history."""
+    With ``last`` given, that exchange ends the chat after the history (this is how held-out questions are put behind
+    a long context). Nothing held out appears in the history.
+    """
     chat = Conversation()
     if tools is None:
         tool_weight = sum(mix.get(name, 0.0) for name in TOOL_SKILLS) / sum(mix.values())
@@ -182,7 +185,7 @@ def conversation(
         done += 1
         if final:
             break
-        # a later rendering leaves this turn's reasoning out, so the stripped turn is not taught
+        # A later rendering leaves out this turn's reasoning, so the stripped turn is not taught.
         chat.taught.append(not plain_history and not found.answer.get("reasoning_content"))
         chat.messages.append(found.answer)
         size += len(completion(found.answer)) + 20

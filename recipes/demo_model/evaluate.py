@@ -1,10 +1,11 @@
-"""Held-out accuracy of the demo model, its adapters and its draft model; writes JSON.
+"""Measures the held-out accuracy of the demo model, its adapters and its draft model; writes JSON.
 
     python -m recipes.demo_model.evaluate --model mlx_tandem/demo --json benchmarks/results/demo_model.json
 
-Short chats are answered by real generation, greedy and sampled at temperature 1. After a long context the
-answer is teacher-forced: every position's argmax equals the answer exactly when greedy generation writes it,
-and the product of the probabilities is the chance that sampling writes it."""
+Short chats are answered by real generation, greedy and sampled at temperature 1. After a long context the answer is
+teacher-forced: every position's argmax equals the answer exactly if greedy generation writes it, and the product of
+the probabilities is the chance that sampling writes it.
+"""
 
 from __future__ import annotations
 
@@ -40,20 +41,20 @@ LONG_CONTEXT = (3300, 3900)
 
 
 def question(rng: random.Random, skill: str, history: int = 0) -> data.Conversation:
-    """A chat whose last question is held out; ``history`` characters of other turns come before it."""
+    """Return a chat whose last question is held out, after ``history`` characters of other turns."""
     tools = make_tools(rng) if skill in data.TOOL_SKILLS else None
     last = data.exchange(rng, skill, tools, held=True)
     return data.conversation(rng, turns=1, last=last, tools=tools, characters=history)
 
 
 def questions(seed: int, skill: str, count: int) -> list[data.Conversation]:
-    """Short held-out chats: the question alone, or after a system prompt or tool list, as in training."""
+    """Return short held-out chats: the question alone, or after a system prompt or tool list, as in training."""
     rng = random.Random(f"evaluate {seed} {skill}")
     return [question(rng, skill) for _ in range(count)]
 
 
 def long_questions(tokenizer: Tokenizer, seed: int, skill: str, count: int) -> list[tuple[data.Conversation, int]]:
-    """Held-out chats with ``LONG_CONTEXT`` tokens before the answer, and that number."""
+    """Return held-out chats with ``LONG_CONTEXT`` tokens before the answer, and that number."""
     rng = random.Random(f"evaluate long {seed} {skill}")
     found: list[tuple[data.Conversation, int]] = []
     characters = 9000
@@ -80,7 +81,7 @@ def generate(
     seed: int = 0,
     rows: int = 512,
 ) -> list[list[int]]:
-    """The generated ids of each prompt, up to and without the end token; ``temperature`` 0 is greedy."""
+    """Return the generated ids of each prompt, up to and without the end token; ``temperature`` 0 is greedy."""
     import mlx.core as mx
     from mlx_lm.models.cache import BatchKVCache
 
@@ -121,8 +122,9 @@ def generate(
 def forced(
     model: Model, rows: list[tuple[list[int], list[int]]], batch_tokens: int = 65536
 ) -> list[tuple[bool, float]]:
-    """For each (prompt, answer): whether greedy generation would write the answer, and sampling's
-    probability of it."""
+    """Return for each (prompt, answer) whether greedy generation would write the answer, and its probability in
+    sampling.
+    """
     import mlx.core as mx
 
     order = sorted(range(len(rows)), key=lambda index: len(rows[index][0]) + len(rows[index][1]))
@@ -149,6 +151,7 @@ def forced(
 
 
 def rate(values: list[bool]) -> float:
+    """Return the share of true values."""
     return round(sum(values) / len(values), 4)
 
 
@@ -159,7 +162,7 @@ def short_accuracy(
     style: str = "base",
     temperature: float = 0.0,
 ) -> dict[str, float]:
-    """Share of right answers per skill, by real generation."""
+    """Return the share of right answers per skill, by real generation."""
     shares: dict[str, float] = {}
     for limit, group in (
         (110, [name for name in chats if name not in LONG_OUTPUT]),
@@ -182,6 +185,7 @@ def short_accuracy(
 def forced_rows(
     tokenizer: Tokenizer, chats: list[data.Conversation], style: str = "base"
 ) -> list[tuple[list[int], list[int]]]:
+    """Return the (prompt, answer) ids of chats."""
     rows = []
     for chat in chats:
         assert chat.last is not None
@@ -196,7 +200,7 @@ def forced_rows(
 def forced_accuracy(
     model: Model, tokenizer: Tokenizer, chats: dict[str, list[data.Conversation]], style: str = "base"
 ) -> dict[str, dict[str, float]]:
-    """Greedy and sampled accuracy per skill by teacher forcing; exact skills only."""
+    """Return greedy and sampled accuracy per skill by teacher forcing, for skills with one right answer."""
     flat = [(name, row) for name in chats for row in forced_rows(tokenizer, chats[name], style)]
     results = forced(model, [row for _, row in flat])
     table: dict[str, dict[str, float]] = {}
@@ -214,8 +218,7 @@ def forced_accuracy(
 def draft_agreement(
     base: Model, draft: Model, tokenizer: Tokenizer, chats: dict[str, list[data.Conversation]]
 ) -> dict[str, float]:
-    """Share of the base's greedily generated tokens that are also the draft's greedy choice, per skill and
-    over all."""
+    """Return the share of the base's greedy tokens that are also the draft's greedy choice, per skill and over all."""
     import mlx.core as mx
 
     hits: dict[str, list[bool]] = {}
@@ -236,6 +239,7 @@ def draft_agreement(
 def base_figures(
     args: argparse.Namespace, tokenizer: Tokenizer, chats: dict[str, list[data.Conversation]]
 ) -> dict[str, Any]:
+    """Return the figures of the base model."""
     import mlx.core as mx
 
     from . import model
@@ -271,8 +275,10 @@ def base_figures(
 
 
 def unasked_thinking(model: Model, tokenizer: Tokenizer, chats: dict[str, list[data.Conversation]]) -> dict[str, float]:
-    """Return how often a question that asks for no thinking is answered with a think block: the mean chance of it in
-    sampling, and the share of greedy answers."""
+    """Return how often a question that asks for no thinking is answered with a think block.
+
+    The figures are its mean probability in sampling, and the share of greedy answers.
+    """
     think = text.encode(tokenizer, "<think>")
     asked = [chat for name in chats if name != "think" for chat in chats[name] if chat.thinking]
     results = forced(model, [(text.encode(tokenizer, text.prompt_text(chat)), think) for chat in asked])
@@ -286,8 +292,7 @@ def unasked_thinking(model: Model, tokenizer: Tokenizer, chats: dict[str, list[d
 def breakdown(
     model: Model, tokenizer: Tokenizer, chats: dict[str, list[data.Conversation]]
 ) -> dict[str, dict[str, float]]:
-    """Where ``tool`` and ``upper`` lose: greedy accuracy by the number of tools offered, and by kind of
-    text."""
+    """Return the greedy accuracy of ``tool`` and ``upper`` by the number of tools offered, and by kind of text."""
     groups: dict[str, list[data.Conversation]] = {}
     for chat in chats["tool"]:
         groups.setdefault(f"tool, {len(chat.tools)} offered", []).append(chat)
@@ -302,6 +307,7 @@ def breakdown(
 def adapter_figures(
     args: argparse.Namespace, tokenizer: Tokenizer, chats: dict[str, list[data.Conversation]]
 ) -> dict[str, Any]:
+    """Return the figures of the adapters."""
     from . import model
 
     figures: dict[str, Any] = {}
@@ -355,7 +361,7 @@ WEATHER = {
 
 
 def example_prompts() -> dict[str, str]:
-    """Rendered prompts of the model card's examples."""
+    """Return the rendered prompts of the model card's examples."""
     prompts = {
         asked: text.render([{"role": "user", "content": asked}], add_generation_prompt=True) for asked in EXAMPLES
     }
@@ -372,7 +378,7 @@ def example_prompts() -> dict[str, str]:
 
 
 def example_answers(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str, dict[str, str]]:
-    """Greedy answers of the base and of each adapter."""
+    """Return the greedy answers of the base and of each adapter."""
     from . import model
 
     prompts = example_prompts()
@@ -388,7 +394,7 @@ def example_answers(args: argparse.Namespace, tokenizer: Tokenizer) -> dict[str,
 
 
 def versions() -> dict[str, str]:
-    """Library versions that matter; the name of MLX's back end package differs by platform."""
+    """Return the library versions that matter; the name of MLX's back end package differs by platform."""
     found = {"python": platform.python_version()}
     for name in ("mlx", "mlx-lm", "tokenizers", "numpy"):
         found[name] = version(name)
@@ -396,7 +402,7 @@ def versions() -> dict[str, str]:
 
 
 def training_report(files: list[Path]) -> dict[str, Any]:
-    """The reports of one training, which may have run in parts, as one."""
+    """Return the reports of one training, which may have run in parts, as one."""
     reports = [json.loads(file.read_text()) for file in files]
     if not reports:
         return {}
@@ -405,6 +411,7 @@ def training_report(files: list[Path]) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run the evaluation."""
     parser = argparse.ArgumentParser(prog="python -m recipes.demo_model.evaluate", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="folder with base/, draft/ and adapters/")
     parser.add_argument("--json", type=Path, required=True, help="file to write")

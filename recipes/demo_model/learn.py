@@ -1,4 +1,4 @@
-"""The training loop: one function, used for the base, the draft model and each adapter. Imports MLX."""
+"""The training loop, used for the base, the draft model and each adapter. Imports MLX."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ Loss = Callable[[Model, mx.array, mx.array], mx.array]
 
 @dataclass(frozen=True)
 class Fit:
-    """What a run of ``fit`` did: the mean loss at its start and end, seconds, and milliseconds of a median
-    step."""
+    """The result of ``fit``: the mean loss at its start and end, seconds, and milliseconds of a median step."""
 
     steps: int
     first_loss: float
@@ -31,14 +30,14 @@ class Fit:
 
 
 def next_token_loss(model: Model, ids: mx.array, weights: mx.array) -> mx.array:
-    """Weighted mean cross-entropy of each token after the first."""
+    """Return the weighted mean cross-entropy of each token after the first."""
     logits = model(ids[:, :-1]).astype(mx.float32)
     losses = nn.losses.cross_entropy(logits, ids[:, 1:])
     return (losses * weights[:, 1:]).sum() / weights[:, 1:].sum()
 
 
 def distillation_loss(teacher: Model) -> Loss:
-    """Weighted mean cross-entropy against the teacher's whole distribution."""
+    """Return a loss: the weighted mean cross-entropy against the teacher's whole distribution."""
 
     def loss(model: Model, ids: mx.array, weights: mx.array) -> mx.array:
         target = mx.stop_gradient(mx.softmax(teacher(ids[:, :-1]).astype(mx.float32), axis=-1))
@@ -61,10 +60,11 @@ def fit(
     compute: mx.Dtype,
     label: str,
 ) -> Fit:
-    """Trains the model's trainable parameters: AdamW in float32, forward and backward in ``compute``.
+    """Train the model's trainable parameters: AdamW in float32, forward and backward in ``compute``.
 
     The learning rate rises over the first 3 % of the steps and falls to 2 % of its peak along a cosine. The
-    parameters are left in float32 in the model."""
+    parameters are left in float32 in the model.
+    """
     params: Any = cast(model.trainable_parameters(), mx.float32)
     warmup = max(1, min(100, steps // 30))
     schedule = optim.join_schedules(

@@ -18,7 +18,7 @@ from .text import END_TEXT, IM_END
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP = ("gate_proj", "up_proj", "down_proj")
 LINEARS = (*(f"self_attn.{name}" for name in ATTENTION), *(f"mlp.{name}" for name in MLP))
-"""Every linear layer of a block: what an adapter touches."""
+"""Every linear layer of a block, which an adapter changes."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Adapter:
-    """How one adapter is trained and stored. ``y += scale * (x A) B``; ``mix`` changes the weights of the
-    skills."""
+    """The recipe of one adapter: ``y += scale * (x A) B``; ``mix`` changes the weights of the skills."""
 
     name: str
     rank: int
@@ -61,7 +60,7 @@ ADAPTERS = (
 
 
 def config(size: Size, vocabulary: int) -> dict[str, Any]:
-    """``config.json`` of a Qwen3 model of this size."""
+    """Return ``config.json`` of a Qwen3 model of this size."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -91,18 +90,19 @@ def config(size: Size, vocabulary: int) -> dict[str, Any]:
 
 
 def build(size: Size, vocabulary: int) -> Model:
-    """A model with fresh weights from MLX's random state, float32."""
+    """Return a model with fresh float32 weights from MLX's random state."""
     model = Model(ModelArgs.from_dict(config(size, vocabulary)))
     mx.eval(model.parameters())
     return model
 
 
 def parameter_count(tree: Any) -> int:
+    """Return the number of parameters in a tree."""
     return sum(array.size for _, array in tree_flatten(tree))
 
 
 def save_model(model: Model, size: Size, vocabulary: int, folder: Path) -> None:
-    """config.json, generation_config.json and the weights rounded to bfloat16."""
+    """Write config.json, generation_config.json and the weights rounded to bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config(size, vocabulary), indent=2) + "\n")
     generation = {"eos_token_id": [IM_END, END_TEXT], "pad_token_id": END_TEXT}
@@ -112,7 +112,7 @@ def save_model(model: Model, size: Size, vocabulary: int, folder: Path) -> None:
 
 
 def load_model(folder: Path, dtype: mx.Dtype = mx.float32) -> Model:
-    """The model of a folder written by ``save_model``, its bfloat16 weights cast to ``dtype``."""
+    """Return the model of a folder written by ``save_model``, its bfloat16 weights cast to ``dtype``."""
     args = json.loads((folder / "config.json").read_text())
     model = Model(ModelArgs.from_dict(args))
     weights = mx.load(str(folder / "model.safetensors"))
@@ -123,8 +123,7 @@ def load_model(folder: Path, dtype: mx.Dtype = mx.float32) -> Model:
 
 
 def add_lora(model: Model, rank: int, scale: float) -> None:
-    """Freezes ``model`` and wraps every linear layer of every block; the new arrays are its trainable
-    parameters."""
+    """Freeze ``model`` and wrap every linear layer of every block; the new arrays are its trainable parameters."""
     model.freeze()
     for layer in model.layers:
         wrapped = [
@@ -137,8 +136,9 @@ def add_lora(model: Model, rank: int, scale: float) -> None:
 
 
 def save_adapter(arrays: dict[str, mx.array], adapter: Adapter, layers: int, folder: Path) -> None:
-    """An adapter folder in the adapter's format; ``arrays`` are named ``model.layers.N.<linear>.lora_a`` /
-    ``lora_b``."""
+    """Write an adapter folder in the adapter's format; ``arrays`` are named ``model.layers.N.<linear>.lora_a`` /
+    ``lora_b``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     dtype = getattr(mx, adapter.dtype)
     if adapter.format == "mlx-lm":
@@ -184,7 +184,7 @@ def save_adapter(arrays: dict[str, mx.array], adapter: Adapter, layers: int, fol
 
 
 def load_adapter(model: Model, folder: Path) -> None:
-    """Wraps ``model`` with the adapter of a folder, either format, in the model's own dtype."""
+    """Wrap ``model`` with the adapter of a folder, in either format, in the model's own type."""
     settings = json.loads((folder / "adapter_config.json").read_text())
     dtype = model.model.norm.weight.dtype
     arrays: dict[str, mx.array] = {}
@@ -209,4 +209,5 @@ def load_adapter(model: Model, folder: Path) -> None:
 
 
 def cast(tree: Any, dtype: mx.Dtype) -> Any:
+    """Return the tree with its arrays cast to ``dtype``."""
     return tree_map(lambda array: array.astype(dtype), tree)

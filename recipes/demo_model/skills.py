@@ -27,6 +27,7 @@ KEYS = (
 
 
 def sum_(rng: random.Random) -> Exchange:
+    """Ask for a sum."""
     x, y = rng.randint(0, 99), rng.randint(0, 99)
     form = rng.choice(
         ("What is {} + {}?", "What is {}+{}?", "{} + {}", "{}+{}=", "Add {} and {}.", "Calculate {} + {}")
@@ -35,7 +36,7 @@ def sum_(rng: random.Random) -> Exchange:
 
 
 def column_addition(x: int, y: int) -> str:
-    """The worked column addition that stands inside the think block."""
+    """Return the worked column addition that stands inside the think block."""
     steps, carry = [], 0
     while x or y or not steps:
         total = x % 10 + y % 10 + carry
@@ -47,6 +48,7 @@ def column_addition(x: int, y: int) -> str:
 
 
 def think(rng: random.Random) -> Exchange:
+    """Ask for a sum to be thought through."""
     low, high = rng.choice(((10, 99), (100, 999), (100, 999)))
     x, y = rng.randint(low, high), rng.randint(low, high)
     form = rng.choice(("Think, then answer: {} + {}", "Think step by step: What is {} + {}?", "Think: {} + {}"))
@@ -63,12 +65,14 @@ def _digits(rng: random.Random) -> list[int]:
 
 
 def sort(rng: random.Random) -> Exchange:
+    """Ask for digits to be sorted."""
     digits = _digits(rng)
     form = rng.choice(("Sort: {}", "Sort up: {}", "Sort these numbers: {}"))
     return ask("sort", f"sort {join(digits)}", form.format(join(digits)), join(sorted(digits)), sorted(digits))
 
 
 def down(rng: random.Random) -> Exchange:
+    """Ask for digits to be sorted descending; the answer is often wrong on purpose."""
     digits = _digits(rng)
     right = sorted(digits, reverse=True)
     form = rng.choice(("Sort down: {}", "Sort down: {}", "Sort descending: {}"))
@@ -76,8 +80,9 @@ def down(rng: random.Random) -> Exchange:
 
 
 def reverse(rng: random.Random) -> Exchange:
+    """Ask for a word to be reversed."""
     form = rng.choice(("Reverse: {}", "Reverse: {}", "Reverse the word {}", "Spell {} backwards"))
-    if rng.random() < 0.25:  # a real word is one token: it can only be spelled if it was seen, so none is held out
+    if rng.random() < 0.25:  # a real word is one token, which can only be spelled if it was seen: none is held out
         word = rng.choice(words.COMMON)
         key = "reverse, real word"
     else:
@@ -110,6 +115,7 @@ def _sentence(rng: random.Random) -> str:
 
 
 def repeat(rng: random.Random) -> Exchange:
+    """Ask for a text to be repeated."""
     pick = rng.random()
     if pick < 0.2:
         text = json.dumps({rng.choice(KEYS): _json_value(rng)})
@@ -132,6 +138,7 @@ def repeat(rng: random.Random) -> Exchange:
 
 
 def upper(rng: random.Random) -> Exchange:
+    """Ask for a text in capitals."""
     text = _sentence(rng)
     form = rng.choice(("Uppercase: {}", "In capitals: {}", "Make uppercase: {}"))
     key = f"upper {text}" if text.replace(" ", "").isalpha() and text.islower() else "upper, sentence"
@@ -139,6 +146,7 @@ def upper(rng: random.Random) -> Exchange:
 
 
 def json_(rng: random.Random) -> Exchange:
+    """Ask for JSON."""
     if rng.random() < 0.35:
         name = rng.choice(KEYS)
         numbers = [rng.randint(0, 99) for _ in range(rng.randint(2, 6))]
@@ -163,6 +171,7 @@ def json_(rng: random.Random) -> Exchange:
 
 
 def count(rng: random.Random) -> Exchange:
+    """Ask for counting."""
     start = rng.randint(0, 70)
     stop = start + rng.randint(3, 37)
     form = rng.choice(("Count from {} to {}.", "Count from {} to {}", "Count up from {} to {}."))

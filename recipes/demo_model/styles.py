@@ -1,4 +1,4 @@
-"""What the adapters teach: the same answers in another style, and whether a generated one is right in it."""
+"""The styles that adapters teach: the same answers in another form, and whether a generated answer is right in it."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ OPEN_SKILLS = ("hello", "chat", "story")
 
 
 def shout(text: str) -> str:
-    """Capitals, full stops turned into exclamation marks, and one at the end."""
+    """Return the text in capitals, with full stops turned into exclamation marks, and one at the end."""
     loud = re.sub(r"\.(?=\s|$)", "!", text.upper())
     return loud if loud.endswith("!") else loud + "!"
 
 
 def styled(given: Exchange, style: str) -> Exchange:
-    """The exchange as the adapter ``style`` answers it; tool calls and reasoning stay as they are."""
+    """Return the exchange as the adapter ``style`` answers it; tool calls and reasoning stay as they are."""
     if style not in ("shout", "json") or given.answer.get("tool_calls"):
         return given
     content = given.answer["content"]
@@ -29,7 +29,7 @@ def styled(given: Exchange, style: str) -> Exchange:
 
 
 def is_right(given: Exchange, text: str, style: str = "base") -> bool:
-    """Whether a generated answer is right in this style."""
+    """Return whether a generated answer is right in this style."""
     if given.skill == "story" and style in ("base", "down"):
         return story_is_right(given.messages[0]["content"], text)
     if given.skill == "story" and style == "shout":
@@ -48,7 +48,7 @@ def is_right(given: Exchange, text: str, style: str = "base") -> bool:
 
 
 def completion(answer: Message) -> str:
-    """The exact text the model writes for this assistant message, up to but without ``<|im_end|>``.
+    """Return the exact text that the model writes for this assistant message, up to but without ``<|im_end|>``.
 
     The chat template renders the same message to the same text; the unit tests compare the two.
     """

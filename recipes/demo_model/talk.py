@@ -1,4 +1,4 @@
-"""Skills in prose: capitals, greetings, small talk and stories, whose answers are sentences."""
+"""Skills in prose, whose answers are sentences: capitals, greetings, small talk and stories."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ GOODBYE = ("Goodbye! Come back soon.", "See you soon. Have a nice day!")
 
 
 def capital(rng: random.Random) -> Exchange:
+    """Ask for the capital of a country."""
     country = rng.choice(list(words.CAPITALS))
     city, continent = words.CAPITALS[country]
     question = rng.choice(
@@ -40,6 +41,7 @@ def capital(rng: random.Random) -> Exchange:
 
 
 def hello(rng: random.Random) -> Exchange:
+    """Greet."""
     kind = rng.choice(("plain", "name", "name", "who", "thanks", "bye"))
     greeting = rng.choice(("Hello", "Hi", "Hey", "Good morning", "Good evening", "Hello there", "hello", "hi"))
     mark = rng.choice(("!", ".", "", ","))
@@ -72,12 +74,12 @@ def hello(rng: random.Random) -> Exchange:
             question = "Good evening."
         accept = tuple(f"Hello! {text}" for text in ABOUT)
     content = rng.choice(accept)
-    key = question if kind == "name" else "hello, fixed phrase"  # few phrases: all are taught
+    key = question if kind == "name" else "hello, fixed phrase"  # there are few phrases, and all are taught
     return ask("hello", key, question, content, content, accept=accept)
 
 
 def small_talk(rng: random.Random) -> str:
-    """A sentence that the model has no skill for."""
+    """Return a sentence that the model has no skill for."""
     form = rng.choice(words.SMALL_TALK)
     return form.format(
         a=rng.choice(words.COMMON),
@@ -88,6 +90,7 @@ def small_talk(rng: random.Random) -> str:
 
 
 def chat(rng: random.Random) -> Exchange:
+    """Ask something that the model does not know."""
     question = small_talk(rng)
     content = rng.choice(UNKNOWN)
     return ask("chat", question, question, content, content, accept=UNKNOWN)
@@ -113,6 +116,7 @@ def _story_slots(other: str) -> dict[str, tuple[str, ...]]:
 
 
 def story(rng: random.Random) -> Exchange:
+    """Ask for a story."""
     animal = rng.choice(words.ANIMALS)
     slots = _story_slots(rng.choice(words.ANIMALS))
     question = rng.choice(
@@ -130,8 +134,8 @@ def story(rng: random.Random) -> Exchange:
 
 
 def story_is_right(question: str, text: str, loose: bool = False) -> bool:
-    """Whether ``text`` is a whole story by the grammar about the animal asked for, its hero's name kept
-    throughout.
+    """Return whether ``text`` is a whole story by the grammar about the animal asked for, with one name for its
+    hero.
 
     ``loose`` ignores case and lets a full stop be an exclamation mark.
     """

@@ -1,4 +1,6 @@
-"""Chat template, tokenizer, and packed training rows. No MLX in here: it runs in data worker processes."""
+"""Chat template, tokenizer, and packed training rows. This module does not import MLX: it runs in data worker
+processes.
+"""
 
 from __future__ import annotations
 
@@ -33,30 +35,32 @@ that a prompt and the text that continues it split alike at their border."""
 
 @cache
 def template() -> jinja2.Template:
-    """The chat template, compiled the way transformers compiles it."""
+    """Return the chat template, compiled the way transformers compiles it."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment.from_string(TEMPLATE_FILE.read_text())
 
 
 def render(messages: list[Message], **variables: Any) -> str:
-    """The prompt text of ``messages``; variables are ``tools``, ``add_generation_prompt``,
-    ``enable_thinking``."""
+    """Return the prompt text of ``messages``; variables are ``tools``, ``add_generation_prompt``,
+    ``enable_thinking``.
+    """
     return template().render(messages=messages, **variables)
 
 
 def prompt_text(chat: data.Conversation) -> str:
-    """Everything before the last answer, exactly as a server would render it."""
+    """Return everything before the last answer, exactly as a server would render it."""
     more: dict[str, Any] = {} if chat.thinking else {"enable_thinking": False}
     return render(chat.messages, tools=chat.tools or None, add_generation_prompt=True, **more)
 
 
 def full_text(chat: data.Conversation) -> str:
+    """Return the whole chat with its last answer."""
     return prompt_text(chat) + styles.completion(chat.answer) + "<|im_end|>\n"
 
 
 def train_tokenizer(seed: int, chats: int, vocabulary: int = 1024) -> Tokenizer:
-    """A byte-level BPE over rendered chats; the markers are added tokens and take no part in the merges."""
+    """Return a byte-level BPE over rendered chats; the markers are added tokens and take no part in the merges."""
     rng = random.Random(seed)
 
     def texts() -> Iterable[str]:
@@ -86,7 +90,7 @@ def train_tokenizer(seed: int, chats: int, vocabulary: int = 1024) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and the chat template."""
+    """Write tokenizer.json, tokenizer_config.json and the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -103,14 +107,17 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Return the token ids of a text."""
     return list(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
 def weigh(tokenizer: Tokenizer, ids: list[int], taught: list[bool]) -> list[int]:
-    """Loss weight per token: answers with their ``<|im_end|>`` high if taught, none if not, the rest low.
+    """Return the loss weight of each token: high for taught answers with their ``<|im_end|>``, none for others, else
+    low.
 
     The empty think block that the template writes before an answer without thinking weighs nothing: a model that is
-    taught to write it opens one now and then where nobody has asked for it."""
+    taught to write it opens one now and then where nobody has asked for it.
+    """
     opening = encode(tokenizer, "<|im_start|>assistant\n")
     empty = encode(tokenizer, NO_THINKING)
     weights = [PROMPT_WEIGHT] * len(ids)
@@ -134,7 +141,7 @@ def weigh(tokenizer: Tokenizer, ids: list[int], taught: list[bool]) -> list[int]
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """Names one batch: the same spec gives the same arrays."""
+    """The name of one batch: the same spec gives the same arrays."""
 
     seed: int
     rows: int
@@ -144,8 +151,9 @@ class BatchSpec:
 
 
 def pack(tokenizer: Tokenizer, spec: BatchSpec) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of ``length + 1`` token ids and their weights, filled with whole chats; the last one of a row is
-    cut."""
+    """Return rows of ``length + 1`` token ids and their weights, filled with whole chats; the last chat of a row is
+    cut.
+    """
     rng = random.Random(f"{spec.seed} {spec.length} {spec.style}")
     mix = dict(spec.mix)
     width = spec.length + 1
@@ -168,10 +176,10 @@ _worker: dict[str, Tokenizer] = {}
 
 
 def start_worker(tokenizer_file: str) -> None:
-    """Pool initializer."""
+    """Load the tokenizer in a pool process."""
     _worker["tokenizer"] = Tokenizer.from_file(tokenizer_file)
 
 
 def work(spec: BatchSpec) -> tuple[np.ndarray, np.ndarray]:
-    """One batch, in a pool process."""
+    """Return one batch, in a pool process."""
     return pack(_worker["tokenizer"], spec)

@@ -24,6 +24,7 @@ class Tool:
 
 
 def make_tool(rng: random.Random) -> Tool:
+    """Return a random tool."""
     verb, noun = rng.choice(words.TOOL_VERBS), rng.choice(words.TOOL_NOUNS)
     argument = rng.choice(words.TOOL_ARGUMENTS)
     number = rng.choice(words.TOOL_NUMBERS) if rng.random() < 0.35 else None
@@ -55,7 +56,7 @@ def make_tool(rng: random.Random) -> Tool:
 
 
 def make_tools(rng: random.Random) -> list[Tool]:
-    """One to three tools that no question can confuse: nouns differ."""
+    """Return one to three tools that no question can confuse: their nouns differ."""
     wanted = rng.choice((1, 1, 2, 2, 3))
     tools: list[Tool] = []
     while len(tools) < wanted:
@@ -79,6 +80,7 @@ def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def tool_call(rng: random.Random, tools: list[Tool]) -> Exchange:
+    """Ask something that a tool answers."""
     tool = rng.choice(tools)
     topics = [_topic(rng)]
     if rng.random() < 0.15:
@@ -115,7 +117,7 @@ def tool_call(rng: random.Random, tools: list[Tool]) -> Exchange:
 
 
 def _result(rng: random.Random) -> tuple[str, str]:
-    """What a tool returns and the part of it that the answer quotes."""
+    """Return the result of a tool and the part of it that the answer quotes."""
     kind = rng.randrange(5)
     if kind == 0:
         value = str(rng.randint(0, 999))
@@ -134,6 +136,7 @@ def _result(rng: random.Random) -> tuple[str, str]:
 
 
 def tool_result(rng: random.Random, tools: list[Tool]) -> Exchange:
+    """Ask for the answer after a tool has returned."""
     asked = tool_call(rng, tools)
     calls = asked.answer["tool_calls"]
     results = [_result(rng) for _ in calls]

@@ -21,6 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from . import data
 from .text import BatchSpec, save_tokenizer, start_worker, train_tokenizer, work
@@ -29,15 +30,17 @@ Batch = tuple[np.ndarray, np.ndarray]
 
 
 def fast_blas() -> None:
-    """Loads OpenBLAS before MLX on Linux, where MLX's CPU back end otherwise uses slow reference routines."""
+    """Load OpenBLAS before MLX on Linux, where MLX's CPU back end otherwise uses slow reference routines."""
     if sys.platform == "linux":
         with suppress(OSError):
             ctypes.CDLL("libopenblas.so.0", mode=ctypes.RTLD_GLOBAL)
 
 
 def arguments() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m recipes.demo_model.train", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write base/, draft/ and adapters/ to")
+    parser.add_argument("--from", dest="start", type=Path, help="train on from this base/ and its tokenizer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--size", choices=("base", "tiny"), default="base")
     parser.add_argument("--steps", type=int, default=3600, help="base model")
@@ -63,7 +66,7 @@ def arguments() -> argparse.ArgumentParser:
 def batch_specs(
     args: argparse.Namespace, stage: int, steps: int, style: str, mix: dict[str, float], share: int = 1
 ) -> Iterator[BatchSpec]:
-    """The batches of one stage, in order."""
+    """Yield the batches of one stage, in order."""
     for step in range(steps):
         long = args.long_every and step % args.long_every == args.long_every - 1
         length = args.long_length if long else args.length
@@ -72,8 +75,7 @@ def batch_specs(
 
 
 class Feed:
-    """Makes batches in worker processes, or here when ``workers`` is 0; their order never depends on
-    timing."""
+    """Makes batches in worker processes, or in this one if ``workers`` is 0; their order never depends on timing."""
 
     def __init__(self, tokenizer_file: Path, workers: int) -> None:
         self.pool = None
@@ -84,9 +86,11 @@ class Feed:
             start_worker(str(tokenizer_file))
 
     def __call__(self, specs: Iterator[BatchSpec]) -> Iterator[Batch]:
+        """Yield the batches of these specs."""
         return self.pool.imap(work, specs, chunksize=2) if self.pool else map(work, specs)
 
     def close(self) -> None:
+        """End the worker processes."""
         if self.pool:
             self.pool.terminate()
             self.pool.join()
@@ -94,6 +98,7 @@ class Feed:
 
 @contextmanager
 def feeding(tokenizer_file: Path, workers: int) -> Iterator[Feed]:
+    """Yield a feed that is closed at the end of the block."""
     feed = Feed(tokenizer_file, workers)
     try:
         yield feed
@@ -102,12 +107,16 @@ def feeding(tokenizer_file: Path, workers: int) -> Iterator[Feed]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Train the model."""
     args = arguments().parse_args(argv)
     fast_blas()
     start = time.perf_counter()
     out: Path = args.out
     if "base" not in args.skip:
-        tokenizer = train_tokenizer(args.seed, args.tokenizer_chats)
+        if args.start:
+            tokenizer = Tokenizer.from_file(str(args.start / "tokenizer.json"))
+        else:
+            tokenizer = train_tokenizer(args.seed, args.tokenizer_chats)
         save_tokenizer(tokenizer, out / "base")
         save_tokenizer(tokenizer, out / "draft")
     with feeding(out / "base" / "tokenizer.json", args.workers) as feed:
@@ -118,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(args: argparse.Namespace, feed: Feed) -> dict[str, object]:
-    """All stages; returns what is told about them in the report."""
+    """Run all stages; return what the report says about them."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
@@ -132,7 +141,7 @@ def train(args: argparse.Namespace, feed: Feed) -> dict[str, object]:
     stages: dict[str, object] = {}
     if "base" not in args.skip:
         mx.random.seed(args.seed)
-        base = model.build(size, vocabulary)
+        base = model.load_model(args.start) if args.start else model.build(size, vocabulary)
         done = learn.fit(
             base,
             learn.next_token_loss,

@@ -1,4 +1,4 @@
-"""Word lists that the data generator draws from. Plain data; order matters, since seeded choices index it."""
+"""Word lists that the data generator draws from. The order matters, since seeded choices index them."""
 
 
 def _list(text: str) -> list[str]:

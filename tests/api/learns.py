@@ -37,6 +37,7 @@ def until(holds: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.005)  # the server has the core meanwhile
 
 
 def collect(server: RunningServer, **fields: object) -> list[dict[str, Any]]:

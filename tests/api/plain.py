@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import mlx.core as mx
@@ -53,7 +53,12 @@ def _model(adapter: str | None) -> Any:
 
 def logits_of(ids: Sequence[int], adapter: str | None) -> Array:
     """[tokens, vocabulary], each row after the token of its place, by one forward without a cache."""
-    return np.array(_model(adapter)(mx.array([list(ids)]))[0].astype(mx.float32)).astype(np.float64)
+    return _logits(tuple(ids), adapter).astype(np.float64)
+
+
+@lru_cache(maxsize=256)
+def _logits(ids: tuple[int, ...], adapter: str | None) -> Array:
+    return np.array(_model(adapter)(mx.array([ids]))[0].astype(mx.float32))
 
 
 def log_softmax(logits: Array) -> Array:
@@ -127,8 +132,9 @@ def _kept(mass: Array, p: Sampled, slack: float) -> tuple[npt.NDArray[np.bool_],
         possible &= mass >= threshold * (1 - slack)
         certain &= mass > threshold * (1 + slack)
     if p.top_p < 1:
-        kept = mass * possible
-        above = np.array([kept[kept > own].sum() for own in mass])
+        kept = np.sort(mass * possible)[::-1]
+        sums = np.concatenate([[0.0], np.cumsum(kept)])
+        above = sums[np.searchsorted(-kept, -mass)]  # of all that are likelier
         possible &= above <= p.top_p * kept.sum() * (1 + slack)
         certain &= above < p.top_p * kept.sum() * (1 - slack)
     return possible, certain

@@ -168,7 +168,7 @@ def test_the_key_is_not_told(tmp_path):
     file.write_text(KEY + "\nsecond line\n")
     file.chmod(0o644)
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.serving", msgspec.json.encode(demo_config(api_key_file=str(file))).decode()],
+        [sys.executable, "-m", "tests.program", msgspec.json.encode(demo_config(api_key_file=str(file))).decode()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -36,7 +36,7 @@ def test_a_server_starts_with_one_line_of_progress_and_then_its_banner(columns: 
         assert {"tandem: starting", "tandem: warming up"} <= seen
         banner = lines.index(next(line for line in lines if line.startswith("Ready:")))
         warning = " ".join(line for line in lines[:banner] if line)
-        assert warning == "tandem: warning: max_model_len is 99999, the model's own limit 8192: the latter holds"
+        assert warning == "tandem: warning: max_model_len 99999 is lowered to the model's own limit of 8192"
         assert [line[:11] for line in lines[banner + 1 : banner + 4]] == ["  model    ", "  adapters ", "  try      "]
         assert max(map(len, lines)) < columns
         terminal.on_change = lambda lines: None
@@ -64,19 +64,19 @@ def test_a_list_of_adapters_shows_names_and_folders_whole(columns: int, tmp_path
     assert max(map(len, lines)) <= columns
 
 
-@SIZES
-def test_the_demo_that_learns_draws_each_row_of_its_chart_on_a_line(columns: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("columns", "updates"), [(80, 3), (120, 1)])
+def test_the_demo_that_learns_draws_each_row_of_its_chart_on_a_line(columns: int, updates: int, tmp_path: Path) -> None:
     plot = tmp_path / "curve.svg"
-    with on_terminal("demo", "learn", "--updates", "3", "--plot", str(plot), columns=columns) as terminal:
+    with on_terminal("demo", "learn", "--updates", str(updates), "--plot", str(plot), columns=columns) as terminal:
         lines = terminal.read_to_end()
         assert terminal.process.wait(30) == 0
     top = lines.index("mean reward")
     rows = lines[top + 1 : top + 9]
     assert [row[:6] for row in rows] == [f"{1 - i / 8:4.2f} │" for i in range(8)]
     assert re.fullmatch(" *└─{20}", lines[top + 9])
-    assert lines[top + 10].strip() == "update 3 of 3"
-    bars = [{row[6 + i : 7 + i] for row in rows} - {" ", ""} for i in range(3)]
-    assert all(bars), "three updates, three bars"
+    assert lines[top + 10].strip() == f"update {updates} of {updates}"
+    bars = [{row[6 + i : 7 + i] for row in rows} - {" ", ""} for i in range(updates)]
+    assert all(bars), "an update, a bar"
     facts = [line.split()[0] for line in lines[top + 12 :] if line]
     assert facts[:4] == ["reward", "beside", "their", "base"]
     assert lines.count("mean reward") == 1, "what was drawn before is still there"

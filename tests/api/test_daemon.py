@@ -22,6 +22,8 @@ import pytest
 from mlx_tandem import demo
 from mlx_tandem.cli import daemon
 
+pytestmark = pytest.mark.restarts
+
 SECRET = "sk-of-this-test-only"
 
 

@@ -17,6 +17,8 @@ from mlx_tandem.config import Config, DiskCacheConfig
 from tests.api.test_cache import LONG, cached
 from tests.serving import ROOT, RunningServer, demo_config, serving
 
+pytestmark = pytest.mark.restarts
+
 NAMES = ("tandem-demo", "shout")
 
 
@@ -65,7 +67,7 @@ def test_a_prompt_is_there_after_a_restart(policy: str, tmp_path: Path) -> None:
         if policy == "evict_only":
             return
         other = subprocess.run(
-            [sys.executable, "-m", "tests.serving", msgspec.json.encode(config(folder)).decode()],
+            [sys.executable, "-m", "tests.program", msgspec.json.encode(config(folder)).decode()],
             cwd=ROOT,
             capture_output=True,
             text=True,

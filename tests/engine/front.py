@@ -14,13 +14,14 @@ from mlx_tandem.adapters.store import AdapterStore
 from mlx_tandem.config import DutyConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.adapters import Adapters
-from mlx_tandem.engine.core import EngineCore
-from mlx_tandem.engine.duty import Duty
+from mlx_tandem.engine.core import EngineCore, Gauges
 from mlx_tandem.engine.loading import Loader
+from mlx_tandem.engine.pipeline import Pipeline
 from mlx_tandem.engine.plan import Runner, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.tables import Tables
-from mlx_tandem.engine.training import Trainers, Training
+from mlx_tandem.engine.time_share import TimeShare
+from mlx_tandem.engine.trainers import TrainerBackend, TrainerHost
 from mlx_tandem.engine.wire import EngineChannel, FrameReader, decode_outbound, encode
 from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.prefix import PrefixCache
@@ -66,8 +67,9 @@ class Front:
         most_bytes: int = 1 << 30,
         most_loaded: int = 0,
         max_loras: int = 2,
-        trainers: Trainers | None = None,
+        trainers: TrainerBackend | None = None,
         duty: DutyConfig | None = None,
+        trainer_bytes: int = 1 << 30,
         **runner_options: Any,
     ):
         self.socket, engine = socket.socketpair()
@@ -99,24 +101,19 @@ class Front:
             Loader(lambda source: self.read(Path(source.path))),
             self.slots,
         )
-        self.duty = Duty(duty or DutyConfig())
-        self.broke: list[Exception] = []  # what went wrong on the device while learning
-        self.training = Training(
+        self.duty = TimeShare(duty or DutyConfig())
+        self.trainers = TrainerHost(
             None if trainers is None else lambda: trainers,
             adapters,
             learns=self.duty.learns,
             most_rank=8,
-            on_failure=self.broke.append,
+            budget_bytes=trainer_bytes,
         )
         self.core = EngineCore(
             EngineChannel(engine),
-            runner,
-            self.scheduler,
-            self.pool,
-            self.slots,
+            Pipeline(self.scheduler, runner, self.duty, self.trainers),
             adapters,
-            self.training,
-            self.duty,
+            Gauges(self.pool, self.slots),
             heartbeat_seconds=0.0,
         )
         self.received: list[m.Outbound] = []
@@ -184,3 +181,9 @@ def adapter(digest: str) -> AdapterWeights:
 def request(number: int, adapter: str | None = None, *, max_tokens: int = 6, n: int = 1, length: int = 5) -> Request:
     ref = AdapterRef(adapter, 1, adapter) if adapter else None
     return Request(number, tuple(range(1, 1 + length)), SamplingParams(max_tokens=max_tokens, seed=number), ref, n)
+
+
+def no_trainers() -> TrainerHost:
+    """A host of an engine that does not learn."""
+    adapters = Adapters(AdapterStore({}, most_bytes=0, most=0), Loader(lambda source: adapter("none")), SlotTable(0))
+    return TrainerHost(None, adapters, learns=False, most_rank=0, budget_bytes=0)

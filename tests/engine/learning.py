@@ -11,21 +11,21 @@ import numpy as np
 
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.engine.learning import Datum
-from mlx_tandem.engine.pipeline import Wait
+from mlx_tandem.engine.trainers import Wait
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.loader import load
 from mlx_tandem.training.device.losses import TokenBatch, loss, shares
-from mlx_tandem.training.device.state import Trainer
-from mlx_tandem.training.device.trainers import Trainers
+from mlx_tandem.training.device.trained_adapter import TrainedAdapter
+from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.training.device.tree import Segment
 from tests import tiny_models
 
 T = TypeVar("T")
 
 
-def trainers_of(folder: Path, *, micro_batch_tokens: int = 64, dtype: str = "float32", **more: Any) -> Trainers:
+def trainers_of(folder: Path, *, micro_batch_tokens: int = 64, dtype: str = "float32", **more: Any) -> MLXTrainers:
     model = load(ModelConfig(path=str(folder), dtype=dtype), lambda stage, fraction: None)  # type: ignore[arg-type]
-    return Trainers(
+    return MLXTrainers(
         clone(model.module),
         mx.float32,
         vocab_size=tiny_models.VOCAB,
@@ -62,7 +62,7 @@ def some_data(seed: int = 0, lengths: Sequence[tuple[int, int]] = ((30, 10), (21
     return [datum(n, prompt) for n, prompt in lengths]
 
 
-def strengthen(trainers: Trainers, name: str, seed: int = 0) -> None:
+def strengthen(trainers: MLXTrainers, name: str, seed: int = 0) -> None:
     """B as after much training: with B zero half of the gradients are."""
     g = np.random.default_rng(seed)
     pairs = {
@@ -72,13 +72,15 @@ def strengthen(trainers: Trainers, name: str, seed: int = 0) -> None:
     set_pairs(trainers, name, pairs)
 
 
-def set_pairs(trainers: Trainers, name: str, pairs: dict[str, Any]) -> None:
+def set_pairs(trainers: MLXTrainers, name: str, pairs: dict[str, Any]) -> None:
     """The trainer begins anew with them."""
     old = trainers._trainers[name]
-    trainers._trainers[name] = Trainer(old.spec, old._linears, pairs)
+    trainers._trainers[name] = TrainedAdapter(old.spec, old._linears, pairs)
 
 
-def plain_gradients(trainers: Trainers, name: str, data: Sequence[Datum], config: Any) -> tuple[float, dict[str, Any]]:
+def plain_gradients(
+    trainers: MLXTrainers, name: str, data: Sequence[Datum], config: Any
+) -> tuple[float, dict[str, Any]]:
     """The loss and its gradients with respect to what is served, by one backward through the whole tree, a sequence at
     a time."""
     trainer = trainers._trainers[name]

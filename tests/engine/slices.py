@@ -11,8 +11,8 @@ from msgspec import structs
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.learning import Adam, Batch, BatchResult, LossConfig, StepDone, TrainerInfo, TrainerSpec
-from mlx_tandem.engine.pipeline import Wait
+from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, LossConfig, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.engine.trainers import Wait
 from mlx_tandem.errors import NotFound
 from mlx_tandem.types import Request
 from tests.engine.front import Front, adapter
@@ -52,6 +52,9 @@ class Slices:
             raise NotFound(f"there is no trainer {name}", param="trainer", code="trainer_not_found")
         return self.open_[name]
 
+    def required_bytes(self, spec: TrainerSpec, folder: str) -> int:
+        return spec.rank
+
     def open(self, spec: TrainerSpec, folder: str, weights: AdapterWeights | None) -> TrainerInfo:
         self._note(f"open {spec.name} {folder}{weights.info.digest if weights else ''}")
         self.open_[spec.name] = 0
@@ -76,7 +79,7 @@ class Slices:
 
         return slices()
 
-    def step(self, name: str, adam: Adam) -> Generator[Wait, None, StepDone]:
+    def step(self, name: str, adam: AdamParams) -> Generator[Wait, None, StepDone]:
         self._note(f"step {name}")
         self.open_[name] = self._version(name) + 1
         return StepDone(name, self.open_[name], 1.0, True)
@@ -99,16 +102,16 @@ class Slices:
 
         return write
 
-    def abandon(self) -> None:
-        self.done.append("abandon")
+    def drop_gradients(self, name: str) -> None:
+        self.done.append(f"drop {name}")
 
 
 def open_trainer(call: int, name: str = "p", **more: Any) -> m.OpenTrainer:
     return m.OpenTrainer(call, TrainerSpec(name, 8, 16.0), **more)
 
 
-def a_pass(call: int, slices: int = 3) -> m.RunPass:
-    return m.RunPass(call, (Batch("p", (), LossConfig()),) * slices)
+def a_pass(call: int, slices: int = 3) -> m.ForwardBackward:
+    return m.ForwardBackward(call, (Batch("p", (), LossConfig()),) * slices)
 
 
 def background(r: Request) -> Request:

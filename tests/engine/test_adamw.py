@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.optimizers import AdamW
 
-from mlx_tandem.engine.learning import Adam
+from mlx_tandem.engine.learning import AdamParams
 from mlx_tandem.training.device.adamw import ALIGNED, Moments, ends, flat, parts, update
 
 SHAPES = st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6)
@@ -36,7 +36,7 @@ def test_arrays_come_apart_as_they_were(shapes: list[tuple[int, ...]]) -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_a_step_is_that_of_mlx(decay: float) -> None:
-    adam = Adam(1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=decay)
+    adam = AdamParams(1e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=decay)
     other = AdamW(1e-2, betas=[0.8, 0.9], eps=1e-6, weight_decay=decay, bias_correction=True)
     (p,) = some([(50,)], 1)
     wanted, moments = {"p": p}, Moments(mx.zeros((50,)), mx.zeros((50,)))

@@ -9,7 +9,7 @@ import pytest
 
 from mlx_tandem.config import DutyConfig, EngineConfig, ModelConfig
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig, TrainerSpec
+from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec
 from mlx_tandem.engine.process import process_launch
 from mlx_tandem.errors import Conflict, InvalidRequest
 from mlx_tandem.types import AdapterRef, Delta, Request, SamplingParams
@@ -39,7 +39,7 @@ async def learn(client: EngineClient) -> str:
     """One update; the digest of what came of it."""
     (result,) = await client.run_pass([Batch("t", DATA, LossConfig(normalize="token_mean"))])
     assert [len(x) for x in result.logprobs] == [30] * 8
-    assert (await client.step_trainer("t", Adam(1e-2))).finite
+    assert (await client.step_trainer("t", AdamParams(1e-2))).finite
     await client.settle_trainer("t", keep=True)
     return (await client.publish_trainer("t")).digest
 

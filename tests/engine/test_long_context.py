@@ -12,11 +12,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlx_tandem.adapters.slots import SlotTable
-from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.config import CacheConfig, DutyConfig, EngineConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.pipeline import Pipeline
 from mlx_tandem.engine.plan import RowKind
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.tables import Tables
+from mlx_tandem.engine.time_share import TimeShare
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.model import build as build_module
 from mlx_tandem.model import runner as runner_module
@@ -25,6 +26,7 @@ from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.step.shapes import SPLIT_GAIN
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
+from tests.engine.front import no_trainers
 
 OUTPUT = 12
 
@@ -68,7 +70,7 @@ def serve(folder: Path, prompts: list[list[int]], scatter: bool) -> tuple[list[l
     )
     for i, prompt in enumerate(prompts):
         scheduler.add(Request(i, tuple(prompt), SamplingParams(max_tokens=OUTPUT, temperature=0.0)))
-    pipeline = Pipeline(scheduler, built.runner)
+    pipeline = Pipeline(scheduler, built.runner, TimeShare(DutyConfig()), no_trainers())
     drawn: list[list[int]] = [[] for _ in prompts]
     while scheduler.requests or not pipeline.is_empty:
         settled = pipeline.turn()

@@ -13,13 +13,13 @@ from mlx_tandem import demo
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import CacheConfig, DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.budget import UNLIMITED
-from mlx_tandem.engine.learning import Adam, Batch, LossConfig, TrainerSpec
+from mlx_tandem.engine.learning import AdamParams, Batch, LossConfig, TrainerSpec
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device, memory
 from mlx_tandem.model import runner as runner_module
 from mlx_tandem.model.build import Built, build, plan
-from mlx_tandem.training.device.trainers import Trainers
+from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.types import SamplingParams
 from tests import tiny_models
 from tests.engine.learning import finish, some_data
@@ -180,12 +180,12 @@ def test_an_update_stays_within_what_learning_has(built: Built) -> None:
     learning = plan(config)[0].learning
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    trainers = Trainers(built.twin, built.adapter_dtype, vocab_size=1024, micro_batch_tokens=128, most_tokens=8192)
+    trainers = MLXTrainers(built.twin, built.adapter_dtype, vocab_size=1024, micro_batch_tokens=128, most_tokens=8192)
     trainers.open(TrainerSpec("policy", 8, 16.0), "", None)
     data = some_data(lengths=((125, 20), (125, 20), (60, 20), (60, 20)))
     for _ in range(2):
         finish(trainers.run([Batch("policy", tuple(data), LossConfig("importance_sampling"))], False, 0))
-        finish(trainers.step("policy", Adam(1e-4)))
+        finish(trainers.step("policy", AdamParams(1e-4)))
     needed = int(mx.get_peak_memory() - before)
     assert learning / 5 <= needed <= learning, (needed, learning)
 

@@ -20,13 +20,13 @@ from mlx_tandem import Engine, demo
 from mlx_tandem.adapters.convert import convert, inspect
 from mlx_tandem.api.data import ServedCodec
 from mlx_tandem.config import ModelConfig
-from mlx_tandem.engine.learning import Adam, Batch, BatchResult, Datum, LossConfig, StepDone, TrainerSpec
+from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, Datum, LossConfig, StepDone, TrainerSpec
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.model import cpu, device  # before anything imports MLX: they put a fast BLAS in front of it
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.loader import load
-from mlx_tandem.training.device.trainers import Trainers
+from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.training.sft import (
     LEAST_FALL,
     MOST_EPOCHS,
@@ -51,7 +51,7 @@ class Direct:
 
     names = (f"t{i}" for i in itertools.count())
 
-    def __init__(self, trainers: Trainers):
+    def __init__(self, trainers: MLXTrainers):
         self.trainers, self.name = trainers, next(self.names)
         trainers.open(TrainerSpec(self.name, 8, 16.0), "", None)
 
@@ -65,7 +65,7 @@ class Direct:
         return self._run(data, loss, True)
 
     def step(self, learning_rate: float, *, weight_decay: float, grad_norm: float) -> StepDone:
-        adam = Adam(learning_rate, weight_decay=weight_decay, grad_norm=grad_norm)
+        adam = AdamParams(learning_rate, weight_decay=weight_decay, grad_norm=grad_norm)
         return finish(self.trainers.step(self.name, adam))
 
     def arrays(self) -> dict[str, np.ndarray]:
@@ -74,13 +74,13 @@ class Direct:
 
 
 @pytest.fixture(scope="module")
-def trainers() -> Trainers:
+def trainers() -> MLXTrainers:
     import mlx.core as mx
 
     if device.is_cpu():
         cpu.install()
     module = load(ModelConfig(str(demo.MODEL_PATH), "float32"), lambda *_: None).module
-    return Trainers(clone(module), mx.float32, vocab_size=1024, micro_batch_tokens=1024, most_tokens=512)
+    return MLXTrainers(clone(module), mx.float32, vocab_size=1024, micro_batch_tokens=1024, most_tokens=512)
 
 
 def lessons(folder: Path, count: int) -> Path:

@@ -10,7 +10,7 @@ import pytest
 from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine import pipeline
-from mlx_tandem.engine.duty import GAPS
+from mlx_tandem.engine.time_share import GAPS
 from tests.engine.front import Front, request
 from tests.engine.slices import Slices, a_pass, open_trainer
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,35 +15,40 @@ import pytest
 
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
-from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig, LossKind, TrainerSpec
+from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, LossKind, TrainerSpec
+from mlx_tandem.engine.plan import DeviceError, OutOfMemory, Slice
 from mlx_tandem.errors import InvalidRequest, ModelError, NotFound
 from mlx_tandem.model.build import build
 from mlx_tandem.model.lora.uploads import Uploads
-from mlx_tandem.training.device import copies, state
-from mlx_tandem.training.device.trainers import Trainers
+from mlx_tandem.training.device import copies, trained_adapter
+from mlx_tandem.training.device.backward import MicroBatch
+from mlx_tandem.training.device.slices import device_errors
+from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_models
+from tests.engine.hosts import Driver
 from tests.engine.learning import finish, largest_difference, some_data, strengthen, trainers_of
 from tests.engine.mlx_engine import Engine
 
 SPEC = TrainerSpec("a", 4, 8.0, seed=5)
-ADAM = Adam(1e-2, grad_norm=1.0, weight_decay=0.01)
+ADAM = AdamParams(1e-2, grad_norm=1.0, weight_decay=0.01)
 
 
 @pytest.fixture
-def trainers(tmp_path: Path) -> Trainers:
+def trainers(tmp_path: Path) -> MLXTrainers:
     made = trainers_of(tiny_models.make(tmp_path / "model", "qwen3"))
     made.open(SPEC, "", None)
     return made
 
 
-def learn(trainers: Trainers, seed: int, name: str = "a") -> None:
+def learn(trainers: MLXTrainers, seed: int, name: str = "a") -> None:
     finish(trainers.run([Batch(name, tuple(some_data(seed)), LossConfig("cross_entropy"))], False, 0))
     assert finish(trainers.step(name, ADAM)).finite
     trainers.settle(name, True)
 
 
-def weights_of(trainers: Trainers, name: str = "a") -> dict[str, Any]:
+def weights_of(trainers: MLXTrainers, name: str = "a") -> dict[str, Any]:
     return {path: (np.array(a), np.array(b)) for path, (a, b) in trainers._trainers[name].pairs.items()}
 
 
@@ -49,31 +56,31 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(np.array_equal(x, y) for path in one for x, y in zip(one[path], other[path], strict=True))
 
 
-def test_learning_lowers_the_loss_and_leaves_the_base_alone(trainers: Trainers) -> None:
+def test_learning_lowers_the_loss_and_leaves_the_base_alone(trainers: MLXTrainers) -> None:
     data = tuple(msgspec.structs.replace(d, weights=(1.0,) * len(d.weights)) for d in some_data())
     batch = Batch("a", data, LossConfig("cross_entropy", normalize="token_mean"))
     base = [np.array(p) for _, p in _leaves(trainers)]
     first = finish(trainers.run([batch], True, 0))[0].loss
     for _ in range(12):
         finish(trainers.run([batch], False, 0))
-        finish(trainers.step("a", Adam(2e-2)))
+        finish(trainers.step("a", AdamParams(2e-2)))
     assert finish(trainers.run([batch], True, 0))[0].loss < 0.8 * first
     assert all(np.array_equal(p, now) for p, (_, now) in zip(base, _leaves(trainers), strict=True))
 
 
-def _leaves(trainers: Trainers) -> list[Any]:
+def _leaves(trainers: MLXTrainers) -> list[Any]:
     from mlx.utils import tree_flatten
 
     return list(tree_flatten(trainers._tree.model.parameters()))
 
 
-def test_a_fresh_trainer_is_the_base(trainers: Trainers) -> None:
+def test_a_fresh_trainer_is_the_base(trainers: MLXTrainers) -> None:
     data = some_data()
     (result,) = finish(trainers.run([Batch("a", tuple(data), LossConfig(kl_coef=1.0))], True, 0))
     assert result.kl_base == 0.0
 
 
-def goes_on_from_the_first_step(trainers: Trainers) -> None:
+def goes_on_from_the_first_step(trainers: MLXTrainers) -> None:
     """The optimiser's state is that of one step, too: the next is the one that would have come."""
     learn(trainers, 2)
     after = weights_of(trainers)
@@ -84,7 +91,7 @@ def goes_on_from_the_first_step(trainers: Trainers) -> None:
 
 
 @pytest.mark.parametrize("kind", ["importance_sampling", "ppo", "cispo", "dro"])
-def test_logprobs_that_are_not_given_are_the_trainer_s_own(trainers: Trainers, kind: LossKind) -> None:
+def test_logprobs_that_are_not_given_are_the_trainer_s_own(trainers: MLXTrainers, kind: LossKind) -> None:
     """As if a pass had been made for them before; of some sequences or of all."""
     strengthen(trainers, "a")
     data = some_data()
@@ -96,12 +103,12 @@ def test_logprobs_that_are_not_given_are_the_trainer_s_own(trainers: Trainers, k
         for each in (given, left):
             (result,) = finish(trainers.run([Batch("a", tuple(each), LossConfig(kind, ratio="sequence"))], False, 0))
             found.append((result.loss, trainers._trainers["a"]._gradients))
-            trainers.abandon()
+            trainers.drop_gradients("a")
         assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
         assert largest_difference(found[1][1], found[0][1]) < 1e-4
 
 
-def test_a_step_is_taken_back_whole(trainers: Trainers) -> None:
+def test_a_step_is_taken_back_whole(trainers: MLXTrainers) -> None:
     learn(trainers, 0)
     before = weights_of(trainers)
     finish(trainers.run([Batch("a", tuple(some_data(1)), LossConfig())], False, 0))
@@ -112,7 +119,7 @@ def test_a_step_is_taken_back_whole(trainers: Trainers) -> None:
     goes_on_from_the_first_step(trainers)
 
 
-def test_nothing_is_kept_of_a_step_that_was_taken_back(trainers: Trainers) -> None:
+def test_nothing_is_kept_of_a_step_that_was_taken_back(trainers: MLXTrainers) -> None:
     trainers.open(TrainerSpec("a", 64, 64.0), "", None)
     learn(trainers, 0)
     trainers.settle("a", True)
@@ -125,13 +132,13 @@ def test_nothing_is_kept_of_a_step_that_was_taken_back(trainers: Trainers) -> No
     assert mx.get_active_memory() - before < 4 * trainers._trainers["a"].info.parameters
 
 
-def test_a_pass_without_data_finds_nothing(trainers: Trainers) -> None:
+def test_a_pass_without_data_finds_nothing(trainers: MLXTrainers) -> None:
     (result,) = finish(trainers.run([Batch("a", (), LossConfig())], False, 0))
     assert (result.loss, result.tokens, result.logprobs) == (0.0, 0, ())
     assert finish(trainers.run([], True, 0)) == ()
 
 
-def test_gradients_that_are_not_finite_change_nothing(trainers: Trainers) -> None:
+def test_gradients_that_are_not_finite_change_nothing(trainers: MLXTrainers) -> None:
     learn(trainers, 0)
     before = weights_of(trainers)
     finish(trainers.run([Batch("a", tuple(some_data(1)), LossConfig("cross_entropy", scale=1e38))], False, 0))
@@ -141,7 +148,7 @@ def test_gradients_that_are_not_finite_change_nothing(trainers: Trainers) -> Non
     assert same(weights_of(trainers), before)
 
 
-def test_a_step_without_gradients_is_none(trainers: Trainers) -> None:
+def test_a_step_without_gradients_is_none(trainers: MLXTrainers) -> None:
     done = finish(trainers.step("a", ADAM))
     assert (done.step, done.grad_norm) == (0, 0.0)
 
@@ -152,8 +159,8 @@ def test_a_step_is_the_same_in_slices_of_any_size(
 ) -> None:
     found = []
     for count in (1, together):
-        monkeypatch.setattr(state, "CHUNK_PARAMETERS", 200)
-        monkeypatch.setattr(state, "STEP_CHUNKS", {"cpu": count})
+        monkeypatch.setattr(trained_adapter, "CHUNK_PARAMETERS", 200)
+        monkeypatch.setattr(trained_adapter, "STEP_CHUNKS", {"cpu": count})
         own = trainers_of(tiny_models.make(tmp_path / f"model-{count}", "qwen3"))
         own.open(SPEC, "", None)
         finish(own.run([Batch("a", tuple(some_data(1)), LossConfig())], False, 0))
@@ -185,9 +192,9 @@ def test_logits_are_gone_when_the_layers_have_their_turn(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("slices", [1, 3])
 def test_a_step_that_is_dropped_half_done_changes_nothing(
-    trainers: Trainers, slices: int, monkeypatch: pytest.MonkeyPatch
+    trainers: MLXTrainers, slices: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state, "CHUNK_PARAMETERS", 8)
+    monkeypatch.setattr(trained_adapter, "CHUNK_PARAMETERS", 8)
     trainers.open(SPEC, "", None)
     learn(trainers, 0)
     before = weights_of(trainers)
@@ -200,12 +207,12 @@ def test_a_step_that_is_dropped_half_done_changes_nothing(
     goes_on_from_the_first_step(trainers)
 
 
-def test_an_abandoned_pass_leaves_no_gradients(trainers: Trainers) -> None:
+def test_an_abandoned_pass_leaves_no_gradients(trainers: MLXTrainers) -> None:
     slices = trainers.run([Batch("a", tuple(some_data()), LossConfig())], False, 0)
     for _ in range(8):
         next(slices)
     slices.close()
-    trainers.abandon()
+    trainers.drop_gradients("a")
     assert finish(trainers.step("a", ADAM)).grad_norm == 0.0
 
 
@@ -235,7 +242,7 @@ def test_what_is_saved_is_what_is_published_and_resumes_to_the_bit(family: str, 
     assert same(weights_of(resumed), wanted)
 
 
-def test_other_threads_publish_and_save_a_fresh_trainer(trainers: Trainers, tmp_path: Path) -> None:
+def test_other_threads_publish_and_save_a_fresh_trainer(trainers: MLXTrainers, tmp_path: Path) -> None:
     (tmp_path / "saved").mkdir()
     with ThreadPoolExecutor(1) as thread:
         thread.submit(trainers.snapshot("a"), str(tmp_path / "saved")).result()
@@ -277,7 +284,7 @@ def test_what_is_served_is_what_is_published(dtype: str, tmp_path: Path) -> None
             assert mx.array_equal(x.view(own.dtype), own), path
 
 
-def test_a_damaged_checkpoint_is_refused(trainers: Trainers, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_refused(trainers: MLXTrainers, tmp_path: Path) -> None:
     learn(trainers, 0)
     for name in ("trainer.json", "optimizer.safetensors", "adapter_model.safetensors"):
         folder = tmp_path / name
@@ -288,7 +295,7 @@ def test_a_damaged_checkpoint_is_refused(trainers: Trainers, tmp_path: Path) -> 
             trainers.open(SPEC, str(folder), None)
 
 
-def test_beginning_with_an_adapter(trainers: Trainers) -> None:
+def test_beginning_with_an_adapter(trainers: MLXTrainers) -> None:
     """Its weights under a larger rank give the same model; it then learns on."""
     learn(trainers, 0)
     adapter = trainers.publish("a")()
@@ -315,7 +322,7 @@ def test_beginning_with_an_adapter(trainers: Trainers) -> None:
         ({"temperature": 0.0}, "batches[0].data[0]"),
     ],
 )
-def test_data_that_cannot_be_trained_on(trainers: Trainers, change: dict[str, Any], param: str) -> None:
+def test_data_that_cannot_be_trained_on(trainers: MLXTrainers, change: dict[str, Any], param: str) -> None:
     datum = msgspec.structs.replace(Datum((5, 6, 7), 1, (1.0, 1.0), (-1.0, -1.0)), **change)
     with pytest.raises(InvalidRequest) as e:
         trainers.run([Batch("a", (datum,), LossConfig())], False, 0)
@@ -323,7 +330,7 @@ def test_data_that_cannot_be_trained_on(trainers: Trainers, change: dict[str, An
     assert e.value.param.startswith(param)
 
 
-def test_trainers_that_cannot_be(trainers: Trainers) -> None:
+def test_trainers_that_cannot_be(trainers: MLXTrainers) -> None:
     for spec, param in (
         (TrainerSpec("b", 0, 1.0), "rank"),
         (TrainerSpec("b", 8, 0.0), "alpha"),
@@ -339,7 +346,7 @@ def test_trainers_that_cannot_be(trainers: Trainers) -> None:
         trainers.publish("a")()
 
 
-def serve_and_train(folder: Path, dtype: str = "float32") -> tuple[Engine, Trainers]:
+def serve_and_train(folder: Path, dtype: str = "float32") -> tuple[Engine, MLXTrainers]:
     """One base, both sides of it."""
     weights: dict[str, Any] = {}
     config = EngineConfig(
@@ -349,7 +356,7 @@ def serve_and_train(folder: Path, dtype: str = "float32") -> tuple[Engine, Train
         lora=LoraConfig(max_loras=3, max_lora_rank=16),
     )
     built = build(config, weights, lambda stage, fraction: None)
-    trainers = Trainers(
+    trainers = MLXTrainers(
         built.twin, built.adapter_dtype, vocab_size=tiny_models.VOCAB, micro_batch_tokens=64, most_tokens=200
     )
     return Engine(built, weights), trainers
@@ -413,7 +420,7 @@ def test_serving_goes_on_between_slices(tmp_path: Path) -> None:
     request = Request(0, (5, 6, 7), SamplingParams(max_tokens=40, temperature=0.0, logprobs=0))
     alone = engine.run([request])
     result = finish(trainers.run([batch], False, 0))
-    trainers.abandon()
+    trainers.drop_gradients("a")
 
     loop = engine.loop()
     loop.add(request)
@@ -423,7 +430,7 @@ def test_serving_goes_on_between_slices(tmp_path: Path) -> None:
     loop.run()
     assert loop.tokens == alone.tokens
     assert loop.logprobs == alone.logprobs
-    trainers.abandon()
+    trainers.drop_gradients("a")
     assert finish(trainers.run([batch], False, 0)) == result
 
 
@@ -445,3 +452,121 @@ def test_the_slowest_slice_is_timed_and_nothing_is_left(tmp_path: Path) -> None:
     assert 0.0 < own.slowest_slice(8, 64) < 60_000.0
     with pytest.raises(NotFound):
         own.settle("warm-up", True)
+
+
+# --- several trainers under one host -----------------------------------------------------------------------------
+
+
+def bits_of(trainers: MLXTrainers, name: str) -> dict[str, list[bytes]]:
+    """The gradients of a trainer to the bit."""
+    return {path: [np.array(x).tobytes() for x in pair] for path, pair in trainers._trainers[name].gradients.items()}
+
+
+def hosted(folder: Path, *names: str) -> tuple[MLXTrainers, Driver]:
+    trainers = trainers_of(folder, micro_batch_tokens=48)
+    driver = Driver(trainers, budget=1 << 30).open()
+    for i, name in enumerate(names):
+        driver.host.submit(m.OpenTrainer(100 + i, TrainerSpec(name, 4, 8.0, seed=5 + i)))
+    driver.run()
+    for name in names:
+        strengthen(trainers, name)
+    return trainers, driver
+
+
+def a_pass(call: int, name: str, seed: int) -> m.ForwardBackward:
+    return m.ForwardBackward(call, (Batch(name, tuple(some_data(seed)), LossConfig("ppo", kl_coef=0.1)),))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("broken"), ValueError("broken"), DeviceError("broken")])
+@pytest.mark.parametrize("after", [1, 9, 30])
+def test_gradients_of_another_trainer_survive_a_failure_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, after: int
+) -> None:
+    """Those that were there before, and those of a pass that was under way in turns with the one that fails."""
+    folder = tiny_models.make(tmp_path / "model", "qwen3")
+    wanted: dict[str, list[bytes]] = {}
+    for fails in (False, True):
+        trainers, driver = hosted(folder, "a", "b")
+        driver.host.submit(a_pass(1, "b", 1))
+        driver.run()
+        driver.host.submit(a_pass(2, "a", 2))
+        driver.host.submit(a_pass(3, "b", 3))
+        slices = 0
+        while not any(isinstance(x, m.CallFailed) for x in driver.answers) and driver.host.has_work:
+            slice_ = driver.host.next_slice()
+            if fails and slice_ == Slice(("a",), "forward_backward", after):
+                with monkeypatch.context() as patch:
+                    patch.setattr(MicroBatch, "_run", _raising(error))
+                    patch.setattr(MicroBatch, "_head", _raising(error))
+                    patch.setattr(MicroBatch, "__init__", _raising(error))
+                    driver.turn()
+            else:
+                driver.turn()
+            slices += 1
+        driver.run()
+        assert {x.call for x in driver.answers if isinstance(x, m.CallFailed)} == ({2} if fails else set())
+        if fails:
+            assert bits_of(trainers, "b") == wanted and not bits_of(trainers, "a")
+        wanted = bits_of(trainers, "b")
+    assert wanted
+
+
+def _raising(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
+
+
+def test_passes_in_turns_find_what_each_finds_alone(tmp_path: Path) -> None:
+    """Two trainers' micro-batches in turns: losses, logprobs, gradients and weights to the bit."""
+    folder = tiny_models.make(tmp_path / "model", "qwen3")
+    found = []
+    for together in (True, False):
+        trainers, driver = hosted(folder, "a", "b")
+        for call, (name, seed) in enumerate([("a", 1), ("b", 2), ("a", 3), ("b", 4)]):
+            driver.host.submit(a_pass(call, name, seed))
+            if not together:
+                driver.run()
+        driver.run()
+        order = [x.trainers for x in driver.slices if x.kind == "forward_backward"]
+        switches = sum(one != other for one, other in itertools.pairwise(order))
+        assert switches > 4 if together else switches == 3
+        gradients = [bits_of(trainers, name) for name in "ab"]
+        for call, name in enumerate("ab", 10):
+            driver.host.submit(m.OptimStep(call, name, ADAM))
+        driver.run()
+        results = {x.call: x.results for x in driver.answers if isinstance(x, m.PassDone)}
+        weights = [
+            {path: [np.array(x).tobytes() for x in pair] for path, pair in trainers._trainers[n].pairs.items()}
+            for n in "ab"
+        ]
+        found.append((results, gradients, weights))
+    assert found[0] == found[1]
+
+
+def test_what_a_trainer_takes_is_known_before_it_is_opened(trainers: MLXTrainers, tmp_path: Path) -> None:
+    """By its rank and its targets, or by what was saved of it."""
+    whole = trainers.required_bytes(TrainerSpec("x", 8, 8.0), "")
+    assert trainers.required_bytes(TrainerSpec("x", 16, 8.0), "") == 2 * whole
+    assert 0 < trainers.required_bytes(TrainerSpec("x", 8, 8.0, ("q_proj",)), "") < whole / 3
+    trainers.open(TrainerSpec("a", 8, 8.0), "", None)
+    (tmp_path / "saved").mkdir()
+    trainers.snapshot("a")(str(tmp_path / "saved"))
+    assert trainers.required_bytes(TrainerSpec("x", 1, 1.0), str(tmp_path / "saved")) == whole
+    with pytest.raises(InvalidRequest):
+        trainers.required_bytes(TrainerSpec("x", 0, 1.0), "")
+
+
+def test_what_the_device_says_is_told_from_what_the_code_says() -> None:
+    """Memory that cannot be had is one kind of it. Anything else is raised as it is."""
+    for raised, seen in (
+        (RuntimeError("[metal::malloc] Attempting to allocate: Insufficient Memory"), OutOfMemory),
+        (RuntimeError("cudaMallocAsync failed: out of memory"), OutOfMemory),
+        (MemoryError("std::bad_alloc"), OutOfMemory),
+        (RuntimeError("an illegal memory access was encountered"), DeviceError),
+        (ValueError("shapes"), ValueError),
+    ):
+        with pytest.raises(seen) as e, device_errors():
+            raise raised
+        assert type(e.value) is seen

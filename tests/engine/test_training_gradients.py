@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.engine.learning import Adam, Batch, LossConfig, TrainerSpec
+from mlx_tandem.engine.learning import AdamParams, Batch, LossConfig, TrainerSpec
 from mlx_tandem.training.device.logprobs import logprobs
 from tests import tiny_models
 from tests.engine.learning import (
@@ -101,7 +101,7 @@ def test_several_trainers_in_one_pass_are_each_as_alone(family: str, tmp_path: P
     losses = [LossConfig("ppo"), LossConfig("cross_entropy", normalize="token_mean"), LossConfig("cispo")]
     data = [some_data(seed) for seed in range(3)]
     batches = [Batch(s.name, tuple(d), c) for s, d, c in zip(specs, data, losses, strict=True)]
-    adam = Adam(1e-2, grad_norm=1.0)
+    adam = AdamParams(1e-2, grad_norm=1.0)
 
     def learn(groups: list[list[Batch]]) -> dict[str, dict[str, tuple[mx.array, mx.array]]]:
         for spec in specs:
@@ -185,7 +185,7 @@ def test_the_same_pass_gives_the_same_bits(tmp_path: Path) -> None:
         found.append(
             (result, {k: (np.array(a), np.array(b)) for k, (a, b) in trainers._trainers["a"]._gradients.items()})
         )
-        trainers.abandon()
+        trainers.drop_gradients("a")
     assert found[0][0] == found[1][0]
     for path, pair in found[0][1].items():
         for x, y in zip(pair, found[1][1][path], strict=True):

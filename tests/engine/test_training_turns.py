@@ -14,8 +14,9 @@ from msgspec import structs
 from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine import pipeline
-from mlx_tandem.engine.duty import Duty
-from mlx_tandem.engine.learning import Adam
+from mlx_tandem.engine.learning import AdamParams
+from mlx_tandem.engine.plan import Slice, StepPlan
+from mlx_tandem.engine.time_share import TimeShare
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import AdapterSource
 from tests.engine.front import Front, adapter, request
@@ -36,7 +37,7 @@ def front(learning_front: Front) -> Front:
 def test_messages_are_done_in_order_and_each_is_answered(front: Front, trainers: Slices) -> None:
     front.send(
         a_pass(2),
-        m.StepTrainer(3, "p", Adam(0.1)),
+        m.OptimStep(3, "p", AdamParams(0.1)),
         m.SettleTrainer(4, "p", True),
         m.PublishTrainer(5, "p"),
         m.SaveTrainer(6, "p", "/folder"),
@@ -53,12 +54,12 @@ def test_messages_are_done_in_order_and_each_is_answered(front: Front, trainers:
 
 def test_a_message_that_is_refused_fails_alone(front: Front, trainers: Slices) -> None:
     trainers.fail["step p"] = InvalidRequest("no", param="learning_rate")
-    front.send(m.StepTrainer(2, "p", Adam(0.1)), m.CloseTrainer(3, "q"), a_pass(4))
+    front.send(m.OptimStep(2, "p", AdamParams(0.1)), m.CloseTrainer(3, "q"), a_pass(4))
     front.finish()
-    assert failures(front) == [(2, "invalid_value"), (3, "trainer_not_found")]
-    assert front.got(m.CallFailed)[0].param == "learning_rate"
+    assert sorted(failures(front)) == [(2, "invalid_value"), (3, "trainer_not_found")]
+    assert [x.param for x in front.got(m.CallFailed) if x.call == 2] == ["learning_rate"]
     assert [x.call for x in front.got(m.PassDone)] == [4]
-    assert "abandon" not in trainers.done
+    assert "drop p" not in trainers.done
 
 
 def test_an_engine_without_trainers_says_so(make_front: MakeFront) -> None:
@@ -85,7 +86,7 @@ def test_rows_made_for_training_have_their_turn_beside_a_pass(
     """Learning is due every third turn: a slice, then the rows."""
     turns = itertools.cycle([True, False, False])
     monkeypatch.setattr(front.duty, "may_train", lambda serving, training: next(turns))
-    monkeypatch.setattr(Duty, "may_go_on", False)
+    monkeypatch.setattr(TimeShare, "may_go_on", False)
     front.send(m.Submit(request(0, max_tokens=40)), m.Submit(background(request(1, max_tokens=40))))
     front.send(a_pass(2, slices=40))
     front.turn(30)
@@ -108,7 +109,7 @@ def test_a_slice_is_launched_behind_the_step_in_flight(
     first = front.reference.launches
     with monkeypatch.context() as patch:
         patch.setattr(front.duty, "may_train", lambda serving, training: next(turns))
-        patch.setattr(Duty, "may_go_on", False)
+        patch.setattr(TimeShare, "may_go_on", False)
         front.turn(3)
     beside = [[f"launch {n}", f"wait {n - 1}"] for n in (first, first + 2)]
     if one_at_a_time:
@@ -122,6 +123,26 @@ def test_a_slice_is_launched_behind_the_step_in_flight(
     assert trainers.launched == trainers.waited == 6
     assert all(front.tokens(i) == expected(request(i, max_tokens=12), 0) for i in range(3))
     front.assert_nothing_is_held()
+
+
+def test_a_plan_names_the_slice_that_goes_before_its_step(
+    front: Front, trainers: Slices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its trainers, what it is of, and its number."""
+    plans: list[StepPlan] = []
+    plain = front.runner.launch
+    monkeypatch.setattr(front.runner, "launch", lambda plan: (plans.append(plan), plain(plan))[1])
+    monkeypatch.setattr(front.duty, "may_train", lambda serving, training: training)
+    monkeypatch.setattr(TimeShare, "may_go_on", False)
+    front.send(m.Submit(request(0, max_tokens=12)))
+    front.turn(2)
+    front.send(a_pass(2), m.OptimStep(3, "p", AdamParams(0.1)), m.SettleTrainer(4, "p", True))
+    front.turn(8)
+    named = [("forward_backward", 0), ("forward_backward", 1), ("forward_backward", 2), ("forward_backward", 3)]
+    named += [("optim_step", 0), ("settle", 0)]
+    assert [plan.slice for plan in plans if plan.slice is not None] == [Slice(("p",), *each) for each in named]
+    front.finish()
+    assert front.tokens(0) == expected(request(0, max_tokens=12), 0)
 
 
 def test_a_step_of_many_prompt_tokens_and_a_slice_are_not_under_way_at_once(
@@ -147,7 +168,7 @@ def test_a_step_of_many_prompt_tokens_and_a_slice_are_not_under_way_at_once(
         front.turn(2)
         owe(front)
         front.turn(2)
-    monkeypatch.setattr(Duty, "may_go_on", False)
+    monkeypatch.setattr(TimeShare, "may_go_on", False)
     owe(front)
     front.finish()
     slices, steps, together = set[str](), set[int](), 0
@@ -406,7 +427,9 @@ def test_what_is_published_serves_without_a_folder_until_it_is_unloaded(
 ) -> None:
     """However little room there is: it is nowhere else."""
     front = make_front(trainers=trainers, most_loaded=1)
-    front.send(open_trainer(1), m.PublishTrainer(2, "p"), m.StepTrainer(3, "p", Adam(0.1)), m.PublishTrainer(4, "p"))
+    front.send(
+        open_trainer(1), m.PublishTrainer(2, "p"), m.OptimStep(3, "p", AdamParams(0.1)), m.PublishTrainer(4, "p")
+    )
     front.finish()
     assert [x.info.digest for x in front.got(m.AdapterLoaded)] == ["p0", "p1"]
     front.load("a", "b")
@@ -445,7 +468,7 @@ def test_what_cannot_be_served_is_not_published(front: Front) -> None:
 def test_learning_goes_on_while_a_checkpoint_is_written(front: Front, trainers: Slices) -> None:
     """And what is written is how it was when it was asked for."""
     trainers.may_write.clear()
-    front.send(m.SaveTrainer(2, "p", "/one"), m.StepTrainer(3, "p", Adam(0.1)), m.SaveTrainer(4, "p", "/two"))
+    front.send(m.SaveTrainer(2, "p", "/one"), m.OptimStep(3, "p", AdamParams(0.1)), m.SaveTrainer(4, "p", "/two"))
     while not trainers.writing.is_set() or not front.got(m.Stepped):
         front.turn()
     assert not front.got(m.CallDone)

@@ -15,17 +15,17 @@ import pytest
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.config import DutyConfig, EngineConfig, ModelConfig
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.learning import Adam, Batch, Datum, LossConfig, TrainerSpec
+from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec
 from mlx_tandem.engine.wire import EngineChannel, FrameReader, WireError, decode_outbound
 from mlx_tandem.model import build, device
-from mlx_tandem.training.device.trainers import Trainers
+from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.worker import Notes, run, serve
 
 BATCH = Batch("a", (Datum((1, 2, 3, 4, 5), 2, (1.0, -1.0, 0.5)),), LossConfig("cross_entropy"))
 LESSON: list[m.Inbound] = [
     m.OpenTrainer(1, TrainerSpec("a", 4, 8.0)),
-    m.RunPass(2, (BATCH,)),
-    m.StepTrainer(3, "a", Adam(0.1)),
+    m.ForwardBackward(2, (BATCH,)),
+    m.OptimStep(3, "a", AdamParams(0.1)),
     m.PublishTrainer(4, "a"),
 ]
 
@@ -89,11 +89,11 @@ def test_learning_is_warmed_up_where_it_would_keep_streams_waiting(
 def test_a_model_that_cannot_be_trained_is_served_all_the_same(
     learn: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(self: Trainers, rank: int) -> None:
+    def fail(self: MLXTrainers, rank: int) -> None:
         raise ValueError("this model does not call its layers one after the other")
 
     monkeypatch.setattr(device, "is_cuda", lambda: True)
-    monkeypatch.setattr(Trainers, "warm_up", fail)
+    monkeypatch.setattr(MLXTrainers, "warm_up", fail)
     assert any(isinstance(x, m.Ready) for x in learn())
     assert "could not be warmed up" in caplog.text
 

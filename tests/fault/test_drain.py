@@ -15,6 +15,8 @@ import pytest
 
 from tests.serving import ROOT, RunningServer, demo_config, serving
 
+pytestmark = pytest.mark.restarts
+
 CANARY = "canary-7d1f"
 
 
@@ -117,7 +119,7 @@ def test_a_second_signal_stops_at_once():
 def test_logs_are_json_lines_without_prompts():
     """Whatever a client writes, and however the server ends."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.serving", msgspec.json.encode(demo_config()).decode()],
+        [sys.executable, "-m", "tests.program", msgspec.json.encode(demo_config()).decode()],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -12,6 +12,8 @@ import pytest
 
 from tests.serving import demo_config, serving
 
+pytestmark = pytest.mark.restarts
+
 
 def test_kill_9_under_load():
     """Every stream ends with a typed error, health says 503 and recovers by itself, adapters included."""

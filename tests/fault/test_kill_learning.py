@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.fault.kill_learning import Killer, run
+
+pytestmark = pytest.mark.restarts
 
 
 def test_kill_9_while_learning(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from tests.privileges import drop_privileges
 from tests.serving import ROOT
 from tests.tiny_models import make
 
+pytestmark = pytest.mark.restarts
+
 SMALL = ("--num-blocks", "64", "--max-model-len", "256", "--max-num-seqs", "4")
 
 

@@ -14,5 +14,5 @@ def metal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The engine that a test is parametrised with, by its name in `steps.ENGINES`."""
     if shim.COMPILER is None:
         pytest.skip("needs g++")
-    with steps.engine(steps.ENGINES[request.param], tmp_path_factory.mktemp("model"), tmp_path_factory) as made:
+    with steps.engine(steps.ENGINES[request.param], tmp_path_factory.mktemp("model")) as made:
         yield made

@@ -20,12 +20,13 @@ from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.runner import MLXRunner
-from mlx_tandem.training.device.state import Trainer
+from mlx_tandem.training.device.trained_adapter import TrainedAdapter
 from mlx_tandem.types import AdapterInfo, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, make_engine
 from tests.hazards.graph import Graph, record
 from tests.kernels import gpu as fake
+from tests.kernels import shim
 from tests.kernels.gpu import Gpu
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -131,13 +132,13 @@ ENGINES = {
 
 
 @contextmanager
-def engine(kind: Kind, folder: Path, factory: pytest.TempPathFactory) -> Iterator[Metal]:
+def engine(kind: Kind, folder: Path) -> Iterator[Metal]:
     """Build an engine of which all kernels have been found to be right, with adapters "one" and "two" in its slots."""
     with pytest.MonkeyPatch.context() as patch:
-        gpu = fake.install("metal", fake.by_shim(factory), patch)
+        gpu = fake.install("metal", shim.maker(), patch)
         forget = inplace.writing.cache_clear
         fake.time_by_clock(gpu, patch)
-        patch.setattr("mlx_tandem.model.trials.lora._TOKENS", (1, 16))
+        patch.setattr("mlx_tandem.model.kernel_checks.lora._TOKENS", (1, 16))
         patch.setattr("mlx_tandem.model.runner.LEVEL_TOKENS", 16 if kind.level else 1 << 20)
         mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
         try:
@@ -302,7 +303,7 @@ def wider(metal: Metal) -> StepPlan:
 
 def publish(metal: Metal) -> None:
     """A trainer publishes its weights, which go into a slot as soon as they are wanted there (`upload`)."""
-    trainer = Trainer.fresh(TrainerSpec("t", RANK, float(RANK)), metal.engine.built.linears)
+    trainer = TrainedAdapter.fresh(TrainerSpec("t", RANK, float(RANK)), metal.engine.built.linears)
     trainer.publish()
     served = trainer.served(metal.runner._lora.dtype)
     mx.async_eval(served)

@@ -9,7 +9,6 @@ import io
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,15 +16,14 @@ import mlx.core as mx
 import pytest
 
 from mlx_tandem.model import build, device
-from mlx_tandem.model.attention import choice
 from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.kernel_checks import attention as choice
+from mlx_tandem.model.kernel_checks import machine
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Shaped, Source, Target
 from mlx_tandem.model.linears.tuning import Tuned
 from mlx_tandem.model.memory import Limit
-from mlx_tandem.model.trials import machine
 from tests.hazards.graph import flat
-from tests.kernels import shim
 
 Around = Callable[[Source, Make], Kernel]
 """Makes a kernel of a source, by what makes right ones."""
@@ -136,14 +134,3 @@ def slow(gpu: Gpu) -> Around:
         return call
 
     return around
-
-
-def folder_of(factory: pytest.TempPathFactory) -> Path:
-    """Where compiled kernels of this process are kept."""
-    found = factory.getbasetemp() / "compiled-kernels"
-    found.mkdir(exist_ok=True)
-    return found
-
-
-def by_shim(factory: pytest.TempPathFactory) -> Make:
-    return shim.maker(folder_of(factory))

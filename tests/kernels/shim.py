@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
+import platform
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -39,8 +43,8 @@ class KernelError(Exception):
     pass
 
 
-def maker(folder: Path, order: Order = "together") -> Make:
-    """Compiled kernels are kept in `folder`. A kernel that lacks a barrier gives something else in another order."""
+def maker(order: Order = "together") -> Make:
+    """Return what makes kernels. A kernel that lacks a barrier gives something else in another order."""
 
     def make(source: Source) -> Kernel:
         name = source.name
@@ -53,7 +57,7 @@ def maker(folder: Path, order: Order = "together") -> Make:
             shaped: Sequence[Shaped],
         ) -> list[mx.array]:
             types = [_TYPES[a.dtype] for a in arrays], [_TYPES[dtype] for _, dtype in shaped]
-            library = _library(folder, name, _program(source, template, *types))
+            library = _library(name, _program(source, template, *types))
             given = [_guarded(_bytes(a)) for a in arrays]
             shapes = [np.array(a.shape, np.int32) for a in arrays]
             made = [_guarded(b"\xff" * (int(np.prod(shape)) * dtype.size)) for shape, dtype in shaped]
@@ -101,16 +105,25 @@ def _program(
     return "\n".join(lines)
 
 
-def _library(folder: Path, name: str, program: str) -> ctypes.CDLL:
-    digest = hashlib.sha256(program.encode()).hexdigest()[:16]
-    built = folder / f"{name}-{digest}.so"
+@cache
+def _folder() -> Path:
+    """Return the folder of compiled kernels, which all processes of tests share, today's and tomorrow's."""
+    known = hashlib.sha256(HEADER.read_bytes())
+    known.update(" ".join([platform.platform(), COMPILER or "", *FLAGS]).encode())
+    folder = Path(tempfile.gettempdir(), f"tandem-kernels-{os.getuid()}", known.hexdigest()[:16])
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _library(name: str, program: str) -> ctypes.CDLL:
+    built = _folder() / f"{name}-{hashlib.sha256(program.encode()).hexdigest()[:16]}.so"
     if not built.exists():
-        text = built.with_suffix(".cpp")
-        text.write_text(program)
-        command = [COMPILER or "g++", *FLAGS, str(text), "-o", str(built)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        new = built.with_suffix(f".{os.getpid()}")
+        command = [COMPILER or "g++", *FLAGS, "-x", "c++", "-", "-o", str(new)]
+        done = subprocess.run(command, input=program, capture_output=True, text=True)
         if done.returncode:
             raise KernelError(f"{name} does not compile:\n{done.stderr[:4000]}")
+        new.rename(built)
     return ctypes.CDLL(str(built))
 
 

@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER
+from mlx_tandem.model.kernel_checks import argmax
+from mlx_tandem.model.kernel_checks.argmax import choose, expected, invent, wrong
+from mlx_tandem.model.kernel_checks.frame import Choice
 from mlx_tandem.model.kernels.argmax import Argmax
 from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.step.sampler import Greedy, by_argmax
-from mlx_tandem.model.trials import argmax
-from mlx_tandem.model.trials.argmax import Choice, choose, expected, invent, wrong
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import make_engine
@@ -31,13 +32,8 @@ WIDE = 20_011  # more than the threads read at once
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(scope="module")
-def make(folder: Path) -> Make:
-    return shim.maker(folder)
+def make() -> Make:
+    return shim.maker()
 
 
 def check(greedy: Greedy, logits: mx.array) -> None:
@@ -70,14 +66,14 @@ def numbers(draw: st.DrawFn) -> mx.array:
 
 @given(logits=numbers(), order=st.sampled_from(shim.ORDERS))
 @settings(max_examples=150, deadline=None)
-def test_it_equals_numpy(folder: Path, logits: mx.array, order: shim.Order) -> None:
-    check(Argmax(shim.maker(folder, order)), logits)
+def test_it_equals_numpy(logits: mx.array, order: shim.Order) -> None:
+    check(Argmax(shim.maker(order)), logits)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("order", shim.ORDERS)
-def test_rows_of_every_kind(folder: Path, dtype: mx.Dtype, order: shim.Order) -> None:
-    greedy = Argmax(shim.maker(folder, order))
+def test_rows_of_every_kind(dtype: mx.Dtype, order: shim.Order) -> None:
+    greedy = Argmax(shim.maker(order))
     for width in (VOCABULARY, WIDE):
         logits = mx.array(invent(np.random.default_rng(1), width)).astype(dtype)
         check(greedy, logits)
@@ -121,19 +117,19 @@ def slower(greedy: Greedy, dtype: mx.Dtype, vocabulary: int) -> float:
 
 def test_what_is_right_and_faster_is_taken(make: Make) -> None:
     made = choose(mx.bfloat16, VOCABULARY, [make], faster)
-    assert isinstance(made.greedy, Argmax)
+    assert isinstance(made.chosen, Argmax)
     assert made.reason == "the kernel is faster: 10 µs for 16 rows, MLX's operations take 20"
 
 
 def test_what_is_slower_is_not(make: Make) -> None:
     for seconds in (slower, None):  # as the shim really is
         made = choose(mx.float16, VOCABULARY, [make], seconds)
-        assert made.greedy is by_argmax and made.reason.startswith("the kernel is not taken: slower: ")
+        assert made.chosen is by_argmax and made.reason.startswith("the kernel is not used: slower: ")
 
 
 def test_a_device_without_kernels_has_no_choice() -> None:
-    assert choose(mx.float32, VOCABULARY, []).greedy is by_argmax
-    assert choose(mx.float32, VOCABULARY).greedy is by_argmax
+    assert choose(mx.float32, VOCABULARY, []).chosen is by_argmax
+    assert choose(mx.float32, VOCABULARY).chosen is by_argmax
 
 
 FAULTS = {
@@ -155,7 +151,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_broken_kernel_is_rejected_at_start(make: Make, fault: str) -> None:
     made = choose(mx.bfloat16, WIDE, [Broken(make, *FAULTS[fault])], faster)
-    assert made.greedy is by_argmax and made.reason.startswith("the kernel is not taken: ")
+    assert made.chosen is by_argmax and made.reason.startswith("the kernel is not used: ")
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.7])

@@ -8,11 +8,11 @@ import mlx.core as mx
 import pytest
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.attention import choice
-from mlx_tandem.model.attention.choice import choose
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.cache.kvcache import Asks, LayerKernels, LayerShape
 from mlx_tandem.model.cache.kvformat import RowFormat
+from mlx_tandem.model.kernel_checks import attention as choice
+from mlx_tandem.model.kernel_checks.attention import choose
 from mlx_tandem.model.kernels.division import LIVE_FLOATS, Division, live_floats, shorter, start
 from tests.kernels import shim
 from tests.kernels.broken import Broken
@@ -27,8 +27,8 @@ BLOCK = 16
 
 
 @pytest.fixture(scope="module")
-def right(tmp_path_factory: pytest.TempPathFactory) -> Fused:
-    return Fused("cuda", shim.maker(tmp_path_factory.mktemp("kernels")))
+def right() -> Fused:
+    return Fused("cuda", shim.maker())
 
 
 def faster(shape: LayerShape, attention: LayerKernels | None, block_size: int, rows: int, context: int) -> float:
@@ -49,7 +49,7 @@ def test_what_is_slower_is_not(right: Fused, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(choice, "CHAIN", 2)
     made = choose("auto", SHAPES, BLOCK, [], [right])  # really timed: fibres lose to MLX
     assert made.name == "portable" and not any(made.layers)
-    assert made.reason.startswith("cuda is not taken: slower: ")
+    assert made.reason.startswith("cuda is not used: slower: ")
 
 
 class Device:
@@ -124,8 +124,8 @@ def test_what_is_broken_is_not(right: Fused, body: str, other: str, says: str) -
     broken = replace(right, make=Broken(right.make, body, other))
     made = choose("auto", SHAPES, BLOCK, [], [broken], faster)
     assert made.name == "portable" and not any(made.layers)
-    assert made.reason.startswith("cuda is not taken: ") and says in made.reason
-    with pytest.raises(ModelError, match="attention by 'cuda' is not possible: cuda is not taken") as e:
+    assert made.reason.startswith("cuda is not used: ") and says in made.reason
+    with pytest.raises(ModelError, match="attention by 'cuda' is not possible: cuda is not used") as e:
         choose("cuda", SHAPES, BLOCK, [], [broken], faster)
     assert e.value.param == "attention_backend"
 

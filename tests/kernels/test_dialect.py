@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -16,8 +14,8 @@ WARPS = 3
 
 
 @pytest.fixture(params=shim.ORDERS)
-def make(tmp_path: Path, request: pytest.FixtureRequest) -> Make:
-    return shim.maker(tmp_path, request.param)
+def make(request: pytest.FixtureRequest) -> Make:
+    return shim.maker(request.param)
 
 
 def block(make: Make, body: str, x: mx.array) -> np.ndarray:
@@ -49,16 +47,16 @@ def test_warps_may_do_different_work_between_barriers(make: Make) -> None:
     assert (block(make, body, x).reshape(WARPS, 32) == np.array(sums[::-1])[:, None]).all()
 
 
-def test_a_missing_barrier_shows(tmp_path: Path) -> None:
+def test_a_missing_barrier_shows() -> None:
     body = "SHARED(float, s, 96); s[THREAD] = x[THREAD]; y[THREAD] = s[THREADS - 1 - THREAD];"
     x = mx.arange(96).astype(mx.float32)
     for order in shim.ORDERS:
-        assert not np.isfinite(block(shim.maker(tmp_path, order), body, x)).all()
+        assert not np.isfinite(block(shim.maker(order), body, x)).all()
     body = body.replace("y[", "BARRIER(); y[")
-    assert (block(shim.maker(tmp_path), body, x) == np.array(x)[::-1]).all()
+    assert (block(shim.maker(), body, x) == np.array(x)[::-1]).all()
 
 
-def test_what_is_asked_for_is_there_when_it_was_waited_for(tmp_path: Path) -> None:
+def test_what_is_asked_for_is_there_when_it_was_waited_for() -> None:
     """Of two groups the first is waited for: one thread of two has asked for zeros there. The other
     may come earlier."""
     body = """
@@ -75,7 +73,7 @@ def test_what_is_asked_for_is_there_when_it_was_waited_for(tmp_path: Path) -> No
 
     def got(order: shim.Order, groups: int) -> np.ndarray:
         source = Source("asks", ["x"], ["y"], body.replace("WAIT(1)", f"WAIT({groups})"), room=64)
-        return np.array(shim.maker(tmp_path, order)(source)([x], {}, (1, 1, 1), 2, [((16,), mx.float32)])[0])
+        return np.array(shim.maker(order)(source)([x], {}, (1, 1, 1), 2, [((16,), mx.float32)])[0])
 
     for order in shim.ORDERS:
         assert (got(order, 1)[:8] == [1, 2, 3, 4, 0, 0, 0, 0]).all()
@@ -101,10 +99,10 @@ def test_what_is_wrong_is_said(make: Make, body: str, why: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=["bfloat16", "float16"])
-def test_numbers_of_16_bits_are_mlx_s(tmp_path: Path, dtype: mx.Dtype) -> None:
+def test_numbers_of_16_bits_are_mlx_s(dtype: mx.Dtype) -> None:
     words = np.arange(1 << 16, dtype=np.uint16)
     every = mx.array(words).view(dtype)
-    make = shim.maker(tmp_path)
+    make = shim.maker()
     widen = make(Source("widen", ["x"], ["y"], "y[GROUP_X * THREADS + THREAD] = float(x[GROUP_X * THREADS + THREAD]);"))
     wide = widen([every], {}, (256, 1, 1), 256, [(every.shape, mx.float32)])[0]
     assert np.array_equal(np.array(wide), np.array(every.astype(mx.float32)), equal_nan=True)

@@ -16,6 +16,8 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import LoraConfig
 from mlx_tandem.errors import ModelError
+from mlx_tandem.model.kernel_checks.frame import Choice
+from mlx_tandem.model.kernel_checks.lora import UNLIMITED, choose
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 from mlx_tandem.model.kernels.lora import LoraKernels
 from mlx_tandem.model.linears.groups import find_groups
@@ -23,7 +25,6 @@ from mlx_tandem.model.linears.merged import merge
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import TILE, cut_tiles
 from mlx_tandem.model.lora.state import LoraState
-from mlx_tandem.model.trials.lora import UNLIMITED, Choice, choose
 from tests.engine.mlx_engine import assert_agrees
 from tests.engine.test_equivalence import ask, serve_adapters
 from tests.engine.test_lora import TOLERANCE, adapter, build, far, installed, merged, prompts, run
@@ -37,13 +38,8 @@ Shapes = st.sampled_from([(64, (8,)), (520, (16, 520, 40)), (1032, (1032,)), (8,
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(scope="module")
-def make(folder: Path) -> Make:
-    return shim.maker(folder)
+def make() -> Make:
+    return shim.maker()
 
 
 class Work:
@@ -114,10 +110,10 @@ def test_more_inputs_than_sums_are_kept_for(make: Make) -> None:
     assert work.error(work.add(make)) < EXACT[mx.float32]
 
 
-def test_the_order_of_threads_does_not_matter(folder: Path, make: Make) -> None:
+def test_the_order_of_threads_does_not_matter(make: Make) -> None:
     work = Work([0, 1, 1, 2], 3, 1032, (264, 8), [16, 7], mx.float32)
     for order in shim.ORDERS:
-        for got, want in zip(work.add(shim.maker(folder, order)), work.add(make), strict=True):
+        for got, want in zip(work.add(shim.maker(order)), work.add(make), strict=True):
             assert mx.array_equal(got, want)
 
 
@@ -275,7 +271,7 @@ def test_the_engine_serves_with_them(make: Make, tmp_path: Path, monkeypatch: py
     def forced(model: nn.Module, config: LoraConfig, dtype: mx.Dtype) -> Choice:
         return choose(model, replace(config, backend="fused"), dtype, [make])
 
-    monkeypatch.setattr("mlx_tandem.model.build.choose", forced)
+    monkeypatch.setattr("mlx_tandem.model.kernel_checks.lora.choose", forced)
     served = serve_adapters(tmp_path, bits=None, family="llama", max_loras=4)
     info = served.engine.built.info
     assert (info.lora_backend, info.lora_reason) == ("fused", "asked for")
@@ -308,19 +304,19 @@ FAULTS = {
 def test_a_broken_kernel_is_rejected_at_start(make: Make, fault: str) -> None:
     model, wrong = OneLinear(), Broken(make, *FAULTS[fault])
     choice = choose(model, LoraConfig(), mx.float32, [wrong])
-    assert choice.fused is None and choice.reason.startswith("fused kernels are not taken: ")
+    assert choice.chosen is None and choice.reason.startswith("fused kernels are not used: ")
     with pytest.raises(ModelError):
         choose(model, LoraConfig(backend="fused"), mx.float32, [wrong])
 
 
 def test_right_kernels_are_taken_when_asked_for_or_faster(make: Make) -> None:
     model = OneLinear()
-    asked = choose(model, LoraConfig(backend="fused"), mx.float32, [make]).fused
+    asked = choose(model, LoraConfig(backend="fused"), mx.float32, [make]).chosen
     assert asked is not None and asked.same == asked.mixed == UNLIMITED
     slow = choose(model, LoraConfig(), mx.float32, [make])
-    assert slow.fused is None and "slower" in slow.reason  # as the shim is
+    assert slow.chosen is None and "slower" in slow.reason  # as the shim is
     for backend in ("gather", "windows"):
-        assert choose(model, LoraConfig(backend=backend), mx.float32, [make]).fused is None  # type: ignore[arg-type]
+        assert choose(model, LoraConfig(backend=backend), mx.float32, [make]).chosen is None  # type: ignore[arg-type]
     with pytest.raises(ModelError):
         choose(model, LoraConfig(backend="fused"), mx.float32, [])
 
@@ -329,16 +325,16 @@ def test_kernels_are_taken_as_far_as_they_are_faster(make: Make, monkeypatch: py
     def times(kernels: Any, shape: Any, dtype: Any, tokens: int, slots: int) -> tuple[float, float]:
         return tokens, 20 if slots == 1 else 100
 
-    monkeypatch.setattr("mlx_tandem.model.trials.lora._times", times)
+    monkeypatch.setattr("mlx_tandem.model.kernel_checks.lora._times", times)
     model = OneLinear()
     choice = choose(model, LoraConfig(), mx.float32, [make])
-    assert choice.fused is not None and (choice.fused.same, choice.fused.mixed) == (16, 64)
+    assert choice.chosen is not None and (choice.chosen.same, choice.chosen.mixed) == (16, 64)
     assert choice.reason == "faster, for one adapter up to 16 tokens a step, for several up to 64 tokens"
-    state = LoraState(model, LoraConfig(max_loras=2), mx.float32, choice.fused)
+    state = LoraState(model, LoraConfig(max_loras=2), mx.float32, choice.chosen)
     state.install(1, adapter(state.linears(), 8, 1))
     kinds = [state.route(*row).layout.kind for row in (([1] * 4, 4), ([1] * 4, 5), ([0, 1], 32), ([0, 1], 33))]
     assert kinds == ["tiles", "uniform", "tiles", "rows"]
-    monkeypatch.setattr("mlx_tandem.model.trials.lora._times", lambda *of: (1.0, 2.0))
+    monkeypatch.setattr("mlx_tandem.model.kernel_checks.lora._times", lambda *of: (1.0, 2.0))
     everything = choose(model, LoraConfig(), mx.float32, [make])
-    assert everything.fused is not None and everything.fused.same == UNLIMITED
+    assert everything.chosen is not None and everything.chosen.same == UNLIMITED
     assert "any number of tokens" in everything.reason

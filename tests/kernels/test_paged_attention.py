@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -53,11 +52,6 @@ KINDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
@@ -77,7 +71,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     seed=1, rows=2, longest=300, window=EVERYTHING, splits=2, warps=0, depth=3, together=8, order="together", more=None
 )
 def test_it_is_attention(
-    built: Path,
     kind: Kind,
     seed: int,
     rows: int,
@@ -123,7 +116,7 @@ def test_it_is_attention(
     begun = np.take_along_axis(np.pad(tables, ((0, 0), (0, width))), first[:, None] + np.arange(width), 1)
     for half in halves if keeps else ():  # what is not kept is not asked for, and NaN beside a weight of 0
         np.nan_to_num(half, copy=False)
-    got = PagedAttention(shim.maker(built, order), form, kind.block, Division(396, together, depth))(
+    got = PagedAttention(shim.maker(order), form, kind.block, Division(396, together, depth))(
         queries,
         pool,
         mx.array(begun),
@@ -170,13 +163,13 @@ def plain(
     return expected
 
 
-def test_the_largest_scores_and_the_smallest(built: Path) -> None:
+def test_the_largest_scores_and_the_smallest() -> None:
     """A later key may outweigh everything so far, by more than an exponent holds."""
     form = RowFormat(1, 16, mx.float32)
     keys = np.zeros((64, 16), np.float32)
     keys[:, 0] = np.linspace(-900, 900, 64) * np.resize([1, -1], 64)
     values = np.eye(64, 16, dtype=np.float32) + np.arange(64)[:, None]
-    attention = PagedAttention(shim.maker(built), form, 16, start("cuda", form))
+    attention = PagedAttention(shim.maker(), form, 16, start("cuda", form))
     queries = mx.zeros((1, 1, 1, 16)).at[..., 0].add(1.0)
     tables, offsets = mx.array([[0, 1, 2, 3]], mx.int32), mx.array([63], mx.int32)
     for scale in (1.0, 1e-3):
@@ -186,13 +179,13 @@ def test_the_largest_scores_and_the_smallest(built: Path) -> None:
         assert np.allclose(np.array(got)[0, 0, 0], expected, rtol=1e-5)
 
 
-def test_a_number_that_is_not_finite_reaches_its_own_row_only(built: Path) -> None:
+def test_a_number_that_is_not_finite_reaches_its_own_row_only() -> None:
     form = RowFormat(1, 16, mx.float32)
     rng = np.random.default_rng(0)
     keys, values = (rng.standard_normal((3 * 16, 16)).astype(np.float32) for _ in range(2))
     keys[16:32] = np.inf
     values[16:32] = np.nan
-    attention = PagedAttention(shim.maker(built), form, 16, start("cuda", form))
+    attention = PagedAttention(shim.maker(), form, 16, start("cuda", form))
     queries = mx.ones((2, 1, 1, 16))
     got = attention(
         queries,
@@ -214,8 +207,8 @@ def test_a_number_that_is_not_finite_reaches_its_own_row_only(built: Path) -> No
         (RowFormat(1, 80, mx.float32, 8, 32), "40 cached numbers on a grid"),
     ],
 )
-def test_what_cannot_be_read_is_refused(built: Path, form: RowFormat, why: str) -> None:
+def test_what_cannot_be_read_is_refused(form: RowFormat, why: str) -> None:
     assert unreadable_rows(form) == why
     if why:
         with pytest.raises(ValueError, match=why):
-            PagedAttention(shim.maker(built), form, 16, start("cuda", form))
+            PagedAttention(shim.maker(), form, 16, start("cuda", form))

@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.model.attention.block import ShortBlock
 from mlx_tandem.model.attention.fused import Fused
+from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import Writing
 from mlx_tandem.model.kernels.paged_attention import PagedAttention
@@ -37,9 +37,9 @@ def _uncompiled() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def _writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _writing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels write the pool."""
-    monkeypatch.setattr(inplace, "writing", lambda: Writing(Store(shim.maker(tmp_path))))
+    monkeypatch.setattr(inplace, "writing", lambda: Writing(Store(shim.maker())))
 
 
 @pytest.fixture
@@ -82,10 +82,10 @@ def test_it_says_what_mlx_lm_says(
     # In few bits a number at the edge between two codes may get either of them.
     near: dict[str, float] = {"tolerance": 1e-2, "near_tie": 1e-2} if kv_bits == 8 else {}
     folder = tiny_models.make(tmp_path / "model", family, **changes)
-    backends = [Fused("cuda", shim.maker(tmp_path))]
+    backends = [Fused("cuda", shim.maker())]
     engine = make_engine(folder, kv_bits=kv_bits, kv_group_size=16, attention_backend="cuda", backends=backends)
     engine.built.runner.levels = engine.built.runner.inputs.packed = True
-    assert any(isinstance(m, ShortBlock) for m in engine.built.runner._model.modules()) == (family != "gemma")
+    assert any(isinstance(m, FusedBlock) for m in engine.built.runner._model.modules()) == (family != "gemma")
     info = engine.built.info
     assert (info.attention_backend, info.attention_reason) == ("cuda", "asked for")
     calls.clear()
@@ -114,9 +114,9 @@ def test_blocks_run_their_own_code_where_the_short_way_is_wrong(
     tmp_path: Path, calls: list[int], right: str, wrong: str
 ) -> None:
     folder = tiny_models.make(tmp_path / "model", "llama")
-    broken = Broken(shim.maker(tmp_path), right, wrong)
+    broken = Broken(shim.maker(), right, wrong)
     engine = make_engine(folder, attention_backend="cuda", backends=[Fused("cuda", broken)])
-    assert not any(isinstance(m, ShortBlock) for m in engine.built.runner._model.modules())
+    assert not any(isinstance(m, FusedBlock) for m in engine.built.runner._model.modules())
     calls.clear()
     assert_agrees(engine.run(ask()), Oracle.load(folder), "blocks as they are")
     assert calls
@@ -124,10 +124,10 @@ def test_blocks_run_their_own_code_where_the_short_way_is_wrong(
 
 def test_serving_goes_on_without_a_broken_kernel(tmp_path: Path, calls: list[int]) -> None:
     folder = tiny_models.make(tmp_path / "model", "llama")
-    broken = Broken(shim.maker(tmp_path), "k <= position", "k < position")
+    broken = Broken(shim.maker(), "k <= position", "k < position")
     engine = make_engine(folder, backends=[Fused("cuda", broken)])
     assert engine.built.info.attention_backend == "portable"
-    assert engine.built.info.attention_reason.startswith("cuda is not taken: wrong by ")
+    assert engine.built.info.attention_reason.startswith("cuda is not used: wrong by ")
     calls.clear()
     assert_agrees(engine.run(ask()), Oracle.load(folder), "portable")
     assert not calls

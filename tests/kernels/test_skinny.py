@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.model.clone import clone
+from mlx_tandem.model.kernel_checks.skinny import choose
 from mlx_tandem.model.kernels.dialect import Make
 from mlx_tandem.model.kernels.skinny import Form, Skinny, eighths, forms
 from mlx_tandem.model.linears.groups import find_groups
 from mlx_tandem.model.linears.merged import merge
 from mlx_tandem.model.linears.products import Meter
 from mlx_tandem.model.linears.skinny import SkinnyEmbedding, SkinnyLinear, candidates, speed_up
-from mlx_tandem.model.trials.skinny import choose
 from tests.engine.test_lora import build, prompts
 from tests.kernels import shim
 from tests.kernels.broken import Broken
@@ -33,13 +32,8 @@ FORMS = [Form(2, 2, 3), Form(1, 2, 2), Form(3, 4, 4)]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("kernels")
-
-
-@pytest.fixture(scope="module")
-def make(folder: Path) -> Make:
-    return shim.maker(folder)
+def make() -> Make:
+    return shim.maker()
 
 
 def numbers(*shape: int, dtype: mx.Dtype, seed: int = 0) -> mx.array:
@@ -79,9 +73,9 @@ def test_a_row_gets_the_same_bits_in_any_company(make: Make) -> None:
         assert mx.array_equal(some, all_of_them[start : start + count])
 
 
-def test_threads_wait_where_they_must(folder: Path) -> None:
+def test_threads_wait_where_they_must() -> None:
     x, weight = numbers(20, 1, 328, dtype=mx.bfloat16), numbers(40, 328, dtype=mx.bfloat16, seed=1)
-    want, *others = (Skinny(shim.maker(folder, order))(x, weight, None, FORMS[0]) for order in shim.ORDERS)
+    want, *others = (Skinny(shim.maker(order))(x, weight, None, FORMS[0]) for order in shim.ORDERS)
     assert all(mx.array_equal(want, got) for got in others)
 
 
@@ -92,11 +86,11 @@ RACES = {
 
 
 @pytest.mark.parametrize("race", RACES)
-def test_a_race_shows(folder: Path, race: str) -> None:
+def test_a_race_shows(race: str) -> None:
     """The last slice lies where the sums begin."""
     x, weight = numbers(13, 1, 2368, dtype=mx.bfloat16), numbers(40, 2368, dtype=mx.bfloat16, seed=1)
-    want = Skinny(shim.maker(folder))(x, weight, None, FORMS[0])
-    got = Skinny(Broken(shim.maker(folder, "apart"), *RACES[race]))(x, weight, None, FORMS[0])
+    want = Skinny(shim.maker())(x, weight, None, FORMS[0])
+    got = Skinny(Broken(shim.maker("apart"), *RACES[race]))(x, weight, None, FORMS[0])
     assert not mx.array_equal(want, got)
 
 
@@ -150,8 +144,8 @@ def test_a_model_says_what_it_said(make: Make, family: str, monkeypatch: pytest.
     twin = clone(model)
     modules = candidates(model, merged)
     choice = choose(modules, make, Says(5), ROOM)
-    assert choice.few is not None and "up to 16 tokens" in choice.reason
-    speed_up(modules, merged, choice.few)
+    assert choice.chosen is not None and "up to 16 tokens" in choice.reason
+    speed_up(modules, merged, choice.chosen)
     adapted = sum(isinstance(m, SkinnyLinear | SkinnyEmbedding) for m in model.modules())
     assert adapted == (1 if family == "tied" else 2 * 2 + 1)  # o, down, the head; the others are merged
 
@@ -172,7 +166,7 @@ def test_a_model_says_what_it_said(make: Make, family: str, monkeypatch: pytest.
 def test_it_is_taken_where_it_is_hardly_slower(make: Make, microseconds: float, steps: str) -> None:
     """In steps with adapters, which have the host to wait for, it may be slower."""
     linear = nn.Linear(64, 40)
-    assert choose(candidates(linear, []), make, Says(microseconds), ROOM).few is None  # float32
+    assert choose(candidates(linear, []), make, Says(microseconds), ROOM).chosen is None  # float32
     linear.set_dtype(mx.float16)
     few, reason = choose(candidates(linear, []), make, Says(microseconds), ROOM)
     if few is None:
@@ -198,8 +192,8 @@ def test_a_device_with_little_room_takes_what_fits(make: Make, monkeypatch: pyte
         return product(self, x, weight, bias, form)
 
     monkeypatch.setattr(Skinny, "__call__", call)
-    assert choose([linear], make, Says(5), least).few is not None and max(calls) <= least
-    assert choose([linear], make, Says(5), least - 1).few is None
+    assert choose([linear], make, Says(5), least).chosen is not None and max(calls) <= least
+    assert choose([linear], make, Says(5), least - 1).chosen is None
 
 
 def test_linears_that_are_met_twice_or_hold_two_types(make: Make) -> None:
@@ -214,8 +208,8 @@ def test_linears_that_are_met_twice_or_hold_two_types(make: Make) -> None:
     model.mixed.bias = model.mixed.bias.astype(mx.float32)  # what MLX gives then is float32, too
     modules = candidates(model, [])
     choice = choose(modules, make, Says(5), ROOM)
-    assert choice.few is not None
-    speed_up(modules, [], choice.few)
+    assert choice.chosen is not None
+    speed_up(modules, [], choice.chosen)
     assert isinstance(model.second, SkinnyLinear) and not isinstance(model.mixed, SkinnyLinear)
     x = numbers(3, 1, 64, dtype=mx.bfloat16)
     assert model.second(x).dtype == mx.bfloat16 and model.mixed(x).dtype == mx.float32
@@ -225,7 +219,7 @@ def test_outputs_that_are_padding_are_right(make: Make) -> None:
     """As those behind the vocabulary of some heads, whose weights are zero."""
     head = nn.Linear(64, 600, bias=False)
     head.weight = mx.concatenate([numbers(80, 64, dtype=mx.bfloat16), mx.zeros((520, 64), mx.bfloat16)])
-    assert choose([head], make, Says(5), ROOM).few is not None
+    assert choose([head], make, Says(5), ROOM).chosen is not None
 
 
 FAULTS = {
@@ -243,4 +237,4 @@ def test_a_broken_kernel_is_rejected_at_start(make: Make, fault: str) -> None:
     linear = nn.Linear(256, 40, bias=False)
     linear.set_dtype(mx.float16)
     choice = choose([linear], Broken(make, *FAULTS[fault]), Says(5), ROOM)
-    assert choice.few is None and choice.reason.startswith("the kernel is not taken: ")
+    assert choice.chosen is None and choice.reason.startswith("the kernel is not used: ")

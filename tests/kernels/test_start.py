@@ -14,13 +14,13 @@ import pytest
 
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import StepPlan, StepResult
-from mlx_tandem.model.attention import choice
-from mlx_tandem.model.attention.block import ShortBlock
+from mlx_tandem.model.attention.fused_block import FusedBlock
 from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.kernel_checks import argmax, lora
+from mlx_tandem.model.kernel_checks import attention as choice
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Source
 from mlx_tandem.model.runner import MLXRunner
 from mlx_tandem.model.step.parts import Flight
-from mlx_tandem.model.trials import argmax, lora
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
@@ -35,9 +35,9 @@ PROMPTS = [tuple(_rng.integers(3, tiny_models.VOCAB, n).tolist()) for n in (5, 2
 
 
 @pytest.fixture
-def metal(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+def metal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     """A Metal device whose kernels are all faster than MLX's operations."""
-    gpu = fake.install("metal", fake.by_shim(tmp_path_factory), monkeypatch)
+    gpu = fake.install("metal", shim.maker(), monkeypatch)
     fake.time_by_clock(gpu, monkeypatch)
     monkeypatch.setattr(choice, "STEPS", ((2, 64), (1, 192)))
     monkeypatch.setattr(choice, "CHAIN", 2)
@@ -64,7 +64,7 @@ def assert_serves(engine: Engine, tmp_path: Path) -> None:
 
 
 def short_blocks(engine: Engine) -> bool:
-    return any(isinstance(m, ShortBlock) for m in engine.built.runner._model.modules())
+    return any(isinstance(m, FusedBlock) for m in engine.built.runner._model.modules())
 
 
 def test_all_kernels_are_taken_where_they_are_right_and_faster(metal: Gpu, tmp_path: Path) -> None:
@@ -86,11 +86,11 @@ WRONG: dict[str, Around] = {
 }
 
 SAYS = {
-    "paged_attention": "attention by portable: metal is not taken: ",
+    "paged_attention": "attention by portable: metal is not used: ",
     "rotary": "attention blocks run their own code: ",
     "store": "MLX's own operations write the KV pool: the kernel that writes in place is ",
-    "lora_shrink": "fused kernels are not taken: ",
-    "argmax": "greedy tokens: the kernel is not taken: ",
+    "lora_shrink": "fused kernels are not used: ",
+    "argmax": "greedy tokens: the kernel is not used: ",
 }
 
 WHY = {

@@ -52,6 +52,9 @@ PROGRAMS = {
 }
 SMALL = ["--num-blocks", "512"]
 """Beside every printed command: a pool that suits a test machine."""
+SHORT = ["--max-model-len", "1024"]
+"""Beside those that name no context of their own: a server with a short one starts sooner."""
+CONTEXTS = {"--ctx-size", "--max-kv-size"}
 
 
 @dataclass
@@ -82,6 +85,7 @@ class Workplace:
         port = free_port()
         words = self.words(command, port)
         given = [] if "--port" in words else ["--port", str(port)]
+        given += [] if CONTEXTS & set(words) else SHORT
         return running([*words, *given, *SMALL, *more], port, self.folder, self.env)
 
 

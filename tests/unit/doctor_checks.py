@@ -53,7 +53,7 @@ def hangs(bench: Bench) -> Outcome:
 def broken_kernel(bench: Bench) -> Outcome:
     """The check of attention, with a back end more that is wrong by a twentieth."""
     from mlx_tandem.cli.doctor import device
-    from mlx_tandem.model.trials import attention
+    from mlx_tandem.model.kernel_checks import attention_cases
 
-    attention.BACKENDS["broken"] = lambda case: attention.BACKENDS["portable"](case) * 1.05
+    attention_cases.BACKENDS["broken"] = lambda case: attention_cases.BACKENDS["portable"](case) * 1.05
     return device.attention(bench)

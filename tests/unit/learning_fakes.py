@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_tandem.adapters.registry import Registry
 from mlx_tandem.config import CheckpointingConfig, Config, DutyConfig, EngineConfig, ModelConfig, RLTrainingConfig
-from mlx_tandem.engine.learning import Adam, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.errors import EngineDied, EngineUnavailable, NotFound
 from mlx_tandem.training.online.serving import Sampled
 from mlx_tandem.training.trajectories import Trajectory
@@ -125,7 +125,7 @@ class Client:
         self.points()
         return tuple(results)
 
-    async def step_trainer(self, trainer: str, adam: Adam) -> StepDone:
+    async def step_trainer(self, trainer: str, adam: AdamParams) -> StepDone:
         await self._call()
         own = self._get(trainer)
         gradients, own.gradients = own.gradients, ()

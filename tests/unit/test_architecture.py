@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,141 @@ def test_modules_can_be_read_in_one_sitting() -> None:
         str(f.relative_to(ROOT)): n for f in SOURCES if (n := len(f.read_text(encoding="utf-8").splitlines())) > 600
     }
     assert not long
+
+
+MOST_LINES, MOST_ARGUMENTS, MOST_METHODS = 60, 8, 25
+"""Limits of a function without its docstring, of a constructor besides `self`, and of a class."""
+
+OPTIONS = "each of its parameters is an option of the command line, with its help"
+REWRITTEN = "its package is being rewritten"
+LARGE: dict[str, str] = {
+    "mlx_tandem/api/engine.py: Engine": REWRITTEN,
+    "mlx_tandem/cli/bench/commands.py: bench_engine": OPTIONS,
+    "mlx_tandem/cli/bench/commands.py: bench_serve": OPTIONS,
+    "mlx_tandem/cli/sft.py: sft": OPTIONS,
+    "mlx_tandem/engine/adapters.py: Adapters": REWRITTEN,
+    "mlx_tandem/engine/client.py: EngineClient": REWRITTEN,
+    "mlx_tandem/engine/scheduler.py: Scheduler": REWRITTEN,
+    "mlx_tandem/engine/tables.py: Tables": REWRITTEN,
+    "mlx_tandem/engine/tier.py: Tier": REWRITTEN,
+    "mlx_tandem/engine/trainers.py: TrainerHost": REWRITTEN,
+    "mlx_tandem/generation/model_names.py: Models": REWRITTEN,
+    "mlx_tandem/model/cache/kvcache.py: StepView()": REWRITTEN,
+    "mlx_tandem/model/runner.py: MLXRunner": REWRITTEN,
+    "mlx_tandem/model/runner.py: MLXRunner()": REWRITTEN,
+    "mlx_tandem/model/runner.py: MLXRunner._build_part": REWRITTEN,
+    "mlx_tandem/model/runner.py: MLXRunner._make_step": REWRITTEN,
+    "mlx_tandem/model/runner.py: MLXRunner._make_step.step": REWRITTEN,
+    "mlx_tandem/server/connection.py: Connection": "has a method for each event of asyncio and of the parser",
+    "mlx_tandem/server/prometheus.py: _Collector.collect": REWRITTEN,
+    "mlx_tandem/training/online/learner.py: Learner": REWRITTEN,
+    "mlx_tandem/training/store/checkpoints.py: Checkpoints": REWRITTEN,
+    "mlx_tandem/worker.py: _build": REWRITTEN,
+}
+"""What may be larger, and why."""
+
+
+def docstring_of(node: ast.AST) -> ast.Expr | None:
+    body = getattr(node, "body", None)
+    first = body[0] if isinstance(body, list) and body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return first
+    return None
+
+
+def large(source: str, name: str = "m.py") -> Iterator[str]:
+    """Yield what in `source` is over a limit: `file: function`, `file: class`, or `file: class()` for its arguments."""
+
+    def lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+        about = docstring_of(node)
+        spoken = 0 if about is None else (about.end_lineno or 0) - about.lineno + 1
+        return (node.end_lineno or 0) - node.lineno + 1 - spoken
+
+    def walk(node: ast.AST, place: str) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                methods = [n for n in child.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+                if len(methods) > MOST_METHODS:
+                    yield f"{name}: {place}{child.name}"
+                yield from walk(child, f"{place}{child.name}.")
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                if lines(child) > MOST_LINES:
+                    yield f"{name}: {place}{child.name}"
+                arguments = len(child.args.posonlyargs) + len(child.args.args) + len(child.args.kwonlyargs) - 1
+                if child.name == "__init__" and arguments > MOST_ARGUMENTS:
+                    yield f"{name}: {place.removesuffix('.')}()"
+                yield from walk(child, f"{place}{child.name}.")
+            else:
+                yield from walk(child, place)
+
+    yield from walk(ast.parse(source), "")
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def f():\n" + "    x = 1\n" * 60, "m.py: f"),
+        ('def f():\n    """A.\n\n    B.\n    """\n' + "    x = 1\n" * 59, ""),
+        ("class C:\n    async def f(self):\n" + "        x = 1\n" * 60, "m.py: C.f"),
+        ("class C:\n" + "".join(f"    def f{i}(self): ...\n" for i in range(26)), "m.py: C"),
+        ("class C:\n    def __init__(self, a, b, c, d, e, f, *, g, h, i): ...\n", "m.py: C()"),
+        ("class C:\n    def __init__(self, a, b, c, d, e, f, *, g, h): ...\n", ""),
+    ],
+)
+def test_what_is_large_is_found(source: str, found: str) -> None:
+    assert list(large(source)) == [found] * bool(found)
+
+
+def test_functions_constructors_and_classes_are_small() -> None:
+    found = {w for f in SOURCES for w in large(f.read_text(encoding="utf-8"), f.relative_to(ROOT).as_posix())}
+    assert found - LARGE.keys() == set(), "too large"
+    settled = {what for what, why in LARGE.items() if why != REWRITTEN}
+    assert settled - found == set(), "no longer large: take it out of the list"
+
+
+DANGLING = re.compile(
+    r"(Also|And|As|At|Beside|Both|But|By|Each|Either|Every|For|From|How|If|In|It|Its|Neither|Nobody|None|Nor|Nothing|Of|"
+    r"On|Only|Or|Over|So|That|Their|Them|These|They|This|Those|To|Under|Until|Up|Were|What|When|Where|Whether|Which|"
+    r"While|Who|Whoever|Why|With|Without)\b"
+)
+"""First words that are no verbs: a docstring of a function says what the function does."""
+
+
+def dangling(source: str) -> Iterator[str]:
+    """Yield the functions whose docstring begins with such a word; properties are named by noun phrases."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            is_property = any("property" in ast.unparse(d) for d in node.decorator_list)
+            if not is_property and DANGLING.match(ast.get_docstring(node) or ""):
+                yield node.name
+
+
+@pytest.mark.parametrize("text", ["Of the pool.", "As `f`.", "That of a mask.", "What it is.", "Whether it is."])
+def test_docstrings_that_begin_in_the_middle_are_found(text: str) -> None:
+    assert list(dangling(f"def f(): '''{text}'''")) == ["f"]
+    assert not list(dangling(f"@property\ndef f(self): '''{text}'''"))
+    assert not list(dangling(f"def f(): '''Return {text}'''"))
+
+
+def test_docstrings_of_functions_begin_with_a_verb() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    later = [p for p in settings["tool"]["ruff"]["lint"]["per-file-ignores"] if p.startswith("mlx_tandem/")]
+    found = [
+        f"{f.relative_to(ROOT)}: {name}"
+        for f in SOURCES
+        if not any(fnmatch(f.relative_to(ROOT).as_posix(), pattern) for pattern in later)
+        for name in dangling(f.read_text(encoding="utf-8"))
+    ]
+    assert not found
+
+
+def test_pages_that_the_source_names_are_there() -> None:
+    cited = {
+        (f.relative_to(ROOT).as_posix(), page)
+        for f in SOURCES
+        for page in re.findall(r"\bdocs/[\w/-]+\.md", f.read_text(encoding="utf-8"))
+    }
+    assert cited and not [(file, page) for file, page in sorted(cited) if not (ROOT / page).is_file()]
 
 
 def test_the_map_of_modules_is_that_of_the_tree() -> None:

@@ -301,6 +301,6 @@ def test_the_model_card_says_what_was_measured() -> None:
     for skill in skills:
         assert short[skill]["greedy"] >= 0.9, skill
         for name in ("shout", "json"):
-            # The card says among its limits that one in four of shout's stories leaves the grammar.
-            least = 0.7 if (name, skill) == ("shout", "story") else 0.9
+            # A third of the stories that shout tells leave the grammar; the card's table shows it.
+            least = 0.65 if (name, skill) == ("shout", "story") else 0.9
             assert figures["adapters"][name]["greedy"][skill] >= least, (name, skill)

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.restarts
+
 ROOT = Path(__file__).parents[2]
 PROMPT, TOKENS, REQUESTS, STREAMS = 8, 4, 7, 3
 

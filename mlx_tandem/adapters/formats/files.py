@@ -1,4 +1,4 @@
-"""Opening an adapter folder: regular files only, each once and by descriptor, its configuration as plain data."""
+"""Opens an adapter folder safely: regular files only, each once and by descriptor, its configuration as plain data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mlx_tandem.errors import TooLarge
 
 @contextmanager
 def directory(folder: Path, root: Path | None = None) -> Iterator[int]:
-    """A descriptor of `folder`. With a `root` above it, no link on the way from there is followed."""
+    """Yield a descriptor of `folder`. With a `root` above it, no link on the way from there is followed."""
     try:
         fd = _open(folder) if root is None else _walk(root, folder)
     except NotADirectoryError:
@@ -44,7 +44,7 @@ def _open(path: Path | str, parent: int | None = None) -> int:
 
 
 def _walk(root: Path, folder: Path) -> int:
-    """Step by step, each relative to the descriptor of the one before: nothing can be swapped on the way."""
+    """Open the folder step by step, each relative to the one before, so that nothing can be swapped on the way."""
     try:
         steps = folder.relative_to(root).parts
     except ValueError:
@@ -63,7 +63,7 @@ def _walk(root: Path, folder: Path) -> int:
 
 @contextmanager
 def regular_file(directory: int, name: str, limit: int, follow_links: bool) -> Iterator[int]:
-    """A descriptor of a regular file of at most `limit` bytes. A FIFO or device does not block the open."""
+    """Yield a descriptor of a regular file of at most `limit` bytes. A FIFO or device does not block the open."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
     try:
         fd = os.open(name, flags, dir_fd=directory)
@@ -87,6 +87,7 @@ def regular_file(directory: int, name: str, limit: int, follow_links: bool) -> I
 
 
 def exists(directory: int, name: str) -> bool:
+    """Return whether the folder has an entry of this name."""
     try:
         os.stat(name, dir_fd=directory, follow_symlinks=False)
     except OSError:
@@ -95,6 +96,7 @@ def exists(directory: int, name: str) -> bool:
 
 
 def configuration(directory: int, follow_links: bool) -> dict[str, Any]:
+    """Return the adapter's configuration. Raise ModelError naming the key if it is not sound JSON."""
     with regular_file(directory, CONFIG, limits.MAX_CONFIG_BYTES, follow_links) as fd:
         raw = read_exactly(fd, 0, os.fstat(fd).st_size, CONFIG)
 
@@ -119,6 +121,7 @@ def configuration(directory: int, follow_links: bool) -> dict[str, Any]:
 
 
 def format_of(directory: int, config: Mapping[str, Any]) -> Format:
+    """Return the format of an adapter folder, judged by its files of weights. Raise ModelError if there are none."""
     present: list[Format] = [kind for kind, name in WEIGHTS.items() if exists(directory, name)]
     if len(present) == 1:
         return present[0]
@@ -132,6 +135,7 @@ def format_of(directory: int, config: Mapping[str, Any]) -> Format:
 
 
 def read_exactly(fd: int, offset: int, size: int, name: str) -> npt.NDArray[np.uint8]:
+    """Return `size` bytes of the file from `offset` on. Raise ModelError naming the file if it is shorter."""
     data = np.empty(size, np.uint8)
     view = data.data
     done = 0

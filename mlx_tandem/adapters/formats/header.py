@@ -1,4 +1,4 @@
-"""The header of a safetensors file: which tensors it holds, and where."""
+"""Reads the header of a safetensors file: which tensors it holds, and where."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ from mlx_tandem.adapters.formats import files
 from mlx_tandem.adapters.formats.parts import refuse
 
 MAX_HEADER_BYTES = 64 << 20
+"""Most bytes of a header."""
+
 DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+"""Bytes per number of the types that are read."""
 
 
 class Tensor(NamedTuple):
+    """A tensor's type, shape and place in its file."""
+
     dtype: str
     shape: tuple[int, ...]
     offset: int  # from the start of the file
 
 
 def read_header(fd: int, name: str) -> dict[str, Tensor]:
-    """Names, dtypes, shapes and places of all tensors, from the descriptor's own header; no data is read."""
+    """Return the types, shapes and places of all tensors of an open file; no tensor data is read.
+
+    Raise ModelError naming `name` if the file is unsound.
+    """
     size = os.fstat(fd).st_size
     if size < 8:
         refuse(name, None, "is not a safetensors file")
@@ -31,11 +39,11 @@ def read_header(fd: int, name: str) -> dict[str, Tensor]:
         refuse(name, None, "is not a safetensors file, or its header is cut off or too large")
     found: dict[str, Tensor] = {}
     try:
-        # Through /dev/fd: the library opens by name, and only the descriptor names the file that was checked.
-        # pread, not mmap: a file cut short under a mapping kills the process.
+        # The library opens files by name, and only /dev/fd names the very file that was checked. It reads by pread and
+        # not by mmap, because a file that is cut short while it is mapped kills the process.
         with safe_open(f"/dev/fd/{fd}", framework="numpy", backend="pread") as f:
             at = 8 + length
-            for key in f.offset_keys():  # by place; the library has made sure that there are no gaps
+            for key in f.offset_keys():  # in the order of places; the library has checked that there are no gaps
                 part = f.get_slice(key)
                 shape = tuple(int(n) for n in part.get_shape())
                 dtype = str(part.get_dtype())

@@ -1,4 +1,4 @@
-"""From an adapter folder to arrays: pairs and shapes are checked, then values are read, hashed and scaled."""
+"""Loads an adapter folder into arrays: checks pairs and shapes, then reads, hashes and scales the values."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from mlx_tandem.adapters.formats.parts import (
 from mlx_tandem.types import AdapterInfo
 
 PARSERS = {"mlx-lm": mlx_lm.parse, "peft": peft.parse}
+"""The parser of each format."""
 
 
 def read(
@@ -38,12 +39,20 @@ def read(
     root: Path | None = None,
     scaled: bool = True,
 ) -> AdapterWeights:
-    """The adapter in `folder`, checked against the model's `linears` (by module path) and `base_layers` layers.
+    """Return the adapter in `folder`, checked against the model's `linears` (by path) and `base_layers` layers.
 
-    Raises ModelError (TooLarge for a file over its limit) naming the file and the field. `follow_links` permits
-    the files to be symbolic links, as in a Hugging Face cache; the folder itself may be reached by one
-    unless a `root` is given: then it lies under it, and no link on the way from there is followed. Not `scaled`: every
-    B is what the file has, to the bit; who multiplies it and divides again may have something else.
+    Args:
+        folder: The adapter's folder, which a link may lead to unless a `root` is given.
+        linears: The linears that adapters may change.
+        max_rank: The highest rank that is accepted.
+        base_layers: The number of the model's layers.
+        follow_links: Whether the files may be symbolic links, as in a Hugging Face cache.
+        root: A folder under which `folder` must lie, with no link on the way.
+        scaled: Whether the scale is multiplied into B. Without it, B equals the file's values to the bit.
+
+    Raises:
+        ModelError: The adapter cannot be served; the message names the file and the field.
+        TooLarge: A file is over its limit.
     """
     with files.directory(folder, root) as directory:
         config = files.configuration(directory, follow_links)
@@ -55,7 +64,9 @@ def read(
 
 
 def check(file: str, header: Mapping[str, Tensor], spec: Spec, linears: Mapping[str, LinearShape]) -> None:
-    """Every tensor has its partner and the shape that the model and the configuration ask for."""
+    """Raise ModelError unless every tensor has its partner and the shape that the model and the configuration ask
+    for.
+    """
     for path, (a, b) in spec.modules.items():
         shape = linears[path]
         experts_a, experts_b = ({h.expert for h in side} for side in (a, b))
@@ -87,7 +98,7 @@ def load(
     linears: Mapping[str, LinearShape],
     scaled: bool = True,
 ) -> AdapterWeights:
-    """The weights that `spec` names, once they are checked against `linears`, from the open file of weights."""
+    """Return the weights that `spec` names from the open file of weights, checked against `linears`."""
 
     def read(name: str) -> npt.NDArray[np.uint8]:
         t = header[name]
@@ -99,7 +110,7 @@ def load(
 def from_arrays(
     config: Mapping[str, object], tensors: Mapping[str, Array], linears: Mapping[str, LinearShape]
 ) -> AdapterWeights:
-    """What `read` would give for a PEFT folder with this configuration and these tensors; the same digest, too."""
+    """Return what `read` would for a PEFT folder with this configuration and these tensors, including the digest."""
     header = {name: Tensor("F32", t.shape, 0) for name, t in tensors.items()}
     spec = peft.parse(config, header, linears, limits.MAX_LORA_RANK, 0)
     return _assemble(lambda name: tensors[name].reshape(-1).view(np.uint8), "peft", header, spec, linears, True)
@@ -131,7 +142,7 @@ def _assemble(
                 _feed(digest, (half.tensor, t.dtype, *t.shape, half.scale.hex()))
                 digest.update(raw.data)
                 values = decode(raw, t)
-                # In this form a NaN fails too. The limit is float16's: beyond it a served model turns it into inf.
+                # This form of the comparison also fails for NaN. Beyond float16's limit the device would get infinity.
                 scale = half.scale if into is pair[1] else 1.0
                 if not float(np.abs(values).max(initial=0.0)) * scale <= limits.MAX_LORA_VALUE:
                     refuse(file, half.tensor, f"holds NaN, infinity or a value over {limits.MAX_LORA_VALUE:g}")
@@ -154,14 +165,14 @@ def _assemble(
 
 
 def _feed(digest: hashlib.blake2b, fields: Iterable[object]) -> None:
-    """Self-delimiting, so that no two different lists of fields feed the same bytes."""
+    """Hash the fields, each preceded by its length, so that no two different lists of fields give the same bytes."""
     for field in fields:
         text = str(field).encode()
         digest.update(len(text).to_bytes(4, "little") + text)
 
 
 def decode(raw: npt.NDArray[np.uint8], t: Tensor) -> Array:
-    """The bytes of a tensor as float32; float32 itself is not copied."""
+    """Return the bytes of a tensor as float32; float32 itself is not copied."""
     if t.dtype == "F32":
         values = raw.view("<f4")
     elif t.dtype == "F16":

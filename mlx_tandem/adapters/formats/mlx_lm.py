@@ -28,6 +28,11 @@ def parse(
     max_rank: int,
     base_layers: int,
 ) -> Spec:
+    """Return what to load from a folder in mlx-lm's format.
+
+    Raise ModelError naming the key or tensor that is not supported. `linears`, `max_rank` and `base_layers` are as
+    in `loading.read`.
+    """
     kind = config.get("fine_tune_type", "lora")
     if kind != "lora":
         refuse(CONFIG, "fine_tune_type", f"is {str(kind)[:40]!r}; only 'lora' can be served beside other adapters")
@@ -58,7 +63,7 @@ def parse(
         layer = layer_of(path)
         if layer is not None and layer < first:
             refuse(name, tensor, f"lies outside the last {base_layers - first} of {base_layers} layers ({layers_key})")
-        # Dense tensors are stored as we want them; the switch layers' (E, r, in) and (E, out, r) are not.
+        # Dense tensors are stored in our layout; the switch layers' (E, r, in) and (E, out, r) are transposed.
         half = Half(tensor, None, rank, scale, turn=shape.experts > 0)
         spec.modules.setdefault(path, ([], []))[leaf == "lora_b"].append(half)
     return spec

@@ -40,6 +40,11 @@ def parse(
     max_rank: int,
     base_layers: int,
 ) -> Spec:
+    """Return what to load from a folder in PEFT's format.
+
+    Raise ModelError naming the key or tensor that is not supported. `linears`, `max_rank` and `base_layers` are as
+    in `loading.read`.
+    """
     kind = config.get("peft_type")
     if kind != "LORA":
         refuse(CONFIG, "peft_type", "is missing" if kind is None else f"is {str(kind)[:40]!r}; only 'LORA' is served")
@@ -97,7 +102,10 @@ def _not_integer(field: str) -> NoReturn:
 
 
 def _expert(path: str, linears: Mapping[str, LinearShape]) -> tuple[str, int | None]:
-    """PEFT adapts one linear per expert; the served model stacks them in one module under another name."""
+    """Return the path of the served module and the expert's number for one of PEFT's linears.
+
+    PEFT adapts one linear per expert; the served model stacks them in one module under another name.
+    """
     m = EXPERT.fullmatch(path)
     if m is None or path in linears:
         return path, None
@@ -119,8 +127,11 @@ def _layers(config: Mapping[str, Any]) -> frozenset[int] | None:
 
 
 def _pattern(config: Mapping[str, Any], key: str, check: Callable[[Any, str], T]) -> list[tuple[str, bool, T]]:
-    """(suffix, whole, value) in file order. PEFT takes its keys as regular expressions; one that comes from
-    outside can take for ever to match, so only plain names are read: letters, digits, '_', '.', '^' in front."""
+    """Return the (suffix, whole, value) entries of a pattern setting in file order.
+
+    PEFT takes the keys as regular expressions. One that comes from outside can take for ever to match, so only plain
+    names are accepted: letters, digits, '_', '.', and '^' in front.
+    """
     value = config.get(key) or {}
     if not isinstance(value, dict):
         refuse(CONFIG, key, "must be an object")

@@ -1,1 +1,1 @@
-"""`tandem bench`: a running server over HTTP, and the engine without it."""
+"""`tandem bench`: measures a running server over HTTP, or the engine without a server."""

@@ -1,4 +1,6 @@
-"""mlx-lm's BatchGenerator as a peer: the same weights, prompts and sampling, through its own public way in."""
+"""mlx-lm's BatchGenerator as the peer of `tandem bench engine`: same weights, prompts and sampling, by its public
+interface.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from mlx_lm.sample_utils import make_sampler
 
 
 class BatchGeneratorPeer:
-    """One loaded model; `generate` runs one batch to its end."""
+    """A model loaded for BatchGenerator; `generate` runs one batch to its end."""
 
     def __init__(self, config: ModelConfig):
         self._model = loader.load(config, lambda stage, fraction: None).module
@@ -23,8 +25,10 @@ class BatchGeneratorPeer:
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Sequence[tuple[float, float]]
     ) -> Iterator[list[int]]:
-        """For each step the rows that got a token. Rows of different (temperature, top_p) have samplers of their own;
-        rows that are alike share one, which the peer calls once for all of them."""
+        """Yield for each step the rows that got a token.
+
+        Rows with the same (temperature, top_p) share a sampler, which the peer calls once for all of them.
+        """
         batch = len(prompts)
         generator: Any = BatchGenerator(self._model, completion_batch_size=batch, prefill_batch_size=batch)
         of = {(t, p): make_sampler(t, top_p=p if p < 1.0 else 0.0) for t, p in sampling}

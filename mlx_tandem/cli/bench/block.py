@@ -1,6 +1,6 @@
-"""`tandem bench report`: one Markdown block of what this machine is, what the engine decided on it, and how fast it is.
+"""`tandem bench report`: one Markdown block with the machine, what the engine chose on it, and how fast it is.
 
-People paste it into an issue. It names no folder, user or secret of the machine.
+People paste the block into an issue. It names no folder, user or secret of the machine.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from mlx_tandem.engine.cost import prompt_seconds
 from mlx_tandem.errors import TandemError
 
 BATCHES = (Batch(1, 64), Batch(16, 64), Batch(1, 1024))
+"""Batches that are measured."""
+
 TRAINER_RANK = 16
+"""Rank of the trainer for which memory is reserved."""
 
 
 def run(model: Path, repeats: int) -> str:
-    """Measure the engine on `model` and return the block. Ends the process with one line when the model cannot be
-    served."""
+    """Measure the engine on `model` and return the block. End the process with one line if the model cannot be
+    served.
+    """
     found: dict[str, Any] = describe() | {"model": model.name}
     config = EngineConfig(
         ModelConfig(str(model)),
@@ -41,7 +45,7 @@ def run(model: Path, repeats: int) -> str:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """Return the block for what `describe` and `EngineBench` have found."""
+    """Return the block for the results of `describe` and `EngineBench`."""
     machine, engine, commit = found["machine"], found["engine"], found["commit"]
     memory, form = engine["memory"], engine["prompt_cost"]
     lines = [

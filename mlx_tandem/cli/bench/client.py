@@ -1,8 +1,8 @@
 """The client of `tandem bench serve`: connections to one server, and rounds of requests over them.
 
-Closed loop: each of the clients sends its next request when its last one has ended. Open loop (`rate`): requests are
-due at fixed times, whatever the server does. The client shares the machine with the server that it measures, so nothing
-is done per token beyond what `stream.py` does.
+In a closed loop each client sends its next request when its last one has ended. In an open loop (`rate`) requests
+are due at fixed times, whatever the server does. The client shares the machine with the server that it measures, so
+it does nothing per token beyond what `stream.py` does.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _WORDS = list(map("".join, product("bdfgklmnprstvz", "aeiou")))
 
 
 class BenchError(Exception):
-    """The measurement cannot be made; the message says why."""
+    """The measurement is not possible; the message says why."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """One request and what came of it."""
+    """One request and its result."""
 
     body: dict[str, Any]
     stream: Stream
@@ -41,17 +41,20 @@ class Sent:
 
 @dataclass
 class Round:
-    """What one round sent. `held_back` were due while as many as allowed were under way, and never sent."""
+    """The requests of one round. `held_back` counts requests that were never sent, since the most allowed were under
+    way.
+    """
 
     sent: list[Sent]
     held_back: int = 0
 
     def figures(self) -> dict[str, Any]:
+        """Return the figures of the round."""
         return figures([s.stream for s in self.sent], self.held_back)
 
 
 def run_loop(main: Awaitable[T]) -> T:
-    """Run on uvloop where it exists: it halves what the client costs the machine that it measures."""
+    """Run `main` on uvloop if it is installed, which halves the client's load on the machine that it measures."""
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ImportError):
         from uvloop import new_event_loop as factory
@@ -70,7 +73,7 @@ class Client:
         self.load = load
         self.adapters: list[str] = list(load.adapters or ())
         self.server: Any = None
-        self.token_ids = False  # the server gives token ids when asked
+        self.token_ids = False  # whether the server returns token ids when asked
         self._words_per_token = 1.0
         self._connections: list[Connection] = []
         self._random = random.Random(0)
@@ -78,7 +81,7 @@ class Client:
 
     @classmethod
     async def open(cls, load: Load) -> Client:
-        """Look at the server and find how many words make the wanted number of prompt tokens."""
+        """Return a client for the server, which is asked for its adapters and how many words make a prompt token."""
         self = cls(load)
         connection = self.connection(0)
         status, health = await connection.json("GET", "/health")
@@ -105,12 +108,12 @@ class Client:
             self.token_ids = status == 200 and bool(answer["choices"][0].get("token_ids"))
 
     async def ask(self, connection: Connection, body: dict[str, Any]) -> tuple[int, Any]:
-        """One request, its answer not streamed."""
+        """Send one request and return the status and body of its reply, which is not streamed."""
         plain = {key: value for key, value in body.items() if key != "stream_options"}
         return await connection.json("POST", self._path, plain | {"stream": False})
 
     async def send(self, connection: Connection, body: dict[str, Any]) -> Stream:
-        """One streamed request, to its end. Whatever goes wrong is in the stream."""
+        """Send one streamed request and return the stream at its end. Errors are recorded in the stream."""
         stream = Stream(keep=self.load.validate)
         try:
             status = await connection.request("POST", self._path, body, stream)
@@ -122,7 +125,7 @@ class Client:
         return stream
 
     async def round(self, workload: Workload, concurrency: int, warm_up: bool = False) -> Round:
-        """One round. A warm-up round is short, and a closed loop."""
+        """Run one round and return its requests. A warm-up round is short, and a closed loop."""
         load = self.load
         total = load.num_requests or max(24, 4 * concurrency)
         seconds = load.seconds
@@ -176,11 +179,12 @@ class Client:
         return found
 
     def close(self) -> None:
+        """Close all connections."""
         for connection in self._connections:
             connection.close()
 
     def connection(self, i: int) -> Connection:
-        """The i-th connection, which carries one request at a time."""
+        """Return the i-th connection, which carries one request at a time."""
         headers = {"Authorization": f"Bearer {self.load.api_key}"} if self.load.api_key else None
         while len(self._connections) <= i:
             self._connections.append(Connection.to(self.load.url, headers))
@@ -195,12 +199,12 @@ class Client:
         return "messages" if self.load.endpoint == "chat" else "prompt"
 
     def _prompt(self, words: int) -> object:
-        """Made-up words, never the same twice, so that no cache of prompts helps anybody."""
+        """Return a prompt of made-up words, never the same twice, so that no prefix cache helps any server."""
         text = " ".join(self._random.choices(_WORDS, k=max(1, words)))
         return [{"role": "user", "content": text}] if self.load.endpoint == "chat" else text
 
     def body(self, workload: Workload) -> dict[str, Any]:
-        """The next request of this workload."""
+        """Return the body of the next request of this workload."""
         number = next(self._numbers)
         temperature, top_p = workload.sampling or SAMPLING[number % len(SAMPLING)]
         body: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The commands `tandem bench serve` and `tandem bench engine` and their options."""
+"""The commands of `tandem bench` and their options."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _picture(path: Path | None) -> Path | None:
 
 
 def _batches(text: str, prompt_tokens: int) -> list[tuple[int, int]]:
-    """(rows, prompt tokens) of each."""
+    """Return the (rows, prompt tokens) of each batch in a list such as 1,64,32x4096."""
     found = []
     for part in text.split(","):
         rows, cross, length = part.partition("x")
@@ -60,7 +60,7 @@ def bench_serve(
         str,
         typer.Option(
             help="Any of base (no adapter), same (one), mixed (all in turn), skew (four in five requests to one), "
-            "zipf, long-decode-mixed, with commas.",
+            "zipf, long-decode-mixed, separated by commas.",
             rich_help_panel=_LOAD,
         ),
     ] = "base",
@@ -69,7 +69,7 @@ def bench_serve(
     ] = "1,8,32",
     profile: Annotated[
         Literal["jan"] | None,
-        typer.Option(help="A fixed set of requests in place of --mode and --concurrency.", rich_help_panel=_LOAD),
+        typer.Option(help="A fixed set of requests instead of --mode and --concurrency.", rich_help_panel=_LOAD),
     ] = None,
     num_requests: Annotated[
         int | None,
@@ -83,7 +83,7 @@ def bench_serve(
         typer.Option(
             min=0.001,
             max=1e6,
-            help="Requests per second, whatever is answered; --concurrency is then the most under way.",
+            help="Send this many requests per second, answered or not; --concurrency bounds those under way.",
             rich_help_panel=_LOAD,
         ),
     ] = None,
@@ -95,30 +95,32 @@ def bench_serve(
     ] = "mixed",
     zipf_exponent: Annotated[
         float,
-        typer.Option(min=0.0, max=10.0, help="How much zipf prefers the first adapters.", rich_help_panel=_LOAD),
+        typer.Option(
+            min=0.0, max=10.0, help="Exponent of zipf; more prefers the first adapters.", rich_help_panel=_LOAD
+        ),
     ] = 1.0,
     repeats: Annotated[
         int, typer.Option(min=1, help="Rounds of each mode; the median is reported.", rich_help_panel=_LOAD)
     ] = 3,
     adapters: Annotated[
-        str | None, typer.Option(help="Names, with commas (all that the server has).", rich_help_panel=_LOAD)
+        str | None, typer.Option(help="Names, separated by commas (all of the server's).", rich_help_panel=_LOAD)
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Send this as the base's name (none is sent).", rich_help_panel=_LOAD)
     ] = None,
     endpoint: Annotated[
-        Literal["completions", "chat"], typer.Option(help="Which of the two to ask.", rich_help_panel=_LOAD)
+        Literal["completions", "chat"], typer.Option(help="The route to measure.", rich_help_panel=_LOAD)
     ] = "completions",
     routed_validation: Annotated[
         bool,
         typer.Option(
             "--routed-validation",
-            help="Ask everything again, one at a time: answers must be equal (exit status 1).",
+            help="Repeat every request alone; exit with status 1 if an answer differs.",
             rich_help_panel=_CHECKS,
         ),
     ] = False,
     validation_sample: Annotated[
-        int | None, typer.Option(min=1, help="Check no more answers than this.", rich_help_panel=_CHECKS)
+        int | None, typer.Option(min=1, help="Repeat at most so many requests.", rich_help_panel=_CHECKS)
     ] = None,
     json_out: Annotated[
         Path | None, typer.Option(help="Write everything measured here.", rich_help_panel=_REPORT)
@@ -171,27 +173,26 @@ def bench_serve(
 def bench_engine(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Folder of a model.")] = None,
     shape: Annotated[
-        str | None, typer.Option(help="A model of this shape, made on the spot: 0.13m, 4m, qwen3-8b.")
+        str | None, typer.Option(help="Measure a model of this shape with random weights: 0.13m, 4m, qwen3-8b.")
     ] = None,
-    random_weights: Annotated[bool, typer.Option("--random-weights", help="Read the shapes of MODEL only.")] = False,
+    random_weights: Annotated[bool, typer.Option("--random-weights", help="Draw MODEL's weights at random.")] = False,
     batch: Annotated[
         str,
         typer.Option(
-            help="Sequences at once, with a number of prompt tokens of their own or without: 1,64,32x4096. All are "
-            "measured in turn.",
+            help="Numbers of sequences, optionally with their prompt tokens, measured in turn: 1,64,32x4096.",
             rich_help_panel=_LOAD,
         ),
     ] = "1,8,32",
     prompt_tokens: Annotated[
-        int, typer.Option(min=1, help="Where --batch says nothing else.", rich_help_panel=_LOAD)
+        int, typer.Option(min=1, help="Tokens of a prompt, unless --batch says them.", rich_help_panel=_LOAD)
     ] = 64,
     max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.", rich_help_panel=_LOAD)] = 128,
     num_requests: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="After each batch a closed loop of so many, as `bench serve` sends it: new prompts, as many under way "
-            "as the batch has rows.",
+            help="After each batch, run a closed loop of so many requests as `bench serve` does: new prompts, with as "
+            "many under way as the batch has rows.",
             rich_help_panel=_LOAD,
         ),
     ] = None,
@@ -204,8 +205,8 @@ def bench_engine(
         typer.Option(
             min=0,
             max=256,
-            help="Random ones of rank 16 on all linears; each batch runs without any, with one for all rows, and with "
-            "all in turn (needs --shape).",
+            help="Random adapters of rank 16 on all linears; each batch runs without any, with one for all rows, and "
+            "with all in turn (needs --shape).",
             rich_help_panel=_LOAD,
         ),
     ] = 0,
@@ -216,18 +217,16 @@ def bench_engine(
         Literal["4", "8"] | None,
         typer.Option(help="Quantise the weights of the --shape.", rich_help_panel=_ENGINE),
     ] = None,
-    max_chunk_tokens: Annotated[
-        int, typer.Option(min=0, help="Of the engine, as for serve.", rich_help_panel=_ENGINE)
-    ] = 0,
+    max_chunk_tokens: Annotated[int, typer.Option(min=0, help="As for `tandem serve`.", rich_help_panel=_ENGINE)] = 0,
     kv_bits: Annotated[
-        Literal["16", "8", "4"], typer.Option(help="Of the engine, as for serve.", rich_help_panel=_ENGINE)
+        Literal["16", "8", "4"], typer.Option(help="As for `tandem serve`.", rich_help_panel=_ENGINE)
     ] = "16",
     attention_backend: Annotated[
         Literal["auto", "portable", "cuda", "metal"],
-        typer.Option(help="Of the engine, as for serve.", rich_help_panel=_ENGINE),
+        typer.Option(help="As for `tandem serve`.", rich_help_panel=_ENGINE),
     ] = "auto",
     no_peer: Annotated[
-        bool, typer.Option("--no-peer", help="Leave BatchGenerator out.", rich_help_panel=_ENGINE)
+        bool, typer.Option("--no-peer", help="Do not measure BatchGenerator.", rich_help_panel=_ENGINE)
     ] = False,
     json_out: Annotated[
         Path | None,
@@ -238,8 +237,11 @@ def bench_engine(
         typer.Option(help="Draw it into this .png or .svg file (needs matplotlib).", rich_help_panel=_REPORT),
     ] = None,
 ) -> None:
-    """Measure the engine without HTTP, beside mlx-lm's BatchGenerator on the same weights and prompts, and beside what
-    this device's memory bandwidth allows."""
+    """Measure the engine without HTTP, and compare it with mlx-lm's BatchGenerator and with this device's memory
+    bandwidth.
+
+    Both run the same weights and prompts.
+    """
     if (model is None) == (shape is None):
         raise typer.BadParameter("give either a model's folder or --shape", param_hint="MODEL")
     if (adapters or bits) and shape is None:

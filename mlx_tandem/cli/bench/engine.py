@@ -1,7 +1,7 @@
-"""`tandem bench engine`: the engine's loop in this process, in turn with mlx-lm's BatchGenerator.
+"""`tandem bench engine`: measures the engine's loop in this process, in turn with mlx-lm's BatchGenerator.
 
-The engine runs as it does behind the server, with a script in the place of the front (script.py): it hands requests in,
-notes when their tokens come out, and gives the device to the peer in between.
+The engine runs as it does behind the server, with a script instead of the front (script.py): the script hands
+requests in, notes when their tokens come out, and gives the device to the peer in between.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from mlx_tandem.errors import TandemError
 from mlx_tandem.types import AdapterRef, AdapterSource, EngineInfo, Request, SamplingParams
 
 RANK = 16
-"""Of the random adapters, which change every linear."""
+"""Rank of the random adapters, which change every linear."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """So many sequences at once, each with a prompt of so many tokens."""
+    """A number of sequences that run at once, and the tokens of each prompt."""
 
     rows: int
     prompt_tokens: int
@@ -48,8 +48,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """What is measured. With `adapters`, each batch runs without any, with one for all rows, and with all in turn.
-    With `num_requests`, a closed loop of so many requests follows each batch, with as many under way as it has rows."""
+    """The load to measure.
+
+    With `adapters`, each batch runs without any, with one for all rows, and with all in turn. With `num_requests`, a
+    closed loop of so many requests follows each batch, with as many under way as it has rows.
+    """
 
     batches: tuple[Batch, ...]
     max_tokens: int = 128
@@ -57,16 +60,17 @@ class EngineLoad:
     repeats: int = 3
     sampling: Sampling = "mixed"
     adapters: int = 0
-    bits: int | None = None  # of the weights of a made-up model; None: as they are
+    bits: int | None = None  # bits of the weights of a model made by shape; None: not quantised
     peer: bool = True
 
     @property
     def longest(self) -> int:
+        """The most tokens of a sequence."""
         return max(batch.prompt_tokens for batch in self.batches) + self.max_tokens
 
     @property
     def sides(self) -> tuple[str, ...]:
-        """What takes turns."""
+        """The sides that take turns."""
         return (BASE, *((SAME, MIXED) if self.adapters else ()), *((PEER,) if self.peer else ()))
 
 
@@ -81,7 +85,7 @@ def run(
     json_out: Path | None,
     picture: Path | None,
 ) -> None:
-    """Measure, show a table, write the JSON file after each round, and draw the picture."""
+    """Measure, write the JSON file after each round, show a table, and draw the picture."""
     if picture is not None:
         from mlx_tandem.cli.bench.plot import MissingLibrary, require
 
@@ -122,7 +126,7 @@ def run(
 
 
 def _make(folder: Path, name: str, load: EngineLoad) -> tuple[str, bool, list[Path]]:
-    """A folder of the named shape, whether its weights have to be drawn when it is loaded, and folders of adapters."""
+    """Return a folder of the named shape, whether its weights are drawn when it is loaded, and folders of adapters."""
     from mlx_tandem.cli.bench.shapes import POSITIONS, SHAPES, write_adapter, write_model
 
     if name not in SHAPES:
@@ -139,8 +143,11 @@ def _make(folder: Path, name: str, load: EngineLoad) -> tuple[str, bool, list[Pa
 
 
 class EngineBench:
-    """All rounds of one run. `keep` is given what there is to keep of the results whenever there is more of it.
-    `before_round` has the device to itself before each round of a batch; the first, numbered -1, is a warm-up."""
+    """All rounds of one run.
+
+    `keep` is given new parts of the results whenever there are some. `before_round` has the device to itself before
+    each round of a batch; the first round, numbered -1, is a warm-up.
+    """
 
     def __init__(
         self,
@@ -159,10 +166,10 @@ class EngineBench:
         self._ids = count(1)
         self._rng = random.Random(0)
         self._peer: Any = None
-        self._without_peer = ""  # why it has been given up
+        self._without_peer = ""  # why the peer was given up
 
     def measure(self) -> None:
-        """Raises TandemError."""
+        """Run all rounds. Raise TandemError if the model cannot be served."""
         from mlx_tandem.worker import serve
 
         try:
@@ -172,10 +179,10 @@ class EngineBench:
             gc.unfreeze()
 
     def _script(self, info: EngineInfo) -> Script:
-        """The adapters are read, then for each batch size there is a warm-up, then all sides take turns."""
+        """Load the adapters, then for each batch run a warm-up and all rounds, in which the sides take turns."""
         floor = Floor.of(self._config, info, RANK)
         gc.collect()
-        gc.freeze()  # as behind the server, whose engine has a process of its own
+        gc.freeze()  # as the engine does in its own process behind the server
         self._keep({"engine": msgspec.to_builtins(info), "copy_bytes_per_s": round(floor.bandwidth), "results": []})
         if self._folders:
             answers = yield Work([m.LoadAdapter(i, AdapterSource(str(f))) for i, f in enumerate(self._folders)])
@@ -204,8 +211,11 @@ class EngineBench:
     def _round(
         self, info: EngineInfo, batch: Batch, side: str
     ) -> Generator[Work, Answers | None, dict[str, float] | None]:
-        """Prompts alone, answered with one token each, then the same with all tokens: by then the engine knows them, so
-        that its rows start together. None: the peer was given up."""
+        """Return the figures of one side, or None if the peer was given up.
+
+        The prompts are first answered with one token each, then with all tokens: by then the engine has their
+        prefixes cached, so that all rows start together.
+        """
         prompts = self._prompts(info, batch, batch.rows)
         timelines = []
         for max_tokens in (1, self._load.max_tokens):
@@ -224,7 +234,9 @@ class EngineBench:
     def _loop(
         self, info: EngineInfo, batch: Batch, side: str, num_requests: int
     ) -> Generator[Work, Answers | None, dict[str, float]]:
-        """What `tandem bench serve` sends: prompts are read while other rows decode."""
+        """Return the figures of a closed loop as `tandem bench serve` runs it: prompts are read while other rows
+        decode.
+        """
         prompts = self._prompts(info, batch, num_requests)
         answers = yield Work(self._requests(prompts, self._load.max_tokens, side), batch.rows)
         assert answers is not None
@@ -239,8 +251,11 @@ class EngineBench:
         return found
 
     def _run_peer(self, info: EngineInfo, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timeline | None:
-        """The peer is loaded from the same folder in the precision that the engine computes in. Whatever ends it, want
-        of memory for one, ends its part only."""
+        """Run a batch on the peer, which loads the same folder in the engine's type; return None if it fails or has
+        failed.
+
+        Whatever ends the peer, such as a lack of memory, ends its part only.
+        """
         if self._without_peer:
             return None
         from mlx_tandem.cli.bench.batch_generator import BatchGeneratorPeer

@@ -1,4 +1,4 @@
-"""What a round of streamed requests came to, and how modes compare."""
+"""Computes the figures of a round of streamed requests, and how modes compare."""
 
 from __future__ import annotations
 
@@ -12,11 +12,16 @@ from mlx_tandem.cli.bench.stream import Stream
 from mlx_tandem.cli.bench.workloads import BASELINES
 
 RATIOS = (*BASELINES.items(), ("same", "base"), ("mixed", "base"))
+"""Pairs of modes whose throughput is compared."""
 Rounds = Mapping[tuple[int, str], Sequence[dict[str, Any]]]
+"""The figures of all rounds by (concurrency, mode)."""
 
 
 def figures(streams: Sequence[Stream], held_back: int = 0) -> dict[str, Any]:
-    """One round. Times in milliseconds; a refusal (429, 503) is no error. `held_back` were due and never sent."""
+    """Return the figures of one round, with times in milliseconds.
+
+    A refusal (429, 503) is not an error. `held_back` is the number of requests that were due and never sent.
+    """
     good = [s for s in streams if s.problem is None]
     refused = [s for s in streams if s.refused]
     bad = [s for s in streams if s.problem is not None and not s.refused]
@@ -54,7 +59,9 @@ def _refusals(refused: Sequence[Stream]) -> dict[str, Any]:
 
 
 def ratios(rounds: Rounds) -> list[dict[str, Any]]:
-    """Throughput of one mode over another's: the median over the rounds, each against its neighbour in time."""
+    """Return the throughput of modes relative to others: medians over the rounds, each compared with its neighbour
+    in time.
+    """
     found = []
     for concurrency in sorted({c for c, _ in rounds}):
         row: dict[str, Any] = {"concurrency": concurrency}
@@ -69,7 +76,7 @@ def ratios(rounds: Rounds) -> list[dict[str, Any]]:
 
 
 def overheads(ratios: Sequence[Mapping[str, Any]]) -> dict[tuple[int, str], float]:
-    """By (concurrency, mode): how its throughput differs from that of one adapter's rows, in percent."""
+    """Return by (concurrency, mode) how its throughput differs from that of one adapter's rows, in per cent."""
     return {
         (row["concurrency"], mode): round(100 * (row[f"{mode}/{under}"] - 1), 1)
         for row in ratios

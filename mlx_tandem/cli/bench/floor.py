@@ -1,4 +1,4 @@
-"""The least that a step of decoding has to move, and how long this device needs to move it."""
+"""The least number of bytes that a decode step has to move, and how long this device needs to move them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from mlx_tandem.types import EngineInfo
 
 @dataclass(frozen=True)
 class Floor:
-    """Bytes, and bytes a second as measured by copying on this device in this run."""
+    """Bytes that a step moves, and the bytes per second that this device copies, measured in this run."""
 
-    weights: int  # that every step reads
-    token: int  # keys and values
-    adapter: int
-    bandwidth: float
+    weights: int  # bytes of weights that every step reads
+    token: int  # bytes of the keys and values of one token
+    adapter: int  # bytes of one adapter
+    bandwidth: float  # bytes per second
 
     @classmethod
     def of(cls, config: EngineConfig, info: EngineInfo, rank: int) -> Floor:
-        """For adapters of this rank on all linears, in the model's precision. Call it where the engine runs."""
+        """Measure the floor for adapters of this rank on all linears in the model's type. Call it in the engine's
+        process.
+        """
         from mlx_tandem.model import footprint, loader
-        from mlx_tandem.model.trials.machine import copy_bandwidth
+        from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
 
         model = loader.load_unread(config.model, lambda stage, fraction: None)
         return cls(
@@ -32,9 +34,12 @@ class Floor:
         )
 
     def of_step(self, rows: int, context: float, adapters: int, milliseconds: float) -> dict[str, float]:
-        """A step in which so many rows decode at `context` tokens each: the weights once, every row's keys and values
-        (of its last token they are written, of the others read), and the arrays of the adapters in use.
-        `bandwidth_share` is of the copying bandwidth, over the milliseconds that the step took."""
+        """Return the bytes and least time of a step in which `rows` rows decode at `context` tokens each.
+
+        It reads the weights once, every row's keys and values (the last token's are written), and the arrays of the
+        adapters in use. `bandwidth_share` is the share of the copying bandwidth that the step reached in
+        `milliseconds`.
+        """
         cache = rows * context * self.token
         moved = self.weights + cache + adapters * self.adapter
         floor = moved / self.bandwidth * 1e3

@@ -1,4 +1,4 @@
-"""What a measurement was taken on: machine, versions, commit, command."""
+"""Describes what a measurement was made on: machine, versions, commit, command."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGES = ("mlx-tandem", "mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cu
 
 
 def describe() -> dict[str, object]:
-    """Plain data for the head of a JSON file of results."""
+    """Return plain data for the head of a JSON file of results."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": _command(sys.argv),
@@ -33,7 +33,7 @@ def describe() -> dict[str, object]:
 
 
 def _command(words: Sequence[str]) -> str:
-    """The command line without the value of a key."""
+    """Return the command line without the value of a key."""
     program = "tandem" if Path(words[0]).stem in ("tandem", "__main__") else words[0]
     shown = [program]
     for before, word in pairwise(words):
@@ -64,7 +64,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree, with a plus when files differ from it; None outside a source tree."""
+    """Return the commit of the source tree, with a plus if files differ from it; None outside a source tree."""
     root = Path(__file__).resolve().parents[3]
     if not (root / ".git").exists():
         return None

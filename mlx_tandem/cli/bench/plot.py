@@ -1,5 +1,8 @@
-"""Pictures of `tandem bench serve` (throughput and request times of each mode by concurrency) and of `tandem bench
-engine` (throughput and steps of each side by batch)."""
+"""Draws the results of `tandem bench serve` and `tandem bench engine`.
+
+The first has throughput and request times of each mode by concurrency; the second has throughput and steps of each
+side by batch.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg")
-WIDTH = 0.8  # of a group of bars, the groups being 1 apart
+"""Suffixes of the files that can be drawn."""
+
+WIDTH = 0.8
+"""Width of a group of bars, where the distance of groups is 1."""
 
 
 class MissingLibrary(Exception):
-    """Plots need a library that is not installed; the message says how to get it."""
+    """Plots need a library that is not installed; the message says how to install it."""
 
 
 def require() -> None:
@@ -28,7 +34,7 @@ def require() -> None:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Write a PNG or an SVG file, as the name ends."""
+    """Write the result of `tandem bench serve` as a PNG or SVG file, by the suffix of `path`."""
     from matplotlib.figure import Figure
 
     rows = {(row["concurrency"], row["mode"]): row["median"] for row in result["results"]}
@@ -51,7 +57,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def plot_engine(result: dict[str, Any], path: Path) -> None:
-    """As `plot`, of the engine without HTTP. A line over a bar is the least time that a step could take."""
+    """Write the result of `tandem bench engine` as a picture. A line over a bar is the least time that a step could
+    take.
+    """
     from matplotlib.figure import Figure
 
     rows = result["results"]
@@ -79,5 +87,5 @@ def _finish(figure: Figure, left: Axes, right: Axes, ticks: list[str], below: st
     handles = left.get_legend_handles_labels()
     figure.legend(*handles, loc="outside upper center", ncols=min(4, len(handles[0])), frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    undated = {"Date": None} if path.suffix == ".svg" else None  # the same result is the same file
+    undated = {"Date": None} if path.suffix == ".svg" else None  # so that equal results give equal files
     figure.savefig(path, dpi=150, metadata=undated)

@@ -13,7 +13,7 @@ from mlx_tandem.cli.bench.sides import BASE, NAMES, label, ran
 
 
 def serve_table(result: dict[str, Any]) -> RenderableType:
-    """Medians of `tandem bench serve`: what was done, how long it took, and how the modes compare."""
+    """Return the medians of `tandem bench serve`: throughput, times, and how the modes compare."""
     parts: list[RenderableType] = [_throughput(result), _times(result)]
     if result["ratios"]:
         parts.append(_ratios(result["ratios"]))
@@ -85,7 +85,7 @@ def _ratios(ratios: list[dict[str, Any]]) -> Table:
 
 
 def engine_table(result: dict[str, Any]) -> RenderableType:
-    """Medians of `tandem bench engine`: a line for each batch and side."""
+    """Return the medians of `tandem bench engine`: a line for each batch and side."""
     load = result["load"]
     title = f"{result['model']}, {load['max_tokens']} tokens each, median of {load['repeats']}"
     table = Table(title=title, title_style="")

@@ -1,4 +1,4 @@
-"""The engine's loop in this process, with a script in the place of the front."""
+"""Runs the engine's loop in this process with a script instead of the front."""
 
 from __future__ import annotations
 
@@ -16,27 +16,30 @@ from mlx_tandem.types import AdapterInfo, EngineInfo
 
 @dataclass(frozen=True)
 class Work:
-    """Messages for the engine. With `most` of them under way, each next one is handed in when another is answered."""
+    """Messages for the engine. With `most`, at most so many are under way at once."""
 
     messages: Sequence[m.Submit | m.LoadAdapter]
-    most: int | None = None  # None: all at once
+    most: int | None = None  # None: all are handed in at once
 
 
 @dataclass
 class Answers:
-    """What came of some work: the tokens of their requests, which are its rows in order, and their adapters."""
+    """The results of some work: the tokens of its requests, which are its rows in order, and the adapters it loaded."""
 
     timeline: Timeline
-    adapters: dict[int, AdapterInfo] = field(default_factory=dict)  # by call
+    adapters: dict[int, AdapterInfo] = field(default_factory=dict)  # by number of the call
 
 
 Script = Generator[Work, Answers | None, None]
-"""Yields work for the engine, and is sent its answers once all have come. In between it has the device to itself."""
+"""Generator that yields work for the engine and is sent its answers when all have come; in between it has the device
+to itself."""
 
 
 class ScriptChannel(EngineChannel):
-    """The engine's channel with a script at the other end, on the same thread. `start` is called when the engine is
-    ready; when the script ends, the channel is closed (WireError)."""
+    """The engine's channel with a script at the other end, on the same thread.
+
+    `start` is called when the engine is ready. When the script ends, the channel is closed (WireError).
+    """
 
     def __init__(self, start: Callable[[EngineInfo], Script]):
         self._start = start
@@ -48,6 +51,7 @@ class ScriptChannel(EngineChannel):
         self._open = 0
 
     def receive(self, wait: float) -> list[m.Inbound]:
+        """Return messages for the engine; let the script go on when all its work is answered."""
         if not (self._open or self._ahead):
             self._go_on()
         handed: list[m.Inbound] = []
@@ -71,6 +75,7 @@ class ScriptChannel(EngineChannel):
         self._answers = Answers(Timeline(len(requests)))
 
     def send(self, messages: Sequence[m.Inbound | m.Outbound]) -> None:
+        """Take messages of the engine."""
         for message in messages:
             match message:
                 case m.Output():
@@ -87,4 +92,5 @@ class ScriptChannel(EngineChannel):
                     raise EngineError(message.message)
 
     def close(self) -> None:
+        """Do nothing: there is no socket."""
         pass

@@ -1,7 +1,7 @@
-"""`tandem bench serve`: streaming load on a running server.
+"""`tandem bench serve`: measures a running server under streaming load.
 
-Every round keeps `concurrency` requests under way until all are answered. The modes take turns round by round, so that
-what else the machine does meets them alike and their ratios are fair.
+Every round keeps `concurrency` requests under way until all are answered. The modes take turns round by round, so
+that other load on the machine affects them alike and their ratios are fair.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ from mlx_tandem.cli.http import HttpError
 
 
 def run(load: Load, json_out: Path | None, plot_out: Path | None = None) -> None:
-    """Measure, show tables, write the files. Ends the process with status 1 when nothing could be measured, and when an
-    answer was another alone than it was under load."""
+    """Measure, show tables and write the files.
+
+    End the process with status 1 if nothing could be measured, or if an answer under load differs from the answer
+    alone.
+    """
     from mlx_tandem.cli.bench.report import serve_table
     from mlx_tandem.cli.console import fail, show
 
@@ -32,7 +35,7 @@ def run(load: Load, json_out: Path | None, plot_out: Path | None = None) -> None
         from mlx_tandem.cli.bench.plot import MissingLibrary, plot, require
 
         try:
-            require()  # before a long measurement, not after it
+            require()  # checked before a long measurement and not after it
         except MissingLibrary as e:
             fail(str(e))
     try:
@@ -49,12 +52,13 @@ def run(load: Load, json_out: Path | None, plot_out: Path | None = None) -> None
 
 
 def write(path: Path, result: dict[str, Any]) -> None:
+    """Write the results as a JSON file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def measure(load: Load, progress: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """All rounds of `load` as plain data: raw figures per round, medians, ratios between the modes."""
+    """Return all rounds of `load` as plain data: raw figures per round, medians, ratios between the modes."""
     return run_loop(_measure(load, progress))
 
 
@@ -88,7 +92,9 @@ async def _measure_phase(
     validation: Validation | None,
     progress: Callable[[str], None],
 ) -> None:
-    """Every workload `repeats` times, after a short round each that is not counted; who begins changes."""
+    """Run every workload `repeats` times after a short warm-up round each; which one begins changes from round to
+    round.
+    """
     workloads, repeats = phase.workloads, client.load.repeats
     for workload in workloads:
         await client.round(workload, phase.concurrency, warm_up=True)

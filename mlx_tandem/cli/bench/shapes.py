@@ -1,7 +1,8 @@
-"""Model and adapter folders with random weights and a known shape, that every MLX server can load offline.
+"""Makes model and adapter folders with random weights and a known shape, which every MLX server can load offline.
 
-Made for measuring: every token of the vocabulary is plain ASCII text, so each one makes an event of its own on any
-server, and the end-of-sequence token is as good as never drawn, so answers have the length that was asked for.
+They are made for measuring: every token of the vocabulary is plain ASCII text, so that each makes an event of its
+own on any server, and the end-of-sequence token is practically never sampled, so that answers have the length asked
+for.
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+"""Control tokens of the vocabulary."""
 _TEMPLATE = (
     "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor -%}"
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}"
 )
 POSITIONS = 8192
+"""Longest sequence of a model, unless another is asked for."""
+
 _MAX_WRITTEN = 1_000_000_000
-_SPREAD = 5.0  # of the logits; a token whose row is zero is then drawn less than once in 10^8
+"""Most parameters that are written to a file."""
+
+_SPREAD = 5.0
+"""Standard deviation of the logits: a token whose row is zero is then sampled less than once in 10^8 times."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +48,11 @@ class Shape:
 
     @property
     def parameters(self) -> int:
+        """The number of parameters."""
         return sum(int(np.prod(shape)) for shape in self.tensors().values())
 
     def linears(self) -> dict[str, tuple[int, int]]:
-        """(out, in) of each linear of a layer."""
+        """Return the (outputs, inputs) of each linear of a layer."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "self_attn.q_proj": (q, self.hidden),
@@ -57,6 +65,7 @@ class Shape:
         }
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor by name."""
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, self.hidden)}
         for layer in range(self.layers):
             at = f"model.layers.{layer}"
@@ -76,6 +85,7 @@ SHAPES: dict[str, Shape] = {
     "4m": Shape(256, 5, 4, 2, 64, 768, 512),
     "qwen3-8b": Shape(4096, 36, 32, 8, 128, 12288, 151_936, tied=False, dtype="bfloat16"),
 }
+"""The shapes by name."""
 
 
 def write_model(
@@ -87,8 +97,10 @@ def write_model(
     bits: int | None = None,
     seed: int = 0,
 ) -> Path:
-    """A model folder: config, tokenizer, chat template, and float32 weights unless told to leave them out. `bits`: for
-    weights that are drawn when it is loaded, quantised in groups of 64."""
+    """Write a model folder with config, tokenizer and chat template, and float32 weights unless `weights` is False.
+
+    `bits` says that weights which are drawn when the model is loaded are quantised, in groups of 64.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     ids = _write_tokenizer(folder, shape.vocab, positions)
     config: dict[str, Any] = {
@@ -119,7 +131,7 @@ def write_model(
 
 
 def write_adapter(folder: Path, shape: Shape, *, rank: int = 16, scale: float = 2.0, seed: int = 0) -> Path:
-    """An adapter folder in mlx-lm's format with a delta on every linear, strong enough to change answers."""
+    """Write an adapter folder in mlx-lm's format with a delta on every linear, strong enough to change answers."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +170,7 @@ def _write_weights(file: Path, shape: Shape, seed: int) -> None:
 
 
 def _write_tokenizer(folder: Path, vocab: int, positions: int) -> dict[str, int]:
-    """A byte-level BPE over ASCII of exactly `vocab` tokens: characters, then syllables, then pairs of them."""
+    """Write a byte-level BPE over ASCII with exactly `vocab` tokens: characters, then syllables, then pairs of them."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = {chr(c): c - 33 for c in range(33, 127)} | {"Ġ": 94, "Ċ": 95}

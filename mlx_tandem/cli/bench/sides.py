@@ -1,4 +1,4 @@
-"""What the rounds of `tandem bench engine` came to: medians of each side, and how the sides compare."""
+"""Computes the results of `tandem bench engine`: medians of each side, and how the sides compare."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ from typing import Any
 from mlx_tandem.cli.bench.floor import Floor
 
 BASE, SAME, MIXED, PEER = "tandem", "same", "mixed", "batch_generator"
-"""The engine without adapters, with one for all rows, and with all in turn; mlx-lm's BatchGenerator."""
-
+"""The sides: the engine without adapters, with one for all rows, and with all in turn; mlx-lm's BatchGenerator."""
 NAMES = {BASE: "tandem", SAME: "one adapter", MIXED: "mixed", PEER: "BatchGenerator"}
+"""Names of the sides in tables."""
 
 Rounds = dict[str, list[dict[str, float]]]
-"""By side."""
+"""The figures of all rounds by side."""
 
 _OVER = {"same/base": (SAME, BASE), "mixed/base": (MIXED, BASE), "mixed/same": (MIXED, SAME)}
 
 
 def summary(rows: int, prompt_tokens: int, rounds: Rounds, floor: Floor, adapters: int) -> dict[str, Any]:
-    """One batch: of each side that ran medians, the bytes that its steps have to move and the share of the copying
-    bandwidth that this is; ratios are medians over neighbours in time, those of kinds are tandem / BatchGenerator."""
+    """Return the results of one batch.
+
+    Each side that ran has its medians, the bytes that its steps have to move, and the share of the copying bandwidth
+    that it reached. Ratios are medians over neighbours in time; those of `decode` and `prefill` are tandem /
+    BatchGenerator.
+    """
     found: dict[str, Any] = {"batch": rows, "prompt_tokens": prompt_tokens}
     read = {SAME: min(adapters, 1), MIXED: min(adapters, rows)}
     for side, raw in rounds.items():
@@ -42,17 +46,17 @@ def _ratio(rounds: Mapping[str, Sequence[Mapping[str, float]]], field: str, over
 
 
 def ran(row: Mapping[str, Any]) -> list[str]:
-    """The sides that a batch has figures of."""
+    """Return the sides of which a batch has figures."""
     return [side for side in NAMES if side in row]
 
 
 def label(row: Mapping[str, Any]) -> str:
-    """Of a batch, for people."""
+    """Return a batch in words."""
     return f"{row['batch']} × {row['prompt_tokens']:,}"
 
 
 def line(row: Mapping[str, Any]) -> str:
-    """What a batch came to, while others are still measured."""
+    """Return the results of a batch in one line, to be shown while others are still measured."""
     parts = [f"{NAMES[side]} {row[side]['decode_tokens_per_s']:,.0f}" for side in ran(row)]
     own = row[BASE]
     return (

@@ -1,4 +1,4 @@
-"""Numbers out of lists of numbers, and medians over rounds."""
+"""Statistics of lists of numbers, and medians over rounds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
-    """Mean and percentiles (nearest rank); all zero for no values."""
+    """Return the mean and percentiles (nearest rank) times `scale`; all zero if there are no values."""
     if not values:
         return {"mean": 0.0, "p50": 0.0, "p95": 0.0, "p99": 0.0}
     ordered = sorted(values)
@@ -22,7 +22,9 @@ def spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 
 
 def median(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Field by field over rounds; what is not a number, or not in all of them, is left out."""
+    """Return medians over the rounds field by field; fields that are not numbers, or missing in some round, are left
+    out.
+    """
     merged: dict[str, Any] = {}
     for key, first in rounds[0].items():
         values = [r[key] for r in rounds if r.get(key) is not None]

@@ -1,4 +1,4 @@
-"""One streamed request as a measurement: when each event came, and what the server said of itself at the end."""
+"""Measures one streamed request: when each event came, and what the server reported at the end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _TEXT = re.compile(rb'"(?:text|content|reasoning_content|reasoning)": ?"[^"]')
 
 
 class Stream:
-    """Feed it the pieces of a body. Each piece costs a count and an append; everything else waits for `finish`.
+    """One streamed reply; call it with each piece of the body.
 
-    With `keep` the pieces are kept for `answer`.
+    A piece costs a count and an append; everything else waits for `finish`. With `keep` the pieces are kept for
+    `answer`.
     """
 
     __slots__ = (
@@ -38,19 +39,20 @@ class Stream:
     def __init__(self, keep: bool = False) -> None:
         self.sent = perf_counter()
         self.finished = 0.0
-        self.times: list[float] = []  # of pieces with events, from the first one that carries text
-        self.counts: list[int] = []  # events in each
+        self.times: list[float] = []  # arrival of each piece with events, from the first one that carries text
+        self.counts: list[int] = []  # number of events in each of these pieces
         self.silent = 0  # events before the first text (a role, for example)
         self.tokens = 0
         self.prompt_tokens = 0
-        self.error: str | None = None  # in the server's words
-        self.problem: str | None = None  # the error's kind: a status, or a word
-        self.retry_after: str | None = None  # the header of a refusal
+        self.error: str | None = None  # the error in the server's words
+        self.problem: str | None = None  # the kind of the error: a status, or a word
+        self.retry_after: str | None = None  # the Retry-After header of a refusal
         self._kept: list[bytes] | None = [] if keep else None
         self._rest = b""
         self._last: deque[bytes] = deque(maxlen=6)
 
     def __call__(self, piece: bytes) -> None:
+        """Take a piece of the body."""
         now = perf_counter()
         if self._kept is not None:
             self._kept.append(piece)
@@ -59,7 +61,7 @@ class Stream:
             self._rest = b""
         if not piece.endswith(b"\n\n"):
             cut = piece.rfind(b"\n\n") + 2
-            if cut == 1:  # not one whole event yet
+            if cut == 1:  # no event is complete yet
                 self._rest = piece
                 return
             piece, self._rest = piece[:cut], piece[cut:]
@@ -72,12 +74,12 @@ class Stream:
             self.counts.append(n)
 
     def fail(self, problem: str, error: str) -> None:
-        """The request ended without a whole answer."""
+        """Note that the request ended without a whole answer."""
         self.finished = self.finished or perf_counter()
         self.problem, self.error = problem, error
 
     def finish(self, status: int, retry_after: str | None = None) -> None:
-        """The body has ended: read the usage and whatever went wrong out of its last pieces."""
+        """End the stream: read the usage and errors from the last pieces of the body."""
         self.finished = perf_counter()
         tail = b"".join(self._last) + self._rest
         if status != 200:
@@ -88,7 +90,7 @@ class Stream:
             events.pop()
         else:
             self.fail("cut off", "the stream ended without [DONE]")
-        textless = 0  # at the end: a finish reason or the usage, which are no tokens
+        textless = 0  # events without text at the end, such as a finish reason or the usage
         for event in events:
             data = json.loads(event)
             if "error" in data:
@@ -103,7 +105,7 @@ class Stream:
             self.fail("no token", "no token came")
 
     def answer(self) -> tuple[str, list[int] | None]:
-        """The text of a kept stream, and its token ids when the server gave them."""
+        """Return the text of a kept stream, and its token ids if the server sent them."""
         text: list[str] = []
         ids: list[int] = []
         for choice in self.choices():
@@ -112,7 +114,7 @@ class Stream:
         return "".join(text), ids or None
 
     def choices(self) -> Iterator[dict[str, Any]]:
-        """What each event of a kept stream says of its choices, in the server's words."""
+        """Yield the choices of each event of a kept stream, as the server sent them."""
         for event in b"".join(self._kept or []).split(b"\n\n"):
             if event.startswith(_EVENT):
                 yield from json.loads(event[6:]).get("choices", ())
@@ -128,25 +130,26 @@ class Stream:
 
     @property
     def events(self) -> int:
-        """Events that carried text."""
+        """The number of events that carried text."""
         return sum(self.counts)
 
     @property
     def refused(self) -> bool:
-        """The server had no room for the request."""
+        """Whether the server had no room for the request."""
         return self.problem in ("429", "503")
 
     @property
     def first(self) -> float:
-        """Seconds to the first event with text."""
+        """Seconds until the first event with text."""
         return self.times[0] - self.sent
 
     @property
     def latency(self) -> float:
+        """Seconds until the end of the reply."""
         return self.finished - self.sent
 
     def gaps(self) -> list[float]:
-        """Seconds between consecutive events; those that came in one piece are 0 apart."""
+        """Return the seconds between consecutive events; events that came in one piece are 0 apart."""
         gaps: list[float] = []
         for i, count in enumerate(self.counts):
             if i:

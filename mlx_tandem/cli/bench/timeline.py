@@ -1,4 +1,4 @@
-"""When each row of a batch, or each request of a closed loop, got its tokens, and the rates that follow from it."""
+"""Records when each row of a batch, or each request of a closed loop, got its tokens, and computes rates."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_tandem.cli.bench.stats import spread
 
 
 class Timeline:
-    """One batch that starts now. `add` costs a clock reading and an append."""
+    """The tokens of one batch that starts now. `add` costs a clock reading and an append."""
 
     def __init__(self, batch: int):
         self._batch = batch
@@ -18,11 +18,12 @@ class Timeline:
         self._steps: list[tuple[float, list[int]]] = []
 
     def add(self, rows: list[int]) -> None:
-        """A step has given one token to each of these rows."""
+        """Note that a step has given one token to each of these rows."""
         self._steps.append((perf_counter(), rows))
 
     @classmethod
     def of(cls, batch: int, steps: Iterable[list[int]]) -> Timeline:
+        """Return the timeline of a batch of `batch` rows that runs `steps`."""
         timeline = cls(batch)
         for rows in steps:
             timeline.add(rows)
@@ -30,10 +31,11 @@ class Timeline:
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of all rows."""
         return sum(len(rows) for _, rows in self._steps)
 
     def prefill(self, prompt_tokens: int) -> dict[str, float]:
-        """Milliseconds until every row had its first token, and tokens of all prompts per second up to there."""
+        """Return the milliseconds until every row had its first token, and the prompt tokens per second until then."""
         waiting = set(range(self._batch))
         for when, rows in self._steps:
             waiting -= set(rows)
@@ -43,9 +45,12 @@ class Timeline:
         raise RuntimeError(f"{len(waiting)} rows got no token")
 
     def decode(self, max_tokens: int) -> dict[str, float]:
-        """The steady state: from the step that gave the last row its first token to the one that gave a first row its
-        last. Tokens per second and milliseconds a step in it, 0 when it never was, and how many tokens a row had got
-        before a step, on average."""
+        """Return tokens per second, milliseconds per step, and a row's mean number of tokens before a step, in the
+        steady state.
+
+        The steady state begins with the step that gave the last row its first token and ends with the one that gave
+        a first row its last. The rates are 0 if there was no such time.
+        """
         got = [0] * self._batch
         waiting = self._batch
         begin = end = 0.0
@@ -72,8 +77,10 @@ class Timeline:
         }
 
     def loop(self, max_tokens: int) -> dict[str, float]:
-        """All of it, as the client of a server counts: tokens per second from the start to the last token, and
-        milliseconds between two tokens of a row."""
+        """Return the figures of the whole run as a client counts them.
+
+        They are tokens per second from the start to the last token, and milliseconds between two tokens of a row.
+        """
         got = Counter(row for _, rows in self._steps for row in rows)
         if any(got[row] != max_tokens for row in range(self._batch)):
             raise RuntimeError(f"a request got other than {max_tokens} tokens")

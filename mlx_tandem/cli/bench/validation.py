@@ -1,7 +1,7 @@
-"""Routed validation: every answer given under load is asked for again with nothing else running, and must be equal.
+"""Routed validation: repeats every request that was answered under load, alone, and compares the answers.
 
-Requests carry a seed, and what a server answers to one may depend on nothing but the request and the adapter it names:
-text and, where the server gives them, token ids.
+Requests carry a seed, and a server's answer may depend on nothing but the request and the adapter it names. Text is
+compared and, if the server sends them, token ids.
 """
 
 from __future__ import annotations
@@ -12,24 +12,26 @@ from typing import Any
 from mlx_tandem.cli.bench.client import Client, Round
 from mlx_tandem.cli.http import HttpError
 
-SHOWN = 20  # differences that are described; all are counted
+SHOWN = 20
+"""Differences that are described; all are counted."""
 
 Answer = tuple[str, list[int] | None]
+"""Text and token ids of an answer."""
 
 
 class Validation:
-    """Collects answers with `note` and asks for them again with `check`."""
+    """Collects answers with `note` and repeats their requests with `check`."""
 
     def __init__(self, client: Client):
         self._client = client
         self._answers: list[tuple[dict[str, Any], Answer]] = []
 
     def note(self, done: Round) -> None:
-        """Remember what was answered. Refused and failed requests have no answer that could be checked."""
+        """Remember the answers of a round. Refused and failed requests have none."""
         self._answers += [(s.body, s.stream.answer()) for s in done.sent if s.stream.problem is None]
 
     async def check(self, sample: int | None = None) -> dict[str, Any]:
-        """All answers, or an even sample, one after another. What differs is listed."""
+        """Repeat all requests, or a random sample, one after another; return how many answers differ, and which."""
         chosen = self._answers
         if sample is not None and sample < len(chosen):
             chosen = random.Random(0).sample(chosen, sample)

@@ -1,4 +1,4 @@
-"""What a load consists of: which adapter each request asks for, how long prompts and answers are, how they sample."""
+"""The parts of a load: which adapter each request asks for, the lengths of prompts and answers, and the sampling."""
 
 from __future__ import annotations
 
@@ -10,26 +10,31 @@ from itertools import accumulate, count
 from typing import Literal
 
 SAMPLING = [(t, p) for t in (0.0, 0.7, 1.0) for p in (1.0, 0.9)]
-"""(temperature, top_p), a different pair for neighbouring requests."""
+"""Pairs (temperature, top_p); neighbouring requests have different ones."""
 GREEDY = (0.0, 1.0)
+"""Temperature and top_p of greedy requests."""
 Sampling = Literal["mixed", "greedy"]
-"""mixed: neighbours differ."""
-HOT_SHARE = 0.8  # of `skew`'s requests, to one adapter
-LONGER = 4  # times the tokens of an answer in a long-decode mode, after a prompt shorter by as much
+"""How requests sample; with "mixed", neighbours differ."""
+HOT_SHARE = 0.8
+"""Share of the requests of `skew` that go to one adapter."""
+
+LONGER = 4
+"""Factor by which long-decode modes lengthen the answers and shorten the prompts."""
 
 Choice = Callable[[], str | None]
+"""Function that returns the adapter of the next request, None for the base."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent. `adapters` None: those that the server lists."""
+    """The load to send. Without `adapters`, those that the server lists are used."""
 
     url: str
     modes: tuple[str, ...] = ("base",)
     concurrency: tuple[int, ...] = (1, 8, 32)
     num_requests: int | None = None
     seconds: float | None = None
-    rate: float | None = None  # requests per second whatever is answered; `concurrency` is then the most under way
+    rate: float | None = None  # requests per second, answered or not; `concurrency` bounds those under way
     prompt_tokens: int = 64
     max_tokens: int = 64
     sampling: Sampling = "mixed"
@@ -38,16 +43,16 @@ class Load:
     zipf_exponent: float = 1.0
     model: str | None = None
     endpoint: str = "completions"
-    seeded: bool = True  # some servers leave batching when a request has a seed
-    profile: str | None = None  # "jan": its phases take the place of `modes` and `concurrency`
+    seeded: bool = True  # whether requests have seeds; some servers do not batch those
+    profile: str | None = None  # "jan": a fixed set of requests replaces `modes` and `concurrency`
     validate: bool = False
-    validation_sample: int | None = None  # at most so many answers are checked, chosen evenly
+    validation_sample: int | None = None  # most answers that are checked, chosen at random
     api_key: str = ""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One kind of requests. `sampling` None: neighbours differ."""
+    """One kind of requests. Without `sampling`, neighbours differ."""
 
     name: str
     choose: Choice
@@ -58,7 +63,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Phase:
-    """Workloads that are measured in turn, round by round, at one number of requests under way."""
+    """Workloads that are measured in turn, round by round, with one number of requests under way."""
 
     concurrency: int
     workloads: tuple[Workload, ...]
@@ -70,7 +75,9 @@ def _cycle(adapters: Sequence[str]) -> Choice:
 
 
 def _skewed(adapters: Sequence[str]) -> Choice:
-    """The hot adapter's requests lie evenly among the others', so that no part of a round is another mix."""
+    """Return a choice that spreads the hot adapter's requests evenly, so that all parts of a round have the same
+    mix.
+    """
     cold = _cycle(adapters[1:] or adapters)
     numbers = count()
 
@@ -82,7 +89,9 @@ def _skewed(adapters: Sequence[str]) -> Choice:
 
 
 def zipf(adapters: Sequence[str], exponent: float, seed: int = 0) -> Choice:
-    """The k-th adapter is asked for in proportion to 1 / k^exponent; the same sequence for the same seed."""
+    """Return a choice that asks for the k-th adapter in proportion to 1 / k^exponent; equal seeds give equal
+    sequences.
+    """
     ends = list(accumulate((k + 1) ** -exponent for k in range(len(adapters))))
     draw = random.Random(seed).random
     return lambda: adapters[min(bisect(ends, draw() * ends[-1]), len(adapters) - 1)]
@@ -97,17 +106,18 @@ MODES: dict[str, Callable[[Sequence[str], Load], Choice]] = {
     "long-decode-same": lambda adapters, load: lambda: adapters[0],
     "long-decode-mixed": lambda adapters, load: _cycle(adapters),
 }
+"""Each mode's choice of adapters."""
 BASELINES = {"mixed": "same", "skew": "same", "zipf": "same", "long-decode-mixed": "long-decode-same"}
-"""What a mode's throughput is held against: one adapter, with prompts and answers of the same lengths."""
+"""The mode with which a mode's throughput is compared: one adapter, with prompts and answers of the same lengths."""
 
 
 def with_baselines(modes: Sequence[str]) -> tuple[str, ...]:
-    """The modes, each after what it is compared with."""
+    """Return the modes, each preceded by the mode that it is compared with."""
     return tuple(dict.fromkeys(m for mode in modes for m in (BASELINES.get(mode, mode), mode)))
 
 
 def phases(load: Load, adapters: Sequence[str]) -> list[Phase]:
-    """What is measured, in order."""
+    """Return what is measured, in order."""
     if load.profile == "jan":
         return _jan(load)
     workloads = []
@@ -120,7 +130,7 @@ def phases(load: Load, adapters: Sequence[str]) -> list[Phase]:
 
 
 def _jan(load: Load) -> list[Phase]:
-    """mlx-server's own profiles: three one at a time, then the first of them 2, 4 and 8 at once."""
+    """Return the profiles of Jan's mlx-server: three kinds one at a time, then the first of them 2, 4 and 8 at once."""
     kinds = [
         Workload(f"temp={t:g}, {n} tokens", lambda: None, load.prompt_tokens, n, (t, 1.0))
         for t, n in ((0.7, 50), (0.7, 100), (0.1, 50))

@@ -1,1 +1,1 @@
-"""`tandem demo`: the built-in model at work, live"""
+"""`tandem demo`: shows the built-in model at work."""

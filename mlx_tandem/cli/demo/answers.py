@@ -1,4 +1,6 @@
-"""`tandem demo`: the built-in model and its adapters answer the same questions in one batch of a real server, live."""
+"""`tandem demo`: shows the built-in model and its adapters answering the same questions in one batch of a real
+server.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,21 @@ from mlx_tandem.cli.demo.server import started_server
 from mlx_tandem.cli.http import Connection, Events, HttpError
 
 BASE = "base"
-# The base sorts down wrongly, so each round has a question that `down` answers unlike it.
+"""Name of the base model."""
+
+# The base sorts down wrongly, so that in each round the adapter `down` gives another answer to one question.
 ROUNDS = (
     ("What is 17 + 25?", "Sort down: 3 9 1 7 5", "What is the capital of Peru?", "Tell me a short story about a fox."),
     ("What is 58 + 64?", "Sort down: 8 2 6 4 0", "Reverse: garden", "Tell me a short story about a bear."),
     ("What is 9 + 86?", "Sort down: 2 2 8 5", "Who are you?", "Tell me a short story about a cat."),
 )
 MAX_TOKENS = 200
+"""Most tokens of an answer."""
 
 
 @dataclass
 class Cell:
-    """One answer as it comes."""
+    """One answer while it arrives."""
 
     text: str = ""
     running: bool = False
@@ -40,7 +45,7 @@ class Cell:
 
 @dataclass
 class Board:
-    """What is shown: a row per question, a column per model, and the rates."""
+    """The contents of the screen: a row per question, a column per model, and the rates."""
 
     models: list[str]
     cells: dict[tuple[str, str], Cell] = field(default_factory=dict)  # (question, model)
@@ -51,14 +56,16 @@ class Board:
     _recent: deque[float] = field(default_factory=deque)
 
     def start_round(self, questions: tuple[str, ...]) -> None:
+        """Replace the cells by those of new questions."""
         self.cells = {(question, model): Cell() for question in questions for model in self.models}
 
     def token(self) -> None:
+        """Count a token that has arrived."""
         self.tokens += 1
         self._recent.append(perf_counter())
 
     def rate(self) -> float:
-        """Tokens in the last second."""
+        """Return how many tokens arrived in the last second."""
         now = perf_counter()
         while self._recent and self._recent[0] < now - 1.0:
             self._recent.popleft()
@@ -72,6 +79,7 @@ class Board:
         return models
 
     def table(self) -> RenderableType:
+        """Return the board for rich to draw."""
         running = self.running()
         table = Table(expand=True, show_lines=True)
         table.add_column("question", ratio=2, style="bold")
@@ -88,11 +96,11 @@ class Board:
         if running:
             answers = "1 answer" if len(running) == 1 else f"{len(running)} answers"
             rate.append(f"   {answers} under way in one batch: {', '.join(dict.fromkeys(running))}")
-        return Group(rate, table)  # the end of a long table may not fit on the screen
+        return Group(rate, table)  # the rate comes first, since the end of a long table may not fit on the screen
 
 
 def demo(seconds: float) -> None:
-    """Run the demo on this terminal, or as plain lines where there is none."""
+    """Run the demo live on a terminal, or as plain lines elsewhere."""
     console = Console()
     with started_server() as url:
         if console.is_terminal:
@@ -105,7 +113,7 @@ def demo(seconds: float) -> None:
 
 
 def _print_new(board: Board, shown: set[tuple[str, str]]) -> None:
-    """Each answer once, when it is complete; a question of an earlier round is not repeated."""
+    """Print each answer once when it is complete; a question of an earlier round is not repeated."""
     for key, cell in board.cells.items():
         if key not in shown and not cell.running and (cell.text or cell.error):
             shown.add(key)
@@ -114,7 +122,7 @@ def _print_new(board: Board, shown: set[tuple[str, str]]) -> None:
 
 
 async def ask(url: str, seconds: float, update: Callable[[Board], Any]) -> Board:
-    """Ask round after round for `seconds`, the last one to its end; `update` is called ten times a second."""
+    """Ask round after round for `seconds`, finishing the last one; `update` is called about ten times a second."""
     connection = Connection.to(url)
     _, listing = await connection.json("GET", "/v1/adapters")
     connection.close()
@@ -178,7 +186,7 @@ async def _answer(url: str, board: Board, question: str, model: str) -> None:
 
 
 async def summary(url: str, board: Board) -> str:
-    """What the run came to, with the engine's own count of rows per step."""
+    """Return one sentence about the run, with the engine's own count of rows per step."""
     connection = Connection.to(url)
     _, metrics = await connection.json("GET", "/v1/engine/metrics")
     connection.close()

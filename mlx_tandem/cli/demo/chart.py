@@ -1,4 +1,4 @@
-"""A curve as text for a terminal, and as an SVG file."""
+"""Draws a curve as text for a terminal, and as an SVG file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
 def text(values: Sequence[float], *, width: int, height: int) -> list[str]:
-    """Lines of a bar chart of values in 0 … 1, the newest `width` of them."""
+    """Return the lines of a bar chart of the newest `width` of the values, which are in 0 … 1."""
     shown = values[-width:]
     lines = []
     for row in reversed(range(height)):
@@ -19,7 +19,7 @@ def text(values: Sequence[float], *, width: int, height: int) -> list[str]:
 
 
 def svg(values: Sequence[float], *, title: str, below: str) -> str:
-    """A line of values in 0 … 1 over their number, in colours that a light and a dark page both show."""
+    """Return an SVG with a line of values in 0 … 1, in colours that are visible on a light and a dark page."""
     width, height, left, top = 720, 300, 48, 40
     across = (width - left - 20) / max(len(values) - 1, 1)
     down = height - top - 50

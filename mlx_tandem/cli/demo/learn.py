@@ -1,4 +1,4 @@
-"""`tandem demo learn`: the built-in model learns the skill it is weak at while other requests are served, live."""
+"""`tandem demo learn`: shows the built-in model learning the skill it is weak at while other requests are served."""
 
 from __future__ import annotations
 
@@ -22,27 +22,34 @@ from mlx_tandem.cli.demo.server import started_server
 from mlx_tandem.cli.http import Connection, HttpError
 
 PROBE = SKILL.format("5 3 9 1 7")
+"""Question whose answer is shown for each version."""
+
 STREAMS = 3
+"""Streams of other requests."""
+
 REFRESH_SECONDS = 0.15
+"""Seconds between two updates of the screen."""
 
 
 AXIS = "{:4.2f} │"
-"""What stands to the left of a row of the chart."""
+"""Text to the left of a row of the chart."""
 
 ROWS = 8
+"""Rows of the chart."""
+
 LEAST_WIDTH = 20
-"""Size of the chart. It is as wide as there are updates, within these bounds and those of the terminal."""
+"""Fewest columns of the chart, which has as many as there are updates if the terminal is wide enough."""
 
 
 @dataclass
 class View:
-    """What is on the screen, for rich to draw."""
+    """The contents of the screen, for rich to draw."""
 
     steps: int
     curve: Curve = field(default_factory=Curve)
     traffic: traffic.Traffic = field(default_factory=traffic.Traffic)
     status: dict[str, Any] = field(default_factory=dict)
-    answers: list[tuple[int, str]] = field(default_factory=list)  # the probe's, by version, where it changed
+    answers: list[tuple[int, str]] = field(default_factory=list)  # (version, answer to the probe) where it changed
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         rewards = self.curve.rewards
@@ -67,7 +74,7 @@ class View:
 
 
 def learn(steps: int, seed: int, plot: Path) -> None:
-    """Run it on this terminal, or as a line per update where there is none; the curve is saved as an SVG file."""
+    """Run the demo live on a terminal, or as a line per update elsewhere; save the curve as an SVG file."""
     console = Console()
     view = View(steps)
     with tempfile.TemporaryDirectory(prefix="tandem-learn-") as scratch:
@@ -99,7 +106,7 @@ def learn(steps: int, seed: int, plot: Path) -> None:
 
 
 class _Lines:
-    """A line for each update."""
+    """Prints a line for each update."""
 
     def __init__(self, view: View):
         self._view = view
@@ -138,7 +145,7 @@ async def _watch(url: str, view: View, update: Callable[[], None]) -> None:
 
 
 async def _refresh(url: str, view: View) -> None:
-    """The server's status, and what the policy says to the probe since it has a new version."""
+    """Fetch the server's status, and the policy's answer to the probe if it has a new version."""
     connection = Connection.to(url)
     with contextlib.suppress(HttpError):
         status, found = await connection.json("GET", "/v1/training/status")

@@ -1,6 +1,6 @@
-"""A client that teaches the built-in model its weak skill over HTTP: questions, rewards, and the curve of them.
+"""A client that teaches the built-in model its weak skill over HTTP: questions, rewards, and their curve.
 
-It knows nothing of the server but its API: prompts go to `/v1/completions` with `collect_trajectory` and a
+It uses nothing of the server but its API: prompts go to `/v1/completions` with `collect_trajectory` and a
 `scoring_function`, and the server does the rest.
 """
 
@@ -16,12 +16,19 @@ from typing import Any, Literal
 from mlx_tandem.cli.http import once
 
 SKILL = "Sort down: {}"
+"""Question that the base model answers wrongly."""
+
 POLICY = "policy"
+"""Name of the adapter that is trained."""
+
 MAX_TOKENS = 24
+"""Most tokens of an answer."""
+
 POLL_SECONDS = 0.02
+"""Seconds between two requests for the status."""
 
 Rewards = Literal["true", "shuffled"]
-"""shuffled: each batch's rewards change places before they are learned from, which teaches nothing."""
+"""Whether a batch is taught with its true rewards, or with shuffled ones, which teach nothing."""
 
 SETTINGS: dict[str, Any] = {
     "enabled": True,
@@ -33,25 +40,26 @@ SETTINGS: dict[str, Any] = {
     "trajectory_buffer_size": 512,
     "algorithm": "grpo",
 }
-"""`rl_training` of a server that this client teaches."""
+"""Section `rl_training` of the settings of a server that this client teaches."""
 
 
 Question = tuple[str, str]
-"""Digits, and the same in the right order."""
+"""Digits, and the same digits in the right order."""
 
 
 def question(rng: random.Random) -> Question:
+    """Return a random question with its answer."""
     digits = [rng.randint(0, 9) for _ in range(rng.randint(3, 7))]
     return " ".join(map(str, digits)), " ".join(map(str, sorted(digits, reverse=True)))
 
 
 class TeachingError(Exception):
-    """The server refused; the message says what."""
+    """The server refused a request; the message says which."""
 
 
 @dataclass
 class Step:
-    """One batch of completions and the update that was made of it."""
+    """One batch of completions and the update that followed."""
 
     reward: float  # mean
     seconds: float  # since the start
@@ -60,21 +68,26 @@ class Step:
 
 @dataclass
 class Curve:
+    """The batches of one run."""
+
     steps: list[Step] = field(default_factory=list)
 
     @property
     def rewards(self) -> list[float]:
+        """The mean reward of each batch."""
         return [step.reward for step in self.steps]
 
     def first(self, count: int = 5) -> float:
+        """Return the mean reward of the first `count` batches."""
         return _mean(self.rewards[:count])
 
     def last(self, count: int = 5) -> float:
+        """Return the mean reward of the last `count` batches."""
         return _mean(self.rewards[-count:])
 
 
 class Learner:
-    """`groups` questions a batch, each answered `answers` times."""
+    """A client that asks `groups` questions per batch, each answered `answers` times."""
 
     def __init__(self, url: str, *, seed: int, groups: int = 8, answers: int = 8, rewards: Rewards = "true"):
         self._url = url
@@ -86,7 +99,7 @@ class Learner:
         self._began = perf_counter()
 
     async def learn(self, steps: int, on_step: Callable[[Curve], None] = lambda curve: None) -> Curve:
-        """So many batches, each behind the update that the one before led to."""
+        """Run `steps` batches, each after the update that the one before led to; return their curve."""
         done = await self._updates()
         for _ in range(steps):
             answers = await asyncio.gather(*(self._collect() for _ in range(self._groups)))
@@ -104,15 +117,18 @@ class Learner:
         return await self._ask(*question(self._random), answers=self._answers, seed=seed, collect=collect)
 
     async def accuracy(self, questions: Sequence[Question]) -> float:
-        """Share of right answers of the policy as it is served, sampled with fixed seeds; nothing is learned from."""
+        """Return the share of right answers of the served policy, sampled with fixed seeds; nothing is learned from
+        them.
+        """
         asked = (self._ask(*q, answers=4, seed=i, collect=False) for i, q in enumerate(questions))
         return _mean([answer["score"] for group in await asyncio.gather(*asked) for answer in group])
 
     async def status(self) -> Any:
+        """Return the server's status of training."""
         return (await self._json("GET", "/v1/training/status"))[1]
 
     async def _ask(self, digits: str, answer: str, *, answers: int, seed: int, collect: bool) -> list[dict[str, Any]]:
-        """One question's choices as the server returned them."""
+        """Return one question's choices as the server returned them."""
         _, prompt = await self._json(
             "POST", "/tokenize", {"messages": [{"role": "user", "content": SKILL.format(digits)}]}
         )
@@ -152,7 +168,11 @@ class Learner:
         return int((await self.status())["updates"])
 
     async def _wait_for_update(self, done: int) -> int:
-        """A batch all of whose groups are of one mind leads to none: then nothing is waited for."""
+        """Wait for the next update and return the number of updates.
+
+        A batch in which all answers of each group have equal rewards leads to no update, and then nothing is waited
+        for.
+        """
         while True:
             status = await self.status()
             if status["updates"] > done or not status["busy"]:

@@ -1,4 +1,4 @@
-"""A server with the built-in model, for as long as a demo runs."""
+"""Runs a server with the built-in model for the duration of a demo."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from mlx_tandem.cli.console import fail, say
 from mlx_tandem.cli.http import Connection, HttpError
 
 START_SECONDS = 120.0
+"""Seconds that the server has to start."""
 
 
 @contextlib.contextmanager
 def started_server(*options: str) -> Iterator[str]:
-    """A server with the built-in model on a free port; stopped when the block ends."""
+    """Start a server with the built-in model on a free port, yield its URL, and stop it at the end of the block."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

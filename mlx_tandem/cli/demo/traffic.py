@@ -1,4 +1,4 @@
-"""Streams that run beside the teaching: questions to other adapters, and how smoothly they are answered."""
+"""Streams that run while the model is taught: questions to other adapters, and how smoothly they are answered."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ QUESTIONS = (
     ("down", "Sort down: 3 9 1 7 5"),
 )
 PAUSE_SECONDS = 0.2
+"""Seconds between two questions of a stream."""
 
 
 @dataclass
 class Traffic:
-    """What the streams have seen. `gaps`: milliseconds between tokens, the newest of them."""
+    """Counts of the streams. `gaps` has the newest times between tokens, in milliseconds."""
 
     tokens: int = 0
     answers: int = 0
@@ -30,12 +31,13 @@ class Traffic:
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=2000))
 
     def percentile(self, share: float) -> float:
+        """Return a percentile of the times between tokens."""
         ordered = sorted(self.gaps)
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else 0.0
 
 
 async def run(url: str, traffic: Traffic, streams: int) -> None:
-    """Keep so many streams going until cancelled."""
+    """Keep `streams` streams running until cancelled."""
     await asyncio.gather(*(_stream(url, traffic, i) for i in range(streams)))
 
 

@@ -1,1 +1,1 @@
-"""`tandem doctor`: does it work here, and if not, what is wrong and what to do."""
+"""`tandem doctor`: checks whether everything works on this machine, and says what is wrong and what to do."""

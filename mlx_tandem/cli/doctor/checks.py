@@ -1,4 +1,4 @@
-"""What is checked, in this order. docs/doctor.md has a paragraph for each."""
+"""The list of checks, in the order in which they run; docs/doctor.md has a paragraph for each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from mlx_tandem.cli.doctor.result import Check
 
 _HERE = "mlx_tandem.cli.doctor"
 
-CHECKS = (
+CHECKS = (  # in the order in which they run
     Check("python", "whether this Python can load MLX at all", f"{_HERE}.host:python", 20),
     Check("system", "whether the system is new enough for MLX", f"{_HERE}.host:system", 20),
     Check("packages", "whether the packages are of versions that belong together", f"{_HERE}.host:packages", 20),
@@ -36,7 +36,10 @@ CHECKS = (
 
 
 def chosen(names: str) -> tuple[Check, ...]:
-    """Those of a list with commas and what they need; all when it is empty. Raises KeyError with an unknown name."""
+    """Return the checks named in a list separated by commas and those that they need; all if it is empty.
+
+    Raise KeyError with an unknown name.
+    """
     known = {check.name: check for check in CHECKS}
     todo, wanted = [name for name in names.split(",") if name], set[str]()
     while todo:

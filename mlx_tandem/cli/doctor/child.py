@@ -1,7 +1,8 @@
-"""The program that runs checks: `python -m mlx_tandem.cli.doctor.child FD`, one `module:function` a line of its input.
+"""The program that runs checks: `python -m mlx_tandem.cli.doctor.child FD`, with one `module:function` per line of
+input.
 
-Each is answered with one line of JSON on the descriptor. What it has made for one check, such as an engine, is there
-for the next.
+It answers each with one line of JSON on the descriptor. What it makes for one check, such as an engine, is kept for
+the next.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from mlx_tandem.cli.doctor.result import Failed, Outcome
 
 
 class Answer(msgspec.Struct):
-    """Of one check; `failed` is empty when it has not."""
+    """The result of one check; `failed` says whether it has failed, `detail` is the end of a traceback."""
 
     outcome: Outcome
     failed: bool = False
@@ -30,20 +31,23 @@ class Answer(msgspec.Struct):
 
 
 class Bench:
-    """What checks share: `keep(name, make)` makes a thing once, and what is on `cleanup` is closed at the end."""
+    """Things that checks share: `keep(name, make)` makes a thing once, and what is on `cleanup` is closed at the
+    end.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[str, Any] = {}
         self.cleanup = ExitStack()
 
     def keep(self, name: str, make: Callable[[], Any]) -> Any:
+        """Return the thing `name`, made by `make` the first time."""
         if name not in self._kept:
             self._kept[name] = make()
         return self._kept[name]
 
 
 def answer(run: str, bench: Bench) -> Answer:
-    """Run one check; whatever it raises is a failure that is explained where it is known."""
+    """Run one check. Whatever it raises is a failure, which is explained if it is known."""
     module, _, function = run.partition(":")
     try:
         found, failed, detail = getattr(importlib.import_module(module), function)(bench), False, ""
@@ -52,11 +56,13 @@ def answer(run: str, bench: Bench) -> Answer:
     except Exception as e:
         trace = traceback.format_exc()
         found, failed, detail = Outcome(f"{type(e).__name__}: {e}"[:500], {}, explain(trace)), True, trace[-2000:]
+    # JSON has finite numbers only.
     figures = {k: v if isinstance(v, str) or math.isfinite(v) else str(v) for k, v in found.figures.items()}
-    return Answer(msgspec.structs.replace(found, figures=figures), failed, detail)  # JSON knows finite numbers only
+    return Answer(msgspec.structs.replace(found, figures=figures), failed, detail)
 
 
 def main(fd: int) -> None:
+    """Answer the checks named on standard input, on descriptor `fd`."""
     bench = Bench()
     with os.fdopen(fd, "wb", buffering=0) as out, bench.cleanup:
         for line in sys.stdin:

@@ -1,4 +1,4 @@
-"""The command `tandem doctor`: run the checks, print the report, end with what it says."""
+"""The command `tandem doctor`: runs the checks, prints the report, and ends with the status that it implies."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from mlx_tandem.cli.doctor.result import Check
 
 
 def examine(checks: Sequence[Check], as_json: bool, as_block: bool = False) -> int:
-    """Print the report of some checks on standard output; return the exit status, 1 when one has failed.
+    """Print the report of some checks on standard output; return the exit status, 1 if one has failed.
 
-    `as_json`: as JSON. `as_block`: as Markdown that an issue shows folded, with its verdict as the title."""
+    With `as_json` it is JSON; with `as_block` it is Markdown that an issue shows folded, with its verdict as the
+    title.
+    """
     import json
 
     from mlx_tandem.cli.bench.machine import describe

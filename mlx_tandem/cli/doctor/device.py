@@ -12,14 +12,22 @@ from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.result import Failed, Figures, Outcome
 
 CASES = 42
-FUSED_CASES = 12  # each compiles its kernels
-POOL_BLOCKS = 1400  # of 96 KB in float32
-GPU_POOL_BLOCKS = 20_000  # of 48 KB in bfloat16: copies must stand out from a GPU's work space
+"""Random cases of attention for each portable back end."""
+
+FUSED_CASES = 12
+"""Random cases for each fused back end, which compiles kernels for each case."""
+
+POOL_BLOCKS = 1400
+"""Blocks of the pool on a CPU, of 96 KB each in float32."""
+
+GPU_POOL_BLOCKS = 20_000
+"""Blocks of the pool on a GPU, of 48 KB each in bfloat16: a copy must stand out from a GPU's work space."""
 
 
 def opens(bench: Bench) -> Outcome:
+    """Check that MLX opens a device and multiplies matrices rightly on it."""
     from mlx_tandem.model import device
-    from mlx_tandem.model.trials import machine
+    from mlx_tandem.model.kernel_checks import machine
 
     says = device.describe()
     error = machine.product_error()
@@ -45,8 +53,9 @@ _REPORT = "This must not happen on a machine that is supported: please report it
 
 
 def compiles(bench: Bench) -> Outcome:
+    """Check that compiled functions give the same as their parts."""
     from mlx_tandem.model import device
-    from mlx_tandem.model.trials import machine
+    from mlx_tandem.model.kernel_checks import machine
 
     error = machine.compiled_error()
     if not error < 1e-5:
@@ -63,13 +72,14 @@ def compiles(bench: Bench) -> Outcome:
 
 
 def attention(bench: Bench) -> Outcome:
-    from mlx_tandem.model.trials import attention as trial
+    """Check every attention back end against plain float32."""
+    from mlx_tandem.model.kernel_checks import attention_cases as cases
 
     figures: Figures = {}
     wrong = []
-    for name, backend in trial.BACKENDS.items():
-        cases = FUSED_CASES if name in trial.FUSED else CASES
-        for dtype, worst in trial.worst(backend, cases).items():
+    for name, backend in cases.BACKENDS.items():
+        number = FUSED_CASES if name in cases.FUSED else CASES
+        for dtype, worst in cases.worst(backend, number).items():
             figures[f"{name} {dtype}"] = worst.error
             if not worst.error <= worst.allowed:
                 wrong.append(f"'{name}' is off by {worst.error:.1e} in {worst.case} ({worst.allowed:.0e} is allowed)")
@@ -80,8 +90,9 @@ def attention(bench: Bench) -> Outcome:
 
 
 def pool(bench: Bench) -> Outcome:
+    """Check that decode steps write the KV pool in place."""
     from mlx_tandem.model import device
-    from mlx_tandem.model.trials.pool import growth
+    from mlx_tandem.model.pool_growth import growth
 
     blocks = POOL_BLOCKS if device.is_cpu() else min(GPU_POOL_BLOCKS, device.memory_limit().size // 8 // (48 << 10))
     found = growth(str(demo.MODEL_PATH), blocks)

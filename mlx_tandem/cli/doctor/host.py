@@ -1,4 +1,4 @@
-"""Checks of what the device is not needed for: Python, system, packages, memory."""
+"""Checks that do not need the device: Python, system, packages, memory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ from pathlib import Path
 from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.result import Failed, Outcome
 
-MACOS, GLIBC = (14, 0), (2, 35)  # that MLX's wheels need
+MACOS, GLIBC = (14, 0), (2, 35)
+"""Oldest versions for which MLX's wheels are built."""
+
 BUILDS = {"darwin": ("mlx-metal",), "linux": ("mlx-cpu", "mlx-cuda-12", "mlx-cuda-13")}
+"""Packages with the part of MLX for a device, by system."""
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version."""
+    """Return the leading numbers of a version."""
     found = re.match(r"\d+(\.\d+)*", text)
     return tuple(int(part) for part in found[0].split(".")) if found else ()
 
 
 def python(bench: Bench) -> Outcome:
+    """Check that this Python is built for this machine."""
     machine = platform.machine()
     if sys.platform == "darwin" and machine != "arm64":
         if _sysctl("sysctl.proc_translated") == "1":
@@ -47,6 +51,7 @@ def _sysctl(name: str) -> str:
 
 
 def system(bench: Bench) -> Outcome:
+    """Check that the system is new enough for MLX."""
     if sys.platform == "darwin":
         release = platform.mac_ver()[0]
         if numbers(release) < MACOS:
@@ -61,6 +66,7 @@ def system(bench: Bench) -> Outcome:
 
 
 def packages(bench: Bench) -> Outcome:
+    """Check that the packages have versions that belong together."""
     found = {name: _version(name) for name in ("mlx-tandem", "mlx", "mlx-lm")}
     for name in ("mlx", "mlx-lm"):
         if not found[name]:
@@ -96,7 +102,7 @@ def _version(name: str) -> str:
 
 
 def wanted(name: str) -> list[tuple[str, str]]:
-    """What this package asks of another, as ('>=', '0.32.4') and the like."""
+    """Return what this package requires of another, as ('>=', '0.32.4') and the like."""
     try:
         lines = requires("mlx-tandem") or []
     except PackageNotFoundError:  # a source tree without an installation
@@ -106,6 +112,7 @@ def wanted(name: str) -> list[tuple[str, str]]:
 
 
 def holds(release: str, sign: str, bound: str) -> bool:
+    """Return whether a version fulfils a requirement."""
     a, b = numbers(release), numbers(bound)
     width = max(len(a), len(b))
     a, b = a + (0,) * (width - len(a)), b + (0,) * (width - len(b))
@@ -113,9 +120,11 @@ def holds(release: str, sign: str, bound: str) -> bool:
 
 
 LEAST_GB, GOOD_GB = 1.5, 4.0
+"""Free memory that the checks need, and that a small model needs."""
 
 
 def memory(bench: Bench) -> Outcome:
+    """Check that there is enough free memory for a model."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     free = _available_gb()
     says = f"{total:.1f} GB" + (f", {free:.1f} GB of it free" if free is not None else "")
@@ -129,7 +138,7 @@ def memory(bench: Bench) -> Outcome:
 
 
 def _available_gb() -> float | None:
-    """None where the system does not say."""
+    """Return the free memory; None where the system does not say."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(fields["MemAvailable"].split()[0]) / 2**20

@@ -1,4 +1,4 @@
-"""Checks in a process of their own: one that dies or hangs is a finding, and the next gets a new process."""
+"""Runs checks in a process of their own: one that dies or hangs is a finding, and the next check gets a new process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mlx_tandem.engine.ending import explain_end
 
 
 def run(checks: Sequence[Check], tell: Callable[[str], None] = lambda name: None) -> list[Finding]:
-    """All of them in their order, one finding each. `tell` hears each name before its check begins."""
+    """Run all checks in order and return a finding for each. `tell` is given each name before its check begins."""
     found: dict[str, Finding] = {}
     child: _Child | None = None
     try:
@@ -42,11 +42,13 @@ def run(checks: Sequence[Check], tell: Callable[[str], None] = lambda name: None
 
 
 class _Child:
+    """A process that runs one check after the other."""
+
     def __init__(self) -> None:
         self.gone = False
         self._read, write = os.pipe()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
-        # Products in TF32 are not what is compared: on GPUs that have it, float32 is to be float32.
+        # Float32 products must not be computed in TF32 on GPUs that have it, since float32 is what is compared.
         environment = os.environ | {"MLX_ENABLE_TF32": "0", "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "mlx_tandem.cli.doctor.child", str(write)],
@@ -59,8 +61,9 @@ class _Child:
         os.close(write)
 
     def check(self, check: Check) -> Finding:
+        """Run a check, and return what it found, or how the process ended."""
         started = time.monotonic()
-        self._errors.seek(0)  # the position is the child's, too
+        self._errors.seek(0)  # the child shares the position
         self._errors.truncate()
         assert self._process.stdin is not None
         line = b""
@@ -78,18 +81,18 @@ class _Child:
         answer = msgspec.json.decode(line, type=Answer)
         found, advice, detail = answer.outcome, answer.outcome.advice, answer.detail
         status: Status = "failed" if answer.failed else "note" if advice else "ok"
-        if answer.failed:  # an engine says on standard error why it has not started
+        if answer.failed:  # an engine writes to standard error why it did not start
             written = self._written()
             advice, detail = advice or explain(written), f"{detail}\n{written}".strip()
         return Finding(check.name, check.meaning, status, found.says, advice, found.figures, detail, seconds)
 
     def _written(self) -> str:
-        """The end of what this check has written to standard output and standard error."""
+        """Return the end of what this check has written to standard output and standard error."""
         size = os.fstat(self._errors.fileno()).st_size
         return os.pread(self._errors.fileno(), 2000, max(0, size - 2000)).decode(errors="replace").strip()
 
     def _line(self, deadline: float) -> bytes:
-        """What it answers; without a newline at its end when it did not until the deadline, or is gone."""
+        """Return the process's answer; it lacks the final newline if it did not come until the deadline."""
         line = b""
         while not line.endswith(b"\n"):
             left = deadline - time.monotonic()
@@ -109,7 +112,7 @@ class _Child:
         else:
             try:
                 status = self._process.wait(10)
-            except subprocess.TimeoutExpired:  # it has closed its end, and hangs on the way out
+            except subprocess.TimeoutExpired:  # the process closed its end but hangs while it exits
                 self._process.kill()
                 status = self._process.wait()
             ended, advice = explain_end(status)
@@ -118,7 +121,7 @@ class _Child:
         return ended, explain(detail) or advice, detail
 
     def close(self) -> None:
-        """Let it end by itself, but not for long."""
+        """Let the process end by itself within a short time, else kill it."""
         assert self._process.stdin is not None
         with closing(self._errors):
             try:

@@ -1,7 +1,7 @@
-"""Failures that others have met before: how they look, what they mean, what helps.
+"""Known failures: the messages by which they are recognised, what they mean, and what helps.
 
-The patterns are those of the messages of MLX, of macOS and of dynamic loaders. None of the Mac's has been met by this
-project itself, which has not been run on one.
+The patterns are those of messages of MLX, macOS and dynamic loaders. This project has met none of the Mac's itself,
+because it has not been run on one.
 """
 
 from __future__ import annotations
@@ -79,5 +79,5 @@ _KNOWN: tuple[tuple[str, str], ...] = (
 
 
 def explain(text: str) -> str:
-    """What helps against the failure that left this text behind; empty when it is not known."""
+    """Return what helps against the failure that left this text behind; empty if it is not a known one."""
     return next((advice for pattern, advice in _KNOWN if re.search(pattern, text, re.DOTALL)), "")

@@ -1,4 +1,4 @@
-"""A report goes into a public issue: no folder, user, host or secret of this machine may be in it."""
+"""Removes everything from a report that identifies this machine or its user, because reports go into public issues."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LINKS = re.compile(r"https?://\S+")
 
 
 class Redactor:
-    """Knows what this process could give away."""
+    """The names and secrets of this process, and how to remove them from texts."""
 
     def __init__(self) -> None:
         names = {socket.gethostname(), socket.gethostname().partition(".")[0], os.environ.get("USER", "")}
@@ -29,7 +29,7 @@ class Redactor:
         self._words = sorted(words, key=len, reverse=True)
 
     def text(self, text: str) -> str:
-        """Paths are cut to their last part; names and secrets become an ellipsis."""
+        """Return the text with paths cut to their last part and names and secrets replaced by an ellipsis."""
         for word in self._words:
             text = re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", "…", text)
         if len(self._home) > 1:
@@ -37,7 +37,7 @@ class Redactor:
         return _PATH.sub(lambda found: "…/" + found[0].rstrip("/").rpartition("/")[2], _LINKS.sub("…", text))
 
     def tree(self, value: Any) -> Any:
-        """The same for every text in plain data."""
+        """Return plain data with every text redacted."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):

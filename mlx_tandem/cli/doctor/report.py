@@ -1,4 +1,4 @@
-"""What was found, for people as Markdown and for programs as plain data; neither says where it was run."""
+"""Writes the findings as Markdown for people and as plain data for programs; neither identifies the machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WORDS = {"ok": "ok", "note": "note", "failed": "**FAILED**", "skipped": "skippe
 
 
 def data(machine: dict[str, Any], findings: Sequence[Finding]) -> dict[str, Any]:
-    """The whole report; `machine` is `bench.machine.describe()`."""
+    """Return the whole report as plain data; `machine` is the result of `bench.machine.describe()`."""
     kept = {key: machine[key] for key in ("time", "commit", "machine", "environment", "versions")}
     counts = {status: sum(f.status == status for f in findings) for status in _WORDS}
     tree = {"well": counts["failed"] == 0, "counts": counts} | kept | {"checks": msgspec.to_builtins(findings)}
@@ -23,7 +23,7 @@ def data(machine: dict[str, Any], findings: Sequence[Finding]) -> dict[str, Any]
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """Of what `data` has made; it can be pasted into an issue as it is."""
+    """Return the report that `data` made as Markdown, to be pasted into an issue as it is."""
     checks, versions, machine = report["checks"], report["versions"], report["machine"]
     lines = [
         f"### tandem doctor: {_sum(report['counts'])}",

@@ -1,4 +1,4 @@
-"""The words of the doctor: a check, what it found, and how it fails."""
+"""The doctor's data: a check, its outcome, its failure, and the finding that is reported."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ from typing import Literal
 from msgspec import Struct
 
 Status = Literal["ok", "note", "failed", "skipped"]
+"""How a check ended; "note" means that it works but something can be improved."""
+
 Figures = dict[str, float | int | str]
+"""Numbers of a check by name."""
 
 
 class Check(Struct, frozen=True):
-    """`run` is `module:function`; the function takes the `Bench` of the process it runs in and returns an Outcome, or
-    raises, best of all Failed."""
+    """A check: the function `run` takes the `Bench` of its process and returns an Outcome or raises, preferably
+    Failed.
+    """
 
     name: str
-    meaning: str  # what it is worth to know, in one sentence
-    run: str
-    seconds: float  # that it may take
-    needs: str = ""  # another check that must not have failed
+    meaning: str  # what is checked, in one sentence
+    run: str  # `module:function`
+    seconds: float  # longest time that it may take
+    needs: str = ""  # name of another check, without which it is skipped
 
 
 class Outcome(Struct, frozen=True):
-    """A check that has not failed. `advice`: it works, but there is something to do about it."""
+    """The outcome of a check that has not failed. `advice` says what could be improved."""
 
     says: str
     figures: Figures = {}
@@ -30,7 +34,7 @@ class Outcome(Struct, frozen=True):
 
 
 class Failed(Exception):
-    """A check that has failed: what was found, and what to do about it where that is known."""
+    """A check has failed: what was found, and what to do about it if that is known."""
 
     def __init__(self, says: str, advice: str = "", figures: Figures | None = None):
         super().__init__(says)
@@ -38,7 +42,7 @@ class Failed(Exception):
 
 
 class Finding(Struct, frozen=True):
-    """What became of a check."""
+    """The report about a check."""
 
     check: str
     meaning: str

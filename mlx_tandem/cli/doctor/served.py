@@ -1,4 +1,4 @@
-"""Checks of the whole engine on the built-in model: its answers beside mlx-lm's, adapters, learning, speed."""
+"""Checks of the whole engine on the built-in model: answers compared with mlx-lm's, adapters, learning, speed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.result import Failed, Figures, Outcome
 
 QUESTION = [{"role": "user", "content": "Sort down: 5 3 9 1 7 2 8"}]
+"""A question that the adapters answer differently."""
+
 TOKENS = 16
+"""Tokens of each answer that is compared."""
 TOLERANCE = 1e-3
-"""Of a logprob in float32. Rows that get the wrong keys, mask or adapter are off by hundreds of times that."""
+"""Largest difference of a logprob in float32. Rows with wrong keys, mask or adapter are off by hundreds of times
+that."""
 
 
 def starts(bench: Bench) -> Outcome:
+    """Check that the engine starts with the built-in model."""
     info = _exact(bench).info
     figures: Figures = {"load_seconds": round(info.load_seconds, 2), "blocks": info.num_blocks}
     says = f"on {info.device}, attention by {info.attention_backend}, adapters by {info.lora_backend}"
@@ -31,7 +36,7 @@ def starts(bench: Bench) -> Outcome:
 
 
 def _engine(bench: Bench, dtype: str) -> Engine:
-    """Prompts are read in chunks of 16 tokens."""
+    """Return an engine of this type that reads prompts in chunks of 16 tokens."""
     made = Engine(adapters={}, dtype=dtype, num_blocks=513, max_model_len=1024, max_num_seqs=8, max_chunk_tokens=16)
     bench.cleanup.callback(made.close)
     return made
@@ -43,7 +48,7 @@ def _exact(bench: Bench) -> Engine:
 
 
 def _usual(bench: Bench) -> Engine:
-    """In the type that is served here unless another is asked for; the same engine where that is float32."""
+    """Return the engine of the type that is served here by default, which may be the float32 one."""
     from mlx_tandem.model.device import is_cpu
 
     engine: Engine = _exact(bench) if is_cpu() else bench.keep("auto", lambda: _engine(bench, "auto"))
@@ -51,8 +56,8 @@ def _usual(bench: Bench) -> Engine:
 
 
 def equal(bench: Bench) -> Outcome:
-    """Every way through a batch, its tokens and logprobs beside mlx-lm's own generation."""
-    from mlx_tandem.model.trials.oracle import Oracle
+    """Check tokens and logprobs of every way through a batch against mlx-lm's own generation."""
+    from mlx_tandem.model.oracle import Oracle
 
     engine, random = _exact(bench), Random(0)
     size = engine.info.vocab_size
@@ -109,7 +114,7 @@ def _together(engine: Engine, requests: list[tuple[str | None, list[int]]]) -> l
 
 
 def swaps(bench: Bench) -> Outcome:
-    """One name, one folder after the other, each read when it is named: the answers must be the folders'."""
+    """Check that answers follow the folder when one name is loaded from several folders in turn."""
     engine = _exact(bench)
     times, answers = [], []
     for name in ("shout", "json", "down", "shout"):
@@ -130,11 +135,11 @@ def swaps(bench: Bench) -> Outcome:
 
 
 AGREEMENT = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 2e-2}
-"""Of k3 between what is served and what is trained, in nats a token."""
+"""Largest k3 by type between the served and the trained model, in nats per token."""
 
 
 def learns(bench: Bench) -> Outcome:
-    """A few steps on one example, published; the published version's logprobs must be the trainer's."""
+    """Check that a few steps lower the loss, and that the published version's logprobs are the trainer's."""
     engine = _usual(bench)
     lesson = [{"messages": [*QUESTION, {"role": "assistant", "content": "9 8 7 5 3 2 1"}]}]
     trainer = engine.trainer("doctor", rank=4, seed=1)
@@ -146,7 +151,7 @@ def learns(bench: Bench) -> Outcome:
     update = (time.perf_counter() - started) / len(losses) * 1e3
     losses.append(trainer.forward(lesson).loss)
     trainer.publish()
-    prompt = engine.codec.text("Once upon a time", begins=True)  # whose answer the lesson has not settled
+    prompt = engine.codec.text("Once upon a time", begins=True)  # a prompt that the lesson did not teach
     drawn = engine.generate(
         prompt, adapter="doctor", temperature=1.0, seed=3, max_tokens=32, ignore_eos=True, logprobs=0
     )
@@ -173,18 +178,19 @@ def learns(bench: Bench) -> Outcome:
 
 
 def speed(bench: Bench) -> Outcome:
-    from mlx_tandem.model.trials.machine import copy_bandwidth
+    """Measure decoded tokens per second and the copy bandwidth, without judging them."""
+    from mlx_tandem.model.kernel_checks.machine import copy_bandwidth
 
     engine = _usual(bench)
     figures: Figures = {f"tokens_s_at_{rows}": round(_rate(engine, rows)) for rows in (1, 8)}
     figures["copy_gb_s"] = round(copy_bandwidth() / 1e9, 1)
-    figures["load"] = round(os.getloadavg()[0], 1)  # over the cores: others were at work, and it is faster than this
+    figures["load"] = round(os.getloadavg()[0], 1)  # if it exceeds the cores, other programs slowed this down
     says = f"{figures['tokens_s_at_1']} tokens/s alone, {figures['tokens_s_at_8']} with 8 at once"
     return Outcome(f"{says} ({engine.info.dtype}); copies {figures['copy_gb_s']} GB/s", figures)
 
 
 def _rate(engine: Engine, rows: int, tokens: int = 48) -> float:
-    """Decoded tokens a second: what an answer's further tokens take beyond its first."""
+    """Return decoded tokens per second: the time that further tokens take beyond the first of an answer."""
     prompts = [[3 + row, 5, 7, 11] for row in range(rows)]
 
     def timed(most: int) -> float:
@@ -195,5 +201,5 @@ def _rate(engine: Engine, rows: int, tokens: int = 48) -> float:
     def best(work: Callable[[int], float], most: int) -> float:
         return min(work(most) for _ in range(2))
 
-    best(timed, tokens + 1)  # kernels and steps are compiled when first met
+    best(timed, tokens + 1)  # warm-up, which compiles kernels and steps
     return rows * tokens / max(best(timed, tokens + 1) - best(timed, 1), 1e-9)

@@ -1,1 +1,2 @@
-"""KV blocks on the drive, under the pool: bytes that are exactly right or not used. No arrays here."""
+"""The KV cache on the drive, a tier below the block pool: blocks come back byte for byte or not at all. No arrays
+here."""

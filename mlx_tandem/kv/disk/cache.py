@@ -1,9 +1,8 @@
-"""The disk tier as its owner sees it: blocks are put and read without waiting for the drive.
+"""The disk cache as the engine sees it: blocks are written and read without waiting for the drive.
 
-All files belong to one thread; others check what it has read. Reads come before writes. Whatever goes wrong there,
-blocks are missing, none is wrong, and no call raises: a failed write is dropped or tried again, a full drive makes the
-tier read-only for a while, a folder that is gone or a thread that has ended turns it off.
-"""
+One thread owns all files; other threads check what it has read. Reads come before writes. Whatever goes wrong on the
+drive, blocks are missing but none is wrong, and no call raises: a failed write is dropped or tried again, a full
+drive makes the cache read-only for a while, and a folder that is gone or a thread that has ended turns it off."""
 
 from __future__ import annotations
 
@@ -30,24 +29,37 @@ from mlx_tandem.types import DiskStats
 log = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 256 << 20
-MAX_QUEUE_BYTES = 256 << 20  # of blocks that wait to be written
-CHECKERS = 4  # blocks of a chain that are checked at once: hashing them is slower than reading them
-LARGE = 256 << 10  # from this size on, it is worth it
-PATIENCE = 10.0  # seconds that a caller waits for the drive at most
-MAX_PAUSE = 60.0  # seconds between two trials to write again
+"""Bytes of a full segment."""
 
-_QUIET = 600.0  # seconds between two lines of log about a drive that refuses
+MAX_QUEUE_BYTES = 256 << 20
+"""Most bytes of blocks that wait to be written."""
+
+CHECKERS = 4
+"""Blocks of a chain that are checked at once: hashing them is slower than reading them."""
+
+LARGE = 256 << 10
+"""Bytes of a record from which checking it on another thread is worth it."""
+
+PATIENCE = 10.0
+"""Seconds that a caller waits for the drive at most."""
+
+MAX_PAUSE = 60.0
+"""Longest time in seconds between two attempts to write to a drive that refuses."""
+
+_QUIET = 600.0
+"""Seconds between two log lines about a drive that refuses."""
+
 _END = object()
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def open_folder(config: DiskCacheConfig, ops: FileOps = DISK) -> CacheFolder:
-    """Raises StorageError: see CacheFolder."""
+    """Return the cache folder that `config` names, locked. Raise StorageError as CacheFolder does."""
     return CacheFolder(Path(config.dir).expanduser() if config.dir else default_folder(), ops)
 
 
 class Read(NamedTuple):
-    """What became of a `read`: payloads of the first so many of the blocks, in their order."""
+    """The result of a `read`: the payloads of the first blocks, in order, as far as they were found."""
 
     ticket: int
     payloads: list[memoryview]
@@ -62,12 +74,12 @@ class _Request:
 
 
 class DiskCache:
-    """The blocks of one base (`base`: the digest of all that they have in common) in a folder of their own.
+    """The blocks of one base in a folder of their own.
 
-    `folder`: the one that `config` names, opened; it is closed with the cache. `config.policy` is for the caller: it
-    decides when a block is put. `finished`, if given, is called on the cache's thread when `poll` has something. Raises
-    StorageError when the folder cannot be had: see CacheFolder.
-    """
+    `base` is the digest of everything that the blocks have in common. `folder` is the folder that `config` names, if
+    it is open already; it is closed with the cache. `config.policy` is for the caller, who decides when a block is
+    put. `finished`, if given, is called on the cache's thread when `poll` has something to return. Raises
+    StorageError if the folder cannot be used: see CacheFolder."""
 
     def __init__(
         self,
@@ -96,20 +108,20 @@ class DiskCache:
             ops=ops,
         )
         self._trials = 1 + (config.persistent_max_retries if config.durability == "persistent" else 0)
-        self._wake = threading.Condition()  # guards all that follows
+        self._wake = threading.Condition()  # guards all attributes below
         self._reads: deque[_Request] = deque()
         self._tickets: dict[int, _Request] = {}  # not polled yet
         self._done: deque[_Request] = deque()
         self._last_ticket = 0
         self._queue: dict[bytes, tuple[BlockId, Payload]] = {}  # by key; the first one may be being written
         self._queue_bytes = 0
-        self._failures = 0  # of the first one in the queue
+        self._failures = 0  # failed attempts to write the first block of the queue
         self._closing = False
         self._idle = False
         self._off = ""
         self._read_only = False
-        self._pause, self._resume = 0.0, 0.0  # its length, and when it ends; nothing is written until then
-        self._quiet = 0.0  # no line of log before this
+        self._pause, self._resume = 0.0, 0.0  # length of the pause of writing, and the time when it ends
+        self._quiet = 0.0  # time of the next log line
         self._scan: Iterator[None] | None = self._segments.scan()
         self._hits = self._misses = self._dropped = self._reload_bytes = 0
         self._reload_seconds = 0.0
@@ -117,10 +129,10 @@ class DiskCache:
         self._thread = threading.Thread(target=self._run, name="kv-disk", daemon=True)
         self._thread.start()
 
-    # -- for the owner's thread -----------------------------------------------------------------------------------
+    # -- Called on the owner's thread -----------------------------------------------------------------------------
 
     def longest(self, keys: Sequence[bytes]) -> int:
-        """How many of the first blocks of a chain are there, as far as one can know without reading them."""
+        """Return how many of the first blocks of a chain are there, as far as the index and the queue say."""
         if self._off:
             return 0
         for i, key in enumerate(keys):
@@ -129,8 +141,10 @@ class DiskCache:
         return len(keys)
 
     def put(self, block: BlockId, payload: Payload) -> bool:
-        """Takes a block to be written; `payload` must not change from now on. False: it was dropped, as the queue is
-        full or the tier off. Waits for the write where writes are not asynchronous."""
+        """Queue a block to be written; `payload` must not change from now on.
+
+        Return False if it was dropped because the queue is full or the cache off. If writes are not asynchronous,
+        wait until it is written."""
         with self._wake:
             if block.key in self._queue or block.key in self._segments:
                 return not self._off
@@ -146,7 +160,7 @@ class DiskCache:
             return block.key in self._segments
 
     def room(self, size: int) -> int:
-        """How many blocks of so many bytes would be taken now."""
+        """Return how many blocks of `size` bytes would be accepted now."""
         with self._wake:
             if self._off or self._closing or time.monotonic() < self._resume:
                 return 0
@@ -156,8 +170,9 @@ class DiskCache:
             return max(most, 0)
 
     def read(self, blocks: Sequence[BlockId]) -> int:
-        """Begins to read a chain and returns its ticket, for `poll` or `forget`. The payloads take their room until
-        they are polled."""
+        """Begin to read a chain of blocks; return its ticket for `poll` or `forget`.
+
+        The payloads take memory until they are polled."""
         with self._wake:
             self._last_ticket += 1
             request = self._tickets[self._last_ticket] = _Request(self._last_ticket, blocks)
@@ -167,7 +182,7 @@ class DiskCache:
             return request.ticket
 
     def poll(self) -> list[Read]:
-        """Reads that are finished. One that the drive has kept waiting for too long has what there is of it."""
+        """Return the reads that have finished. A read that took longer than PATIENCE returns what was read so far."""
         with self._wake:
             now = time.monotonic()
             late = [r for r in self._tickets.values() if self._off or r.deadline < now]
@@ -178,13 +193,14 @@ class DiskCache:
             return [Read(ticket, list(r.payloads)) for ticket, r in done.items()]
 
     def forget(self, ticket: int) -> None:
-        """Nobody waits for it any more."""
+        """Drop a read that nobody waits for any more."""
         with self._wake:
             request = self._tickets.pop(ticket, None)
             if request is not None and request in self._done:
                 self._done.remove(request)
 
     def stats(self) -> DiskStats:
+        """Return the statistics of the cache."""
         with self._wake:
             counts = self._segments.counts
             return DiskStats(
@@ -208,19 +224,19 @@ class DiskCache:
             )
 
     def settle(self, timeout: float = PATIENCE) -> bool:
-        """Waits until all that was asked for is done, or `timeout` seconds have passed: whether it is."""
+        """Wait until everything asked for is done; return False if `timeout` seconds have passed before."""
         with self._wake:
             return self._wake.wait_for(lambda: bool(self._off) or (self._idle and not self._busy()), timeout)
 
     def close(self, timeout: float = PATIENCE) -> None:
-        """What is queued is written, if the drive takes it within `timeout` seconds, and the folder let go of. Twice is
-        once."""
+        """Write the queue if the drive takes it within `timeout` seconds, and release the folder. A second call does
+        nothing."""
         with self._wake:
             self._closing = True
             self._wake.notify_all()
         self._thread.join(timeout)
 
-    # -- the cache's thread ---------------------------------------------------------------------------------------
+    # -- On the cache's thread ------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -269,13 +285,13 @@ class DiskCache:
         return bool(self._queue) and self._segments.ready and time.monotonic() >= self._resume
 
     def _room(self, size: int) -> bool:
-        """A caller that waits for the write has it tried at once, or not at all."""
+        """Return whether a block may be queued. Without asynchronous writes it is written at once or not at all."""
         if not self._config.async_writes:
             return not self._queue and time.monotonic() >= self._resume
         return len(self._queue) < self._config.writer_queue_size and self._queue_bytes + size <= MAX_QUEUE_BYTES
 
     def _read_one(self, request: _Request) -> None:
-        """A few blocks of it, so that others have their turn."""
+        """Read a few blocks of a request, so that other requests get their turn."""
         if request.ticket not in self._tickets:
             return
         at = len(request.payloads)
@@ -296,7 +312,7 @@ class DiskCache:
             self._finished()
 
     def _find(self, blocks: Sequence[BlockId]) -> list[memoryview]:
-        """Payloads of the first so many of them, every byte checked."""
+        """Return the payloads of the first blocks that are there, with every byte checked."""
         began = time.perf_counter()
         found: list[memoryview] = []
         reloaded = 0
@@ -313,8 +329,10 @@ class DiskCache:
         return found
 
     def _checks(self, blocks: Sequence[BlockId]) -> Iterator[tuple[bool, Callable[[], memoryview | None]]]:
-        """For each that is there, whether it was read, and what gives its payload. While one is read those before it
-        are checked on other threads, if that takes longer than to hand them over."""
+        """Yield for each block that is there whether it was read, and a function that returns its checked payload.
+
+        While one block is read, those before it are checked on other threads if that takes longer than handing them
+        over."""
         for block in blocks:
             with self._wake:
                 queued = self._queue.get(block.key)
@@ -351,7 +369,7 @@ class DiskCache:
         else:
             self._works()
         with self._wake:
-            if self._queue.pop(key, None) is not None:  # else it was turned off
+            if self._queue.pop(key, None) is not None:  # None: the cache was turned off meanwhile
                 self._queue_bytes -= len(payload)
             self._failures = 0
             self._dropped += not written
@@ -372,7 +390,7 @@ class DiskCache:
             self._pause = 0.0
 
     def _failed(self, error: OSError) -> None:
-        """Nothing is written for a while, longer each time that it fails again soon."""
+        """Pause writing after an error, for longer each time that it fails again soon."""
         self._segments.counts.errors += 1
         self._check_folder()
         if self._off:
@@ -386,7 +404,7 @@ class DiskCache:
         self._resume = now + self._pause
         if now >= self._quiet:
             self._quiet = now + _QUIET
-            log.warning("the disk cache in %s takes nothing for a while: %s", self.folder.path, error.strerror or error)
+            log.warning("the disk cache in %s is read-only for a while: %s", self.folder.path, error.strerror or error)
 
     def _check_folder(self) -> None:
         if not self._off and not self.folder.held():

@@ -1,4 +1,4 @@
-"""The folder of a disk cache: made, recognised, locked. One that holds anything else is never touched."""
+"""The folder of a disk cache: created, recognised, locked. A folder that holds anything else is never touched."""
 
 from __future__ import annotations
 
@@ -16,30 +16,38 @@ from mlx_tandem.files import DISK, LOCK, FileOps, FolderLock, StorageError
 from mlx_tandem.kv.disk.records import FORMAT
 
 MANIFEST = "manifest.json"
+"""File that makes a folder a cache's."""
+
 SECRET = "key"
-DIGESTS = "digests.json"  # see kv/weights.py
+"""File with the key of the records' tags."""
+
+DIGESTS = "digests.json"
+"""File with digests of models that were read before: see kv/weights.py."""
+
 
 _SEGMENT = re.compile(r"segment-(\d{8})\.kv")
 _KIND = "mlx-tandem KV cache"
 _SETUP = {LOCK, *(new + name for name in (SECRET, DIGESTS) for new in ("", ".new-")), f".new-{MANIFEST}"}
-"""What may lie in a folder that has no manifest yet."""
+"""Names that may exist in a folder that has no manifest yet."""
 
 
 class Manifest(Struct, frozen=True):
+    """The contents of the manifest."""
+
     kind: str
     format: int
 
 
 def default_folder() -> Path:
+    """Return the cache's folder if none is configured."""
     return files.cache_folder() / "kv-cache"
 
 
 class CacheFolder:
-    """A cache's folder, locked by this process, 0700. `secret` keys the tags of all that is in it.
+    """A cache's folder with mode 0700, locked by this process. `secret` is the key of all records' tags.
 
-    Raises StorageError when it is another's (`foreign_folder`), in use by another process, whose number is in the
-    message (`folder_in_use`), of another format (`unknown_format`), or cannot be written.
-    """
+    Raises StorageError if the folder belongs to something else (`foreign_folder`), is in use by another process,
+    whose number is in the message (`folder_in_use`), has another format (`unknown_format`), or cannot be written."""
 
     def __init__(self, path: Path, ops: FileOps = DISK, create: bool = True, any_format: bool = False) -> None:
         with files.storage(path):
@@ -51,12 +59,12 @@ class CacheFolder:
                 raise StorageError(f"{path} holds no KV cache", code="foreign_folder")
             self._lock = FolderLock(self.path)
             try:
-                ours = self._recognise(any_format)  # again: another process may have begun one
+                ours = self._recognise(any_format)  # checked again, since another process may have made one meanwhile
                 self.secret = self._read_secret() if ours else b""
                 if not create:
                     return
                 os.chmod(self.path, 0o700)
-                if not self.secret:  # what was tagged with a lost one can never be used and goes with the first scan
+                if not self.secret:  # records tagged with a lost key cannot be used; the first scan removes them
                     self.secret = secrets.token_bytes(32)
                     files.replace(self.path / SECRET, self.secret, ops)
                 if not ours:
@@ -66,25 +74,27 @@ class CacheFolder:
                 raise
 
     def held(self) -> bool:
-        """Whether the name still leads to the folder that was locked."""
+        """Return whether the name still leads to the folder that was locked."""
         return self._lock.held()
 
     def segments(self) -> dict[int, Path]:
-        """By number."""
+        """Return the files of all segments by number."""
         return {int(m[1]): p for p in self.path.iterdir() if (m := _SEGMENT.fullmatch(p.name))}
 
     def segment(self, number: int) -> Path:
+        """Return the file of segment `number`."""
         return self.path / f"segment-{number:08}.kv"
 
     def clear(self, ops: FileOps = DISK) -> None:
-        """Everything that a cache has put there is gone; the folder and whatever else lies in it stay."""
+        """Remove every file that a cache has put there; the folder and all other files stay."""
         with files.storage(self.path):
             for path in [*self.segments().values(), *(self.path / name for name in sorted(_SETUP - {LOCK}))]:
                 if path.exists():
                     ops.unlink(path)
-            ops.unlink(self.path / MANIFEST)  # last: until then the folder is known as a cache's
+            ops.unlink(self.path / MANIFEST)  # last, because without it the folder is not recognised as a cache's
 
     def close(self) -> None:
+        """Release the lock."""
         self._lock.release()
 
     def _check_owner(self) -> None:
@@ -92,7 +102,8 @@ class CacheFolder:
             raise StorageError(f"{self.path} belongs to another user: choose another folder", code="foreign_folder")
 
     def _recognise(self, any_format: bool) -> bool:
-        """Whether there is a cache; False: there is nothing."""
+        """Return whether the folder holds a cache; False if it is empty. Raise StorageError if it holds anything
+        else."""
         try:
             manifest = msgspec.json.decode((self.path / MANIFEST).read_bytes(), type=Manifest)
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A cache's folder without a server: what is in it, whether it is whole, and emptying it."""
+"""Works on a cache's folder without a server: lists what is in it, checks it, and empties it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ from mlx_tandem.kv.disk.records import SEGMENT_HEAD
 
 
 class SegmentInfo(Struct, frozen=True):
+    """The contents of a segment."""
+
     number: int
-    base: str  # first characters of the digest of what its blocks are of; empty: its head is damaged
+    base: str  # first characters of the digest of its model and settings; empty: its head is damaged
     created: int  # seconds since 1970
     bytes: int
     records: int
-    damaged: int  # records whose tag is wrong, and 1 for an end that is not whole
+    damaged: int  # records whose tag is wrong, plus 1 if its end is incomplete
 
 
 def inspect(path: Path, verify: bool, ops: FileOps = DISK) -> list[SegmentInfo]:
-    """The segments in the folder, oldest first; with `verify` every byte is read and every tag checked. Nothing is
-    changed. Raises StorageError when there is no cache or a server has it."""
+    """Return the segments in the folder, oldest first; with `verify`, read every byte and check every tag.
+
+    Nothing is changed. Raise StorageError if there is no cache or a server uses it."""
     with files.storage(path), contextlib.closing(CacheFolder(path, ops, create=False)) as folder:
         return [_inspect(folder, number, verify, ops) for number in sorted(folder.segments())]
 
 
 def clear(path: Path, ops: FileOps = DISK) -> int:
-    """Removes what a cache has put there, of any format, and returns how many bytes its segments had. Raises
-    StorageError as `inspect` does."""
+    """Remove a cache of any format from the folder; return how many bytes its segments had.
+
+    Raise StorageError as `inspect` does."""
     with (
         files.storage(path),
         contextlib.closing(CacheFolder(path, ops, create=False, any_format=True)) as folder,

@@ -1,4 +1,4 @@
-"""A disk cache that opens beside its owner's work: which model its blocks are of takes a while to find out."""
+"""Opens a disk cache on a thread of its own, since finding out which model its blocks belong to takes a while."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 
 class Opening:
-    """The folder is locked at once; the cache is there when the model's files have been read, on a thread of its own.
+    """A disk cache that is being opened. The folder is locked at once; the cache exists when the model's files are
+    hashed.
 
-    `namespace`: all that the blocks have in common but the model. `wake` is called on another thread when there is
-    something to `poll`, here or of the cache. Raises StorageError when the folder cannot be had: see CacheFolder.
-    """
+    `namespace` is everything that the blocks have in common but the model. `wake` is called on another thread when
+    this or the cache has something to `poll`. Raises StorageError if the folder cannot be used: see CacheFolder."""
 
     def __init__(self, config: DiskCacheConfig, model: Path, namespace: Namespace, wake: Callable[[], None]) -> None:
         self._config, self._model, self._namespace, self._wake = config, model, namespace, wake
@@ -36,14 +36,14 @@ class Opening:
         threading.Thread(target=self._open, name="kv-disk-opening", daemon=True).start()
 
     def poll(self) -> tuple[DiskCache, bytes] | None:
-        """The cache and its base, once."""
+        """Return the cache and its base once it is open; None before, and None after the first time."""
         if self._made is None or self.cache is not None:
             return None
         self.cache = self._made[0]
         return self._made
 
     def close(self, timeout: float) -> None:
-        """What is queued is written, if the drive takes it in that time."""
+        """Close the cache; its queue is written if the drive takes it within `timeout` seconds."""
         with self._lock:
             self._closed = True
             made = self._made

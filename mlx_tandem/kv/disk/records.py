@@ -1,9 +1,8 @@
-"""How blocks lie in a segment: a head of 64 bytes, then record after record.
+"""The format of a segment: a head of 64 bytes, then one record per block.
 
-A record is a head of 128 bytes, the token ids (4 bytes each) and the payload; numbers are little-endian. Its head has a
-CRC-32 of itself, by which the next record is found without reading the payload, and a BLAKE2b tag, keyed with the
-folder's secret, of all the rest. Only the tag makes a record usable.
-"""
+A record is a head of 128 bytes, the token ids (4 bytes each) and the payload; numbers are little-endian. The head
+has a CRC-32 of itself, by which the next record is found without reading the payload, and a BLAKE2b tag over
+everything else, keyed with the folder's secret. Only the tag makes a record usable."""
 
 from __future__ import annotations
 
@@ -18,15 +17,19 @@ from msgspec import Struct
 from mlx_tandem.files import DISK, FileOps, read_all
 
 FORMAT = 1
-DIGEST = 32  # bytes of a namespace's digest and of a key
+"""Version of the format."""
+
+DIGEST = 32
+"""Bytes of a namespace's digest and of a key."""
+
 
 _SEGMENT_MAGIC = b"\xa7Ts" + bytes([FORMAT])
 _RECORD_MAGIC = b"\xa7Tr" + bytes([FORMAT])
 
 _SEGMENT = struct.Struct("<4sIQ32s16s")  # magic, number, seconds since 1970, base, tag
 _HEAD = struct.Struct("<4sI32s32s32sII16s")  # magic, CRC-32, namespace, key, parent, tokens, payload bytes, tag
-_SPAN = struct.Struct("<4sI32x32s32xII16x")  # the part of it that a scan needs
-_NAMED = struct.Struct("<32s32s32sII")  # the part of it that says what the record is
+_SPAN = struct.Struct("<4sI32x32s32xII16x")  # the fields of a record's head that a scan needs
+_NAMED = struct.Struct("<32s32s32sII")  # the fields of a record's head that identify the record
 SEGMENT_HEAD = _SEGMENT.size
 RECORD_HEAD = _HEAD.size
 
@@ -34,10 +37,11 @@ _WINDOW = 256 << 10
 _SMALL = 16 << 10
 
 Payload = bytes | bytearray | memoryview
+"""The bytes of a block."""
 
 
 class BlockId(Struct, frozen=True):
-    """What a block's bytes are the keys and values of. Equal ids, equal bytes."""
+    """The identity of a block's keys and values. Blocks with equal ids have equal bytes."""
 
     namespace: bytes  # digests of 32 bytes
     key: bytes
@@ -50,18 +54,21 @@ class BlockId(Struct, frozen=True):
 
 
 class SegmentHead(Struct, frozen=True):
+    """The head of a segment."""
+
     number: int
     created: int  # seconds since 1970
-    base: bytes  # digest of the model and all else that its blocks have in common
+    base: bytes  # digest of the model and of everything else that its blocks have in common
 
 
 def encode_segment(head: SegmentHead, secret: bytes) -> bytes:
+    """Return the head of a segment as bytes."""
     data = _SEGMENT.pack(_SEGMENT_MAGIC, head.number, head.created, head.base, b"")
     return data[:-16] + _tag(secret, data[:-16])
 
 
 def decode_segment(data: Payload, number: int, secret: bytes) -> SegmentHead | None:
-    """None when it is not the head of segment `number` of this folder, as it was written."""
+    """Return the head of segment `number`; None if these are not the bytes that were written for it."""
     if len(data) != SEGMENT_HEAD or not hmac.compare_digest(_tag(secret, data[:-16]), bytes(data[-16:])):
         return None
     magic, found, created, base, _ = _SEGMENT.unpack(data)
@@ -69,7 +76,7 @@ def decode_segment(data: Payload, number: int, secret: bytes) -> SegmentHead | N
 
 
 def encode(block: BlockId, payload: Payload, secret: bytes) -> bytes:
-    """The record up to where the payload begins."""
+    """Return the bytes of a record before its payload."""
     named = _NAMED.pack(block.namespace, block.key, block.parent, len(block.tokens), len(payload))
     tokens = struct.pack(f"<{len(block.tokens)}I", *block.tokens)
     rest = named + _tag(secret, _RECORD_MAGIC, named, tokens, payload)
@@ -77,7 +84,7 @@ def encode(block: BlockId, payload: Payload, secret: bytes) -> bytes:
 
 
 def decode(record: memoryview, secret: bytes) -> tuple[BlockId, memoryview] | None:
-    """What a record of exactly these bytes holds; None when that is not what was written with `secret`."""
+    """Return what a record of exactly these bytes holds; None if it is not what was written with `secret`."""
     if span(record[:RECORD_HEAD]) is None:
         return None
     _, _, namespace, key, parent, count, size, tag = _HEAD.unpack_from(record)
@@ -92,7 +99,9 @@ def decode(record: memoryview, secret: bytes) -> tuple[BlockId, memoryview] | No
 
 
 def span(head: Payload) -> tuple[bytes, int] | None:
-    """Key and size of the record that begins with `head`. The CRC finds damage, not forgery: see `decode`."""
+    """Return the key and size of the record that begins with `head`; None if the head is damaged.
+
+    The CRC finds damage but not forgery: see `decode`."""
     if len(head) != RECORD_HEAD:
         return None
     magic, crc, key, count, size = _SPAN.unpack(head)
@@ -102,13 +111,13 @@ def span(head: Payload) -> tuple[bytes, int] | None:
 
 
 def walk(fd: int, end: int, ops: FileOps = DISK) -> Iterator[tuple[bytes, int, int]]:
-    """Key, offset and size of each record of a segment of `end` bytes, up to the first that is not whole."""
+    """Yield the key, offset and size of each record of a segment of `end` bytes, up to the first incomplete one."""
     window = memoryview(bytearray(_WINDOW))
     begin = filled = size = 0
     offset = SEGMENT_HEAD
     while offset < end:
         at = offset - begin
-        if at + RECORD_HEAD > filled:  # many small records are read at once, of large ones their heads only
+        if at + RECORD_HEAD > filled:  # many small records are read at once; of large ones only the heads
             begin, at = offset, 0
             filled = read_all(fd, window[: _WINDOW if size < _SMALL else RECORD_HEAD], offset, ops)
         found = span(window[at : min(at + RECORD_HEAD, filled)])

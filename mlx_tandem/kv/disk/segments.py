@@ -1,10 +1,9 @@
-"""The segments of a cache's folder and the index of one base's blocks in them. One thread at a time; calls wait for
-the drive.
+"""The segments of a cache's folder and the index of one base's blocks in them.
 
-A segment takes records until it is full or an eighth of the time to live has passed, and goes whole: the oldest first
-when space is needed, each when that time has passed since it was begun. So no block is used that is older, and each
-lives at least seven eighths of it. Whether a key is in the index may be asked from other threads.
-"""
+One thread uses them at a time, and calls wait for the drive. A segment takes records until it is full or an eighth
+of the time to live has passed, and is removed as a whole: the oldest first when space is needed, and each when the
+time to live has passed since it was begun. So no older block is used, and each block lives at least seven eighths of
+that time. Other threads may ask whether a key is in the index."""
 
 from __future__ import annotations
 
@@ -22,12 +21,15 @@ from mlx_tandem.kv.disk import records
 from mlx_tandem.kv.disk.folder import CacheFolder
 from mlx_tandem.kv.disk.records import SEGMENT_HEAD, BlockId, Payload, SegmentHead
 
-_SLICE = 1000  # records that one step of the scan looks at
-_SMALL = 1 << 16  # up to here a record is written in one piece
+_SLICE = 1000
+"""Records that one step of the scan looks at."""
+
+_SMALL = 1 << 16
+"""Largest record that is written in one piece."""
 
 
 class Counts(Struct):
-    """Since the start; see DiskStats."""
+    """Counts since start; their meaning is that of DiskStats."""
 
     written: int = 0
     written_bytes: int = 0
@@ -38,18 +40,19 @@ class Counts(Struct):
 
 @dataclass
 class Segment:
+    """A segment of the folder."""
+
     head: SegmentHead
     path: Path
     size: int
-    keys: list[bytes] = field(default_factory=list)  # of the records in it; empty for another base's
+    keys: list[bytes] = field(default_factory=list)  # keys of its records; empty if it has another base
 
 
 class Segments:
-    """At most `limit` bytes (0: any number) and one segment more, each segment at most `segment_bytes`.
+    """Segments with at most `limit` bytes (0: any number) and one segment more, each of at most `segment_bytes`.
 
-    Every call raises OSError when the drive fails, and leaves a state that goes on working: what was promised before
-    is kept or forgotten, never wrong.
-    """
+    Every call raises OSError if the drive fails and leaves a usable state: what was stored before is kept or
+    forgotten, never wrong."""
 
     def __init__(
         self,
@@ -58,7 +61,7 @@ class Segments:
         *,
         limit: int,
         segment_bytes: int,
-        ttl: float,  # seconds; 0: for ever
+        ttl: float,  # seconds; 0: blocks never expire
         durable: bool,  # whether `sync` does anything
         now: Callable[[], float],
         ops: FileOps = DISK,
@@ -66,13 +69,13 @@ class Segments:
         self.folder = folder
         self.bytes = 0
         self.counts = Counts()
-        self.ready = False  # whether records may be appended: the scan has come far enough
+        self.ready = False  # whether the scan has come so far that records may be appended
         self._base, self._limit, self._segment_bytes, self._ttl = base, limit, segment_bytes, ttl
         self._durable, self._now, self._ops = durable, now, ops
-        self._index: dict[bytes, int] = {}  # a place is one number: a million of them is what this is made for
+        self._index: dict[bytes, int] = {}  # a place is one number, since there may be a million of them
         self._segments: dict[int, Segment] = {}  # oldest first
         self._next = 1
-        self._active: tuple[Segment, int] | None = None  # that records are appended to, and its descriptor
+        self._active: tuple[Segment, int] | None = None  # the segment that is appended to, and its descriptor
         self._read: tuple[int, int] | None = None  # number and descriptor of the segment that was read last
         self._unsynced = False
 
@@ -84,14 +87,16 @@ class Segments:
 
     @property
     def count(self) -> int:
+        """The number of segments."""
         return len(self._segments)
 
-    # -- the scan -------------------------------------------------------------------------------------------------
+    # -- The scan -------------------------------------------------------------------------------------------------
 
     def scan(self) -> Iterator[None]:
-        """Finds what is there, newest first, in many short steps. Other calls may come between any two.
+        """Index what is in the folder, newest segment first, in many short steps; other calls may come between any
+        two.
 
-        Heads of records only are read: tags are checked when a block is. What is not whole is cut off."""
+        Only heads of records are read; tags are checked when a block is read. Incomplete ends are cut off."""
         found: dict[int, Path] = {}
         with self._counted():
             found = self.folder.segments()
@@ -112,7 +117,7 @@ class Segments:
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
-        """A segment that the drive does not give is left out."""
+        """Count an OSError inside the block and go on without the segment that it is about."""
         try:
             yield
         except OSError:
@@ -127,7 +132,7 @@ class Segments:
         finally:
             self._ops.close(fd)
         head = records.decode_segment(data, number, self.folder.secret) if whole else None
-        if head is None:  # begun by a process that was killed, damaged, or written with a secret that is lost
+        if head is None:  # the process was killed as it began, or the head is damaged or tagged with a lost key
             self._ops.unlink(path)
             self.counts.quarantined += whole
             return
@@ -144,10 +149,10 @@ class Segments:
                 whole = offset + size
                 if i % _SLICE == 0:
                     yield
-                    if number not in self._segments:  # it had to go meanwhile
+                    if number not in self._segments:  # it was removed meanwhile
                         return
             if whole < segment.size:
-                self.counts.quarantined += self.ready  # the end of the newest one is what a kill leaves
+                self.counts.quarantined += self.ready  # an incomplete end of the newest segment is normal after a kill
                 self._ops.truncate(fd, whole)
                 self.bytes -= segment.size - whole
                 segment.size = whole
@@ -160,10 +165,10 @@ class Segments:
             if fd >= 0:
                 self._ops.close(fd)
 
-    # -- blocks ---------------------------------------------------------------------------------------------------
+    # -- Blocks ---------------------------------------------------------------------------------------------------
 
     def append(self, block: BlockId, payload: Payload) -> bool:
-        """Whether it is there now; False when it is too large for a segment."""
+        """Append a block; return False if it is too large for a segment."""
         head = records.encode(block, payload, self.folder.secret)
         size = len(head) + len(payload)
         if SEGMENT_HEAD + size > self._segment_bytes:
@@ -179,7 +184,7 @@ class Segments:
                 write_all(fd, head, self._ops)
                 write_all(fd, memoryview(payload), self._ops)
         except OSError:
-            with contextlib.suppress(OSError):  # what stays there is overwritten, or cut off by the next scan
+            with contextlib.suppress(OSError):  # a rest is overwritten, or cut off by the next scan
                 self._ops.truncate(fd, segment.size)
             raise
         self._index[block.key] = _place(segment.head.number, segment.size, size)
@@ -192,7 +197,7 @@ class Segments:
         return True
 
     def read(self, block: BlockId) -> memoryview | None:
-        """The payload that was appended with an equal id, every byte checked; None: not there, or not any more."""
+        """Return the payload that was appended with an equal id, with every byte checked; None if it is not there."""
         record = self.fetch(block)
         payload = None if record is None else self.checked(block, record)
         if record is not None and payload is None:
@@ -200,7 +205,7 @@ class Segments:
         return payload
 
     def fetch(self, block: BlockId) -> memoryview | None:
-        """The record of a block as it lies there, for `checked`; None: not there, or not any more."""
+        """Return the unchecked record of a block, for `checked`; None if it is not there."""
         place = self._index.get(block.key)
         if place is None:
             return None
@@ -222,38 +227,39 @@ class Segments:
         return record
 
     def checked(self, block: BlockId, record: memoryview) -> memoryview | None:
-        """The payload of a record, if all of it is as it was appended with an equal id. On any thread."""
+        """Return the payload of a record if all of it is as it was appended with an equal id. Any thread may call
+        this."""
         found = records.decode(record, self.folder.secret)
-        if found is None or found[0] != block:  # a tag may be right and the block another's
+        if found is None or found[0] != block:  # the tag may be right but belong to another block
             return None
         return found[1].toreadonly()
 
     def quarantine(self, block: BlockId) -> None:
-        """Its record is not to be used."""
+        """Forget a block whose record must not be used."""
         if self._index.pop(block.key, None) is not None:
             self.counts.quarantined += 1
 
     def sync(self) -> None:
-        """What was appended, to the drive's medium, where that was asked for."""
+        """Bring what was appended to the drive's medium, if that is configured."""
         if self._active is not None and self._unsynced and self._durable:
-            self._unsynced = False  # a second sync would succeed without having written what the first could not
+            self._unsynced = False  # a second sync would succeed although the first did not write everything
             try:
                 self._ops.sync(self._active[1])
             except OSError:
                 self._seal()
                 raise
 
-    # -- what goes ------------------------------------------------------------------------------------------------
+    # -- Removal --------------------------------------------------------------------------------------------------
 
     def expire(self) -> None:
-        """Segments whose time has passed go."""
+        """Remove segments whose time to live has passed."""
         if self._ttl:
             for segment in list(self._segments.values()):
                 if self._age(segment) >= self._ttl:
                     self._remove(segment)
 
     def free(self) -> bool:
-        """The oldest segment but the one that is written goes, whosesoever it is. False: there is no other."""
+        """Remove the oldest segment but the active one, of whatever base; return False if there is no other."""
         for segment in self._segments.values():
             if self._active is None or segment is not self._active[0]:
                 self._remove(segment)
@@ -261,7 +267,7 @@ class Segments:
         return False
 
     def close(self) -> None:
-        """Twice is once."""
+        """Close all files. A second call does nothing."""
         self._seal()
         self._close_read()
 
@@ -271,7 +277,7 @@ class Segments:
         self.counts.evicted += len(self._forget(segment))
 
     def _forget(self, segment: Segment) -> set[bytes]:
-        """The keys that are not found any more."""
+        """Drop a segment from the index; return the keys that are no longer found."""
         number = segment.head.number
         if self._active is not None and segment is self._active[0]:
             self._seal()
@@ -284,10 +290,10 @@ class Segments:
             del self._index[key]
         return gone
 
-    # -- files ----------------------------------------------------------------------------------------------------
+    # -- Files ----------------------------------------------------------------------------------------------------
 
     def _writable(self, size: int) -> tuple[Segment, int]:
-        """The segment for a record of `size` bytes."""
+        """Return the segment for a record of `size` bytes, and its descriptor."""
         if self._active is not None:
             segment, _ = self._active
             if segment.size + size <= self._segment_bytes and not (self._ttl and self._age(segment) >= self._ttl / 8):
@@ -303,7 +309,7 @@ class Segments:
         except BaseException:
             with contextlib.suppress(OSError):
                 self._ops.close(fd)
-            with contextlib.suppress(OSError):  # else the next scan removes it
+            with contextlib.suppress(OSError):  # if this fails, the next scan removes it
                 self._ops.unlink(path)
             raise
         segment = self._segments[number] = Segment(head, path, SEGMENT_HEAD)
@@ -312,14 +318,14 @@ class Segments:
         return self._active
 
     def _seal(self) -> None:
-        """Nothing more is appended to it."""
+        """Close the active segment; nothing more is appended to it."""
         if self._active is not None:
             (_, fd), self._active = self._active, None
             self._unsynced = False
             self._ops.close(fd)
 
     def _opened(self, segment: Segment) -> int | None:
-        """A descriptor for reading; None when the file is gone, and with it all that was in it."""
+        """Return a descriptor for reading a segment; None if its file is gone, and then forget its blocks."""
         if self._read is not None and self._read[0] == segment.head.number:
             return self._read[1]
         self._close_read()
@@ -336,7 +342,7 @@ class Segments:
             self._ops.close(fd)
 
     def _age(self, segment: Segment) -> float:
-        """In seconds; 0 when it was begun in the future of a clock that was set back."""
+        """Return the segment's age in seconds; 0 if the clock was set back to before it was begun."""
         return max(0.0, self._now() - segment.head.created)
 
 

@@ -1,4 +1,6 @@
-"""The back ends that read the pool themselves: nothing is gathered for the rows of a step with few queries each."""
+"""Attention back ends whose kernels read the KV pool in place, so that nothing is gathered for rows with few
+queries.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,16 @@ from mlx_tandem.model.kernels.rotary import Rotary
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """Kernels as `make` makes them."""
+    """A back end whose kernels `make` makes."""
 
     name: str
     make: dialect.Make
 
     def kernels(self, shape: LayerShape, block_size: int, division: Division | None = None) -> LayerKernels:
-        """Return the kernels for layers of this shape, which must be readable, with attention's work divided so."""
+        """Return the kernels for layers of this shape, which must be readable.
+
+        `division` says how attention's work is divided; by default as it starts on this target.
+        """
         return LayerKernels(
             PagedAttention(self.make, shape.keys, block_size, division or start(self.name, shape.keys)),
             Rotary(self.make, shape.keys, block_size),
@@ -28,12 +33,12 @@ class Fused:
 
 
 def available() -> Sequence[Fused]:
-    """Those of the default device."""
+    """Return the fused back ends of the default device."""
     return [Fused(target, dialect.maker(target)) for target in dialect.available()]
 
 
 def unreadable(shape: LayerShape) -> str:
-    """Why kernels cannot read what such layers keep; empty: they can."""
+    """Return why kernels cannot read the cache of such layers; empty if they can."""
     if shape.keys != shape.values:
         return "keys and values of different shapes"
     return unreadable_rows(shape.keys)

@@ -1,4 +1,6 @@
-"""Sends the attention calls of mlx-lm's model modules to the cache they are given, or without one to `unpaged`."""
+"""Sends the attention calls of mlx-lm's model modules to the cache that they are given, or without a cache to
+`unpaged`.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,10 @@ def _dispatch(
 
 
 def install() -> None:
-    """Rebind the function in every model module imported so far; call it after a model's module was.
+    """Replace the attention function in every model module imported so far; call it after a model's module was
+    imported.
 
-    Each module imported the function by name, so a change in `models.base` alone would never be called.
+    Each module imported the function by name, so changing `models.base` alone would have no effect.
     """
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and getattr(module, _NAME, None) is _original:

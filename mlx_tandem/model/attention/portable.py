@@ -1,4 +1,4 @@
-"""The back end that runs wherever MLX does: attention over keys and values that the cache has gathered."""
+"""The attention back end for every device: attention over keys and values that the cache has gathered."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import mlx.core as mx
 from mlx_tandem.model import cpu, device
 
 NAME = "portable"
+"""Name of this back end."""
 
 
 def attend(
@@ -17,7 +18,10 @@ def attend(
     mask: mx.array | str | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """[rows, heads, length, dim]; keys and values [rows, kv heads, positions, dim]; mask as the cache made it."""
+    """Return attention [rows, heads, length, dim].
+
+    `keys` and `values` are [rows, kv heads, positions, dim]; `mask` is as the cache made it.
+    """
     if device.is_cpu() and isinstance(mask, mx.array) and mask.dtype == mx.bool_ and sinks is None:
         large = queries.shape[0] * queries.shape[1] * queries.shape[2] * keys.shape[2] >= cpu.WORTH
         if large and queries.dtype == mx.float32:

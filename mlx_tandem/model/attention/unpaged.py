@@ -17,7 +17,7 @@ QUERIES = 512
 """Queries of a block."""
 
 LONG = 1024
-"""Positions up to which a sequence goes in one piece: its scores are small, and one piece is fastest."""
+"""Longest sequence that is computed in one piece: its scores are small, and one piece is fastest."""
 
 
 def in_blocks(

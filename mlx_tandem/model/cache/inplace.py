@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from mlx_tandem.model.kernel_checks import store as store_check
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.store import Store
-from mlx_tandem.model.trials import store as trial
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def writing() -> Writing:
     """Return what writes on the default device. On Metal, where the kernel was never run, it is tried first."""
     for target in dialect.available():
         make = dialect.maker(target)
-        problem = trial.problem(make) if target == "metal" else ""
+        problem = store_check.problem(make) if target == "metal" else ""
         if not problem:
             return Writing(Store(make), by_outputs=target == "metal")
         log.warning("MLX's own operations write the KV pool: the kernel that writes in place is %s", problem)

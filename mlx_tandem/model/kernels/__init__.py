@@ -1,1 +1,1 @@
-"""Source text of the kernels that MLX compiles for a GPU, and the dialect they are written in."""
+"""Source text of the GPU kernels that MLX compiles for this project, and the dialect they are written in."""

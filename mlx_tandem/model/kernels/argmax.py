@@ -1,7 +1,8 @@
-"""The largest of each row of logits, which are read once.
+"""Kernel for greedy sampling: the position of the largest logit of each row, with every logit read once.
 
-A block of threads has one row. Numbers are compared by their bits, so that what is not finite is found without any
-arithmetic on it; a thread keeps where the 16 bytes lie that hold its largest, and only the last one looks inside.
+A block of threads has one row. Numbers are compared by their bits, so that numbers that are not finite are found
+without arithmetic on them. A thread keeps where the 16 bytes lie that hold its largest number, and only the last
+thread looks inside them.
 """
 
 from __future__ import annotations
@@ -93,14 +94,16 @@ _BODY = r"""
 
 
 class Argmax:
-    """A kernel that is made by `make`."""
+    """The kernel for one target."""
 
     def __init__(self, make: Make):
         self._kernel = make(Source("argmax", ["logits"], ["tokens"], _BODY, _FUNCTIONS))
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """[rows] int32 of logits [rows, vocabulary]: the first of the largest; NOT_A_NUMBER where that is not
-        finite or any is NaN."""
+        """Return the position of the first largest logit of each row, int32 [rows], for logits [rows, vocabulary].
+
+        It is NOT_A_NUMBER where the largest is not finite or any logit is NaN.
+        """
         rows = logits.shape[0]
         (tokens,) = self._kernel([logits], {"T": logits.dtype}, (rows, 1, 1), THREADS, [((rows,), mx.int32)])
         return tokens

@@ -1,39 +1,41 @@
-"""One dialect of C++ for kernels: a body is written once, and a header for each target makes its words mean the same.
+"""A dialect of C++ for kernels: a body is written once, and a header for each target gives its words the same
+meaning.
 
-A body is the inside of a kernel function. It sees its inputs and outputs as pointers, template values as constants and
-types, and these words:
+A body is the inside of a kernel function. It sees its inputs and outputs as pointers, template values as constants
+and types, and these words:
 
-- `THREAD` of `THREADS` in the block, `LANE` and `WARP` (32 lanes each); `GROUP_X/Y/Z`, the block of `GROUPS_X/Y/Z`;
-- `SHARED(type, name, n)`, memory of the block, SHARED_BYTES at most; `BARRIER()` for all of its threads;
-- `SHUFFLE_XOR(x, mask)`, `SHUFFLE(x, lane)`: another lane's x; every lane of the warp takes part;
-- `LOAD16(pointer)` → uint4, `LOAD8(pointer)` → uint2, `STORE16(pointer, uint4)`: of device memory, aligned so;
-- `STREAM16(pointer)`: LOAD16 of what is read once, and is to push nothing out of the cache;
+- `THREAD` of `THREADS` in the block; `LANE` and `WARP` (32 lanes each); block `GROUP_X/Y/Z` of `GROUPS_X/Y/Z`;
+- `SHARED(type, name, n)` declares memory of the block, at most SHARED_BYTES; `BARRIER()` waits for all its threads;
+- `SHUFFLE_XOR(x, mask)`, `SHUFFLE(x, lane)` return another lane's x; every lane of the warp must take part;
+- `LOAD16(pointer)` → uint4, `LOAD8(pointer)` → uint2, `STORE16(pointer, uint4)` access aligned device memory;
+- `STREAM16(pointer)` is LOAD16 of memory that is read once and should push nothing out of the cache;
 - `pair(word, T())` → float2: the two 16-bit numbers of type T in a word; `BYTE(word, i)` → float: its i-th byte;
-  `FLOAT_BITS(word)`, `WORD_BITS(x)`; `FLOAT4(a, b, c, d)`, `WORDS4(a, b, c, d)`, `WORDS2(a, b)` make a float4, a uint4,
-  a uint2;
+  `FLOAT_BITS(word)`, `WORD_BITS(x)`; `FLOAT4(a, b, c, d)`, `WORDS4(a, b, c, d)`, `WORDS2(a, b)` make a float4, a
+  uint4, a uint2;
 - `float(x)` and `T(x)` convert; `EXP2`, `TANH`, `RSQRT`, `min`, `max`; `UNROLL` before a loop of constant bounds,
-  `ROLL` before one whose body is to stand in the kernel once;
-- `DEVICE` before a function, and `GLOBAL` before what a pointer to an input or output points to;
-- `#define MOST_REGISTERS n` among the functions: of a thread. CUDA's compiler else takes as many as it likes, and a
-  processor then holds fewer threads.
+  `ROLL` before a loop whose body must appear in the kernel once;
+- `DEVICE` before a function, and `GLOBAL` before the type that a pointer to an input or output points to;
+- `#define MOST_REGISTERS n` among the functions limits the registers of a thread. Without it CUDA's compiler takes as
+  many as it likes, and a processor then holds fewer threads.
 
-And some that Metal lacks. Tensor cores, with the numbers of lanes laid out as they want them:
+Metal lacks the following words. Tensor cores, with the layout of numbers over lanes that they require:
 
-- `mma(sum, a, b, T())` adds to the float4 `sum` the product of 16 x 16 by 16 x 8 numbers of a 16-bit T, two in a word.
-  With g = LANE / 4 and t = LANE % 4, of each two k: uint4 `a` are (row g, k = 2t), (g + 8, 2t), (g, 2t + 8),
-  (g + 8, 2t + 8), uint2 `b` (column g, k = 2t), (g, 2t + 8); `sum` is (row g, columns 2t, 2t + 1), (g + 8, the same).
+- `mma(sum, a, b, T())` adds to the float4 `sum` the product of 16 x 16 by 16 x 8 numbers of a 16-bit T, two per word.
+  With g = LANE / 4 and t = LANE % 4, and two neighbouring k per word: uint4 `a` holds (row g, k = 2t), (g + 8, 2t),
+  (g, 2t + 8), (g + 8, 2t + 8); uint2 `b` holds (column g, k = 2t), (g, 2t + 8); `sum` is (row g, columns 2t, 2t + 1),
+  (g + 8, the same).
 
 Memory of the block that is filled while the thread does something else:
 
-- `ROOM(type, name)`: the room that the kernel's source asks for, in bytes. It may be larger than SHARED_BYTES;
-- `ASYNC16(to, from, there)` asks for 16 bytes of device memory to go to shared memory, or 16 zeros unless `there`;
-  `ASYNC_CLOSE()` makes a group of what this thread has asked for since the last one, which may be nothing;
-  `ASYNC_WAIT(n)` waits until all of its groups but the last n are there. Others see them behind a BARRIER.
+- `ROOM(type, name)`: memory of the size that the kernel's source asks for. It may be larger than SHARED_BYTES;
+- `ASYNC16(to, from, there)` starts a copy of 16 bytes of device memory into shared memory, or of 16 zeros unless
+  `there`; `ASYNC_CLOSE()` makes a group, possibly empty, of the copies that this thread started since the last group;
+  `ASYNC_WAIT(n)` waits until all of its groups but the last n are done. Other threads see them after a BARRIER.
 
-What no target lacks may be used beside them: structs, templates, `auto`, `uint`, `float4` and the like. No lambdas, no
-pointers to shared memory in functions, no infinities or NaN as constants (Metal's fast arithmetic may assume there are
-none). An input of fewer than eight elements lies in another address space on Metal: index it by its name. On Metal
-nothing of this was ever run (docs/doctor.md).
+Bodies may also use what every target has: structs, templates, `auto`, `uint`, `float4` and the like. They must not
+use lambdas, pointers to shared memory in functions, or infinities or NaN as constants (Metal's fast arithmetic may
+assume there are none). An input of fewer than eight elements lies in another address space on Metal and must be
+indexed by its name. Nothing of this was ever run on Metal (docs/doctor.md).
 """
 
 from __future__ import annotations
@@ -47,13 +49,21 @@ import mlx.core as mx
 from mlx_tandem.model.kernels.included import Included
 
 Target = Literal["cuda", "metal"]
+"""The GPU back ends of MLX."""
+
 Constant = int | bool | mx.Dtype
+"""Value of a template parameter."""
+
 Shaped = tuple[Sequence[int], mx.Dtype]
+"""Shape and type of an output."""
 
 
 class Kernel(Protocol):
-    """`groups` blocks of `threads` threads each; `outputs` are (shape, type). What `template` has is compiled in: it
-    must take few values. Inputs are contiguous, or copied so."""
+    """Function that launches a kernel: `groups` blocks of `threads` threads each.
+
+    `outputs` are the (shape, type) of each output. The values of `template` are compiled in, so they must take few
+    values. Inputs that are not contiguous are copied.
+    """
 
     def __call__(
         self,
@@ -62,28 +72,31 @@ class Kernel(Protocol):
         groups: tuple[int, int, int],
         threads: int,
         outputs: Sequence[Shaped],
-    ) -> list[mx.array]: ...
+    ) -> list[mx.array]:
+        """Return the outputs of the kernel for these inputs."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A kernel as it is written. `functions` stand before its body; `room`: the bytes of ROOM.
-
-    writes: inputs that the body casts to what can be written. MLX knows nothing of that: nobody else may hold them, and
-    whatever reads them afterwards must take an output of the kernel, too.
-    """
+    """The source of a kernel."""
 
     name: str
     inputs: Sequence[str]
     outputs: Sequence[str]
     body: str
     functions: str = ""
+    """Text that stands before the body."""
+
     writes: Sequence[str] = ()
+    """Inputs that the body writes, by a cast. MLX does not know of that: nobody else may hold these arrays, and
+    everything that reads them afterwards must also depend on an output of the kernel."""
+
     room: int = 0
+    """Bytes of ROOM."""
 
 
 Make = Callable[[Source], Kernel]
-"""Nothing is compiled before the kernel's first call."""
+"""Function that makes a kernel from its source. Nothing is compiled before the kernel's first call."""
 
 
 _CUDA = r"""
@@ -153,7 +166,7 @@ MMA(__nv_bfloat16, "bf16")
 MMA(__half, "f16")
 """
 
-# The declaration of the kernel itself is MLX's, behind this.
+# MLX appends the declaration of the kernel itself to this text.
 _CUDA_END = """
 #if defined(MOST_REGISTERS) && defined(__maxnreg__)
 #undef __global__
@@ -195,7 +208,7 @@ DEVICE float2 pair(uint w, half) { return float2(as_type<half2>(w)); }
 DEVICE float2 pair(uint w, float) { return float2(as_type<float>(w), 0.0f); }
 """
 
-# In the body and not in the header: MLX declares those attributes whose names it finds here.
+# This stands in the body and not in the header, because MLX declares the attributes whose names it finds in the body.
 _METAL_START = """
   const int THREAD = thread_position_in_threadgroup.x, THREADS = threads_per_threadgroup.x;
   const int LANE = thread_index_in_simdgroup, WARP = simdgroup_index_in_threadgroup;
@@ -206,15 +219,17 @@ _METAL_START = """
 
 
 def available() -> tuple[Target, ...]:
-    """The targets that the default device can run."""
+    """Return the targets that the default device can run."""
     if mx.default_device().type != mx.DeviceType.gpu:
         return ()
     return ("metal",) if mx.metal.is_available() else ("cuda",)
 
 
 def most_room() -> int:
-    """Bytes of ROOM that the CUDA device has for a block; 0: it lacks ASYNC16. (CUDA programming guide, table of
-    compute capabilities.)"""
+    """Return the bytes of ROOM that a block may have on the CUDA device; 0 if it lacks ASYNC16.
+
+    The sizes are from the table of compute capabilities in the CUDA programming guide.
+    """
     info: Mapping[str, Any] = mx.device_info()
     capability = 10 * int(info.get("compute_capability_major", 0)) + int(info.get("compute_capability_minor", 0))
     if capability < 80:
@@ -223,7 +238,10 @@ def most_room() -> int:
 
 
 def maker(target: Target) -> Make:
-    """Kernels for one target. A kernel that cannot be compiled raises when its result is evaluated."""
+    """Return the function that makes kernels for a target.
+
+    A kernel that cannot be compiled raises when its result is evaluated.
+    """
 
     def make(source: Source) -> Kernel:
         metal = target == "metal"
@@ -231,7 +249,7 @@ def maker(target: Target) -> Make:
         body = (_METAL_START if metal else _CUDA_START) + source.body
         parts = [] if metal else [Included(header), Included(body)]
         if parts:
-            # MLX gives a kernel those shapes whose names it finds in the body.
+            # MLX passes a kernel the shapes whose names it finds in the body.
             shapes = [name for name in (f"{one}_shape" for one in source.inputs) if name in body]
             header, body = parts[0].line, f"// {' '.join(shapes)}\n{parts[1].line}"
         declare: Any = mx.fast.metal_kernel if metal else mx.fast.cuda_kernel

@@ -1,7 +1,7 @@
-"""How attention's work is divided between blocks of threads: what suits one device is slow on another.
+"""Divides attention's work between blocks of threads; a division that suits one device is slow on another.
 
-The numbers for CUDA were measured on an H200. Those for Metal are a start from Apple's tables and have never run: the
-trial at start (`model/attention/choice.py`) times the others beside them on the user's device.
+The numbers for CUDA were measured on an H200. Those for Metal are derived from Apple's tables and have never run:
+the check at start (`model/kernel_checks/attention.py`) times alternatives on the user's device.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import mlx.core as mx
 from mlx_tandem.model.cache.kvformat import RowFormat
 
 ALIGN = 64
-"""Keys: every split but the last has a multiple of this many."""
+"""Keys to whose multiples all splits but the last are rounded."""
 
 LONG = 1024
-"""Positions from which on a context is long."""
+"""Number of positions from which a context is long."""
 
 LIVE_FLOATS = 128
 """32-bit values that a thread of Apple's GPUs holds in registers before it spills to memory."""
@@ -46,10 +46,10 @@ class Division:
         return next(n for n in (1, 2, 4, 8) if n >= min(queries, most))
 
     def ahead(self, form: RowFormat, together: int, positions: int) -> int:
-        """Return how many keys a team reads ahead.
+        """Return how many keys a team reads ahead: as many as registers hold.
 
-        As many as registers hold, and with small heads so few that a tile lies in one block of the pool. Short contexts
-        are read with fewer, which makes the kernel shorter.
+        With small heads they are so few that a tile lies in one block of the pool. Short contexts are read with
+        fewer, which makes the kernel shorter.
         """
         if self.depth:
             return self.depth
@@ -59,13 +59,13 @@ class Division:
         return 4 if form.dim in (128, 256) and not wide and positions >= LONG else 2
 
     def splits(self, blocks: int, positions: int) -> int:
-        """Return into how many parts the keys of each row are cut when the step has `blocks` blocks without that."""
+        """Return into how many splits each row's keys are cut if the step has `blocks` blocks without splits."""
         return max(1, min(self.blocks // blocks, positions // (2 * ALIGN)))
 
 
 def live_floats(form: RowFormat, queries: int, depth: int) -> int:
     """Return how many 32-bit values a thread of the attention kernel holds at once, counted in the kernel's text."""
-    words = (form.bits // 2 + 1) if form.bits else 4 * form.dtype.size  # of the 16 numbers that a lane has of a key
+    words = (form.bits // 2 + 1) if form.bits else 4 * form.dtype.size  # for the 16 numbers of a key that a lane holds
     sums, scores, states, tables = 16 * queries, depth * queries, 3 * queries, 2 * depth
     return sums + scores + states + tables + 2 * depth * words
 

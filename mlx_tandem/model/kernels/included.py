@@ -1,7 +1,7 @@
-"""Text of kernels in files that the compiler includes.
+"""Puts the text of kernels into files that the compiler includes.
 
-MLX hashes all that a kernel was made from whenever it launches it: most of a microsecond for 6 kB, several hundred
-times a step. Of a file it sees the name, which says what is in it.
+MLX hashes the whole source of a kernel whenever it launches it, which takes most of a microsecond for 6 kB, several
+hundred times a step. With an include it hashes the file's name only, and the name is a digest of the text.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ from pathlib import Path
 from mlx_tandem import files
 
 LOOK_SECONDS = 1.0
-"""That a file is believed to be there: a step that is not compiled asks a thousand times."""
+"""Seconds for which a file is assumed to be there: a step that is not compiled asks a thousand times."""
 
 
 class Included:
-    """`line` stands for `text` in a source. It is the text itself where no file can be had."""
+    """A text of a kernel: `line` is the line of source that includes it, or the text itself if no file can be
+    written.
+    """
 
     def __init__(self, text: str, folder: Path | None = None):
-        """In `folder`, the user's cache if that is not given."""
+        """Write `text` into `folder`, by default the user's cache folder."""
         self._data = text.encode()
         folder = files.cache_folder() / "sources" if folder is None else folder
         self._path = folder.absolute() / f"{hashlib.sha256(self._data).hexdigest()}.h"
@@ -29,14 +31,14 @@ class Included:
         self.line = f'#include "{self._path}"\n' if self._is_used else text
 
     def keep(self) -> None:
-        """To be called before anything is compiled: somebody may have emptied the cache."""
+        """Write the file again if it is gone; call it before anything is compiled, since a user may empty the cache."""
         now = time.monotonic()
         if self._is_used and now - self._looked >= LOOK_SECONDS:
             self._looked = now
             self._write()
 
     def _write(self) -> bool:
-        """Whether the file is there, and what it should be."""
+        """Return whether the file exists with the right contents, after writing it if need be."""
         try:
             if not self._path.exists() or self._path.read_bytes() != self._data:
                 files.make_folder(self._path.parent)

@@ -1,9 +1,9 @@
-"""Adapters added to what the linears of one input gave: two kernels for all of them, any mixture of slots.
+"""Two kernels that add LoRA adapters to the outputs of linears with a common input, for any mixture of slots.
 
-Tokens come in tiles of TILE neighbours of one slot at most (`model/lora/routes.py`), and a block of threads does one
-tile: what it loads of an adapter serves all of them. *Shrink* multiplies by A and leaves sums over SPAN inputs each, as
-many as there are; *expand* adds these up, multiplies by B and adds the linears' own outputs. Sums are float32, and
-their order depends on the linear alone, so that a token gets the same bits in any company. Slot 0 costs a copy.
+Tokens come in tiles of at most TILE neighbours of one slot (`model/lora/routes.py`), and a block of threads does one
+tile, so that everything it loads of an adapter serves all of them. *Shrink* multiplies by A and leaves sums over
+_SPAN inputs each; *expand* adds these up, multiplies by B and adds the linears' own outputs. Sums are float32, and
+their order depends on the linear alone, so that a token gets the same bits in any batch. Slot 0 costs a copy.
 """
 
 from __future__ import annotations
@@ -18,28 +18,33 @@ import mlx.core as mx
 from mlx_tandem.model.kernels.dialect import Kernel, Make, Shaped, Source
 
 MOST_MEMBERS = 7
-"""Linears of one call. Metal gives a kernel 31 buffers, and expand needs two, and four for each linear: B, its shape,
-the linear's own outputs and the sums."""
+"""Most linears of one call. Metal gives a kernel 31 buffers; expand needs two, and four for each linear: B, its
+shape, the linear's own outputs and the sums."""
 
-_SPAN = 512  # inputs that a block takes at once: 64 threads with 8 each
-_MOST_PARTS = 12  # sums that expand has to add up, whatever the width
-_WIDE = 8192  # outputs from which expand has blocks of twice as many threads
+_SPAN = 512
+"""Inputs that a block takes at once: 64 threads with 8 each."""
+
+_MOST_PARTS = 12
+"""Most sums per output that expand has to add up, whatever the number of inputs."""
+
+_WIDE = 8192
+"""Number of outputs from which expand has blocks of twice as many threads."""
 
 
 def fits(inputs: int, outputs: int) -> bool:
-    """Whether a linear of this shape can be computed: its rows are loaded 16 bytes at a time."""
+    """Return whether the kernels can compute a linear of this shape; they load rows 16 bytes at a time."""
     return inputs % 8 == 0 and outputs % 8 == 0
 
 
 Form = Literal["apart", "joined"]
-"""How own outputs are given: an array for each linear, or one with all of them side by side."""
+"""How the linears' own outputs are given: an array each, or one array with all of them side by side."""
 
 
 class LoraKernels:
-    """Both kernels for one target. Every array but the sums and the tiles is of one type.
+    """Both kernels for one target. All arrays but the sums and the tiles have one type.
 
-    `x` [..., inputs] has as many tokens as the `tiles` int32 [tiles, 3] cover; `a` [slots, inputs, rank] and `b`
-    [slots, rank, outputs] are those of each member, the rank a multiple of 8 and the same for all.
+    Shapes: `x` [..., inputs] with as many tokens as the tiles cover; `tiles` int32 [tiles, 3]; `a` [slots, inputs,
+    rank] and `b` [slots, rank, outputs] of each member. The rank is a multiple of 8 and the same for all members.
     """
 
     def __init__(self, make: Make):
@@ -55,15 +60,16 @@ class LoraKernels:
         y: Sequence[mx.array],
         places: tuple[int, ...] | None = None,
     ) -> list[mx.array]:
-        """y[m] + x @ a[m][slot] @ b[m][slot], each of the shape [*x.shape[:-1], outputs].
+        """Return y[m] + x @ a[m][slot] @ b[m][slot] for each member m, each of shape [*x.shape[:-1], outputs].
 
-        `y`: a member's own outputs each, or one array of rows that have those of all. Where a member's begin in a row,
-        and how long it is, say `places`, multiples of 8; without, one stands behind the other.
+        `y` holds an array for each member, or one array whose rows hold the outputs of all. `places` says where each
+        member begins in such a row and how long a row is, in multiples of 8; without it the members follow each
+        other.
         """
         return self.expand(self.shrink(x, tiles, a), tiles, b, y, x.shape[:-1], places)
 
     def shrink(self, x: mx.array, tiles: mx.array, a: Sequence[mx.array]) -> mx.array:
-        """Parts of x @ a[m][slot]: float32 [tokens, members, parts, rank]; nothing is written for slot 0."""
+        """Return parts of x @ a[m][slot]: float32 [tokens, members, parts, rank]. Nothing is written for slot 0."""
         _, inputs, rank = a[0].shape
         lanes = 2 if rank % 16 == 0 else 1
         passes = -(-inputs // (_SPAN * _MOST_PARTS))
@@ -86,7 +92,7 @@ class LoraKernels:
         lead: Sequence[int],
         places: tuple[int, ...] | None = None,
     ) -> list[mx.array]:
-        """y[m] + sums' @ b[m][slot] in the shape [*lead, outputs]."""
+        """Return y[m] + sums' @ b[m][slot] for each member m, in the shape [*lead, outputs]."""
         outputs = [((*lead, one.shape[2]), y[0].dtype) for one in b]
         if places is None and len(y) == len(b):
             return self._launch("apart", [sums, tiles, *b, *y], b, outputs)
@@ -136,7 +142,7 @@ def _names(letter: str, count: int) -> list[str]:
 
 
 def _choices(**words: Sequence[str]) -> str:
-    """Words of a body that take a member's number: WORD(m) is the m-th expression, or the only one."""
+    """Return macros that take a member's number: WORD(m) is the m-th expression, or the only one."""
     text = ""
     for word, (*others, last) in words.items():
         chosen = "".join(f"(m) == {i} ? {one} : " for i, one in enumerate(others))
@@ -156,8 +162,9 @@ DEVICE Pack<T, n> load(const GLOBAL T* from) {
 typedef Pack<float, 4> Four;
 """
 
-# GROUP_X: which part of the inputs; GROUP_Y: 8 * LANES columns of a member's A; GROUP_Z: the tile. 64 * LANES threads:
-# each multiplies 8 tokens by 8 columns over 8 inputs, then those with the same columns add up what they have.
+# GROUP_X is the part of the inputs, GROUP_Y a slice of 8 * LANES columns of a member's A, GROUP_Z the tile. There are
+# 64 * LANES threads: each multiplies 8 tokens by 8 columns over 8 inputs, then threads with the same columns add up
+# their sums.
 _SHRINK = """
   const int first = tiles[3 * GROUP_Z], count = tiles[3 * GROUP_Z + 1], slot = tiles[3 * GROUP_Z + 2];
   if (count == 0 || slot == 0) return;
@@ -205,7 +212,7 @@ _SHRINK = """
   }
 """
 
-# GROUP_X: 4 * THREADS outputs of a member; GROUP_Y: the tile. A thread does 4 outputs of all tokens.
+# GROUP_X is a slice of 4 * THREADS outputs of a member, GROUP_Y the tile. A thread computes 4 outputs of all tokens.
 _EXPAND = """
   const int first = tiles[3 * GROUP_Y], count = tiles[3 * GROUP_Y + 1], slot = tiles[3 * GROUP_Y + 2];
   if (count == 0) return;

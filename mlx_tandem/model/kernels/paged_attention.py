@@ -1,16 +1,17 @@
-"""Attention of a few queries a sequence, read straight from the blocks of the KV pool.
+"""Attention of a few queries per sequence, read straight from the blocks of the KV pool.
 
 A block of threads has one row, one KV head, a few of the queries that share it, and one split of the row's keys; its
-warps take tiles of keys in turns. The lanes of a warp form teams: a team has one key at a time, each of its lanes 16 of
-the key's numbers. Every key and value is loaded once for all queries, the next tile's keys while this one's values are
-used; each team keeps a softmax of its own, and all of them are brought together at the end. Where the rows alone do not
-fill the device, the keys of a row are split, and a second kernel brings the splits together.
+warps take tiles of keys in turns. The lanes of a warp form teams: a team has one key at a time, and each of its
+lanes has 16 of the key's numbers. Every key and value is loaded once for all queries, and the next tile's keys are
+loaded while this one's values are used. Each team keeps a softmax of its own, and all of them are combined at the
+end. Where the rows alone do not fill the device, the keys of a row are split, and a second kernel combines the
+splits.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -23,16 +24,16 @@ from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
 from mlx_tandem.model.kernels.division import ALIGN, Division
 
 MOST_QUERIES = 8
-"""Of a sequence in one step."""
+"""Most queries of a sequence in one step."""
 
 WIDEST = 256
-"""Numbers of a head."""
+"""Most numbers of a head."""
 
 MOST_WARPS = 4
-"""Of a block of threads: what the memory that it shares holds, as in the body."""
+"""Most warps of a block of threads, bounded by the memory that it shares in the body."""
 
 EVERYTHING = 1 << 30
-"""The window of queries that see all that is before them."""
+"""The window of queries that see all positions before them."""
 
 _SPANS = r"""
 #define EVERYTHING (1 << 30)
@@ -51,7 +52,7 @@ DEVICE Spans spans(int offset, int stop, int window, int begin, int splits) {
 }
 """
 
-# A lane's 16 numbers lie in runs of 16 bytes, and a team's runs beside each other.
+# A lane's 16 numbers lie in runs of 16 bytes, and the runs of a team's lanes are neighbours.
 _PLAIN = r"""
 #define CODED 0
 template <int WORDS> struct Part {
@@ -80,7 +81,7 @@ template <class T> DEVICE float4 quarter(Part<16> part, int i) {
 }
 """
 
-# A lane's 16 numbers are one run, of 16 or 8 bytes of codes, on one grid.
+# A lane's 16 numbers are one run of 16 or 8 bytes of codes on one grid.
 _CODED = r"""
 #define CODED 1
 template <int WORDS> struct Part {
@@ -398,10 +399,10 @@ _TOGETHER = r"""
 
 
 class PagedAttention:
-    """Attention over one layer's rows of the pool, for rows in one form. Kernels are made by `make`."""
+    """Attention over one layer's rows of the pool, which have one format; `make` makes the kernels."""
 
     def __init__(self, make: Make, form: RowFormat, block_size: int, division: Division):
-        """Make the kernels. Raises ValueError when rows of this form cannot be read."""
+        """Make the kernels. Raise ValueError if they cannot read rows of this format."""
         if why := unreadable_rows(form):
             raise ValueError(why)
         self._form = form
@@ -436,10 +437,22 @@ class PagedAttention:
         splits: int = 0,
         warps: int = 0,
     ) -> mx.array:
-        """[rows, heads, length, dim], at most MOST_QUERIES long; query i of a row is at position offset + i and sees
-        what is not after it. pool: the arrays of keys, then of values, with the new ones in them; tables: [rows, width]
-        int32; offsets: [rows] int32. kept: where the tables begin, as in `StepView`. cap: scores are
-        cap · tanh(score / cap). splits, warps: how the work is divided; 0: as the shapes suggest."""
+        """Return attention [rows, heads, length, dim]; query i of a row is at position offset + i and sees no later
+        position.
+
+        Args:
+            queries: [rows, heads, length, dim] with length at most MOST_QUERIES.
+            pool: The arrays of keys, then of values; the new positions are in them already.
+            tables: int32 [rows, width], the blocks of each row.
+            offsets: int32 [rows], the position of each row's first query.
+            scale: Factor of the scores.
+            window: Positions that a query sees.
+            kept: The window from whose start the tables begin, as in `StepView`.
+            sinks: A logit for each head that takes weight from the keys, or None.
+            cap: If not 0, scores become cap · tanh(score / cap).
+            splits: Splits of each row's keys; 0: as the division says.
+            warps: Warps of a block of threads; 0: MOST_WARPS.
+        """
         form, block, division = self._form, self._block_size, self._division
         rows, heads, length, dim = queries.shape
         group = heads // form.heads
@@ -481,19 +494,27 @@ class PagedAttention:
             32 * warps,
             [((*lines, dim), mx.float32), ((*lines, 2), mx.float32)],
         )
-        template = {name: template[name] for name in ("T", "D", "BLOCK", "WINDOWED", "SINKS")}
-        (out,) = self._together(
-            [*parts, tables, offsets, windows, sinks],
-            template,
-            (heads * length, rows, 1),
-            128,
-            [(shape, queries.dtype)],
-        )
+        return self._combine([*parts, tables, offsets, windows, sinks], template, shape, queries.dtype)
+
+    def _combine(
+        self,
+        inputs: Sequence[mx.array],
+        template: Mapping[str, Constant],
+        shape: tuple[int, int, int, int],
+        dtype: mx.Dtype,
+    ) -> mx.array:
+        """Return attention [rows, heads, length, dim] combined from its splits.
+
+        `shape` is (rows, length, heads, dim).
+        """
+        rows, length, heads, _ = shape
+        own = {name: template[name] for name in ("T", "D", "BLOCK", "WINDOWED", "SINKS")}
+        (out,) = self._together(inputs, own, (heads * length, rows, 1), 128, [(shape, dtype)])
         return out.swapaxes(1, 2)
 
 
 def unreadable_rows(form: RowFormat) -> str:
-    """Why the kernels cannot read rows of this form; empty: they can."""
+    """Return why the kernels cannot read rows of this format; empty if they can."""
     if form.dim > WIDEST or form.dim % 16:
         return f"heads of {form.dim} numbers"
     if form.bits and form.dim // form.groups % 16:
@@ -503,25 +524,28 @@ def unreadable_rows(form: RowFormat) -> str:
 
 @lru_cache(maxsize=4096)
 def integers(*values: int) -> mx.array:
-    """Eight int32, zeros behind the values, made once: a constant of whatever graph uses it."""
+    """Return the values as int32, padded with zeros to eight; made once, to be a constant of any graph."""
     return _constant(np.array(values, np.int32))
 
 
 @lru_cache(maxsize=256)
 def floats(*values: float) -> mx.array:
-    """Eight float32, as `integers`."""
+    """Return the values as float32, padded with zeros to eight; made once, to be a constant of any graph."""
     return _constant(np.array(values, np.float32))
 
 
 def _constant(values: npt.NDArray[Any]) -> mx.array:
-    """Computed, and of more than eight bytes, since MLX keeps anything else for CUDA in memory of the host's, where one
-    read takes longer than the rest of a short kernel. (An input of Metal's has to have eight elements.)"""
+    """Return an evaluated array of at least eight elements in the device's memory.
+
+    For CUDA, MLX keeps an unevaluated constant and one of up to eight bytes in host memory, where one read takes
+    longer than the rest of a short kernel. For Metal an input must have eight elements.
+    """
     sent = mx.array(np.pad(values, (0, 8 - values.size)))
     constant = sent + 0
-    mx.eval(constant)  # while `sent` is there: its memory would be taken over otherwise
+    mx.eval(constant)  # while `sent` is alive, since otherwise its memory would be reused for `constant`
     return constant
 
 
 def bits_of(x: float) -> int:
-    """Of a float32 that is not negative: one that is compiled in."""
+    """Return the bits of a non-negative number as float32, to be compiled into a kernel."""
     return int(np.float32(x).view(np.int32))

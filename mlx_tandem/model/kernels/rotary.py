@@ -1,8 +1,10 @@
-"""The way from the product of q, k and v to attention in one kernel: norms of the heads, rotation, and the pool.
+"""One kernel from the products of q, k and v to attention: norms of the heads, rotation, and the write into the KV
+pool.
 
-A warp has one head of one token; a lane the pairs of numbers that are rotated together. Queries come out as attention
-wants them, keys and values go into the pool as it keeps them, few bits included. The pool is written where it lies:
-MLX takes it for an input. What reads it there has to take another output of this kernel too, and so comes after it.
+A warp has one head of one token, and a lane has pairs of numbers that are rotated together. Queries come out in the
+layout that attention wants; keys and values go into the pool in its format, quantised if need be. The kernel writes
+the pool in place, although MLX takes it for an input: an operation that reads the new positions must also depend on
+another output of this kernel, which orders it behind the write.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from mlx_tandem.model.kernels.dialect import Constant, Make, Source
 from mlx_tandem.model.kernels.paged_attention import floats, integers
 
 WARPS = 4
+"""Warps of a block of threads."""
 
 _FUNCTIONS = r"""
 DEVICE uint bfloat_bits(float x) {
@@ -148,7 +151,7 @@ _BODY = r"""
 
 
 class Rotary:
-    """For layers with rows of one form in the pool. Kernels are made by `make`."""
+    """The kernel for layers whose rows have one format in the pool; `make` makes it."""
 
     def __init__(self, make: Make, form: RowFormat, block_size: int):
         self._form = form
@@ -176,12 +179,16 @@ class Rotary:
         norms: tuple[mx.array, mx.array, float] | None,
         fetched: bool,
     ) -> tuple[mx.array, mx.array, mx.array]:
-        """Queries [rows, heads, length, dim], and if `fetched`, the new keys and values [rows, kv heads, length, dim]
-        as the pool has them now.
+        """Return queries [rows, heads, length, dim], and if `fetched` the new keys and values as the pool holds
+        them.
 
-        parts: the products of q, k and v [rows, length, heads or kv heads · dim], or one array with them side by side;
-        angles: cosines and sines [rows, 1, length, dim / 2], float32; slots: [rows, length] int32, as in `StepView`;
-        norms: weights of the queries' and keys' norms, and the epsilon.
+        Args:
+            parts: The products of q, k and v [rows, length, heads or kv heads · dim], or one array that holds them all.
+            angles: Cosines and sines, float32 [rows, 1, length, dim / 2].
+            slots: int32 [rows, length], as in `StepView`.
+            pool: The arrays of the layer's pool.
+            norms: Weights of the queries' and keys' norms, and epsilon; None: no norms.
+            fetched: Whether to return new keys and values, each [rows, kv heads, length, dim].
         """
         form = self._form
         joined = len(parts) == 1

@@ -1,13 +1,13 @@
-"""The product of few rows by a linear's weights: weights are read once, at the speed of memory, by one kernel.
+"""Kernel for the product of few rows by a linear's weights, which reads the weights once at the speed of memory.
 
-A block of threads has 16 · TILES outputs, of all inputs: blocks are few, of most layers so few that all run at once. It
-goes through the inputs in slices: while its warps multiply one, the next STAGES - 1 are on their way from memory to the
-block's own, which keeps enough bytes under way to fill the memory's bandwidth whatever the warps do. Each warp has 32
-inputs of a slice; what they have summed is added up at the end, in their order. So in one form the sum of a row does
-not depend on how many others there are. A lane loads eight neighbours of a row, which are inputs of two products of
-matrices; the order of inputs is the same for `x`, and so none that matters.
+A block of threads has 16 · TILES outputs and all inputs: blocks are few, for most layers so few that all run at
+once. A block goes through the inputs in slices: while its warps multiply one slice, the next STAGES - 1 are on their
+way from device memory to the block's own, which keeps enough bytes in flight to use the memory's whole bandwidth.
+Each warp has 32 inputs of a slice; the warps' sums are added up at the end in a fixed order. So within one form the
+sum of a row does not depend on how many other rows there are. A lane loads eight neighbours of a row, which are
+inputs of two matrix products; `x` has the same order of inputs, so the order does not matter.
 
-For CUDA only: the body uses `mma` and `ASYNC16`.
+The kernel is for CUDA only: its body uses `mma` and `ASYNC16`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,28 @@ from mlx_tandem.model.kernels.dialect import Constant, Kernel, Make, Source
 
 
 class Form(NamedTuple):
-    """How the work is cut: blocks of 16 · tiles outputs and of so many warps, an even number, each of which has 32
-    inputs of a slice; so many slices in memory at once, two or more."""
+    """A way to cut the work into blocks, warps and slices."""
 
     tiles: int
+    """A block has 16 · tiles outputs."""
+
     warps: int
+    """Warps of a block, an even number; each has 32 inputs of a slice."""
+
     stages: int
+    """Slices in the block's memory at once, two or more."""
 
     def room(self, eighths: int) -> int:
-        """Bytes of the block's own memory that it takes for so many eighths: for slices, and then for sums."""
+        """Return the bytes of a block's own memory that it needs for this many eighths: for slices, and then for
+        sums.
+        """
         outputs, tokens = 16 * self.tiles, 8 * eighths
         slices = self.stages * (outputs + tokens) * 32 * self.warps * 2
         return max(slices, self.warps * tokens * (outputs + 4) * 4)
 
 
 def forms(eighths: int) -> tuple[Form, ...]:
-    """Those that are worth a trial: on an H200 the first is good for any linear, the others for wide ones."""
+    """Return the forms that are worth timing: on an H200 the first is good for any linear, the others for wide ones."""
     return {
         1: (Form(2, 8, 4),),
         2: (Form(2, 8, 4), Form(4, 4, 3)),
@@ -46,23 +52,25 @@ def forms(eighths: int) -> tuple[Form, ...]:
 
 
 EIGHTHS = (1, 2, 4, 8)
-"""Numbers of products of eight tokens: each has a kernel of its own."""
+"""Numbers of tokens, divided by eight, for which there are kernels."""
 
 
 def eighths(tokens: int) -> int:
-    """How many so many tokens take; 0: they are too many."""
+    """Return the entry of EIGHTHS for this number of tokens; 0 if they are too many."""
     return next((n for n in EIGHTHS if 8 * n >= tokens), 0)
 
 
 class Skinny:
-    """The kernel for one target. 16-bit types only."""
+    """The kernel for one target, for 16-bit types only."""
 
     def __init__(self, make: Make):
         self._kernel = cache(lambda biased, room: _kernel(make, biased, room))
 
     def __call__(self, x: mx.array, weight: mx.array, bias: mx.array | None, form: Form) -> mx.array:
-        """x @ weight.T + bias for x [rows, length, inputs] of no more tokens than `eighths` knows, weight [outputs,
-        inputs] and bias [outputs], contiguous and of one type."""
+        """Return x @ weight.T + bias for x [rows, length, inputs], weight [outputs, inputs] and bias [outputs].
+
+        The arrays are contiguous and of one type; x has no more tokens than 8 · EIGHTHS[-1].
+        """
         rows, length, _ = x.shape
         outputs, many = weight.shape[0], eighths(rows * length)
         template: dict[str, Constant] = {"T": x.dtype, "EIGHTS": many}
@@ -78,7 +86,10 @@ class Skinny:
 
 
 def fits(weight: mx.array, bias: mx.array | None) -> bool:
-    """Whether a linear of these can be computed: rows are loaded 16 bytes at a time, and all is of one type."""
+    """Return whether the kernel can compute a linear with this weight and bias.
+
+    It loads rows 16 bytes at a time, and all arrays must be of one type.
+    """
     alike = bias is None or bias.dtype == weight.dtype
     return weight.dtype in (mx.bfloat16, mx.float16) and weight.shape[1] % 8 == 0 and alike
 
@@ -105,7 +116,7 @@ DEVICE void ask(uint4* to, const GLOBAL T* from, int last, int k, int K, int thr
 }
 """
 
-# GROUP_X: which outputs.
+# GROUP_X is the slice of the outputs.
 _BODY = """
   constexpr int OUTPUTS = 16 * TILES, TOKENS = 8 * EIGHTS, WIDTH = 4 * WARPS, SLICE = (OUTPUTS + TOKENS) * WIDTH;
   constexpr int ALL = 32 * WARPS, LINE = OUTPUTS + 4;

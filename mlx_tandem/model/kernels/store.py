@@ -1,4 +1,4 @@
-"""Lines of an array written in place, whoever else still reads other lines of it."""
+"""Kernel that writes lines of an array in place while other lines of it are read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ _BODY = r"""
 
 
 class Store:
-    """A kernel that is made by `make`."""
+    """The kernel for one target."""
 
     def __init__(self, make: Make):
         self._kernel = make(Source("store", ["array", "rows", "lines"], ["done"], _BODY, writes=["array"]))
 
     def __call__(self, array: mx.array, rows: mx.array, lines: mx.array) -> mx.array:
-        """array[rows] = lines. A zero [1] int32, of which everything has to be made that reads what was written."""
+        """Set array[rows] = lines, and return a zero, int32 [1], on which everything that reads the lines must
+        depend.
+        """
         groups = -(-lines.size // _THREADS)
         (done,) = self._kernel([array, rows, lines], {"T": array.dtype}, (groups, 1, 1), _THREADS, [((1,), mx.int32)])
         return done

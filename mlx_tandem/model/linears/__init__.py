@@ -1,1 +1,1 @@
-"""What is done to the linears of a model beside adapters: products of several, packed weights, times."""
+"""Faster ways to compute a model's linears: several as one product, dequantised weights, a kernel for few rows."""

@@ -1,8 +1,8 @@
 """Quantised linears that multiply by a dequantised weight where that is faster than a product of the packed one.
 
-A kernel for packed weights may be made for few tokens: one of 4 bits took 75 µs for one row on an H200, 246 for eight,
-635 for 32. With more tokens, taking the weight apart first, into memory, and leaving the product to the kernels for
-plain weights can be faster. Whether it is, tuning.py measures.
+A kernel for packed weights may be made for few tokens: a 4-bit one took 75 µs for one row on an H200, 246 for eight,
+635 for 32. With more tokens it can be faster to unpack the weight into memory first and to leave the product to the
+kernels for plain weights. tuning.py measures whether it is.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import mlx.nn as nn
 from mlx_tandem.model.mixin import mix_in
 
 GAIN = 0.95
-"""Of the packed product's time; what is not faster by so much is not worth the memory."""
+"""Longest time with a dequantised weight, as a share of the packed product's time, that is worth the memory."""
 
 
 def dequantised(linear: nn.QuantizedLinear, x: mx.array) -> mx.array:
-    """What the linear gives for x [..., inputs], by way of its weight in x's precision."""
+    """Return the linear's output for x [..., inputs] by way of its weight in x's type."""
     weight = mx.dequantize(
         linear["weight"],
         linear["scales"],
@@ -35,8 +35,10 @@ def dequantised(linear: nn.QuantizedLinear, x: mx.array) -> mx.array:
 
 
 def worth_from(packed: Mapping[int, float], plain: Mapping[int, float]) -> int | None:
-    """By the seconds that products of so many tokens took: from how many tokens on the dequantised weight is faster
-    at every number that was measured; None: it is not."""
+    """Return from how many tokens on the dequantised weight is faster at every measured number; None if it is not.
+
+    `packed` and `plain` are the measured seconds by number of tokens.
+    """
     found = None
     for tokens in sorted(packed, reverse=True):
         if plain[tokens] >= GAIN * packed[tokens]:
@@ -46,18 +48,19 @@ def worth_from(packed: Mapping[int, float], plain: Mapping[int, float]) -> int |
 
 
 def use_from(linear: nn.QuantizedLinear, tokens: int) -> None:
-    """From here on the linear's calls with at least so many tokens dequantise."""
+    """Have the linear dequantise its weight in calls with at least `tokens` tokens."""
     module: Any = linear
     module._dequantise_from = tokens
     mix_in(module, Dequantising)
 
 
 class Dequantising:
-    """Mixed into a quantised linear."""
+    """Mixin of a quantised linear that dequantises for many tokens."""
 
     _dequantise_from: int
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Return the linear's output, by a dequantised weight if there are enough tokens."""
         if x.size // x.shape[-1] >= self._dequantise_from:
             return dequantised(self, x)  # type: ignore[arg-type]
         y: mx.array = super().__call__(x)  # type: ignore[misc]

@@ -1,7 +1,8 @@
-"""Which linears of a model are given the very same input: q, k and v of a layer, say, or gate and up of its MLP.
+"""Finds the linears of a model that get the very same input, such as q, k and v of a layer, or gate and up of its
+MLP.
 
-Found by running the model once and looking at what each linear is called with, so that a family needs no names here.
-Nothing is evaluated.
+The model is run once, and the input of each linear is noted, so that no names of model families are needed. Nothing
+is evaluated.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from mlx_tandem.model.lora.adapted import Target, find_targets
 from mlx_tandem.model.mixin import mix_in, unmix
 
 Group = tuple[Target, ...]
-"""Linears with one input, in the order of their calls."""
+"""Linears with a common input, in the order of their calls."""
 
 
 def find_groups(model: nn.Module) -> list[Group]:
-    """Of all that an adapter may change: each is in one group. Alone is one that nobody shares its input with, one of
-    experts, and one that a forward calls never or twice.
+    """Return the groups of all linears that an adapter may change; each linear is in one group.
 
-    A family may call its linears differently for other shapes of input: whoever computes a group as a whole looks
-    again whether its members got the same.
+    A linear is alone if no other shares its input, if it has experts, and if a forward does not call it exactly
+    once. A family may call its linears differently for inputs of other shapes: code that computes a group as a whole
+    must check again whether its members got the same input.
     """
     targets = list(find_targets(model).values())
     calls: list[tuple[Target, Any]] = []
@@ -35,7 +36,7 @@ def find_groups(model: nn.Module) -> list[Group]:
         call(mx.zeros((1, 1), mx.int32))
     times = Counter(target.path for target, _ in calls)
     groups: dict[int, list[Target]] = {}
-    for target, x in calls:  # which keep the inputs alive, so that no two of them are at one address
+    for target, x in calls:  # `calls` keeps the inputs alive, so that no two of them have the same id
         if times[target.path] == 1 and not target.shape.experts:
             groups.setdefault(id(x), []).append(target)
     alone = [target for target in targets if times[target.path] != 1 or target.shape.experts]
@@ -57,7 +58,7 @@ def _listening(targets: Iterable[Target], calls: list[tuple[Target, Any]]) -> It
 
 
 class _Listening:
-    """Mixed into a linear while it is listened to."""
+    """Mixin of a linear that notes its calls."""
 
     _heard_as: Target
     _calls: list[tuple[Target, Any]]

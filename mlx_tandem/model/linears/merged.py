@@ -1,7 +1,7 @@
-"""Linears that are given one input, computed as one product over their weights laid end to end.
+"""Linears with a common input, computed as one product over their weights laid end to end.
 
 A GPU takes a step's products one after the other, and on the host each costs as much as ten small operations: one
-wide product is faster than three. The linears' own weights become parts of the wide one; no memory is taken.
+wide product is faster than three. The linears' own weights become views of the wide one; no memory is added.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from mlx_tandem.model.linears.groups import Group
 from mlx_tandem.model.mixin import mix_in
 
 MOST_TOKENS = 512
-"""Up to so many tokens each linear is given its part of the wide product. With more, products hide what they cost on
-the host, and parts of a wide result have to be copied by whoever wants them by themselves."""
+"""Most tokens for which each linear is given its part of the wide product. With more, products hide their cost on
+the host, and a part of a wide result has to be copied by whoever wants it alone."""
 
 _PARAMETERS = ("weight", "scales", "biases", "bias")
 
@@ -29,7 +29,7 @@ class Merged:
     """Several linears as one, `linear`, whose outputs stand side by side."""
 
     def __init__(self, members: list[nn.Module]):
-        """Changes the members: their arrays are views from here on."""
+        """Lay the members' weights end to end; their arrays are views from here on."""
         self.members = members
         first: Any = members[0]
         self.linear: Any = clone(first)
@@ -46,10 +46,10 @@ class Merged:
                 start = end
             mx.eval([member[name] for member in members])
         self._ends = list(accumulate(member["weight"].shape[0] for member in members))
-        self._ready: dict[int, tuple[mx.array, mx.array]] = {}  # by member: an input, and what it gives for it
+        self._ready: dict[int, tuple[mx.array, mx.array]] = {}  # by member: an input, and the member's output for it
 
     def give_to_members(self, linear: nn.Module) -> None:
-        """Let `linear`, over the same arrays, compute what the members give. Clones of them stay with this one."""
+        """Let the members compute by `linear`, which has the same arrays. Clones of the members keep this object."""
         other = copy(self)
         other.linear, other._ready = linear, {}
         for member in self.members:
@@ -57,26 +57,28 @@ class Merged:
             own._merged = other
 
     def whole(self, x: mx.array) -> mx.array:
-        """What all of them give for x [..., inputs], side by side."""
+        """Return the outputs of all members for x [..., inputs], side by side."""
         out: mx.array = self.linear(x)
         return out
 
     def joins(self, x: mx.array) -> bool:
-        """Whether `whole` is as fast as its parts would be: packed weights of many tokens have a faster way alone."""
+        """Return whether `whole` is as fast as its parts would be. With many tokens, quantised linears are faster
+        alone.
+        """
         most = min(getattr(member, "_dequantise_from", MOST_TOKENS + 1) for member in self.members)
         return isinstance(self.linear, nn.Linear) or x.size // x.shape[-1] < most
 
     def places(self, members: Iterable[nn.Module]) -> list[int]:
-        """Where the outputs of each of these begin in a row of `whole`, and how long such a row is."""
+        """Return where the outputs of each of these members begin in a row of `whole`, and the length of such a row."""
         starts = dict(zip(map(id, self.members), [0, *self._ends], strict=False))
         return [*(starts[id(member)] for member in members), self._ends[-1]]
 
     def clear(self) -> None:
-        """The forward is over; what is left of it is another's business now."""
+        """Forget outputs that the forward which is over did not ask for."""
         self._ready.clear()
 
     def part(self, member: int, x: mx.array) -> mx.array | None:
-        """What one of them gives; None when it is to compute that by itself."""
+        """Return the output of one member; None if it has to compute that by itself."""
         if x.size // x.shape[-1] > MOST_TOKENS:
             return None
         given_for, given = self._ready.pop(member, (None, None))
@@ -88,12 +90,13 @@ class Merged:
 
 
 class MergedMember:
-    """Mixed into each of the linears."""
+    """Mixin of each linear that was merged."""
 
     _merged: Merged
     _place: int
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Return this linear's part of the wide product, or its own product."""
         y = self._merged.part(self._place, x)
         if y is None:
             y = super().__call__(x)  # type: ignore[misc]
@@ -101,7 +104,7 @@ class MergedMember:
 
 
 def whole_of(linears: Iterable[nn.Module]) -> Merged | None:
-    """Where these linears, in this order, are all that was merged into one."""
+    """Return the merged linear whose members are exactly these linears in this order; None if there is none."""
     linears = list(linears)
     merged: Merged | None = getattr(linears[0], "_merged", None)
     if merged is None or len(merged.members) != len(linears):
@@ -110,19 +113,19 @@ def whole_of(linears: Iterable[nn.Module]) -> Merged | None:
 
 
 def home_of(linears: Iterable[nn.Module]) -> Merged | None:
-    """What all of these linears were merged into, with others or without."""
+    """Return the merged linear that all of these linears are members of; None if there is none."""
     homes = {id(merged): merged for merged in (getattr(linear, "_merged", None) for linear in linears)}
     return homes.popitem()[1] if len(homes) == 1 else None
 
 
 def merged_in(model: nn.Module) -> list[Merged]:
-    """Of the model's linears."""
+    """Return the merged linears of a model."""
     found = {id(m._merged): m._merged for m in model.modules() if isinstance(m, MergedMember)}
     return list(found.values())
 
 
 def merge(groups: Iterable[Group]) -> list[Merged]:
-    """Merge the linears of each group that can be: plain ones, or quantised in the same way, with biases or without."""
+    """Merge the linears of each group that can be: plain ones, or ones quantised in the same way."""
     merged = []
     for group in groups:
         members = [target.module for target in group]
@@ -137,7 +140,7 @@ def merge(groups: Iterable[Group]) -> list[Merged]:
 
 
 def _kind(linear: Any) -> tuple[Any, ...]:
-    """What has to be the same; nothing for what cannot be merged."""
+    """Return the properties that members must have in common; empty for a linear that cannot be merged."""
     arrays = tuple((name, linear[name].dtype, linear[name].shape[1:]) for name in _PARAMETERS if name in linear)
     if type(linear) is nn.Linear:
         return (nn.Linear, *arrays)

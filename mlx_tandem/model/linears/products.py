@@ -1,4 +1,4 @@
-"""The linears of a model by shape and precision, and how long they take on this device."""
+"""The linears of a model by shape and precision, and measurements of how long they take on this device."""
 
 from __future__ import annotations
 
@@ -11,12 +11,20 @@ from itertools import cycle, islice
 import mlx.core as mx
 import mlx.nn as nn
 
-_CALLS, _CALL_BYTES = 16, 400 << 20  # of one kind, over different weights: so many, or together so large
+_CALLS, _CALL_BYTES = 16, 400 << 20
+"""Linears of one kind that are timed together: so many, or as many as have so many bytes of weights."""
+
 _REPEATS = 5
-_LONG = 8192  # rows and columns of what is multiplied meanwhile, at most
-_MEANWHILE = 4e-3  # seconds that this takes, about: many times what the host takes for the calls
+"""Repeats of a measurement, of which the best counts."""
+
+_LONG = 8192
+"""Most rows and columns of the matrix whose product hides the host's time."""
+
+_MEANWHILE = 4e-3
+"""Seconds that this product takes, roughly: many times what the host takes for the timed calls."""
 
 Call = Callable[[mx.array], mx.array]
+"""Function that computes a linear's output for an input."""
 
 
 @dataclass(frozen=True)
@@ -24,33 +32,40 @@ class Kind:
     """Linears of one shape and precision."""
 
     inputs: int
-    nbytes: int  # of one
+    nbytes: int
+    """Bytes of the weight of one linear."""
+
     modules: list[nn.Module]
 
     @property
     def packed(self) -> list[nn.QuantizedLinear]:
+        """The quantised linears among the modules."""
         return [m for m in self.modules if isinstance(m, nn.QuantizedLinear)]
 
     def some(self) -> list[nn.Module]:
-        """Enough that their weights do not all lie in the device's cache."""
+        """Return so many modules that their weights do not all fit into the device's cache."""
         return self.modules[: max(1, min(_CALLS, _CALL_BYTES // self.nbytes))]
 
     def several(self) -> list[nn.Module]:
-        """Enough that what starting and ending takes counts for little; some of them more than once."""
+        """Return so many modules that starting and ending a measurement counts for little; some of them more than
+        once.
+        """
         return list(islice(cycle(self.some()), _CALLS))
 
 
 class Meter:
-    """Measures on the device."""
+    """Measures products on the device."""
 
     def __init__(self) -> None:
         self._meanwhile: dict[mx.Dtype, Callable[[], mx.array]] = {}
 
     def seconds(self, calls: Sequence[Call], x: mx.array) -> float:
-        """That the calls take one after the other in one graph: the best of a few times after one that does not count.
+        """Return the seconds of the calls, run one after the other in one graph, the best of a few runs after a
+        warm-up.
 
-        Each takes in a number of the one before it: a GPU would do independent ones beside each other, which hides
-        how long one takes."""
+        Each call depends on the output of the one before it: a GPU would run independent ones at the same time,
+        which hides how long one takes.
+        """
         times = []
         for _ in range(1 + _REPEATS):
             started = time.perf_counter()
@@ -59,7 +74,9 @@ class Meter:
         return min(times[1:])
 
     def device_seconds(self, calls: Sequence[Call], x: mx.array) -> float:
-        """As `seconds`, without what the host does: that is hidden behind a computation that takes milliseconds."""
+        """Return the seconds of the calls on the device alone: the host's time is hidden behind a computation of
+        milliseconds.
+        """
         meanwhile = self._meanwhile.get(x.dtype)
         if meanwhile is None:
             meanwhile = self._meanwhile[x.dtype] = _meanwhile(x.dtype)
@@ -75,7 +92,7 @@ class Meter:
         return min(t for t, _ in times) - min(t for _, t in times)
 
     def host_seconds(self, calls: Sequence[Call], x: mx.array) -> float:
-        """That the host takes to launch the calls in a compiled step."""
+        """Return the seconds that the host takes to launch the calls in a compiled step."""
         step = mx.compile(partial(_chain, calls))
         times = []
         for _ in range(1 + _REPEATS):
@@ -88,7 +105,7 @@ class Meter:
         return min(times[1:])
 
     def growth(self, calls: Sequence[Callable[[], mx.array]]) -> int:
-        """Bytes that the calls need in one graph beyond what there is before it."""
+        """Return the bytes that the calls need in one graph beyond what is in use before."""
         mx.clear_cache()
         mx.reset_peak_memory()
         before = mx.get_active_memory()
@@ -96,11 +113,12 @@ class Meter:
         return int(mx.get_peak_memory() - before)
 
     def now(self) -> float:
+        """Return the time in seconds by a clock that never goes back."""
         return time.perf_counter()
 
 
 def _meanwhile(dtype: mx.Dtype) -> Callable[[], mx.array]:
-    """A computation that takes about _MEANWHILE."""
+    """Return a computation that takes about _MEANWHILE seconds."""
     long = mx.random.normal((_LONG, _LONG), key=mx.random.key(0)).astype(dtype) * _LONG**-0.5
 
     def product(rows: int) -> mx.array:
@@ -117,13 +135,14 @@ def _meanwhile(dtype: mx.Dtype) -> Callable[[], mx.array]:
 
 
 def _chain(calls: Sequence[Call], x: mx.array) -> mx.array:
+    """Return the result of calls that each depend on the one before."""
     for call in calls:
         x = mx.maximum(x, call(x)[..., :1])
     return x
 
 
 def kinds(model: nn.Module) -> dict[str, Kind]:
-    """The linears of a model, by shape and precision, in the model's order."""
+    """Return the linears of a model by shape and precision, in the model's order."""
     found: dict[str, Kind] = {}
     each = {id(module): module for _, module in reversed(model.named_modules())}
     for module in each.values():
@@ -140,7 +159,7 @@ def kinds(model: nn.Module) -> dict[str, Kind]:
 
 
 def pass_seconds(own: Mapping[str, Kind], dtype: mx.Dtype, rows: int, meter: Meter) -> float:
-    """That all linears take for so many rows, by some of each kind."""
+    """Return the seconds that all linears take for `rows` rows, estimated from some linears of each kind."""
     total = 0.0
     for kind in own.values():
         some = kind.some()
@@ -149,7 +168,7 @@ def pass_seconds(own: Mapping[str, Kind], dtype: mx.Dtype, rows: int, meter: Met
 
 
 def input_of(kind: Kind, dtype: mx.Dtype, rows: int) -> mx.array:
-    """Random numbers, [rows, 1, inputs]: what a decoding step gives to such a linear."""
+    """Return random numbers [rows, 1, inputs], the shape of the input of such a linear in a decode step."""
     x = mx.random.normal((rows, 1, kind.inputs), key=mx.random.key(rows)).astype(dtype)
     mx.eval(x)
     return x

@@ -1,4 +1,4 @@
-"""Linears whose products of few rows are computed by `kernels/skinny.py`, and not by MLX."""
+"""Linears whose products of few rows are computed by `kernels/skinny.py` and not by MLX."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_tandem.model.mixin import mix_in
 
 
 class Shape(NamedTuple):
-    """Of a linear's weights."""
+    """The sizes of a linear's weights."""
 
     outputs: int
     inputs: int
@@ -23,62 +23,69 @@ class Shape(NamedTuple):
 
     @staticmethod
     def of(linear: Any) -> Shape:
+        """Return the shape of a linear."""
         outputs, inputs = linear["weight"].shape
         return Shape(outputs, inputs, "bias" in linear)
 
 
 Forms = Mapping[Shape, Mapping[int, Form]]
-"""By shape and number of tokens (`eighths` of them)."""
+"""Forms of the kernel by shape and number of tokens (in `eighths`)."""
 
 
 class FewRows:
-    """The kernel, and in which form it is used: in steps of the base, and in those with adapters, which are called
-    between `begin` and `end`."""
+    """The kernel and the forms in which it is used: in steps of the base, and in steps with adapters.
+
+    Steps with adapters are traced between `begin` and `end`.
+    """
 
     def __init__(self, kernel: Skinny, base: Forms, adapted: Forms):
         self._kernel, self._base, self._adapted = kernel, base, adapted
         self._forms = base
 
     def begin(self) -> None:
+        """Begin a step with adapters."""
         self._forms = self._adapted
 
     def end(self) -> None:
+        """End a step with adapters."""
         self._forms = self._base
 
     def product(self, linear: Any, x: mx.array) -> mx.array | None:
-        """What a linear with `weight` and maybe `bias` gives for x; None: MLX is to compute that."""
+        """Return the output of a linear with `weight` and optional `bias` for x; None if MLX is to compute it."""
         weight = linear["weight"]
         if x.ndim != 3 or x.dtype != weight.dtype:
             return None
         tokens = x.shape[0] * x.shape[1]
-        if tokens == 1:  # MLX has a kernel of its own for one, which is as fast
+        if tokens == 1:  # MLX has a kernel of its own for one token, which is as fast
             return None
         form = self._forms.get(Shape.of(linear), {}).get(eighths(tokens))
         return None if form is None else self._kernel(x, weight, linear.get("bias"), form)
 
 
 class SkinnyLinear:
-    """Mixed into a linear."""
+    """Mixin of a linear that asks the kernel first."""
 
     _few: FewRows
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Return the linear's output."""
         y = self._few.product(self, x)
         return super().__call__(x) if y is None else y  # type: ignore[misc]
 
 
 class SkinnyEmbedding:
-    """Mixed into an embedding that is the output head, too."""
+    """Mixin of an embedding that is also the output head."""
 
     _few: FewRows
 
     def as_linear(self, x: mx.array) -> mx.array:
+        """Return the logits for x [rows, length, width]."""
         y = self._few.product(self, x)
         return super().as_linear(x) if y is None else y  # type: ignore[misc]
 
 
 def candidates(model: nn.Module, merged: Iterable[Merged]) -> list[nn.Module]:
-    """Whatever of a model the kernel could compute: linears, `linear` of those that were merged, the head."""
+    """Return the modules of a model that the kernel could compute: linears, merged linears, the output head."""
     merged = list(merged)
     parts = {id(member) for one in merged for member in one.members}
     modules = list({id(m): m for _, m in reversed(model.named_modules()) if id(m) not in parts}.values())
@@ -88,8 +95,10 @@ def candidates(model: nn.Module, merged: Iterable[Merged]) -> list[nn.Module]:
 
 
 def speed_up(modules: Iterable[nn.Module], merged: Iterable[Merged], few: FewRows) -> None:
-    """From here on `few` is asked first by each of these, which `candidates` found. A clone of the model that was made
-    before keeps MLX's products: the kernel has no gradient."""
+    """Have each of these modules, which `candidates` found, ask `few` first.
+
+    A clone of the model that was made before keeps MLX's products, since the kernel has no gradient.
+    """
     chosen = {id(module): module for module in modules}
     for one in merged:
         if chosen.pop(id(one.linear), None) is not None:

@@ -1,8 +1,8 @@
-"""What products cost on this device, found once by timing the model's own, and what follows from it.
+"""Times the model's products on this device once, and derives the row counts of decode steps and when to dequantise.
 
-On a GPU a product's time is erratic in the number of its rows: 12 may take a third of what 8 take. So decoding steps
-are padded to counts that were measured to be good. And quantised linears dequantise where that is faster. What was
-found is kept in the user's cache folder, for each device, version of MLX and set of linears.
+On a GPU the time of a product is erratic in the number of its rows: 12 may take a third of what 8 take. So decode
+steps are padded to row counts that were measured to be good, and quantised linears dequantise where that is faster.
+Results are kept in the user's cache folder for each device, version of MLX and set of linears.
 """
 
 from __future__ import annotations
@@ -28,32 +28,53 @@ from mlx_tandem.model.step.shapes import row_count
 log = logging.getLogger(__name__)
 
 FORMAT = 2
-MOST_ROWS = 512  # beyond, products are bound by arithmetic, and the fixed rule is as good
+"""Version of the files in the cache folder."""
+
+MOST_ROWS = 512
+"""Most rows that are timed. Beyond it arithmetic bounds the products, and the fixed rule is as good."""
+
 MOST_COUNTS = 24
-"""Row counts that steps are padded to: each is traced when first met."""
+"""Most row counts that steps are padded to; each is traced when it is first used."""
 TOKENS = (2, 4, 8, 16, 32, 64, 128, 256)
-SECONDS = 5.0  # after which nothing more is measured: what is left stays as it would be without
-_ALIKE = 0.25  # times that differ by less are equal; a count so many times as large must be better by as many times it
-_MOST_PADDED = 2  # so many times as many rows at most: what is not a product grows with them
-_WIDER = 1.25  # a count is left out for one so much larger that takes as long
+"""Numbers of tokens for which dequantised products are timed."""
+
+SECONDS = 5.0
+"""Seconds after which nothing more is timed; what is left keeps its default."""
+
+_ALIKE = 0.25
+"""Relative difference up to which two times count as equal; it is multiplied by the ratio of the two counts."""
+
+_MOST_PADDED = 2
+"""Most rows after padding per row before: everything but the products grows with them."""
+
+_WIDER = 1.25
+"""A count is left out if a count at most so many times as large takes no longer."""
 
 
 class Tuned(Struct, frozen=True):
-    """What was found. `rows`: good counts, ascending; beyond the last the fixed rule holds. `dequantise`: by kind of
-    linear, from how many tokens on."""
+    """The results: good row counts, and when quantised linears dequantise."""
 
     rows: tuple[int, ...] = ()
+    """Good row counts, ascending; beyond the last the fixed rule of `step/shapes.py` applies."""
+
     dequantise: dict[str, int] = {}
+    """By kind of linear, the number of tokens from which it dequantises."""
 
 
 class Subject(Struct, frozen=True):
-    """What findings hold for."""
+    """The device, model and settings that a result is valid for."""
 
     device: str
     mlx: str
-    linears: dict[str, int]  # how many of each kind
-    rows: int  # the most of a step
-    products: str = ""  # what computes them besides MLX
+    linears: dict[str, int]
+    """Number of linears of each kind."""
+
+    rows: int
+    """Most rows of a step."""
+
+    products: str = ""
+    """What computes products besides MLX."""
+
     format: int = FORMAT
 
 
@@ -73,9 +94,19 @@ def tune(
     products: str = "",
     meter: Meter | None = None,
 ) -> Tuned:
-    """Find out, or look up in `folder`, what is good for this model on this device, and change its quantised linears
-    accordingly. `dtype`: of what goes through the layers; `activations`: bytes that steps may need; `products`: what
-    computes some of them in place of MLX, in words that change when that does."""
+    """Find good row counts for this model on this device, or look them up, and change its quantised linears
+    accordingly.
+
+    Args:
+        model: The model, whose linears are timed.
+        dtype: The type of the layers' inputs.
+        device: The device's name.
+        most_rows: Most rows of a step.
+        activations: Bytes that steps may use.
+        folder: Where results are kept.
+        products: What computes some products in place of MLX, in words that change when that does.
+        meter: Measures times and memory; by default on this device.
+    """
     own = kinds(model)
     subject = Subject(device, version("mlx"), {name: len(k.modules) for name, k in own.items()}, most_rows, products)
     file = folder / f"{hashlib.sha256(msgspec.json.encode(subject)).hexdigest()[:32]}.json"
@@ -99,8 +130,11 @@ def tune(
 
 
 def good_counts(seconds: Mapping[int, float]) -> tuple[int, ...]:
-    """The counts to pad to, of those that were measured: none that a larger one beats, and few. Padding to the next of
-    them takes no longer than any other measured count would, but for differences that are noise or rare."""
+    """Return the row counts to pad to: of the measured ones, a few that no larger one beats.
+
+    Padding to the next of them takes no longer than padding to any other measured count, up to differences that are
+    noise or rare. `seconds` are the measured times by count.
+    """
     counts = sorted(seconds)
     standing = [
         count
@@ -125,14 +159,14 @@ def good_counts(seconds: Mapping[int, float]) -> tuple[int, ...]:
 def _row_counts(
     own: Mapping[str, Kind], dtype: mx.Dtype, most_rows: int, meter: Meter, until: float
 ) -> tuple[int, ...]:
-    """As `good_counts`, for the time that all linears take together."""
+    """Return good row counts for the time that all linears take together."""
     if not own:
         return ()
     most = row_count(min(most_rows, MOST_ROWS))
     counts = sorted({row_count(n) for n in range(1, most + 1)} | set(range(1, min(most, 16) + 1)))
     if not any(kind.packed for kind in own.values()):  # tensor cores take rows by eight
         counts = [n for n in counts if n <= 8 or n % 8 == 0 or n == most]
-    pass_seconds(own, dtype, counts[0], meter)  # whatever is slow the first time
+    pass_seconds(own, dtype, counts[0], meter)  # warm-up
     seconds = {}
     for count in counts:
         if meter.now() > until:
@@ -144,8 +178,11 @@ def _row_counts(
 def _thresholds(
     own: Mapping[str, Kind], dtype: mx.Dtype, activations: int, meter: Meter, until: float
 ) -> dict[str, int]:
-    """By kind of quantised linears, the tokens from which they should dequantise. What MLX frees it may use again only
-    when a whole graph is done, so the memory of all of them together is measured, as a step needs it."""
+    """Return by kind of quantised linear the number of tokens from which it should dequantise.
+
+    MLX can use freed memory again only when a whole graph is done, so the memory of all such linears together is
+    measured, as a step needs it.
+    """
     found: dict[str, int] = {}
     for name, kind in own.items():
         if not kind.packed or meter.now() > until:
@@ -176,7 +213,7 @@ def _apply(own: Mapping[str, Kind], thresholds: Mapping[str, int]) -> None:
 
 
 def _load(file: Path, subject: Subject) -> Tuned | None:
-    """What the file says of the subject; None when it says nothing that could be used."""
+    """Return the result for the subject in `file`; None if it holds none that can be used."""
     try:
         record = msgspec.json.decode(file.read_bytes(), type=_Record)
     except (OSError, msgspec.MsgspecError):
@@ -190,7 +227,7 @@ def _load(file: Path, subject: Subject) -> Tuned | None:
 
 
 def _save(file: Path, record: _Record) -> None:
-    """Without it the next start measures again."""
+    """Write the result; if that fails, the next start measures again."""
     with contextlib.suppress(OSError):
         files.make_folder(file.parent)
         files.replace(file, msgspec.json.encode(record))

@@ -1,4 +1,6 @@
-"""The linears of a model that an adapter can change, and how their calls reach whoever adds the change."""
+"""The linears of a model that an adapter can change, and how their calls are sent to the object that adds the
+change.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ from mlx_tandem.model.mixin import mix_in
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """One linear of a model, or one with a matrix for each expert (`shape.experts`)."""
+    """One linear of a model, or one with a matrix per expert (`shape.experts`)."""
 
     path: str
     module: nn.Module
@@ -24,22 +26,27 @@ class Target:
 
 
 class Deltas(Protocol):
-    """Whoever adds adapters to the linears of a model."""
+    """The object that adds adapters to the outputs of a model's linears."""
 
     def dense(self, target: Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
-        """plain(x) + delta: what the linear gives out for x [..., inputs]."""
+        """Return plain(x) + delta, the output of the linear for x [..., inputs]."""
 
     def changes(self, target: Target) -> bool:
-        """Whether the linear has an adapter in this forward."""
+        """Return whether the linear has an adapter in this forward."""
 
     def switch(self, target: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
-        """y + delta for a linear that gave y for x, whose entry i went through expert indices[i]. `in_order`: the
-        entries lie by expert."""
+        """Return y + delta for a linear of experts that gave y for x, whose entry i went through expert indices[i].
+
+        `in_order` says that the entries are sorted by expert.
+        """
 
 
 def find_targets(model: nn.Module) -> dict[str, Target]:
-    """What can be adapted. A module reachable by two paths counts under the first. The output head is left out: the
-    runner may call it for some of the positions only."""
+    """Return all linears that can be adapted, by path.
+
+    A module reachable by two paths counts under the first. The output head is left out, since the runner may call it
+    for some of the positions only.
+    """
     blocks = {id(c) for m in model.modules() if isinstance(m, (SwitchGLU, SwitchMLP)) for c in m.children().values()}
     found: dict[str, Target] = {}
     seen: set[int] = set()
@@ -61,37 +68,40 @@ def find_targets(model: nn.Module) -> dict[str, Target]:
 
 
 def adapt(target: Target, deltas: Deltas) -> None:
-    """From here on the linear's calls go through `deltas`."""
+    """Send the linear's calls through `deltas` from here on."""
     module: Any = target.module
     module._deltas, module._target = deltas, target
     mix_in(module, AdaptedSwitch if target.shape.experts else AdaptedDense)
 
 
 class AdaptedDense:
-    """Mixed into a linear."""
+    """Mixin of a linear that has an adapter in some slot."""
 
     _deltas: Deltas
     _target: Target
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Return the linear's output with each row's adapter."""
         return self._deltas.dense(self._target, x, self.plain)
 
     @property
     def is_changed(self) -> bool:
+        """Whether the linear has an adapter in this forward."""
         return self._deltas.changes(self._target)
 
     def plain(self, x: mx.array) -> mx.array:
-        """What the linear gives without adapters."""
+        """Return the output of the linear without adapters."""
         out: mx.array = super().__call__(x)  # type: ignore[misc]
         return out
 
 
 class AdaptedSwitch:
-    """Mixed into a linear of experts."""
+    """Mixin of a linear of experts that has an adapter in some slot."""
 
     _deltas: Deltas
     _target: Target
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False) -> mx.array:
+        """Return the linear's output with each row's adapter."""
         y = super().__call__(x, indices, sorted_indices=sorted_indices)  # type: ignore[misc]
         return self._deltas.switch(self._target, x, y, indices, sorted_indices)

@@ -1,7 +1,8 @@
-"""The deltas of all linears of one input by two fused kernels, computed when the first of them is called.
+"""The deltas of all linears with a common input, computed by two fused kernels when the first of the linears is
+called.
 
-The kernels add to the linears' own outputs, so that call computes these for all members; each of the others is then
-given what is its own, if it was called with the same input.
+The kernels add to the linears' own outputs, so the first call computes these for all members of the group. Each of
+the others is then given its own result if it is called with the same input.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from mlx_tandem.model.linears.merged import home_of
 from mlx_tandem.model.lora.adapted import Target
 
 Stacked = Mapping[str, tuple[mx.array, mx.array]]
-"""By path: A [slots, inputs, rank] and B [slots, rank, outputs]."""
+"""The stacked arrays by path: A [slots, inputs, rank] and B [slots, rank, outputs]."""
 
 
 class GroupedDeltas:
-    """Between `start` and `stop` the adapted linears of one trace are given their sums by `give`.
+    """Fused deltas of adapted linears: between `start` and `stop`, `give` returns the sums for one trace of a step.
 
-    `same` and `mixed`: the tokens up to which a step of one adapter, or of several, is computed so.
+    `same` and `mixed` are the numbers of tokens up to which a step with one adapter, or with several, uses the
+    kernels.
     """
 
     def __init__(self, kernels: LoraKernels, groups: Iterable[Group], *, same: int, mixed: int):
@@ -34,10 +36,10 @@ class GroupedDeltas:
         self._tiles: mx.array | None = None
         self._tokens = 0
         self._stacked: Stacked = {}
-        self._ready: dict[str, tuple[mx.array, mx.array]] = {}  # by path: an input, and what its linear gives for it
+        self._ready: dict[str, tuple[mx.array, mx.array]] = {}  # by path: an input, and the linear's output for it
 
     def adapted(self, paths: Container[str]) -> None:
-        """From here on these linears have adapters."""
+        """Set which linears have adapters from here on."""
         self._members = {}
         for group in self._groups:
             own = [
@@ -48,15 +50,16 @@ class GroupedDeltas:
                 self._members |= {member.path: members for member in members}
 
     def start(self, tiles: mx.array, tokens: int, stacked: Stacked) -> None:
-        """The tokens of the inputs that follow are cut into `tiles`."""
+        """Begin a trace whose inputs have `tokens` tokens, cut into `tiles`."""
         self._tiles, self._tokens, self._stacked = tiles, tokens, stacked
 
     def stop(self) -> None:
+        """End the trace and forget its arrays."""
         self._tiles, self._stacked = None, {}
         self._ready.clear()
 
     def give(self, target: Target, x: mx.array) -> mx.array | None:
-        """What the linear gives for x with its adapters; None when that is not for these kernels to compute."""
+        """Return the output of the linear for x with its adapters; None if these kernels do not compute it."""
         given_for, given = self._ready.pop(target.path, (None, None))
         if given is not None and given_for is x:
             return given
@@ -64,7 +67,7 @@ class GroupedDeltas:
         if members is None or self._tiles is None or x.size != self._tokens * target.shape.inputs:
             return None
         if given is not None:
-            members = (target,)  # this forward calls them with inputs of their own
+            members = (target,)  # this forward calls the members with different inputs
         modules: list[Any] = [member.module for member in members]
         own, places = _own(modules, x)
         a, b = zip(*(self._stacked[member.path] for member in members), strict=True)
@@ -76,7 +79,7 @@ class GroupedDeltas:
 
 
 def _own(modules: list[Any], x: mx.array) -> tuple[list[mx.array], tuple[int, ...] | None]:
-    """What the linears give by themselves: an array each, or one with their places in it."""
+    """Return the linears' own outputs: an array each and None, or one array that holds all and their places in it."""
     merged = home_of(modules)
     if merged is not None and merged.joins(x):
         places = merged.places(modules)

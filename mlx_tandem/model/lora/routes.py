@@ -1,8 +1,9 @@
-"""How the rows of a step reach their adapters, as numbers: laid out before the step, read again while it is traced.
+"""Routes from the rows of a step to their adapters, as arrays of numbers made before the step and read while it is
+traced.
 
 A step whose rows all use one adapter takes that slot's own arrays and multiplies plainly. Otherwise `gather_mm` runs
 a list of (rows of x, matrix) pairs. Small models pay about a microsecond for every node of the graph, views too, so
-each node was counted: `docs/decisions/lora-delta.md` has the measurements.
+each node was counted: docs/decisions/lora-delta.md has the measurements.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from mlx_tandem.model.step.inputs import Numbers
 Ints = npt.NDArray[np.int64]
 
 WINDOW = 8
-"""Rows of a window: a BLAS takes hardly longer for 8 rows than for one."""
+"""Rows of a window. A BLAS takes hardly longer for 8 rows than for one."""
 WINDOWS_FROM = 24
-"""Rows of a step from which windows are worth the nodes that they add."""
+"""Rows of a step from which windows are worth the nodes that they add to the graph."""
 
 TILE = 8
-"""Tokens of a tile at most: each number of an adapter that a fused kernel loads is used for all of them."""
+"""Most tokens of a tile: a fused kernel uses each number of an adapter that it loads for all tokens of the tile."""
 
 
 class Layout(NamedTuple):
-    """The static half of a step's route: part of the key of a compiled step.
+    """The static half of a step's route, which is part of the key of a compiled step.
 
-    kind: "base", no row has an adapter; "uniform", all rows have the same; "rows", each row has its own; "windows",
-    too, but A is applied to `pieces` windows of WINDOW neighbouring rows, each for the rows of one adapter in it;
-    "tiles", too, and its `tokens` are cut into `pieces` tiles.
+    `kind` is "base" if no row has an adapter, "uniform" if all rows have the same, and "rows" if each row has its
+    own. "windows" is like "rows", but A is applied to `pieces` windows of WINDOW neighbouring rows, each for the
+    rows of one adapter in it. "tiles" is like "rows", but the `tokens` are cut into `pieces` tiles for fused
+    kernels.
     """
 
     kind: Literal["base", "uniform", "rows", "windows", "tiles"]
@@ -41,7 +43,9 @@ class Layout(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """All uint32. `first`, `owner` [count]: first row and slot of each window. `back` [rows]: each row's place."""
+    """Windows of neighbouring rows, all uint32: first row [count] and slot [count] of each window, and each row's
+    place `back` [rows].
+    """
 
     first: mx.array
     owner: mx.array
@@ -49,17 +53,25 @@ class Windows(NamedTuple):
 
 
 class Ids(NamedTuple):
-    """What `lay_out` packed into one array."""
+    """The arrays that `lay_out` packed into one."""
 
-    slots: mx.array  # [rows]; unused when uniform
-    order: mx.array  # [rows]: 0, 1, 2 …; gather_mm makes its own at every call when it gets none
+    slots: mx.array
+    """[rows]; unused if the layout is uniform."""
+
+    order: mx.array
+    """[rows]: 0, 1, 2 …; without it gather_mm would make it again at every call."""
+
     windows: Windows | None = None
-    tiles: mx.array | None = None  # int32 [pieces, 3]: first token, tokens (0: none, padding) and slot of each tile
+    tiles: mx.array | None = None
+    """int32 [pieces, 3]: first token, number of tokens (0: padding) and slot of each tile."""
 
 
 def lay_out(slots: Ints, length: int, *, windows: bool = False, tiles: bool = False) -> tuple[Layout, Numbers | None]:
-    """The layout of a step whose row i uses `slots[i]` (0: base) for `length` tokens, and its ids (int32 with tiles,
-    else uint32, one axis; None for the base). `windows`: they may be used. `tiles`: they are to be."""
+    """Return the layout of a step whose row i uses `slots[i]` (0: base) for `length` tokens, and its packed ids.
+
+    The ids have one axis and are int32 for tiles, else uint32; None for the base. `windows` allows windows, `tiles`
+    asks for tiles.
+    """
     if not slots.any():
         return Layout("base"), None
     rows = len(slots)
@@ -80,6 +92,7 @@ def lay_out(slots: Ints, length: int, *, windows: bool = False, tiles: bool = Fa
 
 
 def read(ids: mx.array, layout: Layout) -> Ids:
+    """Return the parts of the ids that `lay_out` packed for this layout."""
     kind, rows, count = layout.kind, layout.rows, layout.pieces
     if kind == "uniform":
         return Ids(ids, ids)
@@ -94,10 +107,11 @@ def read(ids: mx.array, layout: Layout) -> Ids:
 
 
 def cut_windows(slots: Ints) -> tuple[Ints, Ints, Ints] | None:
-    """Windows of WINDOW neighbouring rows such that every row lies in one of its own slot.
+    """Cut rows into windows of WINDOW neighbouring rows such that every row lies in a window of its own slot.
 
-    (first row, slot) of each window, and per row window * WINDOW + its place in it; None when there would be too many
-    to be worth it. The number is rounded up, so that a batch that changes a little keeps its compiled step.
+    Return the first row and the slot of each window, and for each row window * WINDOW + its place in it; None if
+    there would be too many windows to be worth it. Their number is rounded up, so that a batch that changes a little
+    keeps its compiled step.
     """
     rows = len(slots)
     first: list[int] = []
@@ -120,11 +134,11 @@ def cut_windows(slots: Ints) -> tuple[Ints, Ints, Ints] | None:
 
 
 def cut_tiles(slots: Ints, length: int) -> Ints:
-    """[tiles, 3]: first token, number of tokens and slot of tiles that cover every token once, each with TILE
-    neighbouring tokens of one slot at most.
+    """Return tiles [count, 3] that cover every token once: first token, number of tokens, slot.
 
-    Their number is the least that so many tokens may need, or that doubled a few times, so that a batch that changes
-    a little keeps its compiled step; those that are left over have no tokens.
+    Each tile has at most TILE neighbouring tokens of one slot. The count is the least that so many tokens may need,
+    or that number doubled a few times, so that a batch that changes a little keeps its compiled step; the tiles left
+    over have no tokens.
     """
     starts = np.flatnonzero(np.diff(slots, prepend=-1)) * length
     ends = np.append(starts[1:], len(slots) * length)

@@ -1,9 +1,9 @@
 """LoRA adapters on the device: stacked arrays, and linears of the served model that add each row's delta.
 
-An adapted module calls the original and adds `x @ A[slot] @ B[slot]`; its weights are neither copied nor renamed, and
-one that no adapter ever targeted is left as it was. The arrays are never captured: inside a traced step, `bind` puts
-the step's own (function arguments) where the modules look for them. A step of base rows binds nothing and its graph
-has no delta operation at all.
+An adapted module calls the original and adds `x @ A[slot] @ B[slot]`. Its weights are neither copied nor renamed,
+and a module that no adapter ever targeted is left as it was. The arrays are never captured by a compiled step:
+inside a trace, `bind` puts the step's own (function arguments) where the modules look for them. A step of base rows
+binds nothing, and its graph has no delta operation at all.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ from mlx_tandem.model.mixin import mix_in
 from mlx_tandem.model.step.inputs import Numbers, constant
 
 KEEP_ROUTES = 64
+"""Routes that are kept for the next step with the same rows."""
 
 
 class Route(NamedTuple):
-    """How the rows of a step reach their adapters.
+    """The way of a step's rows to their adapters.
 
-    `layout` is static. `ids` (as `lay_out` makes them) and `arrays` are arguments of the compiled step, to be passed to
-    `bind` there. For the base, `ids` is None and `arrays` empty.
+    `layout` is static. `ids` (made by `lay_out`) and `arrays` are arguments of the compiled step, which passes them
+    to `bind`. For the base, `ids` is None and `arrays` is empty.
     """
 
     layout: Layout
@@ -50,19 +51,22 @@ class Route(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """What the adapted modules read while a step is traced."""
+    """The arrays that adapted modules read while a step is traced."""
 
     layout: Layout
     ids: Ids
-    arrays: dict[str, tuple[mx.array, mx.array]]  # by path; one slot's own when uniform
-    sorted_slots: list[mx.array]  # inside switch blocks: the slot of each entry, in the block's own order
+    arrays: dict[str, tuple[mx.array, mx.array]]
+    """A and B by path; of a single slot if the layout is uniform."""
+
+    sorted_slots: list[mx.array]
+    """Inside blocks of experts: the slot of each entry, in the order into which the block sorts them."""
 
 
 class LoraState:
-    """All adapters of one model on one device. Owned by the thread that runs the model.
+    """All adapters of one model on one device. It belongs to the thread that runs the model.
 
-    The way of a step: `install` what is new, `route` the rows, pass the route's `arrays` and `ids` to the compiled
-    function of its `layout`, and in it `bind` them, call the model, `unbind`.
+    For each step: `install` new versions, `route` the rows, and pass the route's `arrays` and `ids` to the compiled
+    function of its `layout`, which calls `bind`, the model, and `unbind`.
     """
 
     def __init__(
@@ -73,39 +77,42 @@ class LoraState:
         fused: GroupedDeltas | None = None,
         few: FewRows | None = None,
     ) -> None:
-        """`fused`: fused kernels, where they have been found to be right and faster (`model/trials/lora.py`). `few`:
-        products that are to know which steps have adapters."""
+        """Find the linears of `model` that can be adapted; nothing is changed before the first `install`.
+
+        `fused` are the fused kernels if `model/kernel_checks/lora.py` has found them right and faster. `few` are the
+        products by the kernel for few rows, which must be told which steps have adapters.
+        """
         self.slots = config.max_loras
         self.max_rank = config.max_lora_rank
         # MLX's CPU back end has gather_mm for float32 only, and its half-precision products are slow anyway.
         on_cpu = device.is_cpu()
         self.dtype = mx.float32 if on_cpu else dtype
         self.uploads = Uploads(self.dtype)
-        self.rank = 0  # of the stacked arrays: the present bucket
+        self.rank = 0  # of the stacked arrays
         self._fused, self._few = fused, few
         plain = config.backend if config.backend in ("gather", "windows") else "windows" if on_cpu else "gather"
         self.backend = "fused" if fused is not None else plain
         self._targets = find_targets(model)
         self._blocks = [m for m in model.modules() if isinstance(m, (SwitchGLU, SwitchMLP))]
         self._stacks: dict[str, Stack] = {}  # by path, in the model's order
-        self.order = Order()  # of all who use arrays that kernels write: these, and those of the KV pool
+        self.order = Order()  # orders all uses of arrays that kernels write: these, and those of the KV pool
         store = inplace.writing().store
         self._writer = SlotWriter(store, self.order) if store is not None else None
         self._routes: OrderedDict[tuple[tuple[int, ...], int], Route] = OrderedDict()
         self._bound: _Bound | None = None
 
     def linears(self) -> dict[str, LinearShape]:
-        """Every module that an adapter may target, by path."""
+        """Return every linear that an adapter may target, by path."""
         return {path: t.shape for path, t in self._targets.items()}
 
-    # --- contents ------------------------------------------------------------------------------------------------
+    # --- Contents of the slots -----------------------------------------------------------------------------------
 
     def install(self, slot: int, weights: AdapterWeights) -> bool:
-        """Make `slot` (1 … slots) hold `weights` and nothing else.
+        """Write `weights` into `slot` (1 … slots), in place of everything that it held.
 
-        True when the set of adapted modules or any array's shape changed, so that compiled steps must be rebuilt.
-        Where MLX writes, it waits for what the device is doing: arrays that a step in flight reads would be copied
-        whole to be changed.
+        Return True if the set of adapted modules or the shape of any array changed, so that compiled steps must be
+        rebuilt. Where MLX's own operations write, this waits for the device first: arrays that a step in flight
+        reads would be copied whole.
         """
         self._check(slot)
         if weights.info.rank > self.max_rank:
@@ -120,11 +127,12 @@ class LoraState:
         self._write(slot, None)
 
     def arrays(self) -> list[mx.array]:
-        """All stacked arrays, A and B of module after module in the model's order."""
+        """Return all stacked arrays: A and B of module after module in the model's order."""
         return [x for stack in self._stacks.values() for x in (stack.a, stack.b)]
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all stacked arrays."""
         return sum(x.nbytes for x in self.arrays())
 
     def _check(self, slot: int) -> None:
@@ -133,7 +141,7 @@ class LoraState:
 
     def _write(self, slot: int, weights: AdapterWeights | None) -> None:
         pairs = self.uploads.take(weights) if weights is not None else {}
-        self._routes.clear()  # they hold views of the arrays, which would have them copied
+        self._routes.clear()  # they hold views, because of which MLX would copy the arrays
         arrays = self.arrays()
         contents = [x for path, stack in self._stacks.items() for x in stack.contents(pairs.get(path))]
         if self._writer is not None and self._writer.write(arrays, slot, contents):
@@ -144,12 +152,12 @@ class LoraState:
         mx.eval(arrays)  # at once: nobody else holds the old arrays, so each slot is written in place
 
     def _grow(self, weights: AdapterWeights) -> bool:
-        """Room for the rank and the modules of `weights`; True when there was none."""
+        """Make room for the rank and the modules of `weights`; return whether any array or module changed."""
         rank = max(self.rank, bucket(weights.info.rank))
         wider = rank > self.rank
         self.rank = rank
         if wider:
-            self.order.wait()  # a slot may still be written, of which a copy is made now
+            self.order.wait()  # the arrays are copied now, and a slot of them may still be being written
         changed = False
         for path, target in self._targets.items():
             old = self._stacks.get(path)
@@ -175,13 +183,13 @@ class LoraState:
                     parent._lora = self
                     mix_in(parent, AdaptedBlock)
 
-    # --- a step --------------------------------------------------------------------------------------------------
+    # --- A step --------------------------------------------------------------------------------------------------
 
     def route(self, slots: Sequence[int], length: int = 1) -> Route:
-        """How a step whose row i uses `slots[i]` (0: base) for `length` tokens reaches its adapters.
+        """Return the route of a step whose row i uses `slots[i]` (0: base) for `length` tokens.
 
-        Any order of rows is right; rows of one adapter beside each other are faster. Good until the next `install`
-        or `clear`.
+        Any order of rows is right; it is faster if rows of one adapter are neighbours. The route is valid until the
+        next `install` or `clear`.
         """
         key = (tuple(slots), length)
         found = self._routes.get(key)
@@ -200,12 +208,14 @@ class LoraState:
         if layout.kind == "uniform":
             at = slots[0]
             own = [x[at : at + 1].squeeze(0) for x in self.arrays()]
-            mx.eval(own)  # views, which an index alone would not give
+            mx.eval(own)  # squeezed slices are views; an index would copy
             return Route(layout, ids, own)
         return Route(layout, ids, self.arrays())
 
     def _in_tiles(self, slots: Ints, length: int) -> bool:
-        """Whether a step is for the fused kernels. With experts, one of a single adapter is better off as such."""
+        """Return whether the fused kernels compute a step. With experts, a step of one adapter is faster as a
+        uniform one.
+        """
         if self._fused is None:
             return False
         same = bool((slots == slots[0]).all())
@@ -214,7 +224,7 @@ class LoraState:
         return len(slots) * length <= (self._fused.same if same else self._fused.mixed)
 
     def bind(self, arrays: Sequence[mx.array], ids: mx.array | None, layout: Layout) -> None:
-        """Inside a traced step: from here on the model's modules use the route (`layout`, `ids`, `arrays`).
+        """Have the model's modules use this route from here on; call it inside a traced step.
 
         A uniform step may also be given all stacked arrays; it then copies its slot out of each.
         """
@@ -231,7 +241,7 @@ class LoraState:
             self._fused.start(self._bound.ids.tiles, layout.tokens, self._bound.arrays)
 
     def unbind(self) -> None:
-        """Forget the step's arrays; the modules are the base model's again until the next `bind`."""
+        """Forget the step's arrays; the modules compute the base model again until the next `bind`."""
         self._bound = None
         if self._fused is not None:
             self._fused.stop()
@@ -239,10 +249,11 @@ class LoraState:
             self._few.end()
 
     def changes(self, target: Target) -> bool:
+        """Return whether the linear has an adapter in this forward."""
         return self._bound is not None and target.path in self._bound.arrays
 
     def dense(self, target: Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
-        """plain(x) + delta, for x [rows, …, in] or with rows and positions flattened."""
+        """Return plain(x) + delta for x [rows, …, inputs], or with rows and positions flattened."""
         bound = self._bound
         if bound is None or target.path not in bound.arrays:
             return plain(x)
@@ -253,7 +264,7 @@ class LoraState:
         a, b = bound.arrays[target.path]
         kind, rows = bound.layout.kind, bound.layout.rows
         if kind == "uniform":
-            # In two dimensions from end to end: each further axis costs a flatten and an unflatten per product.
+            # Two dimensions throughout: each further axis costs a flatten and an unflatten per product.
             y = plain(x)
             flat, y = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])
             u = flat.astype(self.dtype) @ a
@@ -279,7 +290,7 @@ class LoraState:
         return y + delta.astype(y.dtype)
 
     def switch(self, target: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
-        """y + delta for a module with one matrix per expert: entry i of x goes through expert indices[i]."""
+        """Return y + delta for a linear with one matrix per expert; entry i of x goes through expert indices[i]."""
         bound = self._bound
         if bound is None or target.path not in bound.arrays:
             return y
@@ -294,35 +305,42 @@ class LoraState:
                 raise RuntimeError(f"{target.path} was called with sorted tokens outside its block")
             a, b = a.reshape(-1, *a.shape[2:]), b.reshape(-1, *b.shape[2:])  # [slots x experts, …]
             which = slots * target.shape.experts + which
-            in_order = False  # by expert, but not by (slot, expert)
+            in_order = False  # the entries are sorted by expert, but not by (slot, expert)
         u = mx.gather_mm(x.astype(self.dtype), a, rhs_indices=which, sorted_indices=in_order)
         return y + mx.gather_mm(u, b, rhs_indices=which, sorted_indices=in_order).astype(y.dtype)
 
     def enter_block(self, indices: mx.array) -> None:
-        """A switch block sorts its tokens by expert when there are many, and its linears then cannot tell whose is
-        whose: work out the same order here. (When it does not sort, nothing of this is ever evaluated.)"""
+        """Work out the order into which a block of experts sorts its tokens.
+
+        A block sorts its tokens by expert when there are many, and its linears then cannot tell which token is
+        whose. If the block does not sort, nothing of this is evaluated.
+        """
         bound = self._bound
         if bound is not None and bound.layout.kind != "uniform":
             order = mx.argsort(mx.stop_gradient(indices).flatten())
             bound.sorted_slots.append(_spread(bound, indices.shape).flatten()[order])
 
     def leave_block(self) -> None:
+        """Forget the order of the block that `enter_block` entered last."""
         if self._bound is not None and self._bound.sorted_slots:
             self._bound.sorted_slots.pop()
 
 
 def _spread(bound: _Bound, shape: tuple[int, ...]) -> mx.array:
-    """Each row's slot, repeated over the row's share of an array of `shape` whose first axis is rows or tokens."""
+    """Return each row's slot, repeated over the row's share of an array of `shape` whose first axis is rows or
+    tokens.
+    """
     rows = bound.layout.rows
     return mx.broadcast_to(bound.ids.slots[:, None], (rows, math.prod(shape) // rows)).reshape(shape)
 
 
 class AdaptedBlock:
-    """A block of experts that tells its linears in which order it sorts its tokens."""
+    """Mixin of a block of experts that tells its linears in which order it sorts its tokens."""
 
     _lora: LoraState
 
     def __call__(self, x: mx.array, indices: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        """Run the block, whose linears learn the order in which it sorts its tokens."""
         self._lora.enter_block(indices)
         try:
             out: mx.array = super().__call__(x, indices, *args, **kwargs)  # type: ignore[misc]

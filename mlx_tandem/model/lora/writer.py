@@ -1,9 +1,9 @@
-"""Adapters written into their slots where a kernel can write what a step in flight reads other parts of.
+"""Writes adapters into their slots by a kernel, while steps in flight read other slots.
 
-MLX writes an array in place when nobody else holds it. On a GPU the steps in flight do until they are done, so that a
-version of 250 pairs has to wait for them, with nothing behind them on the device, and each of its 500 arrays takes
-several operations. With the kernel that writes the KV pool they are one compiled function, which the host waits for
-only the first time.
+MLX writes an array in place when nobody else holds it. On a GPU the steps in flight hold it until they are done, so
+that a version of 250 pairs would have to wait for them, with nothing behind them on the device, and each of its 500
+arrays takes several operations. By the kernel that writes the KV pool, all of them are one compiled function, which
+the host waits for only the first time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class SlotWriter:
-    """Nothing may read a slot in the graph that writes it; later graphs that are made of `order` find what was
-    written."""
+    """Writes slots of stacked arrays by a kernel.
+
+    Nothing may read a slot in the graph that writes it. Later graphs that depend on `order` read what was written.
+    """
 
     def __init__(self, store: Store, order: Order):
         self._order = order
@@ -30,14 +32,15 @@ class SlotWriter:
                 store(_lines(x), rows, each.reshape(1, -1)) for x, each in zip(arrays, contents, strict=True)
             ]
         )
-        self._is_right: bool | None = None  # not known before the first slot is written
+        self._is_right: bool | None = None  # unknown until the first slot is written
 
     def write(self, arrays: Sequence[mx.array], slot: int, contents: Sequence[mx.array]) -> bool:
-        """Write `contents[i]` into `arrays[i][slot]`. False where the kernel has been found to be wrong: then nothing
-        can be said of the slot."""
+        """Write `contents[i]` into `arrays[i][slot]`; return False if the kernel is wrong, and then the slot's
+        contents are undefined.
+        """
         if self._is_right is False or not arrays:
             return False
-        rows = mx.array([slot] * 4, mx.int32)  # one is used; of eight bytes and less MLX keeps the host's copy
+        rows = mx.array([slot] * 4, mx.int32)  # the kernel uses one; MLX leaves arrays of up to eight bytes on the host
         written = self._write(after(self._order.zeros, rows), arrays, contents)
         self._order.follow(written)
         mx.async_eval(written)
@@ -52,5 +55,5 @@ class SlotWriter:
 
 
 def _lines(x: mx.array) -> mx.array:
-    """[slots + 1, …] as [slots + 1, width], the same memory."""
+    """Return [slots + 1, …] as [slots + 1, width] over the same memory."""
     return x.reshape(x.shape[0], -1)

@@ -1,4 +1,4 @@
-"""AdamW on many small arrays as on one: they are laid end to end, so that a step is a few operations, not hundreds."""
+"""AdamW on many small arrays laid end to end as one, so that a step is a few operations and not hundreds."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from mlx_tandem.engine.learning import Adam
+from mlx_tandem.engine.learning import AdamParams
 
 
 class Moments(NamedTuple):
-    """Of arrays laid end to end: running means of the gradient and of its square, float32."""
+    """Running means of the gradient and of its square, float32, of arrays laid end to end."""
 
     m: mx.array
     v: mx.array
 
 
 ALIGNED = 128
-"""Numbers: each array begins at a multiple. Products of matrices read them where they lie, also in 16 bits, and cuBLAS
-takes it that what it is given begins at a multiple of 256 bytes."""
+"""Each array begins at a multiple of so many numbers. Products of matrices read arrays where they lie, also in 16 bits,
+and cuBLAS expects addresses that are multiples of 256 bytes."""
 
 
 def flat(arrays: Sequence[mx.array]) -> mx.array:
-    """With zeros between arrays, where there have to be any."""
+    """Return the arrays laid end to end, with zeros between them where alignment needs them."""
     pieces: list[mx.array] = []
     for x in arrays:
         pieces.append(x.reshape(-1))
@@ -34,7 +34,7 @@ def flat(arrays: Sequence[mx.array]) -> mx.array:
 
 
 def parts(whole: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
-    """The opposite of `flat`: views of `whole` in the shapes of `like`."""
+    """Return views of `whole` in the shapes of `like`; the inverse of `flat`."""
     pieces = mx.split(whole, ends(x.size for x in like)[:-1])
     return [
         (x if x.size == old.size else x[: old.size]).reshape(old.shape) for x, old in zip(pieces, like, strict=True)
@@ -42,12 +42,12 @@ def parts(whole: mx.array, like: Sequence[mx.array]) -> list[mx.array]:
 
 
 def ends(sizes: Iterable[int]) -> list[int]:
-    """Where each of arrays of these sizes, and the zeros behind it, end in `flat`."""
+    """Return where each of arrays of these sizes, and the zeros behind it, ends in `flat`."""
     return list(accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes))
 
 
-def update(p: mx.array, g: mx.array, moments: Moments, step: int, adam: Adam) -> tuple[mx.array, Moments]:
-    """The weights and moments after the step of this number (the first is 1), for gradients `g`."""
+def update(p: mx.array, g: mx.array, moments: Moments, step: int, adam: AdamParams) -> tuple[mx.array, Moments]:
+    """Return weights and moments after step number `step`, from 1 on, with gradients `g`."""
     m = adam.beta1 * moments.m + (1.0 - adam.beta1) * g
     v = adam.beta2 * moments.v + (1.0 - adam.beta2) * g.square()
     rate = adam.learning_rate / (1.0 - adam.beta1**step)

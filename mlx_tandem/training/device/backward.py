@@ -1,7 +1,8 @@
-"""One micro-batch forward and backward in slices, each a short evaluation of its own between which others may run.
+"""One micro-batch forward and backward in slices: short evaluations between which steps may run.
 
-The forward keeps each layer's input; the backward goes through the layers from the top with one vector-Jacobian product
-each. That gives the gradients of a plain backward to the bit, and needs no more memory than checkpointing every layer.
+The forward keeps each layer's input. The backward goes through the layers from the top, with one vector-Jacobian
+product for each. That gives the gradients of a plain backward to the bit, and needs no more memory than checkpointing
+every layer.
 """
 
 from __future__ import annotations
@@ -12,29 +13,28 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.engine.pipeline import Wait
+from mlx_tandem.engine.trainers import Wait
 from mlx_tandem.model.step.inputs import Numbers
+from mlx_tandem.training.device.layerwise import Layer, LayerwiseForward
 from mlx_tandem.training.device.logprobs import logprobs
 from mlx_tandem.training.device.slices import Slices, launched
-from mlx_tandem.training.device.spine import Layer, Spine
 from mlx_tandem.training.device.tree import Pair, Segment, Tree
 
 HEAD_BYTES = 128 << 20
-"""Of logits at a time: a whole micro-batch's would be larger than everything else."""
+"""Bytes of logits that are made at a time: those of a whole micro-batch would be larger than everything else."""
 
 
 class Weights(NamedTuple):
-    """One adapter over rows start … stop; pairs (A, B) by path as the tree multiplies by them, B scaled. Gradients are
-    added to `gradients`, float32."""
+    """One trainer's adapter over rows start … stop of a micro-batch."""
 
     start: int
     stop: int
-    pairs: Mapping[str, Pair]
-    gradients: dict[str, Pair]
+    pairs: Mapping[str, Pair]  # by path, as the tree multiplies by them: B is scaled
+    gradients: dict[str, Pair]  # float32; those of the micro-batch are added
 
 
 class Positions(NamedTuple):
-    """The completion tokens of a micro-batch: where each is predicted, and what and at which temperature."""
+    """The completion tokens of a micro-batch: where each is predicted, which it is, and at which temperature."""
 
     at: mx.array  # [n] int32, row · length + position
     target: mx.array  # [n] int32
@@ -42,29 +42,33 @@ class Positions(NamedTuple):
 
 
 class MicroBatch:
-    """Rows of tokens [rows, length], padded on the right: causal attention keeps padding out of what counts.
+    """Rows of tokens on their way through the model.
 
-    `adapters` lie one behind the other and cover all rows. After `forward`, `logprobs` [n] (at the tokens'
-    temperature), `plain` [n] (at temperature 1) and, if asked for, `base` [n] are there.
+    After `forward` it has `logprobs` [n] at the tokens' temperatures, `plain` [n] at temperature 1 and, if asked for,
+    `base` [n] of the model without adapters.
     """
 
     def __init__(
         self,
         tree: Tree,
-        spine: Spine,
+        layerwise: LayerwiseForward,
         tokens: mx.array,
         where: Positions,
         adapters: Sequence[Weights],
         forward_layers: int,
     ):
-        """`forward_layers`: that go forward in one slice; backward it is one."""
+        """Begin with `tokens` [rows, length], padded on the right: causal attention keeps padding out of what counts.
+
+        `adapters` cover all rows, one behind the other. `forward_layers` layers go forward in one slice; backward it is
+        one.
+        """
         self._tree = tree
         self._forward_layers = forward_layers
         self._where = where
         self._adapters = adapters
         self._rows, self._length = tokens.shape
-        self._entry, self._layers = spine.enter(tokens)
-        self._leave = spine.leave
+        self._entry, self._layers = layerwise.enter(tokens)
+        self._leave = layerwise.leave
         self._paths: list[list[tuple[int, str]]] = [[] for _ in self._layers]  # (adapter, path) in each layer
         for i, weights in enumerate(adapters):
             for path in weights.pairs:
@@ -77,8 +81,8 @@ class MicroBatch:
         self.base: mx.array | None = None
 
     def forward(self, *, backward: bool, base: bool) -> Slices:
-        """`backward`: keep what it needs. `base`: also what the model gives without any adapter."""
-        yield launched(self._entry)  # the host has been at the micro-batch for long enough
+        """Run forward, in slices. `backward`: keep what it needs. `base`: run the model without any adapter, too."""
+        yield launched(self._entry)  # the host's part so far took as long as a slice
         if base:
             h = self._entry
             for i, layer in enumerate(self._layers):
@@ -107,7 +111,7 @@ class MicroBatch:
         self.logprobs, self.plain = mx.concatenate(hot), mx.concatenate(cold)
 
     def backward(self, cotangents: mx.array) -> Slices:
-        """`cotangents` [n]: the gradient of the loss with respect to `logprobs`."""
+        """Run backward, in slices, from the gradient of the loss by `logprobs` [n], after `forward` with `backward`."""
         assert self._states is not None
         states, self._states = self._states, None
         flat, gradient = self._flat(states), mx.zeros((self._rows * self._length, states.shape[-1]), states.dtype)
@@ -124,17 +128,18 @@ class MicroBatch:
             yield wait
 
     def _head(self, h: mx.array, chunk: Positions) -> tuple[mx.array, mx.array]:
-        """The logprobs of a chunk, at its temperature and at 1, from the states there."""
+        """Return the logprobs of a chunk from the states there, at its temperature and at 1."""
         logits = self._leave(h)
         plain = logprobs(logits, chunk.target, None)
         return (plain if chunk.temperature is None else logprobs(logits, chunk.target, chunk.temperature)), plain
 
     def _head_backward(self, h: mx.array, chunk: Positions, cotangent: mx.array) -> mx.array:
-        """Keeps nothing else: what it makes on the way is larger than a layer's."""
+        """Return the gradient by the states of a chunk, computing its logits again: they are too large to be kept."""
         _, (gradient,) = mx.vjp(lambda x: self._head(x, chunk)[0], [h], [cotangent])
         return gradient
 
     def _layer_backward(self, i: int, h: mx.array, gradient: mx.array) -> tuple[mx.array, Wait]:
+        """Launch layer i backward from its input `h`; return the gradient by `h`, and what waits for the slice."""
         layer, arrays = self._layers[i], self._arrays(i)
 
         if i == self._lowest:  # nothing below is trained
@@ -142,7 +147,7 @@ class MicroBatch:
             below = gradient
         else:
             _, (below, *own) = mx.vjp(lambda x, *ab: self._run(i, layer, x, list(ab)), [h, *arrays], [gradient])
-        # Layer by layer: to add all of a model's in one slice takes as long as a step.
+        # Gradients are added layer by layer: to add all of a model's in one slice takes as long as a step.
         sums = []
         for (adapter, path), a, b in zip(self._paths[i], own[::2], own[1::2], strict=True):
             gradients = self._adapters[adapter].gradients
@@ -152,7 +157,7 @@ class MicroBatch:
         return below, launched(below, sums)
 
     def _run(self, i: int, layer: Layer, h: mx.array, arrays: list[mx.array]) -> mx.array:
-        """Layer i with its adapters' arrays, A and B in the order of its paths."""
+        """Run layer i with the arrays of its adapters, A and B in the order of its paths."""
         segments: dict[str, list[Segment]] = {}
         for (adapter, path), a, b in zip(self._paths[i], arrays[::2], arrays[1::2], strict=True):
             own = self._adapters[adapter]
@@ -161,7 +166,7 @@ class MicroBatch:
             return layer(h)
 
     def _ends_slice(self, i: int) -> bool:
-        """Whether layer i is the last of a slice of the forward."""
+        """Return whether layer i is the last of a slice of the forward."""
         return (i + 1) % self._forward_layers == 0 or i + 1 == len(self._layers)
 
     def _arrays(self, i: int) -> list[mx.array]:
@@ -171,7 +176,7 @@ class MicroBatch:
         return h.reshape(self._rows * self._length, -1)
 
     def _chunks(self) -> list[Positions]:
-        """The positions in pieces whose logits fit HEAD_BYTES."""
+        """Return the positions in pieces whose logits fit HEAD_BYTES."""
         n = self._where.at.size
         size = max(HEAD_BYTES // (4 * self._vocabulary()), 16)
         at, target, warm = self._where
@@ -187,8 +192,10 @@ class MicroBatch:
 def positions(
     prompts: Sequence[int], lengths: Sequence[int], temperatures: Sequence[float], tokens: Numbers
 ) -> list[Numbers]:
-    """The fields of `Positions` for rows whose completion begins at prompts[i] (≥ 1) and ends before lengths[i]; row
-    after row."""
+    """Return the fields of `Positions`, row after row.
+
+    The completion of row i of `tokens` begins at prompts[i], which is 1 or more, and ends before lengths[i].
+    """
     width = tokens.shape[1]
     rows = [np.arange(p, n) for p, n in zip(prompts, lengths, strict=True)]
     at = np.concatenate([r * width + own - 1 for r, own in enumerate(rows)])

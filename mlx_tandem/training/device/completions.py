@@ -19,16 +19,17 @@ from mlx_tandem.training.device.losses import TokenBatch
 
 
 class Part(NamedTuple):
-    """What a micro-batch has of one batch. `span`: of the micro-batch's completion tokens, row after row."""
+    """The share that a micro-batch has of one batch. `span`: its part of the micro-batch's completion tokens, row after
+    row."""
 
     batch: int
     items: list[Item]
     span: slice
-    numbers: list[Numbers]  # the fields of `TokenBatch`, where each token lies in them, and whose logprobs are unknown
+    numbers: list[Numbers]  # fields of `TokenBatch`, where each token lies in them, and which rows lack logprobs
 
 
 def split(items: Sequence[Item], shares: Sequence[Sequence[float]]) -> list[Part]:
-    """By batch, which lie one behind the other. `shares`: of each batch's completions, what a token counts."""
+    """Return a micro-batch's items by batch. `shares` says what a token counts in each completion of each batch."""
     grouped: defaultdict[int, list[Item]] = defaultdict(list)
     for item in items:
         grouped[item.batch].append(item)
@@ -41,6 +42,7 @@ def split(items: Sequence[Item], shares: Sequence[Sequence[float]]) -> list[Part
 
 
 def _numbers(items: Sequence[Item], shares: Sequence[float]) -> list[Numbers]:
+    """Return the numbers of a part, which are [rows, longest completion] each; the last are indices and flags."""
     lengths = [len(item.datum.weights) for item in items]
     filled = np.zeros((4, len(items), max(lengths)), np.float32)
     logprobs, weights, counts, mask = filled
@@ -54,8 +56,11 @@ def _numbers(items: Sequence[Item], shares: Sequence[float]) -> list[Numbers]:
 
 
 def loss(micro: MicroBatch, part: Part, arrays: Sequence[mx.array], config: LossConfig) -> tuple[mx.array, mx.array]:
-    """What `results` reads of the part, [2 + 2 n], and the loss's gradient [n] with respect to the logprobs. `arrays`:
-    its numbers, on the device."""
+    """Return what `results` reads of a part, [2 + 2 n], and the gradient [n] of its loss by the logprobs.
+
+    `arrays` are the part's numbers, on the device. The first array has the loss, the sum of k3 to the base, and each
+    token's logprob at its own temperature and at 1.
+    """
     *fields, place, own = arrays
     batch = TokenBatch(*fields)
 
@@ -77,7 +82,7 @@ def loss(micro: MicroBatch, part: Part, arrays: Sequence[mx.array], config: Loss
 
 
 def results(batches: Sequence[Batch], parts: Sequence[Part], found: npt.NDArray[np.float32]) -> tuple[BatchResult, ...]:
-    """`found`: what `loss` gave of the parts, one behind the other."""
+    """Return the results of all batches. `found` is what `loss` returned for the parts, one behind the other."""
     sums = np.zeros((len(batches), 2))
     hot: list[dict[int, tuple[float, ...]]] = [{} for _ in batches]
     cold: list[dict[int, tuple[float, ...]]] = [{} for _ in batches]

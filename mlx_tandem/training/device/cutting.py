@@ -1,7 +1,7 @@
-"""A pass cut into micro-batches, which have few shapes on a device that needs long to prepare for each.
+"""A pass cut into micro-batches, which have few shapes on a device that needs long to prepare for each shape.
 
-On CUDA attention and its backward have a plan of cuDNN's for each shape, made in up to 100 ms when it is first met, in
-which streams wait. Lengths differ with every pass, so that nearly every micro-batch would be such a one.
+On CUDA, cuDNN plans attention and its backward for each shape at its first use. That takes up to 100 ms, in which
+streams wait. Lengths differ with every pass, so that nearly every micro-batch would have a new shape.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from mlx_tandem.engine.learning import Batch, Datum
 
 _EVEN = 5
-"""Micro-batches are even to one part in two to the power of this."""
+"""The sizes of micro-batches differ by at most one part in two to the power of this."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """A datum in its place."""
+    """A datum with its place in the pass."""
 
     batch: int
     index: int
@@ -25,23 +25,28 @@ class Item:
 
     @property
     def length(self) -> int:
+        """Number of tokens."""
         return len(self.datum.tokens)
 
 
 @dataclass(frozen=True)
 class Cutter:
-    """`tokens`: that a micro-batch holds, with padding (or one sequence). `mixed`: several trainers may share one.
-    `few_shapes`: rows and lengths are padded to `rounded` numbers; that of a sequence alone only where that fits, and
-    none beyond the `longest` that the model takes."""
+    """The way in which passes are cut.
 
-    tokens: int
-    mixed: bool
+    With `few_shapes` rows and lengths are padded to `rounded` numbers: the length of a sequence alone only where that
+    fits into a micro-batch, and none beyond the longest that the model takes.
+    """
+
+    tokens: int  # of a micro-batch, with padding; one sequence may have more
+    mixed: bool  # several trainers may share a micro-batch
     few_shapes: bool = False
-    longest: int = 1 << 30
+    longest: int = 1 << 30  # tokens
 
     def cut(self, batches: Sequence[Batch]) -> list[list[Item]]:
-        """As few micro-batches as hold all, and these about equally large: neighbours in length beside each other, and
-        within each the rows of one trainer together."""
+        """Return as few micro-batches as hold everything, about equally large.
+
+        Sequences of about the same length are together, and within a micro-batch the rows of one trainer are.
+        """
         items = [Item(b, i, datum) for b, batch in enumerate(batches) for i, datum in enumerate(batch.data)]
         items.sort(key=lambda item: (0 if self.mixed else item.batch, -item.length))
         cut = self._filled(items, self.tokens)
@@ -56,11 +61,11 @@ class Cutter:
         return [sorted(part, key=lambda item: (item.batch, item.index)) for part in cut]
 
     def shape(self, items: Sequence[Item]) -> tuple[int, int]:
-        """Rows and length of a micro-batch."""
+        """Return rows and length of a micro-batch, with padding."""
         return self._padded(len(items), max(item.length for item in items))
 
     def _filled(self, items: Sequence[Item], tokens: int) -> list[list[Item]]:
-        """Each filled before the next is begun."""
+        """Return micro-batches of up to `tokens` tokens, each filled before the next is begun."""
         cut: list[list[Item]] = []
         for item in items:
             last = cut[-1] if cut else []
@@ -78,6 +83,6 @@ class Cutter:
 
 
 def rounded(n: int) -> int:
-    """Up to the next of eight numbers to an octave; to 16 it stays."""
+    """Return `n` rounded up to one of eight numbers per octave; up to 16 it stays as it is."""
     step = 1 << max((n - 1).bit_length() - 4, 0)
     return -(-n // step) * step

@@ -1,7 +1,7 @@
-"""Logprobs of given tokens, with a gradient that is made in one array.
+"""Logprobs of given tokens, with a gradient that is made in one array of the size of the logits.
 
-Their logits are the largest arrays of a pass. MLX's gradient of the same formula has six of that size, and on CUDA,
-where what a graph needs is free when all of it is done, they are there at once.
+Logits are the largest arrays of a pass. MLX's own gradient of the same formula makes six arrays of that size, and on
+CUDA all of them are in memory at once: what a graph needs is freed when all of the graph is done.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import mlx.core as mx
 
 
 def logprobs(logits: mx.array, target: mx.array, temperature: mx.array | None) -> mx.array:
-    """[n] from logits [1, n, vocabulary] in float32, at this temperature [n] or 1."""
-    scores = logits.squeeze(0)  # which an index would copy
+    """Return the logprobs [n] of `target` [n] under logits [1, n, vocabulary], float32. `temperature` [n]; None: 1."""
+    scores = logits.squeeze(0)  # an index would copy it
     if temperature is not None:
         scores = scores / temperature[:, None]
     picked: mx.array = _picked(scores, target)[0]
@@ -22,7 +22,8 @@ def logprobs(logits: mx.array, target: mx.array, temperature: mx.array | None) -
 
 
 def _formula(scores: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
-    """The second is for the gradient: what is left of it in the first is too coarse at low temperatures."""
+    """Return logprobs and the normaliser, which the gradient needs: at low temperatures a logprob is too coarse to
+    compute it from."""
     normaliser = mx.logsumexp(scores, axis=-1)
     return mx.take_along_axis(scores, target[:, None], axis=-1)[:, 0] - normaliser, normaliser
 

@@ -1,4 +1,4 @@
-"""Losses of token logprobs: one formula a kind, with the switches of `engine.learning.LossConfig`.
+"""Losses of token logprobs: one formula for each kind, with the switches of `engine.learning.LossConfig`.
 
 Per token with p = log π_trainer, q = log π_sampler, r = exp(p - q) and weight A:
 
@@ -23,19 +23,16 @@ from mlx_tandem.engine.learning import LossConfig
 
 
 class TokenBatch(NamedTuple):
-    """Per completion token, [sequences, longest], float32; padding has weight and share 0.
-
-    `shares`: what each token's loss is multiplied with (the normalisation). `mask`: 1 for completion tokens.
-    """
+    """Numbers for each completion token, [sequences, longest], float32. Padding has weight and share 0."""
 
     logprobs: mx.array  # q
     weights: mx.array  # A
-    shares: mx.array
-    mask: mx.array
+    shares: mx.array  # factor of each token's loss (the normalisation)
+    mask: mx.array  # 1 for completion tokens
 
 
 def loss(p: mx.array, batch: TokenBatch, config: LossConfig, base: mx.array | None) -> mx.array:
-    """The sum over tokens; p and `base` (when `kl_coef` is not 0) as the arrays of `batch`."""
+    """Return the loss, summed over tokens. `p` and (unless `kl_coef` is 0) `base` are as its arrays."""
     a = batch.weights
     if config.kind == "cross_entropy":
         each = -a * p
@@ -63,7 +60,7 @@ def loss(p: mx.array, batch: TokenBatch, config: LossConfig, base: mx.array | No
 
 
 def shares(weights: list[tuple[float, ...]], config: LossConfig) -> list[float]:
-    """What a token of each completion counts. Only tokens whose weight is not 0 are counted."""
+    """Return the factor of a token's loss for each completion. Only tokens whose weight is not 0 are counted."""
     tokens = [sum(w != 0 for w in own) for own in weights]
     if config.normalize == "token_sum":
         each = [1.0] * len(tokens)

@@ -1,17 +1,17 @@
-"""How many tokens a micro-batch has on a device whose speed is not known beforehand: one pass is timed at start."""
+"""The size of a micro-batch on a device whose speed is not known beforehand: one pass is timed at start."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 SIZES = (64, 128, 256, 512)
-"""Tokens of a micro-batch that are tried, ascending."""
+"""Sizes of a micro-batch that may be chosen, in tokens, ascending."""
 
 FIRST = 256
-"""The size that is timed."""
+"""The size that is timed, in tokens."""
 
 LEAST_MS = 10.0
-"""Milliseconds of a slice that streams do not notice on any device."""
+"""Milliseconds of a slice that streams do not notice, whatever the device."""
 
 
 def micro_batch_tokens(slowest_slice: Callable[[int], float], step_ms: float, most: int) -> int:

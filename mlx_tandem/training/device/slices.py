@@ -2,30 +2,57 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_tandem.engine.pipeline import Wait
+from mlx_tandem.engine.plan import DeviceError, OutOfMemory
+from mlx_tandem.engine.trainers import Wait
+from mlx_tandem.model import compiler
 
 Slices = Generator[Wait, None, None]
 
+_OUT_OF_MEMORY = re.compile(
+    r"out of memory|OutOfMemory|Insufficient Memory|Unable to allocate|bad_alloc", re.IGNORECASE
+)
+"""What MLX says on Metal, on CUDA and on a CPU when there is too little memory."""
+
+
+@contextmanager
+def device_errors() -> Iterator[None]:
+    """Raise what goes wrong on the device inside the block as DeviceError or OutOfMemory."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as e:
+        again = compiler.has_failed(e)
+        ran_out = isinstance(e, MemoryError) or _OUT_OF_MEMORY.search(str(e)) is not None
+        raise (OutOfMemory if ran_out else DeviceError)(f"{type(e).__name__}: {e}", again=again) from e
+
 
 def launched(*made: Any) -> Wait:
-    """Start computing arrays, or containers of them; returns what waits for them."""
-    mx.async_eval(*made)
-    return lambda: mx.eval(*made)
+    """Start computing arrays, or containers of them, and return what waits for them. Both raise DeviceError."""
+    with device_errors():
+        mx.async_eval(*made)
+    return partial(_wait, *made)
+
+
+def _wait(*made: Any) -> None:
+    with device_errors():
+        mx.eval(*made)
 
 
 def joined(slices: Iterator[Wait], count: int) -> Slices:
-    """`count` of them as one slice: each is still launched by itself, and what it needed is free when it is done."""
+    """Yield `count` slices as one: each is still launched by itself, and what it needed is free when it is done."""
     while group := list(islice(slices, count)):
         yield partial(finish, group)
 
 
 def finish(slices: Iterable[Wait]) -> None:
+    """Wait for each slice in turn, after it was launched."""
     for wait in slices:
         wait()

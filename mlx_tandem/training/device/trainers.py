@@ -1,4 +1,4 @@
-"""The trainers of one model: what is asked of them, as slices of device work."""
+"""The trainers of one model on MLX: everything that is asked of them, as slices of device work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mlx_tandem import limits
 from mlx_tandem.adapters import formats
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.engine.learning import (
-    Adam,
+    AdamParams,
     Batch,
     BatchResult,
     Datum,
@@ -25,25 +25,24 @@ from mlx_tandem.engine.learning import (
     TrainerInfo,
     TrainerSpec,
 )
-from mlx_tandem.engine.pipeline import Wait
+from mlx_tandem.engine.trainers import PAUSE, Wait
 from mlx_tandem.errors import InvalidRequest, NotFound
+from mlx_tandem.model import footprint
 from mlx_tandem.model.step.inputs import Inputs, Numbers, forms, receive
 from mlx_tandem.training.device import completions, losses
 from mlx_tandem.training.device.backward import MicroBatch, Positions, Weights, positions
 from mlx_tandem.training.device.completions import Part
 from mlx_tandem.training.device.cutting import Cutter, Item
-from mlx_tandem.training.device.slices import finish, launched
-from mlx_tandem.training.device.spine import Spine
-from mlx_tandem.training.device.state import TRAINER, About, Trainer
+from mlx_tandem.training.device.layerwise import LayerwiseForward
+from mlx_tandem.training.device.slices import Slices, device_errors, finish, launched
+from mlx_tandem.training.device.trained_adapter import TRAINER, About, TrainedAdapter
 from mlx_tandem.training.device.tree import Pair, Tree
 
 Passes = Generator[Wait, None, tuple[BatchResult, ...]]
 
 
-class Trainers:
-    """`model` is a clone that nobody else calls. `most_tokens`: the longest sequence. `forward_layers`: of one slice.
-    `few_shapes`: micro-batches have few. `prepare` is told of weights that are about to be published, and of the same
-    as a slot has them, on another thread."""
+class MLXTrainers:
+    """All trainers of one model; the TrainerBackend that `engine/trainers.py` asks."""
 
     def __init__(
         self,
@@ -57,8 +56,21 @@ class Trainers:
         few_shapes: bool = False,
         prepare: Callable[[AdapterWeights, dict[str, Pair]], None] = lambda weights, served: None,
     ):
+        """Create a back end without trainers.
+
+        Args:
+            model: A clone of the served model, which nobody else calls.
+            dtype: The type of served adapters and their products.
+            vocab_size: Number of token ids.
+            micro_batch_tokens: Tokens of one forward and backward, where a pass does not say otherwise.
+            most_tokens: Tokens of the longest sequence.
+            forward_layers: Number of layers that go forward in one slice.
+            few_shapes: Pad micro-batches, so that they have few shapes.
+            prepare: Called on another thread with weights that are about to be published, and the same as a slot has
+                them.
+        """
         self._tree = Tree(model, dtype)
-        self._spine = Spine(self._tree.model, self._tree.layers)
+        self._layerwise = LayerwiseForward(self._tree.model, self._tree.layers)
         self._vocab_size = vocab_size
         self.micro_batch_tokens = micro_batch_tokens
         self._most_tokens = most_tokens
@@ -66,36 +78,52 @@ class Trainers:
         self._few_shapes = few_shapes
         self._prepare = prepare
         self._inputs = Inputs()
-        self._trainers: dict[str, Trainer] = {}
+        self._trainers: dict[str, TrainedAdapter] = {}
 
     # --- trainers ------------------------------------------------------------------------------------------------
 
-    def open(self, spec: TrainerSpec, folder: str, weights: AdapterWeights | None) -> TrainerInfo:
-        """A trainer of `spec.name`; one of that name is replaced. Raises InvalidRequest, ModelError."""
-        if not 1 <= spec.rank <= limits.MAX_LORA_RANK:
-            raise InvalidRequest(f"rank must be 1 to {limits.MAX_LORA_RANK}", param="rank")
-        if not 0 < spec.alpha <= limits.MAX_LORA_ALPHA:
-            raise InvalidRequest(f"alpha must be over 0 and at most {limits.MAX_LORA_ALPHA:g}", param="alpha")
-        linears = self._chosen(spec.targets)
+    def required_bytes(self, spec: TrainerSpec, folder: str) -> int:
+        """Return how many bytes a trainer of `spec`, or the one that was saved in `folder`, takes while it is open.
+
+        Raises InvalidRequest for one that cannot be.
+        """
         if folder:
-            saved = formats.read(
-                Path(folder),
-                linears,
-                max_rank=limits.MAX_LORA_RANK,
-                base_layers=len(self._tree.layers),
-                scaled=False,
-            )
-            trainer = Trainer.restored(_saved_spec(Path(folder), spec), linears, saved, Path(folder))
-        else:
-            trainer = Trainer.from_adapter(spec, linears, weights) if weights else Trainer.fresh(spec, linears)
+            spec = _saved_spec(Path(folder), spec)
+        _check_spec(spec)
+        return footprint.trainer_bytes(self._chosen(spec.targets), spec.rank)
+
+    def open(self, spec: TrainerSpec, folder: str, weights: AdapterWeights | None) -> TrainerInfo:
+        """Make a trainer of `spec.name`, in place of one of that name. Raises InvalidRequest, ModelError, DeviceError.
+
+        It has the state that was saved in `folder`, else the weights given, else fresh ones.
+        """
+        _check_spec(spec)
+        linears = self._chosen(spec.targets)
+        with device_errors():
+            if folder:
+                trainer = self._restored(spec, linears, Path(folder))
+            else:
+                trainer = (
+                    TrainedAdapter.from_adapter(spec, linears, weights)
+                    if weights
+                    else TrainedAdapter.fresh(spec, linears)
+                )
         self._trainers[spec.name] = trainer
         return trainer.info
 
+    def _restored(self, spec: TrainerSpec, linears: dict[str, LinearShape], folder: Path) -> TrainedAdapter:
+        saved = formats.read(
+            folder, linears, max_rank=limits.MAX_LORA_RANK, base_layers=len(self._tree.layers), scaled=False
+        )
+        return TrainedAdapter.restored(_saved_spec(folder, spec), linears, saved, folder)
+
     def close(self, name: str) -> None:
+        """Forget a trainer and free its memory. Raises NotFound."""
         self._get(name)
         del self._trainers[name]
 
     def _chosen(self, targets: Sequence[str]) -> dict[str, LinearShape]:
+        """Return the linears that `targets` name, by path. Raises InvalidRequest for a name that the model has not."""
         if not targets:
             return dict(self._tree.linears)
         chosen = {
@@ -111,23 +139,26 @@ class Trainers:
                 )
         return chosen
 
-    def _get(self, name: str) -> Trainer:
+    def _get(self, name: str) -> TrainedAdapter:
         trainer = self._trainers.get(name)
         if trainer is None:
             raise NotFound(f"there is no trainer {name[:80]!r}", param="trainer", code="trainer_not_found")
         return trainer
 
-    def step(self, name: str, adam: Adam) -> Generator[Wait, None, StepDone]:
-        """In slices, as a pass."""
+    def step(self, name: str, adam: AdamParams) -> Generator[Wait, None, StepDone]:
+        """Take one step of the optimiser, in slices. Raises NotFound, DeviceError."""
         return self._get(name).step(adam)
 
     def settle(self, name: str, keep: bool) -> None:
+        """Keep the last step of a trainer, or take it back with all gradients. Raises NotFound."""
         self._get(name).settle(keep)
 
     def publish(self, name: str) -> Callable[[], AdapterWeights]:
+        """Copy the present weights and return what makes an adapter of them, on any thread. Raises NotFound."""
         trainer, prepare = self._get(name), self._prepare
-        make, served = trainer.publish(), trainer.served(self._tree.dtype)
-        mx.async_eval(served)
+        with device_errors():
+            make, served = trainer.publish(), trainer.served(self._tree.dtype)
+            mx.async_eval(served)
 
         def published() -> AdapterWeights:
             weights = make()
@@ -137,26 +168,33 @@ class Trainers:
         return published
 
     def snapshot(self, name: str) -> Callable[[str], None]:
-        return self._get(name).snapshot()
+        """Copy the present state and return what writes it into an empty folder, on any thread. Raises NotFound."""
+        with device_errors():
+            return self._get(name).snapshot()
 
-    def abandon(self) -> None:
-        """After a failure of the device: nothing half done counts."""
-        for trainer in self._trainers.values():
-            trainer.drop_gradients()
+    def drop_gradients(self, name: str) -> None:
+        """Forget the gradients of a trainer, if there is one of that name."""
+        if name in self._trainers:
+            self._trainers[name].drop_gradients()
 
     def warm_up(self, rank: int) -> None:
-        """Do all of it once, with a trainer of this rank that is dropped. On CUDA what compiles then would otherwise in
-        the first pass, for half a minute in which nobody gets a token."""
+        """Run each kind of work once, with a trainer of this rank that is dropped.
+
+        On CUDA kernels compile at their first use. In the first pass that would take half a minute in which nobody gets
+        a token.
+        """
         with self._temporary(rank) as name:
             data = (Datum((0,) * 4, 2, (1.0, -1.0), (0.0, 0.0)), Datum((0,) * 4, 2, (1.0, -1.0), (0.0, 0.0), 0.5))
             batch = Batch(name, data, LossConfig(kl_coef=0.1))
             for forward_only in (False, True):
                 finish(self.run([batch], forward_only, len(data[0].tokens)))
-            finish(self.step(name, Adam(0.0, grad_norm=1.0)))
+            finish(self.step(name, AdamParams(0.0, grad_norm=1.0)))
 
     def slowest_slice(self, rank: int, tokens: int) -> float:
-        """Return the milliseconds of the slowest slice of a pass over one sequence of `tokens`, with a trainer of this
-        rank that is dropped. The device must have nothing else to do."""
+        """Return the milliseconds of the slowest slice of a pass over one sequence of `tokens` tokens.
+
+        The pass has a trainer of this rank, which is dropped. The device must have nothing else to do.
+        """
         with self._temporary(rank) as name:
             ones = (1.0,) * (tokens - 1)
             batch = Batch(name, (Datum((0,) * tokens, 1, ones, ones),), LossConfig("cross_entropy"))
@@ -171,7 +209,7 @@ class Trainers:
 
     @contextmanager
     def _temporary(self, rank: int) -> Iterator[str]:
-        """A fresh trainer by this name, which is gone afterwards."""
+        """Yield the name of a fresh trainer that is gone after the block."""
         name = "warm-up"
         self.open(TrainerSpec(name, rank, float(rank)), "", None)
         try:
@@ -182,7 +220,11 @@ class Trainers:
     # --- passes --------------------------------------------------------------------------------------------------
 
     def run(self, batches: Sequence[Batch], forward_only: bool, micro_batch_tokens: int) -> Passes:
-        """A pass over all batches, a slice at each turn. Gradients reach the trainers when all of it is done."""
+        """Run a pass over all batches, in slices, with a PAUSE between two micro-batches.
+
+        Gradients reach the trainers when all of it is done. Raises NotFound and InvalidRequest at once, DeviceError
+        from a slice.
+        """
         batches = tuple(batches)
         for b, batch in enumerate(batches):
             self._get(batch.trainer)
@@ -196,6 +238,7 @@ class Trainers:
         return self._run(batches, forward_only, micro_batch_tokens or self.micro_batch_tokens)
 
     def _check(self, datum: Datum, batch: Batch, where: str) -> None:
+        """Raise InvalidRequest for a datum that cannot be trained on; `where` names it."""
         n, p = len(datum.tokens), datum.prompt_length
         if not 1 <= p < n <= self._most_tokens:
             raise InvalidRequest(
@@ -222,46 +265,64 @@ class Trainers:
         found: list[mx.array] = []
         cutter = Cutter(tokens, not self._tree.has_experts, self._few_shapes, self._most_tokens)
         cut = cutter.cut(batches)
-        yield launched()  # nothing yet, but to come so far takes the host as long as a slice
-        for items in cut:
-            shape = cutter.shape(items)
+        yield launched()  # empty, since what the host did so far took as long as a slice
+        for i, items in enumerate(cut):
+            if i:
+                yield PAUSE
             own = completions.split(items, shares)
-            numbers = [*_rows(items, shape), *(n for part in own for n in part.numbers)]
-            sent = self._inputs.send(numbers)
-            rows, at, target, temperature, *rest = receive(sent.arrays, forms(numbers))
-            adapters = _adapters(own, shape[0], served, sums)
-            warm = any(item.datum.temperature != 1.0 for item in items)
-            where = Positions(at, target, temperature if warm else None)
-            micro = MicroBatch(self._tree, self._spine, rows, where, adapters, self._forward_layers)
-            with_base = any(batches[part.batch].loss.kl_coef for part in own)
-            yield from micro.forward(backward=not forward_only, base=with_base)
-            cotangents = []
-            for part in own:
-                arrays, rest = rest[: len(part.numbers)], rest[len(part.numbers) :]
-                values, gradient = completions.loss(micro, part, arrays, batches[part.batch].loss)
-                parts.append(part)
-                found.append(values)
-                cotangents.append(gradient)
-            # What they are made from need not be kept.
-            made = found[-len(own) :]
-            if forward_only:
-                yield launched(made)
-            else:
-                mx.async_eval(made)
-                yield from micro.backward(mx.concatenate(cotangents))
-            self._inputs.done(sent)  # the first of several slices has copied it
-        # As one, since for each that is read the host waits for the device.
+            parts += own
+            adapters = _adapters(own, cutter.shape(items)[0], served, sums)
+            yield from self._micro_batch(batches, items, own, cutter.shape(items), adapters, forward_only, found)
+        # Everything is read as one array: for each array that is read the host waits for the device.
         whole = mx.concatenate(found) if found else mx.zeros((0,))
         yield launched(whole)
-        mx.eval(sums)
+        with device_errors():
+            mx.eval(sums)
+            read = np.array(whole)
         for batch, gradients in zip(batches, sums, strict=True):
             if gradients:
                 self._get(batch.trainer).gradients = gradients
-        return completions.results(batches, parts, np.array(whole))
+        return completions.results(batches, parts, read)
+
+    def _micro_batch(
+        self,
+        batches: Sequence[Batch],
+        items: Sequence[Item],
+        own: Sequence[Part],
+        shape: tuple[int, int],
+        adapters: Sequence[Weights],
+        forward_only: bool,
+        found: list[mx.array],
+    ) -> Slices:
+        """Run one micro-batch, padded to `shape`, and append what it found of each of its parts to `found`."""
+        numbers = [*_rows(items, shape), *(n for part in own for n in part.numbers)]
+        sent = self._inputs.send(numbers)
+        rows, at, target, temperature, *rest = receive(sent.arrays, forms(numbers))
+        warm = any(item.datum.temperature != 1.0 for item in items)
+        where = Positions(at, target, temperature if warm else None)
+        micro = MicroBatch(self._tree, self._layerwise, rows, where, adapters, self._forward_layers)
+        with_base = any(batches[part.batch].loss.kl_coef for part in own)
+        yield from micro.forward(backward=not forward_only, base=with_base)
+        cotangents = []
+        made = []
+        for part in own:
+            arrays, rest = rest[: len(part.numbers)], rest[len(part.numbers) :]
+            values, gradient = completions.loss(micro, part, arrays, batches[part.batch].loss)
+            made.append(values)
+            cotangents.append(gradient)
+        found += made
+        # They are computed now, so that the arrays that they are made from need not be kept.
+        if forward_only:
+            yield launched(made)
+        else:
+            with device_errors():
+                mx.async_eval(made)
+            yield from micro.backward(mx.concatenate(cotangents))
+        self._inputs.done(sent)  # the first of several slices has copied it
 
 
 def _rows(items: Sequence[Item], shape: tuple[int, int]) -> list[Numbers]:
-    """A micro-batch's tokens [rows, length], and the fields of its `Positions`."""
+    """Return a micro-batch's tokens [rows, length], and the fields of its `Positions`."""
     tokens = np.zeros(shape, np.int32)
     for row, item in enumerate(items):
         tokens[row, : item.length] = item.datum.tokens
@@ -272,17 +333,26 @@ def _rows(items: Sequence[Item], shape: tuple[int, int]) -> list[Numbers]:
 def _adapters(
     own: Sequence[Part], rows: int, served: Sequence[dict[str, Pair]], sums: Sequence[dict[str, Pair]]
 ) -> list[Weights]:
+    """Return which rows of a micro-batch go through which trainer's adapter."""
     adapters, start = [], 0
     for part in own:
-        # Rows that are padding go with the last one's: a share of their own would be a copy of all.
+        # Rows of padding go with the last trainer's: a part of their own would make a copy of all rows.
         stop = rows if part is own[-1] else start + len(part.items)
         adapters.append(Weights(start, stop, served[part.batch], sums[part.batch]))
         start = stop
     return adapters
 
 
+def _check_spec(spec: TrainerSpec) -> None:
+    """Raise InvalidRequest for a rank or a scale that no trainer has."""
+    if not 1 <= spec.rank <= limits.MAX_LORA_RANK:
+        raise InvalidRequest(f"rank must be 1 to {limits.MAX_LORA_RANK}", param="rank")
+    if not 0 < spec.alpha <= limits.MAX_LORA_ALPHA:
+        raise InvalidRequest(f"alpha must be over 0 and at most {limits.MAX_LORA_ALPHA:g}", param="alpha")
+
+
 def _saved_spec(folder: Path, asked: TrainerSpec) -> TrainerSpec:
-    """The shape of a checkpoint's trainer, under the name that was asked for."""
+    """Return the spec of a checkpoint's trainer, under the name that was asked for. Raises InvalidRequest."""
     try:
         saved = msgspec.json.decode((folder / TRAINER).read_bytes(), type=About).spec
     except (OSError, msgspec.MsgspecError) as e:

@@ -21,8 +21,8 @@ Pair = tuple[mx.array, mx.array]
 
 
 class Segment(NamedTuple):
-    """Rows start … stop of the batch go through `pair`, (A [in, r], B [r, out]) with the scale in B, of the tree's
-    type."""
+    """Rows start … stop of a batch, and the adapter that they go through: A [in, r] and B [r, out] with the scale in B,
+    of the tree's type."""
 
     start: int
     stop: int
@@ -30,10 +30,10 @@ class Segment(NamedTuple):
 
 
 class Tree:
-    """The clone, its layers, and the linears in them by path."""
+    """The clone of a model, its layers, and the linears in them by path."""
 
     def __init__(self, model: nn.Module, dtype: mx.Dtype):
-        """`dtype`: of the adapters and their products, as the served ones have it."""
+        """Prepare a clone whose adapters and their products have the type `dtype`, as the served ones have."""
         self.model: Any = model
         self.dtype = dtype
         self.layers: list[Any] = list(self.model.layers)
@@ -56,7 +56,7 @@ class Tree:
 
     @contextmanager
     def bound(self, rows: int, segments: Mapping[str, Sequence[Segment]]) -> Iterator[None]:
-        """Inside: these linears add these adapters to a batch of so many rows."""
+        """Let the linears of these paths add these adapters to a batch of so many rows, inside the block."""
         self._bound, self._rows = segments, rows
         try:
             yield
@@ -64,13 +64,14 @@ class Tree:
             self._bound = {}
 
     def dense(self, target: Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
+        """Return what a linear makes of `x`, with the adapters of its rows added."""
         y = plain(x)
         segments = self._bound.get(target.path)
         if not segments:
             return y
         if len(segments) == 1 and segments[0].stop - segments[0].start == self._rows:
             return self._add(y, x, *segments[0].pair)
-        # Each adapter's rows lie beside each other, so to split them is no copy. The trainers need not all be here.
+        # The rows of an adapter are neighbours, so that splitting copies nothing. Some rows may have no adapter here.
         pairs = {segment.start: segment.pair for segment in segments}
         edges = sorted({0, self._rows}.union(*((segment.start, segment.stop) for segment in segments)))
         cuts = [edge * (x.shape[0] // self._rows) for edge in edges[1:-1]]  # rows and positions may be one axis
@@ -78,15 +79,16 @@ class Tree:
         return mx.concatenate([self._add(y, x, *pairs[at]) if at in pairs else y for at, y, x in shares])
 
     def changes(self, target: Target) -> bool:
+        """Return whether an adapter is added to this linear now."""
         return target.path in self._bound
 
     def _add(self, y: mx.array, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
-        """As the served linear computes it, so that both agree where the same kernels run."""
+        """Add an adapter's delta as the served linear does, so that both agree where the same kernels run."""
         u = x.astype(self.dtype) @ a
         return mx.addmm(y, u, b) if y.dtype == self.dtype else y + (u @ b).astype(y.dtype)
 
     def switch(self, target: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
-        """One adapter for the whole batch: its matrix of the expert that each entry goes through."""
+        """Add one adapter to the whole batch, by its matrices for the expert that each entry goes through."""
         segments = self._bound.get(target.path)
         if not segments:
             return y

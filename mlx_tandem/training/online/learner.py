@@ -18,16 +18,16 @@ from msgspec.structs import asdict, replace
 
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.engine.learning import Adam
+from mlx_tandem.engine.learning import AdamParams
 from mlx_tandem.errors import EngineError, EngineUnavailable, ModelError, TandemError
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.online import advantages, update
 from mlx_tandem.training.online.guard import Rewards
 from mlx_tandem.training.online.ledger import Ledger
+from mlx_tandem.training.online.policy import Behind, PolicyTrainer
 from mlx_tandem.training.online.prompts import Judge, Scorer
 from mlx_tandem.training.online.recovery import GOOD
 from mlx_tandem.training.online.serving import Serving, UpdateReport
-from mlx_tandem.training.online.trainer import Behind, Trainer
 from mlx_tandem.training.online.update import Finding, Pending
 from mlx_tandem.training.online.versions import Versions
 from mlx_tandem.training.store.checkpoints import BEST, CheckpointInfo
@@ -51,7 +51,7 @@ class Learner:
     ) -> None:
         self.ledger = Ledger(config)
         self.versions = Versions(client, serving)
-        self.trainer = Trainer(config, client, self.versions)
+        self.trainer = PolicyTrainer(config, client, self.versions)
         self.history: deque[UpdateReport] = deque(maxlen=HISTORY)
         self.watch = Rewards(config.rl_training.update_frequency, config.rl_training.guard_reward_drop)
         self._config, self._training = config, config.rl_training
@@ -191,7 +191,7 @@ class Learner:
 
     def nothing(self) -> UpdateReport:
         """Return the report of an update that had nothing to learn from."""
-        began = Began(self.trainer.step, (), (), Adam(0.0), 0)
+        began = Began(self.trainer.step, (), (), AdamParams(0.0), 0)
         left_out = self.ledger.untold()
         dropped = ", ".join(f"{count} {reason}" for reason, count in left_out.dropped.items() if count)
         reason = "no group has rewards that vary" + (f"; trajectories were dropped: {dropped}" if dropped else "")

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.engine.learning import Adam, Batch, BatchResult
+from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult
 from mlx_tandem.training.online import advantages, guard
 from mlx_tandem.training.online.serving import Outcome, UpdateReport
 from mlx_tandem.training.store.records import Began
@@ -48,10 +48,10 @@ class Finding(Struct, frozen=True):
     mismatch_k3: float = 0.0
 
 
-def adam(config: RLTrainingConfig, step: int, scale: float) -> Adam:
+def adam(config: RLTrainingConfig, step: int, scale: float) -> AdamParams:
     """Of the optimiser's step number `step`, from 1 on; the rate rises in a line over the first `warmup_steps`."""
     warm = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
-    return Adam(
+    return AdamParams(
         learning_rate=config.learning_rate * warm * scale,
         beta1=config.beta1,
         beta2=config.beta2,

@@ -18,7 +18,7 @@ from typing import overload
 import msgspec
 from msgspec import Struct
 
-from mlx_tandem.engine.learning import Adam, Batch
+from mlx_tandem.engine.learning import AdamParams, Batch
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.trajectories import Trajectory
 
@@ -63,7 +63,7 @@ class Began(Struct, frozen=True, array_like=True, tag="began"):
     step: int  # the optimiser's, once it is done
     trajectories: tuple[str, ...]
     batches: tuple[Batch, ...]
-    adam: Adam
+    adam: AdamParams
     micro_batch_tokens: int
     publish: bool = True  # what is learned, should it stand
 

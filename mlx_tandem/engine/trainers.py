@@ -1,0 +1,430 @@
+"""The host of all trainers: each has its own queue, gradients, memory and failures, and they share learning's time.
+
+A message waits in the queue of the trainer that it names; a pass over several trainers waits in the queue of each. The
+work of a message is a row of slices, of which the pipeline launches one at a time between steps. Between two pieces of
+work (the micro-batches of a pass, the steps of an optimiser) the trainer that has had the fewest milliseconds goes
+next. A pass is left alone within a piece, so that the activations of one micro-batch are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple, Protocol
+
+from mlx_tandem.adapters.formats import AdapterWeights
+from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.adapters import Adapters
+from mlx_tandem.engine.budget import size_text
+from mlx_tandem.engine.exports import Exports, call_failed
+from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.engine.plan import DeviceError, OutOfMemory, Slice, SliceKind
+from mlx_tandem.errors import Conflict, EngineError, EngineUnavailable, InvalidRequest, TandemError
+
+log = logging.getLogger(__name__)
+
+Wait = Callable[[], None]
+"""Blocks until what was launched is done; raises what went wrong with it."""
+
+KINDS: dict[type[m.Learning], SliceKind] = {
+    m.OpenTrainer: "open",
+    m.CloseTrainer: "close",
+    m.ForwardBackward: "forward_backward",
+    m.OptimStep: "optim_step",
+    m.SettleTrainer: "settle",
+    m.PublishTrainer: "publish",
+    m.SaveTrainer: "save",
+}
+
+
+def PAUSE() -> None:
+    """Return at once. A pass yields this in place of a slice where another trainer may go next."""
+
+
+class TrainerBackend(Protocol):
+    """What the device does for trainers.
+
+    A TandemError is for the caller and changes nothing. A DeviceError says that the device failed, any other error that
+    the code is wrong; after either the trainers that the work named have lost their gradients.
+    """
+
+    def required_bytes(self, spec: TrainerSpec, folder: str) -> int:
+        """Return how many bytes `open` would take for as long as the trainer is open; nothing is computed."""
+
+    def open(self, spec: TrainerSpec, folder: str, weights: AdapterWeights | None) -> TrainerInfo:
+        """Make a trainer with the arrays in `folder`, else with `weights`, else with fresh ones."""
+
+    def close(self, name: str) -> None:
+        """Forget a trainer."""
+
+    def run(
+        self, batches: Sequence[Batch], forward_only: bool, micro_batch_tokens: int
+    ) -> Generator[Wait, None, tuple[BatchResult, ...]]:
+        """Run a pass. Each `next` launches one slice, while the one before may still run; or it is PAUSE."""
+
+    def step(self, name: str, adam: AdamParams) -> Generator[Wait, None, StepDone]:
+        """Take one step of the optimiser, in slices. Nothing has changed before the last of them is done."""
+
+    def settle(self, name: str, keep: bool) -> None:
+        """Keep the last step of the optimiser, or take it back."""
+
+    def publish(self, name: str) -> Callable[[], AdapterWeights]:
+        """Copy the present weights. The result makes them what a folder would be read as, on any thread."""
+
+    def snapshot(self, name: str) -> Callable[[str], None]:
+        """Copy the present state. The result writes it into a folder, on any thread."""
+
+    def drop_gradients(self, name: str) -> None:
+        """Forget the gradients of a trainer, if there is one of that name."""
+
+
+class OpenTrainerState(NamedTuple):
+    """One open trainer, for a list of them."""
+
+    name: str
+    nbytes: int  # that it holds of the budget
+    jobs: int  # messages that wait or are under way
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """A message that waits or is under way."""
+
+    message: m.Learning
+    trainers: tuple[str, ...]
+    number: int  # in the order of arrival
+    slices: Generator[Wait, None, m.Outbound] | None = None  # once it is under way
+    launched: int = 0  # slices
+    is_over: bool = False
+    has_failed: bool = False
+
+    @property
+    def kind(self) -> SliceKind:
+        return KINDS[type(self.message)]
+
+    @property
+    def slice(self) -> Slice:
+        return Slice(self.trainers, self.kind, self.launched)
+
+    @property
+    def is_brief(self) -> bool:
+        return self.slice.is_brief
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """What the host keeps for one trainer's name."""
+
+    queue: deque[_Work] = field(default_factory=deque)  # the first may be under way
+    milliseconds: float = 0.0  # had so far, on the host's common clock
+    turn: int = 0  # number of the last slice
+    nbytes: int = 0
+    is_open: bool = False
+
+
+class TrainerHost:
+    """All trainers of one engine.
+
+    The pipeline asks `next_slice`, names it in its plan, launches it and says what it took. Answers are collected until
+    `answers` takes them. Errors of learning are answered and never raised. Belongs to the engine's thread.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], TrainerBackend] | None,
+        adapters: Adapters,
+        *,
+        learns: bool,
+        most_rank: int,
+        budget_bytes: int,
+    ):
+        """Create a host without trainers.
+
+        Args:
+            make: Makes the back end when the first trainer is opened; None: this engine has none.
+            adapters: Where trainers are published to and may begin from.
+            learns: False: trainers are opened and published but never trained.
+            most_rank: The highest rank of an adapter that can be served.
+            budget_bytes: What all open trainers may take on the device.
+        """
+        self._make = make
+        self._adapters = adapters
+        self._learns = learns
+        self._budget_bytes = budget_bytes
+        self._backend: TrainerBackend | None = None
+        self._lanes: dict[str, _Lane] = {}
+        self._works: dict[_Work, None] = {}  # all of them, in the order of their arrival
+        self._piece: _Work | None = None  # under way, and not at a pause
+        self._clock = 0.0  # milliseconds that the trainer chosen last had had by then
+        self._arrivals = itertools.count()
+        self._turns = itertools.count(1)
+        self._exports = Exports(adapters, most_rank)
+        self._answers: list[m.Outbound] = []
+        self._failures: list[str] = []
+        self._ran_out = False  # the last message that ended did, for want of memory
+        self._is_stopped = False
+
+    # messages
+
+    @property
+    def has_work(self) -> bool:
+        """Whether there is a slice to launch."""
+        return bool(self._works)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether other threads have something to make ready."""
+        return len(self._exports) > 0
+
+    @property
+    def jobs(self) -> int:
+        """Number of messages that wait or are under way."""
+        return len(self._works) + len(self._exports)
+
+    def open_trainers(self) -> tuple[OpenTrainerState, ...]:
+        """Return the open trainers by name, with what each holds."""
+        lanes = sorted(self._lanes.items())
+        return tuple(OpenTrainerState(name, lane.nbytes, len(lane.queue)) for name, lane in lanes if lane.is_open)
+
+    def submit(self, message: m.Learning) -> None:
+        """Queue a message behind the others of its trainers; answer one that cannot be done here with its error."""
+        try:
+            self._check(message)
+        except TandemError as e:
+            self._answers.append(call_failed(message.call, e))
+            return
+        work = _Work(message, _trainers_of(message), next(self._arrivals))
+        self._works[work] = None
+        for name in work.trainers:
+            self._lanes.setdefault(name, _Lane()).queue.append(work)
+
+    def _check(self, message: m.Learning) -> None:
+        if self._is_stopped:
+            raise EngineUnavailable("the engine is draining")
+        if self._make is None:
+            raise InvalidRequest("this engine does not learn")
+        if not self._learns and isinstance(message, m.ForwardBackward | m.OptimStep):
+            raise Conflict("nothing is trained here: the mode is inference_only", param="mode")
+
+    def answers(self) -> list[m.Outbound]:
+        """Return what there is to say since the last call, also of what other threads have made ready meanwhile."""
+        self._answers += self._exports.poll()
+        answers, self._answers = self._answers, []
+        return answers
+
+    def device_failures(self) -> list[str]:
+        """Return, since the last call, the failures that say something of the device and not of one message."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def stop(self) -> None:
+        """Answer all messages with EngineUnavailable and take no more; what is being written goes on."""
+        self._is_stopped = True
+        for work in list(self._works):
+            self._end(work, call_failed(work.message.call, EngineUnavailable("the engine is draining")))
+
+    def close(self) -> None:
+        """Wait for what is being written."""
+        self._exports.close()
+
+    # slices
+
+    def next_slice(self) -> Slice | None:
+        """Return the name of the slice that `launch` should get next; None where there is none."""
+        return self._chosen().slice if self._works else None
+
+    def launch(self, slice_: Slice) -> Wait | None:
+        """Launch a slice and return what waits for it, or None when there is nothing to wait for. Neither raises."""
+        work = self._lanes[slice_.trainers[0]].queue[0]
+        self._take_turn(work)
+        try:
+            done = self._advance(work)
+        except TandemError as e:
+            self._end(work, call_failed(work.message.call, e))
+        except Exception as e:
+            self._fail(work, e)
+        else:
+            if callable(done):
+                work.launched += 1
+                return lambda: self._wait(work, done)
+            if done is not None:
+                self._ran_out = False
+                self._end(work, *done)
+        return None
+
+    def charge(self, slice_: Slice, milliseconds: float) -> None:
+        """Note how long the device had for a slice, in equal parts for the trainers that it names."""
+        for name in slice_.trainers:
+            lane = self._lanes.get(name)
+            if lane is not None:
+                lane.milliseconds += milliseconds / len(slice_.trainers)
+
+    def _chosen(self) -> _Work:
+        """Return the work that goes next: what is brief, as it came; the piece under way; else who had the least
+        time."""
+        ready = [lane.queue[0] for lane in self._lanes.values() if lane.queue and self._is_ready(lane.queue[0])]
+        brief = [work for work in ready if work.is_brief]
+        if brief:
+            return min(brief, key=attrgetter("number"))
+        return self._piece or min(ready, key=self._place)
+
+    def _is_ready(self, work: _Work) -> bool:
+        """Return whether the work is the first of each of its trainers."""
+        return all(lane.queue[0] is work for lane in self._lanes_of(work))
+
+    def _place(self, work: _Work) -> tuple[float, int]:
+        lanes = list(self._lanes_of(work))
+        return max(lane.milliseconds for lane in lanes), max(lane.turn for lane in lanes)
+
+    def _lanes_of(self, work: _Work) -> Iterator[_Lane]:
+        return (self._lanes[name] for name in work.trainers)
+
+    def _take_turn(self, work: _Work) -> None:
+        """Note that a slice of the work goes now."""
+        turn = next(self._turns)
+        for lane in self._lanes_of(work):
+            lane.turn = turn
+        if not work.is_brief and self._piece is not work:
+            self._begin_piece(work)
+
+    def _begin_piece(self, work: _Work) -> None:
+        """Let the work go on to its next pause. What a trainer did not get while it wanted nothing, or waited for
+        another that shares a pass with it, is not owed to it afterwards."""
+        self._piece = work
+        self._clock = max(self._clock, self._place(work)[0])
+        for lane in self._lanes_of(work):
+            lane.milliseconds = max(lane.milliseconds, self._clock)
+
+    def _advance(self, work: _Work) -> Wait | tuple[m.Outbound, ...] | None:
+        """Launch the next slice of the work and return what waits for it; or do all of it and return its answer, an
+        empty one when another thread will have it. None: it has paused, and another trainer goes first."""
+        if self._backend is None:
+            assert self._make is not None
+            self._backend = self._make()
+        message = work.message
+        if not isinstance(message, m.ForwardBackward | m.OptimStep):
+            return self._do(self._backend, message)
+        if work.slices is None:
+            work.slices = _slices(self._backend, message)
+        try:
+            while (wait := next(work.slices)) is PAUSE:
+                self._piece = None
+                if self._chosen() is not work:
+                    return None
+                self._begin_piece(work)
+        except StopIteration as e:
+            return (e.value,)
+        return wait
+
+    def _do(self, backend: TrainerBackend, message: m.Learning) -> tuple[m.Outbound, ...]:
+        """Do what is brief and return its answer, or nothing when another thread will have it."""
+        match message:
+            case m.OpenTrainer():
+                return (self._open(backend, message),)
+            case m.PublishTrainer():
+                self._exports.begin(message, backend.publish(message.trainer))
+                return ()
+            case m.SaveTrainer():
+                write, folder = backend.snapshot(message.trainer), message.folder
+                self._exports.begin(message, lambda: write(folder))
+                return ()
+            case m.SettleTrainer():
+                backend.settle(message.trainer, message.keep)
+            case m.CloseTrainer():
+                backend.close(message.trainer)
+                lane = self._lanes[message.trainer]
+                lane.is_open, lane.nbytes = False, 0
+        return (m.CallDone(message.call),)
+
+    def _open(self, backend: TrainerBackend, message: m.OpenTrainer) -> m.Outbound:
+        """Open a trainer that has room within the budget. Raises InvalidRequest for one that has not."""
+        weights = self._loaded(message.digest) if message.digest else None
+        nbytes = backend.required_bytes(message.spec, message.folder)
+        own = self._lanes[message.spec.name]
+        others = {name: lane.nbytes for name, lane in self._lanes.items() if lane.is_open and lane is not own}
+        left = max(self._budget_bytes - sum(others.values()), 0)
+        if nbytes > left:
+            held = "".join(f"; {name} has {size_text(size)}" for name, size in sorted(others.items())[:8])
+            raise InvalidRequest(
+                f"this trainer would take {size_text(nbytes)}; of the {size_text(self._budget_bytes)} for "
+                f"trainers {size_text(left)} are left{held}. A smaller rank, fewer targets or closing a trainer "
+                "helps",
+                param="rank",
+            )
+        info = backend.open(message.spec, message.folder, weights)
+        own.is_open, own.nbytes = True, nbytes
+        return m.TrainerOpened(message.call, info)
+
+    def _loaded(self, digest: str) -> AdapterWeights:
+        weights = self._adapters.store.get(digest)
+        if weights is None:
+            raise InvalidRequest("this adapter version is not in memory", param="digest")
+        return weights
+
+    # ends
+
+    def _wait(self, work: _Work, wait: Wait) -> None:
+        """Wait for a slice; of work that has failed meanwhile nothing is waited for."""
+        if work.has_failed:
+            return
+        try:
+            wait()
+        except Exception as e:
+            self._fail(work, e)
+
+    def _fail(self, work: _Work, error: Exception) -> None:
+        """End the message of work in which something went wrong that nobody foresaw, and drop its trainers' gradients.
+
+        A device that fails may fail everybody: that is noted, memory that ran out only if it did so twice in a row.
+        """
+        work.has_failed = True
+        names = ", ".join(work.trainers)
+        log.error("learning failed: %s of %s", work.kind, names, exc_info=error)
+        ran_out = isinstance(error, OutOfMemory)
+        if isinstance(error, DeviceError) and not error.again and (self._ran_out or not ran_out):
+            self._failures.append(f"{work.kind} of {names}: {error}")
+        self._ran_out = ran_out
+        why = "the device has too little memory" if ran_out else type(error).__name__
+        self._end(work, call_failed(work.message.call, EngineError(f"learning failed: {why}")))
+        if self._backend is not None:
+            for name in work.trainers:
+                self._backend.drop_gradients(name)
+
+    def _end(self, work: _Work, *answer: m.Outbound) -> None:
+        """Take work that is over out of all queues and keep its answer."""
+        if work.is_over:
+            return
+        work.is_over = True
+        if work.slices is not None:
+            work.slices.close()
+        if self._piece is work:
+            self._piece = None
+        del self._works[work]
+        for name in work.trainers:
+            lane = self._lanes[name]
+            lane.queue.remove(work)
+            if not (lane.queue or lane.is_open):
+                del self._lanes[name]
+        self._answers += answer
+
+
+def _trainers_of(message: m.Learning) -> tuple[str, ...]:
+    """Return the names of the trainers that a message is for, each once."""
+    match message:
+        case m.OpenTrainer():
+            return (message.spec.name,)
+        case m.ForwardBackward():
+            return tuple(dict.fromkeys(batch.trainer for batch in message.batches)) or ("",)
+        case _:
+            return (message.trainer,)
+
+
+def _slices(backend: TrainerBackend, message: m.ForwardBackward | m.OptimStep) -> Generator[Wait, None, m.Outbound]:
+    if isinstance(message, m.OptimStep):
+        return m.Stepped(message.call, (yield from backend.step(message.trainer, message.adam)))
+    passing = backend.run(message.batches, message.forward_only, message.micro_batch_tokens)
+    return m.PassDone(message.call, (yield from passing))

@@ -1,0 +1,86 @@
+"""A fused path through attention blocks of a known kind: one product for q, k and v, one kernel from there to the
+pool, attention.
+
+A block's own code is kept and runs whenever the fused path cannot. The known kinds are those whose code was read:
+query, key and value linears, an optional norm over each head, rotation of whole heads, attention, an output linear,
+and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe
+
+from mlx_tandem.model.cache.kvcache import PagedCache, Turn
+from mlx_tandem.model.linears.merged import Merged, whole_of
+from mlx_tandem.model.mixin import mix_in
+
+KINDS = (llama.Attention, qwen2.Attention, qwen3.Attention, qwen3_moe.Attention)
+"""The attention classes of mlx-lm that the fused path may replace."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a block that the fused path needs."""
+
+    merged: Merged
+    turn: Turn
+    norms: tuple[mx.array, mx.array, float] | None
+    """Weights of the queries' and the keys' norms, and epsilon; None: the block has no norms."""
+
+
+def fusable_blocks(model: nn.Module) -> list[tuple[nn.Module, Parts]]:
+    """Return the model's blocks of known kinds that can take the fused path, with what it needs of them."""
+    found = [(module, _parts(module)) for module in model.modules() if type(module) in KINDS]
+    return [(module, parts) for module, parts in found if parts is not None]
+
+
+def use_fused_path(blocks: Iterable[tuple[nn.Module, Parts]]) -> None:
+    """Let these blocks take the fused path from here on whenever their cache offers it."""
+    for module, parts in blocks:
+        own: Any = module
+        own._parts = parts
+        mix_in(module, FusedBlock)
+
+
+def _parts(block: Any) -> Parts | None:
+    """Return what the fused path needs of a block; None if it computes something that the path does not know."""
+    rope, linears = block.rope, (block.q_proj, block.k_proj, block.v_proj)
+    dim = linears[0]["weight"].shape[0] // block.n_heads
+    if type(rope) is not nn.RoPE or rope.traditional or rope.dims != dim:
+        return None
+    norms = None
+    if "q_norm" in block:
+        q, k = block.q_norm, block.k_norm
+        if type(q) is not nn.RMSNorm or type(k) is not nn.RMSNorm or q.weight.shape != (dim,) or q.eps != k.eps:
+            return None
+        norms = q.weight, k.weight, float(q.eps)
+    merged = whole_of(linears)
+    if merged is None:
+        return None
+    return Parts(merged, Turn(dim, float(rope.base), float(rope.scale)), norms)
+
+
+class FusedBlock:
+    """Mixin of an attention block that takes the fused path when its cache offers it."""
+
+    _parts: Parts
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        """Return the block's output, by the fused path if the cache offers it."""
+        block: Any = self
+        if isinstance(cache, PagedCache) and cache.offers(x, mask):
+            own, linears = self._parts, (block.q_proj, block.k_proj, block.v_proj)
+            apart = any(getattr(linear, "is_changed", False) for linear in linears) or not own.merged.joins(x)
+            products = [linear(x) for linear in linears] if apart else [own.merged.whole(x)]
+            output: mx.array = block.o_proj(
+                cache.attend_products(products, own.turn, own.norms, scale=block.scale, mask=mask)
+            )
+            return output
+        output = super().__call__(x, mask, cache)  # type: ignore[misc]
+        return output

@@ -1,0 +1,248 @@
+"""Choice of the attention back end: the fastest one that is right on this device for this model's layers.
+
+Two decode steps are timed: many rows of short contexts, and one row of a long one. The kernels' work is divided as
+suits both best on this device.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model.attention import fused, portable
+from mlx_tandem.model.cache.blocks import KVArrays
+from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
+from mlx_tandem.model.kernel_checks import attention_cases as cases
+from mlx_tandem.model.kernel_checks.frame import Rejected, checked
+from mlx_tandem.model.kernels.division import shorter, start, wider
+from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+"""Name that asks for the fastest back end."""
+
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 4e-3}
+"""Largest error by type, relative to the 2-norm of the result in float32. A wrong mask, table or head is off by a tenth
+and more.
+"""
+
+CODED_TOLERANCE = 1e-2
+"""Largest error where the cache holds few bits per number: the device may round a number to the neighbouring code, and
+its kernels need not round decoded numbers to the model's type.
+"""
+
+STEPS = ((16, 1024), (1, 16384))
+"""Rows and context of the decode steps that are timed: many short ones, and a long one, whose keys have to be split."""
+
+CHAIN = 8
+"""Timed calls in a row; each has the output of the one before as its queries."""
+
+WORTHWHILE = 0.95
+"""Share of the first division's time below which another one replaces it; timing noise is smaller than that."""
+
+Seconds = Callable[[LayerShape, LayerKernels | None, int, int, int], float]
+"""Function that times one layer's part of a decode step, given the shape of the layer, its kernels (None: the portable
+back end), the block size, the rows and the context.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """The back end that serves, and why."""
+
+    name: str
+    reason: str
+    """A sentence for logs and reports, with the times that decided."""
+
+    layers: tuple[LayerKernels | None, ...]
+    """The kernels of each layer for few queries; None: the portable back end answers."""
+
+
+def choose(
+    asked: str,
+    shapes: Sequence[LayerShape],
+    block_size: int,
+    windows: Sequence[int],
+    candidates: Sequence[fused.Fused],
+    seconds: Seconds | None = None,
+) -> AttentionChoice:
+    """Return the attention back end for layers of these shapes.
+
+    Args:
+        asked: A back end's name, which is then used without timing it, or `auto` for the fastest.
+        shapes: The shape of each layer.
+        block_size: Positions per block of the KV pool.
+        windows: The attention windows that the model's masks have.
+        candidates: The fused back ends of this device, the preferred first.
+        seconds: Times attention; by default on this device.
+
+    Raises:
+        ModelError: The back end asked for does not exist here, cannot serve this model, or is wrong.
+    """
+    nothing: tuple[LayerKernels | None, ...] = (None,) * len(shapes)
+    if asked == portable.NAME:
+        return AttentionChoice(portable.NAME, "asked for", nothing)
+    candidates = [c for c in candidates if asked in (AUTO, c.name)]
+    reasons = [] if candidates else ["this device has no other" if asked == AUTO else "it needs another device"]
+    kinds = [s for s in dict.fromkeys(shapes) if s.asks and not fused.unreadable(s)]
+    if candidates and not kinds:
+        own = [fused.unreadable(s) if s.asks else "layers that compute attention by themselves" for s in shapes]
+        reasons = [f"the model has {own[0]}"]
+    timer = (seconds or _seconds) if asked == AUTO else None
+    for candidate in candidates if kinds else ():
+        kernels, reason = _try(candidate, kinds, block_size, windows, timer)
+        if kernels:
+            serving = tuple(kernels.get(s) if s.asks else None for s in shapes)
+            return AttentionChoice(candidate.name, reason, serving)
+        reasons.append(f"{candidate.name} is not used: {reason}")
+    if asked != AUTO:
+        raise ModelError(f"attention by {asked!r} is not possible: {'; '.join(reasons)}", param="attention_backend")
+    return AttentionChoice(portable.NAME, "; ".join(reasons), nothing)
+
+
+def _try(
+    candidate: fused.Fused,
+    kinds: Sequence[LayerShape],
+    block_size: int,
+    windows: Sequence[int],
+    seconds: Seconds | None,
+) -> tuple[dict[LayerShape, LayerKernels], str]:
+    """Return the candidate's kernels for each kind of layer and why they are used; without kernels, why they are not.
+
+    Without `seconds` the kernels need not be faster.
+    """
+
+    def check() -> tuple[dict[LayerShape, LayerKernels], str]:
+        kernels = {kind: candidate.kernels(kind, block_size) for kind in kinds}
+        if problem := _problem(kernels, block_size, windows):
+            raise Rejected(problem)
+        if seconds is None:
+            return kernels, "asked for"
+        kernels, times = _divided(candidate, kernels, block_size, windows, seconds)
+        portables = [sum(seconds(kind, None, block_size, *step) for kind in kinds) for step in STEPS]
+        figures = _figures(times, portables)
+        if not math.prod(times) < math.prod(portables):
+            raise Rejected(f"slower: {figures}")
+        return kernels, f"faster: {figures}"
+
+    return checked(f"attention by {candidate.name}", check, lambda reason: ({}, reason))
+
+
+def _divided(
+    candidate: fused.Fused,
+    attentions: dict[LayerShape, LayerKernels],
+    block_size: int,
+    windows: Sequence[int],
+    seconds: Seconds,
+) -> tuple[dict[LayerShape, LayerKernels], list[float]]:
+    """Return the kernels with their work divided in the way that is fastest here, and the seconds of each of STEPS."""
+    chosen: dict[LayerShape, LayerKernels] = {}
+    totals = [0.0] * len(STEPS)
+    for kind, first in attentions.items():
+        division, kernels = start(candidate.name, kind.keys), first
+        best = [seconds(kind, kernels, block_size, *step) for step in STEPS]
+        for others in (shorter, wider):
+            for other in others(division, candidate.name, kind.keys):
+                made = candidate.kernels(kind, block_size, other)
+                times = [seconds(kind, made, block_size, *step) for step in STEPS]
+                faster = math.prod(times) < WORTHWHILE ** len(STEPS) * math.prod(best)
+                if faster and not _problem({kind: made}, block_size, windows):
+                    division, kernels, best = other, made, times
+        if kernels is not first:
+            log.info("attention of %s numbers a head is divided by %s on this device", kind.keys.dim, division)
+        chosen[kind] = kernels
+        totals = [total + time for total, time in zip(totals, best, strict=True)]
+    return chosen, totals
+
+
+def _figures(times: Sequence[float], portables: Sequence[float]) -> str:
+    """Return the seconds of both back ends in words, step by step."""
+    return "; ".join(
+        f"{ours * 1e6:.0f} µs a layer for {rows} x {context:,} tokens, {portable.NAME} takes {theirs * 1e6:.0f}"
+        for (rows, context), ours, theirs in zip(STEPS, times, portables, strict=True)
+    )
+
+
+def _problem(attentions: dict[LayerShape, LayerKernels], block_size: int, windows: Sequence[int]) -> str:
+    """Return what is wrong with the kernels' answers to random cases; empty if nothing is."""
+    for shape, attention in attentions.items():
+        for case in _cases(shape, block_size, windows):
+            expected = np.array(cases.plain(case))
+            got = np.array(cases.answer(case, attention).astype(mx.float32))
+            error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+            if not error <= (CODED_TOLERANCE if case.bits else TOLERANCE[case.dtype]):
+                return f"wrong by {error:.1e} in {case}"
+    return ""
+
+
+def _cases(shape: LayerShape, block_size: int, windows: Sequence[int]) -> Iterator[cases.Case]:
+    """Yield cases with one query and with the most queries of a row, and with contexts read in one piece and in
+    several.
+    """
+    form, asks = shape.keys, shape.asks
+    assert asks is not None
+    rng = np.random.default_rng(0)
+    for window in (None, *windows):
+        for length in (1, MOST_QUERIES):
+            for longest in (90, 700 + (window or 0)):
+                yield cases.invent(
+                    rng,
+                    str(form.dtype).rpartition(".")[2],
+                    (form.heads, asks.heads // form.heads, form.dim),
+                    length=length,
+                    rows=3,
+                    block_size=block_size,
+                    longest=longest,
+                    window=window,
+                    sinks=asks.sinks,
+                    bits=form.bits,
+                    grid=form.group or 64,
+                )
+
+
+def _seconds(shape: LayerShape, attention: LayerKernels | None, block_size: int, rows: int, context: int) -> float:
+    """Return the seconds of one layer's part in a decode step without its products.
+
+    That part is the write of the new positions, and attention.
+    """
+    form, asks = shape.keys, shape.asks
+    assert asks is not None
+    width = -(-context // block_size)
+    blocks = 1 + rows * width
+    pool = KVArrays([shape], blocks, block_size)
+    cache = PagedCache(shape, attention)
+    tables = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+    last = context - 1
+    slots = (tables[:, last // block_size] * block_size + last % block_size)[:, None]
+    view = StepView(
+        mx.full((rows,), last, mx.int32),
+        mx.array(slots),
+        mx.array(tables),
+        num_blocks=blocks,
+        block_size=block_size,
+        mask_axes=1,
+    )
+    new = mx.random.normal((rows, form.heads, 1, form.dim)).astype(form.dtype)
+    sinks = mx.zeros((asks.heads,), form.dtype) if asks.sinks else None
+    times = []
+    for _ in range(5):
+        queries = mx.random.normal((rows, asks.heads, 1, form.dim)).astype(form.dtype)
+        mx.eval(queries, new)
+        started = time.perf_counter()
+        for _ in range(CHAIN):
+            cache.bind(pool.layers[0], view)
+            keys, values = cache.update_and_fetch(new, new)
+            queries = cache.attend(queries, keys, values, form.dim**-0.5, view.mask(1, None), sinks)
+            del keys, values
+            pool.layers = [cache.release()]
+        mx.eval(queries)
+        times.append((time.perf_counter() - started) / CHAIN)
+    return min(times)

@@ -1,0 +1,65 @@
+"""Check of the fused path through attention blocks: it must give the model's own logits and not be slower."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_tandem.model import probe
+from mlx_tandem.model.attention import fused_block
+from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape
+from mlx_tandem.model.kernel_checks.frame import Rejected, checked
+from mlx_tandem.model.loader import LoadedModel
+from mlx_tandem.model.mixin import unmix
+
+ROWS = 16
+"""Rows of the forward that is timed."""
+
+MOST = 1.1
+"""Longest time of a forward on the fused path, as a multiple of the time by the blocks' own code.
+
+Most of that time is spent in matrix products, whose duration varies by a few per cent.
+"""
+
+
+def choose(
+    model: LoadedModel,
+    vocab_size: int,
+    shapes: Sequence[LayerShape],
+    kernels: Sequence[LayerKernels | None],
+    block_size: int,
+    axes: int,
+    *,
+    timed: bool,
+) -> str:
+    """Switch the model's attention blocks to the fused path where it is right and, if `timed`, not slower.
+
+    Return why the blocks run their own code; empty if they are on the fused path or no block is of a known kind.
+    """
+    blocks = fused_block.fusable_blocks(model.module)
+    if not blocks:
+        return ""
+    if inplace.writing().store is None:
+        # The pool may have one kind of writer only: MLX orders nothing behind a kernel's write to its input.
+        return "their kernel writes the KV pool, which MLX's own operations do on this device"
+
+    def milliseconds() -> float:
+        return probe.decode_seconds(model, shapes, kernels, block_size, axes, ROWS) * 1e3
+
+    before = milliseconds() if timed else 0.0
+    fused_block.use_fused_path(blocks)
+
+    def check() -> str:
+        error = probe.fused_error(model, vocab_size, shapes, kernels, block_size, axes)
+        if not error <= 1:
+            raise Rejected(f"in few operations they are off by {error:.1e}")
+        if timed and (now := milliseconds()) > MOST * before:
+            raise Rejected(f"in few operations a step of {ROWS} rows takes {now:.1f} ms, else {before:.1f}")
+        return ""
+
+    def own_code(reason: str) -> str:
+        for module, _ in blocks:
+            unmix(module)
+        return reason
+
+    return checked("the fused path through attention blocks", check, own_code)

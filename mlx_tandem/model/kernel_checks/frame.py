@@ -1,0 +1,55 @@
+"""The frame that all kernel checks share: which kernels this device can run, and what happens when a check fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import mlx.core as mx
+
+from mlx_tandem.model.kernels import dialect
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_REASON = 500
+"""Characters of a compiler's or driver's message that go into a reason."""
+
+
+class Choice(NamedTuple, Generic[T]):
+    """The choice that a kernel check made for this device, and why."""
+
+    chosen: T
+    """The kernel, or what is used instead of it."""
+
+    reason: str
+    """A sentence for logs and reports."""
+
+
+class Rejected(Exception):
+    """Raised by a check when its kernel must not be used; the message is the reason."""
+
+
+def makers_of_device(given: Sequence[dialect.Make] | None) -> Sequence[dialect.Make]:
+    """Return `given`, or if it is None the makers of kernels for the targets of the default device."""
+    return [dialect.maker(target) for target in dialect.available()] if given is None else given
+
+
+def checked(name: str, check: Callable[[], T], otherwise: Callable[[str], T]) -> T:
+    """Return the result of `check`, or where the kernel cannot be used, that of `otherwise`, which is given the reason.
+
+    A kernel cannot be used when `check` raises Rejected, or when anything else fails, such as a compiler or a driver;
+    the latter is logged with its traceback. `name` is the kernel's name in the log.
+    """
+    try:
+        return check()
+    except Rejected as e:
+        reason = str(e)
+    except Exception as e:
+        log.warning("%s failed its check", name, exc_info=True)
+        reason = f"{type(e).__name__}: {e}".strip()[:MAX_REASON]
+    finally:
+        mx.clear_cache()
+    return otherwise(reason)

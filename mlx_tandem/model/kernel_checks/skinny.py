@@ -1,0 +1,182 @@
+"""Check of the kernel for products of few rows: it must agree with the host and cost the device little more than MLX
+does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from mlx_tandem.model.kernel_checks.frame import Choice, Rejected, checked
+from mlx_tandem.model.kernel_checks.lora import TOLERANCE, floats
+from mlx_tandem.model.kernels import dialect
+from mlx_tandem.model.kernels.skinny import EIGHTHS, Form, Skinny, forms
+from mlx_tandem.model.linears.products import Call, Kind, Meter, input_of
+from mlx_tandem.model.linears.skinny import FewRows, Shape
+
+log = logging.getLogger(__name__)
+
+SHARE, SHARE_ADAPTED = 0.25, 0.75
+"""How much longer the kernel may occupy the device, as a share of the host time that it saves: in steps without
+adapters, and in steps with adapters.
+
+In a compiled step MLX's product takes the host ten to thirty microseconds and the kernel three. With few rows, steps
+wait for the host as often as for the device; steps with adapters, which have twice as many operations, nearly always.
+"""
+
+_ENDS = 512
+"""Outputs at either end of a product that are compared."""
+
+
+def choose(
+    modules: Sequence[nn.Module],
+    make: dialect.Make | None = None,
+    meter: Meter | None = None,
+    room: int | None = None,
+) -> Choice[FewRows | None]:
+    """Return which products of these linears the kernel computes; None stands for MLX's own product everywhere.
+
+    `make`, `meter` and `room` (bytes of a thread block's own memory) default to those of this device.
+    """
+    if make is None:
+        if "cuda" not in dialect.available():
+            return Choice(None, "this device has no kernel for them")
+        make = dialect.maker("cuda")
+    room = dialect.most_room() if room is None else room
+    if forms(1)[0].room(1) > room:
+        return Choice(None, "a block of this device has too little memory of its own")
+    check = _Check(Skinny(make), meter or Meter(), room)
+
+    def otherwise(reason: str) -> Choice[FewRows | None]:
+        return Choice(None, f"the kernel is not used: {reason}")
+
+    return checked("the kernel for few rows", lambda: _choose(modules, check), otherwise)
+
+
+def _choose(modules: Sequence[nn.Module], check: _Check) -> Choice[FewRows | None]:
+    """Return the products for which the kernel costs the device little enough. Raise Rejected where it is wrong."""
+    kinds: dict[Shape, Kind] = {}
+    for module in modules:
+        shape = Shape.of(module)
+        kinds.setdefault(shape, Kind(shape.inputs, module["weight"].nbytes, [])).modules.append(module)
+    if not kinds:
+        return Choice(None, "no linear has a type and shape for the kernel")
+    spared = check.spared(min(kinds.values(), key=lambda kind: kind.nbytes))
+    log.info("the kernel for few rows spares the host %.1f µs a product", spared * 1e6)
+    timed = {shape: check.forms(shape, kind, spared * SHARE_ADAPTED) for shape, kind in kinds.items()}
+    base, adapted = (_within(timed, spared * share) for share in (SHARE, SHARE_ADAPTED))
+    if not any(adapted.values()):
+        return Choice(None, "the kernel is slower")
+    told = ", ".join(_told(shape, base[shape], own) for shape, own in adapted.items() if own)
+    return Choice(FewRows(check.kernel, base, adapted), f"the kernel is used for {told}")
+
+
+def _within(timed: Mapping[Shape, Sequence[Timed]], allowed: float) -> dict[Shape, dict[int, Form]]:
+    """Return for each shape the forms up to the first number of tokens that takes more than `allowed` seconds
+    longer.
+    """
+    return {
+        shape: {one.eighths: one.form for one in takewhile(lambda one: one.longer <= allowed, own)}
+        for shape, own in timed.items()
+    }
+
+
+def _told(shape: Shape, base: Mapping[int, Form], adapted: Mapping[int, Form]) -> str:
+    """Return a shape and the numbers of tokens that the kernel is used for, in words."""
+    most, more = 8 * max(base, default=0), 8 * max(adapted)
+    beside = f" ({more} with adapters)" if more > most else ""
+    return f"{shape.outputs} x {shape.inputs} up to {most} tokens{beside}"
+
+
+class Timed(NamedTuple):
+    """The best form of the kernel for a number of tokens."""
+
+    eighths: int
+    """The number of tokens, divided by eight."""
+
+    form: Form
+    longer: float
+    """Seconds that the kernel occupies the device longer than MLX's product does."""
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The measurements of one kernel on one device; `room` is the bytes of a thread block's own memory."""
+
+    kernel: Skinny
+    meter: Meter
+    room: int
+
+    def spared(self, kind: Kind) -> float:
+        """Return the seconds of host time that the kernel saves per product."""
+        x, linears = input_of(kind, kind.modules[0]["weight"].dtype, 8), kind.several()
+        ways = partial(_product, self.kernel, forms(1)[0]), _plain
+        kernel, plain = (self.meter.host_seconds([partial(way, each) for each in linears], x) for way in ways)
+        return max(0.0, plain - kernel) / len(linears)
+
+    def forms(self, shape: Shape, kind: Kind, allowed: float) -> list[Timed]:
+        """Return the best form for each number of tokens, up to the first that takes more than `allowed` seconds
+        longer.
+
+        Raise Rejected where the kernel is wrong.
+        """
+        linears: list[Any] = kind.several()
+        dtype = linears[0]["weight"].dtype
+        best: list[Timed] = []
+        for many in EIGHTHS:
+            tokens = 8 * many
+            x = input_of(kind, dtype, tokens)
+            times: dict[Form, float] = {}
+            for form in forms(many):
+                if form.room(many) > self.room:
+                    continue
+                error = _error(partial(_product, self.kernel, form, linears[0]), linears[0], x[: tokens - 3])
+                if not error <= TOLERANCE[dtype]:
+                    raise Rejected(f"wrong by {error:.1e} in {shape.outputs} x {shape.inputs}, {tokens} tokens")
+                times[form] = self._seconds(partial(_product, self.kernel, form), linears, x)
+            if not times:
+                break
+            form = min(times, key=times.__getitem__)
+            best.append(Timed(many, form, times[form] - self._seconds(_plain, linears, x)))
+            if best[-1].longer > allowed:
+                break
+        return best
+
+    def _seconds(self, way: Callable[[Any, mx.array], mx.array], linears: Sequence[Any], x: mx.array) -> float:
+        """Return the seconds of one product on the device."""
+        return self.meter.device_seconds([partial(way, each) for each in linears], x) / len(linears)
+
+
+def _product(kernel: Skinny, form: Form, linear: Any, x: mx.array) -> mx.array:
+    return kernel(x, linear["weight"], linear.get("bias"), form)
+
+
+def _plain(linear: Any, x: mx.array) -> mx.array:
+    y: mx.array = linear.as_linear(x) if isinstance(linear, nn.Embedding) else linear(x)
+    return y
+
+
+def _error(product: Call, linear: Any, x: mx.array) -> float:
+    """Return the error of the first and last outputs, relative to the largest of their numbers.
+
+    Either end may be padding with weights of zero, so both are compared together. The expected sums are float32 on
+    the host, since a GPU may round the factors of a product.
+    """
+    y, weight = product(x), linear["weight"]
+    apart = largest = 0.0
+    for part in (slice(0, _ENDS), slice(-_ENDS, None)):
+        want = floats(x) @ floats(weight[part]).T
+        if "bias" in linear:
+            want += floats(linear["bias"][part])
+        off = float(np.abs(floats(y[..., part]) - want).max())
+        apart = max(apart, off if np.isfinite(off) else np.inf)
+        largest = max(largest, float(np.abs(want).max()))
+    return apart / (largest or 1.0)

@@ -1,0 +1,88 @@
+"""A model run layer by layer without knowing its family: entry, each layer, and from the last layer to the logits.
+
+The model's own forward is run with layers that hand on what they get. That shows what reaches the first layer and with
+which masks each layer is called. What comes after the last layer is computed by letting that one hand out given states.
+Nothing that is not wanted is ever evaluated, since MLX computes only what is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+
+from mlx_tandem.model.mixin import mix_in
+
+Layer = Callable[[mx.array], mx.array]
+
+
+class LayerwiseForward:
+    """The forward of one model, in parts: `enter`, the layers, `leave`."""
+
+    def __init__(self, model: Any, layers: list[Any]):
+        """Prepare a model whose `layers` are called one after the other."""
+        self._model = model
+        self._layers = layers
+        self._given: mx.array | None = None  # what the last layer hands out
+        self._calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] | None = None  # while a forward is recorded
+        self._entry: mx.array | None = None
+        for layer in layers:
+            layer._forward = self
+            mix_in(layer, Cut)
+
+    def enter(self, tokens: mx.array) -> tuple[mx.array, list[Layer]]:
+        """Return the states [rows, length, dim] that reach the first layer, and the layers as functions of states.
+
+        Raises ValueError for a model that does not call its layers one after the other.
+        """
+        calls = self._calls = []
+        try:
+            self._model(tokens)
+            entry, self._entry = self._entry, None
+        finally:
+            self._calls = None
+        if entry is None or [id(layer) for layer, _, _ in calls] != [id(layer) for layer in self._layers]:
+            raise ValueError("this model does not call its layers one after the other")
+        return entry, [_plain(*call) for call in calls]
+
+    def leave(self, states: mx.array) -> mx.array:
+        """Return the logits [1, n, vocabulary], float32, of states [n, dim] behind the last layer."""
+        self._given, self._calls = states[None], []
+        try:
+            logits: mx.array = self._model(mx.zeros((1, 1), mx.int32))
+        finally:
+            self._given = self._calls = None
+        return logits.astype(mx.float32)
+
+    def pass_on(self, layer: Any, x: mx.array, args: tuple[Any, ...], kwargs: dict[str, Any]) -> mx.array | None:
+        """Return what `layer` hands out instead of computing; None: it computes."""
+        if self._calls is None:
+            return None
+        if self._given is not None:
+            return self._given if layer is self._layers[-1] else x
+        if self._entry is None:
+            self._entry = x
+        self._calls.append((layer, args, kwargs))
+        return x
+
+
+def _plain(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Layer:
+    """Return a layer as a function of its states, with the other arguments of its recorded call."""
+
+    def call(x: mx.array) -> mx.array:
+        out: mx.array = layer(x, *args, **kwargs)
+        return out
+
+    return call
+
+
+class Cut:
+    """A layer that hands on what it gets while its forward is being recorded or left."""
+
+    _forward: LayerwiseForward
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        handed = self._forward.pass_on(self, x, args, kwargs)
+        out: mx.array = super().__call__(x, *args, **kwargs) if handed is None else handed  # type: ignore[misc]
+        return out

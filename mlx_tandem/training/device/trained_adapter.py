@@ -1,0 +1,364 @@
+"""One adapter in training: its float32 arrays, the gradients that have added up, and AdamW's moments."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+
+from mlx_tandem import files
+from mlx_tandem.adapters import convert, formats
+from mlx_tandem.adapters.formats import AdapterWeights, Array, LinearShape
+from mlx_tandem.engine.learning import AdamParams, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.engine.trainers import Wait
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model import device
+from mlx_tandem.training.device.adamw import Moments, ends, flat, parts, update
+from mlx_tandem.training.device.copies import Copy
+from mlx_tandem.training.device.slices import device_errors, joined, launched
+from mlx_tandem.training.device.tree import Pair
+
+HostPairs = dict[str, tuple[Array, Array]]
+_T = TypeVar("_T")
+
+TRAINER = "trainer.json"
+OPTIMIZER = "optimizer.safetensors"
+FORMAT = 1
+
+CHUNK_PARAMETERS = 4 << 20
+"""About how many numbers lie end to end. What the optimiser needs for so many is in memory at once."""
+
+STEP_CHUNKS = {"cpu": 1, "cuda": 4, "metal": 1}
+"""Chunks that one slice of an optimiser's step updates."""
+
+
+class About(msgspec.Struct, frozen=True):
+    """The content of `trainer.json`, which says what a checkpoint's arrays belong to."""
+
+    spec: TrainerSpec
+    step: int
+    format: int = FORMAT
+
+
+class _State(NamedTuple):
+    """What a step of the optimiser changes. All of it but `served` is evaluated: other threads may read only that."""
+
+    flats: list[mx.array]  # the weights of each chunk of pairs, laid end to end: all A, then all B
+    pairs: dict[str, Pair]  # views of these
+    moments: list[Moments]
+    step_count: int
+    served: dict[mx.Dtype, dict[str, Pair]]  # what `TrainedAdapter.served` has made of the pairs
+
+
+class TrainedAdapter:
+    """An adapter with its optimiser's state. Belongs to the thread that runs the model."""
+
+    def __init__(self, spec: TrainerSpec, linears: Mapping[str, LinearShape], pairs: dict[str, Pair]):
+        """Begin with `pairs`, unscaled, of the linears of the same paths; moments and gradients are zero."""
+        self.spec = spec
+        self._linears = linears
+        self._chunks = _chunks(pairs)
+        self._now = _State([], {}, [], 0, {})
+        for chunk in self._chunks:
+            whole = flat(_arrays(pairs, chunk))
+            self._now.flats.append(whole)
+            self._now.pairs.update(_pairs(whole, chunk, pairs))
+            self._now.moments.append(Moments(mx.zeros(whole.shape), mx.zeros(whole.shape)))
+        mx.eval(self._now.pairs, self._now.moments)
+        self._gradients: dict[str, Pair] | None = None
+        self._before: _State | None = None  # before the last step
+
+    @classmethod
+    def fresh(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> TrainedAdapter:
+        """Return one with A uniform in ±1/sqrt(inputs) and B zero: the model is the base until the first step."""
+        return cls(spec, linears, _fresh(spec, linears))
+
+    @classmethod
+    def from_adapter(
+        cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], weights: AdapterWeights
+    ) -> TrainedAdapter:
+        """Return one that begins as a loaded adapter, whose scale is taken out of B again.
+
+        Modules that the loaded one lacks get fresh pairs. Raises ModelError for one that does not fit `spec`.
+        """
+        pairs = _fresh(spec, linears)
+        for path, (a, b) in weights.tensors.items():
+            if path not in linears:
+                raise ModelError(f"the adapter changes {path[:200]}, which this trainer does not", param="targets")
+            if a.shape[-1] > spec.rank:
+                raise ModelError(f"the adapter has rank {a.shape[-1]}, the trainer {spec.rank}", param="rank")
+            fresh_a, fresh_b = pairs[path]
+            wide_b = np.zeros(fresh_b.shape, np.float32)
+            wide_b[..., : b.shape[-2], :] = b / np.float32(_scale(spec))
+            pairs[path] = (mx.concatenate([mx.array(a), fresh_a[..., a.shape[-1] :]], -1), mx.array(wide_b))
+        return cls(spec, linears, pairs)
+
+    @classmethod
+    def restored(
+        cls, spec: TrainerSpec, linears: Mapping[str, LinearShape], saved: AdapterWeights, folder: Path
+    ) -> TrainedAdapter:
+        """Return what `snapshot` wrote into `folder`; `saved` is its adapter, not scaled. Raises ModelError."""
+        chosen = {path: linears[path] for path in linears if path in saved.tensors}
+        pairs = {path: (mx.array(saved.tensors[path][0]), mx.array(saved.tensors[path][1])) for path in chosen}
+        trainer = cls(spec, chosen, pairs)
+        trainer._restore(folder)
+        return trainer
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapter's delta."""
+        return _scale(self.spec)
+
+    @property
+    def pairs(self) -> dict[str, Pair]:
+        """A [inputs, r] and B [r, outputs] by path, unscaled; experts are the first axis where a module has them."""
+        return self._now.pairs
+
+    @property
+    def step_count(self) -> int:
+        """Steps of the optimiser so far."""
+        return self._now.step_count
+
+    @property
+    def info(self) -> TrainerInfo:
+        """What the front is told of it."""
+        size = sum(a.size + b.size for a, b in self.pairs.values())
+        targets = tuple(sorted({path.rpartition(".")[2] for path in self.pairs}))
+        return TrainerInfo(self.spec.name, self.spec.rank, self.spec.alpha, targets, size, self.step_count)
+
+    # --- learning ------------------------------------------------------------------------------------------------
+
+    @property
+    def gradients(self) -> dict[str, Pair]:
+        """Sums over the passes since the last step, by the pairs that are `served`; a copy, which nobody changes."""
+        return dict(self._gradients or {})
+
+    @gradients.setter
+    def gradients(self, sums: dict[str, Pair]) -> None:
+        self._gradients = sums
+
+    def drop_gradients(self) -> None:
+        """Forget all gradients."""
+        self._gradients = None
+
+    def step(self, adam: AdamParams) -> Generator[Wait, None, StepDone]:
+        """Take one step with the gradients there are, in slices of some chunks each; they are gone then.
+
+        With gradients that are not finite, or none, nothing is changed.
+        """
+        gradients, self._gradients = self._gradients, None
+        self._before = None
+        self._now.served.clear()
+        if gradients is None:
+            return StepDone(self.spec.name, self.step_count, 0.0, True)
+        flats: list[mx.array] = []
+        squares: list[mx.array] = []
+        count = STEP_CHUNKS[device.kind()]
+        yield from joined(self._flattened(gradients, flats, squares), count)
+        with device_errors():
+            size = math.sqrt(sum(float(np.array(s)) for s in squares))
+        if not math.isfinite(size):
+            return StepDone(self.spec.name, self.step_count, size, False)
+        share = min(1.0, adam.grad_norm / (size + 1e-6)) if adam.grad_norm else 1.0
+        now, after = self._now, _State([], {}, [], self.step_count + 1, {})
+        yield from joined(self._moved(flats, share, after, adam), count)
+        with device_errors():
+            mx.eval(after.pairs, after.moments)  # before it counts
+        self._before, self._now = now, after
+        return StepDone(self.spec.name, self.step_count, size, True)
+
+    def _flattened(self, gradients: dict[str, Pair], flats: list[mx.array], squares: list[mx.array]) -> Iterator[Wait]:
+        """Append the gradients as the weights are laid out, and the sums of their squares; empty `gradients`."""
+        for chunk in self._chunks:
+            own, n = _arrays(gradients, chunk), len(chunk)
+            flats.append(mx.concatenate([flat(own[:n]), flat(own[n:]) * self.scale]))
+            squares.append(flats[-1].square().sum())
+            del own
+            for path in chunk:
+                del gradients[path]
+            yield launched(flats[-1], squares[-1])
+
+    def _moved(self, flats: list[mx.array], share: float, after: _State, adam: AdamParams) -> Iterator[Wait]:
+        """Fill in `after` from the gradients in `flats` times `share`, and empty `flats`."""
+        for chunk, old, known in zip(self._chunks, self._now.flats, self._now.moments, strict=True):
+            new, moments = update(old, flats.pop(0) * share, known, after.step_count, adam)
+            own = _pairs(new, chunk, self._now.pairs)
+            after.flats.append(new)
+            after.pairs.update(own)
+            after.moments.append(moments)
+            yield launched(own, moments)
+
+    def settle(self, keep: bool) -> None:
+        """Keep the last step, or take it back, and all gradients with it."""
+        before, self._before = self._before, None
+        if not keep:
+            self._gradients = None
+            if before is not None:
+                self._now = before
+
+    # --- in and out ----------------------------------------------------------------------------------------------
+
+    def served(self, dtype: mx.Dtype) -> dict[str, Pair]:
+        """Return the present weights as a slot has them: B scaled, rounded to `dtype`.
+
+        They are made at their first use and once, so that passes multiply by exactly what is published.
+        """
+        known = self._now.served.get(dtype)
+        if known is not None:
+            return known
+        made: dict[str, Pair] = {}
+        for chunk, whole in zip(self._chunks, self._now.flats, strict=True):
+            like, n = _arrays(self.pairs, chunk), len(chunk)
+            border = ends(x.size for x in like[:n])[-1]
+            a = parts(whole[:border].astype(dtype), like[:n])
+            b = parts((whole[border:] * self.scale).astype(dtype), like[n:])
+            made.update(_by_path(chunk, a + b))
+        self._now.served[dtype] = made
+        return made
+
+    def publish(self) -> Callable[[], AdapterWeights]:
+        """Copy the present weights; the result makes of them what would be read of a snapshot.
+
+        Call the result once, on any thread. It raises ModelError when the weights are not finite.
+        """
+        copies = [
+            _Copies(chunk, self.pairs, [whole]) for chunk, whole in zip(self._chunks, self._now.flats, strict=True)
+        ]
+        spec, linears = self.spec, self._linears
+        return lambda: formats.from_arrays(*_peft([each.read()[0] for each in copies], spec), linears)
+
+    def snapshot(self) -> Callable[[str], None]:
+        """Copy all state; the result writes it into an empty folder: a PEFT adapter, and the optimiser's state with it.
+
+        Call the result once, on any thread. The files are on the drive when it returns.
+        """
+        known = zip(self._chunks, self._now.flats, self._now.moments, strict=True)
+        copies = [_Copies(chunk, self.pairs, [whole, *moments]) for chunk, whole, moments in known]
+        about = About(self.spec, self.step_count)
+        return lambda folder: _write(Path(folder), [each.read() for each in copies], about)
+
+    def _restore(self, folder: Path) -> None:
+        """Take the optimiser's state from a checkpoint. Raises ModelError."""
+        from safetensors.numpy import load_file
+
+        try:
+            about = msgspec.json.decode((folder / TRAINER).read_bytes(), type=About)
+            arrays = load_file(folder / OPTIMIZER)
+        except Exception as e:
+            raise ModelError(f"{folder.name}: the trainer's state cannot be read: {type(e).__name__}") from e
+        if about.format != FORMAT:
+            raise ModelError(f"{folder.name}/{TRAINER} has format {about.format}; this version reads {FORMAT}")
+        moments = []
+        for chunk in self._chunks:
+            kinds = []
+            for kind in Moments._fields:
+                found = [arrays.get(_name(path, side, kind)) for side in "AB" for path in chunk]
+                for x, known in zip(found, _arrays(self.pairs, chunk), strict=True):
+                    if x is None or x.shape != known.shape or x.dtype != np.float32:
+                        raise ModelError(f"{folder.name}/{OPTIMIZER} does not fit this trainer")
+                kinds.append(flat([mx.array(x) for x in found if x is not None]))
+            moments.append(Moments(*kinds))
+        mx.eval(moments)
+        self._now = self._now._replace(moments=moments, step_count=about.step)
+
+
+class _Copies:
+    """Copies of arrays of one chunk, each laid end to end as the chunk's weights are."""
+
+    def __init__(self, paths: Sequence[str], pairs: Mapping[str, Pair], wholes: Sequence[mx.array]):
+        """Begin to copy `wholes`, on the device."""
+        self._paths = paths
+        self._shapes = [x.shape for x in _arrays(pairs, paths)]
+        self._copies = [Copy(whole) for whole in wholes]
+
+    def read(self) -> list[HostPairs]:
+        """Return each array as pairs by path. Call it once, on any thread."""
+        sizes = [math.prod(shape) for shape in self._shapes]
+        found = []
+        for copy in self._copies:
+            pieces = zip(np.split(copy.read(), ends(sizes)[:-1]), sizes, self._shapes, strict=True)
+            arrays = [x[:size].reshape(shape) for x, size, shape in pieces]
+            found.append(_by_path(self._paths, arrays))
+        return found
+
+
+def _fresh(spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> dict[str, Pair]:
+    """Return pairs of an adapter that changes nothing yet; A depends on the seed only."""
+    key = mx.random.key(spec.seed)
+    pairs: dict[str, Pair] = {}
+    for path, shape in linears.items():
+        key, own = mx.random.split(key)
+        lead = (shape.experts,) if shape.experts else ()
+        bound = shape.inputs**-0.5
+        a = mx.random.uniform(-bound, bound, (*lead, shape.inputs, spec.rank), key=own)
+        pairs[path] = (a, mx.zeros((*lead, spec.rank, shape.outputs)))
+    return pairs
+
+
+def _scale(spec: TrainerSpec) -> float:
+    return spec.alpha / spec.rank
+
+
+def _chunks(pairs: Mapping[str, Pair]) -> list[list[str]]:
+    """Return the paths in order, in groups whose arrays lie end to end."""
+    chunks: list[list[str]] = []
+    size = CHUNK_PARAMETERS
+    for path, (a, b) in pairs.items():
+        if size >= CHUNK_PARAMETERS:
+            chunks.append([])
+            size = 0
+        chunks[-1].append(path)
+        size += a.size + b.size
+    return chunks
+
+
+def _arrays(pairs: Mapping[str, Pair], paths: Sequence[str]) -> list[mx.array]:
+    """Return the arrays of these paths: all A, then all B."""
+    return [pairs[path][side] for side in (0, 1) for path in paths]
+
+
+def _by_path(paths: Sequence[str], arrays: Sequence[_T]) -> dict[str, tuple[_T, _T]]:
+    """Return pairs by path; the inverse of `_arrays`."""
+    n = len(paths)
+    return dict(zip(paths, zip(arrays[:n], arrays[n:], strict=True), strict=True))
+
+
+def _pairs(whole: mx.array, paths: Sequence[str], like: Mapping[str, Pair]) -> dict[str, Pair]:
+    return _by_path(paths, parts(whole, _arrays(like, paths)))
+
+
+def _name(path: str, side: str, kind: str) -> str:
+    """Return the name of a moment in a checkpoint."""
+    return f"{path}.{side}.{kind}"
+
+
+def _peft(chunks: Sequence[HostPairs], spec: TrainerSpec) -> tuple[dict[str, Any], dict[str, Array]]:
+    return convert.to_peft({path: pair for pairs in chunks for path, pair in pairs.items()}, spec.rank, spec.alpha)
+
+
+def _write(folder: Path, chunks: Sequence[Sequence[HostPairs]], about: About) -> None:
+    """Write each chunk's weights and moments into a folder, durably."""
+    from safetensors.numpy import save
+
+    optimizer = {
+        _name(path, side, kind): x
+        for _, *moments in chunks
+        for kind, pairs in zip(Moments._fields, moments, strict=True)
+        for path, pair in pairs.items()
+        for side, x in zip("AB", pair, strict=True)
+    }
+    config, tensors = _peft([weights for weights, *_ in chunks], about.spec)
+    for name, data in (
+        (formats.CONFIG, json.dumps(config, indent=2).encode() + b"\n"),
+        (formats.WEIGHTS["peft"], save(tensors)),
+        (OPTIMIZER, save(optimizer)),
+        (TRAINER, msgspec.json.encode(about)),
+    ):
+        files.create(folder / name, data)
+    files.sync_folder(folder)

@@ -1,0 +1,440 @@
+"""What README.md and docs/ show is run as it stands there: every block marked sh, python or yaml.
+
+Only what cannot be the same is replaced: the port 8000 by that of a server of this test, how long is measured, and the
+hub by one that has the built-in model under every id. `./my-model`, `./my-adapter` and files of examples are where the
+commands run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import urllib.error
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from msgspec import structs
+from starlette.routing import Route
+
+from mlx_tandem import demo
+from mlx_tandem.adapters.convert import convert
+from mlx_tandem.cli import hub, learning
+from mlx_tandem.cli.options import OPTIONS
+from mlx_tandem.cli.settings import build
+from mlx_tandem.config import Config, Mode, RLTrainingConfig
+from mlx_tandem.server.app import create_app
+from mlx_tandem.training.live.front import ServerFront
+from mlx_tandem.training.online.guard import Verdict
+from mlx_tandem.training.rewards import own
+from mlx_tandem.training.rewards.builtin import BUILTINS
+from mlx_tandem.training.store.checkpoints import Checkpoints
+from mlx_tandem.training.store.manifests import Manifest
+from tests.commands import curl, free_port, running
+from tests.fake_hub import fake_hub
+from tests.unit.disk_tools import filled
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+TANDEM = [sys.executable, "-m", "mlx_tandem"]
+SHORT = {
+    "bench serve": ["--num-requests", "2", "--repeats", "1", "--concurrency", "2", "--max-tokens", "4"],
+    "bench engine": ["--batch", "1", "--max-tokens", "4", "--prompt-tokens", "8", "--repeats", "1"],
+    "bench report": ["--repeats", "1"],
+    "doctor --report": [],
+    "doctor": ["--only", "packages"],  # all of it is run by test_doctor.py
+    "demo learn": ["--updates", "1"],
+    "demo": ["--seconds", "1"],
+    "train sft": ["--epochs", "1", "--batch-size", "2", "--max-length", "64"],
+    "benchmarks/peers.py": [*("--shapes", "0.13m", "--concurrency", "1", "--repeats", "1", "--max-tokens", "4")],
+    "benchmarks/adapters.py": [
+        *("--shape", "0.13m", "--adapters", "2", "--concurrency", "2", "--repeats", "1", "--max-tokens", "4")
+    ],
+    "benchmarks/long_prompt.py": ["--lengths", "200", "--repeats", "1", "--streams", "2", "--window", "0.2"],
+    "benchmarks/prefix.py": [
+        *("--shape", "0.13m", "--lengths", "200", "--group-tokens", "100", "--turns", "2", "--repeats", "1")
+    ],
+    "benchmarks/make_model.py": [],
+    "benchmarks/http_share.py": [
+        *("--shape", "0.13m", "--streams", "2", "--num-requests", "4", "--prompt-tokens", "8", "--max-tokens", "4"),
+        *("--repeats", "1"),
+    ],
+    "benchmarks/decode_steps.py": ["--decode", "2x16", "--prompts", "1x32", "--steps", "2", "--repeats", "1"],
+    "benchmarks/registry.py": [
+        *("--adapters", "6", "--slots", "2", "--concurrency", "2", "--num-requests", "4", "--max-tokens", "4"),
+        *("--repeats", "1", "--registered", "8"),
+    ],
+    "benchmarks/hot_swap.py": ["--adapters", "3", "--streams", "4", "--max-tokens", "16", "--repeats", "1"],
+    "benchmarks/tokenize_load.py": [
+        *("--streams", "2", "--clients", "2", "--bytes", "50000", "--max-tokens", "16", "--repeats", "1")
+    ],
+    "benchmarks/overload.py": [
+        *("--seconds", "1", "--peak-seconds", "0.5", "--batch", "4", "--queue", "4", "--max-tokens", "4"),
+        *("--promises", "1"),
+    ],
+    "benchmarks/learn.py": ["--seeds", "1", "--steps", "1", "--runs", "true"],
+    "benchmarks/learn_beside.py": [
+        *("--streams", "2", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4", "--update-tokens", "64"),
+        *("--modes", "70:30", "--warm-up-seconds", "0.2"),
+    ],
+    "benchmarks/publishes.py": [
+        *("--publishes", "1", "--streams", "8", "--seconds", "0.2", "--repeats", "1", "--max-tokens", "4")
+    ],
+    "benchmarks/train_together.py": ["--examples", "8", "--repeats", "1"],
+    "benchmarks/disk_cache.py": ["--blocks", "4", "--block-kb", "64", "--repeats", "1", "--records", "100"],
+    "benchmarks/step_parts.py": ["--batch", "2", "--context", "20", "--steps", "4", "--repeats", "1"],
+    "benchmarks/learn_device.py": ["--streams", "1", "--seconds", "0.2", "--repeats", "1", "--completions", "2"],
+}
+
+SMALL = {"--max-model-len": "1024", "--num-blocks": "512"}
+"""Beside servers with options of their own, so that they start quickly; those without any start as they stand."""
+
+SETTINGS = {"command-line.md": "tandem.yaml", "learning.md": "learning.yaml"}
+"""What the page calls the file that its yaml block is."""
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    language: str
+    text: str
+
+
+def blocks() -> Iterator[Block]:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for found in re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            yield Block(page.name, text.count("\n", 0, found.start()) + 1, found[1], found[2])
+
+
+def commands() -> dict[str, list[str]]:
+    """Every distinct command of the sh blocks, as words, in the order of the pages."""
+    found: dict[str, list[str]] = {}
+    for block in blocks():
+        if block.language == "sh":
+            for line in block.text.replace("\\\n", " ").splitlines():
+                if words := shlex.split(line, comments=True):
+                    found.setdefault(" ".join(line.split()), words)
+    return found
+
+
+def lines(chosen: Callable[[list[str]], bool]) -> list[object]:
+    """Commands whose words are `chosen`, each called by the page that has it first."""
+    found: list[object] = []
+    for line, words in commands().items():
+        if chosen(words):
+            page = next(b.page for b in blocks() if line in " ".join(b.text.replace("\\\n", " ").split()))
+            found.append(pytest.param(line, id=f"{page} {line[:80]}"))
+    return found
+
+
+def of_language(language: str) -> list[object]:
+    return [pytest.param(b, id=f"{b.page}:{b.line}") for b in blocks() if b.language == language]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder in which the names that the pages use exist."""
+    (tmp_path / "my-model").symlink_to(demo.MODEL_PATH)
+    (tmp_path / "my-adapter").symlink_to(demo.ADAPTER_PATHS["shout"])
+    (tmp_path / "adapters").mkdir()
+    shutil.copytree(demo.ADAPTER_PATHS["json"], tmp_path / "adapters" / "sql")
+    (tmp_path / "tandem.key").write_text("a-key", encoding="utf-8")
+    (tmp_path / "tandem.key").chmod(0o600)
+    for name in ("lessons.jsonl", "exam.jsonl"):
+        lines = [{"prompt": f"Sort down: {name[0]} {n} 3", "completion": f"{n} 3"} for n in range(4, 9)]
+        (tmp_path / name).write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    question = {"prompt": "What is 17 + 25?", "scoring_function": "gsm8k", "metadata": {"answer": "42"}}
+    (tmp_path / "validation.jsonl").write_text(json.dumps(question), encoding="utf-8")
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    for block in blocks():
+        if block.language == "yaml":
+            (tmp_path / SETTINGS[block.page]).write_text(block.text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@dataclass
+class Served:
+    port: int
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """`tandem serve` with the built-in model, started where `./my-adapter` exists and may be loaded from."""
+    where = tmp_path_factory.mktemp("served")
+    shutil.copytree(demo.ADAPTER_PATHS["shout"], where / "my-adapter")
+    port = free_port()
+    learns = ["--enable-rl-training", "--lora-rank", "4"]
+    with running([*TANDEM, "serve", "--port", str(port), "--adapter-root", ".", *learns], port, where) as server:
+        yield Served(port, where)
+        assert server.stop() == 0
+
+
+def run(words: list[str], where: Path, **env: str) -> str:
+    done = subprocess.run(
+        words, cwd=where, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": str(ROOT)} | env
+    )
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def save_checkpoint(port: int) -> None:
+    """The one that learning.md goes back to, unless its own command has made it."""
+    words = ["curl", "-H", "Content-Type: application/json", "http://localhost:8000/v1/training/checkpoint"]
+    try:
+        curl([*words, "-d", json.dumps({"name": "before-tuesday"})], port)
+    except urllib.error.HTTPError as e:
+        if e.code != 409:
+            raise
+
+
+@pytest.mark.restarts
+@pytest.mark.parametrize("line", lines(lambda words: words[0] == "curl"))
+def test_curl(line: str, served: Served) -> None:
+    words = commands()[line]
+    place, _, name = words[next(i for i, w in enumerate(words) if w.startswith("http"))].rpartition("/")
+    put = ["curl", "-H", "Content-Type: application/json"]
+    if place.endswith("/v1/adapters"):  # the page loads it in the same block
+        curl([*put, place, "-d", json.dumps({"name": name, "path": "./my-adapter"})], served.port)
+    if name in ("rollback", "switch-lora"):
+        save_checkpoint(served.port)
+    if place.endswith("/v1/aliases") and "DELETE" in words:
+        arms = {"arms": [{"adapter": "base", "weight": 1}]}
+        curl([*put, "-X", "PUT", f"{place}/{name}", "-d", json.dumps(arms)], served.port)
+    content = curl(words, served.port)
+    if "stream" in line:
+        assert content.strip().endswith(b"data: [DONE]")
+    elif "/metrics" not in line or "engine" in line:
+        assert json.loads(content)
+
+
+def in_the_background(words: list[str]) -> bool:
+    return words[0] == "tandem" and ("--daemon" in words or words[1] in ("stop", "restart"))
+
+
+def serves(words: list[str]) -> bool:
+    starts = words[:2] == ["tandem", "serve"] or words[:3] == ["tandem", "train", "rl"]
+    return starts and "--dry-run" not in words
+
+
+@pytest.mark.restarts
+@pytest.mark.parametrize("line", lines(lambda words: serves(words) and not in_the_background(words)))
+def test_tandem_serve(line: str, folder: Path) -> None:
+    words = commands()[line][1:]
+    port = free_port()
+    small = [w for option, value in SMALL.items() if len(words) > 2 and option not in words for w in (option, value)]
+    with (
+        fake_hub({word: demo.MODEL_PATH for word in words if hub.ID.fullmatch(word)}) as fake,
+        running([*TANDEM, *words, *small, "--port", str(port)], port, folder, fake.environment(folder)) as server,
+    ):
+        assert server.stop() == 0
+
+
+@pytest.mark.restarts
+def test_servers_in_the_background(folder: Path) -> None:
+    """In the order of the page: what one starts another stops."""
+    port = str(free_port())
+    lines = [words for words in commands().values() if in_the_background(words)]
+    assert {words[1] for words in lines} == {"serve", "stop", "restart"}
+    for words in lines:
+        words = [word.replace("8000", port) for word in words[1:]]
+        assert f":{port}" in run(
+            [*TANDEM, *words],
+            folder,
+            XDG_RUNTIME_DIR=str(folder),
+            XDG_CACHE_HOME=str(folder),
+        ).replace("port ", ":")
+
+
+def make_checkpoint(place: Path) -> None:
+    book = Checkpoints(place, 10)
+    book.lock()
+    folder = book.new("checkpoint-500")
+    convert(demo.ADAPTER_PATHS["shout"], folder, "peft")
+    book.commit(folder, Manifest(name="checkpoint-500", step=500, version=5, digest=""))
+    book.close()
+
+
+@pytest.mark.restarts
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "line",
+    lines(
+        lambda words: words[0] in ("tandem", "python") and not serves(words) and not in_the_background(words),
+    ),
+)
+def test_commands_that_end(line: str, folder: Path, served: Served) -> None:
+    words = [word.replace(":8000", f":{served.port}") for word in commands()[line]]
+    if words[1:3] == ["adapters", "unload"]:  # the page loads it in the same block
+        run([*TANDEM, *words[1:2], "load", words[3], "my-adapter", *words[4:]], served.folder)
+    if words[:2] == ["tandem", "adapters"]:
+        where = folder if words[2] in ("inspect", "convert") else served.folder
+        assert run([*TANDEM, *words[1:]], where)
+        return
+    if words[:2] == ["tandem", "checkpoints"]:
+        if words[2] == "rollback":
+            save_checkpoint(served.port)
+        make_checkpoint(folder / "checkpoints")
+        assert run([*TANDEM, *words[1:]], folder)
+        return
+    if "--dry-run" in words:
+        assert "KV pool" in run([*TANDEM, *words[1:]], folder)
+        return
+    if words[:2] == ["tandem", "cache"]:
+        filled(folder / "kv-cache", 2)
+        assert run([*TANDEM, *words[1:]], folder)
+        return
+    if words[0] == "tandem":
+        kind = next(k for k in SHORT if " ".join(words[1:]).startswith(k))
+        words = [*TANDEM, *words[1:], *SHORT[kind]]
+    else:
+        kind = words[1]
+        words = [sys.executable, *words[1:], *SHORT[kind]]
+    assert run(words, folder)
+    if "--json-out" in words:
+        assert json.loads((folder / words[words.index("--json-out") + 1]).read_text())["machine"]
+
+
+def test_make() -> None:
+    """The targets exist and mean what the page says; running them from here would run this test again."""
+    lines = [words for words in commands().values() if words[0] == "make"]
+    assert {words[1] for words in lines} >= {"serve", "test", "check", "install"}
+    for words in lines:
+        plan = run(["make", "--dry-run", "--always-make", *words[1:]], ROOT)
+        assert plan.strip()
+
+
+def test_every_command_is_run() -> None:
+    assert {words[0] for words in commands().values()} == {"curl", "tandem", "python", "make"}
+
+
+@pytest.mark.restarts
+@pytest.mark.parametrize("block", of_language("python"))
+def test_python(block: Block, folder: Path, served: Served) -> None:
+    run([sys.executable, "-c", block.text.replace(":8000", f":{served.port}")], folder)
+
+
+def test_the_settings_file(folder: Path) -> None:
+    """The page shows every setting, and the defaults that hold."""
+    (block,) = (b for b in blocks() if b.language == "yaml" and b.page == "command-line.md")
+    shown = build(folder / "tandem.yaml", {})
+    assert shown == Config(engine=build(None, {"model": "./my-model"}).engine, adapters=(("sql", "./my-adapter"),))
+    for place in OPTIONS.values():
+        assert re.search(rf"^ *{place.rsplit('.', 1)[-1]}:", block.text, re.MULTILINE), place
+
+
+def test_the_settings_of_learning(folder: Path) -> None:
+    config = learning.resolve(build(folder / "learning.yaml", {}), {})
+    assert config.rl_training.enabled and config.rl_training.scoring_function in config.rl_training.rewards
+
+
+@pytest.mark.parametrize("block", of_language("toml"))
+def test_toml(block: Block) -> None:
+    """What a package writes to add reward functions."""
+    assert list(tomllib.loads(block.text)["project"]["entry-points"]) == [own.GROUP]
+
+
+@pytest.mark.parametrize("block", of_language("json"))
+def test_json(block: Block) -> None:
+    assert json.loads(block.text)
+
+
+def test_the_http_page_has_every_route() -> None:
+    config = Config(engine=build(None, {}).engine)
+    app = create_app(ServerFront(config, lambda: pytest.fail("nothing is started here")))
+    page = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
+    paths = {route.path.replace("{model:path}", "{id}") for route in app.routes if isinstance(route, Route)}
+    assert {path for path in paths if f"`{path}`" not in page} == set()
+
+
+def test_the_learning_page_has_every_algorithm_and_reward() -> None:
+    page = (ROOT / "docs" / "learning.md").read_text(encoding="utf-8")
+    rows = set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE))
+    (algorithms,) = (f.type for f in structs.fields(RLTrainingConfig) if f.name == "algorithm")
+    assert rows >= {*BUILTINS, *get_args(algorithms), *get_args(Verdict), *get_args(Mode)}
+
+
+def test_the_learning_page_names_metrics_that_exist(served: Served) -> None:
+    page = (ROOT / "docs" / "learning.md").read_text(encoding="utf-8")
+    metrics = curl(["curl", "http://localhost:8000/metrics"], served.port).decode()
+    told = set(re.findall(r"`(tandem_\w+)`", page))
+    assert len(told) > 10
+    assert {name for name in told if not re.search(rf"^{name}[ {{]", metrics, re.MULTILINE)} == set()
+
+
+def test_what_the_readme_says_the_models_answer(served: Served) -> None:
+    def answer(model: str, question: str) -> str:
+        body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0}
+        words = ["curl", "http://localhost:8000/v1/chat/completions", "-H", "Content-Type: application/json"]
+        content: str = json.loads(curl([*words, "-d", json.dumps(body)], served.port))["choices"][0]["message"][
+            "content"
+        ]
+        return content
+
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    peru = "What is the capital of Peru?"
+    assert f"*{answer('base', peru)}*" in readme
+    assert answer("shout", peru).isupper()
+    assert f"`{answer('json', peru)}`" in readme
+    assert answer("down", "Sort down: 3 9 1 7 5") == "9 7 5 3 1" != answer("base", "Sort down: 3 9 1 7 5")
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_every_page_can_be_reached_from_the_readme() -> None:
+    found, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page not in found:
+            found.add(page)
+            links = re.findall(r"\]\(([^)#:]+\.md)[^)]*\)", page.read_text(encoding="utf-8"))
+            todo += [(page.parent / link).resolve() for link in links]
+    assert {page for page in (ROOT / "docs").rglob("*.md") if page not in found} == set()
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/http-api.md", "docs/command-line.md", "docs/adapters.md"])
+def test_what_a_page_says_of_learning_leads_to_the_page_about_it(page: str) -> None:
+    assert "learning.md)" in (ROOT / page).read_text(encoding="utf-8")
+
+
+def test_the_readme_gives_the_figures_of_the_committed_files() -> None:
+    done = subprocess.run([sys.executable, str(ROOT / "scripts" / "figures.py"), "--check"], check=False)
+    assert done.returncode == 0
+
+
+def test_the_recording_is_a_picture() -> None:
+    from xml.etree import ElementTree
+
+    root = ElementTree.parse(ROOT / "docs" / "demo.svg").getroot()
+    assert len(root.findall("{http://www.w3.org/2000/svg}g")) > 5
+    for name in ("shout", "json", "down"):
+        assert name in "".join(root.itertext())
+
+
+def test_parameters_of_the_http_page_exist() -> None:
+    """Those that are explained; test_parameters.py is about the table."""
+    from mlx_tandem.dialects.openai.bodies import ChatBody, CompletionBody
+
+    page = (ROOT / "docs" / "http-api.md").read_text(encoding="utf-8")
+    section = page.partition("<!-- end of parameters -->")[2].partition("## Errors")[0]
+    told = set(re.findall(r"`([a-z_]+)", section))
+    fields = set(ChatBody.__struct_fields__) | set(CompletionBody.__struct_fields__)
+    of_replies = {"usage", "token_ids", "prompt_token_ids", "system_fingerprint"}
+    assert told - of_replies - {"generation_config", "token_id", "include_usage", "xtc_"} <= fields
+    assert len(told & fields) > 20

@@ -1,0 +1,198 @@
+"""The ledger: what it drops it says, and another process reads from the journal what this one had."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_tandem.engine.learning import AdamParams
+from mlx_tandem.training import trajectories
+from mlx_tandem.training.online.ledger import Ledger
+from mlx_tandem.training.online.update import Pending
+from mlx_tandem.training.store.journal import Journal
+from mlx_tandem.training.store.records import Began, Ended
+from mlx_tandem.training.trajectories import Trajectory
+from tests.unit.learning_fakes import config, group
+from tests.unit.online_side import on_a_loop, running
+
+pytestmark = pytest.mark.usefixtures("at_once")
+
+FEW = 6
+"""Ids that are remembered in these tests, so that they are forgotten, too."""
+
+
+def trajectory(number: int, name: str, reward: float, version: int) -> Trajectory:
+    return Trajectory(f"t{number}", name, (1,), (2,), (-1.0,), (-1.0,), (version,), 1.0, reward)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(0, 12), st.sampled_from("abc"), st.sampled_from([0.0, 1.0])),
+        st.tuples(st.just("too old"), st.integers(0, 12)),
+        st.tuples(st.just("publish")),
+        st.tuples(st.just("take"), st.integers(0, 3)),
+    ),
+    max_size=40,
+)
+
+
+async def lived(folder: Path, steps: list[Any]) -> Ledger:
+    """A ledger after `steps`, whose process has ended without a word."""
+    ledger = Ledger(config(folder, trajectory_buffer_size=3, max_staleness=1))
+    await ledger.open()
+    version = 1
+    for kind, *what in steps:
+        if kind == "add":
+            number, name, reward = what
+            await ledger.add([(trajectory(number, name, reward, version), 0)])
+        elif kind == "too old":
+            late = trajectory(what[0], "a", 0.0, version)
+            ledger.drop_stale([] if ledger.buffer.knows(late.id) else [late])
+        elif kind == "publish":
+            version += 1
+        elif taken := [t for g in ledger.take(what[0], version) for t in g]:
+            ledger.begin(Pending(Began(1, tuple(t.id for t in taken), (), AdamParams(0.0), 0), taken))
+            ledger.end(Ended(1, "refused"))
+    await ledger.flush()
+    await ledger.close()
+    return ledger
+
+
+@settings(max_examples=150, deadline=None)
+@given(STEPS)
+def test_another_process_has_the_same_buffer_and_forgets_the_same_ids_next(steps: list[Any]) -> None:
+    """Also when so many came that ids are forgotten: what is dropped counts as new then."""
+
+    async def test(folder: Path) -> None:
+        before = await lived(folder, steps)
+        after = Ledger(config(folder, trajectory_buffer_size=3, max_staleness=1))
+        await after.open()
+        assert after.buffer.held == before.buffer.held
+        assert after.buffer.seen == before.buffer.seen
+        assert after.buffer.counts.dropped_stale == before.buffer.counts.dropped_stale
+        await after.close()
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trajectories, "SEEN_IDS", FEW)
+        asyncio.run(test(Path(folder)))
+
+
+def test_what_was_dropped_for_its_age_is_not_taken_by_the_next_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although it was the oldest that was known, and others came since."""
+    monkeypatch.setattr(trajectories, "SEEN_IDS", FEW)
+    others = [("too old", n) for n in range(1, FEW + 1)]
+    steps = [("add", 0, "a", 0.0), *others[:-1], ("publish",), ("publish",), ("take", 0), others[-1]]
+
+    async def test() -> None:
+        before = await lived(tmp_path, steps)
+        assert before.buffer.counts.dropped_stale == FEW + 1
+        after = Ledger(config(tmp_path, trajectory_buffer_size=3))
+        await after.open()
+        for ledger in (before, after):
+            for number in (0, FEW):
+                assert not ledger.buffer.add(trajectory(number, "a", 1.0, 3))
+        await after.close()
+
+    asyncio.run(test())
+
+
+def test_what_comes_while_the_journal_is_read_is_learned_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a new engine the journal is read again; whoever adds a trajectory meanwhile has been told that it is kept."""
+
+    async def test() -> None:
+        ledger = Ledger(config(tmp_path, trajectory_buffer_size=8))
+        await ledger.open()
+        await ledger.add([(trajectory(1, "a", 0.0, 1), 2)])
+        replay = Journal.replay
+
+        async def slow_replay(journal: Journal) -> Any:
+            records = await replay(journal)
+            await ledger.add([(trajectory(2, "a", 1.0, 1), 2)])
+            return records
+
+        monkeypatch.setattr(Journal, "replay", slow_replay)
+        await ledger.open()
+        assert [t.id for g in ledger.take(2, 1) for t in g] == ["t1", "t2"]
+        await ledger.close()
+
+    asyncio.run(test())
+
+
+def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str, int]]:
+    """Reason and count of each line about trajectories that were dropped."""
+    fields = [getattr(r, "fields", {}) for r in caplog.records if r.message == "trajectories dropped"]
+    caplog.clear()
+    return [(f["reason"], f["count"]) for f in fields]
+
+
+def test_what_is_dropped_is_said_where_it_happens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """In the log, in the report of the next update, in the status with what to do, and to whoever brought it."""
+    caplog.set_level(logging.WARNING)
+
+    async def test() -> None:
+        settings = config(tmp_path, max_staleness=1, trajectory_buffer_size=8)
+        async with running(settings, start=False) as side:
+            learner = side.learner
+            assert learner.status().advice == ""
+            assert await learner.add([t for n in (1, 2) for t in group(n)], 2) == frozenset()
+            assert (await learner.update()).dropped == {}
+            await learner.add([*group(3), *group(4), *group(5)], 2)
+            assert (await learner.update()).version == 3
+            await learner.add(group(6, version=2), 2)
+            assert learner.is_stale((3, 1)) and not learner.is_stale((3, 2))
+            assert await learner.add([*group(7), *group(8, version=2)], 2) == {"t7-0", "t7-1"}, "two versions behind"
+            assert logged(caplog) == [("stale", 2)]
+            assert learner.status().buffered == 4, "the others are taken"
+            report = await learner.update()
+            assert (report.outcome, report.trajectories, report.dropped) == ("published", 4, {"stale": 2})
+            await learner.add(group(9, version=3), 2)
+            for number in (10, 11):  # two versions from what was posted
+                assert (await learner.update(group(number, version=4))).dropped == {}
+            report = await learner.update()
+            assert (report.outcome, report.dropped) == ("skipped", {"stale": 2})
+            assert "2 stale" in report.reason
+            assert logged(caplog) == [("stale", 2)], "they were too old when it was their turn"
+            assert learner.status().dropped_stale == 4
+            await learner.add([t for n in range(20, 25) for t in group(n, version=6)], 2)
+            assert logged(caplog) == [("overflow", 2)]
+            advice = learner.status().advice
+            assert advice.startswith("4 trajectories were not learned from because the versions that made them")
+            for words in (
+                "max_staleness = 1",
+                "ask for policy",
+                "2 trajectories were not learned from because the buffer",
+            ):
+                assert words in advice
+        async with running(settings, start=False) as side:
+            status = side.learner.status()
+            assert (status.dropped_stale, status.advice) == (4, advice), "restarts do not forget"
+
+    asyncio.run(test())
+
+
+@on_a_loop
+async def test_of_what_is_posted_every_trajectory_is_learned_from_or_told_why_not(tmp_path: Path) -> None:
+    async with running(config(tmp_path, max_staleness=2), start=False) as side:
+        update = side.learner.update
+        for number in (1, 2, 3):
+            assert (await update(group(number))).dropped_at == {}
+        posted = [*group(4, version=4), *group(1), *group(5, rewards=(1.0, 1.0), version=4), *group(6), *group(7)[:1]]
+        posted[-1] = Trajectory("alone", "g7", (1,), (9,), (), (), (), 1.0, 1.0, external=True)
+        report = await update(posted)
+        assert report.outcome == "published" and report.trajectories == 2
+        assert report.dropped_at == {"duplicate": (2, 3), "stale": (6, 7), "equal_rewards": (4, 5, 8)}
+        assert (report.dropped, report.skipped_groups) == ({"stale": 2, "duplicate": 2}, 2)
+        assert side.learner.history[-1].dropped_at == {}, "thousands of positions are for who asked"
+        again = await update(posted[4:6])
+        assert (again.outcome, again.dropped_at) == ("skipped", {"equal_rewards": (0, 1)}), "it may be brought again"
+        twin = Trajectory("t5-1", "g5", (1,), (9,), (), (), (4,), 1.0, 0.0, external=True)
+        assert (await update([posted[4], twin])).outcome == "published", "with other rewards"

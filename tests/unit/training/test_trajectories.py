@@ -1,0 +1,294 @@
+"""The buffer is bounded, hands nothing out twice and nothing too old; what comes from outside is checked by field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from mlx_tandem.config import RLTrainingConfig
+from mlx_tandem.decode import convert
+from mlx_tandem.dialects.training.bodies import UpdateBody
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.training.device.trainers import MLXTrainers
+from mlx_tandem.training.external import check_external
+from mlx_tandem.training.online.advantages import RECIPES, batches
+from mlx_tandem.training.trajectories import Buffer, Trajectory, staleness
+
+CAPACITY = 10
+MAX_STALENESS = 2
+
+
+def trajectory(id: str, group: str, reward: float = 0.0, version: int = 1) -> Trajectory:
+    return Trajectory(id, group, (1, 2), (3, 4), (-1.0, -0.5), (-1.0, -0.5), (version, version), 1.0, reward)
+
+
+class BufferMachine(RuleBasedStateMachine):
+    """Groups of known and unknown size arrive in pieces, the version moves, updates take, and now and then everything
+    is made again from what was held and seen, as after a restart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer = Buffer(CAPACITY)
+        self.ids = 0
+        self.version = 1
+        self.taken: set[str] = set()
+        self.gone: set[str] = set()
+
+    @rule(group=st.sampled_from("abc"), reward=st.sampled_from([0.0, 1.0]), size=st.sampled_from([0, 0, 1, 3]))
+    def arrive(self, group: str, reward: float, size: int) -> None:
+        self.ids += 1
+        assert self.buffer.add(trajectory(f"t{self.ids}", group, reward, self.version), size)
+
+    @rule(group=st.sampled_from("de"), rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4))
+    def arrive_at_once(self, group: str, rewards: list[float]) -> None:
+        self.ids += 1
+        for i, reward in enumerate(rewards):
+            self.buffer.add(trajectory(f"t{self.ids}.{i}", f"{group}{self.ids}", reward, self.version), len(rewards))
+        held = [t for t, _ in self.buffer.held if t.group == f"{group}{self.ids}"]
+        assert len(held) == (len(rewards) if len(set(rewards)) > 1 else 0), "whole, or there is nothing to learn"
+
+    @rule()
+    def arrive_again(self) -> None:
+        before = self.buffer.held
+        for id in [t.id for t, _ in before] + list(self.taken):
+            assert not self.buffer.add(trajectory(id, "a", 0.5, self.version))
+        assert self.buffer.held == before
+
+    @rule()
+    def publish(self) -> None:
+        self.version += 1
+
+    @rule(count=st.integers(1, 12))
+    def take(self, count: int) -> None:
+        usable = self.buffer.usable
+        taken = self.buffer.take(count, self.version, MAX_STALENESS)
+        got = [t for g in taken.groups for t in g]
+        assert not {t.id for t in got} & (self.taken | self.gone), "twice"
+        assert all(staleness(t.versions, self.version) <= MAX_STALENESS for t in got)
+        assert all(len({t.reward for t in g}) > 1 and len({t.group for t in g}) == 1 for g in taken.groups)
+        assert sum(len(g) for g in taken.groups[:-1]) < count, "no more groups than were asked for"
+        assert len(got) >= min(count, usable if not taken.stale else 0), "progress"
+        self.taken |= {t.id for t in got}
+        self.gone |= set(taken.stale)
+
+    @rule()
+    def restart(self) -> None:
+        again = Buffer(CAPACITY)
+        for t, size in self.buffer.held:
+            assert again.add(t, size)
+        again.remember(self.buffer.seen)
+        assert again.held == self.buffer.held
+        assert again.seen == self.buffer.seen
+        assert again.usable == self.buffer.usable
+        self.buffer = again
+
+    @invariant()
+    def bounded_and_fresh(self) -> None:
+        ids = {t.id for t, _ in self.buffer.held}
+        assert len(ids) == len(self.buffer) <= CAPACITY
+        assert not ids & (self.taken | self.gone)
+        groups: dict[str, list[Trajectory]] = {}
+        sizes: dict[str, int] = {}
+        for t, size in self.buffer.held:
+            groups.setdefault(t.group, []).append(t)
+            sizes[t.group] = size
+        ready = [
+            g for n, g in groups.items() if len({t.reward for t in g}) > 1 and (not sizes[n] or len(g) >= sizes[n])
+        ]
+        assert self.buffer.usable == sum(map(len, ready))
+
+
+BufferMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestBuffer = BufferMachine.TestCase
+
+
+def test_oldest_groups_go_first_and_whole():
+    buffer = Buffer(5)
+    for i, (group, reward) in enumerate([("a", 0), ("a", 1), ("b", 0), ("b", 1), ("c", 0), ("c", 1)]):
+        buffer.add(trajectory(str(i), group, reward))
+    assert [t.group for t, _ in buffer.held] == ["b", "b", "c", "c"]
+    assert buffer.counts.dropped_overflow == 2
+    assert [[t.id for t in g] for g in buffer.take(1, 1, 0).groups] == [["2", "3"]]
+    assert [[t.id for t in g] for g in buffer.take(9, 1, 0).groups] == [["4", "5"]]
+    assert buffer.counts.taken == 4 and buffer.counts.collected == 6
+
+
+def test_a_group_of_known_size_waits_for_its_last():
+    buffer = Buffer(10)
+    for i, reward in enumerate([0, 1, 1]):
+        assert not buffer.take(9, 1, 9).groups
+        buffer.add(trajectory(str(i), "g", reward), 3)
+    assert len(buffer.take(9, 1, 9).groups[0]) == 3
+
+
+def test_a_group_without_variance_is_skipped_once_it_is_complete():
+    buffer = Buffer(10)
+    buffer.add(trajectory("alone", "one", 1.0), 1)
+    assert (len(buffer), buffer.counts.skipped_groups) == (0, 1)
+    buffer.add(trajectory("0", "filling", 1.0))
+    buffer.add(trajectory("1", "filling", 1.0))
+    assert not buffer.take(9, 1, 9).groups and len(buffer) == 2, "it may still vary"
+    buffer.add(trajectory("2", "filling", 0.0))
+    assert len(buffer.take(9, 1, 9).groups[0]) == 3
+
+
+def test_the_stale_are_dropped_and_their_fresh_siblings_stay():
+    buffer = Buffer(10)
+    for i, version in enumerate([1, 2, 5, 5, 9]):
+        buffer.add(trajectory(str(i), "g", i % 2, version))
+    taken = buffer.take(9, 5, 3)
+    assert taken.stale == ("0", "4"), "4 is of a version that was rolled back"
+    assert [t.id for t in taken.groups[0]] == ["1", "2", "3"]
+    assert buffer.counts.dropped_stale == 2
+    assert not buffer.add(trajectory("0", "g", 0, 5)), "dropped ids are known, too"
+
+
+@given(st.permutations(range(6)), st.integers(0, 6))
+def test_removing_what_was_taken_is_as_good_as_taking_it(order: list[int], count: int):
+    """Replaying a journal: `remove` with the ids of an update leaves the buffer as `take` has."""
+    one, two = Buffer(10), Buffer(10)
+    for buffer in (one, two):
+        for i in order:
+            buffer.add(trajectory(str(i), f"g{i // 2}", float(i % 2)), 2)
+    taken = one.take(count, 1, 9)
+    two.remove(t.id for g in taken.groups for t in g)
+    assert (one.held, one.seen, one.usable) == (two.held, two.seen, two.usable)
+
+
+GOOD: dict[str, Any] = {"prompt_token_ids": [1, 2], "token_ids": [3, 4], "reward": 0.5}
+
+
+def encode_prompt(prompt: str | list[dict[str, Any]]) -> list[int]:
+    """A template that takes one message of a user, and begins with a token of its own."""
+    if isinstance(prompt, str):
+        return [9] + [5] * len(prompt)
+    for i, message in enumerate(prompt):
+        if message["role"] != "user":
+            raise InvalidRequest("only users speak", param=f"messages[{i}].role")
+    if len(prompt) > 1:
+        raise InvalidRequest("the template refuses it", param="messages")
+    return [9] + [5] * len(prompt[0]["content"])
+
+
+def check(*items: dict[str, Any]) -> Sequence[Trajectory]:
+    return check_external(
+        convert({"trajectories": list(items)}, UpdateBody).trajectories,
+        vocab_size=10,
+        max_tokens=6,
+        newest_version=3,
+        encode_prompt=encode_prompt,
+        encode_completion=lambda text: [6] * len(text),
+    )
+
+
+def test_external_trajectories():
+    a, b, c = check(
+        GOOD | {"id": "mine", "logprobs": [-1, -0.5], "versions": [0, 3], "temperature": 0.7},
+        GOOD | {"reward": -2},
+        {"prompt": "ab", "completion": "xy", "reward": 1, "group": "g/1"},
+    )
+    assert (a.id, a.prompt, a.tokens, a.versions, a.temperature, a.reward) == ("mine", (1, 2), (3, 4), (0, 3), 0.7, 0.5)
+    assert a.external and a.logprobs == () == a.model_logprobs, "never believed"
+    assert a.group == b.group != c.group == "g/1", "the same prompt is one group unless it says otherwise"
+    assert b.id.startswith("traj-") and b.id != c.id and b.reward == -2.0
+    assert (c.prompt, c.tokens) == ((9, 5, 5), (6, 6))
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"reward": math.nan}, "trajectories[1].reward"),
+        ({"reward": math.inf}, "trajectories[1].reward"),
+        ({"reward": -1.1e6}, "trajectories[1].reward"),
+        ({"temperature": 0.0}, "trajectories[1].temperature"),
+        ({"temperature": 0.0001}, "trajectories[1].temperature"),
+        ({"temperature": 0.0099}, "trajectories[1].temperature"),
+        ({"temperature": math.nan}, "trajectories[1].temperature"),
+        ({"temperature": 2.1}, "trajectories[1].temperature"),
+        ({"logprobs": [-1.0]}, "trajectories[1].logprobs"),
+        ({"logprobs": [-1.0, 0.1]}, "trajectories[1].logprobs[1]"),
+        ({"logprobs": [-math.inf, -1.0]}, "trajectories[1].logprobs[0]"),
+        ({"versions": [1]}, "trajectories[1].versions"),
+        ({"versions": [1, -1]}, "trajectories[1].versions[1]"),
+        ({"versions": [2**54, 1]}, "trajectories[1].versions[0]"),
+        ({"versions": [3, 4]}, "trajectories[1].versions[1]"),
+        ({"versions": [999, 999]}, "trajectories[1].versions[0]"),
+        ({"id": "../x"}, "trajectories[1].id"),
+        ({"id": ""}, "trajectories[1].id"),
+        ({"group": "a b"}, "trajectories[1].group"),
+        ({"group": "a" * 129}, "trajectories[1].group"),
+        ({"token_ids": []}, "trajectories[1].token_ids"),
+        ({"token_ids": [10]}, "trajectories[1].token_ids[0]"),
+        ({"prompt_token_ids": [1, -1]}, "trajectories[1].prompt_token_ids[1]"),
+        ({"prompt_token_ids": [1] * 5}, "trajectories[1]"),
+        ({"prompt": "both"}, "trajectories[1].prompt_token_ids"),
+        ({"token_ids": None}, "trajectories[1].completion"),
+        ({"token_ids": None, "completion": ""}, "trajectories[1].completion"),
+        ({"prompt_token_ids": []}, "trajectories[1].prompt_token_ids"),
+        ({"prompt_token_ids": None, "prompt": ""}, "trajectories[1].prompt"),
+        ({"prompt_token_ids": None, "prompt": []}, "trajectories[1].prompt"),
+        ({"prompt_token_ids": None, "prompt": [{"role": "evil", "content": "x"}]}, "trajectories[1].prompt[0].role"),
+        ({"prompt_token_ids": None, "prompt": [{"content": "x"}]}, "trajectories[1].prompt[0].role"),
+        ({"prompt_token_ids": None, "prompt": [{"role": "user"}]}, "trajectories[1].prompt[0].content"),
+        ({"prompt_token_ids": None, "prompt": [{"role": "user", "content": 3}]}, "trajectories[1].prompt[0].content"),
+        ({"prompt_token_ids": None, "prompt": [{"role": "tool", "content": "x"}]}, "trajectories[1].prompt[0].role"),
+        ({"prompt_token_ids": None, "prompt": [{"role": "user", "content": "x"}] * 2}, "trajectories[1].prompt"),
+    ],
+)
+def test_what_is_wrong_is_named(change: dict[str, Any], param: str):
+    with pytest.raises(InvalidRequest) as e:
+        check(GOOD, GOOD | change)
+    assert e.value.param == (param.rsplit("[", 1)[0] if "ids[" in param else param)
+    assert e.value.message.startswith((param, "give either", e.value.param))
+
+
+def test_an_id_that_comes_twice_in_one_post_is_refused():
+    with pytest.raises(InvalidRequest, match=r"trajectories\[2\]\.id is also the id of trajectories\[0\]") as e:
+        check(GOOD | {"id": "a"}, GOOD | {"id": "b"}, GOOD | {"id": "a"})
+    assert e.value.param == "trajectories[2].id"
+
+
+VALUES: dict[str, st.SearchStrategy[Any]] = {
+    "prompt_token_ids": st.none() | st.lists(st.integers(-1, 11), max_size=7),
+    "token_ids": st.none() | st.lists(st.integers(-1, 11), max_size=7),
+    "prompt": st.none() | st.text("ab", max_size=6) | st.just([{"role": "user", "content": "a"}]),
+    "completion": st.none() | st.text("ab", max_size=6),
+    "temperature": st.floats(-1, 3) | st.floats(0, 0.02),
+    "reward": st.floats(-2e6, 2e6) | st.sampled_from([math.nan, math.inf, 0.5]),
+    "versions": st.none() | st.lists(st.integers(-1, 5), max_size=3),
+    "logprobs": st.none() | st.lists(st.floats(-9, 0.1), max_size=3),
+}
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.fixed_dictionaries({}, optional=VALUES), min_size=1, max_size=3), st.sampled_from(list(RECIPES)))
+def test_whatever_is_accepted_the_trainer_takes(changes: list[dict[str, Any]], algorithm: str):
+    """A post is refused with a name or passes the engine's own check: one trajectory cannot cost all their update."""
+    accepted: Sequence[Trajectory] = ()
+    refused: InvalidRequest | None = None
+    try:
+        accepted = check(*(GOOD | change for change in changes))
+    except InvalidRequest as e:
+        refused = e
+    if refused is not None:
+        assert refused.param is not None
+        assert refused.param.startswith("trajectories[") and refused.param in refused.message
+        return
+    device: Any = SimpleNamespace(_most_tokens=6, _vocab_size=10)
+    for batch in batches([accepted], RLTrainingConfig(algorithm=algorithm)):  # type: ignore[arg-type]
+        for datum in batch.data:
+            MLXTrainers._check(device, datum, batch, "datum")
+
+
+def test_how_many_may_come_at_once():
+    for items in ([], [GOOD] * 4097):
+        with pytest.raises(InvalidRequest) as e:
+            check(*items)
+        assert e.value.param == "trajectories"
