@@ -1,4 +1,4 @@
-"""What the `model` of a request can be: the base by its names, adapters and their versions, and aliases over them.
+"""The names that a request's `model` can be: the base's, those of adapters and their versions, and aliases.
 
 Adapters that the settings name are read at start. Those under the adapter root are known by their folder's name and
 read when they are first asked for. Paths never come from a request unless they lie under that root.
@@ -52,7 +52,7 @@ _BASE_STATUS: dict[State, Status] = {
 
 @dataclass(frozen=True)
 class Selection:
-    """What a request's `model` stands for. `entry` None: the base. `arm`: the alias's arm that led there, if any."""
+    """The model that a request runs under. `entry` None: the base. `arm`: the alias's arm that led there, if any."""
 
     entry: Entry | None
     arm: AliasArm | None = None
@@ -63,12 +63,12 @@ class Selection:
 
     @property
     def counters(self) -> list[Counters]:
-        """Everything that counts what is done with it."""
+        """Return all counters of what is done with it."""
         return [x.counters for x in (self.entry, self.arm) if x is not None]
 
 
 class Models:
-    """`bring_up` is what the engine client runs whenever an engine is ready."""
+    """The models of one server. `bring_up` has to be run whenever a fresh engine is ready."""
 
     def __init__(self, config: Config, client: EngineClient):
         folder = Path(config.engine.model.path)
@@ -98,7 +98,7 @@ class Models:
     # -- what a request means -----------------------------------------------------------------------------------
 
     async def select(self, model: str | None, user: str | None = None) -> Selection:
-        """What `model` stands for now. Raises NotFound (`model_not_found`).
+        """Return what `model` stands for now. Raises NotFound (`model_not_found`).
 
         `user` keeps a caller on one arm of an alias. An adapter that was never used is read from its folder first.
         """
@@ -113,8 +113,8 @@ class Models:
         return Selection(None if model == BASE else await self.entry(model), arm)
 
     async def select_adapter(self, adapter: str, model: str | None, user: str | None = None) -> Selection:
-        """What `lora_adapter` stands for now. `model`, beside it, may name the base or the same version; else this
-        raises InvalidRequest."""
+        """Return what `lora_adapter` stands for now. Raises InvalidRequest when `model` names neither the base nor the
+        same version."""
         with renamed(model="lora_adapter"):
             chosen = await self.select(adapter, user)
         if model is None or model in self.base_names or model == adapter:
@@ -146,7 +146,7 @@ class Models:
         return self.id if adapter is None else adapter.label
 
     async def entry(self, selector: str) -> Entry:
-        """What `name` or `name@version` selects, read from its folder first when nobody has asked for it yet."""
+        """Return the version that `name` or `name@version` selects, read from its folder when it is first asked for."""
         try:
             entry = self.registry.entry(selector)
             if entry.ref.digest in self._lost:
@@ -188,7 +188,7 @@ class Models:
             await self._let_go(info.digest)
 
     def _unread(self, name: str) -> AdapterSource | None:
-        """The folder of a name that has no version yet: announced, or new under the root."""
+        """Return the folder of a name that has no version yet, announced or new under the root; None: there is none."""
         registry = self.registry
         if registry.is_read(name) or registry.was_removed(name) or self._is_reserved(name) or name in self.aliases:
             return None
@@ -204,8 +204,8 @@ class Models:
     # -- adapters -----------------------------------------------------------------------------------------------
 
     def source(self, name: str, path: str | None) -> AdapterSource:
-        """Where a caller's adapter is: the known folder of `name`, or `path` under the root. Raises InvalidRequest
-        naming `path`, NotFound naming `name`."""
+        """Return where a caller's adapter is: the known folder of `name`, or `path` under the root. Raises
+        InvalidRequest naming `path`, NotFound naming `name`."""
         self._check(name)
         if path is None:
             found = self.registry.source(name) or self._under_root(name)
@@ -324,14 +324,14 @@ class Models:
     # -- versions that are made here ----------------------------------------------------------------------------
 
     def made(self, name: str, source: AdapterSource | None, info: AdapterInfo, number: int = 0) -> AdapterRef:
-        """`name` stands for content that the engine has made, or has again, from the next request on. `source`: a
-        folder that has it, too; `number`: that it had before."""
+        """Let `name` stand, from the next request on, for content that the engine has made or has again. `source`: a
+        folder that also has it; `number`: the version's number if it had one before."""
         ref = self.registry.publish(name, source, info, number=number)
         self._found(ref)
         return ref
 
     def reserve(self, name: str, info: AdapterInfo, number: int = 0) -> AdapterRef:
-        """A version for content that the engine has made, which `name` does not stand for yet."""
+        """Return a version for content that the engine has made and `name` does not stand for yet."""
         ref = self.registry.reserve(name, info, number)
         self._found(ref)
         return ref
@@ -341,28 +341,28 @@ class Models:
         self._tell(ref.digest)
 
     async def retire(self, ref: AdapterRef) -> None:
-        """Nobody may ask for this version any more. Requests that run under it are finished."""
+        """Forget a version, so that nobody may ask for it. Requests that run under it are finished."""
         self.registry.retire(ref)
         self._quota.forget((ref,))
         await self._let_go(ref.digest)
 
     def saved(self, name: str, source: AdapterSource, info: AdapterInfo) -> None:
-        """This content of the trained adapter also lies in a folder, and is known as `name`, too."""
+        """Note that this content of the trained adapter also lies in a folder, and serve it as `name`, too."""
         for entry in self.registry.holders(info.digest):
             if entry.name == self._trained:
                 entry.source = source
         self._publish(name, source, info)
 
     def shelve(self, versions: dict[str, AdapterSource]) -> None:
-        """All versions of the trained adapter, by label, that lie in checkpoints: each is read when it is asked for."""
+        """Set the trained adapter's versions, by label, that lie in checkpoints. Each is read when it is asked for."""
         self._shelf = versions
 
     def shelved(self, label: str) -> AdapterSource | None:
-        """The checkpoint that has this version."""
+        """Return the checkpoint that has this version; None: there is none."""
         return self._shelf.get(label)
 
     async def unsaved(self, name: str, source: AdapterSource) -> None:
-        """The folder of `saved` is gone, and no longer on the shelf."""
+        """Note that the folder of `saved` is gone, and no longer on the shelf."""
         for label in [label for label in self._reread if label not in self._shelf]:
             self._reread.discard(label)
             with contextlib.suppress(Conflict, NotFound):
@@ -375,7 +375,7 @@ class Models:
             await self._remove(name)
 
     def expect(self, labels: Iterable[str]) -> None:
-        """These versions are being made again: who asks for one is told so until `drop_lost`."""
+        """Note that these versions are being made again: who asks for one is told so until `drop_lost`."""
         self._expected = frozenset(labels)
 
     async def drop_lost(self) -> None:

@@ -12,7 +12,7 @@ from mlx_tandem.types import Delta, FinishReason, SamplingParams, TokenLogprob
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How the tokens of a choice become its text."""
+    """Options for turning the tokens of a choice into its text."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False  # what ended the choice is part of its text
@@ -29,7 +29,7 @@ class TextOptions:
 
 
 class ChoiceText:
-    """Turns deltas into text pieces. Finished when `finish` is set.
+    """A choice whose deltas become pieces of text. It has ended when `finish` is set.
 
     When a stop string ends the choice, `stopped` is set as well: the engine does not know yet, so the caller cancels
     the choice there. `last_tokens` and `last_logprobs` are the tokens that the last piece covers.

@@ -26,7 +26,7 @@ from mlx_tandem.types import Delta
 
 
 class Reply:
-    """The common half: admission, submission, text, metrics, cancellation."""
+    """The common base of replies: admission, submission, metrics, cancellation."""
 
     def __init__(self, front: ServerFront, plan: Plan):
         self._front = front
