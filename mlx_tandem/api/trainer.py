@@ -193,7 +193,7 @@ async def open_trainer(
 ) -> Trainer:
     """Open a trainer as `Engine.trainer` promises, and put its name among those `opened`."""
     if name not in front.models.registry:
-        front.models.check_free(name)
+        front.models.rules.check_free(name)
     limits.check("trainer_seed", seed, "seed")
     if opened.get(name) == front.client.restarts:
         raise Conflict(f"a trainer {name!r} is open; close it first, or choose another name", param="name")

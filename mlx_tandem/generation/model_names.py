@@ -33,6 +33,7 @@ from mlx_tandem.errors import (
 from mlx_tandem.explain import did_you_mean
 from mlx_tandem.generation.adapter_root import AdapterRoot
 from mlx_tandem.generation.first_reads import FirstReads
+from mlx_tandem.generation.name_rules import NameRules
 from mlx_tandem.generation.quota import AdapterQuota
 from mlx_tandem.limits import BASE, BASE_NAMES
 from mlx_tandem.log import log
@@ -77,9 +78,10 @@ class Models:
         """The base's own name."""
         self.served_names = tuple(n for n in names if n != self.id)
         self.base_names = frozenset((*BASE_NAMES, folder.resolve().name, config.engine.model.path, *names))
-        self._reserved = frozenset(name.casefold() for name in self.base_names)
         self.registry = Registry()
         self.aliases = Aliases()
+        self._trained = config.rl_training.adapter if config.rl_training.enabled else None
+        self.rules = NameRules(self.base_names, self.registry, self.aliases, self._trained)
         self._quota = AdapterQuota(config, self.registry)
         self._config = config
         self._client = client
@@ -89,11 +91,7 @@ class Models:
         self._shelf: dict[str, AdapterSource] = {}  # versions of the trained adapter that lie in checkpoints
         self._reread: set[str] = set()  # those of them that were read because somebody has asked for them
         self._expected: frozenset[str] = frozenset()  # versions of an earlier server that are being made again
-        self._trained = config.rl_training.adapter if config.rl_training.enabled else None
         self._checkpoints = os.path.abspath(config.checkpointing.checkpoint_dir)
-        self.is_checkpoint: Callable[[str], bool] = lambda name: False
-        """Whether a name belongs to the checkpoints of a server that learns, so that nothing else may have it."""
-        self._is_up = False
 
     # -- what a request means -----------------------------------------------------------------------------------
 
@@ -190,7 +188,7 @@ class Models:
     def _unread(self, name: str) -> AdapterSource | None:
         """Return the folder of a name that has no version yet, announced or new under the root; None: there is none."""
         registry = self.registry
-        if registry.is_read(name) or registry.was_removed(name) or self._is_reserved(name) or name in self.aliases:
+        if registry.is_read(name) or registry.was_removed(name) or self.rules.is_reserved(name) or name in self.aliases:
             return None
         return registry.source(name) or self._under_root(name)
 
@@ -199,14 +197,14 @@ class Models:
             self.registry.check(name)
         except InvalidRequest:
             return None
-        return None if self.is_checkpoint(name) else self._root.find(name)
+        return None if self.rules.is_checkpoint(name) else self._root.find(name)
 
     # -- adapters -----------------------------------------------------------------------------------------------
 
     def source(self, name: str, path: str | None) -> AdapterSource:
         """Return where a caller's adapter is: the known folder of `name`, or `path` under the root. Raises
         InvalidRequest naming `path`, NotFound naming `name`."""
-        self._check(name)
+        self.rules.check_adapter(name)
         if path is None:
             found = self.registry.source(name) or self._under_root(name)
             if found is None:
@@ -221,14 +219,14 @@ class Models:
     ) -> Entry:
         """Read a folder and make it the current version of `name`; requests that run keep theirs. `check` raises what
         the caller has against it, now and when it was read. Raises Conflict, QuotaExceeded."""
-        limited = self._is_up  # at the start it is the operator who names adapters
-        self._check(name)
+        limited = self.rules.is_up  # at the start it is the operator who names adapters
+        self.rules.check_adapter(name)
         check()
         if limited:
             self._quota.check(name)
         info = await self._client.load_adapter(source)
         try:  # again: much may have happened meanwhile
-            self._check(name)
+            self.rules.check_adapter(name)
             check()
             if limited:
                 self._quota.check(name, info.digest)
@@ -241,44 +239,6 @@ class Models:
         if limited:
             self._quota.note(entry.ref)
         return entry
-
-    def _check(self, name: str) -> None:
-        """Raise unless an adapter may be called `name`, be it one that is there already."""
-        self._check_others(name)
-        self._check_no_checkpoint(name)
-
-    def _check_others(self, name: str) -> None:
-        """Raise if `name` is no name of an adapter, or that of the base, an alias or the trained adapter."""
-        self.registry.check(name)
-        self._check_reserved(name)
-        if name in self.aliases:
-            raise Conflict(f"{name!r} is the name of an alias", param="name")
-        self._check_untrained(name)
-
-    def _is_reserved(self, name: str) -> bool:
-        """Return whether `name` is one of the base model's, in whatever case."""
-        return name.casefold() in self._reserved
-
-    def _check_reserved(self, name: str) -> None:
-        """Raise Conflict when `name` is one of the base model's, in whatever case."""
-        if name in self.base_names:
-            raise Conflict(f"{name!r} is the name of the base model", param="name")
-        if self._is_reserved(name):
-            raise Conflict(f"{name!r} differs from a name of the base model in case only", param="name")
-
-    def check_free(self, name: str) -> None:
-        """Raise unless nothing is called `name`, so that a new checkpoint may be."""
-        self._check_others(name)
-        if name in self.registry:
-            raise Conflict(f"{name!r} is the name of an adapter", param="name")
-
-    def _check_no_checkpoint(self, name: str) -> None:
-        if self.is_checkpoint(name):
-            raise Conflict(f"{name!r} is the name of a checkpoint of this server", param="name")
-
-    def _check_untrained(self, name: str) -> None:
-        if name == self._trained and self._is_up:  # before that it may be what training begins with
-            raise Conflict(f"{name!r} is trained by this server", param="name")
 
     def _publish(self, name: str, source: AdapterSource, info: AdapterInfo, pin: bool = False) -> Entry:
         ref = self.registry.publish(name, source, info, pin)
@@ -298,8 +258,8 @@ class Models:
     async def unload(self, name: str) -> list[AdapterRef]:
         """Forget a name and all its versions. Requests that run are finished. Raises Conflict for what is trained here
         and for a checkpoint, which is there as long as its folder is."""
-        self._check_untrained(name)
-        self._check_no_checkpoint(name)
+        self.rules.check_untrained(name)
+        self.rules.check_no_checkpoint(name)
         return await self._remove(name)
 
     async def _remove(self, name: str) -> list[AdapterRef]:
@@ -392,7 +352,7 @@ class Models:
 
     async def put_alias(self, name: str, arms: Sequence[Arm]) -> tuple[AliasArm, ...]:
         """Let `name` stand for these arms from the next request on; their adapters are read before."""
-        self._check_alias(name)
+        self.rules.check_alias(name)
         for i, arm in enumerate(arms[: limits.MAX_ARMS]):
             if arm.adapter != BASE:
                 try:
@@ -400,21 +360,14 @@ class Models:
                 except NotFound as e:
                     e.param = f"arms[{i}].adapter"
                     raise
-        self._check_alias(name)  # again: an adapter may have taken it meanwhile
+        self.rules.check_alias(name)  # again: an adapter may have taken it meanwhile
         return self.aliases.put(name, arms)
-
-    def _check_alias(self, name: str) -> None:
-        """Raise Conflict when `name` is taken by the base model or an adapter."""
-        self._check_reserved(name)
-        if name in self.registry:
-            raise Conflict(f"{name!r} is the name of an adapter", param="name")
-        self._check_no_checkpoint(name)
 
     # -- the engine's life --------------------------------------------------------------------------------------
 
     async def bring_up(self) -> None:
         """Bring a fresh engine to where the registry is; at the first start, to where the settings say."""
-        if self._is_up:
+        if self.rules.is_up:
             for current in self.registry.entries():
                 for entry in self.registry.versions(current.name):
                     digest = entry.ref.digest
@@ -437,7 +390,7 @@ class Models:
         default = self._config.server.default_adapter
         if default and default not in self.aliases and default != BASE:
             await self.entry(default)
-        self._is_up = True
+        self.rules.is_up = True
 
     def _announce_root(self) -> None:
         """Make every adapter folder under the root known by its name; what is not a legal name is passed over."""
@@ -446,8 +399,8 @@ class Models:
             if name in self.base_names:
                 continue
             try:
-                self._check_no_checkpoint(name)
-                self._check_reserved(name)
+                self.rules.check_no_checkpoint(name)
+                self.rules.check_reserved(name)
                 self.registry.announce(name, source)
                 found += 1
             except InvalidRequest as e:

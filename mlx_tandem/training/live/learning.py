@@ -110,7 +110,7 @@ class Serving:
         if name.casefold() in self._named | self._naming:
             raise Conflict(f"there is a checkpoint {name[:64]!r}", param=param, code="checkpoint_exists")
         with renamed(name=param):
-            self._front.models.check_free(name)
+            self._front.models.rules.check_free(name)
 
     @contextlib.contextmanager
     def naming(self, name: str | None, param: str) -> Iterator[None]:
@@ -170,7 +170,7 @@ class Serving:
         """Return whether the checkpoint of this name can be asked for by it."""
         try:
             if name not in self._checkpoints:
-                self._front.models.check_free(name)
+                self._front.models.rules.check_free(name)
         except InvalidRequest as e:
             log("checkpoint not served", checkpoint=name, reason=e.message)
             return False
@@ -231,7 +231,7 @@ class Learning(Serving):
         self.clock = clock
         self.learner = OnlineLearner(front.config, front.client, self, clock=clock)
         self.jobs = Jobs(clock)
-        front.models.is_checkpoint = self.is_checkpoint
+        front.models.rules.is_checkpoint = self.is_checkpoint
         self._outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
         self._counted: UpdateReport | None = None  # the last of those
         self._pace: deque[tuple[float, int]] = deque()  # (time, updates so far)
