@@ -200,10 +200,7 @@ class TrainerHost:
         work = _Work(message, _trainers_of(message), next(self._arrivals))
         self._works[work] = None
         for name in work.trainers:
-            lane = self._lanes.setdefault(name, _Lane())
-            if not lane.queue:
-                lane.milliseconds = max(lane.milliseconds, self._clock)  # time without work earns nothing
-            lane.queue.append(work)
+            self._lanes.setdefault(name, _Lane()).queue.append(work)
 
     def _check(self, message: m.Learning) -> None:
         if self._is_stopped:
@@ -295,8 +292,8 @@ class TrainerHost:
             self._begin_piece(work)
 
     def _begin_piece(self, work: _Work) -> None:
-        """Let the work go on to its next pause. What a trainer did not get while it waited for another that shares a
-        pass with it is not owed to it afterwards."""
+        """Let the work go on to its next pause. What a trainer did not get while it wanted nothing, or waited for
+        another that shares a pass with it, is not owed to it afterwards."""
         self._piece = work
         self._clock = max(self._clock, self._place(work)[0])
         for lane in self._lanes_of(work):

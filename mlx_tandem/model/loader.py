@@ -4,8 +4,10 @@ served.
 
 from __future__ import annotations
 
+import glob
 import logging
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -86,7 +88,8 @@ def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
             module = _random_model(settings)
         else:
             _check_weights(path)
-            module, settings = load_model(path, lazy=True, get_model_classes=lambda config: _classes(config, file))
+            with _without_patterns(path) as plain:
+                module, settings = load_model(plain, lazy=True, get_model_classes=lambda config: _classes(config, file))
         module.eval()
         dtype = _cast(module, config)
     text = settings.get("text_config") or settings
@@ -107,6 +110,18 @@ def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
         min(config.max_model_len or limit, limit),
         _first(text, "num_attention_heads", "n_head") or 32,
     )
+
+
+@contextmanager
+def _without_patterns(path: Path) -> Iterator[Path]:
+    """Yield a path of the same folder without `*`, `?` and `[`, since mlx-lm looks for weights by a pattern of it."""
+    if glob.escape(str(path)) == str(path):
+        yield path
+        return
+    with tempfile.TemporaryDirectory(prefix="tandem-model-") as folder:
+        link = Path(folder) / "model"
+        link.symlink_to(path.resolve(), target_is_directory=True)
+        yield link
 
 
 @contextmanager

@@ -171,3 +171,11 @@ def test_a_family_that_is_not_supported_yet_is_refused_by_name(family: str, tmp_
     with pytest.raises(ModelError, match=family) as e:
         make_engine(folder)
     assert e.value.param == "model_type"
+
+
+def test_a_folder_may_be_named_like_a_pattern(tmp_path: Path) -> None:
+    """Neither what its name would match is loaded, nor nothing."""
+    tiny_models.make(tmp_path / "model a", "llama", seed=1)
+    plain = make_engine(tiny_models.make(tmp_path / "plain", "llama")).run([ask(0, PROMPTS[0])])
+    odd = make_engine(tiny_models.make(tmp_path / "model [ab]*", "llama")).run([ask(0, PROMPTS[0])])
+    assert odd.tokens == plain.tokens

@@ -213,6 +213,17 @@ def test_a_failure_costs_its_own_trainer_its_gradients_and_nobody_else_anything(
     assert len(driver.failures) == (error is DeviceError)
 
 
+def test_slices_behind_one_that_failed_fail_nobody_twice() -> None:
+    """They were launched with its arrays, and the device says the same of each of them."""
+    backend, driver = opened("a", "b")
+    backend.fail_wait = {("a", number): DeviceError("broken") for number in range(2, 8)}
+    driver.host.submit(a_pass(1, "a", [8]))
+    driver.host.submit(a_pass(2, "b", [1]))
+    driver.run()
+    assert sorted(x.call for x in driver.answers) == [1, 2]  # type: ignore[union-attr]
+    assert len(driver.failures) == 1
+
+
 def test_memory_is_admitted_before_anything_is_computed() -> None:
     """A refusal names what the trainer would take, what is left and who has the rest."""
     driver = Driver(Backend(), 3_000_000)

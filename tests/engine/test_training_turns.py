@@ -15,6 +15,7 @@ from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine import pipeline
 from mlx_tandem.engine.learning import AdamParams
+from mlx_tandem.engine.plan import Slice, StepPlan
 from mlx_tandem.engine.time_share import TimeShare
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import AdapterSource
@@ -122,6 +123,26 @@ def test_a_slice_is_launched_behind_the_step_in_flight(
     assert trainers.launched == trainers.waited == 6
     assert all(front.tokens(i) == expected(request(i, max_tokens=12), 0) for i in range(3))
     front.assert_nothing_is_held()
+
+
+def test_a_plan_names_the_slice_that_goes_before_its_step(
+    front: Front, trainers: Slices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its trainers, what it is of, and its number."""
+    plans: list[StepPlan] = []
+    plain = front.runner.launch
+    monkeypatch.setattr(front.runner, "launch", lambda plan: (plans.append(plan), plain(plan))[1])
+    monkeypatch.setattr(front.duty, "may_train", lambda serving, training: training)
+    monkeypatch.setattr(TimeShare, "may_go_on", False)
+    front.send(m.Submit(request(0, max_tokens=12)))
+    front.turn(2)
+    front.send(a_pass(2), m.OptimStep(3, "p", AdamParams(0.1)), m.SettleTrainer(4, "p", True))
+    front.turn(8)
+    named = [("forward_backward", 0), ("forward_backward", 1), ("forward_backward", 2), ("forward_backward", 3)]
+    named += [("optim_step", 0), ("settle", 0)]
+    assert [plan.slice for plan in plans if plan.slice is not None] == [Slice(("p",), *each) for each in named]
+    front.finish()
+    assert front.tokens(0) == expected(request(0, max_tokens=12), 0)
 
 
 def test_a_step_of_many_prompt_tokens_and_a_slice_are_not_under_way_at_once(
