@@ -160,7 +160,6 @@ LARGE: dict[str, str] = {
     "mlx_tandem/server/prometheus.py: _Collector.collect": REWRITTEN,
     "mlx_tandem/training/online/learner.py: Learner": REWRITTEN,
     "mlx_tandem/training/store/checkpoints.py: Checkpoints": REWRITTEN,
-    "mlx_tandem/worker.py: _build": REWRITTEN,
 }
 """What may be larger, and why."""
 
