@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
@@ -26,11 +26,19 @@ from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import TandemError
 from mlx_tandem.files import StorageError
 from mlx_tandem.printable import printable
-from mlx_tandem.types import AdapterSource, MemoryBudget
+from mlx_tandem.types import AdapterSource, EngineInfo, MemoryBudget
 
 if TYPE_CHECKING:
+    from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
+    from mlx_tandem.engine.block_manager import BlockManager
+    from mlx_tandem.engine.cost import CostModel
     from mlx_tandem.kv.disk.opening import Opening
+    from mlx_tandem.kv.groups import CacheGroup
     from mlx_tandem.kv.hashing import Namespace
+    from mlx_tandem.model.build import Built
+    from mlx_tandem.model.footprint import SlotRoom
+    from mlx_tandem.model.lora.uploads import Arrays, Uploads
+    from mlx_tandem.training.device.trainers import MLXTrainers
 
 SWITCH_SECONDS = 5e-4
 """Seconds after which a thread that prepares an adapter yields to the loop, which asks for the interpreter many
@@ -137,32 +145,73 @@ def _built(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
 
 
 def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> EngineCore:
-    from mlx_tandem.adapters import formats
-    from mlx_tandem.adapters.formats import AdapterWeights
     from mlx_tandem.adapters.slots import SlotTable
     from mlx_tandem.adapters.store import AdapterStore
     from mlx_tandem.engine.adapters import Adapters
     from mlx_tandem.engine.loading import Loader
     from mlx_tandem.engine.pipeline import Pipeline
     from mlx_tandem.engine.scheduler import Scheduler
-    from mlx_tandem.engine.tables import Tables
-    from mlx_tandem.engine.tier import STEP_BYTES, Tier
     from mlx_tandem.engine.time_share import TimeShare
     from mlx_tandem.engine.trainers import TrainerHost
-    from mlx_tandem.kv.hashing import Namespace
-    from mlx_tandem.kv.pool import open_pools
-    from mlx_tandem.kv.prefix import PrefixCache
-    from mlx_tandem.model import device
+    from mlx_tandem.kv.groups import open_groups
     from mlx_tandem.model.build import build
-    from mlx_tandem.model.footprint import FORWARD_LAYERS, MICRO_BATCH_TOKENS
-    from mlx_tandem.model.lora.uploads import Arrays
-    from mlx_tandem.training.device import pace
-    from mlx_tandem.training.device.trainers import MLXTrainers
 
     weights: dict[str, AdapterWeights] = {}
     built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]))
     info = built.info
-    pools = open_pools(info.memory, info.block_size)
+    groups = open_groups(info.memory, info.block_size)
+    blocks, opening = _open_blocks(config, info, groups, channel.wake)
+    slots = SlotTable(config.lora.max_loras)
+    scheduler = Scheduler(
+        config.scheduler,
+        blocks,
+        slots,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=info.eos_token_ids,
+        limits=built.step_limits,
+    )
+    time_share = TimeShare(config.duty)
+    trainers = _trainers(config, built)
+    if time_share.learns:
+        _warm_up_learning(channel, config, trainers)
+    cost = scheduler.prefill.cost
+    built.warm_up(cost)
+    tokens = _micro_batch_tokens(channel, config, trainers, cost) if time_share.learns else 0
+    info = msgspec.structs.replace(info, prompt_cost=cost.form, micro_batch_tokens=tokens)
+    store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
+    read = _adapter_reader(config, built.linears, built.layers, built.uploads, built.slot_room)
+    adapters = Adapters(store, Loader(read), slots)
+    host = TrainerHost(
+        trainers,
+        adapters,
+        learns=time_share.learns,
+        most_rank=config.lora.max_lora_rank,
+        budget_bytes=built.trainer_budget,
+    )
+    core = EngineCore(
+        channel,
+        Pipeline(scheduler, built.runner, time_share, host),
+        adapters,
+        Gauges(groups[0].pool, slots, built.memory, built.adapter_bytes),
+        heartbeat_seconds=config.heartbeat_seconds,
+        opening=opening,
+        on_turn=_Watchdog(config.stall_seconds).pat if own_process else lambda: None,
+    )
+    channel.send([m.Ready(info)])
+    return core
+
+
+def _open_blocks(
+    config: EngineConfig, info: EngineInfo, groups: Sequence[CacheGroup], wake: Callable[[], None]
+) -> tuple[BlockManager, Opening | None]:
+    """Return the manager of the groups' blocks with their caches, and the drive's tier while it is being opened."""
+    from mlx_tandem.engine.block_manager import BlockManager
+    from mlx_tandem.engine.tier import STEP_BYTES, Tier
+    from mlx_tandem.kv.hashing import Namespace
+    from mlx_tandem.kv.prefix import PrefixCache
+    from mlx_tandem.model import device
+
     # A model is identified by one digest of all its files, which takes a while to compute. Keys of blocks in memory do
     # not need it, since there is one model. On the drive each model has an index of its own, and blocks name it (see
     # Tier).
@@ -173,40 +222,30 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         block_size=info.block_size,
         kv_bits=config.cache.kv_bits,
         kv_group_size=config.cache.kv_group_size if config.cache.kv_bits < 16 else 0,
-        layout="windows apart" if len(pools) > 1 else "",  # a record on the drive holds a block of each pool
+        layout="windows apart" if len(groups) > 1 else "",  # a record on the drive holds a block of each group
     )
-    caches = [PrefixCache(pool, namespace) for pool in pools] if config.cache.prefix_caching else []
-    opening = _open_tier(config, namespace, channel.wake) if caches else None
+    caches = [PrefixCache(group, namespace) for group in groups] if config.cache.prefix_caching else []
+    opening = _open_tier(config, namespace, wake) if caches else None
     tier = None
     if opening is not None:
-        write_through = config.disk.policy == "write_through"
         tier = Tier(
-            pools,
+            groups,
             caches,
-            [own.block_bytes for own in info.memory.pools],
-            write_through=write_through,
+            write_through=config.disk.policy == "write_through",
             step_bytes=STEP_BYTES[device.kind()],
         )
-    slots = SlotTable(config.lora.max_loras)
-    scheduler = Scheduler(
-        config.scheduler,
-        Tables(pools, caches, tier),
-        slots,
-        max_model_len=info.max_model_len,
-        vocab_size=info.vocab_size,
-        eos_token_ids=info.eos_token_ids,
-        limits=built.step_limits,
-    )
-    linears, layers, uploads, room = (
-        built.linears,
-        built.layers,
-        built.uploads,
-        built.slot_room,
-    )  # taken out of `built`, since functions that other threads call must not hold the model
+    return BlockManager(groups, caches, tier), opening
 
-    def publish(weights: AdapterWeights, served: Arrays) -> None:
-        room.promise(weights.info.rank, weights.tensors)
-        uploads.keep(weights.info.digest, served)
+
+def _adapter_reader(
+    config: EngineConfig, linears: Mapping[str, LinearShape], layers: int, uploads: Uploads, room: SlotRoom
+) -> Callable[[AdapterSource], AdapterWeights]:
+    """Return a function that reads an adapter and prepares its upload.
+
+    Loading threads call it, so it must not hold the model: a thread that still reads when the engine ends would keep
+    the weights in memory.
+    """
+    from mlx_tandem.adapters import formats
 
     def read(source: AdapterSource) -> AdapterWeights:
         weights = formats.read(
@@ -221,57 +260,66 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         uploads.prepare(weights)
         return weights
 
+    return read
+
+
+def _trainers(config: EngineConfig, built: Built) -> Callable[[], MLXTrainers]:
+    """Return a function that makes the trainers of this model when it is first called."""
+    from mlx_tandem.model import device
+    from mlx_tandem.model.footprint import FORWARD_LAYERS, MICRO_BATCH_TOKENS
+    from mlx_tandem.training.device.trainers import MLXTrainers
+
+    uploads, room = built.uploads, built.slot_room  # not `built`: publishing threads must not hold the model
+
+    def publish(weights: AdapterWeights, served: Arrays) -> None:
+        room.promise(weights.info.rank, weights.tensors)
+        uploads.keep(weights.info.digest, served)
+
     @cache
     def trainers() -> MLXTrainers:
         return MLXTrainers(
             built.twin,
             built.adapter_dtype,
-            vocab_size=info.vocab_size,
+            vocab_size=built.info.vocab_size,
             micro_batch_tokens=config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()],
-            most_tokens=info.max_model_len,
+            most_tokens=built.info.max_model_len,
             forward_layers=FORWARD_LAYERS[device.kind()],
             few_shapes=device.is_cuda(),
             prepare=publish,
         )
 
-    time_share = TimeShare(config.duty)
-    if config.duty.trainer_rank and time_share.learns and device.is_cuda():
-        channel.send([m.Progress("warming up learning", 0.0)])
-        try:
-            trainers().warm_up(config.duty.trainer_rank)
-        except Exception as e:  # clients that train are told later; requests are served
-            log.warning("learning could not be warmed up: %r", e)
-    cost = scheduler.prefill.cost
-    built.warm_up(cost)
-    tokens = 0
-    if time_share.learns:
-        tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()]
-        if config.duty.trainer_rank and not config.duty.micro_batch_tokens and device.is_metal():
-            channel.send([m.Progress("timing learning", 0.0)])
-            tokens = trainers().micro_batch_tokens = pace.micro_batch_tokens(
-                lambda tokens: trainers().slowest_slice(config.duty.trainer_rank, tokens), cost.decode(1), tokens
-            )
-    info = msgspec.structs.replace(info, prompt_cost=cost.form, micro_batch_tokens=tokens)
-    store = AdapterStore(weights, most_bytes=int(config.lora.max_cpu_lora_gb * 1e9), most=config.lora.max_cpu_loras)
-    adapters = Adapters(store, Loader(read), slots)
-    host = TrainerHost(
-        trainers,
-        adapters,
-        learns=time_share.learns,
-        most_rank=config.lora.max_lora_rank,
-        budget_bytes=built.trainer_budget,
+    return trainers
+
+
+def _warm_up_learning(channel: EngineChannel, config: EngineConfig, trainers: Callable[[], MLXTrainers]) -> None:
+    """Compile the kernels of learning on CUDA, where that takes long, if it is known that clients will train."""
+    from mlx_tandem.model import device
+
+    if not config.duty.trainer_rank or not device.is_cuda():
+        return
+    channel.send([m.Progress("warming up learning", 0.0)])
+    try:
+        trainers().warm_up(config.duty.trainer_rank)
+    except Exception as e:  # clients that train are told later; requests are served
+        log.warning("learning could not be warmed up: %r", e)
+
+
+def _micro_batch_tokens(
+    channel: EngineChannel, config: EngineConfig, trainers: Callable[[], MLXTrainers], cost: CostModel
+) -> int:
+    """Return the tokens of one micro-batch, as configured or by default; on Metal so that slices delay no decode."""
+    from mlx_tandem.model import device
+    from mlx_tandem.model.footprint import MICRO_BATCH_TOKENS
+    from mlx_tandem.training.device import pace
+
+    tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()]
+    if not config.duty.trainer_rank or config.duty.micro_batch_tokens or not device.is_metal():
+        return tokens
+    channel.send([m.Progress("timing learning", 0.0)])
+    tokens = trainers().micro_batch_tokens = pace.micro_batch_tokens(
+        lambda tokens: trainers().slowest_slice(config.duty.trainer_rank, tokens), cost.decode(1), tokens
     )
-    core = EngineCore(
-        channel,
-        Pipeline(scheduler, built.runner, time_share, host),
-        adapters,
-        Gauges(pools[0], slots, built.memory, built.adapter_bytes),
-        heartbeat_seconds=config.heartbeat_seconds,
-        opening=opening,
-        on_turn=_Watchdog(config.stall_seconds).pat if own_process else lambda: None,
-    )
-    channel.send([m.Ready(info)])
-    return core
+    return tokens
 
 
 def plan(config: EngineConfig) -> tuple[MemoryBudget, int, str]:

@@ -157,7 +157,10 @@ class Pipeline:
                 self._slice = None
             if has_step and plan is not None:
                 launched = time.perf_counter()
-                self._flight = _Flight(plan, self.runner.launch(plan), launched)
+                handle = self.runner.launch(plan)
+                if plan.masked:
+                    self.runner.sample(handle, self.scheduler.masks(plan))
+                self._flight = _Flight(plan, handle, launched)
             if not early:
                 result = self._read(slice_before, before)
         except DeviceError as e:

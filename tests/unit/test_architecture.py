@@ -144,9 +144,9 @@ LARGE: dict[str, str] = {
     "mlx_tandem/cli/bench/commands.py: bench_serve": OPTIONS,
     "mlx_tandem/cli/sft.py: sft": OPTIONS,
     "mlx_tandem/engine/adapters.py: Adapters": REWRITTEN,
+    "mlx_tandem/engine/block_manager.py: BlockManager": REWRITTEN,
     "mlx_tandem/engine/client.py: EngineClient": REWRITTEN,
     "mlx_tandem/engine/scheduler.py: Scheduler": REWRITTEN,
-    "mlx_tandem/engine/tables.py: Tables": REWRITTEN,
     "mlx_tandem/engine/tier.py: Tier": REWRITTEN,
     "mlx_tandem/engine/trainers.py: TrainerHost": REWRITTEN,
     "mlx_tandem/generation/model_names.py: Models": REWRITTEN,
@@ -160,7 +160,6 @@ LARGE: dict[str, str] = {
     "mlx_tandem/server/prometheus.py: _Collector.collect": REWRITTEN,
     "mlx_tandem/training/online/learner.py: Learner": REWRITTEN,
     "mlx_tandem/training/store/checkpoints.py: Checkpoints": REWRITTEN,
-    "mlx_tandem/worker.py: _build": REWRITTEN,
 }
 """What may be larger, and why."""
 
