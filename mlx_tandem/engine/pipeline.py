@@ -212,7 +212,8 @@ class Pipeline:
 
     def _done(self, launched: float, most_ms: float = math.inf) -> float:
         """Return the milliseconds that the device had for what was just read: since its launch, or since what was read
-        before it."""
+        before it.
+        """
         started = max(launched, self._last_done)
         self._last_done = min(time.perf_counter(), started + most_ms / 1e3)
         return (self._last_done - started) * 1e3

@@ -144,7 +144,8 @@ class TrainerQueues:
 
     def _begin_piece(self, work: Work) -> None:
         """Let the work go on to its next pause. What a trainer did not get while it wanted nothing, or waited for
-        another that shares a pass with it, is not owed to it afterwards."""
+        another that shares a pass with it, is not owed to it afterwards.
+        """
         self._piece = work
         self._clock = max(self._clock, self._place(work)[0])
         for lane in self._lanes_of(work):

@@ -202,7 +202,8 @@ class TrainerHost:
 
     def _advance(self, work: Work) -> Wait | tuple[m.Outbound, ...] | None:
         """Launch the next slice of the work and return what waits for it; or do all of it and return its answer, an
-        empty one when another thread will have it. None: it has paused, and another trainer goes first."""
+        empty one when another thread will have it. None: it has paused, and another trainer goes first.
+        """
         if self._backend is None:
             assert self._make is not None
             self._backend = self._make()

@@ -30,11 +30,11 @@ class Codec(Protocol):
     ends: frozenset[int]  # what ends an answer
 
     def text(self, text: str, *, begins: bool) -> list[int]:
-        """`begins`: with what the model expects before a text."""
+        """Return the ids of a text. `begins`: with what the model expects in front of a text."""
         ...
 
     def chat(self, messages: Turns, *, asks: bool) -> list[int]:
-        """`asks`: up to where the assistant speaks."""
+        """Return the ids of a conversation. `asks`: up to where the assistant speaks."""
         ...
 
 
@@ -64,28 +64,37 @@ class Message(Turn, forbid_unknown_fields=True):
 
 
 class Chat(Struct):
+    """An example that is a conversation, of which the assistant's messages are taught."""
+
     messages: list[Message]
 
     def datum(self, codec: Codec) -> Datum:
+        """Return the example as data for a trainer. Raises InvalidRequest."""
         return conversation(codec, self.messages)
 
 
 class Pair(Struct):
+    """An example that is a prompt and its completion, which is taught."""
+
     prompt: str
     completion: str
 
     def datum(self, codec: Codec) -> Datum:
+        """Return the example as data for a trainer. Raises InvalidRequest."""
         return continuation(codec, codec.text(self.prompt, begins=True), codec.text(self.completion, begins=False))
 
     def chat(self) -> Chat:
-        """As a question and its answer."""
+        """Return the pair as a question and its answer."""
         return Chat([Message("user", self.prompt), Message("assistant", self.completion)])
 
 
 class Plain(Struct):
+    """An example that is a text, all of which is taught."""
+
     text: str
 
     def datum(self, codec: Codec) -> Datum:
+        """Return the example as data for a trainer. Raises InvalidRequest."""
         ids = codec.text(self.text, begins=True)
         return continuation(codec, ids[:1], ids[1:])
 
@@ -97,7 +106,7 @@ UNSUPPORTED = ("tools", "functions", "parallel_tool_calls")
 
 
 def parse(value: Mapping[str, Any]) -> Example:
-    """One example out of plain data. Other keys are left alone. Raises InvalidRequest naming the field."""
+    """Return one example from plain data. Other keys are left alone. Raises InvalidRequest naming the field."""
     for key in UNSUPPORTED:
         if value.get(key):
             raise InvalidRequest(f"{key} is not supported", param=key, code="unsupported_parameter")
@@ -109,7 +118,7 @@ def parse(value: Mapping[str, Any]) -> Example:
 
 
 def decode(value: Any, kind: type[S]) -> S:
-    """`value` as `kind`, else InvalidRequest naming the field."""
+    """Return `value` as `kind`. Raises InvalidRequest naming the field."""
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as e:
@@ -117,7 +126,7 @@ def decode(value: Any, kind: type[S]) -> S:
 
 
 def continuation(codec: Codec, prompt: Sequence[int], completion: Sequence[int]) -> Datum:
-    """What follows a prompt, all of it taught, with the end that it leaves out."""
+    """Return a datum that teaches all of a completion, with the end that it leaves out."""
     if not prompt:
         raise InvalidRequest("the prompt is empty", param="prompt")
     taught = [*completion]
@@ -127,10 +136,11 @@ def continuation(codec: Codec, prompt: Sequence[int], completion: Sequence[int])
 
 
 def conversation(codec: Codec, messages: Sequence[Message]) -> Datum:
-    """What the assistant says, except in its first message of all, in those of weight 0, and in earlier ones that the
-    template writes differently once the conversation has gone on.
+    """Return a datum that teaches what the assistant says.
 
-    Raises InvalidRequest when nothing is left to teach, or when the template hides where the last answer begins.
+    Not taught are the first message of all, messages of weight 0, and earlier ones that the template writes differently
+    once the conversation has gone on. Raises InvalidRequest when nothing is left to teach, or when the template hides
+    where the last answer begins.
     """
     if not codec.chats:
         raise InvalidRequest("this model has no chat template; give prompt and completion", param="messages")
@@ -156,12 +166,12 @@ def conversation(codec: Codec, messages: Sequence[Message]) -> Datum:
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many ids at their beginning are the same."""
+    """Return how many ids are the same from the beginning on."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def cut(datum: Datum, length: int) -> Datum | None:
-    """The first `length` tokens; None when nothing that is taught is among them."""
+    """Return the first `length` tokens of a datum; None when nothing that is taught is among them."""
     if len(datum.tokens) <= length:
         return datum
     kept = max(length - datum.prompt_length, 0)

@@ -62,13 +62,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Encoded:
+    """Examples as data for a trainer."""
+
     data: list[Datum]
     shortened: int = 0  # that were longer than allowed
     left_out: int = 0  # of which nothing would have been left to teach
 
 
 def read(path: Path) -> list[Line]:
-    """The examples of a JSONL file. Raises InvalidRequest naming the file and the line."""
+    """Return the examples of a JSONL file. Raises InvalidRequest naming the file and the line."""
     found = []
     try:
         with path.open("rb") as lines:
@@ -97,7 +99,7 @@ def _example(line: bytes) -> Example:
 
 
 def encode(lines: Sequence[Line], codec: Codec, *, max_length: int, raw: bool = False) -> Encoded:
-    """Each example as tokens, cut to `max_length` of them.
+    """Return each example as tokens, cut to `max_length` of them.
 
     A prompt and its completion are a question and its answer in the model's chat form, where it has one and `raw` does
     not say otherwise. Raises InvalidRequest naming the file and the line.
@@ -129,7 +131,7 @@ def _at(place: str) -> Iterator[None]:
 
 
 def split(data: Sequence[Datum], share: float, seed: int) -> tuple[list[Datum], list[Datum]]:
-    """What is learned and what is held out, by lot, at least one each; a share of 0 holds out none.
+    """Return what is learned and what is held out, by lot, at least one each; a share of 0 holds out none.
 
     Examples that are equal stay together, so that none of the held-out ones is learned. Raises InvalidRequest when
     there are too few.
@@ -145,7 +147,9 @@ def split(data: Sequence[Datum], share: float, seed: int) -> tuple[list[Datum], 
 
 
 def batches(data: Sequence[Datum], config: SftConfig, epoch: int) -> list[list[Datum]]:
-    """Everything once, in an order of this epoch's own. An example over `batch_tokens` is a batch by itself."""
+    """Return all data once, in batches, in an order of this epoch's own. An example over `batch_tokens` is a batch by
+    itself.
+    """
     order = list(data)
     random.Random(f"{config.seed}/{epoch}").shuffle(order)
     made: list[list[Datum]] = []
@@ -174,11 +178,14 @@ def rate(config: SftConfig, step: int, steps: int) -> float:
 class Learner(Protocol):
     """What `fit` needs of a trainer."""
 
-    def forward_backward(self, data: Sequence[Datum], loss: LossConfig) -> BatchResult: ...
+    def forward_backward(self, data: Sequence[Datum], loss: LossConfig) -> BatchResult:
+        """Add the gradients of `data` to what the next step uses."""
 
-    def forward(self, data: Sequence[Datum], loss: LossConfig) -> BatchResult: ...
+    def forward(self, data: Sequence[Datum], loss: LossConfig) -> BatchResult:
+        """Compute the same without gradients."""
 
-    def step(self, learning_rate: float, *, weight_decay: float, grad_norm: float) -> StepDone: ...
+    def step(self, learning_rate: float, *, weight_decay: float, grad_norm: float) -> StepDone:
+        """Take one step of the optimiser with the gradients since the last."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +204,8 @@ class Step:
 @dataclass(frozen=True)
 class Evaluation:
     """`loss` of what is held out, in nats per taught token. `best`: the lowest of any step so far. `fell`: by
-    LEAST_FALL or more since it last did, or since the beginning."""
+    LEAST_FALL or more since it last did, or since the beginning.
+    """
 
     step: int
     loss: float
@@ -208,7 +216,7 @@ class Evaluation:
 def fit(
     learner: Learner, train: Sequence[Datum], valid: Sequence[Datum], config: SftConfig
 ) -> Iterator[Step | Evaluation]:
-    """Learn, and say what happened after each step and each look at what is held out (if anything is).
+    """Learn, and yield what happened after each step and each evaluation of what is held out (if anything is).
 
     The first evaluation is that before learning, at step 0. While an evaluation is handed out the learner is in the
     state that was judged. The gradient of a step is that of the mean over its taught tokens, however it is batched.
@@ -288,7 +296,7 @@ def _learn(
 
 
 def evaluate(learner: Learner, data: Sequence[Datum], config: SftConfig) -> float:
-    """The mean loss of a taught token, in nats."""
+    """Return the mean loss of a taught token, in nats."""
     loss = LossConfig("cross_entropy")
     nats = sum(_nats(batch, learner.forward(batch, loss)) for batch in _chunks(data, config.batch_size))
     return nats / _taught(data)

@@ -43,11 +43,12 @@ class Trajectory(Struct, frozen=True, array_like=True):
 
 
 def new_id() -> str:
+    """Return a new id of a trajectory, which nobody can guess."""
     return f"traj-{secrets.token_hex(12)}"
 
 
 def check_label(value: str, param: str) -> str:
-    """`value` when it may be an id or the name of a group."""
+    """Return `value`, an id or the name of a group. Raises InvalidRequest for one that it may not be."""
     if not LABEL.fullmatch(value):
         raise InvalidRequest(
             f"{param} must be 1 to 128 letters, digits and '._:/@-', starting with a letter or digit", param=param
@@ -100,6 +101,8 @@ class Counts(Struct):
 
 
 class Taken(Struct, frozen=True):
+    """What a buffer hands out."""
+
     groups: tuple[tuple[Trajectory, ...], ...]  # to be trained on
     stale: tuple[str, ...]  # ids of what was dropped for its age
 
@@ -148,7 +151,8 @@ class Buffer:
 
     def add(self, trajectory: Trajectory, size: int = 0) -> bool:
         """False: its id was seen before, and nothing is changed. `size`: how many its group will have in all; 0: nobody
-        knows. What was said with the group's first member holds."""
+        knows. What was said with the group's first member holds.
+        """
         if self.knows(trajectory.id):
             self.counts.dropped_duplicate += 1
             return False
@@ -181,7 +185,8 @@ class Buffer:
     def take(self, count: int, current_version: int, max_staleness: int) -> Taken:
         """Whole groups in the order in which they began, until there are `count` trajectories or no usable group is
         left; the last group may go beyond `count`. What is more than `max_staleness` versions away goes first, and its
-        ids are remembered from now on as those of an update are: they may be the oldest that are known."""
+        ids are remembered from now on as those of an update are: they may be the oldest that are known.
+        """
         stale = [
             t.id
             for g in self._groups.values()
@@ -203,7 +208,7 @@ class Buffer:
         return Taken(tuple(groups), tuple(stale))
 
     def remove(self, ids: Iterable[str]) -> None:
-        """Those of `ids` that wait here are gone; their siblings stay, unless nothing can be learned from them."""
+        """Take out those of `ids` that wait here; their siblings stay, unless nothing can be learned from them."""
         touched = set()
         for id in ids:
             name = self._group_of.pop(id, None)

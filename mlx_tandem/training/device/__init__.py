@@ -1,1 +1,1 @@
-"""The device side of learning: gradients of adapters on the served model's own weights"""
+"""The device side of learning: gradients of adapters on the served model's own weights."""

@@ -20,7 +20,8 @@ from mlx_tandem.training.device.losses import TokenBatch
 
 class Part(NamedTuple):
     """The share that a micro-batch has of one batch. `span`: its part of the micro-batch's completion tokens, row after
-    row."""
+    row.
+    """
 
     batch: int
     items: list[Item]

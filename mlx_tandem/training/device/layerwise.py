@@ -83,6 +83,7 @@ class Cut:
     _forward: LayerwiseForward
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        """Return what the layer computes, or what its forward has it hand on."""
         handed = self._forward.pass_on(self, x, args, kwargs)
         out: mx.array = super().__call__(x, *args, **kwargs) if handed is None else handed  # type: ignore[misc]
         return out

@@ -23,7 +23,8 @@ def logprobs(logits: mx.array, target: mx.array, temperature: mx.array | None) -
 
 def _formula(scores: mx.array, target: mx.array) -> tuple[mx.array, mx.array]:
     """Return logprobs and the normaliser, which the gradient needs: at low temperatures a logprob is too coarse to
-    compute it from."""
+    compute it from.
+    """
     normaliser = mx.logsumexp(scores, axis=-1)
     return mx.take_along_axis(scores, target[:, None], axis=-1)[:, 0] - normaliser, normaliser
 

@@ -22,7 +22,8 @@ Pair = tuple[mx.array, mx.array]
 
 class Segment(NamedTuple):
     """Rows start … stop of a batch, and the adapter that they go through: A [in, r] and B [r, out] with the scale in B,
-    of the tree's type."""
+    of the tree's type.
+    """
 
     start: int
     stop: int

@@ -1,1 +1,1 @@
-"""The online loop: collect, score, update, validate, publish, beside a server that goes on serving"""
+"""The online loop: collect, score, update, validate and publish, while a server goes on serving."""

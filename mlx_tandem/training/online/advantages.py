@@ -11,15 +11,17 @@ from mlx_tandem.engine.learning import Batch, Datum, LossConfig, LossKind
 from mlx_tandem.training.trajectories import Trajectory
 
 EPS = 1e-6
-"""Beside the standard deviation of a group's rewards, which is divided by."""
+"""Added to the standard deviation of rewards, so that equal rewards do not divide by zero."""
 
 PASS_TOKENS = 1 << 20
-"""About so many tokens at most are sent to the engine at once."""
+"""About the most tokens that are sent to the engine at once."""
 
 Group = Sequence[Trajectory]
 
 
 class Recipe(NamedTuple):
+    """What an algorithm makes of the loss and of advantages."""
+
     kind: LossKind
     ratio: Literal["token", "sequence"]
     normalize: Literal["token_sum", "token_mean", "sequence_mean"]
@@ -39,7 +41,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def advantages(rewards: Sequence[float], *, unit_variance: bool) -> tuple[float, ...]:
-    """Each reward less their mean, over their standard deviation if asked; zeros when all are the same."""
+    """Return each reward less their mean, over their standard deviation if asked; zeros when all are the same."""
     if min(rewards) == max(rewards):
         return (0.0,) * len(rewards)
     mean = math.fsum(rewards) / len(rewards)
@@ -51,7 +53,7 @@ def advantages(rewards: Sequence[float], *, unit_variance: bool) -> tuple[float,
 
 
 def by_group(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """In the order of each group's first member."""
+    """Return the trajectories by group, in the order of each group's first member."""
     groups: dict[str, list[Trajectory]] = {}
     for t in trajectories:
         groups.setdefault(t.group, []).append(t)
@@ -59,12 +61,15 @@ def by_group(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
 
 
 def varies(group: Group) -> bool:
+    """Return whether the rewards of a group differ."""
     return any(t.reward != group[0].reward for t in group)
 
 
 def batches(groups: Sequence[Group], config: RLTrainingConfig) -> tuple[Batch, ...]:
-    """One update: whole groups, about `update_frequency` completions to a batch, so normalised that the sum of the
-    batches' losses is the mean over all of the update, however it was cut. Groups must vary."""
+    """Return the batches of one update: whole groups, about `update_frequency` completions to a batch.
+
+    The sum of the batches' losses is the mean over all of the update, however it was cut. Groups must vary.
+    """
     recipe = RECIPES[config.algorithm]
     data = [
         _datum(t, advantage)

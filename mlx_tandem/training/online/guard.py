@@ -27,7 +27,7 @@ MEMORY = 8
 
 
 def k3(differences: Iterable[float]) -> float | None:
-    """None of nothing; infinite when a difference is no number."""
+    """Return the mean k3 of these differences of logprobs; None of nothing, infinite when one is no number."""
     total, count = 0.0, 0
     for d in differences:
         count += 1
@@ -36,8 +36,10 @@ def k3(differences: Iterable[float]) -> float | None:
 
 
 def mismatch(trajectories: Sequence[Trajectory], own: Sequence[Sequence[float]], version: int) -> float | None:
-    """k3 of the trainer (`own`: its logprobs at temperature 1) to the sampler, over tokens that were sampled under
-    `version`, which is what the trainer's weights are. None when there are none."""
+    """Return k3 of the trainer to the sampler, over tokens that were sampled under `version`; None when there are none.
+
+    `version` is what the trainer's weights are, and `own` the trainer's logprobs at temperature 1.
+    """
     return k3(
         p - q
         for t, ps in zip(trajectories, own, strict=True)
@@ -48,14 +50,14 @@ def mismatch(trajectories: Sequence[Trajectory], own: Sequence[Sequence[float]],
 
 
 def verdict(mismatch_k3: float | None, refuse: float) -> Verdict:
-    """ok also when nothing could be measured."""
+    """Return what an update may do that was measured so; ok also when nothing could be measured."""
     if mismatch_k3 is None or mismatch_k3 <= min(TOLERANCE, refuse):
         return "ok"
     return "corrected" if mismatch_k3 <= refuse else "refused"
 
 
 def movement(before: Sequence[Sequence[float]], after: Sequence[Sequence[float]]) -> float:
-    """k3 in nats that a step has moved the policy, from logprobs of the same tokens."""
+    """Return k3 in nats that a step has moved the policy, from logprobs of the same tokens."""
     pairs = (pair for b, a in zip(before, after, strict=True) for pair in zip(b, a, strict=True))
     return k3(a - b for b, a in pairs) or 0.0
 
@@ -69,7 +71,7 @@ class Course(Struct):
     best: float | None = None  # highest mean reward on the validation prompts
 
     def note(self, outcome: str) -> None:
-        """What became of an update. A step that was too much will be half as long from then on."""
+        """Note what became of an update. After a step that was too much, steps are half as long."""
         if outcome == "rolled_back":
             self.rate_scale /= 2
             self.rollbacks += 1
@@ -79,11 +81,15 @@ class Course(Struct):
 
     @property
     def lost(self) -> bool:
+        """Whether training pauses after too many rollbacks in a row."""
         return self.in_a_row >= GIVE_UP
 
     def passes(self, reward: float | None, drop: float) -> bool:
-        """Whether a candidate may be published. Its mean must be within half of the allowed `drop` of the best ever:
-        the prompts are a sample, and the other half is for what they do not see. None: it could not be judged."""
+        """Return whether a candidate of this mean reward may be published; None: it could not be judged.
+
+        It must be within half of the allowed `drop` of the best ever: the prompts are a sample, and the other half is
+        for what they do not see.
+        """
         if reward is None or (self.best is not None and reward < self.best - drop / 2):
             return False
         self.best = reward if self.best is None else max(self.best, reward)
@@ -91,20 +97,21 @@ class Course(Struct):
 
 
 class Mean(Struct):
-    """Of rewards that forget: the newest always counts at least 1 / `memory`."""
+    """A mean of rewards that forgets: the newest always counts at least 1 / `memory`."""
 
     count: int = 0
     mean: float = 0.0
     square: float = 0.0
 
     def add(self, x: float, memory: int) -> None:
+        """Count a reward."""
         self.count += 1
         share = 1.0 / min(self.count, memory)
         self.mean += (x - self.mean) * share
         self.square += (x * x - self.square) * share
 
     def error(self, memory: int) -> float:
-        """The standard error of the mean, squared."""
+        """Return the standard error of the mean, squared."""
         return max(self.square - self.mean**2, 0.0) / min(self.count, memory)
 
 
@@ -121,6 +128,7 @@ class Rewards:
         self.means: dict[int, Mean] = {}
 
     def add(self, version: int, reward: float) -> None:
+        """Count a reward of a version."""
         self.means.setdefault(version, Mean()).add(reward, self._memory)
 
     def keep(self, versions: Iterable[int]) -> None:
@@ -129,7 +137,7 @@ class Rewards:
         self.means = {v: m for v, m in self.means.items() if v in wanted}
 
     def mean(self, version: int) -> float | None:
-        """None while it cannot be judged."""
+        """Return the mean reward of a version; None while it cannot be judged."""
         found = self.means.get(version)
         return found.mean if found is not None and found.count >= self._enough else None
 
@@ -140,7 +148,7 @@ class Rewards:
         return max(judged, key=lambda v: (judged[v], v), default=0)
 
     def fallen(self, version: int) -> bool:
-        """Whether `version` is clearly worse than `best`."""
+        """Return whether `version` is clearly worse than `best`."""
         mine, best = self.means.get(version), self.means.get(self.best)
         if mine is None or best is None or mine.count < self._enough:
             return False

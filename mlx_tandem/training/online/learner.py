@@ -65,28 +65,32 @@ class Learner:
 
     @property
     def is_up(self) -> bool:
-        """The trainer is where the ledger says, in the engine that runs now."""
+        """Whether the trainer is where the ledger says, in the engine that runs now."""
         return self._is_open and self._epoch == self._client.restarts
 
     @property
     def astray(self) -> bool:
-        """It is not, or not yet, though the engine is still the one that it was brought up in."""
+        """Whether the trainer still has to be recovered although its engine runs."""
         return not self._is_open and self._epoch == self._client.restarts
 
     @property
     def ref(self) -> AdapterRef | None:
-        """What the trainer's weights are, or what is served when they were never published."""
+        """The version that the trainer's weights are, or the one that is served when they were never published."""
         return self._serving.current() if self.versions.head is None else self.versions.head.ref
 
     @property
     def version(self) -> int:
+        """The number of the version that the trainer's weights are; 0: there is none."""
         return 0 if self.ref is None else self.ref.version
 
     # -- coming back ----------------------------------------------------------------------------------------------
 
     async def bring_up(self) -> None:
-        """A trainer on the engine that runs now, and a version served: exactly where the last one was, unless updates
-        since the checkpoint have to be computed again for that, which `catch_up` does."""
+        """Open a trainer on the engine that runs now, and serve a version of it.
+
+        Both are exactly where the last ones were, unless updates since the checkpoint have to be computed again for
+        that, which `catch_up` does.
+        """
         self._is_open, self._behind, self._epoch = False, None, self._client.restarts
         self._saved = ""
         manifest, records, held = await self.ledger.open()
@@ -108,7 +112,7 @@ class Learner:
                 await self.checkpoint(None)  # from here on both tell the same story again
 
     async def catch_up(self) -> None:
-        """The trainer, which is not up, is exactly where the last one was, and its version served."""
+        """Take the trainer, which is not up, to exactly where the last one was, and serve its version."""
         if self._behind is None:  # it has failed at this before
             await self.bring_up()
         behind, self._behind = self._behind, None
@@ -118,13 +122,15 @@ class Learner:
 
     @property
     def trains(self) -> bool:
+        """Whether anything is trained at all."""
         return self._config.engine.duty.mode != "inference_only"
 
     # -- updates --------------------------------------------------------------------------------------------------
 
     async def learn(self, groups: Sequence[Sequence[Trajectory]], *, publish: bool = True) -> UpdateReport:
-        """One update from groups that vary. Raises EngineError and StorageError; it is pending then, and `finish` goes
-        on with it."""
+        """Do one update from groups that vary. Raises EngineError and StorageError; it is pending then, and `finish`
+        goes on with it.
+        """
         trajectories = [t for group in groups for t in group]
         config = self._training
         began = Began(
@@ -230,7 +236,7 @@ class Learner:
         return report
 
     async def _failed(self, pending: Pending, error: TandemError, started: float) -> UpdateReport:
-        """The trainer goes back to where it was. Raises `error` when the update is worth another attempt."""
+        """Take the trainer back to where it was. Raises `error` when the update is worth another attempt."""
         await self._take_back()
         passing = isinstance(error, EngineError | StorageError) or not self.is_up
         if passing and pending.attempts < MAX_ATTEMPTS:
@@ -247,7 +253,7 @@ class Learner:
             self._is_open = False
 
     async def _tidy(self) -> None:
-        """What may wait, and whose failing changes nothing."""
+        """Do what may wait, and whose failing changes nothing."""
         try:
             await self.ledger.flush()
         except StorageError as e:  # it is written again with the next record
@@ -259,8 +265,10 @@ class Learner:
     # -- versions -------------------------------------------------------------------------------------------------
 
     async def checkpoint(self, name: str | None) -> str:
-        """Save the trainer as it is; its name. Without a name, one that has the very same state becomes the newest
-        again, and nothing is saved twice. Raises Conflict, StorageError, EngineError."""
+        """Save the trainer as it is and return the name. Raises Conflict, StorageError, EngineError.
+
+        Without a name, a checkpoint that has the very same state becomes the newest again, and nothing is saved twice.
+        """
         ledger, versions, head = self.ledger, self.versions, self.versions.head
         info = await self._client.publish_trainer(self.trainer.name) if head is None else head.info
         number = 0 if head is None else head.ref.version
@@ -289,7 +297,8 @@ class Learner:
 
     async def judge_checkpoints(self) -> bool:
         """Note what checkpoints are worth whose versions had too few answers when they were saved and have enough now;
-        return whether there was one."""
+        return whether there was one.
+        """
         if self._judge.prompts:  # they are judged before they are published
             return False
         judged = False
@@ -307,14 +316,16 @@ class Learner:
 
     def _worth(self, version: int) -> float | None:
         """Return the mean reward of a version's live answers; None: there are fewer than half an update's. Of the
-        answers that an update is made of, only some are by the newest version."""
+        answers that an update is made of, only some are by the newest version.
+        """
         mean = self.watch.means.get(version)
         enough = max(self._training.update_frequency // 2, 2)
         return mean.mean if mean is not None and mean.count >= enough else None
 
     async def _prune(self) -> None:
         """Remove the checkpoints that are not to be kept, and the versions that only they kept; versions of theirs that
-        are kept for another reason stay in the engine's memory. What cannot be removed now goes with the next ones."""
+        are kept for another reason stay in the engine's memory. What cannot be removed now goes with the next ones.
+        """
         ledger, folder = self.ledger, self.ledger.checkpoints.folder
         going = ledger.checkpoints.surplus(ledger.listed)
         if not going:
@@ -341,7 +352,7 @@ class Learner:
         return self.versions.kept(checkpoints, (self.watch.best,) if self.watch.best else ())
 
     async def rollback(self, to: str | None, *, manual: bool) -> AdapterRef:
-        """Trainer and serving go back to a version, durably. Raises NotFound."""
+        """Take trainer and serving back to a version, durably. Raises NotFound."""
         folder, digest = await asyncio.to_thread(self._target, to)
         course = self.ledger.counters.course
         self._is_open = False  # until both sides tell the same story again
@@ -361,7 +372,8 @@ class Learner:
 
     def _twin(self, name: str, digest: str) -> str:
         """Return the checkpoint with the state of the checkpoint `name` that can become the newest again; empty: none.
-        The best one is a copy of another."""
+        The best one is a copy of another.
+        """
         if name != BEST:
             return name
         step = self.trainer.step
@@ -375,8 +387,10 @@ class Learner:
         return self.versions.show(info, folder)
 
     def _target(self, to: str | None) -> tuple[str, str]:
-        """Folder (empty: there is none) and digest of what `to` names; None: the version before this one, or the one
-        that rewards have shown to be the best."""
+        """Return folder (empty: there is none) and digest of what `to` names.
+
+        None names the version before this one, or the one that rewards have shown to be the best.
+        """
         head, best = self.versions.head, self.watch.best
         if to is None:
             at = self.versions.last + 1 if head is None else head.ref.version

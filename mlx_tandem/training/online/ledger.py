@@ -50,13 +50,14 @@ class Ledger:
 
     @property
     def is_open(self) -> bool:
+        """Whether the journal is open."""
         return self._journal is not None
 
     async def open(self) -> tuple[Manifest | None, Sequence[Record], int | None]:
-        """The newest checkpoint, the journal's records, and how many of their updates are in the checkpoint already
-        (None: they belong to another one). Buffer, counters and `pending` are now as those say.
+        """Bring buffer, counters and `pending` to where checkpoint and journal say.
 
-        Raises StorageError, above all when another process has the folder.
+        Returns the newest checkpoint, the journal's records, and how many of their updates are in the checkpoint
+        already (None: they belong to another one). Raises StorageError, above all when another process has the folder.
         """
         first = self._journal is None
         if self._journal is None:
@@ -106,8 +107,9 @@ class Ledger:
             self._told = msgspec.structs.replace(self.buffer.counts)
 
     async def add(self, trajectories: Sequence[tuple[Trajectory, int]]) -> None:
-        """Take those that are new, each with the size of its group (0: nobody knows); they are on the drive when this
-        returns."""
+        """Take those trajectories that are new, each with the size of its group (0: nobody knows); they are on the
+        drive when this returns.
+        """
         journal, overflow = self._opened(), self.buffer.counts.dropped_overflow
         for t, size in trajectories:
             if self.buffer.add(t, size):
@@ -131,7 +133,7 @@ class Ledger:
             self._log_dropped("stale", len(ids))
 
     def take(self, count: int, version: int) -> list[list[Trajectory]]:
-        """Groups to learn from, about `count` completions; fewer when there are no more."""
+        """Return groups to learn from, about `count` completions; fewer when there are no more."""
         taken = self.buffer.take(count, version, self._config.rl_training.max_staleness)
         if taken.stale:
             self._opened().append(Dropped(taken.stale))
@@ -140,7 +142,8 @@ class Ledger:
 
     def accept(self, trajectories: Sequence[Trajectory], version: int) -> Accepted:
         """Sort trajectories that somebody brings for an update of their own, when `version` is trained. Those that
-        cannot be learned from now may be brought again, and so may all others until `begin`."""
+        cannot be learned from now may be brought again, and so may all others until `begin`.
+        """
         dropped: dict[DropReason, list[int]] = {}
         fresh: dict[str, int] = {}
         for i, t in enumerate(trajectories):
@@ -174,14 +177,14 @@ class Ledger:
             log.warning("trajectories dropped", extra={"fields": {"reason": reason, "count": count}})
 
     def begin(self, pending: Pending) -> None:
-        """This update will be done, whatever happens; durable with the next `flush`."""
+        """Note that this update will be done, whatever happens; durable with the next `flush`."""
         self._opened().append(pending.began)
         self.buffer.remember(pending.began.trajectories)
         self.counters.began += 1
         self.pending = pending
 
     def end(self, end: Ended) -> None:
-        """The pending one has come to its end."""
+        """Note that the pending update has come to its end."""
         self._opened().append(end)
         counters = self.counters
         counters.course.note(end.outcome)
@@ -191,13 +194,16 @@ class Ledger:
         self.pending = None
 
     async def flush(self) -> None:
+        """Bring the journal to the drive. Raises StorageError."""
         await self._opened().flush()
 
     async def save(self, manifest: Manifest, write: Callable[[str], Awaitable[None]] | None) -> CheckpointInfo:
-        """A checkpoint of now: `write` fills its folder; None: there is a checkpoint of this name whose content is that
-        of now, and it becomes the newest. The journal begins again after it, and an update that is pending is
-        forgotten. Raises StorageError; there is a checkpoint then or not, and the journal goes on. A caller that is
-        cancelled when its files are written does not stop it: see `settled`."""
+        """Make a checkpoint of now. Raises StorageError; there is a checkpoint then or not, and the journal goes on.
+
+        `write` fills its folder. Without it there is a checkpoint of this name whose content is that of now, which
+        becomes the newest. The journal begins again after the checkpoint, and an update that is pending is forgotten. A
+        caller that is cancelled when its files are written does not stop it: see `settled`.
+        """
         temporary = None
         if write is not None:
             temporary = await asyncio.to_thread(self.checkpoints.new, manifest.name)
@@ -230,7 +236,7 @@ class Ledger:
             self.listed = await asyncio.to_thread(self.checkpoints.list)
 
     async def settled(self) -> None:
-        """Returns when no checkpoint is half way to its name: another may be begun then."""
+        """Wait until no checkpoint is half way to its name: another may be begun then."""
         if self._saving is not None:
             await asyncio.wait({self._saving})
 
@@ -248,6 +254,7 @@ class Ledger:
         return info
 
     async def close(self) -> None:
+        """Close journal and checkpoints. Raises StorageError when the journal is not on the drive."""
         try:
             if self._journal is not None:
                 await self._journal.close()

@@ -16,7 +16,7 @@ from mlx_tandem.training.trajectories import Trajectory
 log = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-"""After an error the loop waits so long."""
+"""How long the loop waits after an error."""
 
 POLL_SECONDS = 0.05
 """How often the loop looks whether an engine is there, while none is."""
@@ -44,6 +44,7 @@ class Loop:
         self._client, self._learner, self._alone, self._sample = client, learner, alone, sample
 
     def start(self) -> None:
+        """Run from now on; what stopped it before is forgotten."""
         self.running, self.reason = True, ""
         course = self._learner.ledger.counters.course
         course.in_a_row = 0 if course.lost else course.in_a_row
@@ -52,12 +53,12 @@ class Loop:
             self.task = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self, reason: str = "") -> None:
-        """It ends after what it is doing."""
+        """End after what it is doing."""
         self.running, self.reason = False, reason
         self.wake()
 
     def wake(self) -> None:
-        """There may be something to do."""
+        """Look again, since there may be something to do."""
         self._wake.set()
 
     async def _run(self) -> None:
@@ -78,7 +79,7 @@ class Loop:
                 await self._wake.wait()
 
     async def _turn(self) -> bool:
-        """Whatever is due; False when nothing is."""
+        """Do whatever is due; return False when nothing is."""
         while not (self._client.state == "ready" and (self._learner.is_up or self._learner.astray)):
             await asyncio.sleep(POLL_SECONDS)
         return await self._alone(self._advance) or await self._sample()
@@ -98,6 +99,7 @@ class Loop:
         return True
 
     async def save_if_due(self) -> bool:
+        """Save a checkpoint if there were enough updates since the last; return whether it was."""
         if self._learner.ledger.counters.since_checkpoint < self._config.checkpointing.interval:
             return False
         await self._learner.checkpoint(None)
@@ -114,7 +116,7 @@ class Loop:
         return min(self._training.update_frequency * steps, self._learner.ledger.buffer.capacity)
 
     def _enough(self) -> list[list[Trajectory]]:
-        """The groups of one update; none while there are too few."""
+        """Return the groups of one update; none while there are too few."""
         ledger, version = self._learner.ledger, self._learner.version
         if self.has_enough:
             ledger.take(0, version)  # what is too old goes

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LAST_SAVE_SECONDS = 30.0
-"""At the end there is so much time for a checkpoint, which saves the next start from computing updates again."""
+"""Time for a last checkpoint, which saves the next start from computing updates again."""
 
 
 class OnlineLearner:
@@ -71,8 +71,10 @@ class OnlineLearner:
     # -- life -----------------------------------------------------------------------------------------------------
 
     async def bring_up(self) -> None:
-        """There is a trainer and a version of it is served; where updates have to be computed again before it is where
-        it was, that is done beside everything else. Raises StorageError, InvalidRequest, EngineError."""
+        """Open the trainer and serve a version of it. Raises StorageError, InvalidRequest, EngineError.
+
+        Where updates have to be computed again before it is where it was, that is done while everything else goes on.
+        """
         async with self._lock:
             await self._learner.bring_up()
         if self._learner.trainer.left:
@@ -97,12 +99,13 @@ class OnlineLearner:
             self._loop.start()
 
     def stop(self) -> None:
-        """The loop ends after what it is doing; completions are still collected."""
+        """End the loop after what it is doing; completions are still collected."""
         self._loop.stop()
 
     async def close(self) -> None:
         """End the loop and the reward workers, and bring what is known to the drive. What is cut off goes on at the
-        next start."""
+        next start.
+        """
         self._closed = True  # whatever began from here on would be forgotten by the last checkpoint
         self._loop.stop()
         tasks = [t for t in (self._loop.task, *self._work) if t is not None]
@@ -136,8 +139,10 @@ class OnlineLearner:
 
     async def add(self, trajectories: Sequence[Trajectory], size: int = 0) -> frozenset[str]:
         """Take scored completions, which are on the drive when this returns; those that were added before are left out.
+
         `size`: how many the group of each will have in all; 0: nobody knows. Returns the ids of those that were dropped
-        since they are too old already. Raises StorageError, EngineUnavailable."""
+        since they are too old already. Raises StorageError, EngineUnavailable.
+        """
         ledger = self._learner.ledger
         if not ledger.is_open:
             raise EngineUnavailable("learning has not started yet")
@@ -155,7 +160,7 @@ class OnlineLearner:
         return ids
 
     def record_prompt(self, prompt: tuple[int, ...], scoring: Scoring, params: SamplingParams, text: str = "") -> None:
-        """A prompt that the loop may answer itself, `group_size` times, when it lacks something to learn from."""
+        """Keep a prompt that the loop may answer itself, `group_size` times, when it lacks something to learn from."""
         if self._training.group_size > 1:
             self._recorded.add(Prompt(prompt, scoring, params, text))
             self._loop.wake()
@@ -194,7 +199,7 @@ class OnlineLearner:
         return await self._alone(work)
 
     async def checkpoint(self, name: str | None = None) -> str:
-        """Save the trainer as it is; the checkpoint's name. Raises Conflict, StorageError, EngineError."""
+        """Save the trainer as it is and return the checkpoint's name. Raises Conflict, StorageError, EngineError."""
         self._check_trains()
 
         async def work() -> str:
@@ -204,7 +209,7 @@ class OnlineLearner:
         return await self._alone(work)
 
     async def rollback(self, to: str | None = None) -> AdapterRef:
-        """Trainer and serving go back: to a version, a checkpoint, or (None) the last good version. Raises NotFound."""
+        """Take trainer and serving back: to a version, a checkpoint, or (None) the last good one. Raises NotFound."""
         self._check_trains()
         return await self._alone(lambda: self._learner.rollback(to, manual=True))
 
@@ -213,6 +218,7 @@ class OnlineLearner:
         return await self._alone(lambda: self._learner.switch(to))
 
     def status(self) -> TrainingStatus:
+        """Return how the loop is doing now."""
         learner, ledger = self._learner, self._learner.ledger
         counters, counts = ledger.counters, ledger.buffer.counts
         current = self._serving.current()
@@ -300,7 +306,7 @@ class OnlineLearner:
             task.exception()  # nobody may be left who waits for it
 
     async def _finish(self) -> None:
-        """What was begun comes to its end before anything else is done to the trainer."""
+        """Bring what was begun to its end before anything else is done to the trainer."""
         if self._learner.ledger.pending is not None:
             await self._learner.finish()
 

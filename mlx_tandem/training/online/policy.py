@@ -1,4 +1,4 @@
-"""The one trainer in the engine: opened where it was left, and taken through what the journal says of it."""
+"""The trainer of the served policy: opened where it was left, and taken through what the journal says of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ class Behind:
 
 
 class PolicyTrainer:
-    """`left`: updates that have to be computed again."""
+    """The one trainer of the online loop, by its name in the engine. `left` counts updates that have to be computed
+    again.
+    """
 
     def __init__(self, config: Config, client: EngineClient, versions: Versions) -> None:
         self.name = config.rl_training.adapter
@@ -41,8 +43,11 @@ class PolicyTrainer:
     async def begin(
         self, manifest: Manifest | None, folder: str, records: Sequence[Record], held: int, highest: int
     ) -> Behind:
-        """As the checkpoint in `folder` has it; without one as the settings say, fresh or from an adapter. That is
-        served under its number until `catch_up`. Numbers up to `highest` were given before."""
+        """Open the trainer as the checkpoint in `folder` has it; without one as the settings say, fresh or from an
+        adapter.
+
+        It is served under its number until `catch_up`. Numbers up to `highest` were given before.
+        """
         ends = [end for _, end in recovery.ended(records, held)]
         self.left = len(ends)
         await self.open(folder, "" if folder else await self._initial())
@@ -53,7 +58,7 @@ class PolicyTrainer:
         return Behind(records, held, ends, first)
 
     async def open(self, folder: str, digest: str) -> None:
-        """From a checkpoint, else from an adapter in the engine's memory, else fresh."""
+        """Open the trainer from a checkpoint, else from an adapter in the engine's memory, else fresh."""
         config = self._config.rl_training
         spec = TrainerSpec(self.name, config.lora_rank, config.lora_alpha, config.lora_target_modules, config.seed)
         # What lies in a folder need not be in the engine's memory.
@@ -75,7 +80,8 @@ class PolicyTrainer:
     async def catch_up(self, behind: Behind) -> None:
         """Compute the journal's updates since the checkpoint again. What the trainer is on the way and at the end is
         there again under the numbers that it had; what comes out differently, as the device may not compute the same
-        twice, under a new one."""
+        twice, under a new one.
+        """
         versions, head = self._versions, behind.first
         published = [end for end in behind.ends if end.version]
         wanted = versions.digests | {end.digest for end in published[-RECENT:]}
@@ -102,7 +108,7 @@ class PolicyTrainer:
         self.left = 0
 
     def _same(self, number: int, digest: str, info: AdapterInfo) -> int:
-        """The number, unless the content is another one now; 0 then."""
+        """Return the number, unless the content is another one now; 0 then."""
         if digest in ("", info.digest):
             return number
         log.warning("weights differ", extra={"fields": {"version": number, "was": digest, "is": info.digest}})

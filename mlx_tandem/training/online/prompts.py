@@ -24,21 +24,25 @@ from mlx_tandem.training.trajectories import Trajectory, new_id
 from mlx_tandem.types import AdapterRef, EngineInfo, SamplingParams
 
 RECORDED = 1024
-"""So many prompts are kept to be sampled again; the oldest go first."""
+"""Most prompts that are kept to be sampled again; the oldest go first."""
 
 VALIDATION_TOKENS = 256
-"""Of an answer to a validation prompt that says nothing else."""
+"""Most tokens of an answer to a validation prompt that says nothing else."""
 
 
 class Scorer(Protocol):
-    """Of `RewardPool`, what is needed here."""
+    """What is needed of `RewardPool` here."""
 
-    def check(self, scoring: Any, metadata: Any, /) -> Scoring: ...
+    def check(self, scoring: Any, metadata: Any, /) -> Scoring:
+        """Return how completions are scored. Raises InvalidRequest."""
 
-    async def score(self, scoring: Sequence[Scoring], samples: Sequence[Sample], /) -> list[float | None]: ...
+    async def score(self, scoring: Sequence[Scoring], samples: Sequence[Sample], /) -> list[float | None]:
+        """Return the reward of each sample; None where there is none."""
 
 
 class Prompt(Struct, frozen=True):
+    """A prompt that the loop answers itself."""
+
     tokens: tuple[int, ...]
     scoring: Scoring
     params: SamplingParams
@@ -56,7 +60,10 @@ class Recorded:
         return len(self._prompts)
 
     def add(self, prompt: Prompt) -> None:
-        """The newest wish holds for a prompt that is known. What is drawn greedily never varies, so it is not."""
+        """Keep a prompt; for one that is known the newest parameters hold.
+
+        A greedy answer never varies, so that temperature and top_p are raised to 1 where they are 0.
+        """
         params = prompt.params
         if params.greedy:
             params = msgspec.structs.replace(params, temperature=params.temperature or 1.0, top_p=params.top_p or 1.0)
@@ -65,7 +72,7 @@ class Recorded:
             self._prompts.popitem(last=False)
 
     def next(self, count: int) -> list[Prompt]:
-        """At most `count` different ones, those that waited longest, each time with another seed."""
+        """Return at most `count` different prompts, those that waited longest, each time with another seed."""
         chosen = []
         for tokens in list(self._prompts)[:count]:
             self._prompts.move_to_end(tokens)
@@ -85,7 +92,7 @@ class _Line(Struct, forbid_unknown_fields=True):
 
 
 def read(path: Path, serving: Serving, rewards: Scorer, default_scoring: str, max_len: int) -> list[Prompt]:
-    """The prompts of a JSONL file, to be answered greedily. Raises InvalidRequest naming the file and the line."""
+    """Return the prompts of a JSONL file, to be answered greedily. Raises InvalidRequest with file and line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as e:
@@ -118,7 +125,7 @@ def _prompt(line: bytes, serving: Serving, rewards: Scorer, default_scoring: str
 async def answers(
     serving: Serving, prompts: Sequence[Prompt], n: int, adapter: AdapterRef | None
 ) -> list[list[Sampled]]:
-    """`n` completions of each prompt. Raises EngineError."""
+    """Return `n` completions of each prompt. Raises EngineError."""
 
     async def one(params: SamplingParams, chosen: Sequence[int]) -> None:
         sampled = await serving.sample([prompts[i].tokens for i in chosen], n, params, adapter)
@@ -141,7 +148,7 @@ async def answers(
 async def score(
     rewards: Scorer, prompts: Sequence[Prompt], sampled: Sequence[Sequence[Sampled]]
 ) -> list[list[float | None]]:
-    """The reward of each completion; None where there is none."""
+    """Return the reward of each completion; None where there is none."""
     scoring = [p.scoring for p, own in zip(prompts, sampled, strict=True) for _ in own]
     samples = [
         Sample(p.text, s.text, p.scoring.metadata, len(s.tokens))
@@ -162,7 +169,7 @@ class Judge:
         self._serving, self._rewards = serving, rewards
 
     def read(self, config: RLTrainingConfig, info: EngineInfo | None) -> None:
-        """Raises InvalidRequest naming the file and the line."""
+        """Read the validation prompts, if there are any. Raises InvalidRequest naming the file and the line."""
         if config.validation_prompts:
             if info is None:
                 raise EngineUnavailable("the engine is not there")
@@ -170,13 +177,15 @@ class Judge:
             self.prompts = read(path, self._serving, self._rewards, config.scoring_function, info.max_model_len)
 
     async def reward(self, adapter: AdapterRef | None) -> float | None:
-        """The mean reward of greedy answers; None when fewer than half of them could be scored."""
+        """Return the mean reward of greedy answers; None when fewer than half of them could be scored."""
         sampled = await answers(self._serving, self.prompts, 1, adapter)
         known = [s for own in await score(self._rewards, self.prompts, sampled) for s in own if s is not None]
         return math.fsum(known) / len(known) if 2 * len(known) >= len(self.prompts) else None
 
     async def know_best(self, course: Course, present: AdapterRef | None) -> None:
-        """Candidates are compared with the best there was: at first and after a restart, `present`, which is served."""
+        """Have the served version answer the prompts, at first and after a restart: candidates are compared with the
+        best.
+        """
         if not self.prompts or self.present is not None:
             return
         self.present = await self.reward(present)
@@ -193,7 +202,7 @@ async def groups(
     adapter: AdapterRef | None,
     clock: Callable[[], float],
 ) -> list[list[Trajectory]]:
-    """A group of `size` scored completions of each prompt, less those without a score."""
+    """Return a group of `size` scored completions of each prompt, less those without a score."""
     sampled = await answers(serving, prompts, size, adapter)
     scores = await score(rewards, prompts, sampled)
     made = []

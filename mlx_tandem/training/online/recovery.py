@@ -37,18 +37,21 @@ class Counters(Struct):
 
 
 def to_manifest(counters: Counters) -> dict[str, Any]:
+    """Return counters as plain data."""
     plain: dict[str, Any] = msgspec.to_builtins(counters, str_keys=True)
     return plain
 
 
 def counters(manifest: Manifest | None) -> Counters:
-    """A copy of what the checkpoint says; of none, what holds at the very beginning."""
+    """Return a copy of what the checkpoint says; without one, what holds at the very beginning."""
     return Counters() if manifest is None else msgspec.convert(manifest.counters, Counters, str_keys=True, strict=False)
 
 
 def held_already(records: Sequence[Record], manifest: Manifest | None) -> int | None:
-    """How many of the journal's updates are in the checkpoint; None when the journal began after one that is gone, so
-    that its updates cannot be computed on what is there."""
+    """Return how many of the journal's updates are in the checkpoint.
+
+    None: the journal began after a checkpoint that is gone, so that its updates cannot be computed on what is there.
+    """
     opened = records[0]
     assert isinstance(opened, Opened)
     if manifest is None:
@@ -60,13 +63,15 @@ def held_already(records: Sequence[Record], manifest: Manifest | None) -> int | 
 
 
 class Rebuilt(Struct):
+    """What the records of a journal come to."""
+
     buffer: Buffer
     pending: Pending | None  # the update that has begun and not ended
     begun: int  # updates in the journal
 
 
 def rebuild(records: Sequence[Record], capacity: int, held: int | None, counts: Counts) -> Rebuilt:
-    """The buffer as it was after the last record. `counts`: at the checkpoint."""
+    """Return the buffer as it was after the last record. `counts`: at the checkpoint."""
     buffer = Buffer(capacity)
     last: Began | None = None
     begun = 0
@@ -96,7 +101,7 @@ def rebuild(records: Sequence[Record], capacity: int, held: int | None, counts: 
 
 
 def ended(records: Sequence[Record], held: int) -> Iterator[tuple[Began, Ended]]:
-    """The updates after the first `held` that have come to their end."""
+    """Yield the updates after the first `held` that have come to their end."""
     began: Began | None = None
     begun = 0
     for record in records:
@@ -116,7 +121,8 @@ async def replay(
     done: Callable[[Ended, int | None], Awaitable[None]],
 ) -> None:
     """Compute the updates after the first `held` again; the trainer is then as it was. `done` is called when it is as
-    it was at the end of each, with the optimiser's step when that has moved."""
+    it was at the end of each, with the optimiser's step when that has moved.
+    """
     for began, end in ended(records, held):
         step = await update.again(client, trainer, began) if end.outcome in GOOD else None
         await done(end, step)

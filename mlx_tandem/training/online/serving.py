@@ -34,49 +34,52 @@ class Serving(Protocol):
 
     def publish(self, info: AdapterInfo, source: AdapterSource | None, number: int = 0) -> AdapterRef:
         """Make this content, which is in the engine's memory, the current version. `source`: the folder that also has
-        it. Content that has a number keeps it; other content gets `number`, which it had before, or the next one."""
+        it. Content that has a number keeps it; other content gets `number`, which it had before, or the next one.
+        """
         ...
 
     def reserve(self, info: AdapterInfo, number: int = 0) -> AdapterRef:
-        """The same for content that is not current: only its own number selects it. There is a current one."""
+        """Give content that is not current a number, as `publish` does: only that number selects it. There is a current
+        one.
+        """
         ...
 
     def count_from(self, number: int) -> None:
-        """Numbers up to this one were given before the process was started: the next one is higher."""
+        """Give higher numbers than this one, up to which they were given before the process was started."""
         ...
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """These versions are being made again: who asks for one is told so until `recovered`."""
+        """Tell whoever asks for one of these versions that it is being made again, until `recovered`."""
         ...
 
     async def recovered(self) -> None:
-        """What was not made again by now is gone."""
+        """Treat what was not made again by now as gone."""
         ...
 
     def current(self) -> AdapterRef | None:
-        """What the name stands for now."""
+        """Return what the name stands for now."""
         ...
 
     async def retire(self, ref: AdapterRef) -> None:
-        """Nobody may ask for this version, which is not current, any more; requests that run end under it."""
+        """Let nobody ask for this version, which is not current, any more; requests that run end under it."""
         ...
 
     def saved(self, info: AdapterInfo, folder: str, name: str) -> None:
-        """This content is now in a checkpoint's folder, too, and requests may also call it by the checkpoint's name."""
+        """Let requests call this content by the name of a checkpoint, too; it lies in the checkpoint's folder now."""
         ...
 
     def relist(self) -> None:
-        """Checkpoints have gone, or another one is the best."""
+        """Take note that checkpoints have gone, or that another one is the best."""
         ...
 
     async def sample(
         self, prompts: Sequence[tuple[int, ...]], n: int, params: SamplingParams, adapter: AdapterRef | None
     ) -> list[list[Sampled]]:
-        """`n` completions of each prompt, in training's share of the device. Raises EngineError."""
+        """Return `n` completions of each prompt, made in training's share of the device. Raises EngineError."""
         ...
 
     def encode(self, prompt: str | list[dict[str, Any]]) -> tuple[int, ...]:
-        """Token ids of a text, or of chat messages through the model's template. Raises InvalidRequest."""
+        """Return token ids of a text, or of chat messages through the model's template. Raises InvalidRequest."""
         ...
 
 
@@ -85,7 +88,8 @@ class UpdateReport(Struct, frozen=True):
     `mismatch_k3`: between sampler and trainer, of tokens that the trainer's present weights have sampled. Of one that
     was published, in milliseconds: `ready_ms` until the engine had its weights as a version, beside what it served;
     `swap_ms` until the name stood for that version. `skipped_groups` and `dropped` count what was not learned from
-    since the update before this one."""
+    since the update before this one.
+    """
 
     step: int  # the optimiser's, afterwards
     version: int  # that was published; 0: none

@@ -49,7 +49,7 @@ class Finding(Struct, frozen=True):
 
 
 def adam(config: RLTrainingConfig, step: int, scale: float) -> AdamParams:
-    """Of the optimiser's step number `step`, from 1 on; the rate rises in a line over the first `warmup_steps`."""
+    """Return the numbers of the optimiser's step `step`, from 1 on; the rate rises in a line over `warmup_steps`."""
     warm = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
     return AdamParams(
         learning_rate=config.learning_rate * warm * scale,
@@ -62,6 +62,7 @@ def adam(config: RLTrainingConfig, step: int, scale: float) -> AdamParams:
 
 
 async def gradients(client: EngineClient, began: Began) -> list[BatchResult]:
+    """Run the passes of an update, one batch after the other. Raises what the engine raises."""
     results: list[BatchResult] = []
     for batch in began.batches:
         results += await client.run_pass([batch], micro_batch_tokens=began.micro_batch_tokens)
@@ -69,7 +70,7 @@ async def gradients(client: EngineClient, began: Began) -> list[BatchResult]:
 
 
 async def again(client: EngineClient, trainer: str, began: Began) -> int:
-    """Compute an update whose end is known to have been good; the optimiser's step."""
+    """Compute an update whose end is known to have been good, and return the optimiser's step."""
     await gradients(client, began)
     done = await client.step_trainer(trainer, began.adam)
     await client.settle_trainer(trainer, keep=True)
@@ -78,7 +79,8 @@ async def again(client: EngineClient, trainer: str, began: Began) -> int:
 
 async def attempt(client: EngineClient, pending: Pending, version: int, config: RLTrainingConfig) -> Finding:
     """Learn, up to a step that can still be taken back. `version`: of the trainer's weights, as served; 0: they are
-    not. Raises what the engine raises; the trainer is then as the engine left it."""
+    not. Raises what the engine raises; the trainer is then as the engine left it.
+    """
     began = pending.began
     results = await gradients(client, began)
     k3 = _mismatch(pending, results, version)
@@ -110,7 +112,7 @@ async def attempt(client: EngineClient, pending: Pending, version: int, config: 
 
 
 def report(pending: Pending, finding: Finding, seconds: float, validation: float | None) -> UpdateReport:
-    """Of an update that has come to its end, and was not published so far."""
+    """Return the report of an update that has come to its end, and was not published so far."""
     rewards = [t.reward for t in pending.trajectories]
     return UpdateReport(
         step=finding.step,
@@ -135,7 +137,7 @@ def report(pending: Pending, finding: Finding, seconds: float, validation: float
 
 
 def _finite(x: float) -> float:
-    """JSON has no other numbers; the report's reason says what was wrong."""
+    """Return a number that JSON has, 0 for others; the report's reason says what was wrong."""
     return x if math.isfinite(x) else 0.0
 
 
@@ -152,7 +154,7 @@ def _mismatch(pending: Pending, results: Sequence[BatchResult], version: int) ->
 
 
 async def _moved(client: EngineClient, began: Began, results: Sequence[BatchResult]) -> float:
-    """By the step that was just done, on the first sequences of the update."""
+    """Return how far the step that was just done moved the policy, on the first sequences of the update."""
     before: list[tuple[float, ...]] = []
     after: list[tuple[float, ...]] = []
     tokens = 0

@@ -13,17 +13,21 @@ from mlx_tandem.training.store.checkpoints import CheckpointInfo, Checkpoints
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
 RECENT = 3
-"""The newest version and so many less one before it stay, whatever they are needed for."""
+"""How many of the newest versions stay, whatever they are needed for."""
 
 
 @dataclass
 class Version:
+    """One version that training has made."""
+
     ref: AdapterRef
     info: AdapterInfo
     folder: str = ""  # of a checkpoint that has it, too
 
 
 class Versions:
+    """The versions of the trained adapter's name, and which of them the trainer's weights are."""
+
     def __init__(self, client: EngineClient, serving: Serving) -> None:
         self._client = client
         self._serving = serving
@@ -38,45 +42,49 @@ class Versions:
 
     @property
     def recent(self) -> list[int]:
+        """Numbers of the newest versions, ascending."""
         return sorted(self._known)[-RECENT:]
 
     @property
     def digests(self) -> set[str]:
-        """Of all that are kept."""
+        """Contents of all versions that are kept."""
         return {v.ref.digest for v in self._known.values()}
 
     def __iter__(self) -> Iterator[Version]:
         return iter(list(self._known.values()))
 
     def get(self, number: int) -> Version | None:
+        """Return the version of this number; None when it is not kept."""
         return self._known.get(number)
 
     def count_from(self, number: int) -> None:
-        """Numbers up to this one were given by an earlier process."""
+        """Give higher numbers than this one, up to which an earlier process gave them."""
         self.last = max(self.last, number)
         self._serving.count_from(self.last)
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """These are being made again."""
+        """Note that versions of these numbers are being made again."""
         self._serving.expect(numbers)
 
     async def recovered(self) -> None:
-        """What was not made again by now is gone."""
+        """Treat what was not made again by now as gone."""
         await self._serving.recovered()
 
     def publish(self, info: AdapterInfo, folder: str = "") -> AdapterRef:
-        """The trainer's weights, which are `info`, are current from now on; requests that follow go on under them."""
+        """Make the trainer's weights, which are `info`, current; requests that follow go on under them."""
         ref = self.show(info, folder)
         self.head, self.switched = self._known[ref.version], False
         return ref
 
     def reserve(self, info: AdapterInfo, number: int = 0) -> Version:
-        """A number, `number` if it had that before, for content that is not current."""
+        """Give content that is not current a number: `number` if it had that before."""
         return self._note(self._serving.reserve(info, number), info, "")
 
     def begin(self, info: AdapterInfo, folder: str, number: int) -> Version:
-        """A new engine has nothing but this content and what lies in folders. It is served until `settle`, unless what
-        is current lies in one."""
+        """Begin on a new engine, which has nothing but this content and what lies in folders.
+
+        The content is served until `settle`, unless what is current lies in a folder.
+        """
         current = self._serving.current()
         if self._chosen is None and self.switched:
             self._chosen = current
@@ -97,7 +105,9 @@ class Versions:
         return ref
 
     def settle(self, head: Version, made: Collection[int]) -> None:
-        """On a new engine the trainer is `head`, and `made` are there again: what has no folder either is gone."""
+        """Note that on a new engine the trainer is `head` and `made` are there again; what has no folder either is
+        gone.
+        """
         self._known = {n: v for n, v in self._known.items() if v.folder or n in made}
         chosen = None if self._chosen is None else self._known.get(self._chosen.version)
         self._chosen = None
@@ -106,6 +116,7 @@ class Versions:
             self.show(chosen.info, chosen.folder)
 
     def saved(self, version: AdapterInfo, folder: str, name: str) -> None:
+        """Note that content lies in the folder of a checkpoint, too."""
         self._serving.saved(version, folder, name)
         for known in self._known.values():
             if known.ref.digest == version.digest:
@@ -116,14 +127,17 @@ class Versions:
         return any(v.folder == folder for n, v in self._known.items() if n in numbers)
 
     def removed(self, folder: str, others: Mapping[str, str]) -> None:
-        """The folder of a checkpoint is gone. `others`: folders that are left, by digest."""
+        """Note that the folder of a checkpoint is gone. `others`: folders that are left, by digest."""
         for known in self._known.values():
             if known.folder == folder:
                 known.folder = others.get(known.ref.digest, "")
 
     def find(self, to: str, name: str, checkpoints: Checkpoints, listed: Sequence[CheckpointInfo]) -> tuple[str, str]:
-        """The checkpoint's folder (empty: there is none) and the digest of what `to` names: 7, name@7 or a checkpoint.
-        Reads from the disk. Raises NotFound, StorageError."""
+        """Return the checkpoint's folder (empty: there is none) and the digest of what `to` names: 7, name@7 or a
+        checkpoint.
+
+        Reads from the disk. Raises NotFound, StorageError.
+        """
         digits = to.removeprefix(f"{name}@")
         if not (digits.isascii() and digits.isdigit() and len(digits) < 16):
             return str(checkpoints.path(to)), checkpoints.verify(to).digest
@@ -136,7 +150,9 @@ class Versions:
         return "", known.ref.digest
 
     def kept(self, checkpoints: Sequence[CheckpointInfo], more: Collection[int] = ()) -> set[int]:
-        """Numbers that go on existing: recent ones, what is served and trained, those with a checkpoint, and `more`."""
+        """Return the numbers that go on existing: recent ones, what is served and trained, those with a checkpoint, and
+        `more`.
+        """
         current = self._serving.current()
         digests = {info.digest for info in checkpoints}
         return {
@@ -148,10 +164,12 @@ class Versions:
         }
 
     async def retire_except(self, kept: Collection[int]) -> None:
+        """Retire all versions but these."""
         for number in [n for n in self._known if n not in kept]:
             await self.retire(self._known[number].ref)
 
     async def retire(self, ref: AdapterRef) -> None:
+        """Let a version go: nobody may ask for it any more."""
         self._known.pop(ref.version, None)
         with contextlib.suppress(EngineError):  # it went with its engine
             await self._serving.retire(ref)

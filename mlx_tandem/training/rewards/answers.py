@@ -30,14 +30,17 @@ _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,64})\}\{([^{}]{1,64})\}")
 
 
 class NoOptions(Struct, frozen=True, forbid_unknown_fields=True):
-    pass
+    """Options of a reward that has none."""
 
 
 class TextOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of rewards that compare texts."""
+
     strip: bool = True  # white space around both
     ignore_case: bool = False
 
     def of(self, text: str) -> str:
+        """Return a text in the form in which it is compared."""
         text = text.strip() if self.strip else text
         return text.casefold() if self.ignore_case else text
 
@@ -46,24 +49,25 @@ class TextOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def gsm8k(sample: Sample, options: NoOptions) -> float:
-    """1 when the completion's answer is the number of the reference, exactly; else 0."""
+    """Return 1 when the completion's answer is exactly the number of the reference, else 0."""
     expected = reference(str(sample.metadata["answer"]))
     return float(expected is not None and answer(sample.completion) == expected)
 
 
 def needs_number(options: NoOptions, metadata: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest when the metadata have no number to compare with."""
     if reference(_text(metadata)) is None:
         raise InvalidRequest(f"metadata.answer has no number of up to {MAX_DIGITS} digits", param="metadata.answer")
 
 
 @lru_cache(maxsize=4096)
 def reference(text: str) -> Fraction | None:
-    """The answer of a reference solution, which may be no more than the number."""
+    """Return the answer of a reference solution, which may be no more than the number."""
     return answer(text)
 
 
 def answer(text: str) -> Fraction | None:
-    """The number on the line of the last `####`, in the last `\\boxed{…}`, or else the last of all."""
+    r"""Return the number on the line of the last `####`, in the last `\boxed{…}`, or else the last of all."""
     if (at := text.rfind(MARKER)) >= 0:
         near = text[at + len(MARKER) :][:NEAR]
         if numbers := _numbers(near.lstrip().partition("\n")[0]):
@@ -84,7 +88,7 @@ def _last(text: str) -> Fraction | None:
 
 
 def _boxed(text: str) -> str:
-    """`text` up to the brace that closes the box, or nothing when none does."""
+    """Return `text` up to the brace that closes the box, or nothing when none does."""
     depth = 1
     for i, c in enumerate(text):
         depth += (c == "{") - (c == "}")
@@ -100,7 +104,7 @@ def _numbers(text: str) -> list[tuple[str, ...]]:
 
 
 def _value(number: tuple[str, ...]) -> Fraction | None:
-    """None for a number whose size would make arithmetic slow, and for a zero denominator."""
+    """Return a number; None for one whose size would make arithmetic slow, and for a zero denominator."""
     sign, inner, digits, exponent, denominator = number
     if len(digits) > MAX_DIGITS or len(denominator) > MAX_DIGITS or len(exponent) > 4:
         return None
@@ -120,21 +124,23 @@ def _value(number: tuple[str, ...]) -> Fraction | None:
 
 
 def exact_match(sample: Sample, options: TextOptions) -> float:
-    """1 when the completion is the reference, else 0."""
+    """Return 1 when the completion is the reference, else 0."""
     return float(options.of(sample.completion) == options.of(_text(sample.metadata)))
 
 
 def needs_text(options: TextOptions, metadata: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest when the metadata have no text to compare with."""
     _text(metadata)
 
 
 def contains(sample: Sample, options: TextOptions) -> float:
-    """The share of the references that the completion contains."""
+    """Return the share of the references that the completion contains."""
     text, wanted = options.of(sample.completion), _texts(sample.metadata)
     return sum(options.of(w) in text for w in wanted) / len(wanted)
 
 
 def needs_texts(options: TextOptions, metadata: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest when the metadata have no texts to look for, or an empty one."""
     if not all(options.of(w) for w in _texts(metadata)):
         raise InvalidRequest("metadata.answer is empty: every text contains that", param="metadata.answer")
 

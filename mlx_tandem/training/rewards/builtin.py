@@ -35,7 +35,7 @@ class LengthOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def length(sample: Sample, options: LengthOptions) -> float:
-    """1 within the bounds; below them falling linearly to 0 at no token, above them to 0 at twice the bound."""
+    """Return 1 within the bounds; below them less, down to 0 at no token, above them down to 0 at twice the bound."""
     low, high = (options.target or options.min or 0), (options.target or options.max)
     if sample.tokens < low:
         return sample.tokens / low
@@ -45,13 +45,14 @@ def length(sample: Sample, options: LengthOptions) -> float:
 
 
 def needs_nothing(options: object, metadata: Mapping[str, Any]) -> None:
-    pass
+    """Accept any metadata."""
 
 
 @dataclass(frozen=True)
 class Builtin:
     """`options`: a Struct that refuses wrong options with ValueError. `needs`: refuses wrong metadata with
-    InvalidRequest, so that nothing is generated in vain."""
+    InvalidRequest, so that nothing is generated in vain.
+    """
 
     score: Callable[[Sample, Any], float]
     options: type[Struct]

@@ -24,7 +24,7 @@ Function = Callable[[Sample, dict[str, Any]], float]
 
 
 def own_names() -> list[str]:
-    """Of all that is installed. Raises InvalidRequest for a name that is not legal or that two packages give."""
+    """Return the names of all installed functions. Raises InvalidRequest for one that is not legal or given twice."""
     found = {(e.name, e.value) for e in entry_points(group=GROUP)}
     names = sorted(name for name, _ in found)
     for name in names:

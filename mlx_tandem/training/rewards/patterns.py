@@ -23,6 +23,8 @@ KEPT = 64  # compiled patterns and schemas
 
 
 class RegexOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of `regex`."""
+
     pattern: str | None = None  # None: metadata.pattern
     full: bool = False  # the whole completion must match
 
@@ -32,7 +34,7 @@ class RegexOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def regex(sample: Sample, options: RegexOptions) -> float:
-    """1 when the completion matches somewhere, or wholly with `full`; else 0, and for more than 128 KiB."""
+    """Return 1 when the completion matches somewhere, or wholly with `full`; else 0, and for more than 128 KiB."""
     pattern = compiled_pattern(sample.metadata["pattern"] if options.pattern is None else options.pattern)
     text = sample.completion.encode()
     if len(text) > MAX_REWARD_TEXT:
@@ -41,13 +43,14 @@ def regex(sample: Sample, options: RegexOptions) -> float:
 
 
 def needs_pattern(options: RegexOptions, metadata: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest when neither options nor metadata have a pattern."""
     if options.pattern is None:
         _check(compiled_pattern, metadata, "pattern", str, "a string")
 
 
 @lru_cache(maxsize=KEPT)
 def compiled_pattern(pattern: str) -> Any:
-    """Raises ValueError for one that RE2 has no syntax for, or that is too large."""
+    """Return a compiled pattern. Raises ValueError for one that RE2 has no syntax for, or that is too large."""
     if len(pattern) > MAX_PATTERN:
         raise ValueError(f"the pattern is longer than {MAX_PATTERN} characters")
     options = re2.Options()
@@ -64,6 +67,8 @@ def compiled_pattern(pattern: str) -> Any:
 
 
 class SchemaOptions(Struct, frozen=True, forbid_unknown_fields=True):
+    """Options of `json_schema`."""
+
     schema: dict[str, Any] | None = None  # None: metadata.schema
 
     def __post_init__(self) -> None:
@@ -72,7 +77,7 @@ class SchemaOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def json_schema(sample: Sample, options: SchemaOptions) -> float:
-    """1 when the completion is JSON, at most 128 KiB of it, that the schema holds for; else 0."""
+    """Return 1 when the completion is JSON, at most 128 KiB of it, that the schema holds for; else 0."""
     schema = compiled_schema(sample.metadata["schema"] if options.schema is None else options.schema)
     text = sample.completion.encode()
     if len(text) > MAX_REWARD_TEXT:
@@ -85,12 +90,16 @@ def json_schema(sample: Sample, options: SchemaOptions) -> float:
 
 
 def needs_schema(options: SchemaOptions, metadata: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest when neither options nor metadata have a schema."""
     if options.schema is None:
         _check(compiled_schema, metadata, "schema", dict, "an object")
 
 
 def compiled_schema(schema: dict[str, Any]) -> Any:
-    """Raises ValueError for one that is not valid, too large or too deep, or that refers to another document."""
+    """Return a compiled schema.
+
+    Raises ValueError for one that is not valid, too large or too deep, or that refers to another document.
+    """
     try:
         text = msgspec.json.encode(schema)
     except (TypeError, ValueError, RecursionError, OverflowError):
@@ -118,7 +127,7 @@ def _compiled_schema(text: bytes) -> Any:
 
 
 def _depth(value: object) -> int:
-    """Of lists and objects within each other."""
+    """Return how deep lists and objects are within each other."""
     depth, level = 0, [value]
     while level:
         below: list[object] = []

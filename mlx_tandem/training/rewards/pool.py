@@ -32,10 +32,12 @@ BATCH_BYTES = 4 << 20  # a larger item is a batch by itself
 
 
 class RewardPool:
-    """Belongs to one event loop. Starts no process before the first score."""
+    """The workers that score completions. Belongs to one event loop, and starts no process before the first score."""
 
     def __init__(self, config: RLTrainingConfig):
-        """InvalidRequest when the configuration's composites, or installed functions, are wrong."""
+        """Prepare the workers. Raises InvalidRequest when the configuration's composites, or installed functions, are
+        wrong.
+        """
         self._config = config
         self._catalogue = Catalogue(config.rewards)
         limits = (str(config.reward_timeout_s), str(config.reward_memory_mb << 20))
@@ -53,14 +55,17 @@ class RewardPool:
         return self._catalogue.names
 
     def check(self, scoring: str | Mapping[str, Any] | Sequence[Any], metadata: Mapping[str, Any]) -> Scoring:
-        """A name, an object of names and weights, or a list of {function, weight, options}, with the metadata that
-        the functions need. InvalidRequest names `scoring_function` or `metadata.<field>`."""
+        """Return how completions are scored: by a name, an object of names and weights, or a list of {function, weight,
+        options}.
+
+        `metadata` has what the functions need. Raises InvalidRequest naming `scoring_function` or `metadata.<field>`.
+        """
         return self._catalogue.check(scoring, metadata)
 
     async def score(self, scoring: Sequence[Scoring], samples: Sequence[Sample]) -> list[float | None]:
-        """The reward of each sample by the scoring at its place; None, and counted, where there is none.
+        """Return the reward of each sample by the scoring at its place; None, and counted, where there is none.
 
-        Functions see both metadata, of two fields of one name the scoring's, which was checked.
+        Functions see the metadata of both; of two fields of one name they see the scoring's, which was checked.
         """
         items = [_encoded(s, sample) for s, sample in zip(scoring, samples, strict=True)]
         answers: list[Scored | Failed] = [i if isinstance(i, Failed) else Failed("died") for i in items]
@@ -75,7 +80,7 @@ class RewardPool:
         return [a.value if isinstance(a, Scored) else None for a in answers]
 
     async def close(self) -> None:
-        """Ends the workers, whatever they do; scores that are under way come back as None."""
+        """End the workers, whatever they do; scores that are under way come back as None."""
         for worker in self._workers:
             worker.close()
         for _ in self._workers:

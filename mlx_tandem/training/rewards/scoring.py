@@ -36,10 +36,11 @@ class Catalogue:
 
     @property
     def names(self) -> list[str]:
+        """Names of all functions and composites, sorted."""
         return sorted(self._functions | self._composites.keys())
 
     def check(self, scoring: str | Mapping[str, Any] | Sequence[Any], metadata: Mapping[str, Any]) -> Scoring:
-        """InvalidRequest names `scoring_function` or the field of `metadata` that is wrong."""
+        """Return how completions are scored. Raises InvalidRequest naming `scoring_function` or a field of metadata."""
         parts = self._parts(scoring)
         for part in parts:
             if builtin := BUILTINS.get(part.function):
@@ -98,7 +99,7 @@ def _unknown(where: str, name: str, known: Sequence[str]) -> InvalidRequest:
 
 
 def _check_size(value: Mapping[str, Any], param: str = "metadata") -> None:
-    """That `value` can be sent to a worker."""
+    """Raise InvalidRequest when `value` cannot be sent to a worker."""
     try:
         size = len(msgspec.msgpack.encode(value))
     except (TypeError, ValueError, OverflowError, RecursionError):

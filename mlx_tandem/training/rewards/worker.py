@@ -37,13 +37,15 @@ class NotANumber(Exception):
 
 
 class Worker:
+    """The loop of a reward worker, which scores one item after the other."""
+
     def __init__(self, sock: socket.socket, seconds: float):
         self._sock = sock
         self._seconds = seconds
         self._own: dict[str, own.Function | Exception] = {}
 
     def run(self) -> None:
-        """Until the other side is gone."""
+        """Score items until the other side is gone."""
         say_busy(self._sock, self._seconds + GRACE_SECONDS)
         serve(self._sock, self._sock.makefile("rb"), self._answer)
 
@@ -100,6 +102,7 @@ def _number(value: object) -> float:
 
 
 def main(fd: str, seconds: str, size: str) -> None:
+    """Run a worker on the socket with the descriptor `fd`, with limits in seconds per item and bytes of memory."""
     sock = connect(fd)
     limit_memory(int(size))
     Worker(sock, float(seconds)).run()

@@ -40,6 +40,8 @@ _RESERVED = ("journal",)  # folders beside the checkpoints
 
 
 class CheckpointInfo(Struct, frozen=True):
+    """One checkpoint, as lists show it."""
+
     name: str
     step: int
     version: int
@@ -52,6 +54,7 @@ class CheckpointInfo(Struct, frozen=True):
 
     @property
     def label(self) -> str:
+        """The name and the sequence, which together are never used twice."""
         return manifests.label(self.name, self.sequence)
 
 
@@ -70,7 +73,8 @@ class Checkpoints:
 
     def lock(self) -> None:
         """Take the folder, made when it is not there, and clear away what a crash has left half done. Raises
-        StorageError, with the number of the process that has it, when it is taken."""
+        StorageError, with the number of the process that has it, when it is taken.
+        """
         with files.storage(self.folder):
             files.make_folder(self.folder, self._ops)
             self._lock = FolderLock(self.folder)
@@ -104,7 +108,8 @@ class Checkpoints:
 
     def surplus(self, infos: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
         """Return those of `infos`, from `list`, that are not to be kept: of those that nobody named, all but the newest
-        `keep`, each content counted once."""
+        `keep`, each content counted once.
+        """
         kept: set[str] = set()
         going = []
         for info in (i for i in infos if not i.pinned and i.name != BEST):
@@ -115,14 +120,16 @@ class Checkpoints:
         return going
 
     def path(self, name: str) -> Path:
-        """The folder of the checkpoint `name`. NotFound when there is none."""
+        """Return the folder of the checkpoint `name`. Raises NotFound."""
         if limits.check_name(name, "checkpoint") not in self._names():
             raise NotFound(f"there is no checkpoint {name!r}", param="checkpoint", code="checkpoint_not_found")
         return self.folder / name
 
     def verify(self, name: str) -> Manifest:
-        """Its manifest, after every file was read and found as it was written. Raises Corrupt, or StorageError when it
-        has another format."""
+        """Return the manifest of a checkpoint, after reading every file and finding it as it was written.
+
+        Raises Corrupt, or StorageError when it has another format.
+        """
         path = self.path(name)
         manifest = manifests.read(path)
         for file, digest in manifest.files.items():
@@ -134,8 +141,10 @@ class Checkpoints:
         return manifest
 
     def newest(self) -> Manifest | None:
-        """The newest one that is whole, every byte of it checked. Damaged ones are renamed `*.corrupt` on the way.
-        Raises StorageError when there is one of another format: going on from an older one would lose what it holds."""
+        """Return the newest checkpoint that is whole, every byte of it checked. Damaged ones are renamed `*.corrupt`.
+
+        Raises StorageError when there is one of another format: going on from an older one would lose what it holds.
+        """
         self._locked()
         found: dict[str, Manifest] = {}
         for name in self._names():
@@ -151,7 +160,9 @@ class Checkpoints:
         return None
 
     def free_name(self, step: int) -> str:
-        """`checkpoint-<step>`; when there is one, of a course that was rolled back, `checkpoint-<step>.2` and so on."""
+        """Return `checkpoint-<step>`, or `checkpoint-<step>.2` and so on when a course that was rolled back left that
+        name.
+        """
         name, n = f"checkpoint-{step}", 1
         while (self.folder / name).exists():
             n += 1
@@ -159,7 +170,9 @@ class Checkpoints:
         return name
 
     def new(self, name: str) -> Path:
-        """An empty folder to write a checkpoint's files in. Conflict when there is a checkpoint of that name."""
+        """Make an empty folder for a checkpoint's files and return it. Raises Conflict when there is a checkpoint of
+        that name.
+        """
         self._locked()
         self._free(name)
         temporary = self._place(_NEW, name)
@@ -170,7 +183,8 @@ class Checkpoints:
 
     def commit(self, temporary: Path, manifest: Manifest) -> CheckpointInfo:
         """Make what lies in `temporary`, from `new`, the checkpoint that `manifest` names. When it returns the
-        checkpoint survives a loss of power; when it raises, it is there whole or not at all, and so is every other."""
+        checkpoint survives a loss of power; when it raises, it is there whole or not at all, and so is every other.
+        """
         self._locked()
         self._free(manifest.name)
         with files.storage(temporary):
@@ -190,7 +204,8 @@ class Checkpoints:
 
     def renew(self, manifest: Manifest) -> CheckpointInfo:
         """Make the checkpoint that `manifest` names, whose content it describes, the newest one; counters, settings and
-        the reward, where it is known, become those of `manifest`. When it raises, the old or the new holds."""
+        the reward, where it is known, become those of `manifest`. When it raises, the old or the new holds.
+        """
         reward = _finite(manifest.reward)
 
         def renewed(old: Manifest) -> Manifest:
@@ -223,14 +238,14 @@ class Checkpoints:
         return 1 + max((i.sequence for i in self.list()), default=0)
 
     def delete(self, name: str) -> None:
-        """NotFound when there is none."""
+        """Remove a checkpoint. Raises NotFound."""
         self._locked()
         self.path(name)
         with files.storage(self.folder / name):
             self._remove(name)
 
     def export(self, name: str, target: Path) -> None:
-        """Its adapter alone, checked, as a new folder in PEFT's format. Conflict when `target` exists."""
+        """Copy a checkpoint's adapter alone, checked, into a new folder in PEFT's format. Raises Conflict."""
         manifest = self.verify(name)
         target = target.absolute()
         if target.exists() or target.is_symlink():

@@ -44,7 +44,7 @@ class Journal:
 
     @staticmethod
     def open(folder: Path, ops: FileOps = DISK) -> tuple[Journal, Records]:
-        """The journal in `folder`, made when there is none, and what it holds. One process at a time may do so.
+        """Return the journal in `folder`, made when there is none, and what it holds. One process at a time may do so.
 
         Raises StorageError when the file is damaged or of another format, naming it and the place.
         """
@@ -73,6 +73,7 @@ class Journal:
 
     @property
     def path(self) -> Path:
+        """The file that records are appended to now."""
         return _path(self.folder, self._number)
 
     @property
@@ -81,12 +82,12 @@ class Journal:
         return self._size
 
     def append(self, record: Record) -> None:
-        """Durable once a `flush` that is called from now on has returned."""
+        """Append a record, which is durable once a `flush` that is called from now on has returned."""
         self._pending.append(records.encode(record))
         self._appended += 1
 
     async def flush(self) -> None:
-        """Returns when everything appended before is on the drive. Raises StorageError when it is not."""
+        """Wait until everything appended before is on the drive. Raises StorageError when it is not."""
         target = self._appended
         while self._appended - len(self._pending) < target:
             if self._work is None:
@@ -110,7 +111,7 @@ class Journal:
         await self._alone(self._change(bodies, covered))
 
     async def replay(self) -> Records:
-        """Everything that was appended, made durable first."""
+        """Return everything that was appended, made durable first."""
         await self.flush()
         found: list[Records] = []
 
@@ -123,7 +124,7 @@ class Journal:
         return found[0]
 
     async def close(self) -> None:
-        """What was appended is durable, or StorageError is raised; either way the file is closed. Twice is once."""
+        """Make what was appended durable, or raise StorageError; either way the file is closed. Twice is once."""
         try:
             await self.flush()
         finally:
@@ -134,7 +135,7 @@ class Journal:
                 self._fd = -1
 
     async def _alone(self, work: Coroutine[Any, Any, None]) -> None:
-        """Nothing else writes meanwhile, and a caller that is cancelled does not stop it half way."""
+        """Run `work` while nothing else writes; a caller that is cancelled does not stop it half way."""
 
         def done(task: asyncio.Task[None]) -> None:
             self._work = None
@@ -190,7 +191,7 @@ def _path(folder: Path, number: int) -> Path:
 
 
 def _begin(path: Path, number: int, bodies: list[bytes], ops: FileOps) -> tuple[int, int]:
-    """The new file `path`, durable: a descriptor of it and its size."""
+    """Make the file `path`, durably, and return a descriptor of it and its size."""
     data = records.frame(bodies, number, 0)
     new = path.with_name(f".new-{path.name}")
     if new.exists():

@@ -40,6 +40,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def label(self) -> str:
+        """The name and the sequence, which together are never used twice."""
         return label(self.name, self.sequence)
 
 
@@ -59,13 +60,13 @@ class Corrupt(StorageError):
 
 
 def seal(manifest: Manifest) -> bytes:
-    """The bytes of `manifest.json`."""
+    """Return the bytes of `manifest.json`."""
     inner = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     return msgspec.json.encode(_Sealed(Raw(inner), hashlib.blake2b(inner, digest_size=32).hexdigest())) + b"\n"
 
 
 def read(path: Path) -> Manifest:
-    """The manifest of the checkpoint at `path`. Raises Corrupt, or StorageError when it has another format."""
+    """Return the manifest of the checkpoint at `path`. Raises Corrupt, or StorageError when it has another format."""
     file = path / MANIFEST
     with files.storage(file), file.open("rb") as f:
         data = f.read(MAX_MANIFEST_BYTES)
@@ -90,6 +91,6 @@ def read(path: Path) -> Manifest:
 
 
 def hash_file(path: Path) -> str:
-    """BLAKE2b-256 of what it holds. Raises StorageError."""
+    """Return BLAKE2b-256 of what a file holds. Raises StorageError."""
     with files.storage(path), path.open("rb") as f:
         return hashlib.file_digest(f, lambda: hashlib.blake2b(digest_size=32)).hexdigest()

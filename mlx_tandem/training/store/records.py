@@ -58,7 +58,8 @@ class Dropped(Struct, frozen=True, array_like=True, tag="dropped"):
 
 class Began(Struct, frozen=True, array_like=True, tag="began"):
     """An update: `batches`, one pass each, then one step of the optimiser with `adam`. Everything that the result
-    depends on is here. The trajectories it is made of have left the buffer."""
+    depends on is here. The trajectories it is made of have left the buffer.
+    """
 
     step: int  # the optimiser's, once it is done
     trajectories: tuple[str, ...]
@@ -110,13 +111,14 @@ class Records(Sequence[Record]):
 
 
 def head(checkpoint: str, step: int, carried: Iterable[tuple[Trajectory, int]], seen: Sequence[str]) -> list[bytes]:
+    """Return the first records of a file that begins after a checkpoint: what was carried over and what was seen."""
     added = [encode(Added(t, size)) for t, size in carried]
     opened = Opened(FORMAT, checkpoint, step, len(added))
     return [encode(opened), *added, encode(Seen(tuple(seen)))]
 
 
 def frame(bodies: list[bytes], number: int, start: int) -> bytes:
-    """One write's bytes, to lie at `start`."""
+    """Return the bytes of one write, to lie at `start`."""
     data = bytearray()
     for body in bodies:
         checksum = _checksum(body, len(data), number, start + len(data))
@@ -131,7 +133,9 @@ def _checksum(body: bytes, back: int, number: int, offset: int) -> bytes:
 
 
 def _whole(fd: int, number: int, offset: int, end: int) -> tuple[int, int] | None:
-    """The size of the body of the record at `offset` and where its write began, when it is as it was written."""
+    """Return the size of the body of the record at `offset` and where its write began; None unless it is as it was
+    written.
+    """
     head = os.pread(fd, _HEAD.size, offset)
     if len(head) < _HEAD.size:
         return None
@@ -143,7 +147,7 @@ def _whole(fd: int, number: int, offset: int, end: int) -> tuple[int, int] | Non
 
 
 def read(path: Path, fd: int, number: int) -> tuple[Records, int]:
-    """The records of a file and where they end."""
+    """Return the records of a file and where they end. Raises StorageError."""
     end = os.fstat(fd).st_size
     places: list[tuple[int, int]] = []
     offset = 0
@@ -175,7 +179,9 @@ def _check_head(path: Path, records: Records, end: int) -> None:
 
 
 def _later_write(fd: int, number: int, bad: int, end: int) -> bool:
-    """Whether a write that began after the offset `bad` has left a whole record: only then `bad` was acknowledged."""
+    """Return whether a write that began after the offset `bad` has left a whole record: only then `bad` was
+    acknowledged.
+    """
     rest = os.pread(fd, end - bad, bad)
     at = rest.find(MAGIC, 1)
     while at >= 0:
