@@ -33,7 +33,8 @@ from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.engine.scheduler import Scheduler
-from mlx_tandem.engine.tables import Tables
+from mlx_tandem.engine.block_manager import BlockManager
+from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.cache.kvformat import RowFormat
@@ -78,7 +79,7 @@ def admitted(budget: int, bytes_per_token: int, prompt: int) -> int:
     pool = BlockPool(budget // (bytes_per_token * BLOCK), BLOCK)
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=4096),
-        Tables([pool]),
+        BlockManager([AttentionGroup(pool)]),
         SlotTable(0),
         max_model_len=8192,
         vocab_size=1024,

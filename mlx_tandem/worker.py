@@ -30,11 +30,11 @@ from mlx_tandem.types import AdapterSource, EngineInfo, MemoryBudget
 
 if TYPE_CHECKING:
     from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
+    from mlx_tandem.engine.block_manager import BlockManager
     from mlx_tandem.engine.cost import CostModel
-    from mlx_tandem.engine.tables import Tables
     from mlx_tandem.kv.disk.opening import Opening
+    from mlx_tandem.kv.groups import CacheGroup
     from mlx_tandem.kv.hashing import Namespace
-    from mlx_tandem.kv.pool import BlockPool
     from mlx_tandem.model.build import Built
     from mlx_tandem.model.footprint import SlotRoom
     from mlx_tandem.model.lora.uploads import Arrays, Uploads
@@ -153,18 +153,18 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.engine.scheduler import Scheduler
     from mlx_tandem.engine.time_share import TimeShare
     from mlx_tandem.engine.trainers import TrainerHost
-    from mlx_tandem.kv.pool import open_pools
+    from mlx_tandem.kv.groups import open_groups
     from mlx_tandem.model.build import build
 
     weights: dict[str, AdapterWeights] = {}
     built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]))
     info = built.info
-    pools = open_pools(info.memory, info.block_size)
-    tables, opening = _open_tables(config, info, pools, channel.wake)
+    groups = open_groups(info.memory, info.block_size)
+    blocks, opening = _open_blocks(config, info, groups, channel.wake)
     slots = SlotTable(config.lora.max_loras)
     scheduler = Scheduler(
         config.scheduler,
-        tables,
+        blocks,
         slots,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
@@ -193,7 +193,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
         channel,
         Pipeline(scheduler, built.runner, time_share, host),
         adapters,
-        Gauges(pools[0], slots, built.memory, built.adapter_bytes),
+        Gauges(groups[0].pool, slots, built.memory, built.adapter_bytes),
         heartbeat_seconds=config.heartbeat_seconds,
         opening=opening,
         on_turn=_Watchdog(config.stall_seconds).pat if own_process else lambda: None,
@@ -202,11 +202,11 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     return core
 
 
-def _open_tables(
-    config: EngineConfig, info: EngineInfo, pools: Sequence[BlockPool], wake: Callable[[], None]
-) -> tuple[Tables, Opening | None]:
-    """Return the tables of the pools with their caches, and the drive's tier while it is being opened."""
-    from mlx_tandem.engine.tables import Tables
+def _open_blocks(
+    config: EngineConfig, info: EngineInfo, groups: Sequence[CacheGroup], wake: Callable[[], None]
+) -> tuple[BlockManager, Opening | None]:
+    """Return the manager of the groups' blocks with their caches, and the drive's tier while it is being opened."""
+    from mlx_tandem.engine.block_manager import BlockManager
     from mlx_tandem.engine.tier import STEP_BYTES, Tier
     from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.kv.prefix import PrefixCache
@@ -222,20 +222,19 @@ def _open_tables(
         block_size=info.block_size,
         kv_bits=config.cache.kv_bits,
         kv_group_size=config.cache.kv_group_size if config.cache.kv_bits < 16 else 0,
-        layout="windows apart" if len(pools) > 1 else "",  # a record on the drive holds a block of each pool
+        layout="windows apart" if len(groups) > 1 else "",  # a record on the drive holds a block of each group
     )
-    caches = [PrefixCache(pool, namespace) for pool in pools] if config.cache.prefix_caching else []
+    caches = [PrefixCache(group, namespace) for group in groups] if config.cache.prefix_caching else []
     opening = _open_tier(config, namespace, wake) if caches else None
     tier = None
     if opening is not None:
         tier = Tier(
-            pools,
+            groups,
             caches,
-            [own.block_bytes for own in info.memory.pools],
             write_through=config.disk.policy == "write_through",
             step_bytes=STEP_BYTES[device.kind()],
         )
-    return Tables(pools, caches, tier), opening
+    return BlockManager(groups, caches, tier), opening
 
 
 def _adapter_reader(

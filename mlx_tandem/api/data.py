@@ -1,4 +1,4 @@
-"""What a caller hands to a trainer becomes data for the engine: checked here, so that errors name the argument."""
+"""Data for the engine out of what a caller hands to a trainer, checked so that errors name the argument."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ServedCodec:
 
 
 def _check_characters(text: str) -> None:
-    """Half a UTF-16 pair is no character, and tokenizers know none."""
+    """Raise InvalidRequest for a text with half a UTF-16 pair, which no tokenizer can encode."""
     try:
         text.encode()
     except UnicodeEncodeError as e:
@@ -83,7 +83,7 @@ def _check_characters(text: str) -> None:
 
 
 def check_data(data: Data, codec: ServedCodec, loss: LossConfig) -> tuple[Datum, ...]:
-    """Raises InvalidRequest naming `data[i]` and the field in it."""
+    """Return the data of a batch. Raises InvalidRequest naming `data[i]` and the field in it."""
     if isinstance(data, (str, bytes, Mapping)) or not isinstance(data, Sequence):
         raise InvalidRequest("data must be a list of examples", param="data", code="invalid_type")
     if not data:
@@ -126,7 +126,7 @@ def _datum(value: Mapping[str, Any], codec: ServedCodec) -> Datum:
 
 
 def _from_ids(value: Mapping[str, Any], codec: ServedCodec) -> Datum:
-    """Token ids are taken as they are: nothing is added at the end."""
+    """Return an example of token ids as they are: nothing is added at the end."""
     parts = []
     for name in ("prompt", "completion"):
         given = value.get(name)
@@ -141,7 +141,7 @@ def _from_ids(value: Mapping[str, Any], codec: ServedCodec) -> Datum:
 
 
 def _weights(given: object, datum: Datum, name: str) -> tuple[float, ...]:
-    """One number for every token that is taught anyway, or one for each token of the completion."""
+    """Return the weights: one number for every token that is taught, or one for each token of the completion."""
     if isinstance(given, (list, tuple)):
         return _numbers(given, name, "example_weight")
     weight = float(limits.check("example_weight", given, name))
@@ -170,7 +170,7 @@ def _check(datum: Datum, codec: ServedCodec, loss: LossConfig) -> None:
 
 
 def check_loss(loss: LossKind | LossConfig, switches: Mapping[str, Any]) -> LossConfig:
-    """A loss by its name and switches, or as a whole. Raises InvalidRequest naming `loss` or the switch."""
+    """Return a loss, given by its name and switches or whole. Raises InvalidRequest naming `loss` or the switch."""
     if isinstance(loss, LossConfig):
         config = msgspec.structs.replace(loss, **_known(switches))
     elif loss not in get_args(LossKind):

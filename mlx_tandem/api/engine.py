@@ -54,9 +54,9 @@ from mlx_tandem.types import (
 T = TypeVar("T")
 Tokens = Sequence[int]
 _SERVER = ServerConfig(max_queue_size=1 << 30, max_registered_adapters=1 << 30, max_n=int(limits.PARAMETERS["n"].high))
-"""Who owns the process needs no protection from himself."""
+"""Limits that protect a server from its clients are off: the caller owns the process."""
 Adapters = str | None | Sequence[str | None]
-"""Of all prompts, or of each; None is the base model."""
+"""The adapter of all prompts, or a list with that of each; None is the base model."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Engine:
     def stream(
         self, prompt: str | Tokens | Sequence[Mapping[str, Any]], *, adapter: str | None = None, **sampling: Any
     ) -> Iterator[str]:
-        """Text pieces of one continuation, or of the answer to messages, as they come. Leaving the loop cancels it."""
+        """Yield the text of a continuation, or of the answer to messages, as it comes. Leaving the loop cancels it."""
         if "n" in sampling:
             raise InvalidRequest("a stream has one choice", param="n")
         pieces: SimpleQueue[str | BaseException | None] = SimpleQueue()
@@ -196,7 +196,7 @@ class Engine:
     # -- adapters and state -------------------------------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str | Path) -> str:
-        """Make a folder the current version of `name`, beside what runs; its label, name@version."""
+        """Make a folder the current version of `name`, beside what runs; return its label, name@version."""
         source = AdapterSource(os.path.abspath(path), follow_links=True)
         return self._call(self._front.models.load(name, source)).ref.label
 
@@ -206,16 +206,17 @@ class Engine:
 
     @property
     def adapters(self) -> list[str]:
-        """Labels of the current version of every name."""
+        """Return the labels of the current version of every name."""
         return [e.ref.label for e in self._front.models.registry.entries()]
 
     @property
     def info(self) -> EngineInfo:
+        """Return what the engine found at its start."""
         return self._front.client.check_ready()
 
     @property
     def stats(self) -> EngineStats:
-        """As of the last heartbeat."""
+        """Return the counters and gauges of the last heartbeat."""
         return self._front.client.stats
 
     # -- learning -----------------------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ class Engine:
 
     @property
     def codec(self) -> ServedCodec:
-        """The model's way of writing text as token ids, with which `training.examples` makes data of examples."""
+        """Return what writes text as this model's token ids, so that `training.examples` can make data of examples."""
         return ServedCodec.of(self._front)
 
     # -- on the loop --------------------------------------------------------------------------------------------
@@ -285,7 +286,7 @@ class Engine:
         return await self._complete(prompts, models, sampling) if prompts else []
 
     async def _select(self, *adapters: Any) -> list[Selection]:
-        """What each stands for now; one name is one version."""
+        """Return what each name stands for now; a name that is there twice is one version."""
         if not all(adapter is None or isinstance(adapter, str) for adapter in adapters):
             raise InvalidRequest("an adapter is given by its name; None is the base model", param="adapter")
         with renamed(model="adapter"):
@@ -385,7 +386,7 @@ def _messages(given: Any) -> list[Mapping[str, Any]]:
 
 
 def _engine_config(model: str, options: Mapping[str, object]) -> EngineConfig:
-    """Options by the name of their field, whatever section it is in."""
+    """Return the configuration. Options have the names of its fields, whatever section they are in."""
     sections = {
         "model": ModelConfig,
         "cache": CacheConfig,

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Call(Protocol):
-    """Runs work on the engine's loop and gives what comes out."""
+    """A function that runs work on the engine's loop and returns its result."""
 
     def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
 
@@ -67,7 +67,7 @@ class Trainer:
         self._front = front
         self._opened = opened
         self.info = info
-        """As it was opened."""
+        """What the trainer was when it was opened."""
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ class Trainer:
         return self._call(run_pass(self._front, {self: data}, loss, switches, forward_only=False))[self]
 
     def forward(self, data: Data, loss: LossKind | LossConfig = "cross_entropy", **switches: Any) -> BatchResult:
-        """The same without gradients."""
+        """Return loss and logprobs of `data` as of now, without gradients."""
         return self._call(run_pass(self._front, {self: data}, loss, switches, forward_only=True))[self]
 
     def step(
@@ -94,7 +94,7 @@ class Trainer:
         weight_decay: float = 0.0,
         grad_norm: float = 0.0,
     ) -> StepDone:
-        """One step of AdamW with the gradients since the last; `grad_norm` over 0 clips them to it."""
+        """Take one step of AdamW with the gradients since the last one. A `grad_norm` over 0 clips them to it."""
         numbers = {
             "learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "eps": eps,
             "weight_decay": weight_decay, "grad_norm": grad_norm,
@@ -107,7 +107,7 @@ class Trainer:
         self._call(self._front.client.settle_trainer(self.name, keep=False))
 
     def publish(self) -> str:
-        """Serve the present weights as a new version of the trainer's name; its label, name@version.
+        """Serve the present weights as a new version of the trainer's name; return its label, name@version.
 
         Requests that run keep the version they began with. The two versions before it can still be asked for; what was
         published earlier is forgotten.
@@ -145,7 +145,7 @@ class Trainer:
             raise InvalidRequest(f"{target} cannot be written: {e.strerror}", param="folder") from e
 
     def close(self) -> None:
-        """Free its memory. What was published stays, and the name may be opened again."""
+        """Free the trainer's memory. What was published stays, and the name may be opened again."""
         self._call(self._close())
 
     async def _close(self) -> None:
@@ -164,7 +164,7 @@ async def run_pass(
     *,
     forward_only: bool,
 ) -> dict[Trainer, BatchResult]:
-    """All trainers in one pass."""
+    """Run one pass for several trainers and return the result of each."""
     if not work:
         return {}
     config = check_loss(loss, switches)
@@ -193,7 +193,7 @@ async def open_trainer(
 ) -> Trainer:
     """Open a trainer as `Engine.trainer` promises, and put its name among those `opened`."""
     if name not in front.models.registry:
-        front.models.check_free(name)
+        front.models.rules.check_free(name)
     limits.check("trainer_seed", seed, "seed")
     if opened.get(name) == front.client.restarts:
         raise Conflict(f"a trainer {name!r} is open; close it first, or choose another name", param="name")

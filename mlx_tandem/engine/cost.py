@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+
+from mlx_tandem.engine.plan import RowKind, StepPlan
 
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 """Chunk lengths the runner pads to: few, so that each is traced once."""
@@ -65,6 +69,15 @@ class CostModel:
         if decode_rows:
             self._decode_scale = min(max(self._decode_scale * change, 1e-3), 1e3)
 
+    def observe_step(self, plan: StepPlan, milliseconds: float) -> None:
+        """Take in that this step took so long, unless it is of a kind whose cost is not modelled."""
+        if _is_plain(plan) and not any(row.beside for row in plan.rows):
+            self.observe(*_parts_of(plan), milliseconds)
+
+    def expected(self, plan: StepPlan) -> float:
+        """Return the milliseconds that a step will take; infinite for a kind whose cost is not modelled."""
+        return self.step(*_parts_of(plan)) if _is_plain(plan) else math.inf
+
     def step(self, chunks: list[tuple[int, int]], decode_rows: int) -> float:
         """Milliseconds of a step with these (length, context) and so many rows that decode."""
         return sum(self.predict(*chunk) for chunk in chunks) + (self.decode(decode_rows) if decode_rows else 0.0)
@@ -98,6 +111,20 @@ class CostModel:
                 break
             best = n
         return best
+
+
+def _is_plain(plan: StepPlan) -> bool:
+    """Return whether a step is chunks of prompts and rows that decode, and nothing else that takes long."""
+    if plan.saves or plan.loads or plan.masked or not plan.rows:
+        return False
+    return all(row.kind is not RowKind.VERIFY for row in plan.rows)
+
+
+def _parts_of(plan: StepPlan) -> tuple[list[tuple[int, int]], int]:
+    """Return the chunks of prompts (length, context), and how many rows decode or go beside those that do."""
+    chunks = [r for r in plan.rows if r.kind is RowKind.PROMPT and not r.beside]
+    decodes = sum(len(r.tokens) for r in plan.rows) - sum(len(r.tokens) for r in chunks)
+    return [(padded_length(len(r.tokens)), r.start) for r in chunks], decodes
 
 
 def prompt_seconds(form: tuple[float, ...], tokens: int, chunk: int) -> float:

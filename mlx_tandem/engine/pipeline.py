@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_tandem.engine.histogram import FILL_PARTS, STEP_TOKENS, Histogram
-from mlx_tandem.engine.plan import DeviceError, Runner, Slice, StepPlan, StepResult
+from mlx_tandem.engine.plan import DeviceError, Runner, Slice, StepPlan, StepResult, Wait
 from mlx_tandem.engine.scheduler import Scheduler, Settled
 from mlx_tandem.engine.time_share import TimeShare
-from mlx_tandem.engine.trainers import TrainerHost, Wait
+from mlx_tandem.engine.trainers import TrainerHost
 
 LATE_SECONDS = 5e-4
 """A shorter wait means that the step had already finished when we asked: to read a step takes up to 0.4 ms itself."""
@@ -157,7 +157,10 @@ class Pipeline:
                 self._slice = None
             if has_step and plan is not None:
                 launched = time.perf_counter()
-                self._flight = _Flight(plan, self.runner.launch(plan), launched)
+                handle = self.runner.launch(plan)
+                if plan.masked:
+                    self.runner.sample(handle, self.scheduler.masks(plan))
+                self._flight = _Flight(plan, handle, launched)
             if not early:
                 result = self._read(slice_before, before)
         except DeviceError as e:

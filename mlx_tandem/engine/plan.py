@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any, Literal, Protocol
@@ -16,8 +17,12 @@ CARRY = -1
 
 Bytes = bytes | memoryview
 
+Mask = bytes | memoryview
+"""Which tokens may be drawn: bit t % 8 of byte t // 8, the lowest first, says it of token t. It has a multiple of 4
+bytes."""
+
 Tables = tuple[tuple[int, ...], ...]
-"""The blocks of one sequence in the order of its positions, for each pool. A table that changes is another object."""
+"""The blocks of one sequence in each cache group of its model. A table that changes is another object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +56,12 @@ class RowKind(IntEnum):
 class Row(Struct, frozen=True, gc=False):
     """One sequence's share of one step: `tokens` at positions start, start + 1, … .
 
-    Their keys and values go to the blocks of a table (position p lives in block `table[p // block_size]`), and each
-    attends to everything up to its own position, or to the layer's window of that. There is a table for each pool; that
-    of layers with a window comes last, and has 0 for blocks that no window reaches any more. With `sample` the step
-    draws the token after the last one, in a VERIFY row after each one. `targets` are the prompt's tokens after each of
-    `tokens`, as far as the prompt goes: their logprobs are wanted. With `beside` its tokens share a forward with the
-    rows that decode. `version` and `background` say on whose behalf it runs; the runner does not care.
+    What is computed of them goes to the blocks of a table (position p lives in block `table[p // block_size]`), and
+    each attends to everything up to its own position, or to the layer's window of that. There is a table for each cache
+    group, in which 0 stands for a block that was given back; `kv/groups` says what a group's table means. With `sample`
+    the step draws the token after the last one, in a VERIFY row after each one. `targets` are the prompt's tokens after
+    each of `tokens`, as far as the prompt goes: their logprobs are wanted. With `beside` its tokens share a forward
+    with the rows that decode. `version` and `background` say on whose behalf it runs; the runner does not care.
     """
 
     kind: RowKind
@@ -72,6 +77,9 @@ class Row(Struct, frozen=True, gc=False):
     background: bool = False  # made for training
     beside: bool = False
 
+
+Wait = Callable[[], None]
+"""Blocks until what was launched is done; raises what went wrong with it."""
 
 SliceKind = Literal["open", "close", "forward_backward", "optim_step", "settle", "publish", "save"]
 
@@ -100,6 +108,7 @@ class StepPlan:
     seatings: tuple[Seating, ...] = ()
     saves: tuple[int, ...] = ()  # blocks whose bytes are wanted
     loads: tuple[tuple[int, Bytes], ...] = ()  # (block, bytes that it gets)
+    masked: tuple[int, ...] = ()  # indices of rows that draw by masks which `Runner.sample` brings
     slice: Slice | None = None
 
     @property
@@ -170,6 +179,14 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> Any:
         """Start the step and return at once with a handle. Raises DeviceError."""
+
+    def sample(self, handle: Any, masks: list[list[Mask]]) -> None:
+        """Let the rows draw that are `masked` in the plan of this handle: a mask for each position that draws, in the
+        order of these rows.
+
+        Called once for a plan that has such rows, after its launch and before the next; the host makes the masks while
+        the device computes the logits. Raises DeviceError.
+        """
 
     def waits(self, plan: StepPlan) -> bool:
         """Whether `launch` would not return at once, but wait for much of the step."""

@@ -11,13 +11,12 @@ and values it has.
 
 A plan may be made while the one before it is still on the device: tokens drawn there are `pending` until `settle`.
 
-With a proposer, a sequence whose tokens are all known may get a VERIFY row. How many of its drafts are accepted is
-known when that step is settled, and the sequence has no other row until then. (docs/decisions/step-contract.md)
+A sequence that needs a mask has a row only when all its tokens are known, and one with drafts in flight has no other
+row until they are settled. (docs/decisions/step-contract.md)
 """
 
 from __future__ import annotations
 
-import math
 import time
 from bisect import bisect_left, insort_left, insort_right
 from collections.abc import Collection, Iterable
@@ -27,13 +26,15 @@ from operator import attrgetter
 
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
+from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
-from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Row, RowKind, Seating, StepPlan, StepResult
+from mlx_tandem.engine.masks import MaskMaker, masks_of_row
+from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Mask, Row, RowKind, Seating, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Prefill
 from mlx_tandem.engine.proposers import Proposer
+from mlx_tandem.engine.request_check import check_request
 from mlx_tandem.engine.sequence import Sequence
-from mlx_tandem.engine.tables import Tables
 from mlx_tandem.engine.tier import Tier
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.kv.prefix import Match, PrefixCounts
@@ -59,7 +60,7 @@ class Scheduler:
     def __init__(
         self,
         config: SchedulerConfig,
-        tables: Tables,
+        blocks: BlockManager,
         slots: SlotTable,
         *,
         max_model_len: int,
@@ -68,13 +69,14 @@ class Scheduler:
         limits: StepLimits = UNLIMITED,
     ):
         self._config = config
-        self._tables = tables
+        self._blocks = blocks
         self._slots = slots
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self.prefill = Prefill(config, limits, vocab_size)
-        self.proposer: Proposer | None = None  # set by the owner, before the first request
+        self.proposer: Proposer | None = None  # this and the next: set by the owner, before the first request
+        self.mask_maker: MaskMaker | None = None
         # Both by priority, then first come first.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -97,10 +99,18 @@ class Scheduler:
         """Queue a request. Raises InvalidRequest for one that could never run."""
         params = request.params
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        self._check(request, stop_ids)
+        most = min(self._max_model_len, self._blocks.longest)
+        check_request(request, stop_ids, vocab_size=self._vocab_size, most_tokens=most, most_choices=self.max_num_seqs)
+        if request.adapter is not None and self._slots.n == 0:
+            raise InvalidRequest("this server holds no adapters: max_loras is 0", param="model")
+        if request.id in self._choices:
+            raise InvalidRequest(f"request {request.id} exists", param="id")
         choices = [Sequence(self._next_id + i, request, i, stop_ids) for i in range(request.n)]
         self._next_id += request.n
         choices[0].followers = choices[1:]
+        is_masked = self.mask_maker is not None and self.mask_maker.constrains(request)
+        for s in choices:
+            s.is_masked = is_masked
         if params.prompt_logprobs is not None and len(request.prompt) > 1:
             scores: list[TokenLogprob] = []
             for s in choices:
@@ -110,44 +120,8 @@ class Scheduler:
         if request.background:
             self._background.add(request.id)
         insort_right(self._waiting, choices[0], key=_PRIORITY)
-        self._tables.read_ahead(choices[0])
+        self._blocks.read_ahead(choices[0])
         self.prompt_tokens += len(request.prompt)
-
-    def _check(self, request: Request, stop_ids: frozenset[int]) -> None:
-        n, params = len(request.prompt), request.params
-        # The last line before the device, whose indexing is unchecked: ids are tested here again.
-        for param, ids in (
-            ("prompt", request.prompt),
-            ("logit_bias", tuple(t for t, _ in params.logit_bias)),
-            ("stop_token_ids", params.stop_token_ids),
-            ("allowed_token_ids", params.allowed_token_ids),
-            ("xtc_kept", params.xtc_kept),
-        ):
-            if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
-                raise InvalidRequest(f"a token of {param} is not in the vocabulary", param=param)
-        if n == 0:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if params.max_tokens < 1:
-            raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
-        if params.min_tokens > params.max_tokens:
-            raise InvalidRequest("min_tokens is larger than max_tokens", param="min_tokens")
-        if params.min_tokens and params.allowed_token_ids and stop_ids.issuperset(params.allowed_token_ids):
-            raise InvalidRequest(
-                "every token of allowed_token_ids ends the choice, which min_tokens forbids", param="allowed_token_ids"
-            )
-        most = min(self._max_model_len, self._tables.longest)
-        if n + params.max_tokens > most:
-            raise InvalidRequest(
-                f"{n} prompt tokens and max_tokens = {params.max_tokens} exceed the {most} that fit",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        if not 1 <= request.n <= self._config.max_num_seqs:
-            raise InvalidRequest(f"n is 1 to {self._config.max_num_seqs} here", param="n")
-        if request.adapter is not None and self._slots.n == 0:
-            raise InvalidRequest("this server holds no adapters: max_loras is 0", param="model")
-        if request.id in self._choices:
-            raise InvalidRequest(f"request {request.id} exists", param="id")
 
     def cancel(self, request: int, choice: int | None = None) -> None:
         """End a request or one choice of it; nothing more is said of it. Unknown ids are ignored."""
@@ -164,7 +138,7 @@ class Scheduler:
         followers = [s for s in self._sequences.values() if s.follows(ref)]
         for s in followers:
             if s.seat < 0:
-                self._tables.forget(s)
+                self._blocks.forget(s)
                 s.go_under(ref)
             else:
                 s.next_adapter = ref
@@ -191,7 +165,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return self._config.max_num_seqs - len(self._seats)
+        return self.max_num_seqs - len(self._seats)
 
     @property
     def num_waiting(self) -> int:
@@ -199,11 +173,11 @@ class Scheduler:
 
     @property
     def tier(self) -> Tier | None:
-        return self._tables.tier
+        return self._blocks.tier
 
     @property
     def prefix_counts(self) -> PrefixCounts:
-        return self._tables.prefix_counts
+        return self._blocks.prefix_counts
 
     @property
     def max_num_seqs(self) -> int:
@@ -227,11 +201,11 @@ class Scheduler:
         training are left out while there are users' requests."""
         left_out = set() if background or not self.has_users else self._background
         rows: list[Row] = []
-        self._tables.poll()
+        self._blocks.poll()
         for s in list(self._moving.values()):
             self._move(s)
         self._admit(left_out)
-        loads = self._tables.take_loads()
+        loads = self._blocks.take_loads()
         for s in [s for s in self._wanted(left_out) if s.followers and s.scheduled == s.prompt_length - 1]:
             self._fork(s)
         proposer = self.proposer
@@ -239,9 +213,8 @@ class Scheduler:
             # A row before this one may have taken this sequence's blocks: then it has lost its seat.
             if s.seat < 0 or not s.wants_decode or s.followers:
                 continue
-            if proposer is not None and s.pending and proposer.waits(s.request, s.choice):
-                continue
-            if not self._reserve(s, s.scheduled + 1, rows):
+            waits = s.pending and (s.is_masked or (proposer is not None and proposer.waits(s.request, s.choice)))
+            if waits or not self._reserve(s, s.scheduled + 1, rows):
                 continue
             if s.pending:
                 rows.append(self._row(s, RowKind.DECODE, _CARRIED))
@@ -249,7 +222,7 @@ class Scheduler:
             drafts = () if proposer is None else self._draft(s, proposer)
             rows.append(self._row(s, RowKind.VERIFY if drafts else RowKind.DECODE, (s.tokens[-1], *drafts)))
         self._plan_prefill(rows, left_out)
-        saves = self._tables.take_saves()
+        saves = self._blocks.take_saves()
         if not (rows or loads or saves):
             return None
         new = [s for s in self._running if not s.is_seated]
@@ -259,23 +232,33 @@ class Scheduler:
         uploads = [(slot, digest) for slot, digest in self._uploads if self._slots.references(digest)]
         for _, digest in set(self._uploads) - set(uploads):
             self._slots.lost(digest)
-        plan = StepPlan(tuple(rows), tuple(uploads), self._tables.take_copies(), tuple(seatings), saves, loads)
+        masked = () if self.mask_maker is None else self._masked(rows)
+        plan = StepPlan(tuple(rows), tuple(uploads), self._blocks.take_copies(), tuple(seatings), saves, loads, masked)
         self._uploads = []
         return plan
+
+    def _masked(self, rows: list[Row]) -> tuple[int, ...]:
+        """Return the indices of the rows that draw by masks."""
+        return tuple(i for i, row in enumerate(rows) if row.sample and self._sequences[row.sequence].is_masked)
+
+    def masks(self, plan: StepPlan) -> list[list[Mask]]:
+        """Return the masks for a plan that was launched just now, as `Runner.sample` takes them."""
+        assert self.mask_maker is not None
+        return [
+            masks_of_row(self.mask_maker, self._sequences[plan.rows[i].sequence], plan.rows[i]) for i in plan.masked
+        ]
 
     def _wanted(self, left_out: Collection[int]) -> list[Sequence]:
         """Those of the running whose requests are not left out, and whose blocks are there."""
         wanted = [s for s in self._running if s.request.id not in left_out] if left_out else self._running
-        return [s for s in wanted if not self._tables.is_loading(s)] if self._tables.has_loads else list(wanted)
+        return [s for s in wanted if not self._blocks.is_loading(s)] if self._blocks.has_loads else list(wanted)
 
     def _draft(self, s: Sequence, proposer: Proposer) -> tuple[int, ...]:
         """Return proposed tokens to follow those of `s`: as many as may be said and as there are blocks for."""
         most = s.most_tokens - len(s.tokens) - 1
-        if most <= 0:
-            return ()
-        proposed = proposer.propose(s.request, s.choice, s.tokens, most)[:most]
+        proposed = proposer.propose(s.request, s.choice, s.tokens, most)[:most] if most else ()
         drafts = tuple(takewhile(lambda token: 0 <= token < self._vocab_size, proposed))
-        return drafts[: self._tables.draft(s, len(drafts), len(self._running))] if drafts else ()
+        return drafts[: self._blocks.draft(s, len(drafts), len(self._running))] if drafts else ()
 
     def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> None:
         def take(s: Sequence, tokens: int, *, beside: bool = False) -> int | None:
@@ -299,13 +282,17 @@ class Scheduler:
             s.pending += 1
         targets = s.targets(start, s.scheduled) if s.scores is not None else ()
         request, tables = s.request, s.tables
+        if kind is RowKind.VERIFY:
+            tables = tuple([own + spare for own, spare in zip(tables, s.spare, strict=True)])
         version = s.adapter.version if request.follow and s.adapter is not None else 0
         background = request.background
         return Row(kind, s.id, s.seat, s.slot, start, tokens, tables, sample, targets, version, background, beside)
 
     def _start(self, s: Sequence) -> None:
         """Note that the work on the request of `s` begins."""
-        self._tables.count(s)
+        self._blocks.count(s)
+        for x in self._choices[s.request.id].values():
+            x.cached = s.cached
         self._started.append((s.request.id, time.monotonic()))
 
     def _seating(self, s: Sequence) -> Seating:
@@ -327,7 +314,7 @@ class Scheduler:
                 match = self._find_room(s, group)
                 if match is None:
                     break
-                waits = self._tables.leader(s, match) is not None or self._tables.awaits(s, match)
+                waits = self._blocks.leader(s, match) is not None or self._blocks.awaits(s, match)
             del self._waiting[0]
             if waits or not self._take_slot(group):
                 blocked.append(s)
@@ -336,7 +323,7 @@ class Scheduler:
             for b in blocked:
                 b.overtaken += 1
             patience -= bool(blocked)
-            self._tables.seat(s)
+            self._blocks.seat(s)
             for x in group:
                 x.seat = self._seats.pop()
             insort_right(self._running, s, key=_PRIORITY)
@@ -346,12 +333,12 @@ class Scheduler:
         """What is known of `s`, when there are seats for `group` and blocks for the rest."""
         while True:
             if len(group) <= len(self._seats):
-                match = self._tables.match(s)
+                match = self._blocks.match(s)
                 running = self._running
-                short = self._tables.short(s, match, len(running)) if running else None
+                short = self._blocks.short(s, match, len(running)) if running else None
                 if not running or (short is None and self._has_tokens_for(s)):
                     return match
-                if short is not None and short.window and any(self._tables.slide(x) for x in running):
+                if short is not None and not short.keeps_all and any(self._blocks.slide(x) for x in running):
                     continue
             if not self._displace_for(s):
                 return None
@@ -412,7 +399,7 @@ class Scheduler:
                 self._uploads.append((assignment.slot, ref.digest))
             self._slots.release(s.adapter.digest)
             s.slot = assignment.slot
-            self._tables.mix(s)
+            self._blocks.mix(s)
         s.go_under(ref)
         del self._moving[s.id]
 
@@ -421,12 +408,10 @@ class Scheduler:
 
         Each then runs the last prompt token itself, which draws its own first token.
         """
-        if s.cached is None:
-            self._start(s)
         followers, s.followers = s.followers, []
         at = self._running.index(s) + 1
         for f in followers:
-            if self._tables.fork(s, f):
+            if self._blocks.fork(s, f):
                 self._running.insert(at, f)
                 at += 1
             else:
@@ -436,13 +421,13 @@ class Scheduler:
     def _reserve(self, s: Sequence, positions: int, rows: list[Row]) -> bool:
         """Blocks for `positions` of s; those that are not in this plan yet give back what they can do without, and then
         the last of them is preempted."""
-        if positions <= s.room or self._tables.reserve(s, positions):
+        if positions <= s.room or self._blocks.reserve(s, positions):
             return True
         planned = {row.sequence for row in rows}
         for x in self._running:
             if x.id not in planned:
-                self._tables.slide(x)
-        while not self._tables.reserve(s, positions):
+                self._blocks.slide(x)
+        while not self._blocks.reserve(s, positions):
             victim = next(v for v in reversed(self._running) if v.id not in planned)
             self._preempt(victim)
             if victim is s:
@@ -462,7 +447,7 @@ class Scheduler:
         """Give back what a running sequence holds."""
         if s.seat < 0:
             return
-        self._tables.leave(s)
+        self._blocks.leave(s)
         self._seats.append(s.seat)
         if s.adapter_digest is not None:
             self._slots.release(s.adapter_digest)
@@ -473,7 +458,7 @@ class Scheduler:
 
     def _end(self, s: Sequence) -> None:
         """A sequence is over, whatever it was doing."""
-        self._tables.forget(s)
+        self._blocks.forget(s)
         choices = self._choices[s.request.id]
         del self._sequences[s.id], choices[s.choice]
         if not choices:
@@ -525,7 +510,7 @@ class Scheduler:
             s.pending -= 1
             if row.kind is RowKind.VERIFY and s.seat >= 0:  # else it has given back what it had
                 s.scheduled = row.start + len(drawn)
-                self._tables.truncate(s, s.scheduled)
+                self._blocks.truncate(s, row.start, s.scheduled)
             known = logprobs[i] if logprobs else None
             if len(drawn) == 1:
                 s.tokens.append(drawn[0])
@@ -534,16 +519,16 @@ class Scheduler:
                 drawn, finish = self._say(s, drawn)
                 known = known[: len(drawn)] if known else None
             if not s.has_drawn and s.seat >= 0:
-                self._tables.publish(s)
+                self._blocks.publish(s)
             scores = () if s.scores is None else self._hand_out_scores(s)
             deltas.append(Delta(s.request.id, s.choice, drawn, known, finish, scores, row.version, s.cached or 0))
             self.generated_tokens += len(drawn)
             if finish:
                 self._end(s)
         if spoiled:
-            self._tables.spoil(spoiled)
+            self._blocks.spoil(spoiled)
         if plan.saves:
-            self._tables.saved(result.saves)
+            self._blocks.saved(result.saves)
         return settled
 
     def _say(self, s: Sequence, drawn: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
@@ -569,14 +554,12 @@ class Scheduler:
         return None
 
     def observe(self, plan: StepPlan, milliseconds: float) -> None:
-        """A step took this long; its cost guides the next budgets."""
-        if not _is_plain(plan) or any(row.beside for row in plan.rows):
-            return
-        self.prefill.cost.observe(*_parts(plan), milliseconds)
+        """Let the cost model learn from a step that took this long."""
+        self.prefill.cost.observe_step(plan, milliseconds)
 
     def expected(self, plan: StepPlan) -> float:
-        """Milliseconds that a step will take, by what such steps took; infinite where that is not known."""
-        return self.prefill.cost.step(*_parts(plan)) if _is_plain(plan) else math.inf
+        """Return the milliseconds that a step will take, by what such steps took; infinite where that is not known."""
+        return self.prefill.cost.expected(plan)
 
     def fail(self, plans: Iterable[StepPlan], *, again: bool = False) -> list[int]:
         """Give up steps that were lost on the device, and return the requests that had a row in them: these end here,
@@ -585,7 +568,7 @@ class Scheduler:
         plans = list(plans)
         for s in self._sequences.values():
             s.is_pure = s.seat < 0
-        self._tables.distrust()
+        self._blocks.distrust()
         sequences = [self._sequences.get(row.sequence) for plan in plans for row in plan.rows]
         failed = [] if again else list(dict.fromkeys(s.request.id for s in sequences if s is not None))
         for request in failed:
@@ -602,7 +585,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert the invariants; for tests, between steps."""
-        self._tables.check(self._sequences.values())
+        self._blocks.check(self._sequences.values())
         held = [s.seat for s in self._sequences.values() if s.seat >= 0]
         assert sorted(held + self._seats) == list(range(self._config.max_num_seqs)), "a seat is lost or shared"
         followers = [f for s in (*self._running, *self._waiting) for f in s.followers]
@@ -615,15 +598,3 @@ class Scheduler:
         assert self._background == {s.request.id for s in self._sequences.values() if s.request.background}
         for queue in (self._waiting, self._running):
             assert queue == sorted(queue, key=_PRIORITY), "the order of priorities is lost"
-
-
-def _is_plain(plan: StepPlan) -> bool:
-    """Whether a step is its rows and nothing else that takes long."""
-    return bool(plan.rows) and not (plan.saves or plan.loads)
-
-
-def _parts(plan: StepPlan) -> tuple[list[tuple[int, int]], int]:
-    """Return the chunks of prompts (length, context), and how many rows decode or go beside those that do."""
-    chunks = [r for r in plan.rows if r.kind is RowKind.PROMPT and not r.beside]
-    decodes = sum(len(r.tokens) for r in plan.rows) - sum(len(r.tokens) for r in chunks)
-    return [(padded_length(len(r.tokens)), r.start) for r in chunks], decodes

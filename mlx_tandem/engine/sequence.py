@@ -23,6 +23,7 @@ class Sequence:
         "followers",
         "has_drawn",
         "id",
+        "is_masked",
         "is_pure",
         "is_seated",
         "most_tokens",
@@ -37,6 +38,7 @@ class Sequence:
         "scores",
         "seat",
         "slot",
+        "spare",
         "stop_ids",
         "tables",
         "tokens",
@@ -55,11 +57,13 @@ class Sequence:
         self.scheduled = 0
         self.pending = 0
         self.tables: Tables = ()  # while it runs
+        self.spare: Tables = ()  # blocks in each group that only the drafts in flight have
         self.room = 0  # positions that all of them have blocks for
         self.chain: Chain | None = None  # the keys of its blocks under its adapter, once they are asked for
         self.published = 0  # whole blocks of the table that others can find, as far as it knows
         self.announced: bytes | None = None  # the key of the block under which others find that it computes it
         self.has_drawn = False  # a token that is a number, since it was seated
+        self.is_masked = False  # each of its tokens needs a mask, which needs the token before it
         self.is_pure = True  # what it has computed, it has computed under its adapter
         self.cached: int | None = None  # tokens of the prompt that its request found computed, when it began
         self.seat = -1
@@ -74,7 +78,7 @@ class Sequence:
 
     @property
     def table(self) -> tuple[int, ...]:
-        """Its blocks in the first pool."""
+        """Its blocks in the first group."""
         return self.tables[0] if self.tables else ()
 
     @property

@@ -4,8 +4,8 @@ A block goes there when it is given to others, a little before where there is ti
 (`write_through`). What a step is asked to read for the drive is limited; what is over that is lost to the drive and
 counted. A sequence that waits may have blocks of its beginning read; it waits for them, but not for long.
 
-Where a model has two pools, a block on the drive is one of each, for the same tokens: it goes there while both can be
-found.
+Where a model has several cache groups, a block on the drive is one of each, for the same tokens: it goes there while
+all can be found.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Protocol
 
 from mlx_tandem.kv.disk.cache import Read
 from mlx_tandem.kv.disk.records import BlockId, Payload
+from mlx_tandem.kv.groups import CacheGroup
 from mlx_tandem.kv.hashing import ROOT, Chain
-from mlx_tandem.kv.pool import SCRATCH, BlockPool
+from mlx_tandem.kv.pool import SCRATCH
 from mlx_tandem.kv.prefix import Entry, PrefixCache
 
 STEP_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20, "metal": 16 << 20}
@@ -80,8 +81,7 @@ class _Save:
 
 
 class Tier:
-    """Of the pools of a model and their prefix caches; nothing happens until there is a drive. `block_bytes`: of each
-    pool's blocks.
+    """The drive of all cache groups of a model and their prefix caches; nothing happens until there is one.
 
     Promises: what is saved under an id is what the block held when it could be found by that id; what comes back is
     handed out for the sequence, the namespace and the tokens that it was read for, or not at all.
@@ -89,19 +89,18 @@ class Tier:
 
     def __init__(
         self,
-        pools: Sequence[BlockPool],
+        groups: Sequence[CacheGroup],
         caches: Sequence[PrefixCache],
-        block_bytes: Sequence[int],
         *,
         write_through: bool = False,
         step_bytes: int = STEP_BYTES["cpu"],
         patience: float = PATIENCE,
     ):
-        self._pools = pools
+        self._pools = [group.pool for group in groups]
         self._caches = caches
-        self._parts = block_bytes
-        self._size = pools[0].block_size
-        self._block_bytes = sum(block_bytes)
+        self._parts = [group.block_bytes for group in groups]
+        self._size = self._pools[0].block_size
+        self._block_bytes = sum(self._parts)
         self._write_through = write_through
         self._patience = patience
         self._drive: Drive | None = None

@@ -8,12 +8,8 @@ next. A pass is left alone within a piece, so that the activations of one micro-
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
-from operator import attrgetter
+from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple, Protocol
 
 from mlx_tandem.adapters.formats import AdapterWeights
@@ -22,23 +18,11 @@ from mlx_tandem.engine.adapters import Adapters
 from mlx_tandem.engine.budget import size_text
 from mlx_tandem.engine.exports import Exports, call_failed
 from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
-from mlx_tandem.engine.plan import DeviceError, OutOfMemory, Slice, SliceKind
+from mlx_tandem.engine.plan import DeviceError, OutOfMemory, Slice, Wait
+from mlx_tandem.engine.trainer_queues import TrainerQueues, Work
 from mlx_tandem.errors import Conflict, EngineError, EngineUnavailable, InvalidRequest, TandemError
 
 log = logging.getLogger(__name__)
-
-Wait = Callable[[], None]
-"""Blocks until what was launched is done; raises what went wrong with it."""
-
-KINDS: dict[type[m.Learning], SliceKind] = {
-    m.OpenTrainer: "open",
-    m.CloseTrainer: "close",
-    m.ForwardBackward: "forward_backward",
-    m.OptimStep: "optim_step",
-    m.SettleTrainer: "settle",
-    m.PublishTrainer: "publish",
-    m.SaveTrainer: "save",
-}
 
 
 def PAUSE() -> None:
@@ -90,42 +74,6 @@ class OpenTrainerState(NamedTuple):
     jobs: int  # messages that wait or are under way
 
 
-@dataclass(slots=True, eq=False)
-class _Work:
-    """A message that waits or is under way."""
-
-    message: m.Learning
-    trainers: tuple[str, ...]
-    number: int  # in the order of arrival
-    slices: Generator[Wait, None, m.Outbound] | None = None  # once it is under way
-    launched: int = 0  # slices
-    is_over: bool = False
-    has_failed: bool = False
-
-    @property
-    def kind(self) -> SliceKind:
-        return KINDS[type(self.message)]
-
-    @property
-    def slice(self) -> Slice:
-        return Slice(self.trainers, self.kind, self.launched)
-
-    @property
-    def is_brief(self) -> bool:
-        return self.slice.is_brief
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """What the host keeps for one trainer's name."""
-
-    queue: deque[_Work] = field(default_factory=deque)  # the first may be under way
-    milliseconds: float = 0.0  # had so far, on the host's common clock
-    turn: int = 0  # number of the last slice
-    nbytes: int = 0
-    is_open: bool = False
-
-
 class TrainerHost:
     """All trainers of one engine.
 
@@ -156,12 +104,8 @@ class TrainerHost:
         self._learns = learns
         self._budget_bytes = budget_bytes
         self._backend: TrainerBackend | None = None
-        self._lanes: dict[str, _Lane] = {}
-        self._works: dict[_Work, None] = {}  # all of them, in the order of their arrival
-        self._piece: _Work | None = None  # under way, and not at a pause
-        self._clock = 0.0  # milliseconds that the trainer chosen last had had by then
-        self._arrivals = itertools.count()
-        self._turns = itertools.count(1)
+        self._queues = TrainerQueues()
+        self._held: dict[str, int] = {}  # bytes of the open trainers
         self._exports = Exports(adapters, most_rank)
         self._answers: list[m.Outbound] = []
         self._failures: list[str] = []
@@ -173,7 +117,7 @@ class TrainerHost:
     @property
     def has_work(self) -> bool:
         """Whether there is a slice to launch."""
-        return bool(self._works)
+        return len(self._queues) > 0
 
     @property
     def is_waiting(self) -> bool:
@@ -183,12 +127,11 @@ class TrainerHost:
     @property
     def jobs(self) -> int:
         """Number of messages that wait or are under way."""
-        return len(self._works) + len(self._exports)
+        return len(self._queues) + len(self._exports)
 
     def open_trainers(self) -> tuple[OpenTrainerState, ...]:
         """Return the open trainers by name, with what each holds."""
-        lanes = sorted(self._lanes.items())
-        return tuple(OpenTrainerState(name, lane.nbytes, len(lane.queue)) for name, lane in lanes if lane.is_open)
+        return tuple(OpenTrainerState(name, size, self._queues.jobs(name)) for name, size in sorted(self._held.items()))
 
     def submit(self, message: m.Learning) -> None:
         """Queue a message behind the others of its trainers; answer one that cannot be done here with its error."""
@@ -196,11 +139,8 @@ class TrainerHost:
             self._check(message)
         except TandemError as e:
             self._answers.append(call_failed(message.call, e))
-            return
-        work = _Work(message, _trainers_of(message), next(self._arrivals))
-        self._works[work] = None
-        for name in work.trainers:
-            self._lanes.setdefault(name, _Lane()).queue.append(work)
+        else:
+            self._queues.add(message)
 
     def _check(self, message: m.Learning) -> None:
         if self._is_stopped:
@@ -224,7 +164,7 @@ class TrainerHost:
     def stop(self) -> None:
         """Answer all messages with EngineUnavailable and take no more; what is being written goes on."""
         self._is_stopped = True
-        for work in list(self._works):
+        for work in self._queues:
             self._end(work, call_failed(work.message.call, EngineUnavailable("the engine is draining")))
 
     def close(self) -> None:
@@ -235,12 +175,12 @@ class TrainerHost:
 
     def next_slice(self) -> Slice | None:
         """Return the name of the slice that `launch` should get next; None where there is none."""
-        return self._chosen().slice if self._works else None
+        return self._queues.chosen().slice if len(self._queues) else None
 
     def launch(self, slice_: Slice) -> Wait | None:
         """Launch a slice and return what waits for it, or None when there is nothing to wait for. Neither raises."""
-        work = self._lanes[slice_.trainers[0]].queue[0]
-        self._take_turn(work)
+        work = self._queues.first(slice_.trainers[0])
+        self._queues.begin(work)
         try:
             done = self._advance(work)
         except TandemError as e:
@@ -257,49 +197,10 @@ class TrainerHost:
         return None
 
     def charge(self, slice_: Slice, milliseconds: float) -> None:
-        """Note how long the device had for a slice, in equal parts for the trainers that it names."""
-        for name in slice_.trainers:
-            lane = self._lanes.get(name)
-            if lane is not None:
-                lane.milliseconds += milliseconds / len(slice_.trainers)
+        """Note how long the device had for a slice."""
+        self._queues.charge(slice_, milliseconds)
 
-    def _chosen(self) -> _Work:
-        """Return the work that goes next: what is brief, as it came; the piece under way; else who had the least
-        time."""
-        ready = [lane.queue[0] for lane in self._lanes.values() if lane.queue and self._is_ready(lane.queue[0])]
-        brief = [work for work in ready if work.is_brief]
-        if brief:
-            return min(brief, key=attrgetter("number"))
-        return self._piece or min(ready, key=self._place)
-
-    def _is_ready(self, work: _Work) -> bool:
-        """Return whether the work is the first of each of its trainers."""
-        return all(lane.queue[0] is work for lane in self._lanes_of(work))
-
-    def _place(self, work: _Work) -> tuple[float, int]:
-        lanes = list(self._lanes_of(work))
-        return max(lane.milliseconds for lane in lanes), max(lane.turn for lane in lanes)
-
-    def _lanes_of(self, work: _Work) -> Iterator[_Lane]:
-        return (self._lanes[name] for name in work.trainers)
-
-    def _take_turn(self, work: _Work) -> None:
-        """Note that a slice of the work goes now."""
-        turn = next(self._turns)
-        for lane in self._lanes_of(work):
-            lane.turn = turn
-        if not work.is_brief and self._piece is not work:
-            self._begin_piece(work)
-
-    def _begin_piece(self, work: _Work) -> None:
-        """Let the work go on to its next pause. What a trainer did not get while it wanted nothing, or waited for
-        another that shares a pass with it, is not owed to it afterwards."""
-        self._piece = work
-        self._clock = max(self._clock, self._place(work)[0])
-        for lane in self._lanes_of(work):
-            lane.milliseconds = max(lane.milliseconds, self._clock)
-
-    def _advance(self, work: _Work) -> Wait | tuple[m.Outbound, ...] | None:
+    def _advance(self, work: Work) -> Wait | tuple[m.Outbound, ...] | None:
         """Launch the next slice of the work and return what waits for it; or do all of it and return its answer, an
         empty one when another thread will have it. None: it has paused, and another trainer goes first."""
         if self._backend is None:
@@ -312,10 +213,8 @@ class TrainerHost:
             work.slices = _slices(self._backend, message)
         try:
             while (wait := next(work.slices)) is PAUSE:
-                self._piece = None
-                if self._chosen() is not work:
+                if self._queues.gives_way(work):
                     return None
-                self._begin_piece(work)
         except StopIteration as e:
             return (e.value,)
         return wait
@@ -336,16 +235,14 @@ class TrainerHost:
                 backend.settle(message.trainer, message.keep)
             case m.CloseTrainer():
                 backend.close(message.trainer)
-                lane = self._lanes[message.trainer]
-                lane.is_open, lane.nbytes = False, 0
+                self._held.pop(message.trainer, None)
         return (m.CallDone(message.call),)
 
     def _open(self, backend: TrainerBackend, message: m.OpenTrainer) -> m.Outbound:
         """Open a trainer that has room within the budget. Raises InvalidRequest for one that has not."""
         weights = self._loaded(message.digest) if message.digest else None
         nbytes = backend.required_bytes(message.spec, message.folder)
-        own = self._lanes[message.spec.name]
-        others = {name: lane.nbytes for name, lane in self._lanes.items() if lane.is_open and lane is not own}
+        others = {name: size for name, size in self._held.items() if name != message.spec.name}
         left = max(self._budget_bytes - sum(others.values()), 0)
         if nbytes > left:
             held = "".join(f"; {name} has {size_text(size)}" for name, size in sorted(others.items())[:8])
@@ -356,7 +253,7 @@ class TrainerHost:
                 param="rank",
             )
         info = backend.open(message.spec, message.folder, weights)
-        own.is_open, own.nbytes = True, nbytes
+        self._held[message.spec.name] = nbytes
         return m.TrainerOpened(message.call, info)
 
     def _loaded(self, digest: str) -> AdapterWeights:
@@ -367,7 +264,7 @@ class TrainerHost:
 
     # ends
 
-    def _wait(self, work: _Work, wait: Wait) -> None:
+    def _wait(self, work: Work, wait: Wait) -> None:
         """Wait for a slice; of work that has failed meanwhile nothing is waited for."""
         if work.has_failed:
             return
@@ -376,7 +273,7 @@ class TrainerHost:
         except Exception as e:
             self._fail(work, e)
 
-    def _fail(self, work: _Work, error: Exception) -> None:
+    def _fail(self, work: Work, error: Exception) -> None:
         """End the message of work in which something went wrong that nobody foresaw, and drop its trainers' gradients.
 
         A device that fails may fail everybody: that is noted, memory that ran out only if it did so twice in a row.
@@ -394,33 +291,15 @@ class TrainerHost:
             for name in work.trainers:
                 self._backend.drop_gradients(name)
 
-    def _end(self, work: _Work, *answer: m.Outbound) -> None:
+    def _end(self, work: Work, *answer: m.Outbound) -> None:
         """Take work that is over out of all queues and keep its answer."""
         if work.is_over:
             return
         work.is_over = True
         if work.slices is not None:
             work.slices.close()
-        if self._piece is work:
-            self._piece = None
-        del self._works[work]
-        for name in work.trainers:
-            lane = self._lanes[name]
-            lane.queue.remove(work)
-            if not (lane.queue or lane.is_open):
-                del self._lanes[name]
+        self._queues.remove(work)
         self._answers += answer
-
-
-def _trainers_of(message: m.Learning) -> tuple[str, ...]:
-    """Return the names of the trainers that a message is for, each once."""
-    match message:
-        case m.OpenTrainer():
-            return (message.spec.name,)
-        case m.ForwardBackward():
-            return tuple(dict.fromkeys(batch.trainer for batch in message.batches)) or ("",)
-        case _:
-            return (message.trainer,)
 
 
 def _slices(backend: TrainerBackend, message: m.ForwardBackward | m.OptimStep) -> Generator[Wait, None, m.Outbound]:

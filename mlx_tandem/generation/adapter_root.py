@@ -14,7 +14,7 @@ MAX_PATH = 4096  # characters
 
 
 class AdapterRoot:
-    """`path` as the settings have it; empty: there is none, and nothing lies under it."""
+    """A folder of adapter folders. `path` is as the settings have it; empty: nothing lies under it."""
 
     def __init__(self, path: str):
         given = os.path.abspath(path) if path else None
@@ -22,7 +22,7 @@ class AdapterRoot:
         self._spellings = (self.path, given)  # a caller may spell it through the links that lead there
 
     def find(self, name: str) -> AdapterSource | None:
-        """The adapter folder of exactly this name, which is a legal name of an adapter."""
+        """Return the adapter folder of exactly this name, which is a legal name of an adapter; None: there is none."""
         if self.path is None:
             return None
         folder = os.path.join(self.path, name)
@@ -32,8 +32,8 @@ class AdapterRoot:
             return AdapterSource(folder, self.path) if any(e.name == name for e in there) else None
 
     def resolve(self, path: str) -> AdapterSource:
-        """`path`, absolute or relative to the root or to the server's own folder. Raises InvalidRequest naming `path`
-        unless it lies under the root."""
+        """Return the folder at `path`, absolute or relative to the root or to the server's own folder. Raises
+        InvalidRequest naming `path` unless it lies under the root."""
         if self.path is None:
             raise InvalidRequest(
                 "this server takes no paths: it was started without --adapter-root", param="path", code="no_paths"
@@ -52,7 +52,7 @@ class AdapterRoot:
         return AdapterSource(next((p for p in inside if os.path.isdir(p)), inside[0]), self.path)
 
     def folders(self) -> Iterator[tuple[str, AdapterSource]]:
-        """Every adapter folder with its name, legal or not. Raises InvalidRequest when the root cannot be read."""
+        """Yield every adapter folder with its name, legal or not. Raises InvalidRequest when the root is unreadable."""
         if self.path is None:
             return
         try:

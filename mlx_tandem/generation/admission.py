@@ -1,4 +1,4 @@
-"""Who is let in: a limit on requests, places for choices, and nobody while the pool is nearly full."""
+"""Admission of requests: a limit on them, places for choices, and nobody while the pool is nearly full."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HISTORY = 256
 
 
 class Admission:
-    """Counts what is open, on one event loop. Refusing costs a few comparisons and no word with the engine."""
+    """Counters of what is open, on one event loop. Refusing costs a few comparisons and no word with the engine."""
 
     def __init__(self, server: ServerConfig, client: EngineClient, clock: Callable[[], float] = time.monotonic):
         self._server = server
@@ -34,14 +34,14 @@ class Admission:
 
     @property
     def utilization(self) -> float:
-        """Share of the pool's blocks in use, 0 to 1. With nothing open it is 0, whatever the engine said last."""
+        """Return the share of the pool's blocks in use, 0 to 1. With nothing open it is 0, whatever the engine said."""
         load = self._client.load
         blocks = load.used_blocks + load.free_blocks
         return load.used_blocks / blocks if blocks and self.open_requests else 0.0
 
     def check(self, choices: int = 1) -> None:
-        """Raises Overloaded unless a request of so many choices would be let in now; InvalidRequest when it never
-        would be, and EngineUnavailable while nobody is."""
+        """Raise Overloaded unless a request of so many choices would be let in now, InvalidRequest when it never would
+        be, and EngineUnavailable while nobody is."""
         server = self._server
         capacity = self._client.check_ready().max_num_seqs + server.max_queue_size
         if choices > capacity:
@@ -67,14 +67,14 @@ class Admission:
         return Overloaded(message, retry_after=wait)
 
     def _rate(self) -> float:
-        """Requests that end in a second, over the last HISTORY of them and the time in which any were open. Before
-        the first has ended: as if one ended now."""
+        """Return how many requests end in a second, over the last HISTORY of them and the time in which any were open.
+        Before the first has ended it is as if one ended now."""
         seconds = self._busy + self._clock() - self._since - self._endings[0]
         return max(len(self._endings) - 1, 1) / max(seconds, 1e-3)
 
     @contextmanager
     def admitted(self, choices: int) -> Iterator[None]:
-        """Holds the places of one request. Raises as `check` does."""
+        """Hold the places of one request. Raises as `check` does."""
         self.check(choices)
         if not self.open_requests:
             self._since = self._clock()
@@ -93,5 +93,5 @@ class Admission:
                 self._idle.set()
 
     async def idle(self) -> None:
-        """Returns when no request is open."""
+        """Wait until no request is open."""
         await self._idle.wait()

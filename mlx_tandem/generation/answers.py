@@ -71,26 +71,21 @@ class Answers:
 
     def add(self, events: Iterable[Event]) -> None:
         """Take the next events."""
-        choices, details = self.choices, self._details
         for event in events:
             if isinstance(event, TextDelta):
-                answer = choices[event.choice]
+                answer = self.choices[event.choice]
                 answer.texts.append(event.text)
-                if not details:
-                    continue
+                if self._details:
+                    answer.tokens += event.tokens
+                    answer.logprobs += event.logprobs
+                    answer.versions += event.versions
             elif isinstance(event, PromptRead):
                 self.prompts[event.prompt] = event
-                continue
-            elif isinstance(event, Usage):
-                continue
-            else:
-                answer = self._add_other(event)
-            if details:
-                answer.tokens += event.tokens
-                answer.logprobs += event.logprobs
-                answer.versions += event.versions
+            elif not isinstance(event, Usage):
+                self._add_other(event)
 
-    def _add_other(self, event: ReasoningDelta | ToolCallStart | ToolCallArguments | Finish) -> Answer:
+    def _add_other(self, event: ReasoningDelta | ToolCallStart | ToolCallArguments | Finish) -> None:
+        """Take what is not a piece of text."""
         answer = self.choices[event.choice]
         match event:
             case ReasoningDelta():
@@ -101,7 +96,10 @@ class Answers:
                 answer.calls[event.call].pieces.append(event.arguments)
             case Finish():
                 answer.finish = event
-        return answer
+        if self._details:
+            answer.tokens += event.tokens
+            answer.logprobs += event.logprobs
+            answer.versions += event.versions
 
 
 async def collect(assembler: Assembler, stream: Stream, answers: Answers) -> Answers:

@@ -45,11 +45,11 @@ class Assembler:
     def push(self, deltas: Sequence[Delta]) -> list[Event]:
         """Return what these deltas say. Every delta of a live choice without a parser gives one event at least."""
         events: list[Event] = []
-        first, n, choices, is_plain = self._first, self._n, self._choices, self._is_plain
+        first, n, choices, is_plain, unread = self._first, self._n, self._choices, self._is_plain, self._unread
         for delta in deltas:
             i = (delta.request - first) * n + delta.choice
             choice = choices[i]
-            if self._unread:
+            if unread:
                 self._read(i // n, delta, events)
             if choice.finish is not None:
                 continue
@@ -62,7 +62,8 @@ class Assembler:
 
     def usage(self) -> Usage:
         """Return what has been taken so far."""
-        completion = sum([choice.count for choice in self._choices])
+        choices = self._choices
+        completion = choices[0].count if len(choices) == 1 else sum([choice.count for choice in choices])
         return Usage(self._prompt_tokens, self._cached, completion, self._reasoning)
 
     @property

@@ -10,7 +10,8 @@ from mlx_tandem.errors import Timeout
 
 
 class FirstReads:
-    """`seconds`: that somebody waits; 0: for as long as it takes. The reading goes on for those who come later."""
+    """The readings under way. `seconds` is how long somebody waits, 0 for as long as it takes; a reading goes on for
+    those who come later."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -21,7 +22,7 @@ class FirstReads:
         return name in self._reading
 
     async def wait(self, name: str, read: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Returns when `name` was read, by `read` unless that is under way. Raises what it raises, and Timeout."""
+        """Wait until `name` was read, by `read` unless that is under way. Raises what `read` raises, and Timeout."""
         reading = self._reading.get(name)
         if reading is None:
             reading = self._reading[name] = asyncio.create_task(read())

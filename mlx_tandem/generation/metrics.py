@@ -48,7 +48,7 @@ REQUESTS: dict[str, tuple[str, Sequence[float]]] = {
 
 
 class Metrics:
-    """What the front has seen since it started."""
+    """Counters and histograms of what the front has seen since it started."""
 
     def __init__(self) -> None:
         self.prompt_tokens: Counter[str] = Counter()  # by model: the base's id or a registered adapter's name

@@ -1,4 +1,4 @@
-"""What the `model` of a request can be: the base by its names, adapters and their versions, and aliases over them.
+"""The names that a request's `model` can be: the base's, those of adapters and their versions, and aliases.
 
 Adapters that the settings name are read at start. Those under the adapter root are known by their folder's name and
 read when they are first asked for. Paths never come from a request unless they lie under that root.
@@ -33,6 +33,7 @@ from mlx_tandem.errors import (
 from mlx_tandem.explain import did_you_mean
 from mlx_tandem.generation.adapter_root import AdapterRoot
 from mlx_tandem.generation.first_reads import FirstReads
+from mlx_tandem.generation.name_rules import NameRules
 from mlx_tandem.generation.quota import AdapterQuota
 from mlx_tandem.limits import BASE, BASE_NAMES
 from mlx_tandem.log import log
@@ -52,7 +53,7 @@ _BASE_STATUS: dict[State, Status] = {
 
 @dataclass(frozen=True)
 class Selection:
-    """What a request's `model` stands for. `entry` None: the base. `arm`: the alias's arm that led there, if any."""
+    """The model that a request runs under. `entry` None: the base. `arm`: the alias's arm that led there, if any."""
 
     entry: Entry | None
     arm: AliasArm | None = None
@@ -63,12 +64,12 @@ class Selection:
 
     @property
     def counters(self) -> list[Counters]:
-        """Everything that counts what is done with it."""
+        """Return all counters of what is done with it."""
         return [x.counters for x in (self.entry, self.arm) if x is not None]
 
 
 class Models:
-    """`bring_up` is what the engine client runs whenever an engine is ready."""
+    """The models of one server. `bring_up` has to be run whenever a fresh engine is ready."""
 
     def __init__(self, config: Config, client: EngineClient):
         folder = Path(config.engine.model.path)
@@ -77,9 +78,10 @@ class Models:
         """The base's own name."""
         self.served_names = tuple(n for n in names if n != self.id)
         self.base_names = frozenset((*BASE_NAMES, folder.resolve().name, config.engine.model.path, *names))
-        self._reserved = frozenset(name.casefold() for name in self.base_names)
         self.registry = Registry()
         self.aliases = Aliases()
+        self._trained = config.rl_training.adapter if config.rl_training.enabled else None
+        self.rules = NameRules(self.base_names, self.registry, self.aliases, self._trained)
         self._quota = AdapterQuota(config, self.registry)
         self._config = config
         self._client = client
@@ -89,16 +91,12 @@ class Models:
         self._shelf: dict[str, AdapterSource] = {}  # versions of the trained adapter that lie in checkpoints
         self._reread: set[str] = set()  # those of them that were read because somebody has asked for them
         self._expected: frozenset[str] = frozenset()  # versions of an earlier server that are being made again
-        self._trained = config.rl_training.adapter if config.rl_training.enabled else None
         self._checkpoints = os.path.abspath(config.checkpointing.checkpoint_dir)
-        self.is_checkpoint: Callable[[str], bool] = lambda name: False
-        """Whether a name belongs to the checkpoints of a server that learns, so that nothing else may have it."""
-        self._is_up = False
 
     # -- what a request means -----------------------------------------------------------------------------------
 
     async def select(self, model: str | None, user: str | None = None) -> Selection:
-        """What `model` stands for now. Raises NotFound (`model_not_found`).
+        """Return what `model` stands for now. Raises NotFound (`model_not_found`).
 
         `user` keeps a caller on one arm of an alias. An adapter that was never used is read from its folder first.
         """
@@ -113,8 +111,8 @@ class Models:
         return Selection(None if model == BASE else await self.entry(model), arm)
 
     async def select_adapter(self, adapter: str, model: str | None, user: str | None = None) -> Selection:
-        """What `lora_adapter` stands for now. `model`, beside it, may name the base or the same version; else this
-        raises InvalidRequest."""
+        """Return what `lora_adapter` stands for now. Raises InvalidRequest when `model` names neither the base nor the
+        same version."""
         with renamed(model="lora_adapter"):
             chosen = await self.select(adapter, user)
         if model is None or model in self.base_names or model == adapter:
@@ -146,7 +144,7 @@ class Models:
         return self.id if adapter is None else adapter.label
 
     async def entry(self, selector: str) -> Entry:
-        """What `name` or `name@version` selects, read from its folder first when nobody has asked for it yet."""
+        """Return the version that `name` or `name@version` selects, read from its folder when it is first asked for."""
         try:
             entry = self.registry.entry(selector)
             if entry.ref.digest in self._lost:
@@ -188,9 +186,9 @@ class Models:
             await self._let_go(info.digest)
 
     def _unread(self, name: str) -> AdapterSource | None:
-        """The folder of a name that has no version yet: announced, or new under the root."""
+        """Return the folder of a name that has no version yet, announced or new under the root; None: there is none."""
         registry = self.registry
-        if registry.is_read(name) or registry.was_removed(name) or self._is_reserved(name) or name in self.aliases:
+        if registry.is_read(name) or registry.was_removed(name) or self.rules.is_reserved(name) or name in self.aliases:
             return None
         return registry.source(name) or self._under_root(name)
 
@@ -199,14 +197,14 @@ class Models:
             self.registry.check(name)
         except InvalidRequest:
             return None
-        return None if self.is_checkpoint(name) else self._root.find(name)
+        return None if self.rules.is_checkpoint(name) else self._root.find(name)
 
     # -- adapters -----------------------------------------------------------------------------------------------
 
     def source(self, name: str, path: str | None) -> AdapterSource:
-        """Where a caller's adapter is: the known folder of `name`, or `path` under the root. Raises InvalidRequest
-        naming `path`, NotFound naming `name`."""
-        self._check(name)
+        """Return where a caller's adapter is: the known folder of `name`, or `path` under the root. Raises
+        InvalidRequest naming `path`, NotFound naming `name`."""
+        self.rules.check_adapter(name)
         if path is None:
             found = self.registry.source(name) or self._under_root(name)
             if found is None:
@@ -221,14 +219,14 @@ class Models:
     ) -> Entry:
         """Read a folder and make it the current version of `name`; requests that run keep theirs. `check` raises what
         the caller has against it, now and when it was read. Raises Conflict, QuotaExceeded."""
-        limited = self._is_up  # at the start it is the operator who names adapters
-        self._check(name)
+        limited = self.rules.is_up  # at the start it is the operator who names adapters
+        self.rules.check_adapter(name)
         check()
         if limited:
             self._quota.check(name)
         info = await self._client.load_adapter(source)
         try:  # again: much may have happened meanwhile
-            self._check(name)
+            self.rules.check_adapter(name)
             check()
             if limited:
                 self._quota.check(name, info.digest)
@@ -241,44 +239,6 @@ class Models:
         if limited:
             self._quota.note(entry.ref)
         return entry
-
-    def _check(self, name: str) -> None:
-        """Raise unless an adapter may be called `name`, be it one that is there already."""
-        self._check_others(name)
-        self._check_no_checkpoint(name)
-
-    def _check_others(self, name: str) -> None:
-        """Raise if `name` is no name of an adapter, or that of the base, an alias or the trained adapter."""
-        self.registry.check(name)
-        self._check_reserved(name)
-        if name in self.aliases:
-            raise Conflict(f"{name!r} is the name of an alias", param="name")
-        self._check_untrained(name)
-
-    def _is_reserved(self, name: str) -> bool:
-        """Return whether `name` is one of the base model's, in whatever case."""
-        return name.casefold() in self._reserved
-
-    def _check_reserved(self, name: str) -> None:
-        """Raise Conflict when `name` is one of the base model's, in whatever case."""
-        if name in self.base_names:
-            raise Conflict(f"{name!r} is the name of the base model", param="name")
-        if self._is_reserved(name):
-            raise Conflict(f"{name!r} differs from a name of the base model in case only", param="name")
-
-    def check_free(self, name: str) -> None:
-        """Raise unless nothing is called `name`, so that a new checkpoint may be."""
-        self._check_others(name)
-        if name in self.registry:
-            raise Conflict(f"{name!r} is the name of an adapter", param="name")
-
-    def _check_no_checkpoint(self, name: str) -> None:
-        if self.is_checkpoint(name):
-            raise Conflict(f"{name!r} is the name of a checkpoint of this server", param="name")
-
-    def _check_untrained(self, name: str) -> None:
-        if name == self._trained and self._is_up:  # before that it may be what training begins with
-            raise Conflict(f"{name!r} is trained by this server", param="name")
 
     def _publish(self, name: str, source: AdapterSource, info: AdapterInfo, pin: bool = False) -> Entry:
         ref = self.registry.publish(name, source, info, pin)
@@ -298,8 +258,8 @@ class Models:
     async def unload(self, name: str) -> list[AdapterRef]:
         """Forget a name and all its versions. Requests that run are finished. Raises Conflict for what is trained here
         and for a checkpoint, which is there as long as its folder is."""
-        self._check_untrained(name)
-        self._check_no_checkpoint(name)
+        self.rules.check_untrained(name)
+        self.rules.check_no_checkpoint(name)
         return await self._remove(name)
 
     async def _remove(self, name: str) -> list[AdapterRef]:
@@ -324,14 +284,14 @@ class Models:
     # -- versions that are made here ----------------------------------------------------------------------------
 
     def made(self, name: str, source: AdapterSource | None, info: AdapterInfo, number: int = 0) -> AdapterRef:
-        """`name` stands for content that the engine has made, or has again, from the next request on. `source`: a
-        folder that has it, too; `number`: that it had before."""
+        """Let `name` stand, from the next request on, for content that the engine has made or has again. `source`: a
+        folder that also has it; `number`: the version's number if it had one before."""
         ref = self.registry.publish(name, source, info, number=number)
         self._found(ref)
         return ref
 
     def reserve(self, name: str, info: AdapterInfo, number: int = 0) -> AdapterRef:
-        """A version for content that the engine has made, which `name` does not stand for yet."""
+        """Return a version for content that the engine has made and `name` does not stand for yet."""
         ref = self.registry.reserve(name, info, number)
         self._found(ref)
         return ref
@@ -341,28 +301,28 @@ class Models:
         self._tell(ref.digest)
 
     async def retire(self, ref: AdapterRef) -> None:
-        """Nobody may ask for this version any more. Requests that run under it are finished."""
+        """Forget a version, so that nobody may ask for it. Requests that run under it are finished."""
         self.registry.retire(ref)
         self._quota.forget((ref,))
         await self._let_go(ref.digest)
 
     def saved(self, name: str, source: AdapterSource, info: AdapterInfo) -> None:
-        """This content of the trained adapter also lies in a folder, and is known as `name`, too."""
+        """Note that this content of the trained adapter also lies in a folder, and serve it as `name`, too."""
         for entry in self.registry.holders(info.digest):
             if entry.name == self._trained:
                 entry.source = source
         self._publish(name, source, info)
 
     def shelve(self, versions: dict[str, AdapterSource]) -> None:
-        """All versions of the trained adapter, by label, that lie in checkpoints: each is read when it is asked for."""
+        """Set the trained adapter's versions, by label, that lie in checkpoints. Each is read when it is asked for."""
         self._shelf = versions
 
     def shelved(self, label: str) -> AdapterSource | None:
-        """The checkpoint that has this version."""
+        """Return the checkpoint that has this version; None: there is none."""
         return self._shelf.get(label)
 
     async def unsaved(self, name: str, source: AdapterSource) -> None:
-        """The folder of `saved` is gone, and no longer on the shelf."""
+        """Note that the folder of `saved` is gone, and no longer on the shelf."""
         for label in [label for label in self._reread if label not in self._shelf]:
             self._reread.discard(label)
             with contextlib.suppress(Conflict, NotFound):
@@ -375,7 +335,7 @@ class Models:
             await self._remove(name)
 
     def expect(self, labels: Iterable[str]) -> None:
-        """These versions are being made again: who asks for one is told so until `drop_lost`."""
+        """Note that these versions are being made again: who asks for one is told so until `drop_lost`."""
         self._expected = frozenset(labels)
 
     async def drop_lost(self) -> None:
@@ -392,7 +352,7 @@ class Models:
 
     async def put_alias(self, name: str, arms: Sequence[Arm]) -> tuple[AliasArm, ...]:
         """Let `name` stand for these arms from the next request on; their adapters are read before."""
-        self._check_alias(name)
+        self.rules.check_alias(name)
         for i, arm in enumerate(arms[: limits.MAX_ARMS]):
             if arm.adapter != BASE:
                 try:
@@ -400,21 +360,14 @@ class Models:
                 except NotFound as e:
                     e.param = f"arms[{i}].adapter"
                     raise
-        self._check_alias(name)  # again: an adapter may have taken it meanwhile
+        self.rules.check_alias(name)  # again: an adapter may have taken it meanwhile
         return self.aliases.put(name, arms)
-
-    def _check_alias(self, name: str) -> None:
-        """Raise Conflict when `name` is taken by the base model or an adapter."""
-        self._check_reserved(name)
-        if name in self.registry:
-            raise Conflict(f"{name!r} is the name of an adapter", param="name")
-        self._check_no_checkpoint(name)
 
     # -- the engine's life --------------------------------------------------------------------------------------
 
     async def bring_up(self) -> None:
         """Bring a fresh engine to where the registry is; at the first start, to where the settings say."""
-        if self._is_up:
+        if self.rules.is_up:
             for current in self.registry.entries():
                 for entry in self.registry.versions(current.name):
                     digest = entry.ref.digest
@@ -437,7 +390,7 @@ class Models:
         default = self._config.server.default_adapter
         if default and default not in self.aliases and default != BASE:
             await self.entry(default)
-        self._is_up = True
+        self.rules.is_up = True
 
     def _announce_root(self) -> None:
         """Make every adapter folder under the root known by its name; what is not a legal name is passed over."""
@@ -446,8 +399,8 @@ class Models:
             if name in self.base_names:
                 continue
             try:
-                self._check_no_checkpoint(name)
-                self._check_reserved(name)
+                self.rules.check_no_checkpoint(name)
+                self.rules.check_reserved(name)
                 self.registry.announce(name, source)
                 found += 1
             except InvalidRequest as e:

@@ -12,7 +12,7 @@ from mlx_tandem.types import Delta, FinishReason, SamplingParams, TokenLogprob
 
 @dataclass(frozen=True)
 class TextOptions:
-    """How the tokens of a choice become its text."""
+    """Options for turning the tokens of a choice into its text."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False  # what ended the choice is part of its text
@@ -29,13 +29,14 @@ class TextOptions:
 
 
 class ChoiceText:
-    """Turns deltas into text pieces. Finished when `finish` is set.
+    """A choice whose deltas become pieces of text. It has ended when `finish` is set.
 
     When a stop string ends the choice, `stopped` is set as well: the engine does not know yet, so the caller cancels
     the choice there. `last_tokens` and `last_logprobs` are the tokens that the last piece covers.
     """
 
     __slots__ = (
+        "_decode",
         "_decoder",
         "_hidden_ends",
         "_min_tokens",
@@ -49,6 +50,7 @@ class ChoiceText:
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions, end_ids: Collection[int], min_tokens: int = 0):
         self._decoder = tokenizer.decoder(show_special=options.show_special)
+        self._decode = self._decoder.push
         self._stops = StopScanner(options.stops, include=options.include_stop) if options.stops else None
         self._hidden_ends = () if options.include_stop else end_ids
         self._min_tokens = min_tokens
@@ -69,7 +71,7 @@ class ChoiceText:
         self.last_logprobs = delta.logprobs or ()
         self.count += len(tokens)
         if self._stops is None and delta.finish is None and len(tokens) == 1:  # most tokens that are ever streamed
-            return self._decoder.push(tokens[0])
+            return self._decode(tokens[0])
         shown: Sequence[int] = tokens
         if delta.finish is not None:
             self.finish = delta.finish
@@ -77,7 +79,7 @@ class ChoiceText:
                 shown = tokens[:-1]
         if self._stops is not None:
             return self._push_with_stops(shown)
-        text = "".join(map(self._decoder.push, shown))
+        text = "".join(map(self._decode, shown))
         return text + self._decoder.flush() if self.finish is not None else text
 
     def _push_with_stops(self, tokens: Sequence[int]) -> str:
@@ -86,7 +88,7 @@ class ChoiceText:
         spare = self._min_tokens - self.count + len(self.last_tokens)  # tokens that no stop string may end with
         for i, token in enumerate(tokens):
             self._stops.armed = i >= spare
-            pieces.append(self._stops.push(self._decoder.push(token)))
+            pieces.append(self._stops.push(self._decode(token)))
             if self._stops.hit is not None:
                 self._cut(i + 1)
                 return "".join(pieces)

@@ -13,7 +13,7 @@ from mlx_tandem.types import AdapterRef, Request, SamplingParams
 
 @dataclass(frozen=True)
 class Prompted:
-    """What is to be generated. Choices are numbered over all prompts: prompt k's choice i is k * n + i."""
+    """A request to generate. Choices are numbered over all prompts: prompt k's choice i is k * n + i."""
 
     prompts: Sequence[Sequence[int]]
     adapters: Sequence[AdapterRef | None]  # of each prompt; None: the base model

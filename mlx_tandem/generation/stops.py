@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopScanner:
-    """Finds the first stop string to be completed, whatever the pieces are.
+    """A search for the first stop string to be completed, whatever the pieces are.
 
     `push` gives out the text that can no longer belong to a stop string. When one is completed (the longest, if
     several end at the same character), `hit` is set and the text ends before it, or after it with `include`. While
@@ -27,7 +27,7 @@ class StopScanner:
         self.hit: str | None = None
 
     def push(self, text: str) -> str:
-        """New text in, text that is safe to send out."""
+        """Return the text that can no longer belong to a stop string, now that `text` has come."""
         if self.hit is not None:
             return ""
         if not self._held and self._firsts.isdisjoint(text):
@@ -57,14 +57,14 @@ class StopScanner:
         return buffer[:cut]
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """Return what was held back, now that no more text comes."""
         held, self._held = self._held, ""
         self._states = [0] * len(self._stops)
         return held
 
 
 def _failure(stop: str) -> tuple[int, ...]:
-    """For each matched length, the length of the longest shorter prefix that is also its suffix."""
+    """Return for each matched length that of the longest shorter prefix that is also its suffix."""
     fails = [0, 0]
     state = 0
     for character in stop[1:]:

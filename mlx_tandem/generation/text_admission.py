@@ -1,4 +1,4 @@
-"""Who is let in with texts to tokenise: a bound on the bytes that they hold, and places for long ones."""
+"""Admission of texts to tokenise: a bound on the bytes that they hold, and places for long ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAITING_TEXT = "waiting_text"
 
 
 class TextAdmission:
-    """Belongs to one event loop. `refused` counts the refusals."""
+    """Counters of the texts in memory, on one event loop. `refused` counts the refusals."""
 
     def __init__(self, refused: Counter[str]):
         self._refused = refused

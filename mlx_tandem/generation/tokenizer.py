@@ -33,8 +33,8 @@ _TRIAL = "Hello, wörld!\n 1 + 2 = 3 🙂"
 
 @contextmanager
 def _contained(error: Callable[[str], InvalidRequest]) -> Iterator[None]:
-    """Whatever the library fails with is raised as `error` of its first line. It raises bare Exception for a malformed
-    file, and for some files that it takes it panics later: that is no Exception."""
+    """Raise whatever the library fails with as `error` of its first line. The library raises bare Exception for a
+    malformed file; for some files that it takes it panics later, which is no Exception."""
     try:
         yield
     except ModelError:
@@ -50,7 +50,7 @@ def _cannot_encode(why: str) -> InvalidRequest:
 
 
 class Decoder:
-    """Tokens in, text out as soon as it can no longer change.
+    """A decoder that gives text as soon as it can no longer change.
 
     Each token stands for bytes, and the text is their UTF-8 decoding, with a replacement character for what is
     none. That is linear in the tokens whatever they are, never holds back more than an unfinished character, and keeps
@@ -68,12 +68,12 @@ class Decoder:
         return self._decode(self._table[token])
 
     def flush(self) -> str:
-        """What is left when no more tokens come."""
+        """Return what is left when no more tokens come."""
         return self._decode(b"", True)
 
 
 class Tokenizer:
-    """Encodes and decodes; immutable after loading and usable from any thread."""
+    """A tokenizer, immutable after loading and usable from any thread."""
 
     def __init__(self, backend: Backend, config: dict[str, Any] | None = None):
         self._backend = backend
@@ -97,7 +97,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
-        """The tokenizer in `folder`. Raises ModelError naming the file that is missing or broken."""
+        """Return the tokenizer in `folder`. Raises ModelError naming the file that is missing or broken."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{path} is missing: a model folder needs its tokenizer in this format", param=path.name)
@@ -114,7 +114,7 @@ class Tokenizer:
         return self._config
 
     def special_texts(self) -> dict[str, str]:
-        """`bos_token`, `eos_token` … as text, for chat templates; the ones that the folder leaves out are absent."""
+        """Return `bos_token`, `eos_token` … as text, for chat templates, without those that the folder leaves out."""
         texts: dict[str, str] = {}
         for key in TEXT_SPECIALS:
             value = self._config.get(key)
@@ -125,7 +125,7 @@ class Tokenizer:
         return texts
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids; the text of a special token becomes its id. The interpreter lock is free meanwhile."""
+        """Return token ids; the text of a special token becomes its id. The interpreter lock is free meanwhile."""
         with _contained(_cannot_encode):
             return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
@@ -137,11 +137,11 @@ class Tokenizer:
         return ids
 
     def spells_special(self, text: str) -> bool:
-        """Whether a special token is read out of `text`."""
+        """Return whether a special token is read out of `text`."""
         return not self.special_ids.isdisjoint(self.encode(text))
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids that contain no special token, whatever `text` says."""
+        """Return token ids that contain no special token, whatever `text` says."""
         with _contained(_cannot_encode):
             ids = list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         if self.special_ids.isdisjoint(ids):
@@ -159,24 +159,24 @@ class Tokenizer:
         return backend
 
     def decoder(self, *, show_special: bool = False) -> Decoder:
-        """A fresh decoder for one choice."""
+        """Return a fresh decoder for one choice."""
         return Decoder(self._bytes if show_special else self._text_bytes)
 
     def decode(self, ids: Iterable[int], *, show_special: bool = False) -> str:
-        """The text of `ids`, without special tokens unless they are to be shown."""
+        """Return the text of `ids`, without special tokens unless they are to be shown."""
         table = self._bytes if show_special else self._text_bytes
         return b"".join(map(table.__getitem__, ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes that one token stands for, special tokens by their text."""
+        """Return the bytes that one token stands for, special tokens by their text."""
         return self._bytes[token]
 
     def token_text(self, token: int) -> str:
-        """One token alone as text; a part of a character becomes a replacement character."""
+        """Return one token alone as text; a part of a character becomes a replacement character."""
         return self._bytes[token].decode("utf-8", "replace")
 
     def piece(self, token: int) -> str:
-        """The token as the vocabulary writes it; empty for an id that has none."""
+        """Return the token as the vocabulary writes it; empty for an id that has none."""
         return self._backend.id_to_token(token) or ""
 
 
@@ -211,7 +211,7 @@ class _TokenBytes(dict[int, bytes]):
 
 
 class _VisibleBytes(dict[int, bytes]):
-    """The same with nothing for special tokens."""
+    """Bytes of a token that are shown: none for special tokens."""
 
     def __init__(self, table: _TokenBytes, hidden: Iterable[int]):
         super().__init__(dict.fromkeys(hidden, b""))
@@ -231,7 +231,7 @@ def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The printable stand-ins for bytes that byte-level vocabularies are written in (GPT-2's table)."""
+    """Return the bytes by the printable characters that byte-level vocabularies write for them (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(b): b for b in printable}
     others = [b for b in range(256) if b not in set(printable)]

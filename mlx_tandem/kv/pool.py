@@ -1,9 +1,7 @@
 """The block pool: which blocks of the KV cache are free and how many sequences read each of the others.
 
-A free block may be kept for what it holds: it is given out after those that hold nothing, longest unread first.
-
-Layers that see a window of positions have a pool of their own, in which a sequence needs its last few blocks. Blocks
-are numbered through all pools of a model.
+A free block may be kept for what it holds: it is given out after those that hold nothing, longest unread first. Blocks
+are numbered through all pools of a model, one for each of its cache groups.
 """
 
 from __future__ import annotations
@@ -13,8 +11,6 @@ from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
-
-from mlx_tandem.types import MemoryBudget
 
 SCRATCH = 0
 """Block 0 is never given out: padded rows and positions write there. So is the first of every other pool. In a table
@@ -48,19 +44,17 @@ class Window:
 
 class BlockPool:
     """`num_blocks` blocks of `block_size` token positions, reference counted; `first` is the lowest number of them.
-    `window`: of the layers whose keys and values they hold, if they have one.
 
     Promises: a block is free exactly when its count is 0; `allocate` gives all that was asked for or nothing;
     longer allocations are contiguous, in rising order, where a free run is long enough (such a sequence can be read
     without a gather); a block that is kept is given out only when there is no other, and `on_evict` hears of it before.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, first: int = 0, window: Window | None = None):
+    def __init__(self, num_blocks: int, block_size: int, *, first: int = 0):
         if num_blocks < 2:
             raise ValueError("a pool needs at least two blocks: one is scratch")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.window = window
         self.scratch = first
         end = first + num_blocks
         self.count = [0] * end  # by number; those before `first` are other pools'
@@ -99,24 +93,8 @@ class BlockPool:
         """Up to n kept blocks that nobody reads, in the order in which they will be given out."""
         return list(islice(self._idle, n))
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that fits when there is no other."""
-        bounded = self.window is not None and self.usable_blocks >= self.window.most(self.block_size)
-        return 1 << 62 if bounded else self.usable_blocks * self.block_size
-
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
-
-    def first_needed(self, position: int) -> int:
-        """The first block of a sequence that is needed once all before `position` is computed."""
-        return 0 if self.window is None else self.window.first(position, self.block_size)
-
-    def end_of_seating(self, known: int, tokens: int) -> int:
-        """Up to which block a sequence of `tokens`, of which `known` are computed, gets its blocks at once: all, or as
-        many as it will hold at any time."""
-        end = self.blocks_for(tokens)
-        return end if self.window is None else min(end, self.first_needed(known) + self.window.most(self.block_size))
 
     def allocate(self, n: int) -> list[int] | None:
         """n blocks with one reference each, or None when fewer are free."""
@@ -214,14 +192,3 @@ class BlockPool:
         first = int(free[starts[0]])
         self._free[first : first + n] = False
         return list(range(first, first + n))
-
-
-def open_pools(memory: MemoryBudget, block_size: int) -> tuple[BlockPool, ...]:
-    """All pools of a model, as its memory was divided."""
-    pools: list[BlockPool] = []
-    first = 0
-    for own in memory.pools:
-        window = Window(own.window, own.row) if own.window else None
-        pools.append(BlockPool(own.num_blocks, block_size, first=first, window=window))
-        first += own.num_blocks
-    return tuple(pools)

@@ -4,8 +4,8 @@ A tree of blocks for each namespace: a full block is found by its key, and behin
 most of the tokens that come next, which may be copied as far as it agrees. Blocks that nobody reads any more stay until
 the pool has no others to give. A hit is a reader more and costs no copy.
 
-A model with windows has a cache for each of its pools. A beginning is known as far as all of them know it; one with a
-window knows it by the blocks that the next position sees.
+Each group of a model has a cache of its own. A beginning is known as far as all of them know it; a group that gives
+blocks back knows it by those that the next position needs.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
+from mlx_tandem.kv.groups import CacheGroup
 from mlx_tandem.kv.hashing import Chain, Namespace
-from mlx_tandem.kv.pool import SCRATCH, BlockPool
+from mlx_tandem.kv.pool import SCRATCH
 
 _TOKENS = attrgetter("tokens")
 
@@ -60,16 +61,18 @@ class PrefixCounts:
 
 
 class PrefixCache:
-    """Over one pool, for one model: `namespace` says which, its adapter aside.
+    """What one group of one model has computed: `namespace` says which model, its adapter aside.
 
     Promises: a block is found only under the namespace, the tokens before it and its own tokens that it was published
     with; each has a place for one such content at most; of idle blocks, one goes before those that come before it in
     its sequence.
     """
 
-    def __init__(self, pool: BlockPool, namespace: Namespace):
+    def __init__(self, group: CacheGroup, namespace: Namespace):
+        pool = group.pool
         if namespace.block_size != pool.block_size:
             raise ValueError("the namespace has another block size than the pool")
+        self.group = group
         self._pool = pool
         self._namespace = namespace
         self._roots: dict[str, bytes] = {}
@@ -107,14 +110,14 @@ class PrefixCache:
     def whole(self, chain: Chain, tokens: Sequence[int], most: int) -> list[int]:
         """The longest beginning of `tokens` that is there, as the first blocks of a table, `most` of them at most."""
         blocks: list[int] = []
-        if self._pool.window is None:
+        if self.group.keeps_all:
             while len(blocks) < most and (block := self._block(chain, tokens, len(blocks))) is not None:
                 blocks.append(block)
             return blocks
         if most:
             chain.key(most - 1, tokens, self.block_size)
         while most:
-            first = self._pool.first_needed(most * self.block_size)
+            first = self.group.first_needed(most * self.block_size)
             at, blocks = most, []
             while at > first and (block := self._block(chain, tokens, at - 1)) is not None:
                 blocks.append(block)
@@ -129,7 +132,7 @@ class PrefixCache:
         half a block on: to copy it costs about what it takes to compute a few tokens."""
         size = self.block_size
         rest = tuple(tokens[at * size : (at + 1) * size])
-        least = (size + 1) // 2
+        least = (size + 1) // 2 if self.group.divides else size + 1
         best = self._most_alike((chain.namespace, chain.parent(at)), rest) if len(rest) >= least else None
         extra = _shared(best.tokens, rest) if best else 0
         return (best.block, extra) if best and extra >= least else (SCRATCH, 0)
@@ -158,7 +161,7 @@ class PrefixCache:
                 continue
             key, own = chain.key(i, tokens, size), tuple(tokens[i * size : (i + 1) * size])
             self._put(Entry(table[i], own, chain.namespace, chain.parent(i), key))
-        if rest:
+        if rest and self.group.divides:
             if full:
                 chain.key(full - 1, tokens, size)
             own = tuple(tokens[full * size :])
@@ -245,15 +248,22 @@ class PrefixCache:
 
 
 def find(caches: Sequence[PrefixCache], chain: Chain, tokens: Sequence[int]) -> Match:
-    """The longest beginning of `tokens` that is there, in all the caches of one model: the one with a window, which
-    decides, comes last."""
+    """Return the longest beginning of `tokens` that is there in all the caches of one model.
+
+    What a cache that gives blocks back knows of a beginning says nothing of shorter ones, so it is asked again when
+    another knows less.
+    """
     most = len(tokens) // caches[0].block_size
-    tables: list[list[int]] = []
-    for cache in caches:
-        tables.append(cache.whole(chain, tokens, most))
-        most = len(tables[-1])
+    tables: list[list[int] | None] = [None for _ in caches]
+    at = agreeing = 0
+    while agreeing < len(caches):
+        longer = tables[at] if caches[at].group.keeps_all else None
+        table = tables[at] = caches[at].whole(chain, tokens, most) if longer is None else longer[:most]
+        agreeing = agreeing + 1 if len(table) == most else 1
+        most = len(table)
+        at = (at + 1) % len(caches)
     parts = [cache.part(chain, tokens, most) for cache in caches]
-    return Match([t[:most] for t in tables], [block for block, _ in parts], min(extra for _, extra in parts))
+    return Match([table or [] for table in tables], [block for block, _ in parts], min(extra for _, extra in parts))
 
 
 def _shared(a: Sequence[int], b: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ from mlx_tandem.engine.budget import Needs, StepLimits, divide
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.tier import READ_BYTES
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
-from mlx_tandem.kv.pool import open_pools
+from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import compiler, cpu, device, footprint, probe
 from mlx_tandem.model.attention import fused, hook
 from mlx_tandem.model.clone import clone
@@ -181,8 +181,8 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     memory = _divide(
         config, limit, _needs(config, limit, model, found, LoraState(model.module, config.lora, model.dtype))
     )
-    pools = open_pools(memory, config.cache.block_size)
-    return memory, min(model.max_model_len, *(pool.longest for pool in pools))
+    groups = open_groups(memory, config.cache.block_size)
+    return memory, min(model.max_model_len, *(group.longest for group in groups))
 
 
 def _choose_kernels(
@@ -302,7 +302,7 @@ def _describe(
     load_seconds: float,
 ) -> EngineInfo:
     shapes, attention = found.layers, kernels.attention
-    pools = open_pools(memory, config.cache.block_size)
+    groups = open_groups(memory, config.cache.block_size)
     return EngineInfo(
         model=config.model.path,
         model_type=model.model_type,
@@ -312,7 +312,7 @@ def _describe(
         layers=len(shapes),
         vocab_size=found.vocab_size,
         eos_token_ids=tuple(i for i in model.eos_token_ids if i < found.vocab_size),
-        max_model_len=min(model.max_model_len, *(pool.longest for pool in pools)),
+        max_model_len=min(model.max_model_len, *(group.longest for group in groups)),
         block_size=config.cache.block_size,
         num_blocks=memory.pools[0].num_blocks,
         kv_bytes_per_token=sum(s.bytes_per_token() for s in shapes),

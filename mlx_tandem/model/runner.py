@@ -18,7 +18,7 @@ import numpy as np
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
-from mlx_tandem.engine.plan import CARRY, Bytes, Row, RowKind, StepPlan, StepResult
+from mlx_tandem.engine.plan import CARRY, Bytes, Mask, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model import compiler, cpu, device
 from mlx_tandem.model.cache import inplace
@@ -30,11 +30,12 @@ from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.routes import Layout
 from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.step.draw import Drawing, Undrawn, drawing, words_of
 from mlx_tandem.model.step.head import HeadSelector
 from mlx_tandem.model.step.inputs import Form, Inputs, Numbers, constant, forms, receive
 from mlx_tandem.model.step.parts import Flight, Part
 from mlx_tandem.model.step.rope import SharedAngles
-from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags, Seen, by_argmax, sample, score
+from mlx_tandem.model.step.sampler import Greedy, SamplingFlags, by_argmax, score
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.model.step.seattables import SeatTables
 from mlx_tandem.model.step.shapes import (
@@ -47,7 +48,7 @@ from mlx_tandem.model.step.shapes import (
     split_by_context,
     table_width,
 )
-from mlx_tandem.model.step.verify import Drafts, accepted, drafts_of
+from mlx_tandem.model.step.verify import drafts_of, goes_with_decodes, take_verified, token_by_token
 from mlx_tandem.types import TokenLogprob
 
 VIEW_BLOCKS = 32
@@ -94,6 +95,7 @@ class _Key(NamedTuple):
     scores: int = -1  # likeliest tokens beside each target's logprob; -1: nothing is scored
     picks: int = 0  # rows that are sampled, padded, where prompts go beside them
     drafts: int = 0  # of a row that verifies, padded; 0: no row does
+    masked: bool = False  # rows wait for masks: the step ends with the logits
 
 
 class MLXRunner:
@@ -140,6 +142,7 @@ class MLXRunner:
         self._tables = [SeatTables(max_num_seqs, first) for first in self._pool.firsts]
         self._steps: OrderedDict[_Key, Callable[..., Any]] = OrderedDict()
         self._compiled = 0  # since start
+        self._drawings: dict[SamplingFlags, Drawing] = {}  # of rows with masks
         self._met: Counter[_Key] = Counter()  # kinds of steps with prompts beside
         self._cached: dict[Any, Numbers] = {}  # of the present set of rows
         self.inputs = Inputs()
@@ -199,6 +202,36 @@ class MLXRunner:
         prompts = sum(len(r.tokens) for r in plan.rows if r.kind is RowKind.PROMPT and not r.beside)
         return self._may_pause and 4 * prompts >= LONG_TOKENS  # which may be padded to more
 
+    def sample(self, handle: Flight, masks: list[list[Mask]]) -> None:
+        try:
+            own = dict(zip(handle.plan.masked, masks, strict=True))
+            for undrawn in [part.undrawn for part in handle.parts if part.undrawn is not None]:
+                handle.parts.append(self._draw(undrawn, own))
+                self._built.append(handle.parts[-1])
+                self._dispatch()
+        except Exception as e:
+            raise compiler.device_error(e) from e
+
+    def _draw(self, undrawn: Undrawn, masks: dict[int, list[Mask]]) -> Part:
+        """Return the part that draws by masks what a forward left undrawn."""
+        flags = undrawn.flags
+        if flags not in self._drawings:
+            self._drawings[flags] = mx.compile(drawing(flags, self._greedy, self._seats.padding))
+        words = words_of(undrawn.rows, len(undrawn.logits), masks, undrawn.logits.shape[-1])
+        drawn, self._last, seen = self._drawings[flags](
+            undrawn.logits,
+            undrawn.position,
+            undrawn.seats,
+            self._last,
+            undrawn.sampling,
+            self._seats.seen(flags),
+            undrawn.drafts,
+            mx.array(words),
+        )
+        self._seats.remember(seen)
+        marker = [*drawn, self._last]
+        return Part(undrawn.rows, flags, drawn, marker, wanted=undrawn.wanted, verifies=undrawn.verifies)
+
     def _dispatch(self) -> None:
         while self._built and not (self.one_at_a_time and self._running is not None):
             self._running = self._built.popleft()
@@ -228,7 +261,7 @@ class MLXRunner:
                     continue
                 drawn: Any = part.drawn[0].tolist()
                 if part.verifies:
-                    self._verify(handle.plan, part.rows, drawn, tokens)
+                    take_verified(handle.plan, part.rows, drawn, tokens)
                 else:
                     for i, token in zip(part.rows, drawn, strict=False):
                         if handle.plan.rows[i].sample:
@@ -241,18 +274,9 @@ class MLXRunner:
             raise compiler.device_error(e) from e
         return StepResult(tokens, logprobs, scores, saves, handle.cold)
 
-    @staticmethod
-    def _verify(plan: StepPlan, rows: Sequence[int], drawn: Sequence[int], tokens: list[tuple[int, ...]]) -> None:
-        """Set the tokens of the plan's rows by what each of their tokens drew."""
-        own: dict[int, list[int]] = {}
-        for i, token in zip(rows, drawn, strict=False):
-            own.setdefault(i, []).append(token)
-        for i, several in own.items():
-            row = plan.rows[i]
-            tokens[i] = accepted(row, several) if row.kind is RowKind.VERIFY else tuple(several)
-
     def reset(self) -> None:
         self._steps.clear()
+        self._drawings.clear()
         self._cached.clear()
         self._recent.clear()
         self._seats.forget_counts()
@@ -269,11 +293,11 @@ class MLXRunner:
     def _rectangles(self, rows: Sequence[Row]) -> list[list[int]]:
         """Indices of rows that run as one forward: by padded length, those apart that need logits of all positions, and
         decodes apart when contexts differ much. What would need more memory than there is for it is cut."""
-        decodes = [i for i, r in enumerate(rows) if _goes_with_decodes(r)]
+        decodes = [i for i, r in enumerate(rows) if goes_with_decodes(r)]
         by_length: dict[tuple[int, bool, int | None], list[int]] = {(1, False, None): decodes} if decodes else {}
         for i, r in enumerate(rows) if len(decodes) < len(rows) else ():
             n = len(r.tokens)
-            if _goes_with_decodes(r):
+            if goes_with_decodes(r):
                 continue
             level = self._level([r])
             apart = None if level is None else i if level else -1
@@ -303,7 +327,7 @@ class MLXRunner:
         beside = verifies or any(r.beside for r in rows)
         whole = rows
         if beside:
-            indices, rows = _token_by_token(indices, rows)
+            indices, rows = token_by_token(indices, rows)
         longest = max([len(r.tokens) for r in rows])
         length = 1 if longest == 1 else padded_length(longest)
         count = row_count(coarse_count(len(rows)) if beside else len(rows), self._good_counts(length))
@@ -338,7 +362,8 @@ class MLXRunner:
         gathered = tuple(0 if run else width for run, width in zip(in_place, widths, strict=True))
         picks = len(drawn_seats) if picked else 0
         most = drafts[0].shape[1] if drafts else 0
-        key = _Key(count, length, gathered, carry, samples, flags, route.layout, level, scores, picks, most)
+        masked = bool(plan.masked) and not set(plan.masked).isdisjoint(indices)
+        key = _Key(count, length, gathered, carry, samples, flags, route.layout, level, scores, picks, most, masked)
         # Of too many kinds to be traced once for each, or pausing.
         if any(in_place) or level or self._is_long(key) or (beside and not self._is_usual(key)):
             step = self._make_step(key, forms(numbers), in_place)
@@ -364,9 +389,12 @@ class MLXRunner:
         self._seats.remember(seen)
         wanted = [self._seats.wanted_logprobs(r.seat) for r in rows] if flags.logprobs >= 0 else []
         wanted_scores = [self._seats.wanted_prompt_logprobs(r.seat) for r in rows] if scored else []
-        return Part(
-            indices, flags, drawn, marker, count * length, scored, wanted, wanted_scores, sent=sent, verifies=verifies
-        )
+        undrawn = None
+        if masked:
+            (logits, position, own, *behind), drawn = drawn, []
+            undrawn = Undrawn(logits, position, own, flags, sampling, behind, indices, wanted, verifies)
+        read = count * length
+        return Part(indices, flags, drawn, marker, read, scored, wanted, wanted_scores, sent, undrawn, verifies)
 
     def _make_step(
         self, key: _Key, expected: Sequence[Form], in_place: Sequence[tuple[int, int] | None]
@@ -374,7 +402,7 @@ class MLXRunner:
         """The step as a pure function: arrays and lists of arrays in, the same out. `expected`: of its inputs; they
         follow from the key."""
         model, caches, lora, head, angles = self._model, self._caches, self._lora, self._head, self._angles
-        merged, greedy, nobody = self._merged, self._greedy, self._seats.padding
+        merged, draw = self._merged, drawing(key.flags, self._greedy, self._seats.padding)
         pools, windows, pool_of = self._pool.pools, self._pool.windows, self._pool.pool_of
 
         def step(
@@ -391,7 +419,7 @@ class MLXRunner:
             tokens = after(order, tokens)  # of which all that the forward reads and writes is made
             targets = rest.pop(0) if key.scores >= 0 else None
             picked, drawn_seats = (rest.pop(0), rest.pop(0)) if key.picks else (None, seats)
-            drafts = Drafts(rest.pop(0), rest.pop(0), rest.pop(0)) if key.drafts else None
+            drafts, rest = (rest[:3], rest[3:]) if key.drafts else ([], rest)
             ids = rest.pop(0) if rest else None
             if key.carry:
                 tokens = mx.where(tokens == CARRY, last_tokens[seats][:, None], tokens)
@@ -429,19 +457,12 @@ class MLXRunner:
             order = [zero_of([logits])] if order else []
             if not key.samples:
                 return [], scored, [*(scored or [logits[:1, :1]]), *order], last_tokens, [], pool, order
-            how = SamplingArrays.unflatten(sampling, key.flags)
-            met = Seen.of(seen, drawn_seats)
-            if met is not None and drafts is not None:
-                met = met.behind(drafts.before)
             position = offset + last + 1
-            drawn = sample(logits, position if picked is None else position[picked], how, key.flags, met, greedy)
-            token = mx.maximum(drawn.tokens, 0)
-            counted = newest = drawn_seats
-            if drafts is not None:
-                counted, newest = drafts.accept(token, drawn_seats, nobody)
-            last_tokens[newest] = token
-            known = [] if met is None else met.after(seen, counted, token, newest)
-            outputs = drawn.flatten()
+            position = position if picked is None else position[picked]
+            if key.masked:
+                undrawn = [logits, position, drawn_seats + 0, *(array + 0 for array in drafts)]
+                return undrawn, scored, [*undrawn, *scored, *order], last_tokens, [], pool, order
+            outputs, last_tokens, known = draw(logits, position, drawn_seats, last_tokens, sampling, seen, drafts)
             return outputs, scored, [*outputs, *scored, last_tokens, *order], last_tokens, known, pool, order
 
         return step
@@ -573,21 +594,3 @@ class MLXRunner:
 
     def _load_blocks(self, loads: Sequence[tuple[int, Bytes]]) -> list[Part]:
         return [Part([], SamplingFlags(), [], self._pool.write(loads))]
-
-
-def _goes_with_decodes(row: Row) -> bool:
-    """Return whether the tokens of a row are computed in the forward of the rows that decode: a chunk of one token has
-    their shape, and where it is not scored, they can take it in."""
-    return row.kind is not RowKind.PROMPT or row.beside or (len(row.tokens) == 1 and not row.targets)
-
-
-def _token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[int], list[Row]]:
-    """Return a row for each token of those that go beside others, and of those that verify drafts, which all draw.
-    `indices`: where each is in the plan."""
-    every = [
-        (i, Row(r.kind, r.sequence, r.seat, r.slot, r.start + at, (token,), r.tables, r.sample and at >= first))
-        for i, r in zip(indices, rows, strict=True)
-        for first in (0 if r.kind is RowKind.VERIFY else len(r.tokens) - 1,)
-        for at, token in enumerate(r.tokens)
-    ]
-    return [i for i, _ in every], [r for _, r in every]

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
-from mlx_tandem.kv.pool import open_pools
+from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import device
 from mlx_tandem.model.loader import Report
 from mlx_tandem.model.overlap import decide_overlap, tables_of
@@ -48,7 +48,7 @@ def warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Report
 def _time_chunks(runner: MLXRunner, info: EngineInfo, report: Report) -> list[tuple[int, int, float]]:
     """Return the (tokens, positions before them, milliseconds) of all CHUNKS for which the pool has room."""
     size = info.block_size
-    pools = open_pools(info.memory, size)
+    pools = [group.pool for group in open_groups(info.memory, size)]
     room = min(info.max_model_len, *(pool.usable_blocks * size for pool in pools))
     chunks = [(length, context) for length, context in CHUNKS if length + context <= room] or [(min(8, room), 0)]
     measured = []
@@ -67,7 +67,7 @@ def _time_decodes(runner: MLXRunner, info: EngineInfo) -> list[tuple[int, float]
 
     There are no more rows than seats, and none for which the pool has no room.
     """
-    most = min(pool.usable_blocks for pool in open_pools(info.memory, info.block_size))
+    most = min(group.pool.usable_blocks for group in open_groups(info.memory, info.block_size))
     return [_time_decode(runner, info, min(rows, info.max_num_seqs)) for rows in (1, 4, 16) if rows <= most]
 
 

@@ -84,8 +84,8 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def refusal_headers(error: TandemError, head: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Ends the connection with an answer that leaves more of a body unread than is worth receiving. `head`: the
-    request's headers."""
+    """Return the header that ends the connection, for an answer that leaves more of a body unread than is worth
+    receiving. `head`: the request's headers."""
     if error.status in (408, 413, 415) or (error.status in (401, 403, 429, 503) and _leaves_much(head)):
         return [(b"connection", b"close")]
     return []

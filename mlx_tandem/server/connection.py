@@ -36,8 +36,8 @@ MAX_ZEROS = 4
 
 
 class Connection(HttpToolsProtocol):
-    """Ends the connection of a client whose head or body does not come within `receive_seconds`, and of one that
-    takes nothing for `write_seconds`. A request that comes in one piece costs no timer.
+    """A connection that ends when the client's head or body does not come within `receive_seconds`, or when it takes
+    nothing for `write_seconds`. A request that comes in one piece costs no timer.
 
     A request that came whole is answered whatever comes behind it. Behind the last answer that is due, what is not
     HTTP gets its refusal and the connection ends.
@@ -247,7 +247,7 @@ class Connection(HttpToolsProtocol):
             self._finish()
 
     def _leave(self) -> None:
-        """Tells the application that its client is gone; what it still says is dropped."""
+        """Tell the application that its client is gone; what it still says is dropped."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
@@ -274,7 +274,7 @@ class Connection(HttpToolsProtocol):
         self._close()
 
     def _close(self) -> None:
-        """Once the client has taken what is written, for as long as it takes any of it."""
+        """Close the connection once the client has taken what is written, for as long as it takes any of it."""
         self.transport.close()
         self._watch_writing()
 

@@ -28,7 +28,7 @@ ERRORS = "error_body"
 
 
 def error_handlers(front: ServerFront) -> Mapping[Any, Handler]:
-    """By the class of the exception."""
+    """Return the handlers by the class of the exception."""
 
     async def on_tandem_error(request: Request, error: Exception) -> ASGIApp:
         assert isinstance(error, TandemError)

@@ -16,7 +16,7 @@ DEGRADED = 0.72
 
 
 def status(front: ServerFront) -> str:
-    """`ok` and `degraded` while requests are taken, else why not."""
+    """Return `ok` or `degraded` while requests are taken, else why not."""
     if front.client.state != "ready":
         return "shutting_down" if front.client.state == "draining" else front.client.state
     pressure = front.admission.utilization / front.config.server.memory_pressure_threshold
@@ -24,7 +24,7 @@ def status(front: ServerFront) -> str:
 
 
 def health(front: ServerFront) -> tuple[int, dict[str, Any]]:
-    """HTTP status and body of /health: 200 while requests are taken, else 503 with the reason."""
+    """Return HTTP status and body of /health: 200 while requests are taken, else 503 with the reason."""
     client = front.client
     state = status(front)
     body: dict[str, Any] = {
@@ -52,7 +52,7 @@ def health(front: ServerFront) -> tuple[int, dict[str, Any]]:
 
 
 def engine_metrics(front: ServerFront) -> dict[str, Any]:
-    """/v1/engine/metrics: the engine's counters and gauges, and what each adapter version did."""
+    """Return /v1/engine/metrics: the engine's counters and gauges, and what each adapter version did."""
     metrics = front.metrics
     return {
         "state": front.client.state,
@@ -101,7 +101,7 @@ def debug_metrics(front: ServerFront) -> dict[str, Any]:
 
 
 def cache_stats(front: ServerFront) -> dict[str, Any]:
-    """/v1/cache/stats: what is kept in the KV pool, and how much of the prompts was found there."""
+    """Return /v1/cache/stats: what is kept in the KV pool, and how much of the prompts was found there."""
     client = front.client
     info, stats, load = client.check_ready(), client.stats, client.load
     return {

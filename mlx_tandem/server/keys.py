@@ -20,8 +20,8 @@ def _log_exposed(path: Path, mode: int) -> None:
 
 
 def read_key(key: str, file: str, on_exposed: Callable[[Path, int], None] = _log_exposed) -> str:
-    """The key, or the first line of `file`; empty when there is none. A file that holds none is an InvalidRequest,
-    which never quotes a key. `on_exposed` gets a file that others can read, and its mode."""
+    """Return the key, or the first line of `file`; empty when there is none. Raises InvalidRequest, which never quotes
+    a key, for a file that holds none. `on_exposed` gets a file that others can read, and its mode."""
     where = "api_key"
     if not key and file:
         where, path = "api_key_file", Path(file)
@@ -42,7 +42,7 @@ def read_key(key: str, file: str, on_exposed: Callable[[Path, int], None] = _log
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address to bind, or a name without its port, is of this machine only."""
+    """Return whether an address to bind, or a name without its port, is of this machine only."""
     if host == "localhost":
         return True
     try:
@@ -52,7 +52,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(server: ServerConfig) -> None:
-    """Raises InvalidRequest for an address that others reach while no key is asked for."""
+    """Raise InvalidRequest for an address that others reach while no key is asked for."""
     reached = not server.uds and not is_loopback(server.host)
     if reached and not (server.api_key or server.api_key_file):
         raise InvalidRequest(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def families(learning: Learning) -> Iterator[Metric]:
-    """One value each, or one for each label. Counters of the loop go on over restarts."""
+    """Yield every family, with one value or one for each label. Counters of the loop go on over restarts."""
     learner = learning.learner
     status, stats = learner.status(), learning.stats
     last = learner.history[-1] if learner.history else None

@@ -26,7 +26,7 @@ from mlx_tandem.types import Delta
 
 
 class Reply:
-    """The common half: admission, submission, text, metrics, cancellation."""
+    """The common base of replies: admission, submission, metrics, cancellation."""
 
     def __init__(self, front: ServerFront, plan: Plan):
         self._front = front
@@ -37,6 +37,7 @@ class Reply:
         if plan.collect is not None and front.learning is not None:
             self._recorder = Recorder(front.learning, plan.collect, plan.prompted.prompts, plan.prompted.n)
         self._began = time.monotonic()
+        self._observe = front.metrics.inter_token.observe
         self._first = self._last = 0.0  # when the first and the last token came
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._gone = False
@@ -110,13 +111,13 @@ class Reply:
 
     def _count_batch(self, deltas: list[Delta]) -> None:
         now = time.monotonic()
-        metrics = self._front.metrics
         if self._last:
             # Several choices advance in one step: the time between their tokens is that between steps.
-            metrics.inter_token.observe((now - self._last) * self._choices / len(deltas), len(deltas))
+            count = len(deltas)
+            self._observe((now - self._last) * self._choices / count, count)
         else:
             self._first = now
-            metrics.time_to_first_token.observe(now - self._began)
+            self._front.metrics.time_to_first_token.observe(now - self._began)
             if deadline := self._deadlines.pop("first_token_timeout", None):
                 deadline.cancel()
         self._last = now

@@ -49,7 +49,7 @@ class UnixListener(socket.socket):
     """A listening unix socket that only its owner can connect to. Closing it removes its file."""
 
     def __init__(self, path: str):
-        """Raises OSError when something else than the socket of a server that has ended is at `path`."""
+        """Listen on `path`. Raises OSError when something else than the socket of a server that has ended is there."""
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
         self._path = Path(path)
         self._made: os.stat_result | None = None

@@ -21,14 +21,14 @@ class StreamReply(Reply):
 
     async def _run(self, stream: Stream, assembler: Assembler, send: Send) -> None:
         prompted, renderer = self._plan.prompted, self._plan.renderer
-        methods, push = renderer.methods(), assembler.push
+        methods, count, push, recorder = renderer.methods(), self._count_batch, assembler.push, self._recorder
         answers = Answers(len(prompted.prompts), prompted.choices)  # for the recorder
         started = False
         try:
             async for deltas in stream:
-                self._count_batch(deltas)
+                count(deltas)
                 events = push(deltas)
-                if self._recorder is not None:
+                if recorder is not None:
                     answers.add(events)
                 if started and len(events) == 1:  # as a rule
                     body = methods[type(events[0])](events[0])

@@ -23,9 +23,10 @@ class WholeReply(Reply):
         prompted, renderer = self._plan.prompted, self._plan.renderer
         details = renderer.wants_details or self._recorder is not None
         answers = Answers(len(prompted.prompts), prompted.choices, details=details)
+        count, push, add = self._count_batch, assembler.push, answers.add
         async for deltas in stream:
-            self._count_batch(deltas)
-            answers.add(assembler.push(deltas))
+            count(deltas)
+            add(push(deltas))
         if self._gone:
             return
         outcomes = await self._outcomes(answers)

@@ -32,7 +32,7 @@ def learning_config(folder: Path, mode: Mode = "inference_and_training", **setti
     )
 
 
-def until(holds: Callable[[], bool]) -> None:
+def until(holds: Callable[[], object]) -> None:
     """Ask until it holds. That it takes a minute means that it never will."""
     deadline = time.monotonic() + 60
     while not holds():

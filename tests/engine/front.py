@@ -14,15 +14,16 @@ from mlx_tandem.adapters.store import AdapterStore
 from mlx_tandem.config import DutyConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.adapters import Adapters
+from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.core import EngineCore, Gauges
 from mlx_tandem.engine.loading import Loader
 from mlx_tandem.engine.pipeline import Pipeline
 from mlx_tandem.engine.plan import Runner, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler
-from mlx_tandem.engine.tables import Tables
 from mlx_tandem.engine.time_share import TimeShare
 from mlx_tandem.engine.trainers import TrainerBackend, TrainerHost
 from mlx_tandem.engine.wire import EngineChannel, FrameReader, decode_outbound, encode
+from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, Delta, Request, SamplingParams
@@ -85,10 +86,11 @@ class Front:
         )
         self.runner = Recording(self.reference)
         self.pool = WatchedPool(self.reference)
+        group = AttentionGroup(self.pool)
         self.slots = SlotTable(max_loras)
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=4),
-            Tables([self.pool], [PrefixCache(self.pool, Namespace("weights", "tokenizer", "float32", 4))]),
+            BlockManager([group], [PrefixCache(group, Namespace("weights", "tokenizer", "float32", 4))]),
             self.slots,
             max_model_len=64,
             vocab_size=VOCAB,

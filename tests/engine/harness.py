@@ -119,7 +119,10 @@ class Loop:
         try:
             if plan is not None:
                 self._look_at(plan)
-                self._flights.append((plan, self.runner.launch(plan)))
+                handle = self.runner.launch(plan)
+                if plan.masked:
+                    self.runner.sample(handle, self.scheduler.masks(plan))
+                self._flights.append((plan, handle))
             if len(self._flights) > self.depth or plan is None:
                 self._settle()
         except DeviceError as e:
@@ -141,9 +144,9 @@ class Loop:
         assert not self.open_choices(), f"never ended: {self.open_choices()}"
         assert not list(self.scheduler.requests)
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
-        for pool in self.scheduler._tables.pools:
-            assert pool.used_blocks == 0, "blocks leak"
-            pool.check([])
+        for group in self.scheduler._blocks.groups:
+            assert group.pool.used_blocks == 0, "blocks leak"
+            group.pool.check([])
         self._look_at_events(None)
         said = sum(map(len, self.tokens.values()))
         assert self.scheduler.generated_tokens == said, "another number of tokens is counted than was said"
@@ -232,6 +235,8 @@ class Loop:
             assert delta.version == 0, "a version of a request that follows nobody"
             return
         if not isinstance(handle, Handle):
+            return
+        if index not in handle.contexts:
             return
         name = request.adapter.name
         ref = self._refs[name, delta.version]

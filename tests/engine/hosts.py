@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Sequence
+from random import Random
+from typing import Any
 
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.adapters.store import AdapterStore
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.adapters import Adapters
-from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, Datum, StepDone, TrainerInfo, TrainerSpec
+from mlx_tandem.engine.learning import (
+    AdamParams,
+    Batch,
+    BatchResult,
+    Datum,
+    LossConfig,
+    StepDone,
+    TrainerInfo,
+    TrainerSpec,
+)
 from mlx_tandem.engine.loading import Loader
-from mlx_tandem.engine.plan import Slice
-from mlx_tandem.engine.trainers import PAUSE, TrainerBackend, TrainerHost, Wait
+from mlx_tandem.engine.plan import Slice, Wait
+from mlx_tandem.engine.trainer_queues import trainers_of
+from mlx_tandem.engine.trainers import PAUSE, TrainerBackend, TrainerHost
 from mlx_tandem.errors import InvalidRequest
-from tests.engine.front import adapter
+from mlx_tandem.types import AdapterInfo
 
 BUDGET = 100
+PAIR = "ab"
+"""The trainers of random workloads."""
+
+
+def adapter(digest: str) -> AdapterWeights:
+    return AdapterWeights(AdapterInfo(digest, 8, 1.0, "mlx-lm", ("q_proj",), 64, 64), {})
 
 
 class Backend:
@@ -142,3 +160,60 @@ class Driver:
                 return self
             self.turn()
         raise AssertionError("never done")
+
+
+def draw_message(rng: Random, call: int, *, exports: bool) -> m.Learning:
+    """A message for one trainer of PAIR, or for both. `exports`: other threads may have to finish it."""
+    name = rng.choice(PAIR)
+    if rng.random() < 0.6:
+        names = rng.choice((name, PAIR))
+        data = tuple(Datum((0,) * rng.randint(1, 4), 1, ()) for _ in range(rng.randint(1, 5)))
+        return m.ForwardBackward(call, tuple(Batch(n, data, LossConfig()) for n in names), False, call)
+    brief = m.SettleTrainer(call, name, True)
+    if not exports:
+        return rng.choice((m.OptimStep(call, name, AdamParams(0.1)), brief))
+    others = m.PublishTrainer(call, name), m.SaveTrainer(call, name, "/folder")
+    return rng.choice((m.OptimStep(call, name, AdamParams(0.1)), brief, *others))
+
+
+class Learning:
+    """Two trainers beside a random workload, some of whose slices fail. Each message is answered once, in its order."""
+
+    def __init__(self, rng: Random):
+        self._rng = rng
+        self._backend = Backend()
+        self._driver = Driver(self._backend).open(*PAIR)
+        self._messages: list[m.Learning] = []
+        if rng.random() < 0.5:
+            self._backend.fail[rng.choice((*PAIR, PAIR)), rng.randint(0, 9)] = RuntimeError("broken")
+
+    def turn(self, due: bool) -> None:
+        """Maybe ask for something, and run a slice if learning is due."""
+        if self._rng.random() < 0.2:
+            self._messages.append(draw_message(self._rng, len(self._messages), exports=False))
+            self._driver.host.submit(self._messages[-1])
+        if due:
+            self._driver.turn()
+
+    def finish(self) -> int:
+        """Run what is left and look at all of it; how many messages there were."""
+        self._driver.run()
+        answers: list[Any] = self._driver.answers
+        assert Counter(x.call for x in answers) == Counter(x.call for x in self._messages), "lost or answered twice"
+        failed = {x.call for x in answers if isinstance(x, m.CallFailed)}
+        place = {x.call: i for i, x in enumerate(answers)}
+        for name in PAIR:
+            own = [x for x in self._messages if name in trainers_of(x)]
+            assert [x.call for x in own] == sorted((x.call for x in own), key=place.__getitem__), "another order"
+            used, since = [], list[int]()
+            for x in own:
+                if isinstance(x, m.OptimStep):
+                    used.append(since)
+                    since = []
+                elif x.call in failed:
+                    since = []
+                elif isinstance(x, m.ForwardBackward):
+                    since.append(x.call)
+            assert self._backend.steps[name] == used, "gradients are lost, or another trainer's failure took them"
+            assert self._backend.gradients[name] == since
+        return len(self._messages)

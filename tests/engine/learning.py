@@ -11,7 +11,7 @@ import numpy as np
 
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.engine.learning import Datum
-from mlx_tandem.engine.trainers import Wait
+from mlx_tandem.engine.plan import Wait
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.loader import load
 from mlx_tandem.training.device.losses import TokenBatch, loss, shares

@@ -17,12 +17,13 @@ from mlx_lm.utils import load_model
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.scheduler import Scheduler
-from mlx_tandem.engine.tables import Tables
 from mlx_tandem.engine.tier import Drive, Tier
+from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.kv.hashing import Namespace
-from mlx_tandem.kv.pool import BlockPool, open_pools
+from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.model.build import Built, build
@@ -59,17 +60,17 @@ class Engine:
         it is given to others."""
         info = self.built.info
         slots = SlotTable(info.max_loras)
-        pools = list(open_pools(info.memory, info.block_size))
-        for i, few in enumerate((blocks, window_blocks)[: len(pools)]):
+        groups = open_groups(info.memory, info.block_size)
+        for group, few in zip(groups, (blocks, window_blocks), strict=False):
             if few:
-                pools[i] = BlockPool(few, info.block_size, first=pools[i].scratch, window=pools[i].window)
-        caches = [PrefixCache(pool, Namespace("", "", info.dtype, info.block_size)) for pool in pools]
-        tier = Tier(pools, caches, [own.block_bytes for own in info.memory.pools], write_through=write_through)
+                group.pool = BlockPool(few, info.block_size, first=group.pool.scratch)
+        caches = [PrefixCache(group, Namespace("", "", info.dtype, info.block_size)) for group in groups]
+        tier = Tier(groups, caches, write_through=write_through)
         if drive is not None:
             tier.open(drive, bytes(32))
         scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=info.max_num_seqs, max_chunk_tokens=info.memory.pools[-1].row or 1024),
-            Tables(pools, caches, tier),
+            BlockManager(groups, caches, tier),
             slots,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
@@ -78,7 +79,7 @@ class Engine:
         )
         if chunks:
             scheduler.prefill.cost = OddChunks(Random(chunks), chunks)
-        return Loop(scheduler, self.built.runner, pools[0], slots, depth=depth)
+        return Loop(scheduler, self.built.runner, groups[0].pool, slots, depth=depth)
 
     def run(
         self,

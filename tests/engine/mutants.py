@@ -11,15 +11,17 @@ import pytest
 from msgspec import structs
 
 from mlx_tandem.adapters.slots import Assignment, SlotTable
+from mlx_tandem.engine import block_manager, masks
 from mlx_tandem.engine import scheduler as scheduler_module
-from mlx_tandem.engine.plan import CARRY, Row, RowKind, StepPlan, StepResult
+from mlx_tandem.engine.block_manager import BlockManager
+from mlx_tandem.engine.plan import CARRY, Mask, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Prefill
 from mlx_tandem.engine.scheduler import Scheduler, Settled
 from mlx_tandem.engine.sequence import Sequence
-from mlx_tandem.engine.tables import Tables
 from mlx_tandem.kv import prefix
+from mlx_tandem.kv.groups.state import StateGroup
 from mlx_tandem.kv.hashing import Chain
-from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.kv.pool import SCRATCH, BlockPool
 from mlx_tandem.kv.prefix import Match, PrefixCache
 from mlx_tandem.types import AdapterRef, Delta
 from tests.engine.reference import ReferenceRunner
@@ -40,6 +42,9 @@ class Corrupting:
     @property
     def one_at_a_time(self) -> bool:
         return self.inner.one_at_a_time
+
+    def sample(self, handle: Any, masks: list[list[Mask]]) -> None:
+        self.inner.sample(handle, masks)
 
     def waits(self, plan: StepPlan) -> bool:
         return self.inner.waits(plan)
@@ -130,6 +135,10 @@ CORRUPTIONS: dict[str, Callable[[], Callable[[StepPlan], StepPlan]]] = {
             lambda r: structs.replace(r, tokens=r.tokens[1:]) if r.kind is RowKind.VERIFY and len(r.tokens) > 2 else r,
         )
     ),
+    "the next row draws by the mask": lambda: (
+        lambda p: replace(p, masked=tuple((i + 1) % len(p.rows) for i in p.masked))
+    ),
+    "no row draws by a mask": lambda: lambda p: replace(p, masked=()),
     "a chunk loses its last token": lambda: (
         lambda p: _rows(p, lambda r: structs.replace(r, tokens=r.tokens[:-1]) if len(r.tokens) > 2 else r)
     ),
@@ -154,25 +163,25 @@ def _keep_seated(patch: pytest.MonkeyPatch) -> None:
 def _fork(share: bool, copy: bool, whole: bool = False) -> Plant:
     """A fork that counts no reader, or copies nothing, or lets the choices write into one last block."""
 
-    def fork(self: Tables, s: Sequence, f: Sequence) -> bool:
+    def fork(self: BlockManager, s: Sequence, f: Sequence) -> bool:
         copies = dict(self._copies)
         if not original(self, s, f):
             return False
         shared = [b for b in f.table if b in s.table]
         if not share:
-            self.pools[0].release(shared)
+            self.groups[0].pool.release(shared)
         if whole and len(f.table) > len(shared):
-            self.pools[0].release(f.table[-1:])
+            self.groups[0].pool.release(f.table[-1:])
             _replace(f, len(f.table) - 1, s.table[len(f.table) - 1])
-            self.pools[0].share(f.table[-1:])
+            self.groups[0].pool.share(f.table[-1:])
         if not copy:
             self._copies = copies
         return True
 
-    original = Tables.fork
+    original = BlockManager.fork
 
     def plant(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(Tables, "fork", fork)
+        patch.setattr(BlockManager, "fork", fork)
 
     return plant
 
@@ -180,31 +189,31 @@ def _fork(share: bool, copy: bool, whole: bool = False) -> Plant:
 def _copy_a_copy(patch: pytest.MonkeyPatch) -> None:
     """A fork copies a block that the same plan is only about to fill."""
 
-    def fork(self: Tables, s: Sequence, f: Sequence) -> bool:
+    def fork(self: BlockManager, s: Sequence, f: Sequence) -> bool:
         forked = original(self, s, f)
         for target in self._copies:
             if target in f.table:
                 self._copies[target] = s.table[len(f.table) - 1]
         return forked
 
-    original = Tables.fork
-    patch.setattr(Tables, "fork", fork)
+    original = BlockManager.fork
+    patch.setattr(BlockManager, "fork", fork)
 
 
 def _hit_everything(patch: pytest.MonkeyPatch) -> None:
     """A prompt that is there as a whole leaves nothing to compute."""
 
-    def match(self: Tables, s: Sequence) -> Match:
+    def match(self: BlockManager, s: Sequence) -> Match:
         if not self._caches or s.scores is not None:
             return Match([[]], [0])
         return prefix.find(self._caches, self._chain(s), s.tokens)
 
-    patch.setattr(Tables, "match", match)
+    patch.setattr(BlockManager, "match", match)
 
 
 def _hit_scored(patch: pytest.MonkeyPatch) -> None:
     """A prompt whose logprobs are asked for is not computed where it is there."""
-    patch.setattr(Tables, "match", lambda self, s: prefix.find(self._caches, self._chain(s), s.tokens[:-1]))
+    patch.setattr(BlockManager, "match", lambda self, s: prefix.find(self._caches, self._chain(s), s.tokens[:-1]))
 
 
 def _publish_early(patch: pytest.MonkeyPatch) -> None:
@@ -213,8 +222,8 @@ def _publish_early(patch: pytest.MonkeyPatch) -> None:
     def row(self: Scheduler, s: Sequence, *args: Any) -> Row:
         made = original(self, s, *args)
         known = s.tokens[: s.scheduled]
-        if s.is_pure and self._tables._caches:
-            self._tables._caches[0].publish(self._tables._chain(s), known, s.table)
+        if s.is_pure and self._blocks._caches:
+            self._blocks._caches[0].publish(self._blocks._chain(s), known, s.table)
         return made
 
     original = Scheduler._row
@@ -224,45 +233,45 @@ def _publish_early(patch: pytest.MonkeyPatch) -> None:
 def _share_by_name(patch: pytest.MonkeyPatch) -> None:
     """The name of an adapter stands for its content."""
 
-    def chain(self: Tables, s: Sequence) -> Chain:
+    def chain(self: BlockManager, s: Sequence) -> Chain:
         if s.chain is None:
             s.chain = self._caches[0].chain(s.adapter.name if s.adapter else "")
         return s.chain
 
-    patch.setattr(Tables, "_chain", chain)
+    patch.setattr(BlockManager, "_chain", chain)
 
 
 def _write_into_hits(patch: pytest.MonkeyPatch) -> None:
     """A block that agrees in part is shared as it is, and written to."""
 
-    def seat(self: Tables, s: Sequence) -> None:
+    def seat(self: BlockManager, s: Sequence) -> None:
         match, copies = self.match(s), dict(self._copies)
         original(self, s)
         if match.extra and self._copies != copies:
             self._copies = copies
             own, at = s.table[match.whole], match.whole
-            self.pools[0].share((match.sources[0],))
-            self.pools[0].release((own,))
+            self.groups[0].pool.share((match.sources[0],))
+            self.groups[0].pool.release((own,))
             _replace(s, at, match.sources[0])
 
-    original = Tables.seat
-    patch.setattr(Tables, "seat", seat)
+    original = BlockManager.seat
+    patch.setattr(BlockManager, "seat", seat)
 
 
 def _publish_the_impure(patch: pytest.MonkeyPatch) -> None:
     """What was computed under several versions, or is not finite, is there for others."""
 
-    def publish(self: Tables, s: Sequence) -> None:
+    def publish(self: BlockManager, s: Sequence) -> None:
         s.is_pure = True
         original(self, s)
 
-    original = Tables.publish
-    patch.setattr(Tables, "publish", publish)
+    original = BlockManager.publish
+    patch.setattr(BlockManager, "publish", publish)
 
 
 def _trust_after_failure(patch: pytest.MonkeyPatch) -> None:
     """What was in the cache before a failed step can still be found."""
-    patch.setattr(Tables, "distrust", lambda self: self._unclean.clear())
+    patch.setattr(BlockManager, "distrust", lambda self: self._unclean.clear())
 
 
 def _evict_in_silence(patch: pytest.MonkeyPatch) -> None:
@@ -273,8 +282,8 @@ def _evict_in_silence(patch: pytest.MonkeyPatch) -> None:
 
 def _wait_for_the_gone(patch: pytest.MonkeyPatch) -> None:
     """Who has left is still waited for."""
-    patch.setattr(Tables, "_retract", lambda self, s: None)
-    patch.setattr(Tables, "check", lambda self, sequences: None)
+    patch.setattr(BlockManager, "_retract", lambda self, s: None)
+    patch.setattr(BlockManager, "check", lambda self, sequences: None)
 
 
 def _early_release(patch: pytest.MonkeyPatch) -> None:
@@ -284,7 +293,7 @@ def _early_release(patch: pytest.MonkeyPatch) -> None:
         made = original(self, *args)
         for s in self._running:
             if made and s.is_complete and s.table:
-                self._tables.pools[0].release(s.table[-1:])
+                self._blocks.groups[0].pool.release(s.table[-1:])
                 s.tables = (s.table[:-1], *s.tables[1:])
         return made
 
@@ -343,7 +352,7 @@ def _preempt_oldest(patch: pytest.MonkeyPatch) -> None:
     """Blocks are taken from the oldest sequence, whose row may be in the plan already."""
 
     def reserve(self: Scheduler, s: Sequence, positions: int, rows: list[Row]) -> bool:
-        while not self._tables.reserve(s, positions):
+        while not self._blocks.reserve(s, positions):
             victim = self._running[0]
             self._preempt(victim)
             if victim is s:
@@ -472,7 +481,7 @@ def _leave_unclean(patch: pytest.MonkeyPatch) -> None:
 
     def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
         settled = original(self, plan, result)
-        self._tables._unclean.clear()
+        self._blocks._unclean.clear()
         return settled
 
     original = Scheduler.settle
@@ -481,7 +490,7 @@ def _leave_unclean(patch: pytest.MonkeyPatch) -> None:
 
 def _first_come_first_served(patch: pytest.MonkeyPatch) -> None:
     """What a request says of its priority is not heard; nor is the check that would notice."""
-    patch.setattr(scheduler_module, "_PRIORITY", lambda s: 0)
+    patch.setattr(scheduler_module, "_PRIORITY", lambda s: (False, 0))
 
 
 def _lose_the_place(patch: pytest.MonkeyPatch) -> None:
@@ -581,18 +590,19 @@ def _drawn(change: Callable[[Row, tuple[int, ...]], tuple[int, ...]]) -> Plant:
 
 def _truncate(positions: int) -> Plant:
     """So many positions more than were accepted are kept."""
-    original = Tables.truncate
-    return lambda patch: patch.setattr(Tables, "truncate", lambda self, s, n: original(self, s, n + positions))
+    original = BlockManager.truncate
+    changed = lambda self, s, start, n: original(self, s, start, n + positions)  # noqa: E731
+    return _attribute(BlockManager, "truncate", changed)
 
 
 def _shorten_without_release(patch: pytest.MonkeyPatch) -> None:
     """The blocks of rejected drafts leave the table and are nobody's."""
 
-    def truncate(self: Tables, s: Sequence, positions: int) -> None:
+    def truncate(self: BlockManager, s: Sequence, start: int, positions: int) -> None:
         s.tables = tuple(table[: -(-positions // self._size)] for table in s.tables)
         self._measure(s)
 
-    patch.setattr(Tables, "truncate", truncate)
+    patch.setattr(BlockManager, "truncate", truncate)
 
 
 def _stay_behind_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -654,10 +664,10 @@ def _index_drafts(patch: pytest.MonkeyPatch) -> None:
 
     def row(self: Scheduler, s: Sequence, kind: RowKind, tokens: Any, *args: Any) -> Row:
         made = original(self, s, kind, tokens, *args)
-        if kind is RowKind.VERIFY and s.is_pure and self._tables._caches:
+        if kind is RowKind.VERIFY and s.is_pure and self._blocks._caches:
             known = [*s.tokens, *tokens[1:]]
-            chain = self._tables._chain(s).fork()
-            s.published = self._tables._caches[0].publish(chain, known, s.table, s.published)
+            chain = self._blocks._chain(s).fork()
+            s.published = self._blocks._caches[0].publish(chain, known, s.table, s.published)
         return made
 
     original = Scheduler._row
@@ -684,7 +694,7 @@ def _trust_proposers(patch: pytest.MonkeyPatch) -> None:
 
 def _draft_without_blocks(patch: pytest.MonkeyPatch) -> None:
     """Drafts are sent for which there are no blocks."""
-    patch.setattr(Tables, "draft", lambda self, s, drafts, running: drafts)
+    patch.setattr(BlockManager, "draft", lambda self, s, drafts, running: drafts)
 
 
 def _forget_the_row_in_flight(patch: pytest.MonkeyPatch) -> None:
@@ -708,6 +718,129 @@ def _count_deltas(patch: pytest.MonkeyPatch) -> None:
 
     original = Scheduler.settle
     patch.setattr(Scheduler, "settle", settle)
+
+
+def _masks(change: Callable[[list[Any]], list[Any]]) -> Plant:
+    """Rows draw by other masks than were made for them."""
+    original = Scheduler.masks
+    return _attribute(Scheduler, "masks", lambda self, plan: change(original(self, plan)))
+
+
+def _mask_without_waiting(patch: pytest.MonkeyPatch) -> None:
+    """A mask is made although the token before it is on the device."""
+
+    def plan(self: Scheduler, *args: Any) -> StepPlan | None:
+        hidden = [s for s in self._running if s.is_masked]
+        for s in hidden:
+            s.is_masked = False
+        made = original(self, *args)
+        for s in hidden:
+            s.is_masked = True
+        if made is None:
+            return None
+        return replace(made, masked=self._masked(list(made.rows)))
+
+    original = Scheduler.plan
+    patch.setattr(Scheduler, "plan", plan)
+
+
+def _mask_the_token_before(patch: pytest.MonkeyPatch) -> None:
+    """Masks are made without the newest token."""
+
+    def masks_of_row(maker: Any, s: Sequence, row: Row) -> list[Mask]:
+        newest = s.tokens.pop()
+        made = masks.masks_of_row(maker, s, row)
+        s.tokens.append(newest)
+        return made
+
+    patch.setattr(scheduler_module, "masks_of_row", masks_of_row)
+
+
+def _mask_drafts_alike(patch: pytest.MonkeyPatch) -> None:
+    """All positions of a row draw by the mask of its first."""
+    patch.setattr(masks, "allows", lambda mask, token: False)
+
+
+def _mask_some_choices(patch: pytest.MonkeyPatch) -> None:
+    """Only the first choice of a request draws by masks."""
+
+    def masked(self: Scheduler, rows: list[Row]) -> tuple[int, ...]:
+        return tuple(i for i in original(self, rows) if self._sequences[rows[i].sequence].choice == 0)
+
+    original = Scheduler._masked
+    patch.setattr(Scheduler, "_masked", masked)
+
+
+def _share_live_states(patch: pytest.MonkeyPatch) -> None:
+    """Choices that part within a block go on in one row of state."""
+
+    def copy(self: StateGroup, table: Any, positions: int) -> Any:
+        self.pool.share(b for b in table if b != SCRATCH)
+        return table, None
+
+    patch.setattr(StateGroup, "copy", copy)
+
+
+def _keep_state_of(position: Callable[[int, int, int], int]) -> Plant:
+    """After drafts the state of another position is kept than of the last that was accepted."""
+
+    def truncate(self: StateGroup, table: Any, spare: Any, start: int, positions: int) -> Any:
+        return original(self, table, spare, start, position(start, positions, len(spare)))
+
+    original = StateGroup.truncate
+    return lambda patch: patch.setattr(StateGroup, "truncate", truncate)
+
+
+def _lose_rows_of_drafts(patch: pytest.MonkeyPatch) -> None:
+    """The rows of state of rejected drafts are given back to nobody."""
+
+    def truncate(self: StateGroup, *args: Any) -> Any:
+        release, self.pool.release = self.pool.release, lambda blocks: None  # type: ignore[method-assign]
+        table = original(self, *args)
+        self.pool.release = release  # type: ignore[method-assign]
+        return table
+
+    original = StateGroup.truncate
+    patch.setattr(StateGroup, "truncate", truncate)
+
+
+def _leave_drafts_behind(patch: pytest.MonkeyPatch) -> None:
+    """Whoever leaves while its drafts are on the device keeps their rows."""
+
+    def leave(self: BlockManager, s: Sequence) -> None:
+        s.spare = ()
+        original(self, s)
+
+    original = BlockManager.leave
+    patch.setattr(BlockManager, "leave", leave)
+
+
+def _turn_drafts_around(patch: pytest.MonkeyPatch) -> None:
+    """The last draft's state goes to the first draft's row."""
+
+    def row(self: Scheduler, s: Sequence, *args: Any) -> Row:
+        made = original(self, s, *args)
+        tables = (
+            (*table[: len(own)], *reversed(table[len(own) :])) for table, own in zip(made.tables, s.tables, strict=True)
+        )
+        return structs.replace(made, tables=tuple(tables))
+
+    original = Scheduler._row
+    patch.setattr(Scheduler, "_row", row)
+
+
+def _ask_each_group_once(patch: pytest.MonkeyPatch) -> None:
+    """A group's longest beginning is cut to what another knows, as if every shorter one were known, too."""
+
+    def find(caches: Any, chain: Chain, tokens: Any) -> Match:
+        tables = []
+        most = len(tokens) // caches[0].block_size
+        for cache in caches:
+            tables.append(cache.whole(chain, tokens, most))
+            most = len(tables[-1])
+        return Match([table[:most] for table in tables], [SCRATCH for _ in caches])
+
+    patch.setattr(block_manager, "find", find)
 
 
 def _wait_behind_training(patch: pytest.MonkeyPatch) -> None:
@@ -774,5 +907,27 @@ PLANTS: dict[str, Plant] = {
     "drafts have no blocks": _draft_without_blocks,
     "a row goes on behind unsettled drafts": _forget_the_row_in_flight,
     "rows are counted as tokens": _count_deltas,
+    "masks are those of other rows": _masks(lambda made: made[::-1]),
+    "masks are turned around": _masks(lambda made: [own[::-1] for own in made]),
+    "everything may be drawn": _masks(lambda made: [[b"\xff" * 4] * len(own) for own in made]),
+    "a mask does not wait for the token before it": _mask_without_waiting,
+    "a mask is one token old": _mask_the_token_before,
+    "drafts draw by one mask": _mask_drafts_alike,
+    "other choices draw without masks": _mask_some_choices,
+    "a state is not copied": _share_live_states,
+    "the state behind rejected drafts is kept": _keep_state_of(lambda start, positions, drafts: start + 1 + drafts),
+    "the state before accepted drafts is kept": _keep_state_of(lambda start, positions, drafts: start + 1),
+    "the state of one draft too few is kept": _keep_state_of(lambda start, positions, _: max(positions - 1, start + 1)),
+    "rows of rejected drafts are lost": _lose_rows_of_drafts,
+    "whoever leaves forgets the rows of its drafts": _leave_drafts_behind,
+    "drafts' states are turned around": _turn_drafts_around,
+    "a beginning of a state's block is a hit": _attribute(StateGroup, "divides", True),
+    "the state before the next position is given back": _attribute(
+        StateGroup, "first_needed", lambda self, position: position // self.pool.block_size
+    ),
+    "each group is asked once what it knows": _ask_each_group_once,
     "whoever waits for a slot waits for ever": _attribute(scheduler_module, "PATIENCE", 1000),
 }
+
+OF_STATES = {"each group is asked once what it knows", "a state is not copied"}
+"""Plants that only show where layers keep a state."""

@@ -8,16 +8,19 @@ contract of `engine/plan.py` strictly: what a plan may not do is an assertion he
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from struct import pack, unpack
 from typing import Literal
 from zlib import crc32
 
+from mlx_tandem.engine.masks import allows
 from mlx_tandem.engine.plan import (
     CARRY,
     NOT_A_NUMBER,
     DeviceError,
+    Mask,
     Row,
     RowKind,
     Seating,
@@ -26,6 +29,10 @@ from mlx_tandem.engine.plan import (
     scored_positions,
 )
 from mlx_tandem.kv.disk.records import Payload
+from mlx_tandem.kv.groups import CacheGroup
+from mlx_tandem.kv.groups.attention import AttentionGroup
+from mlx_tandem.kv.groups.state import StateGroup
+from mlx_tandem.kv.groups.window import WindowGroup
 from mlx_tandem.kv.pool import SCRATCH, BlockPool, Window
 from mlx_tandem.types import SamplingParams, TokenLogprob
 
@@ -59,8 +66,9 @@ def next_token(
     history: Sequence[int],
     vocab: int,
     banned: Iterable[int] = (),
+    mask: Mask | None = None,
 ) -> int:
-    """The token after `context` (the cells that are seen), none of `banned` and one of those that are allowed. Greedy:
+    """The token after `context` (the cells that are seen), none of `banned` and one that is allowed. Greedy:
     of the context alone; else also of seed, choice and position; with a penalty also of how often each token was met
     in what it counts (`history`: the prompt and the output so far)."""
     key: tuple[object, ...] = (tuple(context),)
@@ -74,6 +82,8 @@ def next_token(
         key += (params.logit_bias,)
     token = hash(key) % _PRIME % vocab  # of integers and floats only, so the same in every process
     allowed = set(params.allowed_token_ids or range(vocab)).difference(banned)
+    if mask is not None:
+        allowed = {t for t in allowed if allows(mask, t)}
     return next(t % vocab for t in range(token, token + vocab) if t % vocab in allowed)
 
 
@@ -90,12 +100,27 @@ def score_of(context: Sequence[int], token: int, params: SamplingParams) -> Toke
 
 
 Windows = tuple[int | None, ...]
-"""Of the layers that share a pool, for each pool; None: they see everything."""
+"""What the layers of each cache group see; None: everything; STATE: a state that every position goes into."""
+
+STATE = 0
+_NOTHING = 1
+"""The state before the first position."""
+
+
+def state_after(state: int, own: int) -> int:
+    """What a state becomes when a position with this cell goes into it."""
+    return _NAN if _NAN in (state, own) else hash((state, own)) % _PRIME
 
 
 def seen(cells: Sequence[int], windows: Windows) -> list[int]:
-    """What the layers see of all `cells` up to a position, those of each pool after one another."""
-    return [c for w in windows for c in (cells if w is None else cells[-w:])]
+    """What the layers see of all `cells` up to a position, those of each group after one another."""
+    context: list[int] = []
+    for w in windows:
+        if w == STATE:
+            context.append(reduce(state_after, cells, _NOTHING))
+        else:
+            context += cells if w is None else cells[-w:]
+    return context
 
 
 def scores_alone(
@@ -114,6 +139,7 @@ def alone(
     vocab: int,
     stop_ids: Iterable[int] = (),
     windows: Windows = (None,),
+    mask_of: Callable[[Sequence[int]], Mask] | None = None,
 ) -> list[int]:
     """The oracle: what one sequence says when nothing else exists."""
     stops = frozenset(stop_ids)
@@ -121,7 +147,8 @@ def alone(
     while len(tokens) - len(prompt) < params.max_tokens:
         banned = stops if len(tokens) - len(prompt) < params.min_tokens else ()
         context = seen([cell(t, digest) for t in tokens], windows)
-        tokens.append(next_token(context, params, choice, tokens, vocab, banned))
+        mask = None if mask_of is None else mask_of(tokens)
+        tokens.append(next_token(context, params, choice, tokens, vocab, banned, mask))
         if tokens[-1] in stops:
             break
     return tokens[len(prompt) :]
@@ -144,6 +171,9 @@ class Handle:
     raises: bool
     number: int
     contexts: dict[int, list[int | None]]  # the cells that each row that sampled read first, by its index
+    plan: StepPlan
+    bad: int | None  # the row that is not finite
+    sampled: bool
 
 
 @dataclass(slots=True)
@@ -153,7 +183,7 @@ class ReferenceRunner:
     `fail` maps the number of a launch to where it raises: "launch" before anything was done, "half" in the launch
     with half of the rows written, "wait" when its result is read. `nan` maps the number of a launch to the index,
     modulo the rows that sample, of the row whose logits are not finite. `num_slots` counts adapters beside the base.
-    `windows`: of the layers in each pool; the second one has `window_blocks`.
+    `windows`: of the layers in each group, which has as many blocks as `sizes` says.
     """
 
     num_blocks: int
@@ -169,6 +199,7 @@ class ReferenceRunner:
     known: frozenset[str] | None = None  # digests that can be uploaded; None: all
     windows: Windows = (None,)
     window_blocks: int = 0
+    state_blocks: int = 0
 
     launches: int = 0
     positions: int = 0  # written since start
@@ -176,6 +207,7 @@ class ReferenceRunner:
     loads: int = 0
     given_back: int = 0  # blocks before the windows of rows, counted for each row
     spoiled: int = 0  # rows that were not finite because of what somebody else had left behind their mask
+    masked: int = 0  # rows that drew by masks
     drafted: int = 0  # tokens in VERIFY rows behind the first
     accepted: int = 0  # of these
     infected: int = 0  # rows that read what was not finite and was another sequence's
@@ -184,20 +216,35 @@ class ReferenceRunner:
     _waited: int = 0
     _ill: set[int] = field(default_factory=set)  # sequences with a row that was not finite
     _cells: list[list[int | None]] = field(init=False)  # None: poison
+    _states: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # of a seat's row of this launch, by group
+    _written: dict[tuple[int, int], list[int]] = field(default_factory=dict)  # the blocks that these are in
+    _owners: list[int] = field(init=False)  # the group of each block
+    _scratches: tuple[int, ...] = field(init=False)
     _slots: dict[int, str] = field(init=False)
     _seats: dict[int, _Seat] = field(init=False)
 
     def __post_init__(self) -> None:
         self._slots = {0: BASE}
+        self._owners = [i for i, size in enumerate(self.sizes) for _ in range(size)]
+        self._scratches = tuple(self.first(i) for i in range(len(self.windows)))
         self._wipe()
 
     def _wipe(self) -> None:
-        self._cells = [[None] * self.block_size for _ in range(self.num_blocks + self.window_blocks)]
+        each = zip(self.windows, self.sizes, strict=True)
+        self._cells = [[None] * (1 if w == STATE else self.block_size) for w, n in each for _ in range(n)]
         self._seats = {}
 
     @property
-    def _scratches(self) -> tuple[int, ...]:
-        return (SCRATCH, self.num_blocks)[: len(self.windows)]
+    def sizes(self) -> tuple[int, ...]:
+        """Blocks of each group."""
+        return (self.num_blocks, *(self.state_blocks if w == STATE else self.window_blocks for w in self.windows[1:]))
+
+    def first(self, group: int) -> int:
+        """Return the number of a group's first block, its scratch."""
+        return sum(self.sizes[:group])
+
+    def _group_of(self, block: int) -> int:
+        return self._owners[block]
 
     # the Runner protocol
 
@@ -219,6 +266,7 @@ class ReferenceRunner:
         for seating in plan.seatings:
             self._take(seating)
         rows = plan.rows[: len(plan.rows) // 2] if failure == "half" else plan.rows
+        self._states, self._written = {}, {}
         self._write(rows)
         if failure == "half":
             self._break(number)
@@ -226,15 +274,26 @@ class ReferenceRunner:
         bad = samplers[self.nan[number] % len(samplers)] if number in self.nan and samplers else None
         for row in rows:
             self._look_back(row)
-        contexts = {i: self._read(plan.rows[i], 0) for i in samplers}
+        contexts = {i: self._read(plan.rows[i], 0) for i in samplers if self.windows[0] != STATE}
         drawn: list[tuple[int, ...]] = [()] * len(plan.rows)
         for i in samplers:
-            drawn[i] = self._draw(plan.rows[i], i == bad)
+            if i not in plan.masked:
+                drawn[i] = self._draw(plan.rows[i], i == bad)
         scores = {i: self._score(row) for i, row in enumerate(plan.rows) if row.targets}
         scored = sum(len(plan.rows[i].tokens) for i in scores)
         assert scored <= scored_positions(self.vocab), f"{scored} positions are scored in one step"
         result = StepResult(drawn, self._logprobs(plan.rows, drawn), scores, saves)
-        return Handle(result, failure == "wait", number, contexts)
+        assert set(plan.masked) <= set(samplers), "a mask for a row that draws nothing"
+        return Handle(result, failure == "wait", number, contexts, plan, bad, not plan.masked)
+
+    def sample(self, handle: Handle, masks: list[list[Mask]]) -> None:
+        assert not self.broken, "sampled after a failure without a reset"
+        assert handle.number == self.launches - 1 and not handle.sampled, "masks come once, before the next launch"
+        for i, own in zip(handle.plan.masked, masks, strict=True):
+            handle.result.tokens[i] = self._draw(handle.plan.rows[i], i == handle.bad, own)
+        handle.result.logprobs[:] = self._logprobs(handle.plan.rows, handle.result.tokens)
+        handle.sampled = True
+        self.masked += len(masks)
 
     def waits(self, plan: StepPlan) -> bool:
         """For some plans, by their contents."""
@@ -242,6 +301,7 @@ class ReferenceRunner:
 
     def wait(self, handle: Handle) -> StepResult:
         assert not self.broken, "waited after a failure without a reset"
+        assert handle.sampled, "rows wait for their masks"
         assert handle.number >= self._waited, "steps are read in the order of their launch, each once"
         self._waited = handle.number + 1
         if handle.raises:
@@ -263,7 +323,7 @@ class ReferenceRunner:
         targets = [b for _, b in copies]
         assert len(set(targets)) == len(targets), "two copies into one block"
         assert not set(targets) & set(self._scratches), "a copy into the scratch block"
-        assert all((a < self.num_blocks) == (b < self.num_blocks) for a, b in copies), "a copy into another pool"
+        assert all(self._group_of(a) == self._group_of(b) for a, b in copies), "a copy into another group"
         held = [list(self._cells[a]) for a, _ in copies]  # all reads before all writes
         for b in self.freed:
             # What is not finite stays so until somebody writes over it.
@@ -279,7 +339,7 @@ class ReferenceRunner:
         assert not {a for a, b in plan.copies if a not in self._scratches and b in targets}, "a load over a copy"
         for block, content in plan.loads:
             cells = cells_of(content)
-            assert len(cells) == self.block_size, "not a block's bytes"
+            assert len(cells) == len(self._cells[block]), "not a block's bytes"
             self._cells[block] = list(cells)
             self.loads += 1
 
@@ -300,16 +360,48 @@ class ReferenceRunner:
             assert len(row.tables) == len(self.windows), "a table for each pool"
             digest = self._slots[row.slot]
             for pool, table in enumerate(row.tables):
+                if self.windows[pool] == STATE:
+                    self._write_states(row, pool, [cell(token, digest) for token in own], written)
+                    continue
                 assert row.start + len(own) <= len(table) * self.block_size, "a row ends beyond its blocks"
                 for at, token in enumerate(own, row.start):
                     assert 0 <= token < self.vocab, f"token {token} is not in the vocabulary"
                     place = table[at // self.block_size], at % self.block_size
-                    assert (place[0] >= self.num_blocks) == bool(pool), "a block of another pool"
+                    assert self._group_of(place[0]) == pool, "a block of another group"
                     assert place[0] not in self._scratches, "a row writes into the scratch block"
                     assert place not in written, "two rows write one position"
                     written.add(place)
                     self._cells[place[0]][place[1]] = cell(token, digest)
             self.positions += len(own)
+
+    def _write_states(self, row: Row, group: int, cells: Sequence[int], written: set[tuple[int, int]]) -> None:
+        """Take the state before a row's first position through its tokens; it is kept behind each block, behind the
+        last token, and behind each draft."""
+        table, size = row.tables[group], self.block_size
+        state: int | None = _NOTHING
+        if row.start:
+            source = table[(row.start - 1) // size]
+            assert source not in self._scratches, "a state that was given back is read"
+            assert (source, 0) not in written or row.kind is RowKind.PROMPT, "a state is read that another row writes"
+            (state,) = self._cells[source]
+        states: list[int] = []
+        blocks: list[int] = []
+        for n, own in enumerate(cells):
+            assert state is not None, f"the state behind position {row.start + n - 1} is not (or no longer) written"
+            states.append(state)
+            state = state_after(state, own)
+            at = row.start + n
+            if row.kind is RowKind.VERIFY or n == len(cells) - 1 or (at + 1) % size == 0:
+                blocks.append(table[row.start // size + n if row.kind is RowKind.VERIFY else at // size])
+                place = blocks[-1], 0
+                assert self._group_of(place[0]) == group, "a block of another group"
+                assert place[0] not in self._scratches, "a state is written into the scratch block"
+                assert place not in written, "two rows write one state"
+                written.add(place)
+                self._cells[place[0]] = [state]
+        assert state is not None
+        self._states[row.seat, group] = [*states, state]
+        self._written[row.seat, group] = blocks
 
     def _tokens(self, row: Row) -> tuple[int, ...]:
         assert row.seat in self._seats, f"seat {row.seat} was never taken"
@@ -328,28 +420,36 @@ class ReferenceRunner:
         assert seat.last is not None, "nothing was drawn in this seat that could be carried"
         return (seat.last,)
 
-    def _draw(self, row: Row, not_finite: bool) -> tuple[int, ...]:
+    def _draw(self, row: Row, not_finite: bool, masks: Sequence[Mask] = ()) -> tuple[int, ...]:
         """Return the tokens that a row draws: after its last position, or after each of a VERIFY row's up to the first
         draft that is another than was drawn."""
         seat = self._seats[row.seat]
         end = row.start + len(row.tokens)
-        cells = [self._read(row, i) for i in range(len(self.windows))]
+        cells = [self._read(row, i) for i, w in enumerate(self.windows) if w != STATE]
+        states = [self._states[row.seat, i] for i, w in enumerate(self.windows) if w == STATE]
+        self.infected += any(_NAN in own[:1] for own in states) and row.sequence not in self._ill
         self.spoiled += any(_NAN in own[end:] for own in cells)
         self.infected += any(_NAN in own[: row.start] for own in cells) and row.sequence not in self._ill
-        not_finite = not_finite or any(_NAN in own for own in cells)
+        not_finite = not_finite or any(_NAN in own for own in (*cells, *states))
         if not_finite:
             self._ill.add(row.sequence)
-            for table in row.tables:
-                for at in range(row.start, end):
+            for group, table in enumerate(row.tables):
+                for block in self._written.get((row.seat, group), ()):
+                    self._cells[block] = [_NAN]
+                for at in range(row.start, end) if self.windows[group] != STATE else ():
                     self._cells[table[at // self.block_size]][at % self.block_size] = _NAN
         if not_finite:
             seat.last = 0
             seat.history.append(0)
             return (NOT_A_NUMBER,)
         drawn: list[int] = []
-        for at in range(row.start + 1 if row.kind is RowKind.VERIFY else end, end + 1):
+        ends = range(row.start + 1 if row.kind is RowKind.VERIFY else end, end + 1)
+        assert not masks or len(masks) == len(ends), "a mask for each position that draws"
+        for at in ends:
             banned = seat.stop_ids if at < seat.prompt_length + seat.params.min_tokens else ()
-            drawn.append(next_token(self._seen(row, at), seat.params, seat.choice, seat.history, self.vocab, banned))
+            mask = masks[at - ends[0]] if masks else None
+            context = self._seen(row, at)
+            drawn.append(next_token(context, seat.params, seat.choice, seat.history, self.vocab, banned, mask))
             seat.history.append(drawn[-1])
             if at < end and row.tokens[at - row.start] != drawn[-1]:
                 break
@@ -384,15 +484,18 @@ class ReferenceRunner:
     def _seen(self, row: Row, end: int) -> list[int]:
         """What the layers see at the last position before `end`."""
         context: list[int | None] = []
-        for pool, window in enumerate(self.windows):
-            context += self._read(row, pool)[0 if window is None else max(end - window, 0) : end]
+        for group, window in enumerate(self.windows):
+            if window == STATE:
+                context.append(self._states[row.seat, group][end - row.start])
+            else:
+                context += self._read(row, group)[0 if window is None else max(end - window, 0) : end]
         return context  # type: ignore[return-value]
 
     def _look_back(self, row: Row) -> None:
         """What a window shows of a sequence is its own, also to rows that draw nothing."""
         history = self._seats[row.seat].history
         for pool in range(len(self.windows)):
-            if self.windows[pool] is not None:
+            if self.windows[pool]:
                 known = zip(self._read(row, pool)[: row.start], history, strict=False)
                 assert all(c in (None, _NAN) or c & 0xFFFFF == t for c, t in known), "another's cell"
 
@@ -407,15 +510,26 @@ class ReferenceRunner:
 
 
 class WatchedPool(BlockPool):
-    """One of the runner's pools. Tells it which blocks are free, so that they are poison from the next launch on.
-    `row`: the most tokens of a row, where there is a window."""
+    """One of the runner's pools. Tells it which blocks are free, so that they are poison from the next launch on."""
 
-    def __init__(self, runner: ReferenceRunner, index: int = 0, row: int = 0):
-        first, blocks = (runner.num_blocks, runner.window_blocks) if index else (0, runner.num_blocks)
-        window = runner.windows[index]
-        super().__init__(blocks, runner.block_size, first=first, window=None if window is None else Window(window, row))
+    def __init__(self, runner: ReferenceRunner, group: int = 0):
+        super().__init__(runner.sizes[group], runner.block_size, first=runner.first(group))
         self._runner = runner
 
     def _vacate(self, block: int) -> None:
         super()._vacate(block)
         self._runner.freed.add(block)
+
+
+def open_groups(runner: ReferenceRunner, row: int) -> list[CacheGroup]:
+    """Return the groups of the runner's layers. `row`: the most tokens of a row."""
+    groups: list[CacheGroup] = []
+    for i, window in enumerate(runner.windows):
+        pool = WatchedPool(runner, i)
+        if window is None:
+            groups.append(AttentionGroup(pool, 8 * runner.block_size))
+        elif window == STATE:
+            groups.append(StateGroup(pool, row, 8))
+        else:
+            groups.append(WindowGroup(pool, Window(window, row), 8 * runner.block_size))
+    return groups

@@ -12,7 +12,7 @@ from msgspec import structs
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, LossConfig, StepDone, TrainerInfo, TrainerSpec
-from mlx_tandem.engine.trainers import Wait
+from mlx_tandem.engine.plan import Wait
 from mlx_tandem.errors import NotFound
 from mlx_tandem.types import Request
 from tests.engine.front import Front, adapter

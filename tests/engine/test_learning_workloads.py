@@ -12,11 +12,11 @@ from msgspec import structs
 from mlx_tandem.config import DutyConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine import pipeline
-from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec
+from mlx_tandem.engine.learning import TrainerSpec
 from mlx_tandem.engine.plan import OutOfMemory
 from mlx_tandem.types import Request
 from tests.engine.front import Front, request
-from tests.engine.hosts import Backend
+from tests.engine.hosts import PAIR, Backend, draw_message
 from tests.engine.workloads import VOCAB, expected
 
 SEEDS = 100
@@ -29,23 +29,6 @@ def draw_request(rng: Random, number: int) -> Request:
     return structs.replace(drawn, background=rng.random() < 0.3)
 
 
-def draw_message(rng: Random, call: int) -> m.Learning:
-    """Of one trainer, or of both."""
-    name = rng.choice("ab")
-    if rng.random() < 0.6:
-        names = rng.choice((name, "ab"))
-        data = tuple(Datum((0,) * rng.randint(1, 4), 1, ()) for _ in range(rng.randint(1, 5)))
-        return m.ForwardBackward(call, tuple(Batch(n, data, LossConfig()) for n in names), False, call)
-    return rng.choice(
-        (
-            m.OptimStep(call, name, AdamParams(0.1)),
-            m.SettleTrainer(call, name, True),
-            m.PublishTrainer(call, name),
-            m.SaveTrainer(call, name, "/folder"),
-        )
-    )
-
-
 def run_workload(rng: Random, make_front: Callable[..., Front]) -> tuple[int, int]:
     """One life of an engine; how many slices ran, and how many messages failed."""
     backend = Backend()
@@ -54,7 +37,7 @@ def run_workload(rng: Random, make_front: Callable[..., Front]) -> tuple[int, in
     front = make_front(trainers=backend, duty=DutyConfig(inference=1 - share, training=share))
     for name, value in options.items():
         setattr(front.reference, name, value)
-    front.send(*(m.OpenTrainer(10_000 + i, TrainerSpec(name, 1, 1.0)) for i, name in enumerate("ab")))
+    front.send(*(m.OpenTrainer(10_000 + i, TrainerSpec(name, 1, 1.0)) for i, name in enumerate(PAIR)))
     front.finish()
     for _ in range(rng.choice((0, 1, 2))):
         broken = rng.choice((backend.fail, backend.fail_wait))
@@ -67,7 +50,7 @@ def run_workload(rng: Random, make_front: Callable[..., Front]) -> tuple[int, in
             requests.append(draw_request(rng, len(requests)))
             front.send(m.Submit(requests[-1]))
         if rng.random() < 0.4:
-            messages.append(draw_message(rng, len(messages)))
+            messages.append(draw_message(rng, len(messages), exports=True))
             front.send(messages[-1])
         slices += front.trainers.has_work
         front.turn()

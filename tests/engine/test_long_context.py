@@ -13,11 +13,12 @@ from mlx_lm.utils import load_model
 
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, DutyConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.pipeline import Pipeline
 from mlx_tandem.engine.plan import RowKind
 from mlx_tandem.engine.scheduler import Scheduler
-from mlx_tandem.engine.tables import Tables
 from mlx_tandem.engine.time_share import TimeShare
+from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.model import build as build_module
 from mlx_tandem.model import runner as runner_module
@@ -62,7 +63,7 @@ def serve(folder: Path, prompts: list[list[int]], scatter: bool) -> tuple[list[l
         pool.release(held[::2])
     scheduler = Scheduler(
         config.scheduler,
-        Tables([pool]),
+        BlockManager([AttentionGroup(pool)]),
         SlotTable(1),
         max_model_len=built.info.max_model_len,
         vocab_size=built.info.vocab_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from random import Random
 from types import SimpleNamespace
@@ -11,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.engine import prefill, tables
+from mlx_tandem.engine import block_manager, prefill
 from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.plan import Runner, StepPlan
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import Request, SamplingParams
-from tests.engine.mutants import CORRUPTIONS, PLANTS, Corrupting
+from tests.engine.mutants import CORRUPTIONS, OF_STATES, PLANTS, Corrupting
 from tests.engine.reference import ReferenceRunner
 from tests.engine.workloads import Engine, Outcome, Settings, assert_exact, expected, make_engine, play, request
 
@@ -27,17 +28,21 @@ PATIENCE = 2
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few that random workloads reach it; and they wait for one another's prompts for little."""
     monkeypatch.setattr(scheduler_module, "PATIENCE", PATIENCE)
-    monkeypatch.setattr(tables, "WORTH_WAITING", 1)
+    monkeypatch.setattr(block_manager, "WORTH_WAITING", 1)
 
 
 # --- random workloads --------------------------------------------------------------------------------------------
+
+
+WORKLOADS = int(os.environ.get("TANDEM_WORKLOADS", "2400"))
 
 
 @pytest.mark.parametrize("part", range(4))
 def test_every_sequence_is_exact_in_random_workloads(part: int) -> None:
     """Mixed adapters, preemption, cancels, failing steps, rows that are not finite, at depth 0 and 1."""
     outcome = Outcome()
-    for seed in range(part * 600, (part + 1) * 600):
+    each = WORKLOADS // 4
+    for seed in range(part * each, (part + 1) * each):
         try:
             outcome += play(Random(seed))
         except Exception as e:
@@ -48,8 +53,10 @@ def test_every_sequence_is_exact_in_random_workloads(part: int) -> None:
     assert min(outcome.preemptions, outcome.failures, outcome.failed, outcome.cancelled) > 200
     assert outcome.cached > 1500
     assert outcome.beside > 200, outcome
+    assert outcome.masked > 3000, outcome
     assert min(outcome.accepted, outcome.drafted - outcome.accepted) > 1000, outcome
     assert min(outcome.moved, outcome.switched, outcome.held_back) > 100, outcome
+    assert outcome.messages > 100, outcome
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -59,10 +66,14 @@ def test_every_sequence_is_exact_in_searched_workloads(rng: Random) -> None:
     play(rng, Settings(most_requests=5))
 
 
-def _found_within(workloads: int, wrap: Callable[[ReferenceRunner], Runner] = lambda runner: runner) -> bool:
+def _found_within(
+    workloads: int,
+    settings: Settings | None = None,
+    wrap: Callable[[ReferenceRunner], Runner] = lambda runner: runner,
+) -> bool:
     for seed in range(workloads):
         try:
-            play(Random(seed), wrap=wrap)
+            play(Random(seed), settings, wrap)
         except (TypeError, AttributeError, NameError):
             raise  # the bug was not planted as it was meant to be
         except Exception:
@@ -72,13 +83,13 @@ def _found_within(workloads: int, wrap: Callable[[ReferenceRunner], Runner] = la
 
 @pytest.mark.parametrize("name", CORRUPTIONS)
 def test_the_suite_finds_corrupted_plans(name: str) -> None:
-    assert _found_within(100, lambda runner: Corrupting(runner, CORRUPTIONS[name]()))
+    assert _found_within(100, wrap=lambda runner: Corrupting(runner, CORRUPTIONS[name]()))
 
 
 @pytest.mark.parametrize("name", PLANTS)
 def test_the_suite_finds_planted_bugs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTS[name](monkeypatch)
-    assert _found_within(1000)
+    assert _found_within(1500, Settings(states=1.0) if name in OF_STATES else None)
 
 
 # --- failures, step by step --------------------------------------------------------------------------------------

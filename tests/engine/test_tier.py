@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from mlx_tandem.engine import block_manager, tier
 from mlx_tandem.engine import scheduler as scheduler_module
-from mlx_tandem.engine import tables, tier
+from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
-from mlx_tandem.engine.tables import Tables
 from mlx_tandem.engine.tier import Tier
 from mlx_tandem.kv.hashing import Chain
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
@@ -27,7 +27,7 @@ WHOLE = (len(PROMPT) - 1) // 4  # blocks of it that can be found
 @pytest.fixture(autouse=True)
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "PATIENCE", PATIENCE)
-    monkeypatch.setattr(tables, "WORTH_WAITING", 1)
+    monkeypatch.setattr(block_manager, "WORTH_WAITING", 1)
     monkeypatch.setattr(tier, "WORTH_READING", 1)
 
 
@@ -102,7 +102,7 @@ def _load_another_s(patch: pytest.MonkeyPatch) -> None:
 
 def _keep_what_was_read(patch: pytest.MonkeyPatch) -> None:
     """A sequence that goes on under another version has what was read for the one before."""
-    patch.setattr(Tables, "forget", lambda self, s: None)
+    patch.setattr(BlockManager, "forget", lambda self, s: None)
 
     def take(self: Tier, sequence: int, chain: Chain, known: int) -> list[memoryview]:
         fetch = self._fetches.get(sequence)
@@ -115,31 +115,31 @@ def _keep_what_was_read(patch: pytest.MonkeyPatch) -> None:
 
 def _publish_before_loaded(patch: pytest.MonkeyPatch) -> None:
     """Blocks can be found as soon as it is known what will be loaded into them."""
-    original = Tables.seat
+    original = BlockManager.seat
 
-    def seat(self: Tables, s: Sequence) -> None:
+    def seat(self: BlockManager, s: Sequence) -> None:
         original(self, s)
         if self._loads:
             self._caches[0].publish(self._chain(s), s.tokens[: s.scheduled], s.table, s.published)
 
-    patch.setattr(Tables, "seat", seat)
+    patch.setattr(BlockManager, "seat", seat)
 
 
 def _run_before_loaded(patch: pytest.MonkeyPatch) -> None:
     """A sequence runs when the first of its blocks are there."""
-    patch.setattr(Tables, "is_loading", lambda self, s: False)
+    patch.setattr(BlockManager, "is_loading", lambda self, s: False)
 
 
 def _load_for_nobody(patch: pytest.MonkeyPatch) -> None:
     """What was to be loaded for a sequence that has left is loaded into its blocks all the same."""
-    original = Tables.leave
+    original = BlockManager.leave
 
-    def leave(self: Tables, s: Sequence) -> None:
+    def leave(self: BlockManager, s: Sequence) -> None:
         loads = dict(self._loads)
         original(self, s)
         self._loads = loads
 
-    patch.setattr(Tables, "leave", leave)
+    patch.setattr(BlockManager, "leave", leave)
 
 
 def _load_one_further(patch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def _save_the_lost(patch: pytest.MonkeyPatch) -> None:
 
 def _wait_for_ever(patch: pytest.MonkeyPatch) -> None:
     """Nobody asks what has come."""
-    patch.setattr(Tables, "poll", lambda self: None)
+    patch.setattr(BlockManager, "poll", lambda self: None)
 
 
 def _never_forget(patch: pytest.MonkeyPatch) -> None:
@@ -191,10 +191,10 @@ def _never_forget(patch: pytest.MonkeyPatch) -> None:
     original = Scheduler.cancel
 
     def cancel(self: Scheduler, request: int, choice: int | None = None) -> None:
-        forget = self._tables.forget
-        self._tables.forget = lambda s: None  # type: ignore[method-assign]
+        forget = self._blocks.forget
+        self._blocks.forget = lambda s: None  # type: ignore[method-assign]
         original(self, request, choice)
-        self._tables.forget = forget  # type: ignore[method-assign]
+        self._blocks.forget = forget  # type: ignore[method-assign]
 
     patch.setattr(Scheduler, "cancel", cancel)
 

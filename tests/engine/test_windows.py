@@ -10,10 +10,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from mlx_tandem.engine import block_manager, tier
 from mlx_tandem.engine import scheduler as scheduler_module
-from mlx_tandem.engine import tables, tier
+from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.sequence import Sequence
-from mlx_tandem.engine.tables import Tables
+from mlx_tandem.kv.groups.window import WindowGroup
 from mlx_tandem.kv.pool import BlockPool, Window
 from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import Request, SamplingParams
@@ -32,7 +33,7 @@ LONG = [tuple(_rng.integers(3, tiny_models.VOCAB, n).tolist()) for n in (70, 5, 
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And steps that are traced anew, which spares a compiler per family."""
     monkeypatch.setattr(scheduler_module, "PATIENCE", 2)
-    monkeypatch.setattr(tables, "WORTH_WAITING", 1)
+    monkeypatch.setattr(block_manager, "WORTH_WAITING", 1)
     mx.disable_compile()
     yield
     mx.enable_compile()
@@ -56,8 +57,10 @@ def server(*, window_blocks: int = 60, **options: object) -> Engine:
     return make_engine(**sizes, window_blocks=window_blocks, **options)  # type: ignore[arg-type]
 
 
-def window_pool(engine: Engine) -> BlockPool:
-    return engine.scheduler._tables.pools[-1]
+def window_group(engine: Engine) -> WindowGroup:
+    group = engine.scheduler._blocks.groups[-1]
+    assert isinstance(group, WindowGroup)
+    return group
 
 
 # --- random workloads --------------------------------------------------------------------------------------------
@@ -69,7 +72,7 @@ def test_every_sequence_is_exact_in_random_workloads(part: int) -> None:
     outcome = Outcome()
     for seed in range(part * 400, (part + 1) * 400):
         try:
-            outcome += play(Random(seed), Settings(windows=True))
+            outcome += play(Random(seed), Settings(windows=True, states=0.0))
         except Exception as e:
             e.add_note(f"in workload {seed}")
             raise
@@ -85,7 +88,7 @@ def test_every_sequence_is_exact_with_a_drive(monkeypatch: pytest.MonkeyPatch) -
     outcome = Outcome()
     for seed in range(400):
         try:
-            outcome += play(Random(seed), Settings(windows=True, drives=1.0))
+            outcome += play(Random(seed), Settings(windows=True, states=0.0, drives=1.0))
         except Exception as e:
             e.add_note(f"in workload {seed}")
             raise
@@ -102,23 +105,23 @@ def _one_block_too_far(patch: pytest.MonkeyPatch) -> None:
 
 def _give_back_what_is_planned(patch: pytest.MonkeyPatch) -> None:
     """A sequence gives back what its row of this plan sees."""
-    original = Tables.reserve
+    original = BlockManager.reserve
 
-    def reserve(self: Tables, s: Sequence, positions: int) -> bool:
+    def reserve(self: BlockManager, s: Sequence, positions: int) -> bool:
         done = original(self, s, positions)
         scheduled, s.scheduled = s.scheduled, positions
         self.slide(s)
         s.scheduled = scheduled
         return done
 
-    patch.setattr(Tables, "reserve", reserve)
+    patch.setattr(BlockManager, "reserve", reserve)
 
 
 def _hit_behind_the_window(patch: pytest.MonkeyPatch) -> None:
     """A beginning counts as known where its last block is."""
 
     def whole(self: PrefixCache, chain: object, tokens: object, most: int) -> list[int]:
-        if self._pool.window is None:
+        if self.group.keeps_all:
             return original(self, chain, tokens, most)  # type: ignore[arg-type]
         at = [self._block(chain, tokens, i) for i in range(most)]  # type: ignore[arg-type]
         while at and at[-1] is None:
@@ -131,28 +134,28 @@ def _hit_behind_the_window(patch: pytest.MonkeyPatch) -> None:
 
 def _hit_without_a_window(patch: pytest.MonkeyPatch) -> None:
     """The layers that see everything decide alone what is known."""
-    patch.setattr(tables, "find", lambda caches, chain, tokens: original(caches[:1], chain, tokens) if caches else None)
-    original = tables.find
+    patch.setattr(block_manager, "find", lambda caches, *args: original(caches[:1], *args) if caches else None)
+    original = block_manager.find
 
 
 def _release_twice(patch: pytest.MonkeyPatch) -> None:
     """Whoever leaves gives back what it has given back, too."""
-    original = Tables.slide
+    original = BlockManager.slide
 
-    def slide(self: Tables, s: Sequence) -> bool:
+    def slide(self: BlockManager, s: Sequence) -> bool:
         before = s.tables
         slid = original(self, s)
         s.tables = before
         return slid
 
-    patch.setattr(Tables, "slide", slide)
+    patch.setattr(BlockManager, "slide", slide)
 
 
 def _publish_unread(patch: pytest.MonkeyPatch) -> None:
     """What goes while a prompt is read can be found."""
-    original = Tables.slide
+    original = BlockManager.slide
 
-    def slide(self: Tables, s: Sequence) -> bool:
+    def slide(self: BlockManager, s: Sequence) -> bool:
         drawn, s.has_drawn = s.has_drawn, True
         if not drawn and self._caches and s.is_pure and s.scheduled:
             for cache, table in zip(self._caches, s.tables, strict=True):
@@ -160,7 +163,7 @@ def _publish_unread(patch: pytest.MonkeyPatch) -> None:
         s.has_drawn = drawn
         return original(self, s)
 
-    patch.setattr(Tables, "slide", slide)
+    patch.setattr(BlockManager, "slide", slide)
 
 
 def _scrub_what_is_kept(patch: pytest.MonkeyPatch) -> None:
@@ -182,7 +185,7 @@ PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 @pytest.mark.parametrize("name", PLANTS)
 def test_the_suite_finds_planted_bugs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     PLANTS[name](monkeypatch)
-    assert some_workload_fails(400, Settings(windows=True)), "no workload found it"
+    assert some_workload_fails(400, Settings(windows=True, states=0.0)), "no workload found it"
 
 
 # --- step by step ------------------------------------------------------------------------------------------------
@@ -191,14 +194,13 @@ def test_the_suite_finds_planted_bugs(name: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_sequence_that_grows_holds_no_more_than_its_window(depth: int) -> None:
     engine = server(depth=depth, prefixes=False)
-    pool = window_pool(engine)
-    assert pool.window is not None
+    group = window_group(engine)
     engine.loop.add(ask(0, PROMPT[:30], max_tokens=200))
     most = 0
     while engine.loop.step():
         if len(engine.loop.tokens[0, 0]) > 4:
-            most = max(most, pool.used_blocks)
-    assert 2 <= most <= pool.window.held(4) == 4
+            most = max(most, group.pool.used_blocks)
+    assert 2 <= most <= group.window.held(4) == 4
     assert_exact(engine.loop, windows=HYBRID)
 
 

@@ -15,19 +15,28 @@ from typing import Any
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine import scheduler as scheduler_module
+from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.plan import Runner
 from mlx_tandem.engine.scheduler import Scheduler
-from mlx_tandem.engine.tables import Tables
 from mlx_tandem.engine.tier import Drive, Tier
 from mlx_tandem.kv.hashing import Namespace
-from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.kv.prefix import PrefixCache
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests.engine import drive as drives
 from tests.engine.harness import Choice, Loop
-from tests.engine.reference import BASE, ReferenceRunner, WatchedPool, Windows, alone, logprob_of, scores_alone
+from tests.engine.hosts import Learning
+from tests.engine.reference import (
+    BASE,
+    STATE,
+    ReferenceRunner,
+    Windows,
+    alone,
+    logprob_of,
+    open_groups,
+    scores_alone,
+)
 
 VOCAB = 13
 EOS = 12
@@ -67,7 +76,7 @@ class Engine:
     @property
     def room(self) -> int:
         """Tokens that fit."""
-        return min(self.scheduler._max_model_len, self.scheduler._tables.longest)
+        return min(self.scheduler._max_model_len, self.scheduler._blocks.longest)
 
 
 def make_engine(
@@ -91,11 +100,12 @@ def make_engine(
     **runner_options: object,
 ) -> Engine:
     runner = ReferenceRunner(num_blocks, block_size, max_num_seqs, max_loras, VOCAB, may_wait=True, **runner_options)  # type: ignore[arg-type]
-    pools: list[BlockPool] = [WatchedPool(runner, i, max_chunk_tokens) for i in range(len(runner.windows))]
+    groups = open_groups(runner, max_chunk_tokens)
     slots = SlotTable(max_loras)
-    caches = [PrefixCache(pool, namespace_of(block_size)) for pool in pools] if prefixes else []
-    sizes = [8 * block_size for _ in pools]
-    tier = Tier(pools, caches, sizes, write_through=write_through, patience=patience) if drive and caches else None
+    caches = [PrefixCache(group, namespace_of(block_size)) for group in groups] if prefixes else []
+    tier = Tier(groups, caches, write_through=write_through, patience=patience) if drive and caches else None
+    if isinstance(drive, drives.LateDrive):
+        drive.tables = sum(w != STATE for w in runner.windows)
     if tier is not None and drive is not None:
         tier.open(drive, drives.BASE)
     scheduler = scheduler_module.Scheduler(
@@ -105,14 +115,14 @@ def make_engine(
             prefill_batch_size=prefill_batch_size,
             max_inflight_tokens=max_inflight_tokens,
         ),
-        Tables(pools, caches, tier),
+        BlockManager(groups, caches, tier),
         slots,
         max_model_len=max_model_len,
         vocab_size=VOCAB,
         eos_token_ids=eos,
         limits=UNLIMITED._replace(beside=beside),
     )
-    loop = Loop(scheduler, wrap(runner), pools[0], slots, depth=depth)
+    loop = Loop(scheduler, wrap(runner), groups[0].pool, slots, depth=depth)
     return Engine(runner, loop, max_num_seqs)
 
 
@@ -145,20 +155,46 @@ def digest_of(request: Request) -> str:
     return request.adapter.digest if request.adapter else BASE
 
 
-def expected(request: Request, choice: int, eos: tuple[int, ...] = (), windows: Windows = (None,)) -> list[int]:
+def expected(
+    request: Request,
+    choice: int,
+    eos: tuple[int, ...] = (),
+    windows: Windows = (None,),
+    masks: Masks | None = None,
+) -> list[int]:
     stops = request.params.stop_token_ids + (() if request.params.ignore_eos else eos)
-    return alone(request.prompt, request.params, choice, digest_of(request), VOCAB, stops, windows)
+    is_masked = masks is not None and masks.constrains(request)
+    mask_of = (lambda tokens: masks.mask(request, choice, tokens)) if is_masked and masks is not None else None
+    return alone(request.prompt, request.params, choice, digest_of(request), VOCAB, stops, windows, mask_of)
+
+
+class Masks:
+    """Masks that depend on every token before them, for about every other request; none of them allows nothing."""
+
+    def __init__(self, eos: tuple[int, ...] = (), share: int = 2):
+        self._eos, self._share = eos, share
+
+    def constrains(self, request: Request) -> bool:
+        return request.params.seed % self._share == 0
+
+    def mask(self, request: Request, choice: int, tokens: Several[int]) -> bytes:
+        key = hash((choice, tuple(tokens)))
+        bits = sum(1 << t for t in range(VOCAB) if hash((key, t)) % 3)
+        drawable = set(request.params.allowed_token_ids or range(VOCAB)) - stops_of(request, self._eos)
+        if not any(bits >> t & 1 for t in drawable):
+            bits = (1 << VOCAB) - 1
+        return bits.to_bytes(4, "little")
 
 
 def stops_of(request: Request, eos: tuple[int, ...]) -> set[int]:
     return set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else set(eos))
 
 
-def assert_exact(loop: Loop, eos: tuple[int, ...] = (), windows: Windows = (None,)) -> None:
+def assert_exact(loop: Loop, eos: tuple[int, ...] = (), windows: Windows = (None,), masks: Masks | None = None) -> None:
     """Each sequence said what it says alone; those that did not finish, a beginning of it."""
     for (request_id, choice), tokens in loop.tokens.items():
         request = loop.requests[request_id]
-        want = expected(request, choice, eos, windows)
+        want = expected(request, choice, eos, windows, masks)
         finish = loop.finished.get((request_id, choice))
         where = f"request {request_id}, choice {choice}"
         if request_id in loop.moved:  # the harness looked at each token
@@ -193,8 +229,8 @@ class Guesses:
     Some of what it proposes is junk: more than is asked for, tokens behind the end, tokens that do not exist.
     """
 
-    def __init__(self, rng: Random, eos: tuple[int, ...], windows: Windows):
-        self._rng, self._eos, self._windows = rng, eos, windows
+    def __init__(self, rng: Random, eos: tuple[int, ...], windows: Windows, masks: Masks | None):
+        self._rng, self._eos, self._windows, self._masks = rng, eos, windows, masks
         self._right, self._waits = rng.choice((0.0, 0.5, 0.9, 1.0)), rng.choice((0.1, 0.5, 1.0))
         self._longest = rng.choice((1, 3, 9))
         self._said: dict[Choice, list[int]] = {}
@@ -209,7 +245,7 @@ class Guesses:
             return ()
         key = request.id, choice
         if key not in self._said:
-            self._said[key] = expected(request, choice, self._eos, self._windows)
+            self._said[key] = expected(request, choice, self._eos, self._windows, self._masks)
         begun = len(tokens) - len(request.prompt)
         guesses = [
             t if self._rng.random() < self._right else self._rng.randrange(VOCAB) for t in self._said[key][begun:]
@@ -235,10 +271,12 @@ class Outcome:
     moved: int = 0  # requests that went on under a newer version
     switched: int = 0  # choices whose tokens name more than one
     held_back: int = 0  # steps with rows made for training left out
+    messages: int = 0  # to trainers
     steps: int = 0
     work: int = 0
     loads: int = 0  # blocks that came from a drive
     saves: int = 0  # blocks on it
+    masked: int = 0  # rows that drew by masks
     drafted: int = 0  # tokens
     accepted: int = 0  # of these
     beside: int = 0  # chunks of prompts that went with rows that decode
@@ -260,9 +298,12 @@ class Settings:
     cancels: bool = True
     drives: float = 0.0  # how often there is a disk tier
     faults: bool = True
+    masks: float = 0.4  # how often some requests need masks
     drafts: float = 0.5  # how often there is a proposer
+    trainers: float = 0.3  # how often two trainers learn beside it
     most_requests: int = 12
     patience: int = 2
+    states: float = 0.3  # how often layers keep a state
     windows: bool = False  # layers see a window, all or some of them
     depths: tuple[int, ...] = field(default=(0, 1, 1))
 
@@ -349,6 +390,8 @@ def play(
     priorities = rng.choice(((0,), (0,), (0, 0, -1, 5)))
     limited = rng.random() < 0.3
     options = _draw_windows(rng) if settings.windows else {}
+    if settings.states and rng.random() < settings.states:
+        options = _draw_states(rng)
     windows: Windows = options.get("windows", (None,))
     engine = make_engine(
         num_blocks=rng.choice((7, 9, 12, 30, 90) if drive is None else (9, 12, 16, 30)),
@@ -370,12 +413,15 @@ def play(
         **options,
     )
     loop, scheduler = engine.loop, engine.scheduler
+    apart = Random(str(rng.getstate()))  # what is drawn for learning changes nothing of the rest
+    learning = Learning(apart) if apart.random() < settings.trainers else None
     if scheduler.tier is not None:
         scheduler.tier.step_blocks = rng.choice((1, 2, 50))
     if rng.random() < 0.8:
         scheduler.prefill.cost = OddChunks(rng, rng.choice((1, 3, 7)))
+    masks = scheduler.mask_maker = Masks(eos, rng.choice((1, 2, 4))) if rng.random() < settings.masks else None
     if rng.random() < settings.drafts:
-        scheduler.proposer = Guesses(rng, eos, windows)
+        scheduler.proposer = Guesses(rng, eos, windows, masks)
     names = ["a", "b", "c", "d", "e"][: rng.randint(0, 5)]
     adapters: list[AdapterRef | None] = [None, *(AdapterRef(name, 1, name) for name in names)]
     publishes = rng.choice((0.0, 0.1, 0.5)) if names else 0.0
@@ -401,13 +447,16 @@ def play(
             adapters[place] = ref = _publish(rng, adapters[place])
             loop.follow(ref)
         due = rng.random() < 0.5
+        if learning is not None:
+            learning.turn(due)
         held_back += not due and scheduler.has_users and scheduler.has_background
         busy = loop.step(due)
-        assert loop.steps <= 30 + 2 * work * (1 + (scheduler.proposer is not None)), "no progress"
+        assert loop.steps <= 30 + 2 * work * (1 + bool(scheduler.proposer or masks)), "no progress"
         if not busy and len(loop.requests) == total:
             break
     loop.assert_idle()
-    assert_exact(loop, eos, windows)
+    messages = 0 if learning is None else learning.finish()
+    assert_exact(loop, eos, windows, masks)
     # One step ahead, a sequence may end while the row that spoils its blocks is still on the device; else nobody meets
     # what another has spoilt.
     assert not engine.runner.spoiled or loop.depth, "one row's failure spoilt another's"
@@ -425,8 +474,10 @@ def play(
         moved=len(loop.moved),
         switched=sum(len(set(versions)) > 1 for versions in loop.versions.values()),
         held_back=held_back,
+        messages=messages,
         loads=engine.runner.loads,
         saves=len(store.blocks),
+        masked=engine.runner.masked,
         drafted=engine.runner.drafted,
         accepted=engine.runner.accepted,
         beside=loop.beside,
@@ -444,6 +495,18 @@ def _draw_windows(rng: Random) -> dict[str, Any]:
     if rng.random() < 0.3:
         return {"windows": (window,), **chunk}
     return {"windows": (None, window), "window_blocks": rng.choice((5, 7, 9, 14, 30)), **chunk}
+
+
+def _draw_states(rng: Random) -> dict[str, Any]:
+    """Options of a model some of whose layers, or all, keep a state; others see a window or everything."""
+    window = rng.choice((1, 2, 3, 5, 8))
+    windows = rng.choice(((None, window, STATE), (None, window, STATE), (None, STATE), (STATE,)))
+    return {
+        "windows": windows,
+        "window_blocks": rng.choice((7, 9, 14, 30)),
+        "state_blocks": rng.choice((7, 9, 14, 30)),
+        "max_chunk_tokens": rng.choice((8, 8, 64)),
+    }
 
 
 def _publish(rng: Random, old: AdapterRef | None) -> AdapterRef:

@@ -15,6 +15,7 @@ import pytest
 from mlx_tandem.config import Config, SchedulerConfig
 from mlx_tandem.engine.messages import Cancel, Output, Submit
 from mlx_tandem.types import Delta
+from tests.api.learns import until
 from tests.api.scripted import INFO, scripted_server
 from tests.serving import RunningServer, demo_config, serving
 
@@ -152,13 +153,11 @@ def test_a_request_that_waits_until_its_deadline_costs_no_device_work():
             next(lines)
             waiting = server.complete("x", model="shout")
             assert error_of(waiting) == ("timeout_error", "first_token_timeout")
-        while (now := counters(server))["running"] or now["waiting"] or not now["steps"]:
-            pass
-        assert now["lora_rows"] == 0
+        until(lambda: (now := counters(server))["steps"] and not (now["running"] or now["waiting"]))
+        assert counters(server)["lora_rows"] == 0
         while server.complete("x", model="shout").status_code != 200:  # reading the adapter counts, too
             pass
-        while not counters(server)["lora_rows"]:
-            pass
+        until(lambda: counters(server)["lora_rows"])
 
 
 def test_sigterm_while_requests_wait():
@@ -170,8 +169,7 @@ def test_sigterm_while_requests_wait():
             next(lines)
             waiting = [post(other, BODY | {"max_tokens": 5, "ignore_eos": True}, replies) for _ in range(3)]
             with httpx.Client(base_url=server.url) as probe:
-                while probe.get("/health").json()["open_requests"] != 4:
-                    pass
+                until(lambda: probe.get("/health").json()["open_requests"] == 4)
                 server.process.send_signal(signal.SIGTERM)
                 while probe.get("/readyz").status_code == 200:
                     pass
@@ -195,8 +193,7 @@ def test_a_deadline_holds_while_draining():
             lines = first.iter_lines()
             next(lines)
             waiting = post(other, BODY, replies)
-            while probe.get("/health").json()["open_requests"] != 2 and not replies:
-                pass
+            until(lambda: replies or probe.get("/health").json()["open_requests"] == 2)
             server.process.send_signal(signal.SIGTERM)
             waiting.join()
         assert error_of(replies[0]) == ("timeout_error", "first_token_timeout")
@@ -214,13 +211,10 @@ def test_a_reader_that_takes_nothing_is_cut_and_its_blocks_are_freed():
             data = json.dumps(body).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
-            while not counters(server)["used_blocks"]:
-                pass
-            while server.client.get("/health").json()["open_requests"]:
-                pass
-            while (now := counters(server))["used_blocks"]:
-                pass
-            assert now["generated_tokens"] < 16 * 900
+            until(lambda: counters(server)["used_blocks"])
+            until(lambda: not server.client.get("/health").json()["open_requests"])
+            until(lambda: not counters(server)["used_blocks"])
+            assert counters(server)["generated_tokens"] < 16 * 900
         metrics = server.client.get("/v1/engine/metrics").json()
         assert metrics["finished"]["abort"] == 16
         assert server.chat("What is 12 + 5?", temperature=0).json()["choices"][0]["finish_reason"] == "stop"

@@ -16,6 +16,6 @@ class AdapterBody(Struct, forbid_unknown_fields=True):
 
 
 class AliasBody(Struct, forbid_unknown_fields=True):
-    """What an alias stands for."""
+    """The arms that an alias stands for."""
 
     arms: list[Arm]

@@ -14,7 +14,7 @@ from mlx_tandem.limits import bounds
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
-    """How a reply is streamed."""
+    """Options of a streamed reply."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's: usage in every event
@@ -28,7 +28,7 @@ class TemplateOptions(Struct, forbid_unknown_fields=True):
 
 
 class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
-    """What both routes take."""
+    """Fields that both routes take."""
 
     model: str | None = None
     stream: bool | None = None

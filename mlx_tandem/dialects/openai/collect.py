@@ -1,4 +1,4 @@
-"""What a request's fields of learning mean: metadata, scoring, collecting, and following newer versions."""
+"""The fields of a request that concern learning: metadata, scoring, collecting, and following newer versions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def collect_fields(
     *,
     silent: bool,
 ) -> Collect | None:
-    """What the request asks of learning; None: nothing. `texts`: the prompts as the reward functions see them."""
+    """Return what the request asks of learning, or None. `texts`: the prompts as the reward functions see them."""
     metadata = check_metadata(body.metadata)
     keep, shown = bool(body.collect_trajectory), body.scoring_function is not None
     if not keep and not shown:
@@ -73,7 +73,7 @@ def collect_fields(
 
 
 def _groups(metadata: dict[str, Any], prompts: int) -> tuple[str, ...]:
-    """One for each prompt. Those that requests name cannot be taken for those that are made here."""
+    """Return the group of each prompt. One that a request names never equals one that is made here."""
     if "group" not in metadata:
         own = new_id()
         return tuple(f"request:{own}:{k}" for k in range(prompts))
@@ -85,7 +85,7 @@ def _groups(metadata: dict[str, Any], prompts: int) -> tuple[str, ...]:
 
 
 def follows(front: ServerFront, body: Common, model: Selection) -> bool:
-    """Whether the request goes on under newer versions of the trained adapter as they come."""
+    """Return whether the request goes on under newer versions of the trained adapter as they come."""
     if body.swap_policy != "inflight_keep":
         return False
     front.check_learning("swap_policy inflight_keep", "swap_policy")
@@ -99,7 +99,7 @@ def follows(front: ServerFront, body: Common, model: Selection) -> bool:
 
 
 def shown_version(front: ServerFront, body: Common, model: Selection) -> int | None:
-    """The version that the reply names for each token; None: it does not."""
+    """Return the version that the reply names for each token; None where it names none."""
     if front.learning is None or not (body.return_token_ids or body.collect_trajectory):
         return None
     number = front.learning.version_of(model.ref)

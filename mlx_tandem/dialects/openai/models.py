@@ -1,4 +1,4 @@
-"""`/v1/models`: everything that a request may name as its model."""
+"""The list of everything that a request may name as its model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a checked body to the plan of its reply."""
+"""Plans of chats and text completions, out of their bodies."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def plan_completion(front: ServerFront, body: CompletionBody) -> Plan:
 
 
 class _Generates(NamedTuple):
-    """What is drawn for a request."""
+    """The part of a plan that says what is drawn."""
 
     prompts: list[list[int]]
     params: SamplingParams
@@ -136,7 +136,7 @@ async def _selected(front: ServerFront, body: Common) -> Selection:
 
 
 def _learns(body: Common) -> bool:
-    """Whether a reward function will see the prompt."""
+    """Return whether a reward function will see the prompt."""
     return bool(body.collect_trajectory) or body.scoring_function is not None
 
 

@@ -43,7 +43,7 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(frozen=True)
 class Shown:
-    """What a reply shows beside its text."""
+    """The parts of a reply beside its text."""
 
     usage: bool = False  # at the end of a stream; a whole reply always has it
     logprobs: int | None = None  # alternatives for each token; None: no logprobs
@@ -65,7 +65,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class OpenAIRenderer(Renderer):
-    """What the replies of both routes have in common."""
+    """The common base of the renderers of both routes."""
 
     id_prefix: str
     object: str

@@ -27,12 +27,12 @@ class CheckpointBody(Struct, forbid_unknown_fields=True):
 
 
 class RollbackBody(Struct, forbid_unknown_fields=True):
-    """Where to go back to."""
+    """The version or checkpoint to go back to."""
 
     to: str | int | None = None  # a version or a checkpoint; absent: the last good one
 
 
 class SwitchBody(Struct, forbid_unknown_fields=True):
-    """What the trained adapter's name shall stand for."""
+    """The version that the trained adapter's name shall stand for."""
 
     version: str | int

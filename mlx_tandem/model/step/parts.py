@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlx_tandem.engine.plan import StepPlan
+from mlx_tandem.model.step.draw import Undrawn
 from mlx_tandem.model.step.inputs import Sent
 from mlx_tandem.model.step.sampler import SamplingFlags
 from mlx_tandem.types import TokenLogprob
@@ -29,9 +30,10 @@ class Part:
     # How many alternatives each row wants; when this is read, its seat may be somebody else's.
     wanted: list[int] = field(default_factory=list)
     wanted_scores: list[int] = field(default_factory=list)
-    saves: tuple[int, ...] = ()  # blocks that the marker holds
-    verifies: bool = False  # some of the rows have drafts: each of their tokens is one of `rows`
     sent: Sent | None = None
+    undrawn: Undrawn | None = None  # rows that wait for masks
+    verifies: bool = False  # some of the rows have drafts: each of their tokens is one of `rows`
+    saves: tuple[int, ...] = ()  # blocks that the marker holds
 
     def logprobs(self, plan: StepPlan) -> dict[int, tuple[TokenLogprob, ...]]:
         """Return the logprobs of the tokens that were drawn, by the row of the plan, for rows that want them."""

@@ -1,4 +1,4 @@
-"""The rows of a forward that verify drafts: each of their tokens is a row of its own, and each of these draws."""
+"""Rows of a forward with one token each: those that decode, and beside them prompts and drafts, token by token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.engine.plan import NOT_A_NUMBER, Row, RowKind
+from mlx_tandem.engine.plan import NOT_A_NUMBER, Row, RowKind, StepPlan
 from mlx_tandem.model.step.inputs import Numbers
 
 LEAST_DRAFTS = 4
@@ -63,3 +63,31 @@ def accepted(row: Row, drawn: Sequence[int]) -> tuple[int, ...]:
     drafts = row.tokens[1:]
     right = next((n for n, draft in enumerate(drafts) if draft != drawn[n]), len(drafts))
     return tuple(drawn[: right + 1])
+
+
+def take_verified(plan: StepPlan, rows: Sequence[int], drawn: Sequence[int], tokens: list[tuple[int, ...]]) -> None:
+    """Set the tokens of the plan's `rows` by what each token of theirs drew."""
+    own: dict[int, list[int]] = {}
+    for i, token in zip(rows, drawn, strict=False):
+        own.setdefault(i, []).append(token)
+    for i, several in own.items():
+        row = plan.rows[i]
+        tokens[i] = accepted(row, several) if row.kind is RowKind.VERIFY else tuple(several)
+
+
+def goes_with_decodes(row: Row) -> bool:
+    """Return whether the tokens of a row are computed in the forward of the rows that decode: a chunk of one token has
+    their shape, and where it is not scored, they can take it in."""
+    return row.kind is not RowKind.PROMPT or row.beside or (len(row.tokens) == 1 and not row.targets)
+
+
+def token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[int], list[Row]]:
+    """Return a row for each token of those that go beside others, and of those that verify drafts, which all draw.
+    `indices`: where each is in the plan."""
+    every = [
+        (i, Row(r.kind, r.sequence, r.seat, r.slot, r.start + at, (token,), r.tables, r.sample and at >= first))
+        for i, r in zip(indices, rows, strict=True)
+        for first in (0 if r.kind is RowKind.VERIFY else len(r.tokens) - 1,)
+        for at, token in enumerate(r.tokens)
+    ]
+    return [i for i, _ in every], [r for _, r in every]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.engine.trainers import Wait
+from mlx_tandem.engine.plan import Wait
 from mlx_tandem.model.step.inputs import Numbers
 from mlx_tandem.training.device.layerwise import Layer, LayerwiseForward
 from mlx_tandem.training.device.logprobs import logprobs

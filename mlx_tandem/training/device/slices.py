@@ -11,8 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlx_tandem.engine.plan import DeviceError, OutOfMemory
-from mlx_tandem.engine.trainers import Wait
+from mlx_tandem.engine.plan import DeviceError, OutOfMemory, Wait
 from mlx_tandem.model import compiler
 
 Slices = Generator[Wait, None, None]

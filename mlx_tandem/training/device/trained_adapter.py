@@ -16,7 +16,7 @@ from mlx_tandem import files
 from mlx_tandem.adapters import convert, formats
 from mlx_tandem.adapters.formats import AdapterWeights, Array, LinearShape
 from mlx_tandem.engine.learning import AdamParams, StepDone, TrainerInfo, TrainerSpec
-from mlx_tandem.engine.trainers import Wait
+from mlx_tandem.engine.plan import Wait
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device
 from mlx_tandem.training.device.adamw import Moments, ends, flat, parts, update

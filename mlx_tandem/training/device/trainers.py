@@ -25,7 +25,8 @@ from mlx_tandem.engine.learning import (
     TrainerInfo,
     TrainerSpec,
 )
-from mlx_tandem.engine.trainers import PAUSE, Wait
+from mlx_tandem.engine.plan import Wait
+from mlx_tandem.engine.trainers import PAUSE
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.model import footprint
 from mlx_tandem.model.step.inputs import Inputs, Numbers, forms, receive

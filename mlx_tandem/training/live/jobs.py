@@ -29,7 +29,7 @@ class Job:
     error: TandemError | None = None
 
     def describe(self) -> dict[str, Any]:
-        """As clients see it."""
+        """Return the job as clients see it."""
         error = None if self.error is None else {"message": self.error.message, "code": self.error.code}
         return {
             "id": self.id,
@@ -60,7 +60,7 @@ class Jobs:
         return job
 
     async def wait(self, job: Job) -> None:
-        """Returns when it is done; raises why it failed. A caller who goes away does not end it."""
+        """Wait until the job is done; raise why it failed. A caller who goes away does not end it."""
         assert job.task is not None
         await asyncio.wait({job.task})
         if job.error is not None:
@@ -73,7 +73,7 @@ class Jobs:
             raise NotFound(f"there is no job {id[:64]!a}", param="id", code="job_not_found") from None
 
     async def close(self) -> None:
-        """Jobs that are not done fail."""
+        """End the jobs that are not done; they fail."""
         tasks = []
         for job in self._jobs.values():
             if job.task is not None and job.status in ("queued", "running"):

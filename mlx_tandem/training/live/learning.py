@@ -54,7 +54,7 @@ class Serving:
     # -- versions -----------------------------------------------------------------------------------------------
 
     def publish(self, info: AdapterInfo, source: AdapterSource | None, number: int = 0) -> AdapterRef:
-        """The trained adapter's name stands for this content from the next request on."""
+        """Let the trained adapter's name stand for this content from the next request on."""
         before = self.current()
         ref = self._front.models.made(self._name, source, info, number)
         if ref != before:
@@ -63,19 +63,19 @@ class Serving:
         return ref
 
     def reserve(self, info: AdapterInfo, number: int = 0) -> AdapterRef:
-        """A version of its own for content that is not current yet."""
+        """Return a version of its own for content that is not current yet."""
         return self._front.models.reserve(self._name, info, number)
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """These versions are being made again."""
+        """Note that these versions are being made again."""
         self._front.models.expect(f"{self._name}@{number}" for number in numbers)
 
     async def recovered(self) -> None:
-        """What was not made again by now is gone."""
+        """Forget what was not made again by now."""
         await self._front.models.drop_lost()
 
     def count_from(self, number: int) -> None:
-        """Versions up to this one were given by an earlier server."""
+        """Note that versions up to this one were given by an earlier server."""
         self._front.models.registry.count_from(self._name, number)
 
     def current(self) -> AdapterRef | None:
@@ -83,11 +83,11 @@ class Serving:
         return registry.entry(self._name).ref if registry.is_read(self._name) else None
 
     async def retire(self, ref: AdapterRef) -> None:
-        """Nobody may ask for this version any more; running requests end under it."""
+        """Forget a version, so that nobody may ask for it; running requests end under it."""
         await self._front.models.retire(ref)
 
     def version_of(self, ref: AdapterRef | None) -> int | None:
-        """The number of this content among the trained adapter's versions, 0 for the base; None when it is neither."""
+        """Return the number of this content among the trained adapter's versions, 0 for the base, None for others."""
         if ref is None:
             return 0
         if ref.name == self._name:
@@ -104,13 +104,13 @@ class Serving:
         return folded in self._named or folded in self._naming or AUTOMATIC.fullmatch(folded) is not None
 
     def check_checkpoint_name(self, name: str, param: str) -> None:
-        """Raises InvalidRequest naming `param` unless a new checkpoint may be called and served as `name`."""
+        """Raise InvalidRequest naming `param` unless a new checkpoint may be called and served as `name`."""
         if name in (BEST, "journal") or ".corrupt" in name or name.isdigit():  # a number is a version's
             raise InvalidRequest(f"{param} may not be {name[:64]!r}", param=param)
         if name.casefold() in self._named | self._naming:
             raise Conflict(f"there is a checkpoint {name[:64]!r}", param=param, code="checkpoint_exists")
         with renamed(name=param):
-            self._front.models.check_free(name)
+            self._front.models.rules.check_free(name)
 
     @contextlib.contextmanager
     def naming(self, name: str | None, param: str) -> Iterator[None]:
@@ -127,7 +127,7 @@ class Serving:
             self._naming.discard(name.casefold())
 
     def saved(self, info: AdapterInfo, folder: str, name: str) -> None:
-        """This content is now in a checkpoint, too, which may be asked for by its name."""
+        """Note that this content is now in a checkpoint, too, which may be asked for by its name."""
         names = {name: AdapterSource(folder)}
         with contextlib.suppress(TandemError):  # there may be none yet
             best = self._source(BEST)
@@ -167,10 +167,10 @@ class Serving:
             await models.unsaved(name, self._source(name))
 
     def _takes(self, name: str) -> bool:
-        """Whether the checkpoint of this name can be asked for by it."""
+        """Return whether the checkpoint of this name can be asked for by it."""
         try:
             if name not in self._checkpoints:
-                self._front.models.check_free(name)
+                self._front.models.rules.check_free(name)
         except InvalidRequest as e:
             log("checkpoint not served", checkpoint=name, reason=e.message)
             return False
@@ -224,14 +224,14 @@ def _sampled(answer: Answer) -> Sampled:
 
 
 class Learning(Serving):
-    """The learner of a server, and what is under way for it."""
+    """The learner of a server, with the work under way for it."""
 
     def __init__(self, front: Front, clock: Callable[[], float] = time.time):
         super().__init__(front)
         self.clock = clock
         self.learner = OnlineLearner(front.config, front.client, self, clock=clock)
         self.jobs = Jobs(clock)
-        front.models.is_checkpoint = self.is_checkpoint
+        front.models.rules.is_checkpoint = self.is_checkpoint
         self._outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
         self._counted: UpdateReport | None = None  # the last of those
         self._pace: deque[tuple[float, int]] = deque()  # (time, updates so far)
@@ -265,7 +265,7 @@ class Learning(Serving):
         self.spawn(self.list_checkpoints())
 
     async def close(self) -> None:
-        """Ends what is under way; what is in the journal is gone on with at the next start."""
+        """End what is under way. The next start goes on with what is in the journal."""
         if self._closed:
             return
         self._closed = True
@@ -276,18 +276,18 @@ class Learning(Serving):
         await self.learner.close()
 
     async def settled(self) -> None:
-        """Returns when nothing waits to be scored in the background."""
+        """Wait until nothing is left to be scored in the background."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def later(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Do this in the background; only when much is being done there already this returns when it is done."""
+        """Run `work` in the background; where much is being done there already, wait until it is done."""
         task = self.spawn(work)
         if len(self._tasks) > MOST_TASKS:
             await asyncio.wait({task})
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Do this without anybody waiting for it."""
+        """Run `work` without anybody waiting for it."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -304,14 +304,14 @@ class Learning(Serving):
         return self._front.client.stats
 
     def outcomes(self) -> Counter[str]:
-        """Updates of this server by what came of them."""
+        """Return the updates of this server, counted by what came of them."""
         new = list(itertools.takewhile(lambda report: report is not self._counted, reversed(self.learner.history)))
         self._outcomes.update(report.outcome for report in new)
         self._counted = new[0] if new else self._counted
         return self._outcomes
 
     def updates_per_second(self) -> float:
-        """Over the last PACE_SECONDS, or since the first time of asking."""
+        """Return the pace over the last PACE_SECONDS, or since the first time of asking."""
         now = (self.clock(), self.learner.status().updates)
         while len(self._pace) > 1 and now[0] - self._pace[1][0] >= PACE_SECONDS:
             self._pace.popleft()
@@ -320,6 +320,6 @@ class Learning(Serving):
         return max(updates, 0) / seconds if seconds > 0 else 0.0
 
     def check_up(self) -> OnlineLearner:
-        """The learner, when it can do something. Raises EngineUnavailable while there is no engine."""
+        """Return the learner, when it can do something. Raises EngineUnavailable while there is no engine."""
         self._front.client.check_ready()
         return self.learner

@@ -28,7 +28,7 @@ journal cannot be written."""
 
 @dataclass(frozen=True)
 class Collect:
-    """What a request asks of learning. At least one of `keep` and `shown` is set."""
+    """A request to learning. At least one of `keep` and `shown` is set."""
 
     keep: bool  # its choices become trajectories
     shown: bool  # its reply waits for the scores

@@ -48,6 +48,7 @@ def _tests_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- the command -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_passes_here_and_names_every_check() -> None:
     command = [sys.executable, "-m", "mlx_tandem", "doctor", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

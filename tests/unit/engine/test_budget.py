@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from mlx_tandem.adapters.formats import LinearShape
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import Needs, StepCost, StepLimits, _pools, divide, sequences
 from mlx_tandem.engine.cost import LENGTHS, longest_within, padded_length
 from mlx_tandem.engine.plan import RowKind, StepResult
 from mlx_tandem.engine.scheduler import Scheduler
-from mlx_tandem.engine.tables import Tables
 from mlx_tandem.errors import ModelError
+from mlx_tandem.kv.groups.attention import AttentionGroup
+from mlx_tandem.kv.groups.window import WindowGroup
 from mlx_tandem.kv.pool import BlockPool, Window
 from mlx_tandem.model.footprint import SlotRoom, bucket, slot_bytes
 from mlx_tandem.model.step.shapes import cut, row_count, table_width
@@ -128,16 +130,16 @@ def test_both_pools_are_of_use(block: int, window_block: int, window: Window, le
 def test_as_many_sequences_fit_as_have_their_windows(blocks: int, windows: int, window: Window, length: int) -> None:
     """Tried with books of blocks: all are seated one after the other and read their prompts."""
     first = BlockPool(blocks, 16)
-    second = BlockPool(windows + 1, 16, first=blocks, window=window)
+    second = WindowGroup(BlockPool(windows + 1, 16, first=blocks), window)
     budget = MemoryBudget(
         pools=(PoolBudget(blocks, 1), PoolBudget(windows + 1, 1, window=window.tokens, row=window.row))
     )
     n = sequences(budget, 16, length)
     for _ in range(n):
         assert first.allocate(first.blocks_for(length)) is not None
-        held = second.allocate(second.end_of_seating(0, length))
+        held = second.pool.allocate(second.end_of_seating(0, length))
         assert held is not None
-        second.release(held[window.held(16) :])
+        second.pool.release(held[window.held(16) :])
 
 
 def test_too_little_memory_is_refused_with_the_figures() -> None:
@@ -215,7 +217,7 @@ def test_a_step_s_prompts_stay_within_its_tokens_and_pairs(lengths: list[int], m
     """On a device so fast that time bounds nothing; and every prompt is read to its end."""
     scheduler = Scheduler(
         SchedulerConfig(max_num_seqs=16, max_chunk_tokens=most, idle_prefill_ms=1e9, prefill_share=1e9),
-        Tables([BlockPool(6000, 16)]),
+        BlockManager([AttentionGroup(BlockPool(6000, 16))]),
         SlotTable(1),
         max_model_len=8192,
         vocab_size=10,

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.hashing import FORMAT, ROOT, Chain, Namespace, block_key
 from mlx_tandem.kv.pool import SCRATCH, BlockPool
 from mlx_tandem.kv.prefix import Match, PrefixCache, find
@@ -45,7 +46,7 @@ def test_parts_do_not_run_into_each_other() -> None:
 def test_what_is_in_one_namespace_is_not_found_in_another() -> None:
     for name, value in OTHERS.items():
         pool = BlockPool(8, 4)
-        cache = PrefixCache(pool, BASE)
+        cache = PrefixCache(AttentionGroup(pool), BASE)
         table = pool.allocate(2) or []
         cache.publish(cache.chain(""), range(8), table)
         assert find([cache], cache.chain(""), range(9)).tables[0] == table
@@ -98,7 +99,7 @@ def test_every_character_of_an_adapter_s_digest_makes_another_namespace(
 ) -> None:
     """Within one cache, which remembers the digests of namespaces by their adapter: none is cut to a beginning."""
     other = digest[:place] + character + digest[place + 1 :]
-    cache = PrefixCache(BlockPool(2, 4), BASE)
+    cache = PrefixCache(AttentionGroup(BlockPool(2, 4)), BASE)
     roots = {cache.chain(adapter).namespace for adapter in (digest, other, "")}
     assert len(roots) == 2 + (other != digest)
     assert cache.chain(digest).namespace == msgspec.structs.replace(BASE, adapter=digest).digest()
@@ -108,7 +109,7 @@ def test_every_character_of_an_adapter_s_digest_makes_another_namespace(
 def test_adapters_whose_digests_begin_alike_share_nothing(alike: int) -> None:
     one, other = "a" * 64, "a" * alike + "b" * (64 - alike)
     pool = BlockPool(8, 4)
-    cache = PrefixCache(pool, BASE)
+    cache = PrefixCache(AttentionGroup(pool), BASE)
     table = pool.allocate(2) or []
     cache.publish(cache.chain(one), range(8), table)
     assert find([cache], cache.chain(other), range(9)) == Match([[]], [SCRATCH], 0)
@@ -117,7 +118,7 @@ def test_adapters_whose_digests_begin_alike_share_nothing(alike: int) -> None:
 
 def test_roots_that_are_remembered_are_few_and_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mlx_tandem.kv.prefix.MAX_ROOTS", 3)
-    cache = PrefixCache(BlockPool(2, 4), BASE)
+    cache = PrefixCache(AttentionGroup(BlockPool(2, 4)), BASE)
     for turn in range(3):
         for i in range(8):
             root = cache.chain(f"{i:064x}").namespace
@@ -129,7 +130,7 @@ def test_an_equal_key_with_other_tokens_is_a_miss(monkeypatch: pytest.MonkeyPatc
     """Were the hash to collide, or be made to: tokens are compared, too."""
     monkeypatch.setattr("mlx_tandem.kv.hashing.block_key", lambda namespace, parent, tokens: bytes(32))
     pool = BlockPool(8, 4)
-    cache = PrefixCache(pool, BASE)
+    cache = PrefixCache(AttentionGroup(pool), BASE)
     cache.publish(cache.chain(""), (1, 2, 3, 4), pool.allocate(1) or [])
     assert find([cache], cache.chain(""), (4, 3, 2, 1, 0)).tables[0] == []
     assert find([cache], cache.chain(""), (1, 2, 3, 4, 0)).tables[0] != []
@@ -137,12 +138,12 @@ def test_an_equal_key_with_other_tokens_is_a_miss(monkeypatch: pytest.MonkeyPatc
 
 def test_another_block_size_than_the_pool_s_is_a_bug_that_says_so() -> None:
     with pytest.raises(ValueError):
-        PrefixCache(BlockPool(8, 16), BASE)
+        PrefixCache(AttentionGroup(BlockPool(8, 16)), BASE)
 
 
 def test_the_longest_agreement_of_what_follows_is_found() -> None:
     pool = BlockPool(32, 8)
-    cache = PrefixCache(pool, msgspec.structs.replace(BASE, block_size=8))
+    cache = PrefixCache(AttentionGroup(pool), msgspec.structs.replace(BASE, block_size=8))
     blocks = {}
     for tokens in ((1, 2, 3, 4, 5), (1, 2, 3, 4, 9, 9), (1, 2, 3, 9), (1, 2, 3, 4, 5, 6, 7, 8), (0,) * 8):
         (blocks[tokens],) = pool.allocate(1) or []
@@ -156,7 +157,7 @@ def test_the_longest_agreement_of_what_follows_is_found() -> None:
 
 def test_leaves_go_before_what_they_follow_and_the_longest_unread_first() -> None:
     pool = BlockPool(9, 4)
-    cache = PrefixCache(pool, BASE)
+    cache = PrefixCache(AttentionGroup(pool), BASE)
     tables = []
     for first in (0, 100):
         tables.append(pool.allocate(4) or [])
@@ -178,7 +179,7 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(14, 2)
-        self.cache = PrefixCache(self.pool, msgspec.structs.replace(BASE, block_size=2))
+        self.cache = PrefixCache(AttentionGroup(self.pool), msgspec.structs.replace(BASE, block_size=2))
         self.held: list[tuple[str, list[int], list[int]]] = []
         self.written: dict[int, tuple[str, tuple[int, ...]]] = {}  # block → adapter, all tokens up to its end
 

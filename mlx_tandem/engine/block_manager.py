@@ -4,9 +4,10 @@ With a prefix cache a sequence begins with what others have computed, and leaves
 is published once a token that is a number has been drawn from everything up to it, never while its step is under way.
 With a disk tier it may begin with blocks that are loaded first, a bounded number in a plan; it runs when all are there.
 
-Layers that see a window of positions have a pool of their own. There a sequence gives back what it will not see again
-when it takes another block; while it reads its prompt, not before somebody needs it: until a token is drawn from it, it
-could not be found. (docs/decisions/sliding-windows.md)
+A sequence has a table in each cache group of its model (kv/groups), and what is done is done in all of them. Where a
+group does not keep everything, a sequence gives back what it will not need again when it takes another block; while it
+reads its prompt, not before somebody needs it: until a token is drawn from it, it could not be found.
+(docs/decisions/sliding-windows.md)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from itertools import islice
 from mlx_tandem.engine.plan import Bytes
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.engine.tier import Tier
+from mlx_tandem.kv.groups import CacheGroup
 from mlx_tandem.kv.hashing import Chain
 from mlx_tandem.kv.pool import SCRATCH, BlockPool
 from mlx_tandem.kv.prefix import Match, PrefixCache, PrefixCounts, find
@@ -26,14 +28,17 @@ WORTH_WAITING = 64
 """Tokens that another computes from which on it is worth the two steps that it takes until they are there."""
 
 
-class Tables:
-    """Over the pools of a model: that of the layers with a window comes last. `caches`: one for each pool; none when
-    nothing is to be shared between requests. `tier`: over both, if there is one."""
+class BlockManager:
+    """The blocks of all sequences in all groups of a model.
 
-    def __init__(self, pools: Iterable[BlockPool], caches: Iterable[PrefixCache] = (), tier: Tier | None = None):
-        self.pools = tuple(pools)
+    `caches`: one for each group, in the same order; none when nothing is to be shared between requests. `tier`: over
+    all of them, if there is one.
+    """
+
+    def __init__(self, groups: Iterable[CacheGroup], caches: Iterable[PrefixCache] = (), tier: Tier | None = None):
+        self.groups = tuple(groups)
         self.tier = tier
-        self._size = self.pools[0].block_size
+        self._size = self.groups[0].pool.block_size
         self._caches = tuple(caches)
         self._loads: dict[int, Bytes] = {}  # of the next plans: into which block
         self._copies: dict[int, int] = {}  # of the next plan: into which block → from which
@@ -44,24 +49,26 @@ class Tables:
         """What is known of a waiting sequence. At least its last token is left to be computed, and where its prompt's
         logprobs are asked for, everything."""
         if not self._caches or s.scores is not None:
-            return Match([[] for _ in self.pools], [SCRATCH for _ in self.pools])
+            return Match([[] for _ in self.groups], [SCRATCH for _ in self.groups])
         return find(self._caches, self._chain(s), s.tokens[:-1])
 
-    def short(self, s: Sequence, match: Match, running: int) -> BlockPool | None:
-        """The pool that has not the blocks to seat `s`, and one more for each of so many that run: they will want it
-        soon, and to admit into the last ones would only preempt."""
+    def short(self, s: Sequence, match: Match, running: int) -> CacheGroup | None:
+        """Return a group without the blocks to seat `s` and one more for each of the `running` sequences, if any.
+
+        They will want it soon, and to admit into the last blocks would only preempt.
+        """
         coming = 0 if self.tier is None else self.tier.coming(s.id, self._chain(s), match.whole)
-        for pool, blocks in zip(self.pools, match.tables, strict=True):
-            begin, end = self._own(pool, s, match, coming)
-            idle = sum(1 for b in blocks if b != SCRATCH and not pool.count[b])
-            if end - begin + idle + running > pool.free_blocks:
-                return pool
+        for group, blocks in zip(self.groups, match.tables, strict=True):
+            begin, end = self._own(group, s, match, coming)
+            idle = sum(1 for b in blocks if b != SCRATCH and not group.pool.count[b])
+            if end - begin + idle + running > group.pool.free_blocks:
+                return group
         return None
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence that could ever run."""
-        return min(pool.longest for pool in self.pools)
+        return min(group.longest for group in self.groups)
 
     def leader(self, s: Sequence, match: Match) -> Sequence | None:
         """A running sequence that computes what `s` would compute next, when it is worth waiting for: it saves many
@@ -104,9 +111,10 @@ class Tables:
         payloads = [] if self.tier is None else self.tier.take(s.id, self._chain(s), match.whole)
         extra = 0 if payloads else match.extra
         tables = []
-        for pool, blocks, source in zip(self.pools, match.tables, match.sources, strict=True):
-            begin, end = self._own(pool, s, match, len(payloads))
-            seen = pool.first_needed((match.whole + len(payloads)) * self._size)
+        for group, blocks, source in zip(self.groups, match.tables, match.sources, strict=True):
+            pool = group.pool
+            begin, end = self._own(group, s, match, len(payloads))
+            seen = group.first_needed((match.whole + len(payloads)) * self._size)
             blocks = [b if i >= seen else SCRATCH for i, b in enumerate(blocks)]
             pool.share(b for b in blocks if b != SCRATCH)
             if extra:
@@ -135,15 +143,15 @@ class Tables:
         """`follower` goes on where `s` is: whole blocks are shared, the last one is copied. False: there is no room."""
         follower.cached = s.cached
         shared, rest = divmod(s.scheduled, self._size)
-        if rest and not all(pool.free_blocks for pool in self.pools):
+        if rest and not all(group.pool.free_blocks for group in self.groups):
             return False
         tables = []
-        for pool, table in zip(self.pools, s.tables, strict=True):
-            own = (pool.allocate(1) if rest else []) or []
-            for b in own:
-                self._copies[b] = self._copies.get(table[shared], table[shared])
-            pool.share(b for b in table[:shared] if b != SCRATCH)
-            tables.append((*table[:shared], *own))
+        for group, table in zip(self.groups, s.tables, strict=True):
+            own, copied = group.copy(table, s.scheduled)
+            if copied is not None:
+                source, target = copied
+                self._copies[target] = self._copies.get(source, source)
+            tables.append(own)
         follower.tables = tuple(tables)
         self._measure(follower)
         follower.scheduled, follower.published = s.scheduled, s.published
@@ -162,64 +170,63 @@ class Tables:
             self._caches[0].note(s.prompt_length, s.cached)
 
     def reserve(self, s: Sequence, positions: int) -> bool:
-        """Blocks for so many positions of `s`; False, and none taken, when there are not enough free ones."""
+        """Take blocks for so many positions of `s`. Return False, and take none, when there are too few free ones."""
         if s.has_drawn:
             self.slide(s)
-        blocks = -(-positions // self._size)
-        missing = [max(blocks - len(table), 0) for table in s.tables]
-        if any(n > pool.free_blocks for n, pool in zip(missing, self.pools, strict=True)):
+        each = list(zip(self.groups, s.tables, strict=True))
+        if any(group.lacks(table, positions) > group.pool.free_blocks for group, table in each):
             return False
-        s.tables = tuple(
-            (*table, *(pool.allocate(n) or ())) for pool, table, n in zip(self.pools, s.tables, missing, strict=True)
-        )
+        s.tables = tuple([group.take(table, positions) for group, table in each])
         self._measure(s)
         return True
 
     def draft(self, s: Sequence, drafts: int, running: int) -> int:
-        """Take blocks for up to `drafts` tokens behind the newest of `s`, and return for how many there are some.
+        """Take blocks for up to `drafts` tokens behind the newest of `s`, and return for how many.
 
         Drafts only take what leaves a block to each of the `running` sequences: nobody is preempted for a guess.
         """
-        positions = s.scheduled + 1 + drafts
-        if positions <= s.room:
-            return drafts
-        blocks = -(-positions // self._size) - s.room // self._size
-        if all(pool.free_blocks >= blocks + running for pool in self.pools) and self.reserve(s, positions):
-            return drafts
-        return s.room - s.scheduled - 1
+        while drafts and not self._has_room_for(s, drafts, running):
+            drafts -= 1
+        if drafts:
+            each = zip(self.groups, s.tables, strict=True)
+            taken = [group.take_drafts(table, s.scheduled, drafts) for group, table in each]
+            s.tables, s.spare = tuple([table for table, _ in taken]), tuple([spare for _, spare in taken])
+            self._measure(s)
+        return drafts
 
-    def truncate(self, s: Sequence, positions: int) -> None:
-        """Give back the blocks behind the first `positions` of `s`: the drafts that stood there were not accepted."""
-        blocks = -(-positions // self._size)
-        if blocks * self._size >= s.room:
-            return
-        for pool, table in zip(self.pools, s.tables, strict=True):
-            pool.release(reversed(table[blocks:]))
-        s.tables = tuple(table[:blocks] for table in s.tables)
+    def _has_room_for(self, s: Sequence, drafts: int, running: int) -> bool:
+        for group, table in zip(self.groups, s.tables, strict=True):
+            blocks = group.draft_blocks(table, s.scheduled, drafts)
+            if blocks and blocks + running > group.pool.free_blocks:
+                return False
+        return True
+
+    def truncate(self, s: Sequence, start: int, positions: int) -> None:
+        """Keep the first `positions` of `s` and give back what else `draft` has taken for a row from `start` on."""
+        s.tables = tuple(
+            [
+                group.truncate(table, spare, start, positions)
+                for group, table, spare in zip(self.groups, s.tables, s.spare, strict=True)
+            ]
+        )
+        s.spare = ()
         self._measure(s)
 
     def slide(self, s: Sequence) -> bool:
-        """Give back what none of the positions to come will see; whether there was something. No row of `s` is in the
+        """Give back what none of the positions to come will need; whether there was something. No row of `s` is in the
         plan that is being made."""
         computed, slid = min(s.scheduled, len(s.tokens) - 1), False
-        tables = list(s.tables)
-        for i, (pool, table) in enumerate(zip(self.pools, s.tables, strict=True)):
-            # As of its last whole block: whoever finds that needs what comes before it.
-            end = start = pool.first_needed(computed // self._size * self._size)
-            while start and table[start - 1] != SCRATCH:
-                start -= 1
-            if start == end:
+        for i, group in enumerate(self.groups):
+            table, gone = group.give_back(s.tables[i], computed)
+            if not gone:
                 continue
             slid = True
             if s.has_drawn:
                 self.publish(s)
-            gone = table[start:end]
-            tables[i] = (*table[:start], *[SCRATCH] * (end - start), *table[end:])
-            pool.release(gone)
+            s.tables = (*s.tables[:i], table, *s.tables[i + 1 :])
+            group.pool.release(gone)
             if not s.has_drawn:  # nothing says that what it has computed is finite
-                self._unclean |= {b for b in gone if pool.is_vacant(b)}
-        if slid:
-            s.tables = tuple(tables)
+                self._unclean |= {b for b in gone if group.pool.is_vacant(b)}
         return slid
 
     def publish(self, s: Sequence) -> None:
@@ -238,14 +245,16 @@ class Tables:
             self.publish(s)
         self._retract(s)
         # Rows of this plan may still copy into these blocks: a copy for nobody would overwrite their next owner.
-        for pool, table in zip(self.pools, s.tables, strict=False):  # it may have a seat and no blocks yet
+        for group, table in zip(self.groups, s.tables, strict=False):  # it may have a seat and no blocks yet
             for b in table:
                 self._copies.pop(b, None)
-            pool.release(b for b in reversed(table) if b != SCRATCH)  # the last is the first that others may take
+            group.release(table)
+        for group, spare in zip(self.groups, s.spare, strict=False):
+            group.release(spare)
         for b in (b for table in s.tables for b in table) if self._loads else ():
             if not self._pool_of(b).count[b]:
                 self._loads.pop(b, None)
-        s.tables, s.room, s.published, s.scheduled, s.has_drawn, s.is_pure = (), 0, 0, 0, False, True
+        s.tables, s.spare, s.room, s.published, s.scheduled, s.has_drawn, s.is_pure = (), (), 0, 0, 0, False, True
 
     def mix(self, s: Sequence) -> None:
         """From here on `s` computes under another adapter over what it has: that is for nobody else."""
@@ -312,15 +321,16 @@ class Tables:
 
     @property
     def prefix_counts(self) -> PrefixCounts:
-        """Of the first pool."""
+        """Return the counts of the first group."""
         return self._caches[0].counts() if self._caches else PrefixCounts()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert the invariants; for tests, between steps."""
         sequences = list(sequences)
         seated = [s for s in sequences if s.tables]
-        for i, pool in enumerate(self.pools):
-            pool.check(s.tables[i] for s in seated)
+        assert all(len(t) == 0 for s in sequences if s.seat < 0 for t in (*s.tables, *s.spare)), "blocks without a seat"
+        for i, group in enumerate(self.groups):
+            group.pool.check([*(s.tables[i] for s in seated), *(s.spare[i] for s in seated if s.spare)])
         assert all(s.room == min(map(len, s.tables), default=0) * self._size for s in sequences), "room is off"
         for cache in self._caches:
             cache.check()
@@ -338,16 +348,16 @@ class Tables:
     def _key(self, s: Sequence, block: int) -> bytes:
         return self._chain(s).key(block, s.tokens, self._size)
 
-    def _own(self, pool: BlockPool, s: Sequence, match: Match, coming: int) -> tuple[int, int]:
-        """From which block up to which it gets its own when it is seated, where so many more come from the drive."""
+    def _own(self, group: CacheGroup, s: Sequence, match: Match, coming: int) -> tuple[int, int]:
+        """Return from which block up to which `s` gets its own when it is seated; the drive has `coming` of it."""
         known = (match.whole + coming) * self._size
-        return max(match.whole, pool.first_needed(known)), pool.end_of_seating(known, len(s.tokens))
+        return max(match.whole, group.first_needed(known)), group.end_of_seating(known, len(s.tokens))
 
     def _measure(self, s: Sequence) -> None:
-        s.room = min(map(len, s.tables)) * self._size
+        s.room = min([group.room(table) for group, table in zip(self.groups, s.tables, strict=True)])
 
     def _pool_of(self, block: int) -> BlockPool:
-        return self.pools[-1] if block >= self.pools[-1].scratch else self.pools[0]
+        return next(group.pool for group in self.groups if block < len(group.pool.count))
 
     def _announce(self, s: Sequence) -> None:
         """Others that want the same may wait for it."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.sequence import Sequence
-from mlx_tandem.engine.tables import Tables
+from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.kv.prefix import PrefixCache
@@ -16,9 +17,9 @@ PROMPT = tuple(range(1, 2 * SIZE + 2))
 """Two whole blocks, and the token that each choice computes itself."""
 
 
-def tables() -> Tables:
-    pool = BlockPool(32, SIZE)
-    return Tables([pool], [PrefixCache(pool, Namespace("weights", "tokenizer", "float32", SIZE))])
+def tables() -> BlockManager:
+    group = AttentionGroup(BlockPool(32, SIZE))
+    return BlockManager([group], [PrefixCache(group, Namespace("weights", "tokenizer", "float32", SIZE))])
 
 
 def choice(number: int, version: int) -> Sequence:
@@ -27,7 +28,7 @@ def choice(number: int, version: int) -> Sequence:
     return Sequence(number, Request(number, PROMPT, SamplingParams(8), adapter, follow=True), 0, frozenset())
 
 
-def found(books: Tables, version: int) -> int:
+def found(books: BlockManager, version: int) -> int:
     """How many whole blocks a new request of this version finds."""
     return books.match(choice(9, version)).whole
 

@@ -173,7 +173,7 @@ def test_lora_adapter_and_model(models: Models) -> None:
 def test_a_name_that_a_checkpoint_gets_while_an_adapter_is_read_is_the_checkpoint_s(models: Models) -> None:
     """This is what every way in stands on, the Python API's among them."""
     taken: set[str] = set()
-    models.is_checkpoint = taken.__contains__
+    models.rules.is_checkpoint = taken.__contains__
 
     async def both() -> None:
         reading = asyncio.create_task(models.load("first", SAVED))
@@ -188,7 +188,7 @@ def test_a_name_that_a_checkpoint_gets_while_an_adapter_is_read_is_the_checkpoin
 
     asyncio.run(both())
     assert "first" not in models.registry
-    models.check_free("first")  # whoever saves the checkpoint may have it
+    models.rules.check_free("first")  # whoever saves the checkpoint may have it
 
 
 def test_an_adapter_that_is_being_read_says_so(models: Models) -> None:
@@ -220,4 +220,4 @@ def test_the_trained_name_is_taken(models: Models) -> None:
     models.made("policy", None, info("d1"))
     for name in ("policy", "base", models.id):
         with pytest.raises(Conflict):
-            models.check_free(name)
+            models.rules.check_free(name)

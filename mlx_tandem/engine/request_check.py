@@ -1,0 +1,44 @@
+"""What a request must be for the scheduler to take it in."""
+
+from __future__ import annotations
+
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.types import Request
+
+
+def check_request(
+    request: Request, stop_ids: frozenset[int], *, vocab_size: int, most_tokens: int, most_choices: int
+) -> None:
+    """Raise InvalidRequest for a request that could never run.
+
+    `most_tokens`: of prompt and output together. This is the last line before the device, whose indexing is unchecked,
+    so ids are tested here although the edge has tested them.
+    """
+    n, params = len(request.prompt), request.params
+    for param, ids in (
+        ("prompt", request.prompt),
+        ("logit_bias", tuple(t for t, _ in params.logit_bias)),
+        ("stop_token_ids", params.stop_token_ids),
+        ("allowed_token_ids", params.allowed_token_ids),
+        ("xtc_kept", params.xtc_kept),
+    ):
+        if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+            raise InvalidRequest(f"a token of {param} is not in the vocabulary", param=param)
+    if n == 0:
+        raise InvalidRequest("the prompt is empty", param="prompt")
+    if params.max_tokens < 1:
+        raise InvalidRequest("max_tokens must be at least 1", param="max_tokens")
+    if params.min_tokens > params.max_tokens:
+        raise InvalidRequest("min_tokens is larger than max_tokens", param="min_tokens")
+    if params.min_tokens and params.allowed_token_ids and stop_ids.issuperset(params.allowed_token_ids):
+        raise InvalidRequest(
+            "every token of allowed_token_ids ends the choice, which min_tokens forbids", param="allowed_token_ids"
+        )
+    if n + params.max_tokens > most_tokens:
+        raise InvalidRequest(
+            f"{n} prompt tokens and max_tokens = {params.max_tokens} exceed the {most_tokens} that fit",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    if not 1 <= request.n <= most_choices:
+        raise InvalidRequest(f"n is 1 to {most_choices} here", param="n")

@@ -1,0 +1,72 @@
+"""Rules for the names that adapters, aliases and checkpoints may have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mlx_tandem.adapters.aliases import Aliases
+from mlx_tandem.adapters.registry import Registry
+from mlx_tandem.errors import Conflict
+
+
+class NameRules:
+    """The names that are taken on one server. What is wrong with one is raised as InvalidRequest naming `name`."""
+
+    def __init__(self, base_names: frozenset[str], registry: Registry, aliases: Aliases, trained: str | None):
+        """`trained`: the name of the adapter that the server trains."""
+        self._base_names = base_names
+        self._reserved = frozenset(name.casefold() for name in base_names)
+        self._registry = registry
+        self._aliases = aliases
+        self._trained = trained
+        self.is_up = False
+        """Whether the settings' adapters are there. Before that the trained one may be what training begins with."""
+        self.is_checkpoint: Callable[[str], bool] = lambda name: False
+        """A function that says whether a name is that of a checkpoint, so that nothing else may have it."""
+
+    def is_reserved(self, name: str) -> bool:
+        """Return whether `name` is one of the base model's, in whatever case."""
+        return name.casefold() in self._reserved
+
+    def check_reserved(self, name: str) -> None:
+        """Raise Conflict when `name` is one of the base model's, in whatever case."""
+        if name in self._base_names:
+            raise Conflict(f"{name!r} is the name of the base model", param="name")
+        if self.is_reserved(name):
+            raise Conflict(f"{name!r} differs from a name of the base model in case only", param="name")
+
+    def check_no_checkpoint(self, name: str) -> None:
+        """Raise Conflict when `name` is that of a checkpoint."""
+        if self.is_checkpoint(name):
+            raise Conflict(f"{name!r} is the name of a checkpoint of this server", param="name")
+
+    def check_untrained(self, name: str) -> None:
+        """Raise Conflict when `name` is that of the trained adapter."""
+        if name == self._trained and self.is_up:
+            raise Conflict(f"{name!r} is trained by this server", param="name")
+
+    def check_adapter(self, name: str) -> None:
+        """Raise unless an adapter may be called `name`, be it one that is there already."""
+        self._check_others(name)
+        self.check_no_checkpoint(name)
+
+    def check_free(self, name: str) -> None:
+        """Raise unless nothing is called `name`, so that a new checkpoint may be."""
+        self._check_others(name)
+        if name in self._registry:
+            raise Conflict(f"{name!r} is the name of an adapter", param="name")
+
+    def check_alias(self, name: str) -> None:
+        """Raise Conflict when `name` is taken by the base model, an adapter or a checkpoint."""
+        self.check_reserved(name)
+        if name in self._registry:
+            raise Conflict(f"{name!r} is the name of an adapter", param="name")
+        self.check_no_checkpoint(name)
+
+    def _check_others(self, name: str) -> None:
+        """Raise if `name` is no name of an adapter, or that of the base, an alias or the trained adapter."""
+        self._registry.check(name)
+        self.check_reserved(name)
+        if name in self._aliases:
+            raise Conflict(f"{name!r} is the name of an alias", param="name")
+        self.check_untrained(name)

@@ -1,0 +1,85 @@
+"""From logits to tokens: what a step does behind its forward, in the same compiled function, or where a row draws by a
+mask in one of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.engine.plan import Mask
+from mlx_tandem.model.step.inputs import Numbers
+from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags, Seen, sample
+from mlx_tandem.model.step.verify import Drafts
+
+Drawing = Callable[..., tuple[list[mx.array], mx.array, list[mx.array]]]
+"""Takes logits [rows, vocabulary], the positions [rows] of the tokens to be drawn, the rows' seats, the newest token of
+each seat, the sampling arrays, what all seats have met, and optionally drafts and masks [rows, words] uint32. Returns
+what was drawn, the newest tokens and what the seats have met then."""
+
+
+class Undrawn(NamedTuple):
+    """Rows of a forward whose logits wait for masks. The rows of the plan stand in the order of the logits."""
+
+    logits: mx.array
+    position: mx.array
+    seats: mx.array
+    flags: SamplingFlags
+    sampling: list[mx.array]
+    drafts: list[mx.array]
+    rows: list[int]
+    wanted: list[int]
+    verifies: bool
+
+
+def drawing(flags: SamplingFlags, greedy: Greedy, nobody: int) -> Drawing:
+    """Return the function that draws with these flags; `nobody` is the seat of rows that do not count."""
+
+    def draw(
+        logits: mx.array,
+        position: mx.array,
+        seats: mx.array,
+        last_tokens: mx.array,
+        sampling: list[mx.array],
+        seen: list[mx.array],
+        drafts: Sequence[mx.array] = (),
+        words: mx.array | None = None,
+    ) -> tuple[list[mx.array], mx.array, list[mx.array]]:
+        how, own = SamplingArrays.unflatten(sampling, flags), flags
+        if words is not None:
+            mask = bits_of(words, logits.shape[-1])
+            how = replace(how, allowed=mask if how.allowed is None else how.allowed & mask)
+            own = flags._replace(allowed=True)
+        met = Seen.of(seen, seats)
+        behind = Drafts(*drafts) if drafts else None
+        if met is not None and behind is not None:
+            met = met.behind(behind.before)
+        drawn = sample(logits, position, how, own, met, greedy)
+        token = mx.maximum(drawn.tokens, 0)
+        counted, newest = (seats, seats) if behind is None else behind.accept(token, seats, nobody)
+        last_tokens[newest] = token
+        known = [] if met is None else met.after(seen, counted, token, newest)
+        return drawn.flatten(), last_tokens, known
+
+    return draw
+
+
+def bits_of(words: mx.array, vocabulary: int) -> mx.array:
+    """Return [rows, vocabulary] bool of masks [rows, words] uint32."""
+    token = mx.arange(vocabulary, dtype=mx.uint32)
+    return ((words[:, token // 32] >> token % 32) & 1).astype(mx.bool_)
+
+
+def words_of(rows: Sequence[int], count: int, masks: dict[int, list[Mask]], vocabulary: int) -> Numbers:
+    """Return [count, words] uint32 for rows of a plan, of which those in `masks` have one for each time that they are
+    there; everything may be drawn by the others."""
+    size = -(-vocabulary // 32)
+    words = np.full((count, size), 0xFFFFFFFF, np.uint32)
+    rest = {i: iter(own) for i, own in masks.items()}
+    for at, i in enumerate(rows):
+        if i in rest:
+            words[at] = np.frombuffer(next(rest[i]), np.uint32)
+    return words
