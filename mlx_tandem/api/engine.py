@@ -347,12 +347,19 @@ class Engine:
 
 def _prompted(front: Front, prompts: list[list[int]], models: list[Selection], sampling: dict[str, Any]) -> Prompted:
     """Return the checked request for these prompts, each under its model. Raises InvalidRequest."""
-    body = convert(sampling, ApiSampling)
+    body = convert({name: _plain(value) for name, value in sampling.items()}, ApiSampling)
     n = choices(front, body)
     params = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=body.logprobs)
     return Prompted(
         prompts, [model.ref for model in models], params, n, text_options(body), priority=body.priority or 0
     )
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers of types derived from Python's, such as NumPy's float64, as Python's own."""
+    if isinstance(value, float):
+        return float(value)
+    return int(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 def _completion(prompted: Prompted, answers: Answers, i: int) -> Completion:

@@ -47,6 +47,8 @@ _PRIORITY = attrgetter("priority")
 
 _CARRIED = (CARRY,)
 
+_PROMPT, _DECODE, _VERIFY = RowKind  # names of the module are found faster than members of an enumeration
+
 
 @dataclass(slots=True)
 class Settled:
@@ -92,8 +94,6 @@ class Scheduler:
         self.preemptions = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
-
-    # requests
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest for one that could never run."""
@@ -194,8 +194,6 @@ class Scheduler:
             self._preempted = []
         return events
 
-    # planning
-
     def plan(self, background: bool = True) -> StepPlan | None:
         """The next unit of device work, or None when there is none to do now. Unless `background`, rows made for
         training are left out while there are users' requests."""
@@ -208,19 +206,18 @@ class Scheduler:
         loads = self._blocks.take_loads()
         for s in [s for s in self._wanted(left_out) if s.followers and s.scheduled == s.prompt_length - 1]:
             self._fork(s)
-        proposer = self.proposer
+        proposer, may_wait = self.proposer, self.proposer is not None or self.mask_maker is not None
         for s in self._wanted(left_out):
             # A row before this one may have taken this sequence's blocks: then it has lost its seat.
-            if s.seat < 0 or not s.wants_decode or s.followers:
+            if s.seat < 0 or not s.wants_decode or s.followers or (may_wait and self._waits_for_token(s)):
                 continue
-            waits = s.pending and (s.is_masked or (proposer is not None and proposer.waits(s.request, s.choice)))
-            if waits or not self._reserve(s, s.scheduled + 1, rows):
+            if not self._reserve(s, s.scheduled + 1, rows):
                 continue
             if s.pending:
-                rows.append(self._row(s, RowKind.DECODE, _CARRIED))
-                continue
-            drafts = () if proposer is None else self._draft(s, proposer)
-            rows.append(self._row(s, RowKind.VERIFY if drafts else RowKind.DECODE, (s.tokens[-1], *drafts)))
+                rows.append(self._row(s, _DECODE, _CARRIED))
+            else:
+                drafts = () if proposer is None else self._draft(s, proposer)
+                rows.append(self._row(s, _VERIFY if drafts else _DECODE, (s.tokens[-1], *drafts)))
         self._plan_prefill(rows, left_out)
         saves = self._blocks.take_saves()
         if not (rows or loads or saves):
@@ -253,6 +250,11 @@ class Scheduler:
         wanted = [s for s in self._running if s.request.id not in left_out] if left_out else self._running
         return [s for s in wanted if not self._blocks.is_loading(s)] if self._blocks.has_loads else list(wanted)
 
+    def _waits_for_token(self, s: Sequence) -> bool:
+        """Return whether `s` has no row until the host knows the token that is on the device."""
+        by = self.proposer
+        return s.pending > 0 and (s.is_masked or (by is not None and by.waits(s.request, s.choice)))
+
     def _draft(self, s: Sequence, proposer: Proposer) -> tuple[int, ...]:
         """Return proposed tokens to follow those of `s`: as many as may be said and as there are blocks for."""
         most = s.most_tokens - len(s.tokens) - 1
@@ -266,7 +268,7 @@ class Scheduler:
             if s.seat < 0 or not self._reserve(s, s.scheduled + tokens, rows):
                 return None
             chunk = tuple(s.tokens[s.scheduled : s.scheduled + tokens])
-            rows.append(self._row(s, RowKind.PROMPT, chunk, beside))
+            rows.append(self._row(s, _PROMPT, chunk, beside))
             return padded_length(tokens) if rows[-1].targets else 0
 
         reading = [s for s in self._wanted(left_out) if s.wants_prefill and s.seat >= 0]
@@ -277,12 +279,12 @@ class Scheduler:
         if s.cached is None:
             self._start(s)
         s.scheduled += len(tokens)
-        sample = kind is not RowKind.PROMPT or s.scheduled == s.total
+        sample = kind is not _PROMPT or s.scheduled == s.total
         if sample:
             s.pending += 1
         targets = s.targets(start, s.scheduled) if s.scores is not None else ()
         request, tables = s.request, s.tables
-        if kind is RowKind.VERIFY:
+        if kind is _VERIFY:
             tables = tuple([own + spare for own, spare in zip(tables, s.spare, strict=True)])
         version = s.adapter.version if request.follow and s.adapter is not None else 0
         background = request.background
@@ -483,8 +485,6 @@ class Scheduler:
             heir.followers, heir.overtaken, heir.cached = others, s.overtaken, s.cached
             self._waiting.insert(place, heir)
 
-    # results
-
     def settle(self, plan: StepPlan, result: StepResult) -> Settled:
         """Take in what a step drew. Sequences that ended meanwhile are passed over."""
         settled = Settled()
@@ -508,7 +508,7 @@ class Scheduler:
                 self.cancel(s.request.id)
                 continue
             s.pending -= 1
-            if row.kind is RowKind.VERIFY and s.seat >= 0:  # else it has given back what it had
+            if row.kind is _VERIFY and s.seat >= 0:  # else it has given back what it had
                 s.scheduled = row.start + len(drawn)
                 self._blocks.truncate(s, row.start, s.scheduled)
             known = logprobs[i] if logprobs else None
@@ -522,9 +522,9 @@ class Scheduler:
                 self._blocks.publish(s)
             scores = () if s.scores is None else self._hand_out_scores(s)
             deltas.append(Delta(s.request.id, s.choice, drawn, known, finish, scores, row.version, s.cached or 0))
-            self.generated_tokens += len(drawn)
             if finish:
                 self._end(s)
+        self.generated_tokens += sum([len(delta.tokens) for delta in deltas])
         if spoiled:
             self._blocks.spoil(spoiled)
         if plan.saves:

@@ -213,6 +213,21 @@ def test_an_alias_keeps_a_user_and_counts_its_arms(server: RunningServer) -> Non
     assert f'tandem_alias_requests_total{{alias="both",arm="a1"}} {given[ANSWERS["shout"]]}.0' in metrics
 
 
+def test_an_alias_keeps_a_user_whatever_the_route(server: RunningServer) -> None:
+    def model(path: str, **body: object) -> str:
+        reply = server.client.post(path, json={"model": "both", "user": user, **body})
+        assert reply.status_code == 200, reply.text
+        return str(reply.json()["model"])
+
+    seen = set()
+    for user in ("ann", "bob", "eve", "joe", "kim", "lea"):
+        asked = model("/v1/completions", prompt="2 +", max_tokens=1)
+        seen.add(asked)
+        assert model("/v1/perplexity", text="two words") == asked
+        assert model("/v1/chat/completions", messages=[{"role": "user", "content": "2 +"}], max_tokens=1) == asked
+    assert len(seen) == 2, "both arms have somebody"
+
+
 def test_an_alias_is_moved(server: RunningServer) -> None:
     put = {"arms": [{"adapter": "a1", "weight": 1}]}
     assert server.client.put("/v1/aliases/production", json=put).json()["arms"][0]["share"] == 1

@@ -280,7 +280,7 @@ def test_seeded_answers_do_not_depend_on_what_runs_beside_them(server, model, st
 def test_xtc_leaves_the_likeliest_out_but_no_line_break_and_no_end(server):
     """The demo model is sure of its answers, so with a threshold of 0 only unlikely tokens and those are left."""
     plain = answers(post(server, "chat"))
-    always = {"temperature": 1, "xtc_probability": 1, "xtc_threshold": 0.0001, "max_tokens": 8}
+    always = {"temperature": 1, "xtc_probability": 1, "xtc_threshold": 1e-7, "max_tokens": 8}
     assert answers(post(server, "chat", seed=1, **always)) != plain
     ended = post(server, "chat", seed=1, logit_bias={"2": 100}, **always).json()["choices"][0]
     assert ended["finish_reason"] == "stop" and ended["message"]["content"] == ""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from enum import IntEnum
 
+import numpy as np
 import pytest
 
 from mlx_tandem import Engine, demo
@@ -53,6 +55,17 @@ def test_the_server_draws_the_same(engine, server, fields):
     ours = engine.generate("Once there was", max_tokens=12, seed=5, temperature=1.2, **fields)
     theirs = server.complete("Once there was", max_tokens=12, seed=5, temperature=1.2, **fields)
     assert ours.text == theirs.json()["choices"][0]["text"]
+
+
+def test_numbers_of_derived_types_are_taken(engine):
+    class Count(IntEnum):
+        FIVE = 5
+
+    pairs = (0.5, 5), (np.float64(0.5), Count.FIVE)
+    same = [engine.generate("Once", temperature=t, seed=s, max_tokens=s).text for t, s in pairs]
+    assert same[0] == same[1]
+    with pytest.raises(InvalidRequest, match="seed must be an integer"):
+        engine.generate("Once", seed=True)
 
 
 def test_as_many_choices_as_the_batch_has_places(engine):

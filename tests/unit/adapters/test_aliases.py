@@ -22,13 +22,19 @@ def chosen(aliases: Aliases, users: int = 4000) -> dict[str, str]:
     return {user: arm.adapter for user, arm in arms.items() if arm is not None}
 
 
-def test_shares_follow_the_weights() -> None:
+@pytest.mark.parametrize("weights", [{"a": 6, "b": 3, "c": 1}, {"a": 8, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 0.5}])
+def test_shares_follow_the_weights(weights: dict[str, float]) -> None:
     aliases = Aliases()
-    aliases.put("x", of(a=6, b=3, c=1, never=0))
+    aliases.put("x", of(never=0, **weights))
     counts = Counter(chosen(aliases).values())
     assert counts["never"] == 0
-    for name, share in (("a", 0.6), ("b", 0.3), ("c", 0.1)):
-        assert abs(counts[name] / 4000 - share) < 0.04
+    for name, weight in weights.items():
+        assert abs(counts[name] / 4000 - weight / sum(weights.values())) < 0.025
+
+
+def test_the_shares_of_the_anonymous_follow_the_weights() -> None:
+    aliases = Aliases()
+    aliases.put("x", of(a=6, b=3, c=1))
     anonymous = Counter(arm.adapter for arm in (aliases.choose("x", None) for _ in range(4000)) if arm is not None)
     assert abs(anonymous["a"] / 4000 - 0.6) < 0.05
 

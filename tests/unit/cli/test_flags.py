@@ -103,6 +103,8 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--port 1234", "server.port", 1234),
     ("m --served-model-name a b org/c --port 1", "server.served_model_names", ("a", "b", "org/c")),
     ("--served-model-name a b -m m", "server.served_model_names", ("a", "b")),
+    ("--model=m --served-model-name a b", "server.served_model_names", ("a", "b")),
+    ("--served-model-name a b --model-path=m", "server.served_model_names", ("a", "b")),
     ("--served-model-name a m", "server.served_model_names", ("a",)),
     ("--served-model-name a m", "engine.model.path", "m"),
     ("--served-model-name a --served-model-name b m", "server.served_model_names", ("a", "b")),

@@ -39,6 +39,7 @@ async def test_a_step_that_goes_too_far_is_taken_back_and_the_next_is_half_as_lo
         report = side.learner.history[-1]
         assert (report.outcome, side.version, side.trained) == ("rolled_back", 1, ())
         assert "moved" in report.reason and report.kl > 0.5
+        assert report.step == 0, "the optimiser is where it was"
         await feed(side, [3, 4], 2)
         assert side.client.rates == [80.0, 40.0]
     async with running(config(tmp_path, learning_rate=80.0)) as side:
