@@ -214,17 +214,18 @@ def test_an_alias_keeps_a_user_and_counts_its_arms(server: RunningServer) -> Non
 
 
 def test_an_alias_keeps_a_user_whatever_the_route(server: RunningServer) -> None:
-    def model(path: str, **body: object) -> str:
+    def model(user: str, path: str, **body: object) -> str:
         reply = server.client.post(path, json={"model": "both", "user": user, **body})
         assert reply.status_code == 200, reply.text
         return str(reply.json()["model"])
 
     seen = set()
     for user in ("ann", "bob", "eve", "joe", "kim", "lea"):
-        asked = model("/v1/completions", prompt="2 +", max_tokens=1)
+        asked = model(user, "/v1/completions", prompt="2 +", max_tokens=1)
         seen.add(asked)
-        assert model("/v1/perplexity", text="two words") == asked
-        assert model("/v1/chat/completions", messages=[{"role": "user", "content": "2 +"}], max_tokens=1) == asked
+        assert model(user, "/v1/perplexity", text="two words") == asked
+        chat = [{"role": "user", "content": "2 +"}]
+        assert model(user, "/v1/chat/completions", messages=chat, max_tokens=1) == asked
     assert len(seen) == 2, "both arms have somebody"
 
 
