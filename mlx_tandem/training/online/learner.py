@@ -357,7 +357,7 @@ class Learner:
         course = self.ledger.counters.course
         self._is_open = False  # until both sides tell the same story again
         await self.trainer.open(folder, digest)
-        self._saved = self._twin(Path(folder).name, digest) if folder else ""
+        self._saved = _twin(self.ledger.listed, Path(folder).name, digest, self.trainer.step) if folder else ""
         info = await self._client.publish_trainer(self.trainer.name)
         ref = self.versions.publish(info, folder)
         if manual:  # whoever wants it back does not want it compared with what came after it
@@ -369,15 +369,6 @@ class Learner:
         self._is_open = True
         log.warning("rolled back", extra={"fields": {"version": ref.version, "manual": manual}})
         return ref
-
-    def _twin(self, name: str, digest: str) -> str:
-        """Return the checkpoint with the state of the checkpoint `name` that can become the newest again; empty: none.
-        The best one is a copy of another.
-        """
-        if name != BEST:
-            return name
-        step = self.trainer.step
-        return next((i.name for i in self.ledger.listed if i.name != BEST and (i.digest, i.step) == (digest, step)), "")
 
     async def switch(self, to: str) -> AdapterRef:
         """Serve a version; the trainer goes on with its own. Raises NotFound."""
@@ -397,6 +388,16 @@ class Learner:
             older = [v.ref.version for v in self.versions if v.ref.version < at]
             to = str(best if best not in (0, at) else max(older, default=0))
         return self.versions.find(to, self.trainer.name, self.ledger.checkpoints, self.ledger.listed)
+
+
+def _twin(listed: Sequence[CheckpointInfo], name: str, digest: str, step: int) -> str:
+    """Return the checkpoint with the state of the checkpoint `name` that can become the newest again; empty: none.
+
+    The best one is a copy of another.
+    """
+    if name != BEST:
+        return name
+    return next((i.name for i in listed if i.name != BEST and (i.digest, i.step) == (digest, step)), "")
 
 
 class _Ready(NamedTuple):

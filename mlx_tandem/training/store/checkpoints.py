@@ -78,9 +78,9 @@ class Checkpoints:
         with files.storage(self.folder):
             files.make_folder(self.folder, self._ops)
             self._lock = FolderLock(self.folder)
-            old_best = self._place(_OLD, BEST)
+            old_best = self.folder / f"{_OLD}{BEST}"
             if old_best.exists() and not (self.folder / BEST).exists():  # killed between the two renames of a new best
-                self._rename(old_best, self.folder / BEST)
+                _rename(old_best, self.folder / BEST, self._ops)
             for path in sorted(self.folder.iterdir()):
                 if path.name.startswith((_OLD, _NEW)):
                     files.remove_tree(path, self._ops)
@@ -175,7 +175,7 @@ class Checkpoints:
         """
         self._locked()
         self._free(name)
-        temporary = self._place(_NEW, name)
+        temporary = self.folder / f"{_NEW}{name}"
         with files.storage(temporary):
             files.remove_tree(temporary, self._ops)
             self._ops.mkdir(temporary)
@@ -194,11 +194,11 @@ class Checkpoints:
                 format=FORMAT,
                 created=manifest.created or time.time(),
                 sequence=self._next_sequence(),
-                files={path.name: self._settle(path) for path in sorted(temporary.iterdir())},
+                files={path.name: _settled(path, self._ops) for path in sorted(temporary.iterdir())},
             )
             files.create(temporary / MANIFEST, manifests.seal(manifest), self._ops)
             files.sync_folder(temporary, self._ops)
-            self._rename(temporary, self.folder / manifest.name)
+            _rename(temporary, self.folder / manifest.name, self._ops)
             self._keep_best()
         return self._info(manifest.name)
 
@@ -259,7 +259,7 @@ class Checkpoints:
                 if file in manifest.files:
                     files.copy(self.folder / name / file, temporary / file, self._ops)
             files.sync_folder(temporary, self._ops)
-            self._rename(temporary, target)
+            _rename(temporary, target, self._ops)
 
     def _names(self) -> Sequence[str]:
         if not self.folder.is_dir():
@@ -269,9 +269,6 @@ class Checkpoints:
             for p in self.folder.iterdir()
             if limits.NAME.fullmatch(p.name) and not _CORRUPT.fullmatch(p.name) and (p / MANIFEST).is_file()
         )
-
-    def _place(self, prefix: str, name: str) -> Path:
-        return self.folder / f"{prefix}{name}"
 
     def _locked(self) -> None:
         if self._lock is None:
@@ -284,21 +281,10 @@ class Checkpoints:
         if (self.folder / name).exists():
             raise Conflict(f"there is a checkpoint {name!r}", param="checkpoint_name", code="checkpoint_exists")
 
-    def _settle(self, path: Path) -> str:
-        """The hash of a file that is on the drive from now on."""
-        if path.is_symlink() or not path.is_file():
-            raise StorageError(f"{path} is not a regular file")
-        files.sync_file(path, self._ops)
-        return manifests.hash_file(path)
-
-    def _rename(self, old: Path, new: Path) -> None:
-        self._ops.rename(old, new)
-        files.sync_folder(new.parent, self._ops)
-
     def _remove(self, name: str) -> None:
-        old = self._place(_OLD, name)
+        old = self.folder / f"{_OLD}{name}"
         files.remove_tree(old, self._ops)
-        self._rename(self.folder / name, old)
+        _rename(self.folder / name, old, self._ops)
         files.remove_tree(old, self._ops)
 
     def _quarantine(self, name: str) -> None:
@@ -308,7 +294,7 @@ class Checkpoints:
             new = self.folder / f"{name}.corrupt.{n}"
         log.warning("checkpoint %s is damaged; it is kept as %s", name, new)
         with files.storage(new):
-            self._rename(self.folder / name, new)
+            _rename(self.folder / name, new, self._ops)
 
     def _keep_best(self) -> None:
         """`best-performance` is the one with the highest reward of all that are there, the earlier of two."""
@@ -317,7 +303,7 @@ class Checkpoints:
         if top == BEST or judged.get(BEST) == judged[top]:
             return
         source, best = self.folder / top, self.folder / BEST
-        new, old = self._place(_NEW, BEST), self._place(_OLD, BEST)
+        new, old = self.folder / f"{_NEW}{BEST}", self.folder / f"{_OLD}{BEST}"
         manifest = manifests.read(source)
         for path in (new, old):
             files.remove_tree(path, self._ops)
@@ -329,12 +315,26 @@ class Checkpoints:
         try:
             if best.exists():
                 self._ops.rename(best, old)
-            self._rename(new, best)
+            _rename(new, best, self._ops)
         except OSError:
             if old.exists() and not best.exists():
                 self._ops.rename(old, best)
             raise
         files.remove_tree(old, self._ops)
+
+
+def _settled(path: Path, ops: FileOps) -> str:
+    """Bring a file to the drive and return its hash."""
+    if path.is_symlink() or not path.is_file():
+        raise StorageError(f"{path} is not a regular file")
+    files.sync_file(path, ops)
+    return manifests.hash_file(path)
+
+
+def _rename(old: Path, new: Path, ops: FileOps) -> None:
+    """Rename durably."""
+    ops.rename(old, new)
+    files.sync_folder(new.parent, ops)
 
 
 def _finite(reward: float | None) -> float | None:
