@@ -63,6 +63,8 @@ def test_kernels_write_the_pool_in_each_of_them(metal: Metal) -> None:
 
 @short_blocks
 def test_a_chunk_that_waits_on_the_way_is_safe(metal: Metal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Metal has no need of pauses (see `MLXRunner.pauses`), but a step that has them is in order there, too."""
+    monkeypatch.setattr(metal.runner, "pauses", True)
     monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
     monkeypatch.setattr(runner_module, "PAUSE", 1)
     launched = steps.decode(metal), steps.first_chunk(metal), steps.decode_others(metal)
