@@ -182,7 +182,7 @@ class Registry:
         The engine should then be told to unload those that have no `holders` any more.
         """
         if self._unread.pop(name, None) is not None:
-            self._retired[name] = 0
+            self._retired.setdefault(name, 0)
             return []
         book = self._names.pop(name, None)
         if book is None:

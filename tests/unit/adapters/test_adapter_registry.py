@@ -130,6 +130,15 @@ def test_a_name_may_be_known_by_its_folder_only(registry: Registry) -> None:
     assert registry.publish("sql", source, info("d2")).label == "sql@1"
 
 
+def test_a_number_is_never_given_twice_though_the_name_was_but_a_folder_in_between(registry: Registry) -> None:
+    registry.publish("a", AdapterSource("/1"), info("d1"))
+    registry.publish("a", AdapterSource("/2"), info("d2"))
+    registry.remove("a")
+    registry.announce("a", AdapterSource("/3"))
+    registry.remove("a")
+    assert registry.publish("a", AdapterSource("/3"), info("d3")).version == 3
+
+
 def test_a_version_without_a_folder_gets_one_later(registry: Registry) -> None:
     ref = registry.publish("policy", None, info("d1"))
     assert registry.entry("policy").source is None and registry.source("policy") is None
