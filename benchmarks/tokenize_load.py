@@ -157,13 +157,13 @@ class Watch:
 
     def memory(self) -> dict[str, float]:
         """Return the memory of the front and of the processes for texts, in MB."""
-        listed = subprocess.run(["ps", "-eo", "pid=,ppid=,rss=,args="], capture_output=True, text=True, check=True)
+        listed = subprocess.run(["ps", "-wweo", "pid=,ppid=,rss=,args="], capture_output=True, text=True, check=True)
         front = beside = 0.0
         for line in listed.stdout.splitlines():
             pid, parent, rss, command = line.split(None, 3)
             if int(pid) == self._server.pid:
                 front = int(rss) / 1e3
-            elif int(parent) == self._server.pid and re.search(r"mlx_tandem\.text\.", command):
+            elif int(parent) == self._server.pid and re.search(r"mlx_tandem\.generation\.", command):
                 beside += int(rss) / 1e3
         now = {"front": round(front, 1), "beside": round(beside, 1), "together": round(front + beside, 1)}
         self.peak = {name: max(size, self.peak.get(name, 0.0)) for name, size in now.items()}

@@ -95,7 +95,7 @@ def load_unread(config: ModelConfig, report: Report) -> LoadedModel:
     text = settings.get("text_config") or settings
     limit = _first(text, "max_position_embeddings") or DEFAULT_MAX_MODEL_LEN
     if config.max_model_len > limit:
-        log.warning("max_model_len %d is lowered to the model's own limit of %d", config.max_model_len, limit)
+        log.warning("max_model_len %d is lowered to the model's limit of %d", config.max_model_len, limit)
     quantization = settings.get("quantization")
     return LoadedModel(
         path,

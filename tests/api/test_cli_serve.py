@@ -203,7 +203,7 @@ def test_a_context_over_the_model_s_is_cut_to_it(start, tmp_path: Path) -> None:
     with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as reply:
         assert json.load(reply)["data"][0]["max_model_len"] == 512
     assert tandem.end() == 0
-    assert "max_model_len 4096 is lowered to the model's own limit of 512" in tandem.errors.read_text()
+    assert "max_model_len 4096 is lowered to the model's limit of 512" in tandem.errors.read_text()
 
 
 def test_loopback_prints_no_warning(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

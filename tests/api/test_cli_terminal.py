@@ -36,7 +36,7 @@ def test_a_server_starts_with_one_line_of_progress_and_then_its_banner(columns: 
         assert {"tandem: starting", "tandem: warming up"} <= seen
         banner = lines.index(next(line for line in lines if line.startswith("Ready:")))
         warning = " ".join(line for line in lines[:banner] if line)
-        assert warning == "tandem: warning: max_model_len 99999 is lowered to the model's own limit of 8192"
+        assert warning == "tandem: warning: max_model_len 99999 is lowered to the model's limit of 8192"
         assert [line[:11] for line in lines[banner + 1 : banner + 4]] == ["  model    ", "  adapters ", "  try      "]
         assert max(map(len, lines)) < columns
         terminal.on_change = lambda lines: None

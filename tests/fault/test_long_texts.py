@@ -157,10 +157,12 @@ def test_a_text_that_is_too_large_is_refused_before_it_is_tokenised(
 
 
 def worker(served: RunningServer) -> int:
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-wweo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()]
     (pid,) = [
-        int(pid) for pid, parent, args in rows if int(parent) == served.process.pid and "text.tokenizing.worker" in args
+        int(pid)
+        for pid, parent, args in rows
+        if int(parent) == served.process.pid and "generation.tokenizing.worker" in args
     ]
     return pid
 

@@ -56,12 +56,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
 
 def workers(server: RunningServer) -> dict[int, int]:
     """Resident bytes of the server's template workers, by their process id."""
-    listed = subprocess.run(["ps", "-eo", "pid=,ppid=,rss=,args="], capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(["ps", "-wweo", "pid=,ppid=,rss=,args="], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 3) for line in listed.splitlines()]
     return {
         int(pid): int(rss) * 1024
         for pid, parent, rss, args in rows
-        if int(parent) == server.process.pid and "text.templates.worker" in args
+        if int(parent) == server.process.pid and "generation.templates.worker" in args
     }
 
 
