@@ -78,9 +78,9 @@ def commit(tree: Path) -> str:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """Return the environment in which Python imports the package from `tree`."""
-    path = [str(tree), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}  # not from the present folder
+    """Return the environment in which Python imports the package from `tree`, whatever the present folder is."""
+    path = [str(tree), str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 
 def ratio(rounds: Mapping[str, list[dict[str, Any]]], field: str) -> float:

@@ -57,7 +57,7 @@ class RunningServer:
 
     def engine_pid(self) -> int:
         """The engine is one of the server's children."""
-        found = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
+        found = subprocess.run(["ps", "-wweo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
         children = [
             int(p)
             for p, parent, args in (line.split(None, 2) for line in found.splitlines()[1:])

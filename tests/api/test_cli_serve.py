@@ -77,7 +77,7 @@ def offered_request(text: str, key: str, shown: str = "") -> urllib.request.Requ
 
 
 def engine_pid(tandem: Tandem) -> int:
-    found = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(["ps", "-wweo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     (pid,) = [
         int(pid)
         for pid, parent, args in (line.split(None, 2) for line in found.splitlines())
@@ -127,7 +127,7 @@ def test_a_key_opens_other_addresses_and_stays_where_it_is(start, tmp_path: Path
         urllib.request.urlopen(f"{url}/v1/models", timeout=30)
     with refused.value:
         assert refused.value.code == 401
-    shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True).stdout
     assert SECRET not in shown
     engine = ["ps", "eww", "-p", str(engine_pid(tandem))]  # with its environment
     shown = subprocess.run(engine, capture_output=True, text=True, check=True).stdout

@@ -76,7 +76,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
 
 
 def engine_pid(server: int) -> int:
-    found = subprocess.run(["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
+    found = subprocess.run(["ps", "-wweo", "pid=,ppid=,args="], capture_output=True, text=True, check=True).stdout
     (pid,) = [
         int(pid)
         for pid, parent, args in (line.split(None, 2) for line in found.splitlines())
