@@ -92,7 +92,8 @@ class Adapters:
 
     def can_follow(self, ref: AdapterRef) -> bool:
         """Whether `ref` is in memory, so that requests may go on under it; else it comes out of `poll` once it is,
-        unless nobody can say where it is or the same name has moved on by then."""
+        unless nobody can say where it is or the same name has moved on by then.
+        """
         self._to_follow.pop(ref.name, None)
         if ref.digest in self.store and self.store.knows(ref.digest):
             return True
@@ -102,7 +103,8 @@ class Adapters:
 
     def follow(self, ref: AdapterRef, running: Iterable[int]) -> None:
         """These requests go on under `ref`, and those that follow its name and wait here begin under it. What they
-        used before is kept until `let_go`."""
+        used before is kept until `let_go`.
+        """
         for request in running:
             old, left = self._users[request], self._left.setdefault(request, set())
             if old == ref.digest:
@@ -132,7 +134,8 @@ class Adapters:
 
     def admit(self, request: Request) -> bool:
         """Whether `request` may run now; it then uses its adapter until `release`. Otherwise it waits and comes out
-        of `poll`. Raises InvalidRequest (`model_not_found`) for an adapter that the engine does not know."""
+        of `poll`. Raises InvalidRequest (`model_not_found`) for an adapter that the engine does not know.
+        """
         if request.adapter is None:
             return True
         digest = request.adapter.digest

@@ -47,7 +47,8 @@ class BlockManager:
 
     def match(self, s: Sequence) -> Match:
         """What is known of a waiting sequence. At least its last token is left to be computed, and where its prompt's
-        logprobs are asked for, everything."""
+        logprobs are asked for, everything.
+        """
         if not self._caches or s.scores is not None:
             return Match([[] for _ in self.groups], [SCRATCH for _ in self.groups])
         return find(self._caches, self._chain(s), s.tokens[:-1])
@@ -72,7 +73,8 @@ class BlockManager:
 
     def leader(self, s: Sequence, match: Match) -> Sequence | None:
         """A running sequence that computes what `s` would compute next, when it is worth waiting for: it saves many
-        tokens, and half of what the other has left to read, which comes before `s` in any case."""
+        tokens, and half of what the other has left to read, which comes before `s` in any case.
+        """
         first = match.whole
         last = (len(s.tokens) - 1) // self._size
         if not self._caches or not self._readers or first >= last or s.scores is not None:
@@ -106,7 +108,8 @@ class BlockManager:
 
     def seat(self, s: Sequence) -> None:
         """Blocks for all that `s` knows, or as much of it as a window has at once: the first of them those that are
-        found, then those that have come from the drive. No pool is `short`, or nobody runs."""
+        found, then those that have come from the drive. No pool is `short`, or nobody runs.
+        """
         match = self.match(s)
         payloads = [] if self.tier is None else self.tier.take(s.id, self._chain(s), match.whole)
         extra = 0 if payloads else match.extra
@@ -139,9 +142,9 @@ class BlockManager:
         s.scheduled = (s.published + len(payloads)) * self._size + extra
         self._announce(s)
 
-    def fork(self, s: Sequence, follower: Sequence) -> bool:
-        """`follower` goes on where `s` is: whole blocks are shared, the last one is copied. False: there is no room."""
-        follower.cached = s.cached
+    def fork(self, s: Sequence, sibling: Sequence) -> bool:
+        """`sibling` goes on where `s` is: whole blocks are shared, the last one is copied. False: there is no room."""
+        sibling.cached = s.cached
         shared, rest = divmod(s.scheduled, self._size)
         if rest and not all(group.pool.free_blocks for group in self.groups):
             return False
@@ -152,15 +155,15 @@ class BlockManager:
                 source, target = copied
                 self._copies[target] = self._copies.get(source, source)
             tables.append(own)
-        follower.tables = tuple(tables)
-        self._measure(follower)
-        follower.scheduled, follower.published = s.scheduled, s.published
+        sibling.tables = tuple(tables)
+        self._measure(sibling)
+        sibling.scheduled, sibling.published = s.scheduled, s.published
         # They may have gone on under another version one after the other.
-        follower.is_pure = s.is_pure and follower.is_pure and s.adapter_digest == follower.adapter_digest
-        if self._caches and follower.is_pure:
+        sibling.is_pure = s.is_pure and sibling.is_pure and s.adapter_digest == sibling.adapter_digest
+        if self._caches and sibling.is_pure:
             if shared:
                 self._key(s, shared - 1)
-            follower.chain = self._chain(s).fork()
+            sibling.chain = self._chain(s).fork()
         return True
 
     def count(self, s: Sequence) -> None:
@@ -214,7 +217,8 @@ class BlockManager:
 
     def slide(self, s: Sequence) -> bool:
         """Give back what none of the positions to come will need; whether there was something. No row of `s` is in the
-        plan that is being made."""
+        plan that is being made.
+        """
         computed, slid = min(s.scheduled, len(s.tokens) - 1), False
         for i, group in enumerate(self.groups):
             table, gone = group.give_back(s.tables[i], computed)
@@ -281,7 +285,8 @@ class BlockManager:
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """(from block, to block) for the plan that is being made. A stale value of a block is masked, which NaN
-        survives: such blocks are overwritten with the scratch block."""
+        survives: such blocks are overwritten with the scratch block.
+        """
         scrubs = [(self._pool_of(b).scratch, b) for b in sorted(self._unclean - self._copies.keys())]
         copies = (*scrubs, *((a, b) for b, a in self._copies.items()))
         self._copies, self._unclean = {}, set()

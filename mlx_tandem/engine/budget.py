@@ -41,7 +41,7 @@ class StepLimits(NamedTuple):
     pairs: int = _ANY  # rows · queries · positions, which scores are made of
     positions: int = _ANY  # rows · positions, whose keys and values are gathered
     tokens: int = 1024  # of prompts
-    beside: int = 0  # tokens of prompts that go with rows that decode, each as a row of its own
+    piggybacked: int = 0  # tokens of prompts that go with rows that decode, each as a row of its own
 
 
 UNLIMITED = StepLimits()
@@ -142,7 +142,8 @@ def divide(
 
 def _smaller(limit: int, needs: Needs, block_size: int) -> str:
     """Return which size of this model would fit, in words: the widest quantisation that leaves room for a step and for
-    one sequence of 1,024 tokens."""
+    one sequence of 1,024 tokens.
+    """
     blocks = -(-min(needs.max_model_len, 1024) // block_size) + 1
     room = limit - needs.learning - needs.step.least() - blocks * (needs.block + needs.window_block)
     for bits in NARROWER:

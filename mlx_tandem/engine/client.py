@@ -340,7 +340,8 @@ class EngineClient:
 
     async def _reap(self, process: EngineProcess, wait: float) -> int | None:
         """Return the status of a process that ends by itself within `wait` seconds, as one that hung up does. One that
-        does not is killed, and its status says nothing."""
+        does not is killed, and its status says nothing.
+        """
         status = await asyncio.to_thread(process.wait, wait)
         if status is None:
             process.kill()

@@ -17,7 +17,7 @@ from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.adapters import Adapters
 from mlx_tandem.engine.pipeline import Pipeline, StepsLost
-from mlx_tandem.engine.scheduler import Settled
+from mlx_tandem.engine.scheduler import StepOutcome
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import InvalidRequest, TandemError
 from mlx_tandem.kv.disk.opening import Opening
@@ -283,14 +283,14 @@ class EngineCore:
     def _work(self) -> None:
         """Turn the pipeline and keep what there is to say. What learning has to say goes with the step's tokens."""
         was_empty = self._pipeline.is_empty
-        settled = None
+        outcome = None
         try:
-            settled = self._pipeline.turn()
+            outcome = self._pipeline.turn()
         except StepsLost as e:
             self._fail(e)
         self._outbox += self._trainers.answers()
-        if settled is not None:
-            self._report(settled)
+        if outcome is not None:
+            self._report(outcome)
         for failure in self._trainers.device_failures():
             self._strike(f"learning: {failure}")
         # Nothing was under way, and nothing could be begun.
@@ -299,12 +299,12 @@ class EngineCore:
         if self._adapters.has_left:
             self._adapters.let_go(self._scheduler.digests)
 
-    def _report(self, settled: Settled) -> None:
-        if settled.deltas:
-            self._outbox.append(m.Output(settled.deltas))
-        for request in settled.failed:
+    def _report(self, outcome: StepOutcome) -> None:
+        if outcome.deltas:
+            self._outbox.append(m.Output(outcome.deltas))
+        for request in outcome.failed:
             self._outbox.append(m.Failed(request, "numerical_error", "the model's output was not finite"))
-        if settled.failed or any(d.finish for d in settled.deltas):
+        if outcome.failed or any(d.finish for d in outcome.deltas):
             self._release_adapters()
 
     def _fail(self, lost: StepsLost) -> None:

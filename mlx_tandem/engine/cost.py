@@ -21,7 +21,8 @@ def padded_length(tokens: int) -> int:
 
 def longest_within(pairs: int, context: int) -> int:
     """The longest padded length, at least the shortest, of a chunk behind `context` tokens whose queries and the
-    positions that they see make at most so many pairs."""
+    positions that they see make at most so many pairs.
+    """
     return max((n for n in LENGTHS if n * (context + n) <= pairs), default=LENGTHS[0])
 
 
@@ -71,7 +72,7 @@ class CostModel:
 
     def observe_step(self, plan: StepPlan, milliseconds: float) -> None:
         """Take in that this step took so long, unless it is of a kind whose cost is not modelled."""
-        if _is_plain(plan) and not any(row.beside for row in plan.rows):
+        if _is_plain(plan) and not any(row.piggybacked for row in plan.rows):
             self.observe(*_parts_of(plan), milliseconds)
 
     def expected(self, plan: StepPlan) -> float:
@@ -122,14 +123,15 @@ def _is_plain(plan: StepPlan) -> bool:
 
 def _parts_of(plan: StepPlan) -> tuple[list[tuple[int, int]], int]:
     """Return the chunks of prompts (length, context), and how many rows decode or go beside those that do."""
-    chunks = [r for r in plan.rows if r.kind is RowKind.PROMPT and not r.beside]
+    chunks = [r for r in plan.rows if r.kind is RowKind.PROMPT and not r.piggybacked]
     decodes = sum(len(r.tokens) for r in plan.rows) - sum(len(r.tokens) for r in chunks)
     return [(padded_length(len(r.tokens)), r.start) for r in chunks], decodes
 
 
 def prompt_seconds(form: tuple[float, ...], tokens: int, chunk: int) -> float:
     """Return the seconds that a device of this `CostModel.form` needs to read a prompt, `chunk` tokens at a time, with
-    nothing else to do. An empty form means that the device is unknown: 0."""
+    nothing else to do. An empty form means that the device is unknown: 0.
+    """
     if not form:
         return 0.0
     starts = range(0, tokens, chunk)
@@ -143,7 +145,8 @@ def _features(length: int, context: int) -> np.ndarray:
 
 def _nonnegative_fit(features: list[np.ndarray], milliseconds: list[float]) -> np.ndarray:
     """Weights of least relative error, none negative: of each choice of parts that are not zero, the best that is
-    feasible; there are at most fifteen."""
+    feasible; there are at most fifteen.
+    """
     y = np.maximum(np.array(milliseconds), 1e-3)
     x = np.array(features) / y[:, None]
     parts = x.shape[1]

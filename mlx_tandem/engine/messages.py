@@ -54,7 +54,8 @@ class FollowAdapter(Struct, frozen=True, array_like=True, tag="follow"):
 
 class OpenTrainer(Struct, frozen=True, array_like=True, tag="open"):
     """A trainer as `spec` says; its arrays come from `folder` (a checkpoint, with the optimiser's state), or from the
-    loaded adapter `digest`, or are fresh. Answered by TrainerOpened. One of that name that is open is replaced."""
+    loaded adapter `digest`, or are fresh. Answered by TrainerOpened. One of that name that is open is replaced.
+    """
 
     call: int
     spec: TrainerSpec
@@ -71,7 +72,8 @@ class CloseTrainer(Struct, frozen=True, array_like=True, tag="close"):
 
 class ForwardBackward(Struct, frozen=True, array_like=True, tag="pass"):
     """Forward, and unless `forward_only` backward: gradients add up in each trainer until its OptimStep. Answered by
-    PassDone. The same data and `micro_batch_tokens` (0: as configured) in the same state give the same gradients."""
+    PassDone. The same data and `micro_batch_tokens` (0: as configured) in the same state give the same gradients.
+    """
 
     call: int
     batches: tuple[Batch, ...]
@@ -81,7 +83,8 @@ class ForwardBackward(Struct, frozen=True, array_like=True, tag="pass"):
 
 class OptimStep(Struct, frozen=True, array_like=True, tag="step"):
     """One step of the optimiser with the gradients there are, which are gone then. Answered by Stepped. The state
-    before it is kept until SettleTrainer or the next OptimStep."""
+    before it is kept until SettleTrainer or the next OptimStep.
+    """
 
     call: int
     trainer: str
@@ -98,7 +101,8 @@ class SettleTrainer(Struct, frozen=True, array_like=True, tag="settle"):
 
 class PublishTrainer(Struct, frozen=True, array_like=True, tag="publish"):
     """Make the present weights an adapter that requests may name by its digest; it stays in memory until
-    UnloadAdapter. Answered by AdapterLoaded."""
+    UnloadAdapter. Answered by AdapterLoaded.
+    """
 
     call: int
     trainer: str
@@ -106,7 +110,8 @@ class PublishTrainer(Struct, frozen=True, array_like=True, tag="publish"):
 
 class SaveTrainer(Struct, frozen=True, array_like=True, tag="save"):
     """Write the adapter in PEFT's format and the optimiser's state into `folder`, which is there and empty.
-    Answered by CallDone once everything is on disk; other work goes on meanwhile."""
+    Answered by CallDone once everything is on disk; other work goes on meanwhile.
+    """
 
     call: int
     trainer: str
@@ -164,7 +169,8 @@ class Fatal(Struct, frozen=True, array_like=True, tag="fatal"):
 
 class Started(Struct, frozen=True, array_like=True, tag="started"):
     """The first row of a request is in a step. `at`: in seconds of the monotonic clock, which is the same in all
-    processes of a machine."""
+    processes of a machine.
+    """
 
     request: int
     at: float

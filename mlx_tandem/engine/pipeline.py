@@ -13,7 +13,7 @@ from typing import Any
 
 from mlx_tandem.engine.histogram import FILL_PARTS, STEP_TOKENS, Histogram
 from mlx_tandem.engine.plan import DeviceError, Runner, Slice, StepPlan, StepResult, Wait
-from mlx_tandem.engine.scheduler import Scheduler, Settled
+from mlx_tandem.engine.scheduler import Scheduler, StepOutcome
 from mlx_tandem.engine.time_share import TimeShare
 from mlx_tandem.engine.trainers import TrainerHost
 
@@ -28,7 +28,7 @@ _NO_STEP = StepPlan(())
 
 
 class StepsLost(Exception):
-    """The device failed; these steps will never be settled. `again` is that of the DeviceError."""
+    """The device failed; these steps will never be outcome. `again` is that of the DeviceError."""
 
     def __init__(self, plans: list[StepPlan], cause: DeviceError):
         super().__init__(str(cause))
@@ -73,7 +73,7 @@ class StepCounts:
         tokens, chunks = sum(len(r.tokens) for r in plan.rows), plan.prompt_tokens
         self.steps += 1
         self.rows += rows
-        self.lora_rows += sum(1 for r in plan.rows if r.slot)
+        self.lora_rows += sum(1 for r in plan.rows if r.lora_slot)
         self.step_ms = 0.9 * self.step_ms + 0.1 * ms if self.step_ms else ms
         if rows:
             self.step_tokens.observe(tokens)
@@ -104,7 +104,7 @@ class Pipeline:
         """Whether nothing is in flight."""
         return self._flight is None and self._slice is None
 
-    def turn(self) -> Settled | None:
+    def turn(self) -> StepOutcome | None:
         """Catch up, plan, launch, and settle the step before; return what became known, None when no step was read.
 
         Between two steps goes a slice of learning when it is due, or several. Slices and rows made for training take
@@ -120,12 +120,12 @@ class Pipeline:
             self._had_slice = self._had_slice and not due  # those rows are in this step only if learning is due
             return self._launch(self.scheduler.plan(due))
         self._had_slice = True
-        settled = self.drain() if self._flight is not None and _is_large(self._flight.plan) else None
+        outcome = self.drain() if self._flight is not None and _is_large(self._flight.plan) else None
         several = due and self.time_share.may_go_on
         step = None if several else self.scheduler.plan(background=False)
-        return self._launch(replace(step or _NO_STEP, slice=slice_)) or settled
+        return self._launch(replace(step or _NO_STEP, slice=slice_)) or outcome
 
-    def drain(self) -> Settled | None:
+    def drain(self) -> StepOutcome | None:
         """Read what is in flight and launch nothing; the device has nothing to do then. Raises StepsLost."""
         self._catch_up()
         return self._launch(None)
@@ -136,7 +136,7 @@ class Pipeline:
             slice_, self._slice = self._slice, None
             self._read_slice(slice_)
 
-    def _launch(self, plan: StepPlan | None) -> Settled | None:
+    def _launch(self, plan: StepPlan | None) -> StepOutcome | None:
         """Launch a plan's slice and its step, then read and settle the step that was launched before and ran meanwhile.
 
         It is read first where the next step would not start before that or would take the launch for its own work.
@@ -166,7 +166,7 @@ class Pipeline:
         except DeviceError as e:
             self._flight = None
             raise StepsLost([p for p in (before.plan if before else None, plan) if p is not None], e) from e
-        return None if before is None or result is None else self.scheduler.settle(before.plan, result)
+        return None if before is None or result is None else self.scheduler.update_from_output(before.plan, result)
 
     def _launch_slice(self, slice_: Slice) -> _LaunchedSlice | None:
         """Launch a slice; None when it is done already."""

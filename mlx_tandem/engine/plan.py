@@ -67,7 +67,7 @@ class Row(Struct, frozen=True, gc=False):
     kind: RowKind
     sequence: int
     seat: int
-    slot: int  # of the adapter; 0 is the base model
+    lora_slot: int  # 0 is the base model
     start: int
     tokens: tuple[int, ...]
     tables: Tables
@@ -75,7 +75,7 @@ class Row(Struct, frozen=True, gc=False):
     targets: tuple[int, ...] = ()
     version: int = 0  # of the adapter, for a request that follows
     background: bool = False  # made for training
-    beside: bool = False
+    piggybacked: bool = False
 
 
 Wait = Callable[[], None]
@@ -100,7 +100,8 @@ class Slice(Struct, frozen=True, gc=False):
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One unit of device work, done in this order: slice of learning, saves, uploads, copies, loads, seatings, rows. A
-    plan may have none of the last."""
+    plan may have none of the last.
+    """
 
     rows: tuple[Row, ...]
     uploads: tuple[tuple[int, str], ...] = ()  # (slot, adapter digest)
@@ -160,7 +161,8 @@ class StepResult:
 
 class DeviceError(Exception):
     """The device or the runtime failed in a step, whose rows are lost; the engine may go on. With `again` the cause is
-    gone: whoever had a row in it can be computed again."""
+    gone: whoever had a row in it can be computed again.
+    """
 
     def __init__(self, message: str, *, again: bool = False):
         super().__init__(message)

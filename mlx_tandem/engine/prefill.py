@@ -16,7 +16,7 @@ _HURRY = 8
 share of their time; a burst of short ones is read at once, since every chunk has a fixed cost and a batch that is not
 full wastes more."""
 
-_BESIDE_END = 1024
+_PIGGYBACKED_END = 1024
 """The position up to which tokens of prompts go beside rows that decode: each reads all that is before it by itself."""
 
 _IDLE_MS, _MOST_IDLE_MS = 200.0, 1500.0
@@ -33,9 +33,10 @@ _WHOLE = 4 / 3
 
 class Take(Protocol):
     """Puts the next so many tokens of a prompt into the plan; how many of them are scored, padded. None: there is no
-    room for them in the pool."""
+    room for them in the pool.
+    """
 
-    def __call__(self, s: Sequence, tokens: int, *, beside: bool = False) -> int | None: ...
+    def __call__(self, s: Sequence, tokens: int, *, piggybacked: bool = False) -> int | None: ...
 
 
 class Prefill:
@@ -46,18 +47,19 @@ class Prefill:
         self._config = config
         self._scored_positions = scored_positions(vocab_size)
         self._chunk_tokens = config.max_chunk_tokens or limits.tokens
-        self._beside = min(limits.beside, self._chunk_tokens)
+        self._piggybacked = min(limits.piggybacked, self._chunk_tokens)
         self._pairs = limits.pairs * 4 // 5  # tables are padded, by at most a quarter
         self._saved = 0.0  # milliseconds of streams' time that prompts may take and have not taken yet
 
     def plan(self, reading: list[Sequence], streams: int, take: Take) -> None:
         """Chunks of prompts for a step in which so many streams decode. They give a share of their time to prompts, a
         larger one when many wait; it is saved up for a chunk that is worth its fixed cost. Where the device can, chunks
-        share the streams' forward instead, unless there are more prompts than streams."""
+        share the streams' forward instead, unless there are more prompts than streams.
+        """
         most = self._config.prefill_batch_size or len(reading)
-        if streams and self._beside and len(reading) <= streams:
+        if streams and self._piggybacked and len(reading) <= streams:
             room = self.cost.tokens(self._share(len(reading), streams))
-            reading = self._plan_beside(reading, min(self._beside, max(room, LENGTHS[0])), most, take)
+            reading = self._plan_piggybacked(reading, min(self._piggybacked, max(room, LENGTHS[0])), most, take)
         if not reading:
             return
         budget = idle = self.idle_ms()
@@ -77,18 +79,18 @@ class Prefill:
         """Milliseconds of a step that so many streams give to so many prompts."""
         return self._config.prefill_share * max(1.0, _HURRY * prompts / streams) * self.cost.decode(streams)
 
-    def _plan_beside(self, reading: Iterable[Sequence], room: int, most: int, take: Take) -> list[Sequence]:
+    def _plan_piggybacked(self, reading: Iterable[Sequence], room: int, most: int, take: Take) -> list[Sequence]:
         """So many tokens of the first `most`. Returns who has to be read in a forward of its own."""
         taken, rest = 0, list[Sequence]()
         for s in reading:
             if taken + len(rest) == most:
                 break
-            n = min(s.unread, _BESIDE_END - s.scheduled)
+            n = min(s.unread, _PIGGYBACKED_END - s.scheduled)
             if n <= 0 or s.targets(s.scheduled, s.scheduled + n):
                 rest.append(s)
                 continue
             n = min(n, room)
-            if n and take(s, n, beside=True) is not None:
+            if n and take(s, n, piggybacked=True) is not None:
                 room -= n
                 taken += 1
         return rest

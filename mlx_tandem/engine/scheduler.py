@@ -12,7 +12,7 @@ and values it has.
 A plan may be made while the one before it is still on the device: tokens drawn there are `pending` until `settle`.
 
 A sequence that needs a mask has a row only when all its tokens are known, and one with drafts in flight has no other
-row until they are settled. (docs/decisions/step-contract.md)
+row until they are outcome. (docs/decisions/step-contract.md)
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _PROMPT, _DECODE, _VERIFY = RowKind  # names of the module are found faster than
 
 
 @dataclass(slots=True)
-class Settled:
+class StepOutcome:
     """What became known when a step was read: new tokens, and requests whose logits were not finite."""
 
     deltas: list[Delta] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Scheduler:
             raise InvalidRequest(f"request {request.id} exists", param="id")
         choices = [Sequence(self._next_id + i, request, i, stop_ids) for i in range(request.n)]
         self._next_id += request.n
-        choices[0].followers = choices[1:]
+        choices[0].siblings = choices[1:]
         is_masked = self.mask_maker is not None and self.mask_maker.constrains(request)
         for s in choices:
             s.is_masked = is_masked
@@ -169,7 +169,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return sum(1 + len(s.followers) for s in self._waiting)
+        return sum(1 + len(s.siblings) for s in self._waiting)
 
     @property
     def tier(self) -> Tier | None:
@@ -186,7 +186,8 @@ class Scheduler:
 
     def take_events(self) -> tuple[list[tuple[int, float]], list[int]]:
         """Return what happened since the last call: requests whose first row was planned, each once and with the
-        seconds of the monotonic clock then, and requests of which a sequence was preempted, once for each time."""
+        seconds of the monotonic clock then, and requests of which a sequence was preempted, once for each time.
+        """
         events = self._started, self._preempted
         if self._started:
             self._started = []
@@ -196,7 +197,8 @@ class Scheduler:
 
     def plan(self, background: bool = True) -> StepPlan | None:
         """The next unit of device work, or None when there is none to do now. Unless `background`, rows made for
-        training are left out while there are users' requests."""
+        training are left out while there are users' requests.
+        """
         left_out = set() if background or not self.has_users else self._background
         rows: list[Row] = []
         self._blocks.poll()
@@ -204,12 +206,12 @@ class Scheduler:
             self._move(s)
         self._admit(left_out)
         loads = self._blocks.take_loads()
-        for s in [s for s in self._wanted(left_out) if s.followers and s.scheduled == s.prompt_length - 1]:
+        for s in [s for s in self._wanted(left_out) if s.siblings and s.scheduled == s.prompt_length - 1]:
             self._fork(s)
         proposer, may_wait = self.proposer, self.proposer is not None or self.mask_maker is not None
         for s in self._wanted(left_out):
             # A row before this one may have taken this sequence's blocks: then it has lost its seat.
-            if s.seat < 0 or not s.wants_decode or s.followers or (may_wait and self._waits_for_token(s)):
+            if s.seat < 0 or not s.wants_decode or s.siblings or (may_wait and self._waits_for_token(s)):
                 continue
             if not self._reserve(s, s.scheduled + 1, rows):
                 continue
@@ -263,18 +265,18 @@ class Scheduler:
         return drafts[: self._blocks.draft(s, len(drafts), len(self._running))] if drafts else ()
 
     def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> None:
-        def take(s: Sequence, tokens: int, *, beside: bool = False) -> int | None:
+        def take(s: Sequence, tokens: int, *, piggybacked: bool = False) -> int | None:
             # A row before this one may have taken this sequence's blocks.
             if s.seat < 0 or not self._reserve(s, s.scheduled + tokens, rows):
                 return None
             chunk = tuple(s.tokens[s.scheduled : s.scheduled + tokens])
-            rows.append(self._row(s, _PROMPT, chunk, beside))
+            rows.append(self._row(s, _PROMPT, chunk, piggybacked))
             return padded_length(tokens) if rows[-1].targets else 0
 
         reading = [s for s in self._wanted(left_out) if s.wants_prefill and s.seat >= 0]
         self.prefill.plan(reading, len(rows), take)
 
-    def _row(self, s: Sequence, kind: RowKind, tokens: tuple[int, ...], beside: bool = False) -> Row:
+    def _row(self, s: Sequence, kind: RowKind, tokens: tuple[int, ...], piggybacked: bool = False) -> Row:
         start = s.scheduled
         if s.cached is None:
             self._start(s)
@@ -288,7 +290,7 @@ class Scheduler:
             tables = tuple([own + spare for own, spare in zip(tables, s.spare, strict=True)])
         version = s.adapter.version if request.follow and s.adapter is not None else 0
         background = request.background
-        return Row(kind, s.id, s.seat, s.slot, start, tokens, tables, sample, targets, version, background, beside)
+        return Row(kind, s.id, s.seat, s.slot, start, tokens, tables, sample, targets, version, background, piggybacked)
 
     def _start(self, s: Sequence) -> None:
         """Note that the work on the request of `s` begins."""
@@ -303,14 +305,15 @@ class Scheduler:
 
     def _admit(self, left_out: Collection[int]) -> None:
         """Let waiting sequences run while there are seats, blocks for all they know, and adapter slots. One whose
-        prompt begins as one that is being read waits for that, and for the drive where that has more of it."""
+        prompt begins as one that is being read waits for that, and for the drive where that has more of it.
+        """
         blocked: list[Sequence] = []
         patience = PATIENCE  # of the one among the blocked that has the least left
         while self._waiting and patience > 0:
             s = self._waiting[0]
             if s.pending or len(blocked) > PATIENCE or s.request.id in left_out:
                 break
-            group = [s, *s.followers]
+            group = [s, *s.siblings]
             waits = not self._may_have_slot(s)
             if not waits:
                 match = self._find_room(s, group)
@@ -347,7 +350,7 @@ class Scheduler:
 
     def _has_tokens_for(self, s: Sequence) -> bool:
         most = self._config.max_inflight_tokens
-        return not most or sum(x.most_tokens * (1 + len(x.followers)) for x in (*self._running, s)) <= most
+        return not most or sum(x.most_tokens * (1 + len(x.siblings)) for x in (*self._running, s)) <= most
 
     def _displace_for(self, s: Sequence) -> bool:
         """A user's sequence takes the place of the least that was made for training; whether there was one."""
@@ -358,7 +361,8 @@ class Scheduler:
 
     def _may_have_slot(self, s: Sequence) -> bool:
         """Whether `_take_slot` is worth a try. Asked before the prompt is looked up, which takes milliseconds for long
-        ones, in every plan."""
+        ones, in every plan.
+        """
         digest = s.adapter_digest
         if digest is None or self._slots.slot(digest) is not None or self._slots.available():
             return True
@@ -410,9 +414,9 @@ class Scheduler:
 
         Each then runs the last prompt token itself, which draws its own first token.
         """
-        followers, s.followers = s.followers, []
+        siblings, s.siblings = s.siblings, []
         at = self._running.index(s) + 1
-        for f in followers:
+        for f in siblings:
             if self._blocks.fork(s, f):
                 self._running.insert(at, f)
                 at += 1
@@ -422,7 +426,8 @@ class Scheduler:
 
     def _reserve(self, s: Sequence, positions: int, rows: list[Row]) -> bool:
         """Blocks for `positions` of s; those that are not in this plan yet give back what they can do without, and then
-        the last of them is preempted."""
+        the last of them is preempted.
+        """
         if positions <= s.room or self._blocks.reserve(s, positions):
             return True
         planned = {row.sequence for row in rows}
@@ -440,7 +445,7 @@ class Scheduler:
         self.preemptions += 1
         self._preempted.append(s.request.id)
         self._running.remove(s)
-        for x in (s, *s.followers):
+        for x in (s, *s.siblings):
             self._leave(x)
         # One that was admitted and had no row yet comes behind those that had.
         insort_left(self._waiting, s, key=lambda x: (x.priority, x.cached is None))
@@ -467,8 +472,8 @@ class Scheduler:
             del self._choices[s.request.id]
             self._background.discard(s.request.id)
         for leader in choices.values():
-            if s in leader.followers:
-                leader.followers.remove(s)
+            if s in leader.siblings:
+                leader.siblings.remove(s)
                 self._leave(s)
                 return
         place = bisect_left(self._waiting, s.priority, key=_PRIORITY)  # for an heir
@@ -478,17 +483,17 @@ class Scheduler:
             place = self._waiting.index(s)
             del self._waiting[place]
         self._leave(s)
-        if s.followers:  # nobody has computed their prompt now: the next of them starts over
-            heir, *others = s.followers
-            for f in s.followers:
+        if s.siblings:  # nobody has computed their prompt now: the next of them starts over
+            heir, *others = s.siblings
+            for f in s.siblings:
                 self._leave(f)
-            heir.followers, heir.overtaken, heir.cached = others, s.overtaken, s.cached
+            heir.siblings, heir.overtaken, heir.cached = others, s.overtaken, s.cached
             self._waiting.insert(place, heir)
 
-    def settle(self, plan: StepPlan, result: StepResult) -> Settled:
+    def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutcome:
         """Take in what a step drew. Sequences that ended meanwhile are passed over."""
-        settled = Settled()
-        sequences, deltas, logprobs = self._sequences, settled.deltas, result.logprobs
+        outcome = StepOutcome()
+        sequences, deltas, logprobs = self._sequences, outcome.deltas, result.logprobs
         spoiled: set[int] = set()
         for i, (row, drawn) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             is_finite = not drawn or drawn[-1] != NOT_A_NUMBER
@@ -502,7 +507,7 @@ class Scheduler:
                 continue
             assert drawn, "a row that samples draws"
             if not is_finite:
-                settled.failed.append(s.request.id)
+                outcome.failed.append(s.request.id)
                 for x in self._choices[s.request.id].values():
                     x.is_pure = False
                 self.cancel(s.request.id)
@@ -529,7 +534,7 @@ class Scheduler:
             self._blocks.spoil(spoiled)
         if plan.saves:
             self._blocks.saved(result.saves)
-        return settled
+        return outcome
 
     def _say(self, s: Sequence, drawn: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Add drawn tokens to those of `s` up to the one that ends it; return these, and why it ends if it does."""
@@ -564,7 +569,8 @@ class Scheduler:
     def fail(self, plans: Iterable[StepPlan], *, again: bool = False) -> list[int]:
         """Give up steps that were lost on the device, and return the requests that had a row in them: these end here,
         unless they can be computed `again`; then none is returned. Every other running sequence is computed again,
-        since nothing in the cache can be trusted."""
+        since nothing in the cache can be trusted.
+        """
         plans = list(plans)
         for s in self._sequences.values():
             s.is_pure = s.seat < 0
@@ -588,8 +594,8 @@ class Scheduler:
         self._blocks.check(self._sequences.values())
         held = [s.seat for s in self._sequences.values() if s.seat >= 0]
         assert sorted(held + self._seats) == list(range(self._config.max_num_seqs)), "a seat is lost or shared"
-        followers = [f for s in (*self._running, *self._waiting) for f in s.followers]
-        everyone = [*self._running, *self._waiting, *followers]
+        siblings = [f for s in (*self._running, *self._waiting) for f in s.siblings]
+        everyone = [*self._running, *self._waiting, *siblings]
         assert sorted(s.id for s in everyone) == sorted(self._sequences), "a sequence is lost or doubled"
         assert all(s.seat >= 0 for s in self._running)
         assert all(s.seat < 0 for s in self._waiting)

@@ -20,7 +20,6 @@ class Sequence:
         "cached",
         "chain",
         "choice",
-        "followers",
         "has_drawn",
         "id",
         "is_masked",
@@ -37,6 +36,7 @@ class Sequence:
         "scheduled",
         "scores",
         "seat",
+        "siblings",
         "slot",
         "spare",
         "stop_ids",
@@ -73,7 +73,7 @@ class Sequence:
         self.scores: list[TokenLogprob] | None = None
         """Of the prompt's tokens from the second on, as far as computed; one list for all choices of the request. None
         when they were not asked for, or have been handed out."""
-        self.followers: list[Sequence] = []
+        self.siblings: list[Sequence] = []
         """The other choices of the request, until the shared part of the prompt is computed."""
 
     @property
@@ -103,7 +103,7 @@ class Sequence:
     @property
     def unread(self) -> int:
         """Tokens of its prompt that no step has read; the last is left for the choices that share it."""
-        return (self.prompt_length - 1 if self.followers else len(self.tokens)) - self.scheduled
+        return (self.prompt_length - 1 if self.siblings else len(self.tokens)) - self.scheduled
 
     @property
     def is_complete(self) -> bool:

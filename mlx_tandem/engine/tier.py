@@ -264,7 +264,8 @@ class Tier:
 
     def awaits(self, sequence: int, chain: Chain, tokens: Sequence[int], known: int) -> bool:
         """Whether a sequence that waits, of which `known` whole blocks are in the pool, is to wait for more from the
-        drive. The first time and when some that were there have gone, begins to read them."""
+        drive. The first time and when some that were there have gone, begins to read them.
+        """
         fetch = self._fetches.get(sequence)
         if fetch is None or (fetch.payloads is not None and fetch.first > known and fetch.trial < _TRIALS):
             return self._begin(sequence, chain, tokens, known, fetch.trial + 1 if fetch else 1)

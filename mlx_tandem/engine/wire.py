@@ -25,7 +25,8 @@ class WireError(Exception):
 
 def encode(messages: Sequence[Inbound | Outbound]) -> bytes:
     """Return a frame of `messages`, their texts escaped and cut as `texts` says. Raises WireError for one that is too
-    large."""
+    large.
+    """
     body = _encoder.encode([_printable(message) for message in messages])
     if len(body) > MAX_FRAME:
         raise WireError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
@@ -75,7 +76,8 @@ class EngineChannel:
 
     def receive(self, wait: float) -> list[Inbound]:
         """All messages that have arrived; waits up to `wait` seconds for the first, or until `wake`. Raises WireError
-        when the front is gone."""
+        when the front is gone.
+        """
         messages: list[Inbound] = []
         while ready := select.select([self._socket, self._woken], [], [], 0.0 if messages else wait)[0]:
             if self._woken in ready:

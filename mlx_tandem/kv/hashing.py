@@ -22,7 +22,8 @@ ROOT = bytes(32)
 
 class Namespace(Struct, frozen=True):
     """Blocks may be shared within one namespace and never across two. Names play no part: an adapter that is loaded
-    again under its old name has another digest, unless its content is the same."""
+    again under its old name has another digest, unless its content is the same.
+    """
 
     weights: str  # digest of the model's weights
     tokenizer: str  # digest of the tokenizer

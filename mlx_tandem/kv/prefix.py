@@ -41,7 +41,8 @@ class Entry:
 @dataclass(frozen=True, slots=True)
 class Match:
     """What is known of a sequence's beginning, in each pool: whole blocks (SCRATCH where no window reaches), and then a
-    block whose first `extra` tokens agree."""
+    block whose first `extra` tokens agree.
+    """
 
     tables: list[list[int]] = field(default_factory=lambda: [[]])
     sources: list[int] = field(default_factory=list)
@@ -129,7 +130,8 @@ class PrefixCache:
 
     def part(self, chain: Chain, tokens: Sequence[int], at: int) -> tuple[int, int]:
         """Which block agrees longest with what follows the first `at` blocks, and for how many tokens. It counts from
-        half a block on: to copy it costs about what it takes to compute a few tokens."""
+        half a block on: to copy it costs about what it takes to compute a few tokens.
+        """
         size = self.block_size
         rest = tuple(tokens[at * size : (at + 1) * size])
         least = (size + 1) // 2 if self.group.divides else size + 1

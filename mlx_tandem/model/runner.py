@@ -101,7 +101,8 @@ class _Key(NamedTuple):
 class MLXRunner:
     """`weights` maps adapter digests to what `StepPlan.uploads` may ask for; the owner keeps it current.
     `attention` has for each layer what answers few queries; None, or nothing for any layer: the portable back end does.
-    Decoding rows are padded to `row_counts`, ascending; without any as `shapes.row_count` does."""
+    Decoding rows are padded to `row_counts`, ascending; without any as `shapes.row_count` does.
+    """
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class MLXRunner:
         return Flight(plan, parts, cold=self._compiled != compiled)
 
     def waits(self, plan: StepPlan) -> bool:
-        prompts = sum(len(r.tokens) for r in plan.rows if r.kind is RowKind.PROMPT and not r.beside)
+        prompts = sum(len(r.tokens) for r in plan.rows if r.kind is RowKind.PROMPT and not r.piggybacked)
         return self._may_pause and 4 * prompts >= LONG_TOKENS  # which may be padded to more
 
     def sample(self, handle: Flight, masks: list[list[Mask]]) -> None:
@@ -292,7 +293,8 @@ class MLXRunner:
 
     def _rectangles(self, rows: Sequence[Row]) -> list[list[int]]:
         """Indices of rows that run as one forward: by padded length, those apart that need logits of all positions, and
-        decodes apart when contexts differ much. What would need more memory than there is for it is cut."""
+        decodes apart when contexts differ much. What would need more memory than there is for it is cut.
+        """
         decodes = [i for i, r in enumerate(rows) if goes_with_decodes(r)]
         by_length: dict[tuple[int, bool, int | None], list[int]] = {(1, False, None): decodes} if decodes else {}
         for i, r in enumerate(rows) if len(decodes) < len(rows) else ():
@@ -320,29 +322,29 @@ class MLXRunner:
         return self._row_counts if length == 1 else ()
 
     def _build_part(self, plan: StepPlan, indices: list[int]) -> Part:
-        slots = [r.slot for r in plan.rows]
+        slots = [r.lora_slot for r in plan.rows]
         indices = sorted(indices, key=slots.__getitem__)  # rows of one adapter beside each other are faster
         rows = [plan.rows[i] for i in indices]
         verifies = any(r.kind is RowKind.VERIFY for r in rows)
-        beside = verifies or any(r.beside for r in rows)
+        mixed = verifies or any(r.piggybacked for r in rows)
         whole = rows
-        if beside:
+        if mixed:
             indices, rows = token_by_token(indices, rows)
         longest = max([len(r.tokens) for r in rows])
         length = 1 if longest == 1 else padded_length(longest)
-        count = row_count(coarse_count(len(rows)) if beside else len(rows), self._good_counts(length))
+        count = row_count(coarse_count(len(rows)) if mixed else len(rows), self._good_counts(length))
         pools = range(len(self._pool.windows))
         in_place = tuple(self._contiguous(rows, pool) for pool in pools)
         level = self._level(rows)
-        width_of = coarse_width if beside else table_width
+        width_of = coarse_width if mixed else table_width
         widths = tuple(width_of(most_blocks_read(rows, self._block_size, window)) for window in self._pool.windows)
         padding = self._seats.padding
         seats = [r.seat if r.sample else padding for r in rows] + [padding] * (count - len(rows))
-        picked = [at for at, seat in enumerate(seats) if seat < padding] if beside else []
+        picked = [at for at, seat in enumerate(seats) if seat < padding] if mixed else []
         pads = max(min(coarse_count(len(picked)), padding) - len(picked), 0)
         drawn_seats = [seats[at] for at in picked] + [padding] * pads if picked else seats
         samples = min(seats) < padding
-        flags, sampling = self._sampling(tuple(drawn_seats), beside) if samples else (SamplingFlags(), [])
+        flags, sampling = self._sampling(tuple(drawn_seats), mixed) if samples else (SamplingFlags(), [])
         adapter_slots = [slots[i] for i in indices]
         route = self._lora.route(adapter_slots + [adapter_slots[-1]] * (count - len(rows)), length)
         tokens, offset, places, last = self._index_arrays(rows, count, length, widths)
@@ -365,7 +367,7 @@ class MLXRunner:
         masked = bool(plan.masked) and not set(plan.masked).isdisjoint(indices)
         key = _Key(count, length, gathered, carry, samples, flags, route.layout, level, scores, picks, most, masked)
         # Of too many kinds to be traced once for each, or pausing.
-        if any(in_place) or level or self._is_long(key) or (beside and not self._is_usual(key)):
+        if any(in_place) or level or self._is_long(key) or (mixed and not self._is_usual(key)):
             step = self._make_step(key, forms(numbers), in_place)
         else:
             found = self._steps.get(key)
@@ -400,7 +402,8 @@ class MLXRunner:
         self, key: _Key, expected: Sequence[Form], in_place: Sequence[tuple[int, int] | None]
     ) -> Callable[..., Any]:
         """The step as a pure function: arrays and lists of arrays in, the same out. `expected`: of its inputs; they
-        follow from the key."""
+        follow from the key.
+        """
         model, caches, lora, head, angles = self._model, self._caches, self._lora, self._head, self._angles
         merged, draw = self._merged, drawing(key.flags, self._greedy, self._seats.padding)
         pools, windows, pool_of = self._pool.pools, self._pool.windows, self._pool.pool_of
@@ -507,7 +510,8 @@ class MLXRunner:
         self, rows: list[Row], count: int, length: int, widths: Sequence[int]
     ) -> tuple[Numbers, Numbers, list[Numbers], Numbers]:
         """tokens [rows, length], offset [rows], slots [rows, length] and tables [rows, width] of each pool, and last
-        [rows]."""
+        [rows].
+        """
         offset = np.zeros(count, np.int32)
         offset[: len(rows)] = [r.start for r in rows]
         lengths = np.zeros(count, np.int32)
@@ -564,11 +568,11 @@ class MLXRunner:
             padded[i, : len(own)] = own
         return padded
 
-    def _sampling(self, seats: tuple[int, ...], beside: bool) -> tuple[SamplingFlags, list[mx.array]]:
-        key = (self._seats.generation, seats, beside)
+    def _sampling(self, seats: tuple[int, ...], mixed: bool) -> tuple[SamplingFlags, list[mx.array]]:
+        key = (self._seats.generation, seats, mixed)
         made = self._recent.get(key)
         if made is None:
-            flags = self._seats.flags(seats, coarse_count if beside else row_count)
+            flags = self._seats.flags(seats, coarse_count if mixed else row_count)
             made = self._recent[key] = flags, self._seats.arrays(seats, flags).flatten()
             if len(self._recent) > KEPT_SAMPLING:
                 self._recent.popitem(last=False)

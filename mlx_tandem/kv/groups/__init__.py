@@ -50,18 +50,21 @@ class CacheGroup(Protocol):
 
     def copy(self, table: Table, positions: int) -> tuple[Table, tuple[int, int] | None]:
         """Return the table of another sequence that goes on behind the first `positions` of this one, and which block
-        has to be copied into which, if any: whole blocks are shared. The pool has a free block."""
+        has to be copied into which, if any: whole blocks are shared. The pool has a free block.
+        """
 
     def give_back(self, table: Table, computed: int) -> tuple[Table, Table]:
         """Return the table without what no position from `computed` on needs, and these blocks, which the caller
-        releases."""
+        releases.
+        """
 
     def draft_blocks(self, table: Table, start: int, drafts: int) -> int:
         """Return how many blocks `take_drafts` would take."""
 
     def take_drafts(self, table: Table, start: int, drafts: int) -> tuple[Table, Table]:
         """Return the table for so many drafts behind position `start`, and blocks that only these drafts have. What
-        the runner is given is the one followed by the other."""
+        the runner is given is the one followed by the other.
+        """
 
     def truncate(self, table: Table, spare: Table, start: int, positions: int) -> Table:
         """Return the table once it is known that the first `positions` stay of what `take_drafts` made room for."""

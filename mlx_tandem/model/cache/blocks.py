@@ -20,7 +20,8 @@ from mlx_tandem.model.cache.kvcache import LayerShape
 
 class KVArrays:
     """`layers` holds each layer's arrays, keys before values; a step takes them all and gives them back. `order`: of
-    all who read and write them."""
+    all who read and write them.
+    """
 
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int, order: Order | None = None):
         self._shapes = shapes

@@ -52,7 +52,8 @@ def writing() -> Writing:
 
 class Written(NamedTuple):
     """The array to go on with, the old one must not be used any more; and a zero [1] int32 to which the indices have to
-    be added with which it is read in the same step, None where it can be read in any way."""
+    be added with which it is read in the same step, None where it can be read in any way.
+    """
 
     array: mx.array
     after: mx.array | None

@@ -37,7 +37,8 @@ class Asks:
 @dataclass(frozen=True, slots=True)
 class LayerShape:
     """What one layer caches: heads and widths of keys and of values differ in latent attention. `window`: how many
-    positions it sees, the last of them the query's own; None: all."""
+    positions it sees, the last of them the query's own; None: all.
+    """
 
     keys: RowFormat
     values: RowFormat
@@ -256,7 +257,8 @@ class PagedCache:
         sinks: mx.array | None,
     ) -> mx.array:
         """Where the hook sends the layer's attention. Few queries over just what was fetched, under one of this step's
-        own masks, are answered from the pool, and what was to be gathered for them never is."""
+        own masks, are answered from the pool, and what was to be gathered for them never is.
+        """
         v = self._view
         assert v is not None
         fetched = len(self._fetched) == 2 and keys is self._fetched[0] and values is self._fetched[1]
@@ -290,7 +292,8 @@ class PagedCache:
         mask: mx.array | str | None,
     ) -> mx.array:
         """From the products of q, k and v, as `Rotary` takes them, to attention [rows, length, heads · dim]; the keys
-        and values are put into the pool on the way."""
+        and values are put into the pool on the way.
+        """
         v, fused = self._view, self._fused
         assert v is not None
         assert fused is not None

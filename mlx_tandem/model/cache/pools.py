@@ -59,7 +59,8 @@ class KVPools:
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> tuple[list[mx.array], list[mx.array]]:
         """Give each second block the contents of the first, which is of the same pool. Returns what to evaluate, and
-        what after that."""
+        what after that.
+        """
         read: list[mx.array] = []
         touched: list[mx.array] = []
         for (pool, own), first in zip(self._each([b for _, b in copies]), self.firsts, strict=True):

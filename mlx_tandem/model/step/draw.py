@@ -1,5 +1,6 @@
 """From logits to tokens: what a step does behind its forward, in the same compiled function, or where a row draws by a
-mask in one of its own."""
+mask in one of its own.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +76,8 @@ def bits_of(words: mx.array, vocabulary: int) -> mx.array:
 
 def words_of(rows: Sequence[int], count: int, masks: dict[int, list[Mask]], vocabulary: int) -> Numbers:
     """Return [count, words] uint32 for rows of a plan, of which those in `masks` have one for each time that they are
-    there; everything may be drawn by the others."""
+    there; everything may be drawn by the others.
+    """
     size = -(-vocabulary // 32)
     words = np.full((count, size), 0xFFFFFFFF, np.uint32)
     rest = {i: iter(own) for i, own in masks.items()}

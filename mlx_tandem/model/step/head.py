@@ -34,7 +34,8 @@ class HeadSelector:
 
     def select(self, last: mx.array | None, rows: mx.array | None = None) -> None:
         """Inside a traced step: last [rows] int32, the index of the sampled position in each row; None: all positions.
-        rows: the indices of those that are sampled, all of one position; None: all rows."""
+        rows: the indices of those that are sampled, all of one position; None: all rows.
+        """
         self._last, self._rows = last, rows
 
     def logits(self, output: mx.array, last: mx.array) -> mx.array:

@@ -155,7 +155,8 @@ def _uniform(key: mx.array, position: mx.array, words: mx.array) -> mx.array:
 
 def xtc_draw(key: mx.array, position: mx.array) -> mx.array:
     """Return [rows, 1] float32, uniform from 2^-33 to 1 and independent of the row's Gumbel noise. XTC applies to the
-    row where this is at most its probability."""
+    row where this is at most its probability.
+    """
     return _uniform(key, position, mx.array([[_NO_TOKEN]], mx.uint32))
 
 
@@ -241,7 +242,8 @@ def sample(
 
 def score(logits: mx.array, targets: mx.array, k: int) -> list[mx.array]:
     """Logprob and rank of each target and, with k, the k likeliest tokens and their logprobs, of the model's own
-    distribution. logits: [rows, length, vocabulary]; targets: [rows, length] int32."""
+    distribution. logits: [rows, length, vocabulary]; targets: [rows, length] int32.
+    """
     raw = logits.astype(mx.float32)
     normaliser = mx.logsumexp(raw, -1, keepdims=True)
     target = mx.take_along_axis(raw, targets[..., None], -1)
@@ -275,7 +277,8 @@ def _keep_likely(p: mx.array, a: SamplingArrays, flags: SamplingFlags) -> mx.arr
 
 def _within_top_p(race: mx.array, p: mx.array, tokens: mx.array, a: SamplingArrays, flags: SamplingFlags) -> mx.array:
     """The winner of the race among the smallest set of likeliest tokens that holds top_p of the mass, in the rows that
-    have a top_p; the others keep theirs."""
+    have a top_p; the others keep theirs.
+    """
     at, some = a.top_p_at, flags.top_p_rows < p.shape[0]
     top_p, drawn = a.top_p, tokens
     if some:
@@ -348,14 +351,16 @@ def _highest(p: mx.array, holds) -> mx.array:  # type: ignore[no-untyped-def]
 @cache
 def _halvings() -> mx.array:
     """Powers of two from 2^29 down. As parts of an array: each number that stands in a graph as such makes a kernel of
-    its own, which is compiled when first met."""
+    its own, which is compiled when first met.
+    """
     return mx.array(1 << np.arange(29, -1, -1, dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
     """Which tokens the rows have met: `prompt` [rows, vocabulary] bool, `output` [rows, vocabulary] counts, and where a
-    row has a window `recent` [rows, length] int32, its last tokens, the newest at the end and -1 before the first."""
+    row has a window `recent` [rows, length] int32, its last tokens, the newest at the end and -1 before the first.
+    """
 
     prompt: mx.array
     output: mx.array
@@ -393,7 +398,8 @@ class Seen:
     def penalise(self, z: mx.array, a: SamplingArrays) -> mx.array:
         """Return z [rows, vocabulary] with the rows' penalties. Repetition divides positive and multiplies negative
         logits of tokens met anywhere (CTRL, Keskar et al. 2019), or among the last `a.window`; presence and frequency
-        subtract for tokens of the output (OpenAI's definition)."""
+        subtract for tokens of the output (OpenAI's definition).
+        """
         said = self.output > 0
         met = self.prompt | said
         if self.recent is not None and a.window is not None:
@@ -406,7 +412,8 @@ class Seen:
 
 def _penalise_recent(z: mx.array, recent: mx.array, penalty: mx.array, window: mx.array) -> mx.array:
     """Return z [rows, vocabulary] with the repetition penalty on the last `window` tokens of the rows that have a
-    window; each token once, however often it is there."""
+    window; each token once, however often it is there.
+    """
     age = mx.arange(recent.shape[1] - 1, -1, -1)[None]  # of each token: 0 is the newest
     newest = mx.maximum(recent[:, -1:], 0)  # stands for what does not count; it counts itself
     tokens = mx.where((age < window) & (recent >= 0), recent, newest)

@@ -47,7 +47,8 @@ class SeatTables:
 
     def cut(self, seats: Sequence[int], width: int, begin: Numbers | None = None) -> Numbers:
         """[seats, width] int32: blocks of each table, from its first on or from `begin` [seats]; scratch behind those
-        that it has."""
+        that it has.
+        """
         if begin is None:
             self._widen(width)
             return np.take(self._blocks[:, :width], seats, axis=0)

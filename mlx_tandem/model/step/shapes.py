@@ -17,7 +17,8 @@ EXACT_ROWS = 4
 
 def row_count(rows: int, good: Sequence[int] = ()) -> int:
     """Rows padded up: exact to EXACT_ROWS; to the next of the counts that are known to be good (ascending); beyond the
-    last of them at most an eighth to a quarter more."""
+    last of them at most an eighth to a quarter more.
+    """
     if good and EXACT_ROWS < rows <= good[-1]:
         return good[bisect_left(good, rows)]
     return _padded(rows, ((EXACT_ROWS, 1), (16, 2), (64, 4), (128, 8), (256, 16)), 32)
@@ -25,7 +26,8 @@ def row_count(rows: int, good: Sequence[int] = ()) -> int:
 
 def coarse_count(rows: int) -> int:
     """As `row_count`, of rows among which are tokens of prompts: their number changes with every step, and each count
-    goes with many a number of rows that are sampled."""
+    goes with many a number of rows that are sampled.
+    """
     return _padded(rows, ((EXACT_ROWS, 1), (16, 8), (64, 16), (128, 32)), 64)
 
 
@@ -62,7 +64,8 @@ def most_blocks_read(rows: Sequence[Row], block_size: int, window: int | None) -
 
 def split_by_context(rows: Sequence[int], blocks: Mapping[int, int]) -> list[list[int]]:
     """Cut rows (indices into `blocks`) into one or two groups: one long context beside many short ones would
-    otherwise pad them all to its own length."""
+    otherwise pad them all to its own length.
+    """
     order = sorted(rows, key=lambda i: blocks[i])
     n = len(order)
     whole = n * blocks[order[-1]]
@@ -76,7 +79,8 @@ def split_by_context(rows: Sequence[int], blocks: Mapping[int, int]) -> list[lis
 
 def cut(rows: Sequence[int], blocks: Mapping[int, int], most: int, good: Sequence[int] = ()) -> list[list[int]]:
     """Cut rows (indices into `blocks`) into pieces whose padded tables have at most `most` blocks each, or one row.
-    `good`: row counts as for `row_count`."""
+    `good`: row counts as for `row_count`.
+    """
     rest = sorted(rows, key=lambda i: blocks[i])
     pieces = []
     while rest:

@@ -40,7 +40,8 @@ class Drafts(NamedTuple):
 
 def drafts_of(rows: Sequence[Row], count: int) -> list[Numbers]:
     """Return the arrays of `Drafts` for rows of a plan, each of which has one row of the forward for each of its tokens
-    in this order, and for padding up to `count` rows."""
+    in this order, and for padding up to `count` rows.
+    """
     longest = max(len(row.tokens) for row in rows if row.kind is RowKind.VERIFY) - 1
     most = 1 << (max(longest, LEAST_DRAFTS) - 1).bit_length()
     before = np.full((count, most), -1, np.int32)
@@ -77,15 +78,17 @@ def take_verified(plan: StepPlan, rows: Sequence[int], drawn: Sequence[int], tok
 
 def goes_with_decodes(row: Row) -> bool:
     """Return whether the tokens of a row are computed in the forward of the rows that decode: a chunk of one token has
-    their shape, and where it is not scored, they can take it in."""
-    return row.kind is not RowKind.PROMPT or row.beside or (len(row.tokens) == 1 and not row.targets)
+    their shape, and where it is not scored, they can take it in.
+    """
+    return row.kind is not RowKind.PROMPT or row.piggybacked or (len(row.tokens) == 1 and not row.targets)
 
 
 def token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[int], list[Row]]:
     """Return a row for each token of those that go beside others, and of those that verify drafts, which all draw.
-    `indices`: where each is in the plan."""
+    `indices`: where each is in the plan.
+    """
     every = [
-        (i, Row(r.kind, r.sequence, r.seat, r.slot, r.start + at, (token,), r.tables, r.sample and at >= first))
+        (i, Row(r.kind, r.sequence, r.seat, r.lora_slot, r.start + at, (token,), r.tables, r.sample and at >= first))
         for i, r in zip(indices, rows, strict=True)
         for first in (0 if r.kind is RowKind.VERIFY else len(r.tokens) - 1,)
         for at, token in enumerate(r.tokens)
