@@ -1,6 +1,6 @@
 """Keys of cache blocks: digests of everything that decides what a block's keys and values are.
 
-A key has 32 bytes and depends on the namespace, on all tokens before the block and on the block's own tokens. Two blocks
+A key has 32 bytes and depends on the namespace, on all tokens before the block and on the block's own tokens. Blocks
 with equal keys hold the same content. Callers compare the tokens of a block nevertheless before they use it.
 """
 
@@ -62,7 +62,7 @@ class Chain:
         self.keys: list[bytes] = []
 
     def key(self, index: int, tokens: Sequence[int], block_size: int) -> bytes:
-        """Return the key of block `index`. `tokens` are the sequence's from its first on and reach to the end of that block."""
+        """Return the key of block `index`. `tokens` are the sequence's, at least to the end of that block."""
         keys = self.keys
         for i in range(len(keys), index + 1):
             keys.append(block_key(self.namespace, self.parent(i), tokens[i * block_size : (i + 1) * block_size]))

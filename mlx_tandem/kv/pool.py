@@ -39,7 +39,7 @@ class Window:
         return first_block(position, self.tokens, block_size)
 
     def held(self, block_size: int) -> int:
-        """Return the most blocks that a sequence has while it decodes: its window, and what is not given back at once."""
+        """Return the most blocks that a decoding sequence has: its window, and what is not given back at once."""
         return -(-self.tokens // block_size) + 2
 
     def most(self, block_size: int) -> int:

@@ -155,7 +155,7 @@ class PrefixCache:
         return entry.block if entry and entry.tokens == tuple(tokens[i * size : (i + 1) * size]) else None
 
     def publish(self, chain: Chain, tokens: Sequence[int], table: Sequence[int], first: int = 0) -> int:
-        """Let the blocks of `table` be found, from number `first` on as far as `tokens` reach; return how many are full.
+        """Let blocks of `table` be found, from number `first` on as far as `tokens` reach; return how many are full.
 
         All of them have readers, and their content for these tokens is computed and will not change. Where another
         block holds the same content and is read, that one stays; where nobody reads it, this one takes its place.

@@ -14,9 +14,10 @@ from mlx_tandem.adapters.slots import Assignment, SlotTable
 from mlx_tandem.engine import block_manager, masks
 from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.block_manager import BlockManager
+from mlx_tandem.engine.outcome import StepOutcome
 from mlx_tandem.engine.plan import CARRY, Mask, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Prefill
-from mlx_tandem.engine.scheduler import Scheduler, StepOutcome
+from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv import prefix
 from mlx_tandem.kv.groups.state import StateGroup
@@ -449,9 +450,9 @@ def _never_stop(patch: pytest.MonkeyPatch) -> None:
 def _one_too_many(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sequence, "is_complete", property(lambda s: s.generated > s.request.params.max_tokens))
     patch.setattr(
-        Scheduler,
-        "_finish_reason",
-        lambda self, s, token: (
+        Sequence,
+        "finish_reason",
+        lambda s, token: (
             "stop"
             if token in s.stop_ids
             else "length"
@@ -654,7 +655,7 @@ def _look_at_the_last(patch: pytest.MonkeyPatch) -> None:
 
     def say(self: Scheduler, s: Sequence, drawn: tuple[int, ...]) -> Any:
         s.tokens += drawn
-        return drawn, self._finish_reason(s, drawn[-1])
+        return drawn, s.finish_reason(drawn[-1])
 
     patch.setattr(Scheduler, "_say", say)
 
@@ -856,7 +857,7 @@ PLANTS: dict[str, Plant] = {
     "a fork copies what is not there yet": _copy_a_copy,
     "a whole prompt is a hit": _hit_everything,
     "a scored prompt is a hit": _hit_scored,
-    "blocks are published before their step is outcome": _publish_early,
+    "blocks are published before their step is read": _publish_early,
     "the name of an adapter is its namespace": _share_by_name,
     "a hit is written to": _write_into_hits,
     "a hit is longer than it agrees": _attribute(prefix, "_shared", lambda a, b: min(len(a), len(b))),

@@ -1,8 +1,8 @@
 """Cache groups: layers of a model that cache a sequence in the same way.
 
-Each group has a pool of blocks of its own, and a sequence has a table of blocks in each group. A block stands for
-`pool.block_size` positions, whatever the group stores for them. Callers loop over the groups and depend neither on their
-number nor on their kinds.
+Each group has its own pool of blocks, and a sequence has a table of blocks in each group. A block stands for
+`pool.block_size` positions, whatever the group stores for them. Callers loop over the groups and depend on neither
+their number nor their kinds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class CacheGroup(Protocol):
         """Number of tokens of the longest sequence that fits when no other runs."""
 
     def first_needed(self, position: int) -> int:
-        """Return the first block of a sequence that is still needed when all positions before `position` are computed."""
+        """Return the first block of a sequence that is still needed when all before `position` is computed."""
 
     def end_of_seating(self, known: int, tokens: int) -> int:
         """Return the number of the first block that a sequence does not get when it is seated.
