@@ -78,6 +78,7 @@ class NarrowHead:
     _selector: HeadSelector
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        """Return the logits of the selected positions of x [rows, length, dim]."""
         out: mx.array = super().__call__(self._selector.narrow(x), *args, **kwargs)  # type: ignore[misc]
         return out
 

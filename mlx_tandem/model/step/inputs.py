@@ -110,5 +110,13 @@ def constant(numbers: Numbers) -> Numbers:
     return numbers
 
 
+def padded(ids: Sequence[Sequence[int]], count: int, length: int) -> Numbers:
+    """Return [count, length] int32 with these ids, padded with 0."""
+    numbers = np.zeros((count, length), np.int32)
+    for i, own in enumerate(ids):
+        numbers[i, : len(own)] = own
+    return numbers
+
+
 def _aligned(size: int) -> int:
     return -(-size // _ALIGNED) * _ALIGNED
