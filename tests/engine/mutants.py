@@ -699,7 +699,7 @@ def _draft_without_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_the_row_in_flight(patch: pytest.MonkeyPatch) -> None:
-    """A sequence gets its next row although its drafts are not outcome."""
+    """A sequence gets its next row although the result of its drafts is not known."""
     original = Sequence.wants_decode.fget
 
     def wants_decode(s: Sequence) -> bool:
