@@ -1,7 +1,7 @@
-"""Brings requests and their adapters together: a request goes to the scheduler once its adapter is in memory.
+"""Requests and their adapters: a request goes to the scheduler once its adapter is in memory.
 
-Adapters are read on other threads, so that no step waits for a disk. Requests whose adapter is being read, or has to
-wait until others are needed no more, stay here in the order in which they came.
+Adapters are read on other threads, so that no step waits for a disk. A request whose adapter is being read, or has to
+wait until others can leave memory, waits here in the order of arrival.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from mlx_tandem.types import AdapterRef, AdapterSource, Request
 log = logging.getLogger(__name__)
 
 PATIENCE = 64
-"""Requests that may overtake one that waits for room in memory."""
+"""Most requests that may overtake a request that waits for room in memory."""
 
 
 @dataclass(slots=True)
 class Arrived:
-    """What became possible: requests that may run, versions that may be followed, answers to the front."""
+    """The result of `Adapters.poll`: requests that may run, versions that may be followed, and answers to the front."""
 
     requests: list[Request] = field(default_factory=list)
     followed: list[AdapterRef] = field(default_factory=list)
@@ -38,61 +38,72 @@ class Arrived:
 
 
 class Reread(NamedTuple):
-    """A known adapter that is to come back into memory."""
+    """The key of a read that brings a known adapter back into memory."""
 
     digest: str
     source: AdapterSource
 
 
 class Adapters:
+    """The adapters that the engine knows, and the requests that wait for one of them. Used on the engine's thread."""
+
     def __init__(self, store: AdapterStore, loader: Loader[m.LoadAdapter | Reread], slots: SlotTable):
         self.store = store
         self._loader = loader
         self._slots = slots
         self._reading: set[str] = set()  # digests that requests wait for
         self._waiting: deque[Request] = deque()
-        self._overtaken = 0  # the first of the waiting, by how many
+        self._overtaken = 0  # how many requests have overtaken the first that waits
         self._users: dict[int, str] = {}  # request -> digest
-        self._left: dict[int, set[str]] = {}  # request -> digests that some of its sequences may still run under
-        self._to_follow: dict[str, AdapterRef] = {}  # by name: versions that are being read before anybody follows
+        self._left: dict[int, set[str]] = {}  # request -> former digests that it still holds
+        self._to_follow: dict[str, AdapterRef] = {}  # by name: versions that are read before anybody follows them
 
     @property
     def is_idle(self) -> bool:
+        """Whether no request and no version waits and nothing is being read."""
         return not self._waiting and not self._loader.pending and not self._to_follow
 
     @property
     def is_loading(self) -> bool:
+        """Whether an adapter is being read or has been read and not been taken in."""
         return self._loader.pending > 0
 
     @property
     def num_waiting(self) -> int:
+        """Number of choices of the requests that wait for their adapter."""
         return sum(r.n for r in self._waiting)
 
     def close(self) -> None:
+        """Let the loader's threads end."""
         self._loader.close()
 
-    # what the front says
+    # messages of the front
 
     def load(self, message: m.LoadAdapter) -> None:
-        """Read a folder; the answer comes out of `poll`."""
+        """Begin to read a folder; `poll` returns the answer."""
         self._loader.start(message, message.source)
 
     def know(self, message: m.KnowAdapter) -> None:
+        """Take in a version that an earlier engine had loaded; it is read when a request needs it."""
         digest = message.info.digest
         self.store.know(digest, message.source, message.info.memory_bytes, message.pin)
         self._slots.pin(digest, message.pin)
 
     def unload(self, digest: str) -> None:
+        """Forget a version; requests that use it keep it until they end."""
         self._slots.pin(digest, False)
         self._dropped(self.store.forget(digest))
 
     def publish(self, weights: AdapterWeights) -> None:
-        """Requests may name what was made here."""
+        """Take in weights that a trainer of this engine made, so that requests may name them."""
         self._dropped(self.store.hold(weights))
 
     def can_follow(self, ref: AdapterRef) -> bool:
-        """Whether `ref` is in memory, so that requests may go on under it; else it comes out of `poll` once it is,
-        unless nobody can say where it is or the same name has moved on by then."""
+        """Return whether `ref` is in memory, so that requests may continue under it.
+
+        If it is not, `poll` returns it once it has been read, unless no folder of it is known or a newer version of the
+        same name came in between.
+        """
         self._to_follow.pop(ref.name, None)
         if ref.digest in self.store and self.store.knows(ref.digest):
             return True
@@ -101,8 +112,10 @@ class Adapters:
         return False
 
     def follow(self, ref: AdapterRef, running: Iterable[int]) -> None:
-        """These requests go on under `ref`, and those that follow its name and wait here begin under it. What they
-        used before is kept until `let_go`."""
+        """Let the `running` requests continue under `ref`, and waiting requests that follow its name begin under it.
+
+        The versions that the running requests used before are held until `let_go`.
+        """
         for request in running:
             old, left = self._users[request], self._left.setdefault(request, set())
             if old == ref.digest:
@@ -117,11 +130,13 @@ class Adapters:
 
     @property
     def has_left(self) -> bool:
-        """Whether there is anything to let go of."""
+        """Whether there are former versions for `let_go` to give back."""
         return bool(self._left)
 
     def let_go(self, in_use: Callable[[int], Collection[str]]) -> None:
-        """Give back what requests followed away from. `in_use`: the digests that a request's sequences run under."""
+        """Give back former versions of requests. `in_use` returns the digests that a request's sequences still run
+        under.
+        """
         for request, left in list(self._left.items()):
             used = in_use(request)
             for digest in [d for d in left if d not in used]:
@@ -131,8 +146,11 @@ class Adapters:
                 del self._left[request]
 
     def admit(self, request: Request) -> bool:
-        """Whether `request` may run now; it then uses its adapter until `release`. Otherwise it waits and comes out
-        of `poll`. Raises InvalidRequest (`model_not_found`) for an adapter that the engine does not know."""
+        """Return whether `request` may run now; it then holds its adapter until `release`.
+
+        Otherwise it waits, and `poll` returns it later. Raises InvalidRequest (`model_not_found`) for an adapter that
+        the engine does not know.
+        """
         if request.adapter is None:
             return True
         digest = request.adapter.digest
@@ -146,23 +164,24 @@ class Adapters:
         return False
 
     def cancel(self, request: int) -> None:
-        """Nobody waits for it any more. Unknown ids are ignored."""
+        """Remove a request that waits. Unknown ids are ignored."""
         self._keep_waiting(deque(r for r in self._waiting if r.id != request))
 
     def release(self, request: int) -> None:
-        """It is over: its adapter may go."""
+        """Give back the adapter of a request that has ended."""
         digest = self._users.pop(request, None)
         if digest is not None:
             self._dropped(self.store.release(digest))
 
     def release_ended(self, open_requests: Container[int]) -> None:
+        """Give back the adapters of all requests that are not open any more."""
         for request in [r for r in self._users if r not in open_requests]:
             self.release(request)
 
-    # what was read
+    # results of reading
 
     def poll(self) -> Arrived:
-        """Take in what the loader has read, let requests go, start what can be read next."""
+        """Take in what the loader has read, return what became possible, and start to read what is needed next."""
         arrived = Arrived()
         for key, result in self._loader.results():
             if isinstance(key, Reread):
@@ -176,7 +195,9 @@ class Adapters:
         return arrived
 
     def _look_after(self, ref: AdapterRef, arrived: Arrived) -> None:
-        """A version that is to be followed: it is here, it is being read, or it shall be."""
+        """Report a version that is to be followed if it is in memory, else have it read, or drop it
+        if it was unloaded.
+        """
         if ref.digest in self._reading:
             return
         source = self.store.source(ref.digest)
@@ -189,6 +210,7 @@ class Adapters:
             self._read(ref.digest, source)
 
     def _loaded(self, message: m.LoadAdapter, result: AdapterWeights | TandemError) -> m.Outbound:
+        """Take in a folder that was read for the front and return the answer."""
         if isinstance(result, TandemError):
             return m.CallFailed(message.call, result.code or "invalid_value", result.message, result.param)
         digest = result.info.digest
@@ -198,7 +220,10 @@ class Adapters:
         return m.AdapterLoaded(message.call, result.info)
 
     def _reread(self, tried: Reread, result: AdapterWeights | TandemError) -> list[m.Outbound]:
-        """An adapter is back in memory, is looked for elsewhere, or cannot be had any more: its requests end then."""
+        """Take in an adapter that was read again; return the failures of its requests if it cannot be had any more.
+
+        A read that failed is tried with another folder of the adapter, where one is known.
+        """
         digest = tried.digest
         self._reading.discard(digest)
         if self.store.source(digest) is None:
@@ -229,7 +254,9 @@ class Adapters:
         self._loader.start(Reread(digest, source), source)
 
     def _pump(self, arrived: Arrived) -> None:
-        """Oldest first: who has its adapter runs, who has not has it read while there is room."""
+        """Let requests run whose adapter is in memory, the oldest first, and have the others' read
+        while there is room.
+        """
         still: deque[Request] = deque()
         blocked = False
         for request in self._waiting:
@@ -255,6 +282,7 @@ class Adapters:
         self._keep_waiting(still)
 
     def _keep_waiting(self, requests: deque[Request]) -> None:
+        """Replace the waiting requests. The count of those that overtook the first begins anew with another first."""
         if not requests or requests[0] is not self._waiting[0]:
             self._overtaken = 0
         self._waiting = requests
@@ -264,10 +292,12 @@ class Adapters:
         self._users[request] = digest
 
     def _dropped(self, digests: list[str]) -> None:
+        """Forget the slots of adapters that have left memory and are not known any more."""
         for digest in digests:
-            if not self.store.knows(digest):  # not merely out of memory
+            if not self.store.knows(digest):  # a known one may come back into memory
                 self._slots.forget(digest)
 
 
 def _follows(request: Request, ref: AdapterRef) -> bool:
+    """Return whether a request follows the name of `ref`."""
     return request.follow and request.adapter is not None and request.adapter.name == ref.name

@@ -1,13 +1,14 @@
-"""The blocks that sequences hold: taken when they are seated, grown, shared between choices, given back.
+"""The blocks that sequences hold: when they take blocks, share them between choices and give them back.
 
-With a prefix cache a sequence begins with what others have computed, and leaves what it has computed to others. A block
-is published once a token that is a number has been drawn from everything up to it, never while its step is under way.
-With a disk tier it may begin with blocks that are loaded first, a bounded number in a plan; it runs when all are there.
+With a prefix cache a sequence begins with blocks that others have computed, and leaves its own blocks to others. A
+block is published once a finite token has been drawn from everything up to its end, never while its step is under way.
+With a disk tier a sequence may begin with blocks that are loaded first, a bounded number in each plan; it runs when all
+of them are loaded.
 
-A sequence has a table in each cache group of its model (kv/groups), and what is done is done in all of them. Where a
-group does not keep everything, a sequence gives back what it will not need again when it takes another block; while it
-reads its prompt, not before somebody needs it: until a token is drawn from it, it could not be found.
-(docs/decisions/sliding-windows.md)
+A sequence has a table in each cache group of its model (kv/groups), and every operation covers all groups. Where a
+group does not keep all blocks, a sequence gives back blocks that it will not need again when it takes another block.
+While it reads its prompt, it does so only when somebody needs the blocks: before a token is drawn from them they cannot
+be published. (docs/decisions/sliding-windows.md)
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from mlx_tandem.kv.pool import SCRATCH, BlockPool
 from mlx_tandem.kv.prefix import Match, PrefixCache, PrefixCounts, find
 
 WORTH_WAITING = 64
-"""Tokens that another computes from which on it is worth the two steps that it takes until they are there."""
+"""Fewest tokens shared with a running sequence that make waiting for it worthwhile. Waiting takes about two steps."""
 
 
 class BlockManager:
     """The blocks of all sequences in all groups of a model.
 
-    `caches`: one for each group, in the same order; none when nothing is to be shared between requests. `tier`: over
-    all of them, if there is one.
+    `caches`: one for each group, in the same order; empty when requests share nothing. `tier`: the disk tier of all
+    groups, if there is one.
     """
 
     def __init__(self, groups: Iterable[CacheGroup], caches: Iterable[PrefixCache] = (), tier: Tier | None = None):
@@ -40,22 +41,25 @@ class BlockManager:
         self.tier = tier
         self._size = self.groups[0].pool.block_size
         self._caches = tuple(caches)
-        self._loads: dict[int, Bytes] = {}  # of the next plans: into which block
-        self._copies: dict[int, int] = {}  # of the next plan: into which block → from which
-        self._unclean: set[int] = set()  # blocks that may hold what is not finite
-        self._readers: dict[bytes, Sequence] = {}  # who computes the block of this key now
+        self._loads: dict[int, Bytes] = {}  # for the next plans: by the block to write
+        self._copies: dict[int, int] = {}  # for the next plan: to block → from block
+        self._unclean: set[int] = set()  # blocks that may hold values that are not finite
+        self._readers: dict[bytes, Sequence] = {}  # by key: the sequence that computes this block now
 
     def match(self, s: Sequence) -> Match:
-        """What is known of a waiting sequence. At least its last token is left to be computed, and where its prompt's
-        logprobs are asked for, everything."""
+        """Return the cached prefix of a waiting sequence, without its last token, which is always computed.
+
+        Where the prompt's logprobs are wanted, the match is empty, since every position has to be computed.
+        """
         if not self._caches or s.scores is not None:
             return Match([[] for _ in self.groups], [SCRATCH for _ in self.groups])
         return find(self._caches, self._chain(s), s.tokens[:-1])
 
     def short(self, s: Sequence, match: Match, running: int) -> CacheGroup | None:
-        """Return a group without the blocks to seat `s` and one more for each of the `running` sequences, if any.
+        """Return a group that lacks blocks to seat `s` and leave one for each of the `running` sequences; None: no
+        group.
 
-        They will want it soon, and to admit into the last blocks would only preempt.
+        The running sequences need another block soon, so a sequence that took the last blocks would only be preempted.
         """
         coming = 0 if self.tier is None else self.tier.coming(s.id, self._chain(s), match.whole)
         for group, blocks in zip(self.groups, match.tables, strict=True):
@@ -67,12 +71,15 @@ class BlockManager:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence that could ever run."""
+        """Number of tokens of the longest sequence that could ever run."""
         return min(group.longest for group in self.groups)
 
     def leader(self, s: Sequence, match: Match) -> Sequence | None:
-        """A running sequence that computes what `s` would compute next, when it is worth waiting for: it saves many
-        tokens, and half of what the other has left to read, which comes before `s` in any case."""
+        """Return a running sequence that is computing what `s` would compute next, if waiting for it is worthwhile.
+
+        Waiting has to save at least WORTH_WAITING tokens, and at least half of what the other sequence has left to
+        read, since the other's prompt is read before that of `s` in any case.
+        """
         first = match.whole
         last = (len(s.tokens) - 1) // self._size
         if not self._caches or not self._readers or first >= last or s.scores is not None:
@@ -89,24 +96,27 @@ class BlockManager:
         return leader if saved >= max(WORTH_WAITING, left / 2) else None
 
     def read_ahead(self, s: Sequence) -> None:
-        """A request has come: what the drive has of it is there, or under way, when its turn is."""
+        """Begin to read from the drive what it has of a request that has just come."""
         if self.tier is not None:
             self.awaits(s, self.match(s))
 
     def awaits(self, s: Sequence, match: Match) -> bool:
-        """Whether a waiting sequence is to wait for the drive, which is asked here for what it has."""
+        """Return whether a waiting sequence should wait for the drive, and begin to read what the drive has of it."""
         if self.tier is None or s.scores is not None:
             return False
         return self.tier.awaits(s.id, self._chain(s), s.tokens, match.whole)
 
     def forget(self, s: Sequence) -> None:
-        """It waits for nothing any more."""
+        """Drop what is being read from the drive for a sequence that does not wait any more."""
         if self.tier is not None:
             self.tier.forget(s.id)
 
     def seat(self, s: Sequence) -> None:
-        """Blocks for all that `s` knows, or as much of it as a window has at once: the first of them those that are
-        found, then those that have come from the drive. No pool is `short`, or nobody runs."""
+        """Give `s` blocks for all of its tokens, or for as many as a window holds at once.
+
+        The first blocks are those found in the prefix cache; then come those that the drive has returned, then new
+        ones. Call it only when no group is `short` or nobody runs.
+        """
         match = self.match(s)
         payloads = [] if self.tier is None else self.tier.take(s.id, self._chain(s), match.whole)
         extra = 0 if payloads else match.extra
@@ -118,11 +128,11 @@ class BlockManager:
             blocks = [b if i >= seen else SCRATCH for i, b in enumerate(blocks)]
             pool.share(b for b in blocks if b != SCRATCH)
             if extra:
-                pool.share((source,))  # or it might be given out here
+                pool.share((source,))  # otherwise the allocation below might take it
             own = pool.allocate(end - begin)
             if extra:
                 pool.release((source,))
-            if own is None:  # its place is needed
+            if own is None:  # the allocation needs the source block itself
                 extra, own = 0, pool.allocate(end - begin)
             assert own is not None, "an empty engine has room for every request that was queued"
             tables.append((*blocks, *[SCRATCH] * (begin - match.whole), *own))
@@ -139,9 +149,9 @@ class BlockManager:
         s.scheduled = (s.published + len(payloads)) * self._size + extra
         self._announce(s)
 
-    def fork(self, s: Sequence, follower: Sequence) -> bool:
-        """`follower` goes on where `s` is: whole blocks are shared, the last one is copied. False: there is no room."""
-        follower.cached = s.cached
+    def fork(self, s: Sequence, sibling: Sequence) -> bool:
+        """Let `sibling` continue where `s` is: share whole blocks and copy the last one. Return False without room."""
+        sibling.cached = s.cached
         shared, rest = divmod(s.scheduled, self._size)
         if rest and not all(group.pool.free_blocks for group in self.groups):
             return False
@@ -152,19 +162,19 @@ class BlockManager:
                 source, target = copied
                 self._copies[target] = self._copies.get(source, source)
             tables.append(own)
-        follower.tables = tuple(tables)
-        self._measure(follower)
-        follower.scheduled, follower.published = s.scheduled, s.published
-        # They may have gone on under another version one after the other.
-        follower.is_pure = s.is_pure and follower.is_pure and s.adapter_digest == follower.adapter_digest
-        if self._caches and follower.is_pure:
+        sibling.tables = tuple(tables)
+        self._measure(sibling)
+        sibling.scheduled, sibling.published = s.scheduled, s.published
+        # The two may have moved to a newer version of their adapter at different times.
+        sibling.is_pure = s.is_pure and sibling.is_pure and s.adapter_digest == sibling.adapter_digest
+        if self._caches and sibling.is_pure:
             if shared:
                 self._key(s, shared - 1)
-            follower.chain = self._chain(s).fork()
+            sibling.chain = self._chain(s).fork()
         return True
 
     def count(self, s: Sequence) -> None:
-        """The request of `s` begins: what is found again after a preemption is no hit."""
+        """Count the prefix hits of a request that begins. What is found again after a preemption is no hit."""
         s.cached = s.scheduled
         if self._caches and s.scores is None:
             self._caches[0].note(s.prompt_length, s.cached)
@@ -181,9 +191,9 @@ class BlockManager:
         return True
 
     def draft(self, s: Sequence, drafts: int, running: int) -> int:
-        """Take blocks for up to `drafts` tokens behind the newest of `s`, and return for how many.
+        """Take blocks for up to `drafts` tokens after the newest of `s`; return for how many there were blocks.
 
-        Drafts only take what leaves a block to each of the `running` sequences: nobody is preempted for a guess.
+        Drafts leave one block to each of the `running` sequences, so that nobody is preempted for a draft.
         """
         while drafts and not self._has_room_for(s, drafts, running):
             drafts -= 1
@@ -195,6 +205,7 @@ class BlockManager:
         return drafts
 
     def _has_room_for(self, s: Sequence, drafts: int, running: int) -> bool:
+        """Return whether every group has blocks for the drafts and one for each running sequence."""
         for group, table in zip(self.groups, s.tables, strict=True):
             blocks = group.draft_blocks(table, s.scheduled, drafts)
             if blocks and blocks + running > group.pool.free_blocks:
@@ -202,7 +213,9 @@ class BlockManager:
         return True
 
     def truncate(self, s: Sequence, start: int, positions: int) -> None:
-        """Keep the first `positions` of `s` and give back what else `draft` has taken for a row from `start` on."""
+        """Keep the first `positions` of `s` and give back the other blocks that `draft` took for a
+        row from `start` on.
+        """
         s.tables = tuple(
             [
                 group.truncate(table, spare, start, positions)
@@ -213,8 +226,10 @@ class BlockManager:
         self._measure(s)
 
     def slide(self, s: Sequence) -> bool:
-        """Give back what none of the positions to come will need; whether there was something. No row of `s` is in the
-        plan that is being made."""
+        """Give back blocks that no later position of `s` needs; return whether there were any.
+
+        No row of `s` may be in the plan that is being made.
+        """
         computed, slid = min(s.scheduled, len(s.tokens) - 1), False
         for i, group in enumerate(self.groups):
             table, gone = group.give_back(s.tables[i], computed)
@@ -225,12 +240,12 @@ class BlockManager:
                 self.publish(s)
             s.tables = (*s.tables[:i], table, *s.tables[i + 1 :])
             group.pool.release(gone)
-            if not s.has_drawn:  # nothing says that what it has computed is finite
+            if not s.has_drawn:  # nothing has shown that its values are finite
                 self._unclean |= {b for b in gone if group.pool.is_vacant(b)}
         return slid
 
     def publish(self, s: Sequence) -> None:
-        """A token of `s` was drawn and is a number: all that it was drawn from is there for others."""
+        """Let others find the blocks of `s` from which a finite token has been drawn."""
         self._retract(s)
         s.has_drawn = True
         if not self._caches or not s.is_pure:
@@ -244,8 +259,10 @@ class BlockManager:
         if s.has_drawn:
             self.publish(s)
         self._retract(s)
-        # Rows of this plan may still copy into these blocks: a copy for nobody would overwrite their next owner.
-        for group, table in zip(self.groups, s.tables, strict=False):  # it may have a seat and no blocks yet
+        # A copy into a block that is given back would overwrite the content of its next owner.
+        for group, table in zip(
+            self.groups, s.tables, strict=False
+        ):  # `tables` is empty where it has a seat and no blocks yet
             for b in table:
                 self._copies.pop(b, None)
             group.release(table)
@@ -257,22 +274,22 @@ class BlockManager:
         s.tables, s.spare, s.room, s.published, s.scheduled, s.has_drawn, s.is_pure = (), (), 0, 0, 0, False, True
 
     def mix(self, s: Sequence) -> None:
-        """From here on `s` computes under another adapter over what it has: that is for nobody else."""
+        """Note that `s` continues under another adapter over its blocks, which nobody else may use from here on."""
         self._retract(s)
         s.is_pure = False
 
     def spoil(self, blocks: Iterable[int]) -> None:
-        """These may hold what is not finite."""
+        """Let nobody find blocks that may hold values that are not finite, and clean those that are free."""
         blocks = set(blocks) - {SCRATCH}
         for cache in self._caches:
             cache.drop(blocks)
         if self.tier is not None:
             self.tier.spoil(blocks)
-        # One that has a new owner already fails that owner, too, and is found here then.
+        # A block that has a new owner already makes that owner fail too, and is passed here again then.
         self._unclean |= {b for b in blocks if not self._pool_of(b).count[b]}
 
     def distrust(self) -> None:
-        """Nothing that is in the cache can be trusted: the runner starts from an empty one."""
+        """Forget all cached content, since the runner starts again from an empty cache."""
         self._unclean = set()
         for cache in self._caches:
             cache.clear()
@@ -280,29 +297,32 @@ class BlockManager:
             self.tier.distrust()
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
-        """(from block, to block) for the plan that is being made. A stale value of a block is masked, which NaN
-        survives: such blocks are overwritten with the scratch block."""
+        """Return the copies (from block, to block) for the plan that is being made.
+
+        Stale values of a block are masked, but NaN survives a mask: blocks that may hold NaN are overwritten with the
+        scratch block.
+        """
         scrubs = [(self._pool_of(b).scratch, b) for b in sorted(self._unclean - self._copies.keys())]
         copies = (*scrubs, *((a, b) for b, a in self._copies.items()))
         self._copies, self._unclean = {}, set()
         return copies
 
     def poll(self) -> None:
-        """Takes in what the drive has read."""
+        """Take in what the drive has read."""
         if self.tier is not None:
             self.tier.poll()
 
     def take_saves(self) -> tuple[int, ...]:
-        """Blocks whose bytes the plan that is being made is to bring."""
+        """Return the blocks whose bytes the plan that is being made should return."""
         return () if self.tier is None else self.tier.take_saves()
 
     def saved(self, payloads: Iterable[bytes]) -> None:
-        """The bytes that the oldest plan with saves has brought."""
+        """Take in the bytes of the saved blocks of the oldest plan with saves."""
         assert self.tier is not None
         self.tier.saved(payloads)
 
     def is_loading(self, s: Sequence) -> bool:
-        """Whether it has blocks whose contents no plan has loaded yet."""
+        """Return whether a sequence has blocks whose contents no plan has loaded yet."""
         return not all(self._loads.keys().isdisjoint(table) for table in s.tables)
 
     @property
@@ -311,7 +331,7 @@ class BlockManager:
         return bool(self._loads)
 
     def take_loads(self) -> tuple[tuple[int, Bytes], ...]:
-        """(block, what it gets) for the plan that is being made."""
+        """Return the loads (block, its bytes) for the plan that is being made."""
         if self.tier is None or not self._loads:
             return ()
         loads = tuple(islice(self._loads.items(), self.tier.step_blocks))
@@ -321,7 +341,7 @@ class BlockManager:
 
     @property
     def prefix_counts(self) -> PrefixCounts:
-        """Return the counts of the first group."""
+        """Counters of the first group's prefix cache."""
         return self._caches[0].counts() if self._caches else PrefixCounts()
 
     def check(self, sequences: Iterable[Sequence]) -> None:
@@ -341,26 +361,32 @@ class BlockManager:
         assert all(id(s) in readers and s.announced == key for key, s in self._readers.items()), "a reader is gone"
 
     def _chain(self, s: Sequence) -> Chain:
+        """Return the keys of the blocks of `s` under its adapter."""
         if s.chain is None:
             s.chain = self._caches[0].chain(s.adapter_digest or "")
         return s.chain
 
     def _key(self, s: Sequence, block: int) -> bytes:
+        """Return the key of a full block of `s`."""
         return self._chain(s).key(block, s.tokens, self._size)
 
     def _own(self, group: CacheGroup, s: Sequence, match: Match, coming: int) -> tuple[int, int]:
-        """Return from which block up to which `s` gets its own when it is seated; the drive has `coming` of it."""
+        """Return the range of new blocks that `s` gets when it is seated; `coming` of them are
+        loaded from the drive.
+        """
         known = (match.whole + coming) * self._size
         return max(match.whole, group.first_needed(known)), group.end_of_seating(known, len(s.tokens))
 
     def _measure(self, s: Sequence) -> None:
+        """Set the number of positions for which all tables of `s` have blocks."""
         s.room = min([group.room(table) for group, table in zip(self.groups, s.tables, strict=True)])
 
     def _pool_of(self, block: int) -> BlockPool:
+        """Return the pool that a block belongs to."""
         return next(group.pool for group in self.groups if block < len(group.pool.count))
 
     def _announce(self, s: Sequence) -> None:
-        """Others that want the same may wait for it."""
+        """Note which block `s` computes next, so that others with the same tokens may wait for it."""
         if not self._caches:
             return
         blocks = len(s.tokens) // self._size
@@ -371,6 +397,7 @@ class BlockManager:
                 s.announced = key
 
     def _retract(self, s: Sequence) -> None:
+        """Take back what `_announce` has noted."""
         if s.announced is not None:
             del self._readers[s.announced]
             s.announced = None

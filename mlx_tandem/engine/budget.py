@@ -1,12 +1,12 @@
-"""How the device's memory is divided, once, at start: arithmetic on bytes, before anything is allocated.
+"""The division of the device's memory at start: arithmetic on bytes, before anything is allocated.
 
-Weights take what they take. Activations get a part that is chosen, and steps are cut to it (`StepLimits`). Of what is
-left `memory_fraction` goes to the KV pool, and adapter slots may grow into the rest. Where the memory is shared with
-other programs, adapter slots get a part of their own before that, and the rest stays free. Nothing else on the device
-grows with traffic.
+The size of the weights is given. Activations get a chosen part, and steps are cut so that they fit into it
+(`StepLimits`). Of what is left, `memory_fraction` goes to the KV pool, and adapter slots may grow into the rest. Where
+the memory is shared with other programs, adapter slots get a part of their own before that, and the rest stays free.
+Nothing else on the device grows with traffic.
 
-Where some layers see a window, they have a pool of their own. It is large enough for every sequence to have its window,
-but has no more than half of the memory, unless the longest sequences need more of it there.
+Layers that see a window have a pool of their own. It is large enough for the windows of all sequences, but has no more
+than half of the pools' memory, unless the longest sequences need a larger share there or memory is left over.
 """
 
 from __future__ import annotations
@@ -20,62 +20,66 @@ from mlx_tandem.kv.pool import Window
 from mlx_tandem.types import MemoryBudget, PoolBudget
 
 ACTIVATION_SHARE = 16
-"""One part in so many, of what weights leave, is for activations where they can use as much."""
+"""Divisor: activations get 1/16 of what the weights leave, where they can use as much."""
 
 SLOT_SHARE = 4
-"""Where memory is shared with other programs, adapter slots get at most one part in so many of what is left for them
-and the KV pool."""
+"""Divisor: where memory is shared with other programs, adapter slots get at most 1/4 of what is left for them and the
+KV pool."""
 
 NARROWER = (8, 6, 5, 4, 3)
-"""Bits of a weight that mlx-lm's quantisation offers, the widest first."""
+"""Bits per weight that mlx-lm's quantisation offers, the widest first."""
 
 _SCALE_BITS = 0.5
-"""Bits a weight that a scale and a bias of 16 bits add in groups of 64."""
+"""Bits per weight that a scale and a bias of 16 bits each add for a group of 64 weights."""
 
 _ANY = 1 << 62
 
 
 class StepLimits(NamedTuple):
-    """What one forward may need, with padding. A single row that needs more by itself runs alone."""
+    """Limits of one forward, with padding. A single row that exceeds them by itself runs alone."""
 
-    pairs: int = _ANY  # rows · queries · positions, which scores are made of
-    positions: int = _ANY  # rows · positions, whose keys and values are gathered
-    tokens: int = 1024  # of prompts
-    beside: int = 0  # tokens of prompts that go with rows that decode, each as a row of its own
+    pairs: int = _ANY  # rows · queries · positions: the number of attention scores
+    positions: int = _ANY  # rows · positions: how many keys and values are gathered
+    tokens: int = 1024  # of prompts, all chunks together
+    piggybacked: int = 0  # prompt tokens in the forward of rows that decode, each as a row of its own
 
 
 UNLIMITED = StepLimits()
+"""The limits of a runner whose steps are never cut."""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Bytes that a forward needs, and how large a forward can be."""
+    """The bytes that a forward needs for each of its parts, and how large a forward can be."""
 
-    token: int  # a prompt token on its way through the layers
-    pair: int  # a query beside a position
-    position: int  # a position that one row reads
+    token: int  # for a prompt token on its way through the layers
+    pair: int  # for a query and a position
+    position: int  # for a position that one row reads
     sampling: int  # to draw a token for every sequence
     tokens: int  # in one forward, padded
     rows: int
     longest: int  # positions of one row, padded
 
     def least(self) -> int:
-        """For steps to make headway: full chunks up to a context of 1,024, the longest sequence read alone."""
+        """Return the bytes for full chunks up to a context of 1,024, and for the longest sequence when it is read
+        alone.
+        """
         chunk = self.tokens * self.token + max(min(self.longest, 1024) * self.tokens, self.longest * 8) * self.pair
         return max(chunk, self.longest * self.position, self.sampling)
 
     def most(self) -> int:
-        """For no step ever to be cut."""
+        """Return the bytes with which no step is ever cut."""
         chunk = self.tokens * (self.token + self.longest * self.pair)
         return max(chunk, self.rows * self.longest * self.position, self.sampling)
 
     def within(self, activations: int) -> StepLimits:
+        """Return the limits of a forward that has so many bytes for activations."""
         return StepLimits((activations - self.tokens * self.token) // self.pair, activations // self.position)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a model and the settings ask for, in bytes."""
+    """The memory that a model and the settings ask for, in bytes."""
 
     weights: int
     step: StepCost
@@ -142,7 +146,8 @@ def divide(
 
 def _smaller(limit: int, needs: Needs, block_size: int) -> str:
     """Return which size of this model would fit, in words: the widest quantisation that leaves room for a step and for
-    one sequence of 1,024 tokens."""
+    one sequence of 1,024 tokens.
+    """
     blocks = -(-min(needs.max_model_len, 1024) // block_size) + 1
     room = limit - needs.learning - needs.step.least() - blocks * (needs.block + needs.window_block)
     for bits in NARROWER:
@@ -153,7 +158,10 @@ def _smaller(limit: int, needs: Needs, block_size: int) -> str:
 
 
 def _pools(config: EngineConfig, needs: Needs, room: int) -> tuple[PoolBudget, ...]:
-    """As many blocks as were asked for, else as `room` holds and sequences can use; the first of a pool is scratch."""
+    """Return the pools: as many blocks as were asked for, else as `room` bytes hold and sequences can use.
+
+    The first block of a pool is scratch.
+    """
     size, rows, asked = config.cache.block_size, config.scheduler.max_num_seqs, config.cache.num_blocks
     whole = -(-needs.max_model_len // size)  # blocks of the longest sequence
     if needs.window is None:
@@ -174,11 +182,12 @@ def _pools(config: EngineConfig, needs: Needs, room: int) -> tuple[PoolBudget, .
 
 
 def sequences(budget: MemoryBudget, block_size: int, length: int) -> int:
-    """How many sequences of `length` tokens the pools hold at once, sharing nothing."""
+    """Return how many sequences of `length` tokens the pools hold at once when they share nothing."""
     return min(_sequences(pool, block_size, -(-length // block_size)) for pool in budget.pools)
 
 
 def _sequences(pool: PoolBudget, block_size: int, blocks: int) -> int:
+    """Return how many sequences of so many blocks one pool holds."""
     window = Window(pool.window, pool.row)
     held, usable = window.held(block_size), pool.num_blocks - 1
     if not pool.window or blocks <= held:
@@ -187,5 +196,5 @@ def _sequences(pool: PoolBudget, block_size: int, blocks: int) -> int:
 
 
 def size_text(size: int) -> str:
-    """Return a number of bytes as people read it, in MB or GB."""
+    """Return a number of bytes as text for people, in MB or GB."""
     return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"

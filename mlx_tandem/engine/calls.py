@@ -1,4 +1,4 @@
-"""Questions to the engine that have one answer each, and which error it means when it says that one has failed."""
+"""Calls to the engine that have one answer each, and the errors that its answers stand for."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ Answer = AdapterLoaded | TrainerOpened | PassDone | Stepped | CallDone | CallFai
 
 
 class Calls:
-    """Those that are open, by their number."""
+    """The open calls of one client, by their number. Used on the client's event loop."""
 
     def __init__(self) -> None:
         self._open: dict[int, asyncio.Future[Any]] = {}
 
     @contextlib.contextmanager
     def open(self, call: int) -> Iterator[asyncio.Future[Any]]:
-        """What will have the answer, or raise what the engine has raised. Nobody waits any more when the block ends."""
+        """Yield a future of the answer to a call, which raises the engine's error. The call is forgotten after the
+        block.
+        """
         future = self._open[call] = asyncio.get_running_loop().create_future()
         try:
             yield future
@@ -39,7 +41,7 @@ class Calls:
             del self._open[call]
 
     def settle(self, answer: Answer) -> None:
-        """What the engine says to one of them."""
+        """Resolve the call that `answer` belongs to. Answers to calls that nobody waits for are dropped."""
         future = self._open.get(answer.call)
         if future is None or future.done():
             return
@@ -56,7 +58,7 @@ class Calls:
                 future.set_result(None)
 
     def fail(self, error: TandemError) -> None:
-        """None of them will be answered."""
+        """Let all open calls raise `error`."""
         for future in self._open.values():
             if not future.done():
                 future.set_exception(error)
@@ -75,6 +77,9 @@ _CLASSES: Mapping[str, type[TandemError]] = {
 
 
 def error_of(code: str, message: str, param: str | None, retryable: bool) -> TandemError:
-    """The error that the engine meant: by its code, else by who has to act."""
+    """Return the exception for an error that the engine reported.
+
+    Its class follows from `code`, or from `retryable` where the code is unknown.
+    """
     kind = _CLASSES.get(code) or (EngineError if retryable else InvalidRequest)
     return kind(message, param=param, code=code)

@@ -1,7 +1,7 @@
-"""The one way into the engine: submits requests, hands out their deltas, supervises whatever runs the engine.
+"""The client of the engine: submits requests, hands out their deltas, and supervises the process that runs the engine.
 
-Everything here belongs to one event loop. A frame from the engine costs one wake-up per stream that it touches,
-and nothing per token beyond appending to a list.
+All of it belongs to one event loop. A frame from the engine costs one wake-up for each stream that it has deltas of,
+and for each token no more than an append to a list.
 """
 
 from __future__ import annotations
@@ -60,17 +60,24 @@ log = logging.getLogger(__name__)
 State = Literal["starting", "ready", "restarting", "draining", "dead"]
 
 MAX_DEATHS = 3
-"""Deaths within DEATH_WINDOW seconds, none of them of an engine that had become ready, after which we give up."""
+"""Number of deaths within DEATH_WINDOW seconds after which the engine is given up. When an engine that had become ready
+dies, the count begins anew."""
+
 DEATH_WINDOW = 60.0
+"""Seconds over which deaths are counted."""
+
 WATCH_SECONDS = 0.25
+"""Seconds between two looks at the process and its connection."""
+
 KILL_SECONDS = 5.0
+"""Seconds to wait for the end of a process that has hung up, or that was killed."""
 
 
 class EngineClient:
-    """Starts the engine, restarts it when it dies, and speaks to it.
+    """The client that starts the engine, restarts it when it dies, and exchanges messages with it.
 
-    `on_ready` runs each time an engine has said Ready and before requests are let in; it may call `load_adapter`.
-    An error that it raises on the first start is the end, as a model that cannot be loaded is.
+    `on_ready` runs each time an engine has sent Ready, before requests are accepted; it may call `load_adapter`. An
+    error that it raises on the first start is final, as a model that cannot be loaded is.
     """
 
     def __init__(
@@ -90,9 +97,9 @@ class EngineClient:
         self.state: State = "starting"
         self.info: EngineInfo | None = None
         self.stats = EngineStats()
-        self.load = Load()  # newer than the stats
+        self.load = Load()  # sent more often than the stats
         self.progress = Progress("starting", 0.0)
-        self.failure: TandemError | None = None  # why the state is dead
+        self.failure: TandemError | None = None  # the error behind the state "dead"
         self.restarts = 0
         self._ids = itertools.count(1)
         self._calls = Calls()
@@ -104,31 +111,33 @@ class EngineClient:
         self._was_ready = False
         self._supervisor: asyncio.Task[None] | None = None
 
-    # -- life ---------------------------------------------------------------------------------------------------
+    # -- start and end ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Launch the engine and watch over it; returns at once."""
+        """Begin to launch and supervise the engine, and return at once."""
         self._supervisor = asyncio.create_task(self._supervise())
 
     async def wait_ready(self) -> None:
-        """Returns once requests are taken. Raises what ended the engine when it cannot be started."""
+        """Wait until requests are accepted. Raises the error that ended the engine when it cannot be started."""
         await self._settled.wait()
         if self.failure is not None:
             raise self.failure
 
     async def wait_dead(self) -> None:
-        """Returns never; raises why, once the engine cannot be kept alive."""
+        """Wait until the engine cannot be kept alive, and raise the error; never return."""
         await self._dead.wait()
         assert self.failure is not None
         raise self.failure
 
     def begin_drain(self) -> None:
-        """Take nothing new; what runs goes on."""
+        """Accept no more requests; running ones continue."""
         if self.state != "dead":
             self.state = "draining"
 
     async def drain(self, timeout: float) -> bool:
-        """Let the engine finish what it has for up to `timeout` seconds and end it; False when some were cut off."""
+        """Let the engine finish its requests for up to `timeout` seconds and end it; return False when some were cut
+        off.
+        """
         self.begin_drain()
         finished = True
         if self._link is not None and self._supervisor is not None:
@@ -150,23 +159,27 @@ class EngineClient:
 
     @property
     def open_requests(self) -> int:
+        """Number of requests that have not ended."""
         return len(self._streams)
 
     def next_ids(self, count: int) -> range:
-        """Request ids that nobody has used; those of one stream follow each other."""
+        """Return `count` consecutive request ids that nobody has used, for one stream."""
         first = next(self._ids)
         for _ in range(count - 1):
             next(self._ids)
         return range(first, first + count)
 
     def check_ready(self) -> EngineInfo:
-        """What is served. Raises EngineUnavailable unless requests are taken now."""
+        """Return the description of the running engine. Raises EngineUnavailable unless requests are accepted now."""
         if self.state != "ready" or self.info is None:
             raise EngineUnavailable(_WHY_NOT[self.state])
         return self.info
 
     def submit(self, *requests: Request) -> Stream:
-        """Send requests with consecutive ids and the same `n`; one stream gives the deltas of all of them."""
+        """Send requests with consecutive ids and the same `n`; return one stream with the deltas of all of them.
+
+        Raises EngineUnavailable unless requests are accepted now.
+        """
         self.check_ready()
         assert self._link is not None
         stream = Stream(self, requests)
@@ -176,24 +189,26 @@ class EngineClient:
         return stream
 
     def cancel(self, request: int, choice: int | None = None) -> None:
-        """Tell the engine that nobody waits for it any more."""
+        """Tell the engine that nobody waits for a request, or for one choice of it, any more."""
         if choice is None:
             self._streams.pop(request, None)
         if self._link is not None:
             self._link.send(Cancel(request, choice))
 
     def forget(self, request: int) -> None:
-        """The stream has seen the end of `request`."""
+        """Drop the stream of a request whose end it has seen."""
         self._streams.pop(request, None)
 
     async def load_adapter(self, source: AdapterSource, pin: bool = False) -> AdapterInfo:
-        """Have the engine read and check a folder. Raises the engine's verdict by its class."""
+        """Have the engine read and check a folder, and return what it holds. Raises the error that
+        the engine reports.
+        """
         info = await self._call(lambda call: LoadAdapter(call, source, pin))
         assert isinstance(info, AdapterInfo)
         return info
 
     def know_adapter(self, info: AdapterInfo, source: AdapterSource, pin: bool = False) -> None:
-        """Tell a fresh engine of a version that an earlier one had loaded; it is read when a request needs it."""
+        """Tell a new engine of a version that an earlier one had loaded; it is read when a request needs it."""
         if self._link is None or self.info is None:
             raise EngineUnavailable(_WHY_NOT[self.state])
         self._link.send(KnowAdapter(info, source, pin))
@@ -205,47 +220,56 @@ class EngineClient:
     # -- learning -----------------------------------------------------------------------------------------------
 
     def follow_adapter(self, ref: AdapterRef) -> None:
-        """Running requests that follow `ref.name` go on under it."""
+        """Let running requests that follow `ref.name` continue under `ref`."""
         if self._link is not None:
             self._link.send(FollowAdapter(ref))
 
     async def open_trainer(self, spec: TrainerSpec, *, folder: str = "", digest: str = "") -> TrainerInfo:
-        """A trainer beside the model; raises InvalidRequest or ModelError for what cannot be trained or read."""
+        """Open a trainer. Raises InvalidRequest or ModelError for what cannot be trained or read.
+
+        Its arrays come from the checkpoint in `folder`, else from the loaded adapter `digest`, else they are new.
+        """
         info = await self._call(lambda call: OpenTrainer(call, spec, folder, digest))
         assert isinstance(info, TrainerInfo)
         return info
 
     async def close_trainer(self, trainer: str) -> None:
+        """Close a trainer and give back its memory."""
         await self._call(lambda call: CloseTrainer(call, trainer))
 
     async def run_pass(
         self, batches: Sequence[Batch], *, forward_only: bool = False, micro_batch_tokens: int = 0
     ) -> tuple[BatchResult, ...]:
-        """Forward and backward of several trainers at once; gradients add up until `step_trainer`."""
+        """Run one forward and backward pass over the batches of several trainers and return a result for each batch.
+
+        Gradients add up until `step_trainer`. `micro_batch_tokens` 0: as configured.
+        """
         results = await self._call(lambda call: ForwardBackward(call, tuple(batches), forward_only, micro_batch_tokens))
         assert isinstance(results, tuple)
         return results
 
     async def step_trainer(self, trainer: str, adam: AdamParams) -> StepDone:
-        """One step of the optimiser, which `settle_trainer` can still take back."""
+        """Take one step of the optimiser, which `settle_trainer` can still take back."""
         done = await self._call(lambda call: OptimStep(call, trainer, adam))
         assert isinstance(done, StepDone)
         return done
 
     async def settle_trainer(self, trainer: str, *, keep: bool) -> None:
+        """Keep the last step of the optimiser, or take it and all gradients back."""
         await self._call(lambda call: SettleTrainer(call, trainer, keep))
 
     async def publish_trainer(self, trainer: str) -> AdapterInfo:
-        """The trainer's weights as an adapter version that requests may name by its digest."""
+        """Make the trainer's weights an adapter version that requests may name by its digest, and return it."""
         info = await self._call(lambda call: PublishTrainer(call, trainer))
         assert isinstance(info, AdapterInfo)
         return info
 
     async def save_trainer(self, trainer: str, folder: str) -> None:
-        """Adapter and optimiser into an empty folder; returns once they are on disk."""
+        """Write adapter and optimiser into an empty folder, and return once they are on disk."""
         await self._call(lambda call: SaveTrainer(call, trainer, folder))
 
     async def _call(self, message: Callable[[int], Inbound]) -> Any:
+        """Send a message that has one answer, and return the answer. Raises the error that the engine reports."""
         if self._link is None or self.info is None:
             raise EngineUnavailable(_WHY_NOT[self.state])
         call = next(self._ids)
@@ -256,6 +280,7 @@ class EngineClient:
     # -- supervision --------------------------------------------------------------------------------------------
 
     async def _supervise(self) -> None:
+        """Run engines one after the other until draining, or until they have died too often."""
         deaths: deque[float] = deque()
         loop = asyncio.get_running_loop()
         while True:
@@ -264,7 +289,7 @@ class EngineClient:
             if self.state == "draining":
                 return
             if self._fatal is not None and not self._settled.is_set():
-                self._die(self._fatal)  # it said itself that it cannot serve this; a restart would end the same
+                self._die(self._fatal)  # the engine said that it cannot serve this; another would say the same
                 return
             now = loop.time()
             if self._was_ready:
@@ -284,7 +309,7 @@ class EngineClient:
             await asyncio.sleep(self._backoff_seconds * (2 ** (len(deaths) - 1) - 1))
 
     async def _run_once(self) -> str:
-        """Run one engine from launch to end; return why it ended and what it said last."""
+        """Run one engine from launch to end; return why it ended and its last words."""
         self._fatal = None
         self.info = None
         self.load = Load()
@@ -318,13 +343,13 @@ class EngineClient:
         return f"{why}: {words}" if words else why
 
     async def _watch(self, process: EngineProcess, link: Link) -> str:
-        """Return why the engine is over, once it is. When it is ready, it is brought to where requests are taken."""
+        """Watch an engine until it ends and return why. When it is ready, begin to bring it up."""
         raising: asyncio.Task[None] | None = None
         try:
             while not await link.ended(WATCH_SECONDS):
                 if raising is None and self._said_ready():
                     raising = asyncio.create_task(self._bring_up())
-                if process.wait(0.0) is not None:  # the socket may live on in a compiler that the engine had started
+                if process.wait(0.0) is not None:  # the socket may stay open in a compiler that the engine had started
                     await link.ended(WATCH_SECONDS)
                     break
                 silent = asyncio.get_running_loop().time() - link.heard
@@ -339,8 +364,11 @@ class EngineClient:
         return self.info is not None
 
     async def _reap(self, process: EngineProcess, wait: float) -> int | None:
-        """Return the status of a process that ends by itself within `wait` seconds, as one that hung up does. One that
-        does not is killed, and its status says nothing."""
+        """Return the exit status of a process that ends by itself within `wait` seconds; kill any other, returning
+        None.
+
+        The status of a killed process says nothing about why the engine ended.
+        """
         status = await asyncio.to_thread(process.wait, wait)
         if status is None:
             process.kill()
@@ -348,11 +376,12 @@ class EngineClient:
         return status
 
     async def _bring_up(self) -> None:
+        """Run `on_ready` and accept requests afterwards. An error of `on_ready` ends the engine."""
         try:
             if self._on_ready is not None:
                 await self._on_ready()
         except EngineError:
-            return  # it died meanwhile; the supervisor sees to it
+            return  # the engine died meanwhile, which the supervisor handles
         except TandemError as e:
             self._give_up(e)
             return
@@ -366,11 +395,13 @@ class EngineClient:
             self._settled.set()
 
     def _give_up(self, error: TandemError) -> None:
+        """End the connection to an engine that cannot be brought up, and keep the error as the reason."""
         self._fatal = error
         if self._link is not None:
             self._link.close()
 
     def _die(self, failure: TandemError) -> None:
+        """Enter the state "dead" for good."""
         self.state = "dead"
         self.failure = failure
         self._settled.set()
@@ -382,15 +413,17 @@ class EngineClient:
         return EngineDied("the engine ended while the request was running")
 
     def _fail_all(self, error: TandemError) -> None:
+        """End all streams and calls with an error."""
         streams = set(self._streams.values())
         self._streams.clear()
         for stream in streams:
             stream.fail(error)
         self._calls.fail(error)
 
-    # -- what the engine says -----------------------------------------------------------------------------------
+    # -- messages of the engine ---------------------------------------------------------------------------------
 
     def _on_messages(self, messages: list[Any]) -> None:
+        """Hand the messages of one frame to the streams and calls that they belong to."""
         streams = self._streams
         for message in messages:
             if isinstance(message, Output):

@@ -1,8 +1,8 @@
-"""The engine's loop: take in messages, turn the pipeline, send what became known.
+"""The engine's loop: receive messages, turn the pipeline, send the results.
 
-One thread turns it and nothing else touches the device. Errors are contained: a bad request fails alone, a failed step
-fails its rows, learning that fails its message; three failures of the device in a minute or a broken invariant end the
-engine.
+One thread runs the loop, and nothing else touches the device. Errors are contained: a bad request fails alone, a failed
+step fails the requests in it, and failed learning fails its message. Three failures of the device within a minute, or a
+broken invariant, end the engine.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.adapters import Adapters
+from mlx_tandem.engine.outcome import StepOutcome
 from mlx_tandem.engine.pipeline import Pipeline, StepsLost
-from mlx_tandem.engine.scheduler import Settled
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import InvalidRequest, TandemError
 from mlx_tandem.kv.disk.opening import Opening
@@ -27,11 +27,16 @@ from mlx_tandem.types import AdapterRef, EngineStats, MemoryInUse, Request
 log = logging.getLogger(__name__)
 
 STRIKES = 3
+"""Failures of the device within STRIKE_SECONDS that end the engine."""
+
 STRIKE_SECONDS = 60.0
+"""Seconds over which failures of the device are counted."""
+
 LAST_SECONDS = 3.0
-"""How long the end waits for blocks to be saved, and then for the drive to write them."""
-_POLL_SECONDS = 0.001
-_DRIVE_SECONDS = 0.02  # until a read that takes too long is looked at again
+"""Seconds that the end of the engine waits for blocks to be saved, and then again for the drive to write them."""
+
+_POLL_SECONDS = 0.001  # between two looks at what other threads have done
+_DRIVE_SECONDS = 0.02  # between two looks at a read from the drive
 
 
 class EngineFailure(Exception):
@@ -40,7 +45,7 @@ class EngineFailure(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """What is read of memory on the device, for statistics."""
+    """The sources of the statistics about memory on the device."""
 
     pool: BlockPool
     slots: SlotTable
@@ -49,7 +54,7 @@ class Gauges:
 
 
 class EngineCore:
-    """The engine behind its channel."""
+    """The loop of one engine, which serves the messages of its channel."""
 
     def __init__(
         self,
@@ -75,15 +80,15 @@ class EngineCore:
         self._on_turn = on_turn
         self._outbox: list[m.Outbound] = []
         self._load = m.Load()  # as last sent
-        self._freed = False  # by a cancellation, of which nothing else tells the front
+        self._freed = False  # by a cancellation, so that the front is sent the load
         self._failures: deque[float] = deque()  # of the device, in seconds of time.monotonic
         self._next_heartbeat = 0.0
         self._is_draining = False
         self._step_failures = 0
-        self._waits = False  # what there is to do waits for the drive
+        self._waits = False  # all work that there is waits for the drive
 
     def run(self) -> None:
-        """Turn until drained or the front is gone. Raises EngineFailure when the engine must end."""
+        """Run the loop until it is drained or the front is gone. Raises EngineFailure when the engine must end."""
         try:
             while not (self._is_draining and self._is_idle):
                 self.turn()
@@ -98,14 +103,14 @@ class EngineCore:
                 self._opening.close(LAST_SECONDS)
 
     def _save_all(self) -> None:
-        """Bring what is in memory to the drive for the next process, as far as the drive takes it in LAST_SECONDS."""
+        """Save cached blocks to the drive for the next process, as many as the drive accepts within LAST_SECONDS."""
         drive = self._opening.cache if self._opening is not None else None
         if self._tier is None or drive is None or drive.stats().off:
             return
         deadline = time.monotonic() + LAST_SECONDS
         try:
             self._trainers.stop()
-            for request in list(self._scheduler.requests):  # whoever asked is gone
+            for request in list(self._scheduler.requests):  # nobody waits for them any more
                 self._scheduler.cancel(request)
             self._pipeline.drain()
             self._tier.save_all()
@@ -117,7 +122,7 @@ class EngineCore:
             log.info("not everything was saved: %s", e)
 
     def turn(self) -> None:
-        """Turn the loop once."""
+        """Run one turn of the loop."""
         self._on_turn()
         if self._opening is not None and self._tier is not None and (opened := self._opening.poll()):
             self._tier.open(*opened)
@@ -130,6 +135,7 @@ class EngineCore:
         self._flush()
 
     def _flush(self) -> None:
+        """Send what there is to say in one frame, with the load if it has changed."""
         started, preempted = self._scheduler.take_events()
         self._outbox += [m.Started(request, at) for request, at in started]
         self._outbox += [m.Preempted(request) for request in preempted]
@@ -141,6 +147,7 @@ class EngineCore:
             self._outbox = []
 
     def _send_load(self) -> None:
+        """Add the load to the outbox if it has changed since it was last sent."""
         s, pool = self._scheduler, self._gauges.pool
         deferred = self._adapters.num_waiting
         load = m.Load(s.num_running, s.num_waiting + deferred, pool.used_blocks, pool.free_blocks, deferred)
@@ -149,7 +156,7 @@ class EngineCore:
             self._outbox.append(load)
 
     def stats(self) -> EngineStats:
-        """Return the counters since the start and the gauges of now."""
+        """Return the counters since the start and the current gauges."""
         gauges, counts, time_share = self._gauges, self._pipeline.counts, self._pipeline.time_share
         memory = gauges.memory()
         s, store = self._scheduler, self._adapters.store
@@ -196,17 +203,22 @@ class EngineCore:
 
     @property
     def _is_idle(self) -> bool:
+        """Whether there is nothing to do, neither on the device nor on other threads."""
         return self._is_resting and self._adapters.is_idle and not self._trainers.is_waiting
 
     @property
     def _is_resting(self) -> bool:
-        """Whether nothing is to be done on the device."""
+        """Whether there is nothing to do on the device."""
         saving = self._tier is not None and self._tier.is_saving
         return self._pipeline.is_empty and not (self._scheduler.requests or self._trainers.has_work or saving)
 
     # inbox
 
     def _receive(self) -> None:
+        """Handle the messages that have arrived and what other threads have finished.
+
+        Wait for them only when the device has nothing to do.
+        """
         if self._waits:
             wait = _DRIVE_SECONDS
         elif not self._is_resting:
@@ -250,6 +262,7 @@ class EngineCore:
         self._outbox += self._trainers.answers()
 
     def _submit(self, request: Request) -> None:
+        """Schedule a request, let it wait for its adapter, or refuse it."""
         try:
             if self._is_draining:
                 raise TandemError("the engine is draining", code="engine_unavailable")
@@ -261,6 +274,7 @@ class EngineCore:
         self._schedule(request)
 
     def _schedule(self, request: Request) -> None:
+        """Hand a request whose adapter is in memory to the scheduler, or refuse it."""
         try:
             self._scheduler.add(request)
         except TandemError as e:
@@ -268,46 +282,52 @@ class EngineCore:
             self._refuse(request, e)
 
     def _follow(self, ref: AdapterRef) -> None:
+        """Let all requests that follow the name of `ref` continue under it."""
         self._adapters.follow(ref, self._scheduler.follow(ref))
 
     def _refuse(self, request: Request, e: TandemError) -> None:
+        """Answer a request with an error."""
         retryable = not isinstance(e, InvalidRequest)
         self._outbox.append(m.Failed(request.id, e.code or "invalid_value", e.message, e.param, retryable))
 
     def _release_adapters(self) -> None:
-        """Take note of requests that are over, which no longer hold their adapter."""
+        """Give back the adapters of requests that have ended."""
         self._adapters.release_ended(self._scheduler.requests)
 
     # work on the device
 
     def _work(self) -> None:
-        """Turn the pipeline and keep what there is to say. What learning has to say goes with the step's tokens."""
+        """Turn the pipeline once and add the results to the outbox, those of learning in the same
+        frame as the tokens.
+        """
         was_empty = self._pipeline.is_empty
-        settled = None
+        outcome = None
         try:
-            settled = self._pipeline.turn()
+            outcome = self._pipeline.turn()
         except StepsLost as e:
             self._fail(e)
         self._outbox += self._trainers.answers()
-        if settled is not None:
-            self._report(settled)
+        if outcome is not None:
+            self._report(outcome)
         for failure in self._trainers.device_failures():
             self._strike(f"learning: {failure}")
-        # Nothing was under way, and nothing could be begun.
+        # Nothing was in flight, and nothing could be launched.
         idle = was_empty and self._pipeline.is_empty and not self._trainers.has_work
         self._waits = idle and self._tier is not None and self._tier.is_reading
         if self._adapters.has_left:
             self._adapters.let_go(self._scheduler.digests)
 
-    def _report(self, settled: Settled) -> None:
-        if settled.deltas:
-            self._outbox.append(m.Output(settled.deltas))
-        for request in settled.failed:
+    def _report(self, outcome: StepOutcome) -> None:
+        """Add the outcome of a step to the outbox."""
+        if outcome.deltas:
+            self._outbox.append(m.Output(outcome.deltas))
+        for request in outcome.failed:
             self._outbox.append(m.Failed(request, "numerical_error", "the model's output was not finite"))
-        if settled.failed or any(d.finish for d in settled.deltas):
+        if outcome.failed or any(d.finish for d in outcome.deltas):
             self._release_adapters()
 
     def _fail(self, lost: StepsLost) -> None:
+        """Fail the requests of lost steps unless they can be computed again, and reset the runner."""
         log.error("a step failed%s: %s", " and is computed again" if lost.again else "", lost)
         self._step_failures += 1
         for request in self._scheduler.fail(lost.plans, again=lost.again):

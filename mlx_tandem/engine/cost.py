@@ -1,4 +1,4 @@
-"""What a prompt chunk will cost, learned from what chunks have cost on this device."""
+"""The cost model of steps: predicted milliseconds, learned from the steps of this device."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import numpy as np
 from mlx_tandem.engine.plan import RowKind, StepPlan
 
 LENGTHS = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
-"""Chunk lengths the runner pads to: few, so that each is traced once."""
+"""Chunk lengths that the runner pads to. They are few, so that each is traced once."""
 
 
 def padded_length(tokens: int) -> int:
+    """Return the length that a chunk of so many tokens is padded to; beyond LENGTHS, a multiple of the last."""
     for n in LENGTHS:
         if n >= tokens:
             return n
@@ -20,35 +21,37 @@ def padded_length(tokens: int) -> int:
 
 
 def longest_within(pairs: int, context: int) -> int:
-    """The longest padded length, at least the shortest, of a chunk behind `context` tokens whose queries and the
-    positions that they see make at most so many pairs."""
+    """Return the longest padded length n with n · (context + n) at most `pairs`, at least the shortest of LENGTHS.
+
+    `context` is the number of tokens before the chunk.
+    """
     return max((n for n in LENGTHS if n * (context + n) <= pairs), default=LENGTHS[0])
 
 
 class CostModel:
-    """What parts of a step take, in milliseconds:
+    """A model of the milliseconds that the parts of a step take.
 
-        a chunk of a prompt: scale · (a + b·length + c·length·context + d·context), context being what is before it
-        decoding:            scale' · (a' + b'·rows)
+    A chunk of a prompt: scale · (a + b·length + c·length·(context + length / 2) + d·context), where `context` is the
+    number of tokens before it. Decoding: scale' · (a' + b'·rows).
 
-    A chunk deep in a long context costs ten times one at its start, so a budget in tokens would stall the streams that
-    decode beside it. The forms are fitted at start, on a quiet device; while serving only the scales follow what steps
-    really take, so that no run of odd measurements can bend a form.
+    A chunk deep in a long context costs ten times as much as one at its start, so a budget in tokens would stall the
+    streams that decode at the same time. The forms (the parameters a to d, a' and b') are fitted at start, on a quiet
+    device. While serving, only the scales follow the measured times, so that odd measurements cannot bend a form.
     """
 
     def __init__(self) -> None:
-        # A slow machine, until it is fitted.
+        # The values of a slow machine, until `fit` is called.
         self._chunk_form = np.array([0.5, 5.0, 5.0, 0.5])
         self._decode_form = np.array([1.0, 0.1])
         self._chunk_scale = self._decode_scale = 1.0
 
     @property
     def form(self) -> tuple[float, ...]:
-        """What `prompt_seconds` needs."""
+        """The parameters (a, b, c, d) of a chunk, without the scale, for `prompt_seconds`."""
         return tuple(float(x) for x in self._chunk_form)
 
     def fit(self, chunks: list[tuple[int, int, float]], decodes: list[tuple[int, float]] | None = None) -> None:
-        """Take the forms from measured (length, context, milliseconds) and (rows, milliseconds)."""
+        """Fit the forms to measured chunks (length, context, milliseconds) and decode steps (rows, milliseconds)."""
         self._chunk_form = _nonnegative_fit([_features(n, context) for n, context, _ in chunks], [c[2] for c in chunks])
         self._chunk_scale = 1.0
         if decodes:
@@ -58,11 +61,11 @@ class CostModel:
             self._decode_scale = 1.0
 
     def observe(self, chunks: list[tuple[int, int]], decode_rows: int, milliseconds: float) -> None:
-        """A step with these (length, context) and so many rows that decode took this long."""
+        """Adapt the scales to a step with these chunks (length, context) and so many decoding rows."""
         expected = self.step(chunks, decode_rows)
         if expected <= 0.0:
             return
-        # Clipped: a step that took a second because another program ran must not stop the prompts.
+        # The change is clipped: a step that took a second because another program ran must not stop the prompts.
         change = min(max(milliseconds / expected, 0.5), 2.0) ** 0.1
         if chunks:
             self._chunk_scale = min(max(self._chunk_scale * change, 1e-3), 1e3)
@@ -70,8 +73,8 @@ class CostModel:
             self._decode_scale = min(max(self._decode_scale * change, 1e-3), 1e3)
 
     def observe_step(self, plan: StepPlan, milliseconds: float) -> None:
-        """Take in that this step took so long, unless it is of a kind whose cost is not modelled."""
-        if _is_plain(plan) and not any(row.beside for row in plan.rows):
+        """Adapt the scales to a step that took so long, unless it is of a kind whose cost is not modelled."""
+        if _is_plain(plan) and not any(row.piggybacked for row in plan.rows):
             self.observe(*_parts_of(plan), milliseconds)
 
     def expected(self, plan: StepPlan) -> float:
@@ -79,11 +82,11 @@ class CostModel:
         return self.step(*_parts_of(plan)) if _is_plain(plan) else math.inf
 
     def step(self, chunks: list[tuple[int, int]], decode_rows: int) -> float:
-        """Milliseconds of a step with these (length, context) and so many rows that decode."""
+        """Return the milliseconds of a step with these chunks (length, context) and so many decoding rows."""
         return sum(self.predict(*chunk) for chunk in chunks) + (self.decode(decode_rows) if decode_rows else 0.0)
 
     def fixed(self) -> float:
-        """Return the milliseconds that every chunk costs, however short: mostly those to read the weights."""
+        """Return the milliseconds that every chunk costs, however short; most of them are spent reading the weights."""
         return self._chunk_scale * float(self._chunk_form[0])
 
     def least(self) -> float:
@@ -91,20 +94,22 @@ class CostModel:
         return 2.0 * self.fixed()
 
     def tokens(self, milliseconds: float) -> int:
-        """Of prompts, at the start of their contexts, that so much time is for in a forward that runs in any case."""
+        """Return how many extra prompt tokens near position 0 fit into `milliseconds` of a forward that runs anyway."""
         each = self._chunk_scale * float(self._chunk_form[1]) / 256
         return int(milliseconds / max(each, 1e-9))
 
     def decode(self, rows: int) -> float:
-        """Milliseconds of a step in which so many rows decode."""
+        """Return the milliseconds of a step in which so many rows decode."""
         return self._decode_scale * float(self._decode_form @ np.array([1.0, rows]))
 
     def predict(self, length: int, context: int) -> float:
-        """Milliseconds of a chunk."""
+        """Return the milliseconds of a chunk of `length` tokens after `context` tokens."""
         return self._chunk_scale * float(self._chunk_form @ _features(length, context))
 
     def affordable(self, context: int, milliseconds: float, longest: int) -> int:
-        """The longest padded length up to `longest` that is predicted to fit, at least the shortest."""
+        """Return the longest padded length up to `longest` that is predicted to fit, at least the
+        shortest of LENGTHS.
+        """
         best = LENGTHS[0]
         for n in LENGTHS:
             if n > longest or self.predict(n, context) > milliseconds:
@@ -114,22 +119,26 @@ class CostModel:
 
 
 def _is_plain(plan: StepPlan) -> bool:
-    """Return whether a step is chunks of prompts and rows that decode, and nothing else that takes long."""
+    """Return whether a step has only chunks of prompts and decoding rows, and nothing else that takes long."""
     if plan.saves or plan.loads or plan.masked or not plan.rows:
         return False
     return all(row.kind is not RowKind.VERIFY for row in plan.rows)
 
 
 def _parts_of(plan: StepPlan) -> tuple[list[tuple[int, int]], int]:
-    """Return the chunks of prompts (length, context), and how many rows decode or go beside those that do."""
-    chunks = [r for r in plan.rows if r.kind is RowKind.PROMPT and not r.beside]
+    """Return the chunks of prompts (padded length, context), and the number of other tokens:
+    decoding and piggybacked.
+    """
+    chunks = [r for r in plan.rows if r.kind is RowKind.PROMPT and not r.piggybacked]
     decodes = sum(len(r.tokens) for r in plan.rows) - sum(len(r.tokens) for r in chunks)
     return [(padded_length(len(r.tokens)), r.start) for r in chunks], decodes
 
 
 def prompt_seconds(form: tuple[float, ...], tokens: int, chunk: int) -> float:
-    """Return the seconds that a device of this `CostModel.form` needs to read a prompt, `chunk` tokens at a time, with
-    nothing else to do. An empty form means that the device is unknown: 0."""
+    """Return the seconds that an otherwise idle device needs to read a prompt, `chunk` tokens at a time.
+
+    `form`: `CostModel.form` of the device; empty when the device is unknown, which gives 0.
+    """
     if not form:
         return 0.0
     starts = range(0, tokens, chunk)
@@ -137,13 +146,15 @@ def prompt_seconds(form: tuple[float, ...], tokens: int, chunk: int) -> float:
 
 
 def _features(length: int, context: int) -> np.ndarray:
-    """Scaled to be of one size over usual chunks: 256 tokens, 4,096 positions."""
+    """Return the features [4] of a chunk, scaled to similar sizes for usual chunks: 256 tokens, 4,096 positions."""
     return np.array([1.0, length / 256, length * (context + length / 2) / (256 * 4096), context / 4096])
 
 
 def _nonnegative_fit(features: list[np.ndarray], milliseconds: list[float]) -> np.ndarray:
-    """Weights of least relative error, none negative: of each choice of parts that are not zero, the best that is
-    feasible; there are at most fifteen."""
+    """Return the non-negative weights of least relative error.
+
+    Every choice of weights that may differ from zero is tried, of which there are at most fifteen.
+    """
     y = np.maximum(np.array(milliseconds), 1e-3)
     x = np.array(features) / y[:, None]
     parts = x.shape[1]

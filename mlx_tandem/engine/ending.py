@@ -1,4 +1,4 @@
-"""How a process ended and what it said last, in words for people."""
+"""Explanations for people of how a process ended and of its last words."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ _CAUSES = tuple(
         ),
     )
 )
-"""Lines that say why a process has ended; those that say more come first."""
+"""Patterns of lines that say why a process has ended, the most informative first."""
 
 
 def explain_end(status: int) -> tuple[str, str]:
-    """Return how a process ended and what that means, of the exit status that Python gives; the latter may be empty."""
+    """Return how a process with this exit status (as Python reports it) ended, and what that means,
+    which may be empty.
+    """
     if status >= 0:
         return f"ended with status {status}", ""
     try:

@@ -1,4 +1,4 @@
-"""Trainers' weights on their way out: versions and checkpoints that other threads make ready."""
+"""Exports of trainers: adapter versions and checkpoints, which other threads prepare."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class _Export(NamedTuple):
 
 
 class Exports:
-    """The publications and checkpoints that are being made ready.
+    """The versions and checkpoints that are being prepared.
 
     Each kind of work has a thread of its own, so that no version waits for a checkpoint to be written.
     """
 
     def __init__(self, adapters: Adapters, most_rank: int):
-        """Create a place for exports to `adapters`, where versions of a rank up to `most_rank` can be served."""
+        """Create an empty list of exports. Versions of a rank up to `most_rank` are published to `adapters`."""
         self._adapters = adapters
         self._most_rank = most_rank
         self._under_way: list[_Export] = []
@@ -47,7 +47,7 @@ class Exports:
         self._under_way.append(_Export(message, thread.submit(work)))
 
     def poll(self) -> list[m.Outbound]:
-        """Return the answers to exports that are done, and make published versions known to requests."""
+        """Return the answers to finished exports, and let requests use the published versions."""
         if not any(export.future.done() for export in self._under_way):
             return []
         done = [export for export in self._under_way if export.future.done()]

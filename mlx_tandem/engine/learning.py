@@ -1,4 +1,4 @@
-"""Plain data of learning: what the front asks of the trainers beside the model, and what they answer."""
+"""Plain data of learning: what the front asks of the trainers, and what they answer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ LossKind = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro"
 
 
 class LossConfig(Struct, frozen=True):
-    """One loss with its switches; `training/device/losses.py` has the formulas.
+    """A loss and its settings; `training/device/losses.py` has the formulas.
 
-    In the formulas q are the logprobs of a datum, those of the policy that drew its tokens, and p the trainer's.
+    In the formulas, q stands for the logprobs of the policy that drew the tokens of a datum, and p for the trainer's.
     """
 
     kind: LossKind = "importance_sampling"
@@ -27,13 +27,13 @@ class LossConfig(Struct, frozen=True):
 
 
 class Datum(Struct, frozen=True, array_like=True):
-    """One sequence to learn from. The lists are as long as its completion, `tokens[prompt_length:]`."""
+    """One sequence to learn from. `weights` and `logprobs` are as long as its completion, `tokens[prompt_length:]`."""
 
     tokens: tuple[int, ...]
     prompt_length: int  # at least 1
-    weights: tuple[float, ...]  # advantages; for cross_entropy plain weights. 0: the token is not trained on
-    logprobs: tuple[float, ...] | None = ()  # of the policy that drew it; None: of the trainer as the pass finds it
-    temperature: float = 1.0  # that p is taken at, to be comparable with `logprobs`
+    weights: tuple[float, ...]  # advantages, or plain weights for cross_entropy; 0: the token is not trained on
+    logprobs: tuple[float, ...] | None = ()  # of the policy that drew the tokens; None: of the trainer before the pass
+    temperature: float = 1.0  # at which p is computed, to be comparable with `logprobs`
 
 
 class Batch(Struct, frozen=True, array_like=True):
@@ -45,7 +45,7 @@ class Batch(Struct, frozen=True, array_like=True):
 
 
 class AdamParams(Struct, frozen=True):
-    """Numbers of AdamW after Loshchilov and Hutter, with bias correction. `grad_norm` 0: gradients are not clipped."""
+    """Parameters of AdamW (Loshchilov and Hutter) with bias correction. `grad_norm` 0: gradients are not clipped."""
 
     learning_rate: float
     beta1: float = 0.9
@@ -56,7 +56,7 @@ class AdamParams(Struct, frozen=True):
 
 
 class TrainerSpec(Struct, frozen=True):
-    """A fresh trainer: A is uniform in ±1/sqrt(inputs), B is zero, and the delta is scaled by alpha / rank."""
+    """The shape of a new trainer. A is uniform in ±1/sqrt(inputs), B is zero; the delta is scaled by alpha / rank."""
 
     name: str
     rank: int
@@ -66,7 +66,7 @@ class TrainerSpec(Struct, frozen=True):
 
 
 class TrainerInfo(Struct, frozen=True):
-    """An open trainer."""
+    """The description of an open trainer."""
 
     name: str
     rank: int
@@ -77,18 +77,18 @@ class TrainerInfo(Struct, frozen=True):
 
 
 class BatchResult(Struct, frozen=True):
-    """What a pass found for one batch. Sums are over the tokens whose weight is not 0."""
+    """The results of a pass for one batch. Sums are over the tokens whose weight is not 0."""
 
     trainer: str
     loss: float
     tokens: int
-    logprobs: tuple[tuple[float, ...], ...]  # the trainer's own of each completion token, at the datum's temperature
+    logprobs: tuple[tuple[float, ...], ...]  # the trainer's, of each completion token, at the datum's temperature
     model_logprobs: tuple[tuple[float, ...], ...]  # the same at temperature 1
     kl_base: float = 0.0  # mean k3 to the base; 0 when kl_coef is
 
 
 class StepDone(Struct, frozen=True):
-    """What a step of the optimiser did. `finite` False: the gradients were not, and nothing was changed."""
+    """The result of a step of the optimiser. `finite` False: the gradients were not finite, and nothing was changed."""
 
     trainer: str
     step: int

@@ -1,4 +1,4 @@
-"""The front's end of the socket to one engine."""
+"""The client's end of the socket to one engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from mlx_tandem.engine.wire import FrameReader, WireError, decode_outbound, enco
 
 
 class Link(asyncio.Protocol):
-    """Reads whole frames and hands on their messages; `ended` tells when the connection is over, and `why`."""
+    """The connection to one engine, which decodes whole frames and hands on their messages.
+
+    `ended` says when it is over, `why` for what reason, and `heard` when data last came (seconds of the loop's clock).
+    """
 
     def __init__(self, on_messages: Callable[[list[Any]], None]):
         self._on_messages = on_messages
@@ -25,9 +28,11 @@ class Link(asyncio.Protocol):
         self.why = "the engine closed its socket"
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one without saying so
+        """Keep the transport to write to."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
 
     def data_received(self, data: bytes) -> None:
+        """Hand on the messages of the frames that are complete now; close the connection on what is not a frame."""
         self.heard = self._loop.time()
         try:
             for frame in self._reader.feed(data):
@@ -37,11 +42,12 @@ class Link(asyncio.Protocol):
             self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
+        """Note that the connection is over."""
         self._open = False
         self._wake.set()
 
     async def ended(self, wait: float) -> bool:
-        """Whether the connection is over; waits up to `wait` seconds for that, less after a nudge."""
+        """Wait up to `wait` seconds for the end of the connection, less after `nudge`; return whether it is over."""
         if self._open:
             try:
                 async with asyncio.timeout(wait):
@@ -53,17 +59,20 @@ class Link(asyncio.Protocol):
 
     @property
     def hung_up(self) -> bool:
-        """Whether the engine ended the connection, and not we."""
+        """Whether the engine ended the connection, and not this side."""
         return not self._open and not self._closing
 
     def nudge(self) -> None:
+        """End a wait in `ended`, now or the next one."""
         self._wake.set()
 
     def send(self, *messages: Inbound) -> None:
+        """Send messages in one frame; do nothing when the connection is over."""
         if self._open and self._transport is not None:
             self._transport.write(encode(messages))
 
     def close(self) -> None:
+        """End the connection at once; a second call does nothing."""
         if self._open and self._transport is not None:
             self._closing = True
             self._transport.abort()

@@ -1,4 +1,4 @@
-"""Reading adapter folders beside the engine's loop: few threads, results in the order in which they come."""
+"""Reading of adapter folders on a few threads outside the engine's loop."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from mlx_tandem.types import AdapterSource
 log = logging.getLogger(__name__)
 
 THREADS = 2
+"""Most threads that read at once."""
 
 Key = TypeVar("Key")
 
 
 class Loader(Generic[Key]):
-    """`start` returns at once; `results` has what was read since the last time, by the key that was given."""
+    """A reader of adapter folders. `start` queues a folder, and `results` returns what was read, by the given key."""
 
     def __init__(self, read: Callable[[AdapterSource], AdapterWeights]):
         self._read = read
         self._jobs: SimpleQueue[tuple[Key, AdapterSource] | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[Key, AdapterWeights | TandemError]] = SimpleQueue()
         self._threads = 0
-        self.pending = 0  # started, and not taken from `results`
+        self.pending = 0  # folders started whose results were not taken yet
 
     def start(self, key: Key, source: AdapterSource) -> None:
+        """Queue a folder to be read, and return at once."""
         self.pending += 1
         self._jobs.put((key, source))
         if self._threads < min(THREADS, self.pending):
@@ -37,6 +39,9 @@ class Loader(Generic[Key]):
             threading.Thread(target=self._work, name="tandem-loader", daemon=True).start()
 
     def results(self) -> Iterator[tuple[Key, AdapterWeights | TandemError]]:
+        """Yield what was read since the last call, in the order in which the reads ended, an error
+        in place of weights.
+        """
         while self.pending:
             try:
                 result = self._done.get_nowait()
@@ -46,7 +51,7 @@ class Loader(Generic[Key]):
             yield result
 
     def close(self) -> None:
-        """Let the threads end once they are through with what was started."""
+        """Let the threads end once they have read everything that was started."""
         for _ in range(self._threads):
             self._jobs.put(None)
         self._threads = 0

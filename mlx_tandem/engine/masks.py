@@ -1,4 +1,4 @@
-"""Where masks come from: what a sequence may say next, decided on the host while the device computes the logits."""
+"""Masks: which tokens a sequence may draw next, decided on the host while the device computes the logits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class MaskMaker(Protocol):
         """Return whether every token of the request needs a mask."""
 
     def mask(self, request: Request, choice: int, tokens: Sequence[int]) -> Mask:
-        """Return which tokens may follow `tokens` (prompt and output). Where none may, the request fails."""
+        """Return which tokens may follow `tokens` (prompt and output). The request fails when the mask is empty."""
 
 
 def masks_of_row(maker: MaskMaker, s: EngineSequence, row: Row) -> list[Mask]:
-    """Return the masks of a row of `s`: one behind its newest token, and one behind each of its drafts.
+    """Return the masks of a row of `s`: one for what follows its newest token, and one for each of its drafts.
 
-    Behind a draft that its own mask forbids nothing is accepted, and the maker is not asked what would follow it.
+    After a draft that its own mask forbids, no draft is accepted, so the maker is not asked for the masks after it.
     """
     drafts = row.tokens[1:] if row.kind is RowKind.VERIFY else ()
     masks = [maker.mask(s.request, s.choice, s.tokens)]

@@ -1,7 +1,7 @@
-"""What crosses the socket between the front and the engine: typed, tagged msgpack, never pickle.
+"""The messages between the front and the engine: typed, tagged msgpack, never pickle.
 
-A frame is a 4-byte little-endian length and one msgpack array of messages. Both sides check the length
-against MAX_FRAME before reading on.
+A frame is a 4-byte little-endian length and one msgpack array of messages. Both sides check the length against
+MAX_FRAME before they read on.
 """
 
 from __future__ import annotations
@@ -12,13 +12,18 @@ from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone,
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, Delta, EngineInfo, EngineStats, Request
 
 MAX_FRAME = 256 << 20
+"""Most bytes of a frame, without its length."""
 
 
 class Submit(Struct, frozen=True, array_like=True, tag="submit"):
+    """Begin a request."""
+
     request: Request
 
 
 class Cancel(Struct, frozen=True, array_like=True, tag="cancel"):
+    """End a request, or one choice of it, without an answer."""
+
     request: int
     choice: int | None = None  # None: all choices
 
@@ -32,7 +37,7 @@ class LoadAdapter(Struct, frozen=True, array_like=True, tag="load"):
 
 
 class KnowAdapter(Struct, frozen=True, array_like=True, tag="know"):
-    """A version that an earlier engine had loaded: requests may use it, and it is read when one does."""
+    """Let requests use a version that an earlier engine had loaded; it is read when one does."""
 
     info: AdapterInfo
     source: AdapterSource
@@ -47,14 +52,17 @@ class UnloadAdapter(Struct, frozen=True, array_like=True, tag="unload"):
 
 
 class FollowAdapter(Struct, frozen=True, array_like=True, tag="follow"):
-    """Sequences of requests that follow this name go on under `ref`, their keys and values kept."""
+    """Let sequences of requests that follow this name continue under `ref`, with the keys and values they have."""
 
     ref: AdapterRef
 
 
 class OpenTrainer(Struct, frozen=True, array_like=True, tag="open"):
-    """A trainer as `spec` says; its arrays come from `folder` (a checkpoint, with the optimiser's state), or from the
-    loaded adapter `digest`, or are fresh. Answered by TrainerOpened. One of that name that is open is replaced."""
+    """Open a trainer; answered by TrainerOpened. An open trainer of the same name is replaced.
+
+    Its arrays come from `folder` (a checkpoint, with the optimiser's state), else from the loaded adapter `digest`,
+    else they are new.
+    """
 
     call: int
     spec: TrainerSpec
@@ -63,15 +71,18 @@ class OpenTrainer(Struct, frozen=True, array_like=True, tag="open"):
 
 
 class CloseTrainer(Struct, frozen=True, array_like=True, tag="close"):
-    """Answered by CallDone."""
+    """Close a trainer; answered by CallDone."""
 
     call: int
     trainer: str
 
 
 class ForwardBackward(Struct, frozen=True, array_like=True, tag="pass"):
-    """Forward, and unless `forward_only` backward: gradients add up in each trainer until its OptimStep. Answered by
-    PassDone. The same data and `micro_batch_tokens` (0: as configured) in the same state give the same gradients."""
+    """Run a forward pass and, unless `forward_only`, a backward pass; answered by PassDone.
+
+    Gradients add up in each trainer until its OptimStep. The same data and `micro_batch_tokens` (0: as configured) in
+    the same state give the same gradients.
+    """
 
     call: int
     batches: tuple[Batch, ...]
@@ -80,8 +91,10 @@ class ForwardBackward(Struct, frozen=True, array_like=True, tag="pass"):
 
 
 class OptimStep(Struct, frozen=True, array_like=True, tag="step"):
-    """One step of the optimiser with the gradients there are, which are gone then. Answered by Stepped. The state
-    before it is kept until SettleTrainer or the next OptimStep."""
+    """Take one step of the optimiser with the gradients so far, which are dropped afterwards; answered by Stepped.
+
+    The state before the step is kept until SettleTrainer or the next OptimStep.
+    """
 
     call: int
     trainer: str
@@ -89,7 +102,7 @@ class OptimStep(Struct, frozen=True, array_like=True, tag="step"):
 
 
 class SettleTrainer(Struct, frozen=True, array_like=True, tag="settle"):
-    """Keep the last step, or take it and all gradients back. Answered by CallDone."""
+    """Keep the last step of the optimiser, or take it and all gradients back; answered by CallDone."""
 
     call: int
     trainer: str
@@ -97,16 +110,20 @@ class SettleTrainer(Struct, frozen=True, array_like=True, tag="settle"):
 
 
 class PublishTrainer(Struct, frozen=True, array_like=True, tag="publish"):
-    """Make the present weights an adapter that requests may name by its digest; it stays in memory until
-    UnloadAdapter. Answered by AdapterLoaded."""
+    """Make the present weights an adapter that requests may name by its digest; answered by AdapterLoaded.
+
+    The adapter stays in memory until UnloadAdapter.
+    """
 
     call: int
     trainer: str
 
 
 class SaveTrainer(Struct, frozen=True, array_like=True, tag="save"):
-    """Write the adapter in PEFT's format and the optimiser's state into `folder`, which is there and empty.
-    Answered by CallDone once everything is on disk; other work goes on meanwhile."""
+    """Write the adapter in PEFT's format and the optimiser's state into `folder`, which exists and is empty.
+
+    Answered by CallDone once everything is on disk; other work continues meanwhile.
+    """
 
     call: int
     trainer: str
@@ -114,11 +131,11 @@ class SaveTrainer(Struct, frozen=True, array_like=True, tag="save"):
 
 
 class Drain(Struct, frozen=True, array_like=True, tag="drain"):
-    """Finish what runs, take nothing new, then end the process."""
+    """Finish running requests, accept no new ones, then end the process."""
 
 
 Learning = OpenTrainer | CloseTrainer | ForwardBackward | OptimStep | SettleTrainer | PublishTrainer | SaveTrainer
-"""Handled one after the other, beside what is served."""
+"""Messages to trainers. Those of one trainer are handled one after the other, between the steps of requests."""
 
 Inbound = (
     Submit
@@ -139,12 +156,14 @@ Inbound = (
 
 
 class Progress(Struct, frozen=True, array_like=True, tag="progress"):
+    """How far the start of the engine has come."""
+
     stage: str
     fraction: float  # 0 … 1
 
 
 class Note(Struct, frozen=True, array_like=True, tag="note"):
-    """What the engine logs before it is ready, when only the front writes on the terminal."""
+    """A log record of the engine before it is ready, while only the front writes to the terminal."""
 
     level: int  # of Python's logging
     text: str
@@ -152,26 +171,30 @@ class Note(Struct, frozen=True, array_like=True, tag="note"):
 
 
 class Ready(Struct, frozen=True, array_like=True, tag="ready"):
+    """The engine accepts requests from now on."""
+
     info: EngineInfo
 
 
 class Fatal(Struct, frozen=True, array_like=True, tag="fatal"):
-    """The engine cannot go on; `code` and `message` are safe to show. The process ends after it."""
+    """The engine cannot continue, and its process ends; `code` and `message` are safe to show to clients."""
 
     code: str
     message: str
 
 
 class Started(Struct, frozen=True, array_like=True, tag="started"):
-    """The first row of a request is in a step. `at`: in seconds of the monotonic clock, which is the same in all
-    processes of a machine."""
+    """The first row of a request was planned.
+
+    `at` is in seconds of the monotonic clock, which all processes of a machine share.
+    """
 
     request: int
     at: float
 
 
 class Preempted(Struct, frozen=True, array_like=True, tag="preempted"):
-    """A sequence of this request gave its blocks back and will be computed again."""
+    """A sequence of this request had to give its blocks back and will be computed again."""
 
     request: int
 
@@ -183,7 +206,7 @@ class Output(Struct, frozen=True, array_like=True, tag="output"):
 
 
 class Failed(Struct, frozen=True, array_like=True, tag="failed"):
-    """One request ends with an error. `retryable`: 503, else 400."""
+    """One request has ended with an error. `retryable`: the request itself was right (503), else it was wrong (400)."""
 
     request: int
     code: str
@@ -193,30 +216,42 @@ class Failed(Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class AdapterLoaded(Struct, frozen=True, array_like=True, tag="loaded"):
+    """The answer to LoadAdapter and PublishTrainer."""
+
     call: int
     info: AdapterInfo
 
 
 class TrainerOpened(Struct, frozen=True, array_like=True, tag="opened"):
+    """The answer to OpenTrainer."""
+
     call: int
     info: TrainerInfo
 
 
 class PassDone(Struct, frozen=True, array_like=True, tag="passed"):
+    """The answer to ForwardBackward."""
+
     call: int
     results: tuple[BatchResult, ...]  # in the order of the batches
 
 
 class Stepped(Struct, frozen=True, array_like=True, tag="stepped"):
+    """The answer to OptimStep."""
+
     call: int
     done: StepDone
 
 
 class CallDone(Struct, frozen=True, array_like=True, tag="done"):
+    """The answer to calls that return nothing."""
+
     call: int
 
 
 class CallFailed(Struct, frozen=True, array_like=True, tag="callfailed"):
+    """The answer to a call that failed. `code` and `message` say why, `param` which field was wrong."""
+
     call: int
     code: str
     message: str
@@ -224,16 +259,18 @@ class CallFailed(Struct, frozen=True, array_like=True, tag="callfailed"):
 
 
 class Load(Struct, frozen=True, array_like=True, tag="load_now"):
-    """How full the engine is; sent with the outputs of a step whenever it has changed."""
+    """The load of the engine, sent with the outputs of a step whenever it has changed."""
 
     running: int = 0
     waiting: int = 0
     used_blocks: int = 0
     free_blocks: int = 0
-    deferred: int = 0  # of those that wait, how many wait for their adapter to be in memory
+    deferred: int = 0  # how many of the waiting wait for their adapter to be in memory
 
 
 class Heartbeat(Struct, frozen=True, array_like=True, tag="heartbeat"):
+    """A regular sign of life with the statistics."""
+
     stats: EngineStats
 
 

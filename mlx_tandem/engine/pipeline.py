@@ -1,7 +1,7 @@
-"""Scheduler, trainers and runner turned one against the other, one step ahead, so that the device never waits.
+"""The pipeline: it launches steps and slices of learning one step ahead, so that the device never waits.
 
-A slice of learning goes behind the step in flight, and the next step behind the slice before anything is read. It is
-read when that step is in flight, so that what it took counts in what is decided next.
+A slice is launched behind the step in flight, and the next step behind the slice, before anything is read. A slice is
+read when that next step is in flight, so that the slice's time counts for the next decision.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_tandem.engine.histogram import FILL_PARTS, STEP_TOKENS, Histogram
+from mlx_tandem.engine.outcome import StepOutcome
 from mlx_tandem.engine.plan import DeviceError, Runner, Slice, StepPlan, StepResult, Wait
-from mlx_tandem.engine.scheduler import Scheduler, Settled
+from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.time_share import TimeShare
 from mlx_tandem.engine.trainers import TrainerHost
 
@@ -21,14 +22,15 @@ LATE_SECONDS = 5e-4
 """A shorter wait means that the step had already finished when we asked: to read a step takes up to 0.4 ms itself."""
 
 APART_TOKENS = 256
-"""Prompt tokens from which on a step is not under way together with a slice: the activations of both would be in memory
-at once."""
+"""Prompt tokens from which on a step is never in flight together with a slice, since the activations of both would be
+in memory at once.
+"""
 
 _NO_STEP = StepPlan(())
 
 
 class StepsLost(Exception):
-    """The device failed; these steps will never be settled. `again` is that of the DeviceError."""
+    """Raised when the device failed and these steps will have no result. `again` is that of the DeviceError."""
 
     def __init__(self, plans: list[StepPlan], cause: DeviceError):
         super().__init__(str(cause))
@@ -55,7 +57,7 @@ class _LaunchedSlice:
 
 
 class StepCounts:
-    """What steps have computed since the start, and how fast."""
+    """Counters of the steps since the start, and their speed."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -73,7 +75,7 @@ class StepCounts:
         tokens, chunks = sum(len(r.tokens) for r in plan.rows), plan.prompt_tokens
         self.steps += 1
         self.rows += rows
-        self.lora_rows += sum(1 for r in plan.rows if r.slot)
+        self.lora_rows += sum(1 for r in plan.rows if r.lora_slot)
         self.step_ms = 0.9 * self.step_ms + 0.1 * ms if self.step_ms else ms
         if rows:
             self.step_tokens.observe(tokens)
@@ -85,7 +87,7 @@ class StepCounts:
 
 
 class Pipeline:
-    """What is in flight on the device, and whose turn is next."""
+    """The work in flight on the device, and the decision what is launched next."""
 
     def __init__(self, scheduler: Scheduler, runner: Runner, time_share: TimeShare, trainers: TrainerHost):
         """Create an empty pipeline. `time_share` is told how long steps and slices took and decides who goes next."""
@@ -97,18 +99,18 @@ class Pipeline:
         self._flight: _Flight | None = None
         self._slice: _LaunchedSlice | None = None  # before the step in flight, where there is one
         self._last_done = 0.0  # seconds of time.perf_counter
-        self._had_slice = False  # learning's last turn was a slice, not rows made for training
+        self._had_slice = False  # whether learning's last turn was a slice, not rows made for training
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is in flight."""
         return self._flight is None and self._slice is None
 
-    def turn(self) -> Settled | None:
-        """Catch up, plan, launch, and settle the step before; return what became known, None when no step was read.
+    def turn(self) -> StepOutcome | None:
+        """Catch up, plan, launch, and read the step before; return its outcome, None when no step was read.
 
-        Between two steps goes a slice of learning when it is due, or several. Slices and rows made for training take
-        turns in learning's share. Raises StepsLost; no step is in flight then.
+        One or several slices of learning run between two steps when learning is due. Slices and rows made for training
+        take turns in learning's share. Raises StepsLost; no step is in flight then.
         """
         self._catch_up()
         rows = self.scheduler.has_background
@@ -117,31 +119,33 @@ class Pipeline:
         if slice_ is not None and not (slice_.is_brief or (due and not (rows and self._had_slice))):
             slice_ = None
         if slice_ is None:
-            self._had_slice = self._had_slice and not due  # those rows are in this step only if learning is due
+            # Rows made for training are in this step only if learning is due.
+            self._had_slice = self._had_slice and not due
             return self._launch(self.scheduler.plan(due))
         self._had_slice = True
-        settled = self.drain() if self._flight is not None and _is_large(self._flight.plan) else None
+        outcome = self.drain() if self._flight is not None and _is_large(self._flight.plan) else None
         several = due and self.time_share.may_go_on
         step = None if several else self.scheduler.plan(background=False)
-        return self._launch(replace(step or _NO_STEP, slice=slice_)) or settled
+        return self._launch(replace(step or _NO_STEP, slice=slice_)) or outcome
 
-    def drain(self) -> Settled | None:
-        """Read what is in flight and launch nothing; the device has nothing to do then. Raises StepsLost."""
+    def drain(self) -> StepOutcome | None:
+        """Read everything in flight and launch nothing, so that the device has nothing to do. Raises StepsLost."""
         self._catch_up()
         return self._launch(None)
 
     def _catch_up(self) -> None:
-        """Read a slice that a step was launched behind."""
+        """Read a slice behind which a step has been launched."""
         if self._flight is not None:
             slice_, self._slice = self._slice, None
             self._read_slice(slice_)
 
-    def _launch(self, plan: StepPlan | None) -> Settled | None:
-        """Launch a plan's slice and its step, then read and settle the step that was launched before and ran meanwhile.
+    def _launch(self, plan: StepPlan | None) -> StepOutcome | None:
+        """Launch a plan's slice and its step, then read the step before, which ran meanwhile; return its outcome.
 
-        It is read first where the next step would not start before that or would take the launch for its own work.
+        The step before is read first where the next step could not start earlier, or where its launch would wait for
+        the device itself.
         """
-        before, slice_before = self._flight, self._slice  # one of them at most
+        before, slice_before = self._flight, self._slice  # at most one of the two is not None
         self._flight = self._slice = result = None
         if plan is not None and plan.slice is not None:
             self._slice = self._launch_slice(plan.slice)
@@ -166,10 +170,10 @@ class Pipeline:
         except DeviceError as e:
             self._flight = None
             raise StepsLost([p for p in (before.plan if before else None, plan) if p is not None], e) from e
-        return None if before is None or result is None else self.scheduler.settle(before.plan, result)
+        return None if before is None or result is None else self.scheduler.update_from_output(before.plan, result)
 
     def _launch_slice(self, slice_: Slice) -> _LaunchedSlice | None:
-        """Launch a slice; None when it is done already."""
+        """Launch a slice and return it; None when it is done already."""
         launched = time.perf_counter()
         wait = self.trainers.launch(slice_)
         if wait is not None:
@@ -179,40 +183,45 @@ class Pipeline:
         return None
 
     def _read(self, slice_: _LaunchedSlice | None, flight: _Flight | None) -> StepResult | None:
-        """Wait until a slice and a step are done, note what they took, and return the step's result."""
+        """Wait until a slice and a step are done, note how long they took, and return the step's result."""
         self._read_slice(slice_)
         return None if flight is None else self._read_step(flight)
 
     def _read_slice(self, slice_: _LaunchedSlice | None) -> None:
+        """Wait until a slice is done, and note how long it took."""
         if slice_ is not None:
             slice_.wait()
             self._charge(slice_.slice, self._done(slice_.launched))
 
     def _charge(self, slice_: Slice, ms: float) -> None:
+        """Note that a slice took so many milliseconds of the device."""
         self.time_share.note_training(ms)
         self.trainers.charge(slice_, ms)
 
     def _read_step(self, flight: _Flight) -> StepResult:
+        """Wait until a step is done, note how long it took, and return its result."""
         asked = time.perf_counter()
         result = self.runner.wait(flight.handle)
-        usual = not result.cold and not result.scores  # these pay for the logits of whole chunks
-        # The host launched a slice and another step meanwhile. If this step was over when it was asked for, the device
-        # is at the slice: of the time of both the step has what such steps take alone, the slice what it costs streams.
+        usual = not result.cold and not result.scores  # steps with scores compute the logits of whole chunks
+        # The host launched a slice and another step meanwhile. If this step had already finished when it was asked for,
+        # the device is working on the slice. Then this step is charged what such steps take alone, and the slice is
+        # charged the rest, which is the delay that streams notice.
         behind = self._slice is not None and self._flight is not None
         late = usual and behind and time.perf_counter() - asked < LATE_SECONDS
-        ms = self._done(flight.launched, self.scheduler.expected(flight.plan) if late else math.inf)
+        ms = self._done(flight.launched, self.scheduler.cost.expected(flight.plan) if late else math.inf)
         share = flight.plan.background_share
         self.time_share.note_serving(ms * (1 - share))
         self.time_share.note_training(ms * share)
         self.time_share.note_tokens(time.perf_counter() * 1e3, flight.plan.has_streams)
         self.counts.note(flight.plan, ms, self.scheduler.max_num_seqs)
         if usual and not late:
-            self.scheduler.observe(flight.plan, ms)
+            self.scheduler.cost.observe_step(flight.plan, ms)
         return result
 
     def _done(self, launched: float, most_ms: float = math.inf) -> float:
-        """Return the milliseconds that the device had for what was just read: since its launch, or since what was read
-        before it.
+        """Return the milliseconds that the device had for the work just read, at most `most_ms`.
+
+        They count from its launch, or from the end of the work that was read before it if that was later.
         """
         started = max(launched, self._last_done)
         self._last_done = min(time.perf_counter(), started + most_ms / 1e3)
@@ -220,4 +229,5 @@ class Pipeline:
 
 
 def _is_large(plan: StepPlan) -> bool:
+    """Return whether a step may not be in flight together with a slice."""
     return plan.prompt_tokens >= APART_TOKENS

@@ -1,4 +1,4 @@
-"""Starting the engine as a process of its own."""
+"""The engine as a process of its own: how it is started, watched and ended."""
 
 from __future__ import annotations
 
@@ -20,35 +20,38 @@ from mlx_tandem.engine.ending import last_words
 from mlx_tandem.printable import printable
 
 KEPT_LINES = 50
-"""The last lines of the engine's standard error, among which its last words are looked for."""
+"""Number of the last lines of the engine's standard error that are kept to find its last words."""
+
 LINE_BYTES = 4096
-"""Of one line; what is longer becomes several."""
+"""Most bytes of one line; a longer line is cut into several."""
+
 PIPE_SECONDS = 1.0
-"""That the end of standard error is waited for: a compiler that the engine has started may still hold it."""
+"""Seconds to wait for the end of standard error, which a compiler that the engine has started may still hold open."""
 
 BUFFER_BYTES = 1 << 20
-"""Bytes that either end of the socket may be behind. macOS gives 8 KB unless told, less than the tokens of one step:
-the engine would wait for the front in the middle of a frame."""
+"""Bytes of each buffer of the socket. The default of macOS is 8 KB, less than the tokens of one step, so that the
+engine would wait for the front in the middle of a frame.
+"""
 
 
 class EngineProcess(Protocol):
-    """What the client needs of whatever runs the engine."""
+    """The part of an engine's process that the client needs."""
 
     def kill(self) -> None:
-        """End it now; a second call does nothing."""
+        """End the process now; a second call does nothing."""
 
     def wait(self, timeout: float) -> int | None:
-        """Its exit status once it has ended, None when it still runs after `timeout` seconds."""
+        """Return the exit status once the process has ended, None when it still runs after `timeout` seconds."""
 
     def last_words(self) -> str:
-        """Return what it said last about why it has ended; empty when it said nothing."""
+        """Return what the process said last about why it has ended; empty when it said nothing."""
 
 
 Launch = Callable[[], tuple[socket.socket, EngineProcess]]
 
 
 class ChildProcess:
-    """A child with the engine in it. What it writes on standard error goes on to ours, a printable line at a time."""
+    """A child process that runs the engine. Its standard error is passed on to ours, one printable line at a time."""
 
     def __init__(self, child: subprocess.Popen[bytes]):
         assert child.stderr is not None
@@ -59,19 +62,23 @@ class ChildProcess:
         self._listener.start()
 
     def kill(self) -> None:
+        """End the process now; a second call does nothing."""
         self._child.kill()
 
     def wait(self, timeout: float) -> int | None:
+        """Return the exit status, None when the process still runs after `timeout` seconds."""
         try:
             return self._child.wait(timeout)
         except subprocess.TimeoutExpired:
             return None
 
     def last_words(self) -> str:
+        """Return the line of standard error that says best why the process has ended; empty without lines."""
         self._listener.join(PIPE_SECONDS)
         return last_words(tuple(self._said))
 
     def _listen(self, pipe: IO[bytes]) -> None:
+        """Keep and pass on the lines of standard error until its end; on a thread of its own."""
         with pipe:
             while line := pipe.readline(LINE_BYTES):
                 text = printable(line.rstrip(b"\n").decode("utf-8", "backslashreplace"))
@@ -81,11 +88,11 @@ class ChildProcess:
 
 
 def process_launch(config: EngineConfig, command: Sequence[str] = ("-P", "-m", "mlx_tandem.worker")) -> Launch:
-    """Return a launch that runs `python command --fd N --config JSON`. With -P Python looks for no modules in the
-    folder in which the server was started: that may be the model's, and hold code.
+    """Return a function that launches `python command --fd N --config JSON`.
 
-    The child gets a session of its own, so that Ctrl-C in a terminal reaches the front only, which then drains.
-    It notices the end of the front by the closed socket.
+    With -P Python looks for no modules in the folder in which the server was started, which may be the model's and hold
+    code. The child gets a session of its own, so that Ctrl-C in a terminal reaches the front only, which then drains.
+    The child notices the end of the front by the closed socket.
     """
     text = msgspec.json.encode(config).decode()
 

@@ -1,4 +1,4 @@
-"""What a request must be for the scheduler to take it in."""
+"""The check of a request before the scheduler accepts it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ def check_request(
 ) -> None:
     """Raise InvalidRequest for a request that could never run.
 
-    `most_tokens`: of prompt and output together. This is the last line before the device, whose indexing is unchecked,
-    so ids are tested here although the edge has tested them.
+    `most_tokens` is the limit of prompt and output together. Token ids are checked here although the server has checked
+    them before, since the device does not check its indices.
     """
     n, params = len(request.prompt), request.params
     for param, ids in (

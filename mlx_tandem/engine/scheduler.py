@@ -1,18 +1,17 @@
-"""Decides what the device does next. Owns the sequences, their blocks, seats and adapter slots; touches no array.
+"""The scheduler: it decides what the device does next, and owns the sequences, their seats and adapter slots.
 
-A sequence waits, runs, and ends. Each plan gives every running sequence that can decode one row, and spends what a
-time budget allows on chunks of the prompts that are being read. When the pool is full, the sequence that matters least
-(the youngest of the largest priority value) gives its blocks back and is computed again later, its tokens kept
-(preemption by recompute).
+A sequence waits, runs, and ends. Each plan gives every running sequence that can decode one row, and spends a time
+budget on chunks of the prompts that are being read. When the pool is full, the sequence that matters least (the
+youngest of the largest priority value) gives its blocks back and is computed again later from its tokens (preemption by
+recompute).
 
-Rows made for training stand behind users' rows in everything, and a plan can leave them out; a request that waits has
-their seats, blocks and slots at once. A request that follows its adapter goes on under a newer version with the keys
-and values it has.
+Rows made for training come after users' rows everywhere, and a plan can leave them out; a user's request that waits
+takes their seats, blocks and slots at once. A request that follows its adapter continues under a newer version with the
+keys and values it has.
 
-A plan may be made while the one before it is still on the device: tokens drawn there are `pending` until `settle`.
-
-A sequence that needs a mask has a row only when all its tokens are known, and one with drafts in flight has no other
-row until they are settled. (docs/decisions/step-contract.md)
+A plan may be made while the plan before it is still on the device. Tokens drawn there are `pending` until
+`update_from_output`. A sequence that needs a mask has a row only when all its tokens are known, and one with drafts in
+flight has no other row until their result is known. (docs/decisions/step-contract.md)
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort_left, insort_right
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
 from itertools import takewhile
 from operator import attrgetter
 
@@ -28,37 +26,32 @@ from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
-from mlx_tandem.engine.cost import padded_length
+from mlx_tandem.engine.cost import CostModel, padded_length
 from mlx_tandem.engine.masks import MaskMaker, masks_of_row
-from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Mask, Row, RowKind, Seating, StepPlan, StepResult
+from mlx_tandem.engine.outcome import StepOutcome
+from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Mask, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Prefill
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.request_check import check_request
-from mlx_tandem.engine.sequence import Sequence
+from mlx_tandem.engine.sequence import Sequence, sequences_of
 from mlx_tandem.engine.tier import Tier
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.kv.prefix import Match, PrefixCounts
 from mlx_tandem.types import AdapterRef, Delta, FinishReason, Request, TokenLogprob
 
 PATIENCE = 32
-"""Requests that may overtake one that waits for an adapter slot."""
+"""Most requests that may overtake a request that waits for an adapter slot."""
 
 _PRIORITY = attrgetter("priority")
 
 _CARRIED = (CARRY,)
 
-_PROMPT, _DECODE, _VERIFY = RowKind  # names of the module are found faster than members of an enumeration
-
-
-@dataclass(slots=True)
-class Settled:
-    """What became known when a step was read: new tokens, and requests whose logits were not finite."""
-
-    deltas: list[Delta] = field(default_factory=list)
-    failed: list[int] = field(default_factory=list)
+_PROMPT, _DECODE, _VERIFY = RowKind  # looking up a name of the module is faster than a member of an enumeration
 
 
 class Scheduler:
+    """The sequences of all open requests, and the plans of steps made for them. Touches no array."""
+
     def __init__(
         self,
         config: SchedulerConfig,
@@ -77,7 +70,7 @@ class Scheduler:
         self._vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self.prefill = Prefill(config, limits, vocab_size)
-        self.proposer: Proposer | None = None  # this and the next: set by the owner, before the first request
+        self.proposer: Proposer | None = None  # the owner sets this and the next before the first request
         self.mask_maker: MaskMaker | None = None
         # Both by priority, then first come first.
         self._waiting: list[Sequence] = []
@@ -85,7 +78,7 @@ class Scheduler:
         self._sequences: dict[int, Sequence] = {}
         self._choices: dict[int, dict[int, Sequence]] = {}  # by request id
         self._background: set[int] = set()  # requests made for training
-        self._moving: dict[int, Sequence] = {}  # by id: running, and to go on under another version
+        self._moving: dict[int, Sequence] = {}  # by id: running ones that wait to continue under another version
         self._seats = list(range(config.max_num_seqs - 1, -1, -1))
         self._uploads: list[tuple[int, str]] = []  # for the next plan
         self._started: list[tuple[int, float]] = []  # for the next `take_events`
@@ -105,16 +98,9 @@ class Scheduler:
             raise InvalidRequest("this server holds no adapters: max_loras is 0", param="model")
         if request.id in self._choices:
             raise InvalidRequest(f"request {request.id} exists", param="id")
-        choices = [Sequence(self._next_id + i, request, i, stop_ids) for i in range(request.n)]
-        self._next_id += request.n
-        choices[0].followers = choices[1:]
         is_masked = self.mask_maker is not None and self.mask_maker.constrains(request)
-        for s in choices:
-            s.is_masked = is_masked
-        if params.prompt_logprobs is not None and len(request.prompt) > 1:
-            scores: list[TokenLogprob] = []
-            for s in choices:
-                s.scores = scores
+        choices = sequences_of(request, self._next_id, stop_ids, is_masked)
+        self._next_id += request.n
         self._sequences |= {s.id: s for s in choices}
         self._choices[request.id] = {s.choice: s for s in choices}
         if request.background:
@@ -124,16 +110,17 @@ class Scheduler:
         self.prompt_tokens += len(request.prompt)
 
     def cancel(self, request: int, choice: int | None = None) -> None:
-        """End a request or one choice of it; nothing more is said of it. Unknown ids are ignored."""
+        """End a request or one choice of it; it has no more deltas. Unknown ids are ignored."""
         choices = self._choices.get(request, {})
         for s in list(choices.values()):
             if choice is None or s.choice == choice:
                 self._end(s)
 
     def follow(self, ref: AdapterRef) -> list[int]:
-        """Requests that follow `ref.name` go on under it from their next row on, or once it has a slot; returns them.
+        """Let requests that follow `ref.name` continue under `ref` from their next row on, once it has a slot.
 
-        Those that wait begin under it; what they had computed before a preemption is computed under it, too.
+        Return their ids. Sequences that wait begin under it; what they computed before a preemption is computed again
+        under it.
         """
         followers = [s for s in self._sequences.values() if s.follows(ref)]
         for s in followers:
@@ -146,47 +133,55 @@ class Scheduler:
         return list(dict.fromkeys(s.request.id for s in followers))
 
     def digests(self, request: int) -> set[str]:
-        """What the sequences of a request run under now, or will."""
+        """Return the digests of adapters that the sequences of a request run under now or will run under."""
         refs = [r for s in self._choices.get(request, {}).values() for r in (s.adapter, s.next_adapter)]
         return {ref.digest for ref in refs if ref is not None}
 
     @property
     def has_users(self) -> bool:
-        """Whether a request is open that was not made for training."""
+        """Whether a user's request is open: one that was not made for training."""
         return len(self._choices) > len(self._background)
 
     @property
     def has_background(self) -> bool:
+        """Whether a request made for training is open."""
         return bool(self._background)
 
     @property
     def requests(self) -> Collection[int]:
+        """Ids of the open requests."""
         return self._choices.keys()
 
     @property
     def num_running(self) -> int:
+        """Number of sequences that have a seat."""
         return self.max_num_seqs - len(self._seats)
 
     @property
     def num_waiting(self) -> int:
-        return sum(1 + len(s.followers) for s in self._waiting)
+        """Number of choices that wait for a seat."""
+        return sum(1 + len(s.siblings) for s in self._waiting)
 
     @property
     def tier(self) -> Tier | None:
+        """The disk tier of the KV cache, if there is one."""
         return self._blocks.tier
 
     @property
     def prefix_counts(self) -> PrefixCounts:
+        """Counters of the prefix cache."""
         return self._blocks.prefix_counts
 
     @property
     def max_num_seqs(self) -> int:
-        """Sequences that may run at once."""
+        """Number of sequences that may run at once."""
         return self._config.max_num_seqs
 
     def take_events(self) -> tuple[list[tuple[int, float]], list[int]]:
-        """Return what happened since the last call: requests whose first row was planned, each once and with the
-        seconds of the monotonic clock then, and requests of which a sequence was preempted, once for each time."""
+        """Return requests whose first row was planned since the last call, and requests preempted since then.
+
+        The former come once each, with the time in seconds of the monotonic clock, the latter once for each preemption.
+        """
         events = self._started, self._preempted
         if self._started:
             self._started = []
@@ -195,8 +190,10 @@ class Scheduler:
         return events
 
     def plan(self, background: bool = True) -> StepPlan | None:
-        """The next unit of device work, or None when there is none to do now. Unless `background`, rows made for
-        training are left out while there are users' requests."""
+        """Return the next unit of device work, None when there is none now.
+
+        Unless `background`, rows made for training are left out while users' requests are open.
+        """
         left_out = set() if background or not self.has_users else self._background
         rows: list[Row] = []
         self._blocks.poll()
@@ -204,12 +201,12 @@ class Scheduler:
             self._move(s)
         self._admit(left_out)
         loads = self._blocks.take_loads()
-        for s in [s for s in self._wanted(left_out) if s.followers and s.scheduled == s.prompt_length - 1]:
+        for s in [s for s in self._wanted(left_out) if s.siblings and s.scheduled == s.prompt_length - 1]:
             self._fork(s)
         proposer, may_wait = self.proposer, self.proposer is not None or self.mask_maker is not None
         for s in self._wanted(left_out):
-            # A row before this one may have taken this sequence's blocks: then it has lost its seat.
-            if s.seat < 0 or not s.wants_decode or s.followers or (may_wait and self._waits_for_token(s)):
+            # A row before this one may have taken the sequence's blocks, and then the sequence has lost its seat.
+            if s.seat < 0 or not s.wants_decode or s.siblings or (may_wait and self._waits_for_token(s)):
                 continue
             if not self._reserve(s, s.scheduled + 1, rows):
                 continue
@@ -224,8 +221,8 @@ class Scheduler:
             return None
         new = [s for s in self._running if not s.is_seated]
         planned = {row.sequence for row in rows} if new else ()
-        seatings = [self._seating(s) for s in new if s.id in planned]
-        # Who asked for an upload may be gone again: what nobody uses is not written, so it is not resident.
+        seatings = [s.take_seat() for s in new if s.id in planned]
+        # The sequence of an upload may have ended: an adapter that nobody uses is not written, so it is not resident.
         uploads = [(slot, digest) for slot, digest in self._uploads if self._slots.references(digest)]
         for _, digest in set(self._uploads) - set(uploads):
             self._slots.lost(digest)
@@ -239,14 +236,14 @@ class Scheduler:
         return tuple(i for i, row in enumerate(rows) if row.sample and self._sequences[row.sequence].is_masked)
 
     def masks(self, plan: StepPlan) -> list[list[Mask]]:
-        """Return the masks for a plan that was launched just now, as `Runner.sample` takes them."""
+        """Return the masks for a plan that has just been launched, as `Runner.sample` takes them."""
         assert self.mask_maker is not None
         return [
             masks_of_row(self.mask_maker, self._sequences[plan.rows[i].sequence], plan.rows[i]) for i in plan.masked
         ]
 
     def _wanted(self, left_out: Collection[int]) -> list[Sequence]:
-        """Those of the running whose requests are not left out, and whose blocks are there."""
+        """Return the running sequences whose requests are not left out and whose blocks are loaded."""
         wanted = [s for s in self._running if s.request.id not in left_out] if left_out else self._running
         return [s for s in wanted if not self._blocks.is_loading(s)] if self._blocks.has_loads else list(wanted)
 
@@ -256,25 +253,29 @@ class Scheduler:
         return s.pending > 0 and (s.is_masked or (by is not None and by.waits(s.request, s.choice)))
 
     def _draft(self, s: Sequence, proposer: Proposer) -> tuple[int, ...]:
-        """Return proposed tokens to follow those of `s`: as many as may be said and as there are blocks for."""
+        """Return drafts to follow the tokens of `s`: at most as many as it may still have and as
+        there are blocks for.
+        """
         most = s.most_tokens - len(s.tokens) - 1
         proposed = proposer.propose(s.request, s.choice, s.tokens, most)[:most] if most else ()
         drafts = tuple(takewhile(lambda token: 0 <= token < self._vocab_size, proposed))
         return drafts[: self._blocks.draft(s, len(drafts), len(self._running))] if drafts else ()
 
     def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> None:
-        def take(s: Sequence, tokens: int, *, beside: bool = False) -> int | None:
-            # A row before this one may have taken this sequence's blocks.
+        """Add the chunks of prompts for this plan to its rows."""
+
+        def take(s: Sequence, tokens: int, *, piggybacked: bool = False) -> int | None:
             if s.seat < 0 or not self._reserve(s, s.scheduled + tokens, rows):
                 return None
             chunk = tuple(s.tokens[s.scheduled : s.scheduled + tokens])
-            rows.append(self._row(s, _PROMPT, chunk, beside))
+            rows.append(self._row(s, _PROMPT, chunk, piggybacked))
             return padded_length(tokens) if rows[-1].targets else 0
 
         reading = [s for s in self._wanted(left_out) if s.wants_prefill and s.seat >= 0]
         self.prefill.plan(reading, len(rows), take)
 
-    def _row(self, s: Sequence, kind: RowKind, tokens: tuple[int, ...], beside: bool = False) -> Row:
+    def _row(self, s: Sequence, kind: RowKind, tokens: tuple[int, ...], piggybacked: bool = False) -> Row:
+        """Return a row of `s` with these tokens at its next positions, and count them as scheduled."""
         start = s.scheduled
         if s.cached is None:
             self._start(s)
@@ -288,29 +289,27 @@ class Scheduler:
             tables = tuple([own + spare for own, spare in zip(tables, s.spare, strict=True)])
         version = s.adapter.version if request.follow and s.adapter is not None else 0
         background = request.background
-        return Row(kind, s.id, s.seat, s.slot, start, tokens, tables, sample, targets, version, background, beside)
+        return Row(kind, s.id, s.seat, s.slot, start, tokens, tables, sample, targets, version, background, piggybacked)
 
     def _start(self, s: Sequence) -> None:
-        """Note that the work on the request of `s` begins."""
+        """Note that the first row of the request of `s` is planned."""
         self._blocks.count(s)
         for x in self._choices[s.request.id].values():
             x.cached = s.cached
         self._started.append((s.request.id, time.monotonic()))
 
-    def _seating(self, s: Sequence) -> Seating:
-        s.is_seated = True
-        return Seating(s.seat, s.request.params, s.choice, s.prompt_length, tuple(s.tokens), s.stop_ids)
-
     def _admit(self, left_out: Collection[int]) -> None:
-        """Let waiting sequences run while there are seats, blocks for all they know, and adapter slots. One whose
-        prompt begins as one that is being read waits for that, and for the drive where that has more of it."""
+        """Let waiting sequences run while there are seats, blocks for all of their tokens, and adapter slots.
+
+        A sequence waits while another reads a prompt with the same beginning, or the drive returns more of its blocks.
+        """
         blocked: list[Sequence] = []
-        patience = PATIENCE  # of the one among the blocked that has the least left
+        patience = PATIENCE  # the least that is left among the blocked
         while self._waiting and patience > 0:
             s = self._waiting[0]
             if s.pending or len(blocked) > PATIENCE or s.request.id in left_out:
                 break
-            group = [s, *s.followers]
+            group = [s, *s.siblings]
             waits = not self._may_have_slot(s)
             if not waits:
                 match = self._find_room(s, group)
@@ -332,7 +331,7 @@ class Scheduler:
         self._waiting[:0] = blocked
 
     def _find_room(self, s: Sequence, group: list[Sequence]) -> Match | None:
-        """What is known of `s`, when there are seats for `group` and blocks for the rest."""
+        """Return the cached prefix of `s` if there are seats for `group` and blocks for the rest; else None."""
         while True:
             if len(group) <= len(self._seats):
                 match = self._blocks.match(s)
@@ -346,26 +345,29 @@ class Scheduler:
                 return None
 
     def _has_tokens_for(self, s: Sequence) -> bool:
+        """Return whether `s` fits into `max_inflight_tokens` besides the running sequences."""
         most = self._config.max_inflight_tokens
-        return not most or sum(x.most_tokens * (1 + len(x.followers)) for x in (*self._running, s)) <= most
+        return not most or sum(x.most_tokens * (1 + len(x.siblings)) for x in (*self._running, s)) <= most
 
     def _displace_for(self, s: Sequence) -> bool:
-        """A user's sequence takes the place of the least that was made for training; whether there was one."""
+        """Preempt the last sequence made for training in favour of a user's sequence; return whether there was one."""
         if s.request.background or not self._running or not self._running[-1].request.background:
             return False
         self._preempt(self._running[-1])
         return True
 
     def _may_have_slot(self, s: Sequence) -> bool:
-        """Whether `_take_slot` is worth a try. Asked before the prompt is looked up, which takes milliseconds for long
-        ones, in every plan."""
+        """Return whether `_take_slot` may succeed.
+
+        It is asked in every plan before the prompt is looked up, which takes milliseconds for long prompts.
+        """
         digest = s.adapter_digest
         if digest is None or self._slots.slot(digest) is not None or self._slots.available():
             return True
         return not s.request.background and self._users_slots() < self._slots.n
 
     def _take_slot(self, group: list[Sequence]) -> bool:
-        """The adapter's slot for each of `group`; False, and nothing taken, when there is none for it."""
+        """Give each of `group` its adapter's slot. Return False, and take nothing, when there is no slot."""
         first = group[0]
         if first.adapter_digest is None:
             for s in group:
@@ -386,11 +388,11 @@ class Scheduler:
         return True
 
     def _users_slots(self) -> int:
-        """How many slots users' running sequences hold."""
+        """Return how many slots users' running sequences hold."""
         return len({s.adapter_digest for s in self._running if not s.request.background} - {None})
 
     def _move(self, s: Sequence) -> None:
-        """On to the version that it follows, when that has a slot."""
+        """Let `s` continue under the version that it follows, if that has a slot."""
         ref = s.next_adapter
         assert ref is not None and s.adapter is not None
         if ref.digest != s.adapter.digest:
@@ -406,13 +408,13 @@ class Scheduler:
         del self._moving[s.id]
 
     def _fork(self, s: Sequence) -> None:
-        """The choices of a request part: all but the prompt's last token is computed and shared.
+        """Let the siblings of `s` run: all of the prompt but its last token is computed and shared.
 
-        Each then runs the last prompt token itself, which draws its own first token.
+        Each then computes the last prompt token itself, which draws its own first token.
         """
-        followers, s.followers = s.followers, []
+        siblings, s.siblings = s.siblings, []
         at = self._running.index(s) + 1
-        for f in followers:
+        for f in siblings:
             if self._blocks.fork(s, f):
                 self._running.insert(at, f)
                 at += 1
@@ -421,8 +423,11 @@ class Scheduler:
                 insort_left(self._waiting, f, key=_PRIORITY)
 
     def _reserve(self, s: Sequence, positions: int, rows: list[Row]) -> bool:
-        """Blocks for `positions` of s; those that are not in this plan yet give back what they can do without, and then
-        the last of them is preempted."""
+        """Take blocks for `positions` of `s`; return False when `s` itself had to be preempted.
+
+        If blocks are missing, sequences without a row in this plan give back blocks outside their windows, and then the
+        last of them are preempted.
+        """
         if positions <= s.room or self._blocks.reserve(s, positions):
             return True
         planned = {row.sequence for row in rows}
@@ -437,16 +442,17 @@ class Scheduler:
         return True
 
     def _preempt(self, s: Sequence) -> None:
+        """Let a running sequence give everything back and wait again."""
         self.preemptions += 1
         self._preempted.append(s.request.id)
         self._running.remove(s)
-        for x in (s, *s.followers):
+        for x in (s, *s.siblings):
             self._leave(x)
-        # One that was admitted and had no row yet comes behind those that had.
+        # A sequence that was admitted and had no row yet comes after those that had one.
         insort_left(self._waiting, s, key=lambda x: (x.priority, x.cached is None))
 
     def _leave(self, s: Sequence) -> None:
-        """Give back what a running sequence holds."""
+        """Give back the blocks, the seat and the slot of a sequence, if it has any."""
         if s.seat < 0:
             return
         self._blocks.leave(s)
@@ -459,7 +465,7 @@ class Scheduler:
         s.seat, s.slot, s.is_seated = -1, -1, False
 
     def _end(self, s: Sequence) -> None:
-        """A sequence is over, whatever it was doing."""
+        """End a sequence, whether it waits or runs."""
         self._blocks.forget(s)
         choices = self._choices[s.request.id]
         del self._sequences[s.id], choices[s.choice]
@@ -467,28 +473,28 @@ class Scheduler:
             del self._choices[s.request.id]
             self._background.discard(s.request.id)
         for leader in choices.values():
-            if s in leader.followers:
-                leader.followers.remove(s)
+            if s in leader.siblings:
+                leader.siblings.remove(s)
                 self._leave(s)
                 return
-        place = bisect_left(self._waiting, s.priority, key=_PRIORITY)  # for an heir
+        place = bisect_left(self._waiting, s.priority, key=_PRIORITY)  # for the sibling that takes its place
         if s in self._running:
             self._running.remove(s)
         elif s in self._waiting:
             place = self._waiting.index(s)
             del self._waiting[place]
         self._leave(s)
-        if s.followers:  # nobody has computed their prompt now: the next of them starts over
-            heir, *others = s.followers
-            for f in s.followers:
+        if s.siblings:  # nobody computes their prompt any more, so the next of them starts over
+            heir, *others = s.siblings
+            for f in s.siblings:
                 self._leave(f)
-            heir.followers, heir.overtaken, heir.cached = others, s.overtaken, s.cached
+            heir.siblings, heir.overtaken, heir.cached = others, s.overtaken, s.cached
             self._waiting.insert(place, heir)
 
-    def settle(self, plan: StepPlan, result: StepResult) -> Settled:
-        """Take in what a step drew. Sequences that ended meanwhile are passed over."""
-        settled = Settled()
-        sequences, deltas, logprobs = self._sequences, settled.deltas, result.logprobs
+    def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutcome:
+        """Take in the result of a step and return its outcome. Sequences that ended meanwhile are skipped."""
+        outcome = StepOutcome()
+        sequences, deltas, logprobs = self._sequences, outcome.deltas, result.logprobs
         spoiled: set[int] = set()
         for i, (row, drawn) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             is_finite = not drawn or drawn[-1] != NOT_A_NUMBER
@@ -496,25 +502,25 @@ class Scheduler:
                 spoiled.update(*row.tables)
             s = sequences.get(row.sequence)
             if row.targets and s is not None and s.scores is not None:
-                # After a preemption, a chunk may begin with some that are known.
+                # After a preemption, a chunk may begin with positions whose scores are known.
                 s.scores += result.scores[i][len(s.scores) - row.start :]
             if not row.sample or s is None:
                 continue
             assert drawn, "a row that samples draws"
             if not is_finite:
-                settled.failed.append(s.request.id)
+                outcome.failed.append(s.request.id)
                 for x in self._choices[s.request.id].values():
                     x.is_pure = False
                 self.cancel(s.request.id)
                 continue
             s.pending -= 1
-            if row.kind is _VERIFY and s.seat >= 0:  # else it has given back what it had
+            if row.kind is _VERIFY and s.seat >= 0:  # else it has already given its blocks back
                 s.scheduled = row.start + len(drawn)
                 self._blocks.truncate(s, row.start, s.scheduled)
             known = logprobs[i] if logprobs else None
             if len(drawn) == 1:
                 s.tokens.append(drawn[0])
-                finish = self._finish_reason(s, drawn[0])
+                finish = s.finish_reason(drawn[0])
             else:
                 drawn, finish = self._say(s, drawn)
                 known = known[: len(drawn)] if known else None
@@ -529,42 +535,35 @@ class Scheduler:
             self._blocks.spoil(spoiled)
         if plan.saves:
             self._blocks.saved(result.saves)
-        return settled
+        return outcome
 
     def _say(self, s: Sequence, drawn: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Add drawn tokens to those of `s` up to the one that ends it; return these, and why it ends if it does."""
+        """Add drawn tokens to `s` up to the one that ends it; return the added ones, and why it ends if it does."""
         for n, token in enumerate(drawn, 1):
             s.tokens.append(token)
-            finish = self._finish_reason(s, token)
+            finish = s.finish_reason(token)
             if finish:
                 return drawn[:n], finish
         return drawn, None
 
     def _hand_out_scores(self, s: Sequence) -> tuple[TokenLogprob, ...]:
+        """Return the logprobs of the prompt's tokens, once for each request."""
         scores = tuple(s.scores or ())
         for x in self._choices[s.request.id].values():
             x.scores = None
         return scores
 
-    def _finish_reason(self, s: Sequence, token: int) -> FinishReason | None:
-        if token in s.stop_ids:
-            return "stop"
-        if len(s.tokens) >= s.most_tokens:
-            return "length"
-        return None
-
-    def observe(self, plan: StepPlan, milliseconds: float) -> None:
-        """Let the cost model learn from a step that took this long."""
-        self.prefill.cost.observe_step(plan, milliseconds)
-
-    def expected(self, plan: StepPlan) -> float:
-        """Return the milliseconds that a step will take, by what such steps took; infinite where that is not known."""
-        return self.prefill.cost.expected(plan)
+    @property
+    def cost(self) -> CostModel:
+        """The cost model of steps."""
+        return self.prefill.cost
 
     def fail(self, plans: Iterable[StepPlan], *, again: bool = False) -> list[int]:
-        """Give up steps that were lost on the device, and return the requests that had a row in them: these end here,
-        unless they can be computed `again`; then none is returned. Every other running sequence is computed again,
-        since nothing in the cache can be trusted."""
+        """Give up steps that were lost on the device; end the requests that had a row in them, and return these.
+
+        With `again`, they are computed again and none is returned. Every other running sequence is computed again in
+        any case, since nothing in the cache can be trusted.
+        """
         plans = list(plans)
         for s in self._sequences.values():
             s.is_pure = s.seat < 0
@@ -574,10 +573,10 @@ class Scheduler:
         for request in failed:
             self.cancel(request)
         for s in self._sequences.values():
-            s.pending = 0  # what was drawn in these steps is drawn again
+            s.pending = 0  # tokens that were drawn in these steps are drawn again
         for s in list(reversed(self._running)):
             self._preempt(s)
-        # Nobody holds a slot now, and what was to be written there may not have been: it is not resident.
+        # Nobody holds a slot now, and these uploads may not have been written, so their adapters are not resident.
         for _, digest in [u for plan in plans for u in plan.uploads] + self._uploads:
             self._slots.lost(digest)
         self._uploads = []
@@ -588,8 +587,8 @@ class Scheduler:
         self._blocks.check(self._sequences.values())
         held = [s.seat for s in self._sequences.values() if s.seat >= 0]
         assert sorted(held + self._seats) == list(range(self._config.max_num_seqs)), "a seat is lost or shared"
-        followers = [f for s in (*self._running, *self._waiting) for f in s.followers]
-        everyone = [*self._running, *self._waiting, *followers]
+        siblings = [f for s in (*self._running, *self._waiting) for f in s.siblings]
+        everyone = [*self._running, *self._waiting, *siblings]
         assert sorted(s.id for s in everyone) == sorted(self._sequences), "a sequence is lost or doubled"
         assert all(s.seat >= 0 for s in self._running)
         assert all(s.seat < 0 for s in self._waiting)

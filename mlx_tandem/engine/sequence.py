@@ -1,17 +1,18 @@
-"""The engine's mutable state of one choice of one request."""
+"""Sequences: the engine's mutable state of one choice of one request."""
 
 from __future__ import annotations
 
-from mlx_tandem.engine.plan import Tables
+from mlx_tandem.engine.plan import Seating, Tables
 from mlx_tandem.kv.hashing import Chain
-from mlx_tandem.types import AdapterRef, Request, TokenLogprob
+from mlx_tandem.types import AdapterRef, FinishReason, Request, TokenLogprob
 
 
 class Sequence:
-    """`tokens` are the ids known to the host: the prompt and what has been settled of the output.
+    """The state of one choice of a request, from its arrival to its end.
 
-    `scheduled` positions have been handed to the runner; `pending` tokens have been drawn on the device and are not
-    known to the host yet. Blocks, seat and slot are held while the sequence runs, and only then.
+    `tokens` are the ids that the host knows: the prompt and the output that has been read. `scheduled` positions have
+    been handed to the runner; `pending` tokens have been drawn on the device and are not known to the host yet. A
+    sequence holds blocks, a seat and an adapter slot only while it runs.
     """
 
     __slots__ = (
@@ -20,7 +21,6 @@ class Sequence:
         "cached",
         "chain",
         "choice",
-        "followers",
         "has_drawn",
         "id",
         "is_masked",
@@ -37,6 +37,7 @@ class Sequence:
         "scheduled",
         "scores",
         "seat",
+        "siblings",
         "slot",
         "spare",
         "stop_ids",
@@ -50,7 +51,7 @@ class Sequence:
         self.choice = choice
         self.stop_ids = stop_ids
         self.adapter = request.adapter
-        self.next_adapter: AdapterRef | None = None  # a version to go on under once it has a slot
+        self.next_adapter: AdapterRef | None = None  # a version under which it continues once that has a slot
         self.tokens = list(request.prompt)
         self.prompt_length = len(request.prompt)
         self.most_tokens = self.prompt_length + request.params.max_tokens  # prompt and output together
@@ -58,79 +59,118 @@ class Sequence:
         self.pending = 0
         self.tables: Tables = ()  # while it runs
         self.spare: Tables = ()  # blocks in each group that only the drafts in flight have
-        self.room = 0  # positions that all of them have blocks for
-        self.chain: Chain | None = None  # the keys of its blocks under its adapter, once they are asked for
-        self.published = 0  # whole blocks of the table that others can find, as far as it knows
-        self.announced: bytes | None = None  # the key of the block under which others find that it computes it
-        self.has_drawn = False  # a token that is a number, since it was seated
-        self.is_masked = False  # each of its tokens needs a mask, which needs the token before it
-        self.is_pure = True  # what it has computed, it has computed under its adapter
-        self.cached: int | None = None  # tokens of the prompt that its request found computed, when it began
+        self.room = 0  # positions for which all tables have blocks
+        self.chain: Chain | None = None  # keys of its blocks under its adapter; None until they are needed
+        self.published = 0  # whole blocks of the table that it has published or found
+        self.announced: bytes | None = None  # key of the block that it computes next, as others are told
+        self.has_drawn = False  # whether it has drawn a finite token since it was seated
+        self.is_masked = False  # whether each token needs a mask, which depends on the token before
+        self.is_pure = True  # whether everything computed so far was computed under its present adapter
+        self.cached: int | None = None  # prompt tokens that its request found cached when it began
         self.seat = -1
         self.slot = -1
-        self.is_seated = False  # the runner has been told of this seat
-        self.overtaken = 0  # by how many, while it waits for an adapter slot
+        self.is_seated = False  # whether the runner has been told of this seat
+        self.overtaken = 0  # by how many requests, while it waits for an adapter slot
         self.scores: list[TokenLogprob] | None = None
-        """Of the prompt's tokens from the second on, as far as computed; one list for all choices of the request. None
-        when they were not asked for, or have been handed out."""
-        self.followers: list[Sequence] = []
-        """The other choices of the request, until the shared part of the prompt is computed."""
+        """Logprobs of the prompt's tokens from the second on, as far as computed; all choices of a request share the
+        list. None when they are not wanted, or have been handed out.
+        """
+        self.siblings: list[Sequence] = []
+        """The other choices of the request, until the shared part of the prompt is computed; only the first choice has
+        any.
+        """
 
     @property
     def table(self) -> tuple[int, ...]:
-        """Its blocks in the first group."""
+        """The sequence's blocks in the first group."""
         return self.tables[0] if self.tables else ()
 
     @property
     def generated(self) -> int:
-        """Tokens drawn, those still on the device among them."""
+        """Number of tokens drawn, including those still on the device."""
         return len(self.tokens) - self.prompt_length + self.pending
 
     @property
     def total(self) -> int:
+        """Number of tokens of prompt and output, including those still on the device."""
         return len(self.tokens) + self.pending
 
     @property
     def wants_decode(self) -> bool:
-        """Everything but the newest token is in the cache, and the newest may be followed by another."""
+        """Whether all tokens but the newest are computed, and another token may follow it."""
         total = len(self.tokens) + self.pending
         return self.scheduled == total - 1 and total < self.most_tokens
 
     @property
     def wants_prefill(self) -> bool:
+        """Whether more than the newest of the known tokens are left to be computed, and none is pending."""
         return not self.pending and self.scheduled < len(self.tokens) - 1 and not self.is_complete
 
     @property
     def unread(self) -> int:
-        """Tokens of its prompt that no step has read; the last is left for the choices that share it."""
-        return (self.prompt_length - 1 if self.followers else len(self.tokens)) - self.scheduled
+        """Number of known tokens that no step has read. While siblings share the prompt, its last token is left to
+        them.
+        """
+        return (self.prompt_length - 1 if self.siblings else len(self.tokens)) - self.scheduled
 
     @property
     def is_complete(self) -> bool:
+        """Whether it has as many tokens as it may have, including those still on the device."""
         return self.total >= self.most_tokens
 
     @property
     def priority(self) -> tuple[bool, int]:
-        """Users' requests come before those made for training."""
+        """Key by which sequences are ordered, the smallest first: users' requests come before those
+        made for training.
+        """
         return self.request.background, self.request.priority
 
     def targets(self, start: int, end: int) -> tuple[int, ...]:
-        """Prompt tokens after positions start … end - 1 whose logprobs are wanted and not all known."""
+        """Return the prompt tokens after positions start … end - 1 if their logprobs are wanted and not all known."""
         if self.scores is None or end <= len(self.scores):
             return ()
         return self.request.prompt[start + 1 : end + 1]
 
     @property
     def adapter_digest(self) -> str | None:
+        """Digest of its present adapter; None for the base model."""
         return self.adapter.digest if self.adapter else None
 
+    def take_seat(self) -> Seating:
+        """Return the message by which the runner learns of the sequence's seat, and note that it was made."""
+        self.is_seated = True
+        history = tuple(self.tokens)
+        return Seating(self.seat, self.request.params, self.choice, self.prompt_length, history, self.stop_ids)
+
     def go_under(self, ref: AdapterRef) -> None:
-        """From here on it is computed under `ref`."""
+        """Continue under `ref`, or begin under it."""
         if ref.digest != self.adapter_digest:
             self.chain = None
         self.adapter, self.next_adapter = ref, None
 
     def follows(self, ref: AdapterRef) -> bool:
-        """Whether it is to go on under `ref`."""
+        """Return whether the sequence should continue under `ref`, another version of the name that it follows."""
         adapter = self.next_adapter or self.adapter
         return self.request.follow and adapter is not None and adapter.name == ref.name and adapter != ref
+
+    def finish_reason(self, token: int) -> FinishReason | None:
+        """Return why the sequence ends with `token`, the newest of its tokens; None if it does not end."""
+        if token in self.stop_ids:
+            return "stop"
+        if len(self.tokens) >= self.most_tokens:
+            return "length"
+        return None
+
+
+def sequences_of(request: Request, first_id: int, stop_ids: frozenset[int], is_masked: bool) -> list[Sequence]:
+    """Return the sequences of a request's choices, with ids from `first_id` on; the others are
+    siblings of the first.
+    """
+    choices = [Sequence(first_id + i, request, i, stop_ids) for i in range(request.n)]
+    choices[0].siblings = choices[1:]
+    scores: list[TokenLogprob] | None = None
+    if request.params.prompt_logprobs is not None and len(request.prompt) > 1:
+        scores = []
+    for s in choices:
+        s.is_masked, s.scores = is_masked, scores
+    return choices

@@ -1,4 +1,4 @@
-"""The deltas of one submission, as the front reads them."""
+"""Streams: the deltas of one submission, as the front reads them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from mlx_tandem.types import Delta, Request
 
 
 class Owner(Protocol):
-    """The client, as far as its streams need it."""
+    """The part of the client that its streams use."""
 
-    def cancel(self, request: int, choice: int | None = None) -> None: ...
+    def cancel(self, request: int, choice: int | None = None) -> None:
+        """Tell the engine that nobody waits for a request, or for one choice of it, any more."""
 
-    def forget(self, request: int) -> None: ...
+    def forget(self, request: int) -> None:
+        """Drop the stream of a request whose end it has seen."""
 
 
 class Stream:
-    """Iterates over lists: all deltas that arrived since the last turn, in order.
+    """An iterator over lists, each with all deltas that arrived since the last one, in order.
 
-    Ends when every choice has ended; raises the TandemError that ended the request otherwise. Leaving its `async
-    with` block early cancels what still runs. Choices are numbered over all requests: request k's choice i is
-    k * n + i (`index`).
+    It ends when every choice has ended, and raises the TandemError that ended a request otherwise. Leaving its `async
+    with` block early cancels the choices that still run. Choices are numbered over all requests: choice i of request k
+    has the number k * n + i (`index`).
     """
 
     __slots__ = (
@@ -52,14 +54,16 @@ class Stream:
         self._waiter: asyncio.Future[None] | None = None
         self._error: TandemError | None = None
         self.started: float | None = None  # when its first row was planned, in seconds of the monotonic clock
-        self.preemptions = 0  # times that a sequence of it gave its blocks back
+        self.preemptions = 0  # how often a sequence of it was preempted
 
     def index(self, delta: Delta) -> int:
+        """Return the number of a delta's choice over all requests."""
         return (delta.request - self.first) * self._n + delta.choice
 
     # -- the client's side --------------------------------------------------------------------------------------
 
     def push(self, delta: Delta) -> None:
+        """Add a delta and wake the reader. A delta of a choice that has ended is dropped."""
         if delta.finish is not None:
             index = self.index(delta)
             if not self._live[index]:
@@ -75,7 +79,10 @@ class Stream:
                 waiter.set_result(None)
 
     def fail(self, error: TandemError, request: int | None = None) -> None:
-        """Nothing more comes, at least of `request`. The others are cancelled: a submission fails as a whole."""
+        """End the stream with an error: a submission fails as a whole.
+
+        The engine has already ended `request`; None: all requests. Requests that still run are cancelled.
+        """
         if request is not None:
             first = (request - self.first) * self._n
             self._live[first : first + self._n] = [False] * self._n
@@ -101,7 +108,7 @@ class Stream:
         return deltas
 
     def cancel(self, choice: int | None = None) -> None:
-        """Nobody waits for this choice (or any) any more; what it still says is dropped."""
+        """Cancel a choice, or all of them; their later deltas are dropped."""
         if choice is None:
             for k in range(self._requests):
                 if any(self._live[k * self._n : (k + 1) * self._n]):
@@ -127,6 +134,7 @@ class Stream:
             self.cancel()
 
     def _end(self, index: int) -> None:
+        """Note that a choice has ended, and forget its request when no choice of it is left."""
         self._live[index] = False
         self._open -= 1
         k = index // self._n
@@ -134,6 +142,7 @@ class Stream:
             self._owner.forget(self.first + k)
 
     def _wake(self) -> None:
+        """Let the reader go on if it waits."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

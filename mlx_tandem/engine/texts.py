@@ -1,7 +1,6 @@
-"""Texts in messages: whatever they came from, what goes into a frame can be encoded and shown.
+"""Escaping of the texts in messages, so that every frame can be encoded and its texts can be shown.
 
-Which fields hold text follows from the types of the messages, so no message can be forgotten, and tokens are not
-looked at.
+The types of the messages say which fields hold text, so no message can be forgotten, and tokens are not looked at.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from msgspec import inspect, structs
 from mlx_tandem.printable import printable
 
 MOST_TEXT = 8192
-"""Characters of a text in a frame: more than a path or an error's message has."""
+"""Most characters of a text in a frame; paths and error messages are shorter."""
 
 Escape = Callable[[Any], Any]
-"""Returns the value that it is given when nothing in it has to be escaped, else a copy."""
+"""A function that returns its argument when nothing in it has to be escaped, else an escaped copy."""
 
 
 @cache
 def escape_of(kind: type) -> Escape | None:
-    """Return what escapes the texts in values of the message type `kind`, None when it can hold none."""
+    """Return the function that escapes the texts in messages of type `kind`; None when they can hold none."""
     return _escape(inspect.type_info(kind))
 
 

@@ -1,11 +1,12 @@
-"""The disk tier as the books of blocks see it: which blocks go to the drive, and which come from it for whom.
+"""The disk tier of the KV cache: which blocks go to the drive, and which come from it for which sequence.
 
-A block goes there when it is given to others, a little before where there is time, or as soon as it is full
-(`write_through`). What a step is asked to read for the drive is limited; what is over that is lost to the drive and
-counted. A sequence that waits may have blocks of its beginning read; it waits for them, but not for long.
+A block is saved when the pool gives it out again, a little earlier where there is time, or as soon as it is full
+(`write_through`). The number of blocks that a step reads for the drive is limited; blocks beyond it are not saved, and
+are counted. A waiting sequence may have the blocks of its prefix read from the drive. It waits for them, but not for
+long.
 
-Where a model has several cache groups, a block on the drive is one of each, for the same tokens: it goes there while
-all can be found.
+Where a model has several cache groups, a block on the drive combines one block of each group, for the same tokens. It
+can be saved while all of them can be found.
 """
 
 from __future__ import annotations
@@ -26,43 +27,53 @@ from mlx_tandem.kv.pool import SCRATCH
 from mlx_tandem.kv.prefix import Entry, PrefixCache
 
 STEP_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20, "metal": 16 << 20}
-"""That one step reads for the drive, and that one writes from it; one block at least. On a CPU these are 30 ms."""
+"""Bytes that one step reads for the drive, and that one step writes from it, at least one block. On a CPU they take
+30 ms."""
 
 READ_BYTES = 1 << 30
-"""Of what has been read for sequences that wait; one block at least."""
+"""Most bytes that are read for waiting sequences at a time, at least one block."""
 
 WORTH_READING = 64
-"""Tokens from which on the drive is asked for them."""
+"""Fewest tokens for which the drive is asked."""
 
 PATIENCE = 5.0
-"""Seconds that a sequence waits for the drive."""
+"""Most seconds that a sequence waits for the drive."""
 
 _AHEAD = 256
-"""Blocks that are the next to be given to others, looked at in each step while few hold nothing."""
+"""Number of the blocks to be given out next that each step considers for saving while few blocks are vacant."""
 
 _TRIALS = 2
-"""Times that the drive is asked for one sequence, until it runs."""
+"""Most times that the drive is asked for one sequence before it runs."""
 
 
 class Drive(Protocol):
-    """Blocks by their ids, without waiting: see kv/disk/cache.py."""
+    """The part of `kv/disk/cache.py` that the tier uses: blocks by their ids, without waiting for the drive."""
 
-    def room(self, size: int) -> int: ...
+    def room(self, size: int) -> int:
+        """Return how many blocks of `size` bytes would be accepted now."""
 
-    def longest(self, keys: Sequence[bytes]) -> int: ...
+    def longest(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the first blocks of a chain the drive has."""
 
-    def put(self, block: BlockId, payload: Payload) -> bool: ...
+    def put(self, block: BlockId, payload: Payload) -> bool:
+        """Queue a block to be written; return False if it was dropped."""
 
-    def read(self, blocks: Sequence[BlockId]) -> int: ...
+    def read(self, blocks: Sequence[BlockId]) -> int:
+        """Begin to read a chain of blocks; return its ticket."""
 
-    def poll(self) -> list[Read]: ...
+    def poll(self) -> list[Read]:
+        """Return the reads that have finished."""
 
-    def forget(self, ticket: int) -> None: ...
+    def forget(self, ticket: int) -> None:
+        """Drop a read that nobody waits for any more."""
 
 
 @dataclass(slots=True)
 class _Fetch:
-    """Of one waiting sequence: its blocks from number `first` on, and those of them that have come once it is done."""
+    """A read for one waiting sequence: its blocks from number `first` on, and their payloads once the read is done.
+
+    `trial` counts the reads for this sequence; `deadline` is in seconds of time.monotonic.
+    """
 
     first: int
     blocks: list[BlockId]
@@ -74,17 +85,17 @@ class _Fetch:
 
 @dataclass(frozen=True, slots=True)
 class _Save:
-    """What is to go to the drive: an entry, and the block of each pool that holds it."""
+    """A block to be saved: its entry, and the block of each pool that holds the content."""
 
     entry: Entry
     blocks: tuple[int, ...]
 
 
 class Tier:
-    """The drive of all cache groups of a model and their prefix caches; nothing happens until there is one.
+    """The link between the drive and the prefix caches of all cache groups; it does nothing until it has a drive.
 
-    Promises: what is saved under an id is what the block held when it could be found by that id; what comes back is
-    handed out for the sequence, the namespace and the tokens that it was read for, or not at all.
+    What is saved under an id is what the block held while it could be found by that id. What is read is handed out only
+    for the sequence, the namespace and the tokens that it was read for.
     """
 
     def __init__(
@@ -107,21 +118,21 @@ class Tier:
         self._base = b""
         self._namespaces: dict[bytes, bytes] = {}
         self.step_blocks = max(1, step_bytes // self._block_bytes)
-        self._evicted: dict[bytes, _Save] = {}  # by key: to be saved in the next plan, or never
-        self._wanted: dict[bytes, Entry] = {}  # to be saved while they can be found
-        self._offered: dict[int, Entry] = {}  # saved ahead, by block: once each, whatever becomes of it
-        self._flights: deque[list[_Save | None]] = deque()  # saves of each plan on the device; None: not any more
-        self._under_way: set[bytes] = set()  # their keys
+        self._evicted: dict[bytes, _Save] = {}  # by key: saved in the next plan, or never
+        self._wanted: dict[bytes, Entry] = {}  # by key: saved in some plan, while they can be found
+        self._offered: dict[int, Entry] = {}  # by block: entries that were saved ahead, which happens once
+        self._flights: deque[list[_Save | None]] = deque()  # saves of each plan in flight; None: spoilt
+        self._under_way: set[bytes] = set()  # keys of the saves in flight
         self._fetches: dict[int, _Fetch] = {}  # by sequence
-        self._tickets: dict[int, int] = {}  # of reads under way → sequence
-        self._firsts: dict[bytes, int] = {}  # the first key of each → sequence
-        self.hit_tokens = 0  # that came from the drive for sequences that ran
-        self.unsaved = 0  # blocks that were given to others before the drive could have them
+        self._tickets: dict[int, int] = {}  # by ticket of a read under way: its sequence
+        self._firsts: dict[bytes, int] = {}  # by first key of a read under way: its sequence
+        self.hit_tokens = 0  # tokens that came from the drive for sequences that ran
+        self.unsaved = 0  # blocks that were given out before they could be saved
         for cache in caches:
             cache.on_fill, cache.on_evict = self._on_fill, self._on_evict
 
     def open(self, drive: Drive, base: bytes) -> None:
-        """From here on there is a drive. `base`: the digest of all that its blocks have in common."""
+        """Begin to use a drive. `base`: the digest of everything that its blocks have in common."""
         self._drive, self._base = drive, base
         if self._write_through:
             self.save_all()
@@ -130,23 +141,23 @@ class Tier:
 
     @property
     def is_saving(self) -> bool:
-        """Whether blocks are on their way to the drive, or can be sent."""
+        """Whether blocks are on their way to the drive or can be sent now."""
         if self._drive is None or not (self._wanted or self._evicted or self._flights):
             return False
         return bool(self._flights) or self._drive.room(self._block_bytes) > 0
 
     @property
     def has_unsaved(self) -> bool:
-        """Whether there are blocks that the drive is to have and has not, though it may not take them now."""
+        """Whether there are blocks to be saved, even if the drive accepts none now."""
         return bool(self._wanted or self._flights)
 
     def save_all(self) -> None:
-        """Everything that can be found is to be on the drive."""
+        """Mark all whole blocks that can be found, and that the drive lacks, to be saved."""
         if self._drive is not None:
             self._wanted |= {e.key: e for e in self._caches[-1].entries() if e.key and self._lacks(e)}
 
     def take_saves(self) -> tuple[int, ...]:
-        """Blocks for the plan that is being made."""
+        """Return the blocks that the plan that is being made should read for the drive."""
         if self._drive is None:
             return ()
         self._look_ahead()
@@ -155,7 +166,7 @@ class Tier:
         on_the_way = sum(map(len, self._flights))
         room = max(0, min(self.step_blocks, self._drive.room(self._block_bytes) - on_the_way))
         evicted, self._evicted = list(self._evicted.values()), {}
-        # The end of a sequence goes before its beginning, which is worth more.
+        # The end of a sequence is evicted before its beginning, which is worth more: the last ones are kept.
         chosen = evicted[max(len(evicted) - room, 0) :]
         self.unsaved += len(evicted) - len(chosen)
         for key in list(self._wanted) if len(chosen) < room else ():
@@ -170,7 +181,7 @@ class Tier:
         return tuple(block for save in chosen for block in save.blocks)
 
     def saved(self, payloads: Iterable[Payload]) -> None:
-        """What the blocks of the oldest plan with saves held."""
+        """Hand the contents of the blocks of the oldest plan with saves to the drive."""
         assert self._drive is not None
         each = iter(payloads)
         for save in self._flights.popleft():
@@ -183,7 +194,7 @@ class Tier:
                 self._drive.put(self._id(entry.namespace, entry.parent, entry.key, entry.tokens), payload)
 
     def spoil(self, blocks: set[int]) -> None:
-        """These may hold what is not finite."""
+        """Do not save blocks that may hold values that are not finite."""
         self._evicted = {key: s for key, s in self._evicted.items() if blocks.isdisjoint(s.blocks)}
         self._wanted = {key: e for key, e in self._wanted.items() if e.block not in blocks}
         for flight in self._flights:
@@ -192,11 +203,11 @@ class Tier:
             flight[:] = [None if s is None or s.entry.key in spoilt else s for s in flight]
 
     def distrust(self) -> None:
-        """What is in the pool cannot be trusted."""
+        """Save nothing of what is in the pools now, since it cannot be trusted."""
         self._evicted, self._wanted, self._flights, self._under_way = {}, {}, deque(), set()
 
     def _look_ahead(self) -> None:
-        """Blocks that will be given to others soon are wanted, too."""
+        """Mark blocks that will be given out soon to be saved, each entry once."""
         for pool, cache in zip(self._pools, self._caches, strict=True):
             for block in pool.oldest(_AHEAD) if pool.vacant_blocks < pool.num_blocks // 8 else ():
                 entry = cache.entry(block)
@@ -205,11 +216,13 @@ class Tier:
                     self._wanted[entry.key] = self._offered[block] = entry
 
     def _on_fill(self, entry: Entry) -> None:
+        """Mark a block that has become full to be saved, with `write_through`."""
         if self._write_through and self._lacks(entry):
             assert entry.key is not None
             self._wanted[entry.key] = entry
 
     def _on_evict(self, entry: Entry) -> None:
+        """Mark a block that is being given out to be saved in the next plan, before it is overwritten."""
         assert entry.key is not None
         self._wanted.pop(entry.key, None)
         found = self._found(entry, entry.block)
@@ -217,7 +230,10 @@ class Tier:
             self._evicted[entry.key] = found
 
     def _found(self, entry: Entry, going: int = SCRATCH) -> _Save | None:
-        """What is to be saved of it, if all pools have it still; block `going` is not found any more, and there."""
+        """Return the save of an entry if the drive lacks it and all pools still have it.
+
+        `going`: a block that cannot be found any more but still holds the content.
+        """
         if not self._lacks(entry):
             return None
         assert entry.key is not None
@@ -228,12 +244,13 @@ class Tier:
         return None if SCRATCH in blocks else _Save(entry, tuple(blocks))
 
     def _lacks(self, entry: Entry) -> bool:
+        """Return whether the drive lacks a whole block that is not on its way there."""
         if self._drive is None or entry.key is None or entry.key in self._under_way:
             return False
         return not self._drive.longest((entry.key,))
 
     def _id(self, namespace: bytes, parent: bytes, key: bytes, tokens: Iterable[int]) -> BlockId:
-        """On the drive the namespace names the model, too."""
+        """Return the id of a block on the drive, whose namespace names the model as well."""
         own = self._namespaces.get(namespace)
         if own is None:
             if len(self._namespaces) > 4096:
@@ -245,10 +262,11 @@ class Tier:
 
     @property
     def is_reading(self) -> bool:
+        """Whether a read from the drive is under way."""
         return bool(self._tickets)
 
     def poll(self) -> None:
-        """Takes in what has been read, and gives up what has taken too long."""
+        """Take in finished reads, and give up those that have taken too long."""
         if self._drive is None or not self._tickets:
             return
         for ticket, payloads in self._drive.poll():
@@ -263,8 +281,10 @@ class Tier:
                 self._done(sequence).payloads = []
 
     def awaits(self, sequence: int, chain: Chain, tokens: Sequence[int], known: int) -> bool:
-        """Whether a sequence that waits, of which `known` whole blocks are in the pool, is to wait for more from the
-        drive. The first time and when some that were there have gone, begins to read them."""
+        """Return whether a waiting sequence with `known` whole blocks in the pool should wait for the drive.
+
+        Begin to read more blocks when asked for the first time, and again when blocks have left the pool since then.
+        """
         fetch = self._fetches.get(sequence)
         if fetch is None or (fetch.payloads is not None and fetch.first > known and fetch.trial < _TRIALS):
             return self._begin(sequence, chain, tokens, known, fetch.trial + 1 if fetch else 1)
@@ -274,22 +294,23 @@ class Tier:
         return fetch.payloads is None
 
     def take(self, sequence: int, chain: Chain, known: int) -> list[memoryview]:
-        """The blocks that have come for a sequence behind its first `known`; it waits for nothing any more."""
+        """Return the blocks read for a sequence after its first `known`, and drop its read."""
         payloads = self._come(sequence, chain, known)
         self.forget(sequence)
         self.hit_tokens += len(payloads) * self._size
         return payloads
 
     def coming(self, sequence: int, chain: Chain, known: int) -> int:
-        """How many `take` would give it."""
+        """Return how many blocks `take` would return."""
         return len(self._come(sequence, chain, known))
 
     def parts(self, payload: memoryview) -> list[memoryview]:
-        """What of a block goes to each pool."""
+        """Return the parts of a block's payload, one for each pool."""
         ends = list(accumulate(self._parts))
         return [payload[end - size : end] for end, size in zip(ends, self._parts, strict=True)]
 
     def _come(self, sequence: int, chain: Chain, known: int) -> list[memoryview]:
+        """Return the blocks read for a sequence after its first `known`, as far as their keys are still its own."""
         fetch = self._fetches.get(sequence)
         if fetch is None or fetch.payloads is None or fetch.first > known:
             return []
@@ -297,13 +318,13 @@ class Tier:
         skipped = known - fetch.first
         came = zip(fetch.blocks[skipped:], fetch.payloads[skipped:], chain.keys[known:], strict=False)
         for block, payload, key in came:
-            if block.key != key:  # it has gone on under another adapter
+            if block.key != key:  # the sequence has moved to another adapter
                 break
             payloads.append(payload)
         return payloads
 
     def forget(self, sequence: int) -> None:
-        """It does not wait any more."""
+        """Drop the read for a sequence that does not wait any more."""
         fetch = self._fetches.get(sequence)
         if fetch is None:
             return
@@ -314,6 +335,9 @@ class Tier:
         del self._fetches[sequence]
 
     def _begin(self, sequence: int, chain: Chain, tokens: Sequence[int], known: int, trial: int) -> bool:
+        """Begin to read the blocks after the first `known`, if there are enough; return whether to
+        wait for the drive.
+        """
         size = self._size
         last = (len(tokens) - 1) // size
         if self._drive is None or last <= known:
@@ -323,7 +347,7 @@ class Tier:
         n = self._drive.longest(keys)
         if n * size < WORTH_READING:
             return False
-        if keys[0] in self._firsts:  # another reads it, and computes with it first
+        if keys[0] in self._firsts:  # another sequence reads the same blocks and will run first
             return True
         self.forget(sequence)
         held = sum(len(f.blocks) for f in self._fetches.values())
@@ -341,6 +365,7 @@ class Tier:
         return True
 
     def _done(self, sequence: int) -> _Fetch:
+        """Return the read for a sequence, which is not under way any more."""
         fetch = self._fetches[sequence]
         del self._tickets[fetch.ticket], self._firsts[fetch.blocks[0].key]
         return fetch

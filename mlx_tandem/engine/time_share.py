@@ -1,9 +1,9 @@
-"""Whose turn the device is: requests and learning share its measured time by weight while both want it.
+"""The division of the device's time: requests and learning share it by weight while both want it.
 
-This is deficit round robin in milliseconds. `credit` is what learning is owed: it grows with learning's share of each
-millisecond that goes to requests, and shrinks with theirs of each one that goes to learning. Beyond a bound it grows
-with a share that is a little lower. While one side wants nothing the other has all of the time; of what it borrowed in
-this way BOUND_MS at most are ever paid back.
+This is deficit round robin in measured milliseconds. The credit is the time that learning is owed: it grows by
+learning's share of each millisecond that goes to requests, and shrinks by the requests' share of each millisecond that
+goes to learning. Above a bound it grows by a slightly lower share. While one side wants nothing, the other has all of
+the time, of which it pays back BOUND_MS at most.
 """
 
 from __future__ import annotations
@@ -13,32 +13,34 @@ from collections import deque
 from mlx_tandem.config import DutyConfig
 
 BOUND_MS = 100.0
-"""Most milliseconds that are paid back for time without a contest: 1 % of ten seconds, over which shares hold."""
+"""Most milliseconds that are paid back for time that only one side wanted: 1 % of the ten seconds over which shares
+hold."""
 
 MUCH_MS = 1.5 * BOUND_MS
 """Credit above which learning may run several slices per step. Idle time never earns that much."""
 
 TOLERANCE = 0.02
-"""How much less than its share learning makes do with where one slice per step gives no more: with two, streams would
-wait twice as long. Together with MUCH_MS, shares hold to 0.05 over ten seconds."""
+"""Amount by which learning may fall short of its share where one slice per step gives no more; with two slices per
+step, streams would wait twice as long. Together with MUCH_MS, shares hold to 0.05 over ten seconds.
+"""
 
 GAPS = 128
 """Number of the latest gaps between tokens over which the 95th percentile is taken."""
 
 
 class TimeShare:
-    """Bookkeeping of milliseconds: who runs the device asks before each piece of work and notes how long it took."""
+    """The account of device milliseconds. The pipeline asks it before each piece of work and notes how long it took."""
 
     def __init__(self, config: DutyConfig):
         """Create a share of time as `config` weighs the two sides."""
         self._mode = config.mode
         self._limit = config.inter_token_p95_ms
         whole = config.inference + config.training
-        self._share = config.training / whole if whole > 0 else 0.0  # of learning
+        self._share = config.training / whole if whole > 0 else 0.0  # learning's
         self._least = max(self._share - TOLERANCE, 0.85 * self._share) if self._share < 1 else 1.0
         self._credit = 0.0  # milliseconds
-        self._alone = False  # learning had nobody to wait for, when last asked
-        self._lent = True  # one side wanted nothing, or was held back, when last asked
+        self._alone = False  # whether learning had nobody to wait for when last asked
+        self._lent = True  # whether one side wanted nothing, or was held back, when last asked
         self._gaps: deque[float] = deque(maxlen=GAPS)  # milliseconds
         self._last_tokens: float | None = None  # when a step with streams was last read, in milliseconds
         self.serving_ms = 0.0  # since start
@@ -57,7 +59,7 @@ class TimeShare:
         return sorted(self._gaps)[(len(self._gaps) * 95 - 1) // 100] > self._limit
 
     def may_train(self, serving: bool, training: bool) -> bool:
-        """Return whether learning has the next piece of work. `serving`, `training`: that side wants to run."""
+        """Return whether learning runs next. `serving`, `training`: whether that side wants to run."""
         if not training or not self.learns:
             self._lent = True
             return False
@@ -67,7 +69,7 @@ class TimeShare:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether learning, to which `may_train` gave a piece of work, may have the next without a step in between.
+        """Whether learning may run another piece of work without a step in between, after `may_train` has allowed one.
 
         Streams hardly notice one piece at a time.
         """
@@ -91,11 +93,12 @@ class TimeShare:
 
     @property
     def _growth(self) -> float:
-        """Credit per millisecond of requests. Beyond its bound it is the least that learning has to have."""
+        """Credit per millisecond of requests: learning's share, or above the bound the least share that it accepts."""
         return self._least if self._credit > BOUND_MS else self._share
 
     def _add(self, ms: float) -> None:
-        # Within the contest a debt is as large as the piece of work that made it, and all of it counts.
+        """Change the credit, and bound it unless both sides wanted the device."""
+        # While both sides want the device, the whole debt of a long piece of work counts.
         self._credit += ms
         if self._lent:
             self._credit = min(max(self._credit, -BOUND_MS), BOUND_MS)

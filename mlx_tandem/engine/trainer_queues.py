@@ -1,8 +1,8 @@
-"""The queues of many trainers: which message's slice goes next, so that they share learning's time by milliseconds.
+"""The queues of all trainers: they decide whose slice runs next, so that trainers share learning's time equally.
 
-This is fair queueing. Each trainer has a clock of the milliseconds that it had; the one whose clock is lowest goes
-next. A trainer that begins to want something joins at the clock of the one that was chosen last: time in which it
-wanted nothing is neither owed to it nor held against it.
+This is fair queueing. Each trainer has a clock of the milliseconds that it has had, and the trainer with the lowest
+clock goes next. A trainer that begins to want something joins at the clock of the trainer that was chosen last: time in
+which it wanted nothing is neither owed to it nor held against it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from operator import attrgetter
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.plan import Slice, SliceKind, Wait
 
-KINDS: dict[type[m.Learning], SliceKind] = {
+KINDS: dict[type[m.Learning], SliceKind] = {  # of the slices of each message
     m.OpenTrainer: "open",
     m.CloseTrainer: "close",
     m.ForwardBackward: "forward_backward",
@@ -29,24 +29,24 @@ KINDS: dict[type[m.Learning], SliceKind] = {
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """A message that waits or is under way."""
+    """The work of one message that waits or is under way."""
 
     message: m.Learning
     trainers: tuple[str, ...]
-    number: int  # in the order of arrival
+    number: int  # counted in the order of arrival
     slices: Generator[Wait, None, m.Outbound] | None = None  # once it is under way
-    launched: int = 0  # slices
+    launched: int = 0  # number of slices
     is_over: bool = False
     has_failed: bool = False
 
     @property
     def kind(self) -> SliceKind:
-        """What it does."""
+        """Kind of its slices."""
         return KINDS[type(self.message)]
 
     @property
     def slice(self) -> Slice:
-        """The name of its next slice."""
+        """Name of its next slice."""
         return Slice(self.trainers, self.kind, self.launched)
 
 
@@ -60,17 +60,17 @@ class _Lane:
 
 
 class TrainerQueues:
-    """What all trainers wait for.
+    """The queues of all trainers.
 
-    Work of several trainers stands in the queue of each, and goes when it is the first in all of them. Work that has
-    begun is left alone until it pauses or is over, except that brief work goes in between.
+    Work of several trainers is in the queue of each, and runs when it is the first in all of them. Work that has begun
+    runs until it pauses or is over; only brief work comes in between.
     """
 
     def __init__(self) -> None:
         self._lanes: dict[str, _Lane] = {}
         self._works: dict[Work, None] = {}  # all of them, in the order of their arrival
-        self._piece: Work | None = None  # under way, and not at a pause
-        self._clock = 0.0  # of the trainer that was chosen last, at that time
+        self._piece: Work | None = None  # the work under way, unless it is at a pause
+        self._clock = 0.0  # the clock of the trainer that was chosen last, at that time
         self._arrivals = itertools.count()
         self._turns = itertools.count(1)
 
@@ -79,7 +79,7 @@ class TrainerQueues:
         return len(self._works)
 
     def __iter__(self) -> Iterator[Work]:
-        """Yield all work in the order of its arrival; some may be removed meanwhile."""
+        """Yield all work in the order of arrival. Work may be removed during the iteration."""
         return iter(list(self._works))
 
     def add(self, message: m.Learning) -> None:
@@ -90,7 +90,7 @@ class TrainerQueues:
             self._lanes.setdefault(name, _Lane()).works.append(work)
 
     def remove(self, work: Work) -> None:
-        """Take work out that is over. A trainer without work is forgotten once its clock says nothing any more."""
+        """Remove work that is over. A trainer without work is forgotten once its clock has been overtaken."""
         if self._piece is work:
             self._piece = None
         del self._works[work]
@@ -112,7 +112,9 @@ class TrainerQueues:
         return self._lanes[name].works[0]
 
     def chosen(self) -> Work:
-        """Return the work that goes next: what is brief, as it came; the piece under way; else the lowest clock."""
+        """Return the work that runs next: brief work in the order of arrival, else work under way, else the lowest
+        clock.
+        """
         heads = [lane.works[0] for lane in self._lanes.values() if lane.works]
         ready = [work for work in heads if self._is_ready(work)]
         brief = [work for work in ready if work.slice.is_brief]
@@ -121,7 +123,7 @@ class TrainerQueues:
         return self._piece or min(ready, key=self._place)
 
     def begin(self, work: Work) -> None:
-        """Note that a slice of the work goes now."""
+        """Note that a slice of the work is launched now."""
         turn = next(self._turns)
         for lane in self._lanes_of(work):
             lane.turn = turn
@@ -129,7 +131,7 @@ class TrainerQueues:
             self._begin_piece(work)
 
     def gives_way(self, work: Work) -> bool:
-        """Return whether other work goes first now that this work has come to a pause; else it goes on."""
+        """Return whether other work runs first now that this work has come to a pause; if not, this work continues."""
         self._piece = None
         if self.chosen() is not work:
             return True
@@ -137,14 +139,16 @@ class TrainerQueues:
         return False
 
     def charge(self, slice_: Slice, milliseconds: float) -> None:
-        """Note how long the device had for a slice, in equal parts for the trainers that it names."""
+        """Charge the time of a slice to its trainers in equal parts."""
         for name in slice_.trainers:
             if name in self._lanes:
                 self._lanes[name].milliseconds += milliseconds / len(slice_.trainers)
 
     def _begin_piece(self, work: Work) -> None:
-        """Let the work go on to its next pause. What a trainer did not get while it wanted nothing, or waited for
-        another that shares a pass with it, is not owed to it afterwards.
+        """Let the work run to its next pause.
+
+        Time that a trainer did not use because it wanted nothing, or waited for another trainer of the same pass, is
+        not owed to it afterwards.
         """
         self._piece = work
         self._clock = max(self._clock, self._place(work)[0])
@@ -156,7 +160,7 @@ class TrainerQueues:
         return all(lane.works[0] is work for lane in self._lanes_of(work))
 
     def _place(self, work: Work) -> tuple[float, int]:
-        """Return what decides between work of several trainers: the lowest goes first."""
+        """Return the key by which ready work is ordered; the lowest runs first."""
         lanes = list(self._lanes_of(work))
         return max(lane.milliseconds for lane in lanes), max(lane.turn for lane in lanes)
 

@@ -1,9 +1,9 @@
 """The host of all trainers: each has its own queue, gradients, memory and failures, and they share learning's time.
 
 A message waits in the queue of the trainer that it names; a pass over several trainers waits in the queue of each. The
-work of a message is a row of slices, of which the pipeline launches one at a time between steps. Between two pieces of
+work of a message is a series of slices, which the pipeline launches one at a time between steps. Between two pieces of
 work (the micro-batches of a pass, the steps of an optimiser) the trainer that has had the fewest milliseconds goes
-next. A pass is left alone within a piece, so that the activations of one micro-batch are in memory at a time.
+next. Within a piece a pass is not interrupted, so that only the activations of one micro-batch are in memory at a time.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ log = logging.getLogger(__name__)
 
 
 def PAUSE() -> None:
-    """Return at once. A pass yields this in place of a slice where another trainer may go next."""
+    """Return at once. A pass yields this function in place of a slice where another trainer may go next."""
 
 
 class TrainerBackend(Protocol):
-    """What the device does for trainers.
+    """The work of trainers on the device.
 
-    A TandemError is for the caller and changes nothing. A DeviceError says that the device failed, any other error that
-    the code is wrong; after either the trainers that the work named have lost their gradients.
+    A TandemError is for the caller, and nothing has changed. A DeviceError says that the device failed, any other error
+    that the code is wrong; after either, the trainers of the work have lost their gradients.
     """
 
     def required_bytes(self, spec: TrainerSpec, folder: str) -> int:
-        """Return how many bytes `open` would take for as long as the trainer is open; nothing is computed."""
+        """Return how many bytes the trainer would hold while it is open; nothing is computed."""
 
     def open(self, spec: TrainerSpec, folder: str, weights: AdapterWeights | None) -> TrainerInfo:
-        """Make a trainer with the arrays in `folder`, else with `weights`, else with fresh ones."""
+        """Make a trainer with the arrays in `folder`, else with `weights`, else with new ones."""
 
     def close(self, name: str) -> None:
         """Forget a trainer."""
@@ -48,37 +48,37 @@ class TrainerBackend(Protocol):
     def run(
         self, batches: Sequence[Batch], forward_only: bool, micro_batch_tokens: int
     ) -> Generator[Wait, None, tuple[BatchResult, ...]]:
-        """Run a pass. Each `next` launches one slice, while the one before may still run; or it is PAUSE."""
+        """Run a pass. Each `next` launches one slice, while the slice before may still run, or yields PAUSE."""
 
     def step(self, name: str, adam: AdamParams) -> Generator[Wait, None, StepDone]:
-        """Take one step of the optimiser, in slices. Nothing has changed before the last of them is done."""
+        """Take one step of the optimiser, in slices. Nothing has changed until the last of them is done."""
 
     def settle(self, name: str, keep: bool) -> None:
         """Keep the last step of the optimiser, or take it back."""
 
     def publish(self, name: str) -> Callable[[], AdapterWeights]:
-        """Copy the present weights. The result makes them what a folder would be read as, on any thread."""
+        """Copy the present weights. The returned function turns them into an adapter, on any thread."""
 
     def snapshot(self, name: str) -> Callable[[str], None]:
-        """Copy the present state. The result writes it into a folder, on any thread."""
+        """Copy the present state. The returned function writes it into a folder, on any thread."""
 
     def drop_gradients(self, name: str) -> None:
         """Forget the gradients of a trainer, if there is one of that name."""
 
 
 class OpenTrainerState(NamedTuple):
-    """One open trainer, for a list of them."""
+    """The state of one open trainer."""
 
     name: str
-    nbytes: int  # that it holds of the budget
+    nbytes: int  # of the budget that it holds
     jobs: int  # messages that wait or are under way
 
 
 class TrainerHost:
     """All trainers of one engine.
 
-    The pipeline asks `next_slice`, names it in its plan, launches it and says what it took. Answers are collected until
-    `answers` takes them. Errors of learning are answered and never raised. Belongs to the engine's thread.
+    The pipeline asks for `next_slice`, names it in its plan, launches it and reports its time. Answers are collected
+    until `answers` is called. Errors of learning are answered and never raised. Used on the engine's thread only.
     """
 
     def __init__(
@@ -93,9 +93,9 @@ class TrainerHost:
         """Create a host without trainers.
 
         Args:
-            make: Makes the back end when the first trainer is opened; None: this engine has none.
+            make: Makes the back end when the first message is handled; None: this engine has none.
             adapters: Where trainers are published to and may begin from.
-            learns: False: trainers are opened and published but never trained.
+            learns: Whether trainers are trained; if not, they are only opened and published.
             most_rank: The highest rank of an adapter that can be served.
             budget_bytes: What all open trainers may take on the device.
         """
@@ -109,7 +109,7 @@ class TrainerHost:
         self._exports = Exports(adapters, most_rank)
         self._answers: list[m.Outbound] = []
         self._failures: list[str] = []
-        self._ran_out = False  # the last message that ended did, for want of memory
+        self._ran_out = False  # whether the last message that ended did so for lack of memory
         self._is_stopped = False
 
     # messages
@@ -121,7 +121,7 @@ class TrainerHost:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether other threads have something to make ready."""
+        """Whether other threads are preparing a version or a checkpoint."""
         return len(self._exports) > 0
 
     @property
@@ -134,7 +134,7 @@ class TrainerHost:
         return tuple(OpenTrainerState(name, size, self._queues.jobs(name)) for name, size in sorted(self._held.items()))
 
     def submit(self, message: m.Learning) -> None:
-        """Queue a message behind the others of its trainers; answer one that cannot be done here with its error."""
+        """Queue a message behind the others of its trainers, or answer it with an error if it cannot be done here."""
         try:
             self._check(message)
         except TandemError as e:
@@ -143,6 +143,7 @@ class TrainerHost:
             self._queues.add(message)
 
     def _check(self, message: m.Learning) -> None:
+        """Raise a TandemError for a message that cannot be done here."""
         if self._is_stopped:
             raise EngineUnavailable("the engine is draining")
         if self._make is None:
@@ -151,34 +152,34 @@ class TrainerHost:
             raise Conflict("nothing is trained here: the mode is inference_only", param="mode")
 
     def answers(self) -> list[m.Outbound]:
-        """Return what there is to say since the last call, also of what other threads have made ready meanwhile."""
+        """Return the answers since the last call, including those of exports that other threads have finished."""
         self._answers += self._exports.poll()
         answers, self._answers = self._answers, []
         return answers
 
     def device_failures(self) -> list[str]:
-        """Return, since the last call, the failures that say something of the device and not of one message."""
+        """Return the failures since the last call that concern the device and not one message."""
         failures, self._failures = self._failures, []
         return failures
 
     def stop(self) -> None:
-        """Answer all messages with EngineUnavailable and take no more; what is being written goes on."""
+        """Answer all messages with EngineUnavailable and accept no more; exports continue."""
         self._is_stopped = True
         for work in self._queues:
             self._end(work, call_failed(work.message.call, EngineUnavailable("the engine is draining")))
 
     def close(self) -> None:
-        """Wait for what is being written."""
+        """Wait until all exports are written."""
         self._exports.close()
 
     # slices
 
     def next_slice(self) -> Slice | None:
-        """Return the name of the slice that `launch` should get next; None where there is none."""
+        """Return the name of the slice to `launch` next; None when there is none."""
         return self._queues.chosen().slice if len(self._queues) else None
 
     def launch(self, slice_: Slice) -> Wait | None:
-        """Launch a slice and return what waits for it, or None when there is nothing to wait for. Neither raises."""
+        """Launch a slice and return a function that waits for it, or None when it is done. Neither raises."""
         work = self._queues.first(slice_.trainers[0])
         self._queues.begin(work)
         try:
@@ -201,8 +202,10 @@ class TrainerHost:
         self._queues.charge(slice_, milliseconds)
 
     def _advance(self, work: Work) -> Wait | tuple[m.Outbound, ...] | None:
-        """Launch the next slice of the work and return what waits for it; or do all of it and return its answer, an
-        empty one when another thread will have it. None: it has paused, and another trainer goes first.
+        """Launch the next slice of the work and return a function that waits for it.
+
+        Return the answers of work that is done instead; they are empty when another thread will answer. Return None
+        when the work has paused and another trainer goes first.
         """
         if self._backend is None:
             assert self._make is not None
@@ -221,7 +224,7 @@ class TrainerHost:
         return wait
 
     def _do(self, backend: TrainerBackend, message: m.Learning) -> tuple[m.Outbound, ...]:
-        """Do what is brief and return its answer, or nothing when another thread will have it."""
+        """Do brief work and return its answer, or nothing when another thread will answer."""
         match message:
             case m.OpenTrainer():
                 return (self._open(backend, message),)
@@ -240,7 +243,7 @@ class TrainerHost:
         return (m.CallDone(message.call),)
 
     def _open(self, backend: TrainerBackend, message: m.OpenTrainer) -> m.Outbound:
-        """Open a trainer that has room within the budget. Raises InvalidRequest for one that has not."""
+        """Open a trainer if the budget has room for it. Raises InvalidRequest otherwise."""
         weights = self._loaded(message.digest) if message.digest else None
         nbytes = backend.required_bytes(message.spec, message.folder)
         others = {name: size for name, size in self._held.items() if name != message.spec.name}
@@ -258,6 +261,7 @@ class TrainerHost:
         return m.TrainerOpened(message.call, info)
 
     def _loaded(self, digest: str) -> AdapterWeights:
+        """Return the weights of an adapter in memory. Raises InvalidRequest when it is not there."""
         weights = self._adapters.store.get(digest)
         if weights is None:
             raise InvalidRequest("this adapter version is not in memory", param="digest")
@@ -266,7 +270,7 @@ class TrainerHost:
     # ends
 
     def _wait(self, work: Work, wait: Wait) -> None:
-        """Wait for a slice; of work that has failed meanwhile nothing is waited for."""
+        """Wait for a slice, unless its work has failed meanwhile."""
         if work.has_failed:
             return
         try:
@@ -275,9 +279,10 @@ class TrainerHost:
             self._fail(work, e)
 
     def _fail(self, work: Work, error: Exception) -> None:
-        """End the message of work in which something went wrong that nobody foresaw, and drop its trainers' gradients.
+        """End the message of work that failed with an unforeseen error, and drop its trainers' gradients.
 
-        A device that fails may fail everybody: that is noted, memory that ran out only if it did so twice in a row.
+        A failure of the device is noted, since it may concern everybody; a lack of memory only if it comes twice in a
+        row.
         """
         work.has_failed = True
         names = ", ".join(work.trainers)
@@ -293,7 +298,7 @@ class TrainerHost:
                 self._backend.drop_gradients(name)
 
     def _end(self, work: Work, *answer: m.Outbound) -> None:
-        """Take work that is over out of all queues and keep its answer."""
+        """Remove work that is over from all queues and keep its answer."""
         if work.is_over:
             return
         work.is_over = True
@@ -304,6 +309,7 @@ class TrainerHost:
 
 
 def _slices(backend: TrainerBackend, message: m.ForwardBackward | m.OptimStep) -> Generator[Wait, None, m.Outbound]:
+    """Yield the slices of a pass or of an optimiser's step; return its answer."""
     if isinstance(message, m.OptimStep):
         return m.Stepped(message.call, (yield from backend.step(message.trainer, message.adam)))
     passing = backend.run(message.batches, message.forward_only, message.micro_batch_tokens)

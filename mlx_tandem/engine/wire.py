@@ -15,17 +15,23 @@ from mlx_tandem.engine.texts import escape_of
 
 _LENGTH = struct.Struct("<I")
 _encoder = msgspec.msgpack.Encoder()
+
 decode_outbound = msgspec.msgpack.Decoder(list[Outbound]).decode
+"""Return the messages of a frame's body from the engine. Raises ValueError for any other body."""
+
 decode_inbound = msgspec.msgpack.Decoder(list[Inbound]).decode
+"""Return the messages of a frame's body from the front. Raises ValueError for any other body."""
 
 
 class WireError(Exception):
-    """The peer sent what is not a frame, or is gone."""
+    """Raised when the peer sent what is not a frame, or is gone."""
 
 
 def encode(messages: Sequence[Inbound | Outbound]) -> bytes:
-    """Return a frame of `messages`, their texts escaped and cut as `texts` says. Raises WireError for one that is too
-    large."""
+    """Return a frame of `messages`, their texts escaped and cut as `texts` says.
+
+    Raises WireError for a frame that is too large.
+    """
     body = _encoder.encode([_printable(message) for message in messages])
     if len(body) > MAX_FRAME:
         raise WireError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
@@ -39,12 +45,16 @@ def _printable(message: Inbound | Outbound) -> Inbound | Outbound:
 
 
 class FrameReader:
-    """Cuts a byte stream into frame bodies. `feed` takes what was read, in pieces of any size."""
+    """A reader that cuts a byte stream into frame bodies."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
+        """Take in bytes that were read, in pieces of any size; return the bodies of the frames that are complete now.
+
+        Raises WireError for a length over MAX_FRAME.
+        """
         self._buffer += data
         frames: list[bytes] = []
         start = 0
@@ -63,7 +73,9 @@ class FrameReader:
 
 
 class EngineChannel:
-    """The engine's end: reads without blocking between steps, waits when idle, writes whole frames."""
+    """The engine's end of the socket: it reads without blocking between steps, waits when idle, and writes whole
+    frames.
+    """
 
     def __init__(self, sock: socket.socket):
         sock.setblocking(True)
@@ -74,8 +86,10 @@ class EngineChannel:
         self._waker.setblocking(False)
 
     def receive(self, wait: float) -> list[Inbound]:
-        """All messages that have arrived; waits up to `wait` seconds for the first, or until `wake`. Raises WireError
-        when the front is gone."""
+        """Return all messages that have arrived; wait up to `wait` seconds for the first, or until `wake`.
+
+        Raises WireError when the front is gone.
+        """
         messages: list[Inbound] = []
         while ready := select.select([self._socket, self._woken], [], [], 0.0 if messages else wait)[0]:
             if self._woken in ready:
@@ -93,16 +107,18 @@ class EngineChannel:
         return messages
 
     def wake(self) -> None:
-        """Ends a wait in `receive`, now or the next one; from any thread."""
-        with contextlib.suppress(OSError):  # it is closed, or has been woken many times
+        """End a wait in `receive`, now or the next one; may be called from any thread."""
+        with contextlib.suppress(OSError):  # the channel is closed, or has been woken many times
             self._waker.send(b"w")
 
     def send(self, messages: Sequence[Outbound]) -> None:
+        """Send messages in one frame. Raises WireError when the front is gone or the frame is too large."""
         try:
             self._socket.sendall(encode(messages))
         except OSError as e:
             raise WireError(f"the front is gone: {e}") from e
 
     def close(self) -> None:
+        """Close the sockets."""
         for sock in (self._socket, self._woken, self._waker):
             sock.close()

@@ -1,7 +1,7 @@
-"""What a block of the cache is known by: everything that decides what its keys and values are.
+"""Keys of cache blocks: digests of everything that decides what a block's keys and values are.
 
-A key is 32 bytes and depends on the namespace, on all tokens before the block and on its own. Two blocks of equal keys
-hold the same; that their tokens are compared all the same, wherever one is used, is the caller's business.
+A key has 32 bytes and depends on the namespace, on all tokens before the block and on the block's own tokens. Blocks
+with equal keys hold the same content. Callers compare the tokens of a block nevertheless before they use it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ import msgspec
 from msgspec import Struct
 
 FORMAT = 1
-"""Of blocks and their keys; a change of either needs another number."""
+"""Version of the format of blocks and their keys. A change of either needs another number."""
 
 ROOT = bytes(32)
-"""The parent of the first block."""
+"""The key that stands for the parent of a sequence's first block."""
 
 
 class Namespace(Struct, frozen=True):
-    """Blocks may be shared within one namespace and never across two. Names play no part: an adapter that is loaded
-    again under its old name has another digest, unless its content is the same."""
+    """Everything besides tokens that decides the content of a block. Blocks are shared within one namespace only.
+
+    Names of adapters play no part: an adapter that is loaded again under its old name has another digest unless its
+    content is the same.
+    """
 
     weights: str  # digest of the model's weights
     tokenizer: str  # digest of the tokenizer
@@ -37,17 +40,20 @@ class Namespace(Struct, frozen=True):
     format: int = FORMAT
 
     def digest(self) -> bytes:
-        """SHA-256 over the fields as msgpack, which says where each begins and ends."""
+        """Return the SHA-256 of the fields as msgpack, an encoding that says where each field begins and ends."""
         return sha256(msgspec.msgpack.encode(self)).digest()
 
 
 def block_key(namespace: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Of the block with `tokens` behind the one whose key is `parent` (ROOT: none), under a namespace's digest."""
+    """Return the key of the block with `tokens` that follows the block with the key `parent`; ROOT: it is the first.
+
+    `namespace` is the digest of a Namespace.
+    """
     return sha256(namespace + parent + pack(f"<{len(tokens)}I", *tokens)).digest()
 
 
 class Chain:
-    """The keys of one sequence's full blocks, each computed once, when it is first asked for."""
+    """The keys of one sequence's full blocks. Each key is computed once, when it is first asked for."""
 
     __slots__ = ("keys", "namespace")
 
@@ -56,18 +62,18 @@ class Chain:
         self.keys: list[bytes] = []
 
     def key(self, index: int, tokens: Sequence[int], block_size: int) -> bytes:
-        """Of block `index`; `tokens` are the sequence's from its first on, and reach to the end of that block."""
+        """Return the key of block `index`. `tokens` are the sequence's, at least to the end of that block."""
         keys = self.keys
         for i in range(len(keys), index + 1):
             keys.append(block_key(self.namespace, self.parent(i), tokens[i * block_size : (i + 1) * block_size]))
         return keys[index]
 
     def parent(self, index: int) -> bytes:
-        """The key of the block before `index`, which is known."""
+        """Return the key of the block before `index`; it must have been computed already."""
         return self.keys[index - 1] if index else ROOT
 
     def fork(self) -> Chain:
-        """For a sequence that goes another way from here on."""
+        """Return a copy for a sequence that has the same tokens so far and may continue with others."""
         other = Chain(self.namespace)
         other.keys = self.keys[:]
         return other

@@ -1,11 +1,11 @@
-"""The prefix cache: which blocks of a pool hold what, so that a prompt is computed once.
+"""The prefix cache: which blocks of a pool hold which tokens, so that a shared prefix is computed once.
 
-A tree of blocks for each namespace: a full block is found by its key, and behind any block the one that begins with
-most of the tokens that come next, which may be copied as far as it agrees. Blocks that nobody reads any more stay until
-the pool has no others to give. A hit is a reader more and costs no copy.
+Each namespace has a tree of blocks. A full block is found by its key. Among the blocks that follow a given block, the
+cache finds the one that shares most tokens with the rest of a prompt; it may be copied as far as the tokens agree.
+Blocks that nobody reads any more stay until the pool has no other free blocks. A hit adds a reader and copies nothing.
 
-Each group of a model has a cache of its own. A beginning is known as far as all of them know it; a group that gives
-blocks back knows it by those that the next position needs.
+Each cache group of a model has a cache of its own. A prefix counts as cached as far as all groups have it. A group that
+gives blocks back has a prefix when it has the blocks that the position after it needs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from mlx_tandem.kv.pool import SCRATCH
 _TOKENS = attrgetter("tokens")
 
 MAX_ROOTS = 4096
-"""Digests of namespaces that are remembered; each is computed again when it is needed."""
+"""Most digests of namespaces that are kept; a dropped one is computed again when it is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a block holds: `tokens` behind the block whose key is `parent`. Only a full block has a key."""
+    """The content of a block: `tokens` that follow the block with the key `parent`. Only a full block has a key."""
 
     block: int
     tokens: tuple[int, ...]
@@ -40,8 +40,11 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """What is known of a sequence's beginning, in each pool: whole blocks (SCRATCH where no window reaches), and then a
-    block whose first `extra` tokens agree."""
+    """The cached prefix of a sequence.
+
+    `tables` has the whole blocks in each pool, SCRATCH where no window reaches. `sources` has for each pool the block
+    that follows them, whose first `extra` tokens agree.
+    """
 
     tables: list[list[int]] = field(default_factory=lambda: [[]])
     sources: list[int] = field(default_factory=list)
@@ -49,11 +52,14 @@ class Match:
 
     @property
     def whole(self) -> int:
+        """Number of whole blocks, the same in each pool."""
         return len(self.tables[0])
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCounts:
+    """Counters of a prefix cache since its start."""
+
     blocks: int = 0  # that can be found now
     queries: int = 0  # tokens that were looked up
     hits: int = 0  # of these, tokens that were found
@@ -61,11 +67,11 @@ class PrefixCounts:
 
 
 class PrefixCache:
-    """What one group of one model has computed: `namespace` says which model, its adapter aside.
+    """The blocks that one cache group of a model can share. `namespace` names the model, without an adapter.
 
-    Promises: a block is found only under the namespace, the tokens before it and its own tokens that it was published
-    with; each has a place for one such content at most; of idle blocks, one goes before those that come before it in
-    its sequence.
+    A block is found only under the namespace, the preceding tokens and the own tokens that it was published with. At
+    most one block is found for each such content. Among idle blocks, a block is given out before those that precede it
+    in its sequence.
     """
 
     def __init__(self, group: CacheGroup, namespace: Namespace):
@@ -78,28 +84,30 @@ class PrefixCache:
         self._roots: dict[str, bytes] = {}
         self._by_key: dict[bytes, Entry] = {}
         self._by_block: dict[int, Entry] = {}
-        # Behind each block, by its namespace and key: what follows, sorted by tokens.
+        # By namespace and key of a block: the entries that follow it, sorted by tokens.
         self._behind: dict[tuple[bytes, bytes], list[Entry]] = {}
         self._queries = self._hits = self._evictions = 0
-        # Whole blocks that can be found from now on, and those whose block is being given to others.
+        # Called with whole blocks that can be found from now on, and with those that are about to be given out.
         self.on_fill: Callable[[Entry], None] = lambda entry: None
         self.on_evict: Callable[[Entry], None] = lambda entry: None
         pool.on_evict = self._on_evict
 
     def note(self, queries: int, hits: int) -> None:
-        """So many tokens of a prompt were looked up, and so many of them used."""
+        """Count `queries` tokens of a prompt that were looked up and `hits` of them that were found and used."""
         self._queries += queries
         self._hits += hits
 
     def counts(self) -> PrefixCounts:
+        """Return the counters of now."""
         return PrefixCounts(len(self._by_block), self._queries, self._hits, self._evictions)
 
     @property
     def block_size(self) -> int:
+        """Token positions of a block."""
         return self._pool.block_size
 
     def chain(self, adapter: str) -> Chain:
-        """For a sequence that runs under the adapter of this digest; "": under the base model."""
+        """Return an empty chain for a sequence that runs under the adapter with this digest; "": the base model."""
         root = self._roots.get(adapter)
         if root is None:
             if len(self._roots) >= MAX_ROOTS:
@@ -108,7 +116,7 @@ class PrefixCache:
         return Chain(root)
 
     def whole(self, chain: Chain, tokens: Sequence[int], most: int) -> list[int]:
-        """The longest beginning of `tokens` that is there, as the first blocks of a table, `most` of them at most."""
+        """Return the first blocks of a table for the longest cached prefix of `tokens`, `most` of them at most."""
         blocks: list[int] = []
         if self.group.keeps_all:
             while len(blocks) < most and (block := self._block(chain, tokens, len(blocks))) is not None:
@@ -124,12 +132,15 @@ class PrefixCache:
                 at -= 1
             if at == first:
                 return [SCRATCH] * first + blocks[::-1]
-            most = at - 1  # whatever is longer sees the block that is missing
+            most = at - 1  # any longer prefix needs the block that is missing
         return []
 
     def part(self, chain: Chain, tokens: Sequence[int], at: int) -> tuple[int, int]:
-        """Which block agrees longest with what follows the first `at` blocks, and for how many tokens. It counts from
-        half a block on: to copy it costs about what it takes to compute a few tokens."""
+        """Return the block that agrees longest with the tokens after the first `at` blocks, and how many tokens agree.
+
+        Return (SCRATCH, 0) when less than half a block agrees: copying a block costs about as much as computing a few
+        tokens.
+        """
         size = self.block_size
         rest = tuple(tokens[at * size : (at + 1) * size])
         least = (size + 1) // 2 if self.group.divides else size + 1
@@ -138,25 +149,24 @@ class PrefixCache:
         return (best.block, extra) if best and extra >= least else (SCRATCH, 0)
 
     def _block(self, chain: Chain, tokens: Sequence[int], i: int) -> int | None:
-        """The block that holds number `i` of a sequence."""
+        """Return the block that holds block number `i` of a sequence; None when there is none."""
         size = self.block_size
         entry = self._by_key.get(chain.key(i, tokens, size))
         return entry.block if entry and entry.tokens == tuple(tokens[i * size : (i + 1) * size]) else None
 
     def publish(self, chain: Chain, tokens: Sequence[int], table: Sequence[int], first: int = 0) -> int:
-        """From here on the blocks of `table` are found, from number `first` on, as far as `tokens` reach. Returns how
-        many are full.
+        """Let blocks of `table` be found, from number `first` on as far as `tokens` reach; return how many are full.
 
-        All of them have readers, and what they hold for these tokens is computed and will not change. Where another
-        block holds the same and is read, that one stays; where nobody reads it, this one takes its place. What `table`
-        has given back is passed over.
+        All of them have readers, and their content for these tokens is computed and will not change. Where another
+        block holds the same content and is read, that one stays; where nobody reads it, this one takes its place.
+        Blocks that the sequence has given back are skipped.
         """
         size = self.block_size
         full, rest = divmod(len(tokens), size)
         end = full
-        while end > first and table[end - 1] not in self._by_block:  # what is known is known with all before it
+        while end > first and table[end - 1] not in self._by_block:  # a cached block is cached with all before it
             end -= 1
-        for i in range(max(end - 1, first), full):  # the last that is known may have been known in part
+        for i in range(max(end - 1, first), full):  # the last cached block may be cached in part
             if table[i] == SCRATCH:
                 continue
             key, own = chain.key(i, tokens, size), tuple(tokens[i * size : (i + 1) * size])
@@ -169,31 +179,31 @@ class PrefixCache:
         return full
 
     def entry(self, block: int) -> Entry | None:
-        """What a block that can be found holds."""
+        """Return what a block holds; None when it cannot be found."""
         return self._by_block.get(block)
 
     def holder(self, key: bytes) -> int | None:
-        """The block that holds what has this key."""
+        """Return the block that holds the content with this key; None when there is none."""
         entry = self._by_key.get(key)
         return None if entry is None else entry.block
 
     def entries(self) -> list[Entry]:
-        """All whole blocks that can be found."""
+        """Return the entries of all whole blocks that can be found."""
         return list(self._by_key.values())
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """These are found no more."""
+        """Let these blocks be found no longer. Blocks that cannot be found anyway are ignored."""
         for block in blocks:
             if block in self._by_block:
                 self._remove(block)
                 self._pool.forget(block)
 
     def clear(self) -> None:
-        """Nothing is found any more."""
+        """Let no block be found any longer."""
         self.drop(list(self._by_block))
 
     def check(self) -> None:
-        """Assert that the books agree; for tests."""
+        """Assert the invariants; for tests."""
         assert {e.key for e in self._by_block.values() if e.key} == self._by_key.keys(), "keys and blocks differ"
         assert all(self._by_block[e.block] is e for e in self._by_key.values())
         behind = [e for entries in self._behind.values() for e in entries]
@@ -205,6 +215,7 @@ class PrefixCache:
         assert self._pool.kept() == self._by_block.keys(), "the pool keeps other blocks than are found"
 
     def _put(self, entry: Entry) -> None:
+        """Add an entry unless another block that is read has the same content."""
         entries = self._behind.get((entry.namespace, entry.parent), [])
         at = bisect_left(entries, entry.tokens, key=_TOKENS)
         there = entries[at] if at < len(entries) and entries[at].tokens == entry.tokens else None
@@ -212,7 +223,7 @@ class PrefixCache:
             if there.block == entry.block or self._pool.count[there.block]:
                 return
             self.drop((there.block,))
-        if entry.block in self._by_block:  # it has grown
+        if entry.block in self._by_block:  # it has more tokens now
             self._remove(entry.block)
         else:
             self._pool.keep(entry.block)
@@ -240,7 +251,10 @@ class PrefixCache:
             self.on_evict(entry)
 
     def _most_alike(self, behind: tuple[bytes, bytes], tokens: tuple[int, ...]) -> Entry | None:
-        """Sorted by tokens, it is a neighbour of where `tokens` would stand."""
+        """Return the entry after the block `behind` that shares most tokens with `tokens`.
+
+        In the sorted list, it is a neighbour of the place of `tokens`.
+        """
         entries = self._behind.get(behind, [])
         at = bisect_left(entries, tokens, key=_TOKENS)
         neighbours = entries[max(at - 1, 0) : at + 1]
@@ -248,10 +262,10 @@ class PrefixCache:
 
 
 def find(caches: Sequence[PrefixCache], chain: Chain, tokens: Sequence[int]) -> Match:
-    """Return the longest beginning of `tokens` that is there in all the caches of one model.
+    """Return the longest prefix of `tokens` that all the caches of one model have.
 
-    What a cache that gives blocks back knows of a beginning says nothing of shorter ones, so it is asked again when
-    another knows less.
+    A cache whose group gives blocks back may have a prefix and lack a shorter one, so it is asked again when another
+    cache has less.
     """
     most = len(tokens) // caches[0].block_size
     tables: list[list[int] | None] = [None for _ in caches]
@@ -267,5 +281,5 @@ def find(caches: Sequence[PrefixCache], chain: Chain, tokens: Sequence[int]) -> 
 
 
 def _shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens agree from the first on."""
+    """Return how many tokens agree from the first on."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,7 +1,7 @@
-"""Which model a folder holds, as a digest of its files; what was read once is remembered.
+"""The digest of a model folder's files, which says which model it holds.
 
-Reading a large model takes many seconds, so each file's digest is kept beside the file's size, times and inode as soon
-as it is known: a run that is interrupted goes on where it was.
+Reading a large model takes many seconds, so each file's digest is stored with the file's size, times and inode as soon
+as it is known. A run that is interrupted continues where it stopped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from mlx_tandem.files import DISK, FileOps
 
 SUFFIXES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken")
 
-_JUST_NOW = 2.0  # seconds in which a file may change without its time showing it
-_MOST = 1000  # files that are remembered
+_JUST_NOW = 2.0  # seconds within which a file may change without a change of its times
+_MOST = 1000  # files whose digests are stored
 
 
 class _Known(Struct, frozen=True, array_like=True):
+    """A file's digest, with the status that the file had when it was read."""
+
     size: int
     mtime_ns: int
     ctime_ns: int
@@ -34,10 +36,11 @@ class _Known(Struct, frozen=True, array_like=True):
 
 
 def folder_digest(path: Path, memory: Path | None = None, ops: FileOps = DISK) -> str:
-    """SHA-256, as hex, over names and contents of a model folder's configuration, tokenizer and weights.
+    """Return the SHA-256, as hex, of the names and contents of a model folder's configuration, tokenizer and weights.
 
-    `memory`: a file in which digests are remembered; one that cannot be used costs time only. Reads for long: for a
-    thread. Raises OSError when a file of the model cannot be read or changes meanwhile.
+    `memory`: a file in which digests are stored; if it cannot be used, the call only takes longer. The call may read
+    for many seconds, so it belongs on a thread of its own. Raises OSError when a file of the model cannot be read or
+    changes meanwhile.
     """
     known = _load(memory) if memory else {}
     whole = hashlib.sha256()
@@ -48,6 +51,7 @@ def folder_digest(path: Path, memory: Path | None = None, ops: FileOps = DISK) -
 
 
 def _file(file: Path, known: dict[str, _Known], memory: Path | None, ops: FileOps) -> str:
+    """Return the digest of one file, taken from `known` where the file has not changed; add new digests to it."""
     target = str(file.resolve())
     with open(target, "rb") as f:
         before = _status(f.fileno())

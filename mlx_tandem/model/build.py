@@ -268,12 +268,12 @@ def _trainer_budget(
 def _limit_steps(model: LoadedModel, kernels: _Kernels, needs: Needs, memory: MemoryBudget) -> StepLimits:
     """Return how large a step may be, and tell MLX how much memory it may wire and keep."""
     layers = kernels.attention.layers
-    beside = PIGGYBACKED_TOKENS if layers and all(layers) else 0
+    piggybacked = PIGGYBACKED_TOKENS if layers and all(layers) else 0
     device.wire(memory.total)
     if advice := device.advice(str(model.dtype).rpartition(".")[2]):
         log.warning("%s", advice)
     mx.set_cache_limit(memory.activations)  # freed arrays that MLX keeps are used again by steps
-    return needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens, beside=beside)
+    return needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens, piggybacked=piggybacked)
 
 
 def _tune(config: EngineConfig, model: LoadedModel, memory: MemoryBudget, kernels: _Kernels, report: Report) -> Tuned:

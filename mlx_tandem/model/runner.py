@@ -1,16 +1,16 @@
-"""The MLX runner: executes step plans over the paged pool under mlx-lm's unmodified model modules.
+"""The MLX runner: it executes step plans over the paged pool with mlx-lm's unmodified model modules.
 
-A step is cut into rectangles of rows with one length (decodes, and what goes beside them; prompt chunks by padded
-length). Each rectangle is one call of a pure function of (tokens, offsets, tables, sampling arrays, adapter arrays,
-pools), compiled per shape. Pools go in as arguments and come back as results, written in place since nobody else holds
-them.
+A step is cut into rectangles of rows of one length: decoding rows with the rows that share their forward, and prompt
+chunks by padded length. Each rectangle is one call of a pure function of (tokens, offsets, tables, sampling arrays,
+adapter arrays, pools), compiled for each shape. Pools are arguments and come back as results, written in place since
+nothing else holds them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -28,11 +28,11 @@ from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
-from mlx_tandem.model.lora.routes import Layout
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.step.draw import Drawing, Undrawn, drawing, words_of
 from mlx_tandem.model.step.head import HeadSelector
-from mlx_tandem.model.step.inputs import Form, Inputs, Numbers, constant, forms, receive
+from mlx_tandem.model.step.inputs import Form, Inputs, Numbers, constant, forms, padded, receive
+from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.parts import Flight, Part
 from mlx_tandem.model.step.rope import SharedAngles
 from mlx_tandem.model.step.sampler import Greedy, SamplingFlags, by_argmax, score
@@ -52,56 +52,41 @@ from mlx_tandem.model.step.verify import drafts_of, goes_with_decodes, take_veri
 from mlx_tandem.types import TokenLogprob
 
 VIEW_BLOCKS = 32
-"""From this context on, a prompt chunk whose blocks are contiguous reads them in place instead of gathering."""
+"""Fewest blocks that a prompt chunk reads in place, if they are contiguous, instead of gathering them."""
 
 LEVEL_TOKENS = 256
-"""A chunk of so many tokens behind a context is worth a forward of its own where masks make attention slow."""
+"""Fewest tokens of a chunk after a context that are worth a forward of their own where masks make attention slow."""
 
 LONG_TOKENS, PAUSE = 1024, 6
-"""A forward of so many tokens waits for a GPU after so many layers."""
+"""Tokens from which on a forward waits for the GPU, and the number of layers after which it does so each time."""
 
 MANY_TOKENS = 64
-"""Tokens of a forward from which its products are worth every core."""
+"""Tokens of a forward from which on its matrix products use every core of a CPU."""
 
 MAX_COMPILED = 256
-"""Compiled steps that are kept, those last used. Shapes and sampling flags take few values each, but their product is
-large, and a step takes 0.2 MB of the host's memory for each layer."""
-
+"""Most compiled steps that are kept, the last used ones. Shapes and sampling flags have few values each, but many
+combinations, and a step takes 0.2 MB of the host's memory for each layer."""
 
 USUAL = 3
-"""How often a kind of step with prompts beside is met before it is traced: of most kinds there are few."""
+"""Number of times that a kind of mixed step runs before it is traced, since most kinds occur only a few times."""
 
 MET = 1024
-"""Kinds that are counted."""
+"""Most kinds of mixed steps that are counted."""
 
 KEPT_SAMPLING = 4
-"""Sets of rows whose sampling arrays are kept: the parts of a step; each may be as wide as the vocabulary."""
+"""Most sets of rows whose sampling arrays are kept: those of a step's parts. Some are as wide as the vocabulary."""
 
 KEPT_ARRAYS = 64
-"""Sets of rows' numbers that are kept: tables, tokens, seats."""
-
-
-class _Key(NamedTuple):
-    """What a compiled step is specialised for."""
-
-    rows: int
-    length: int
-    widths: tuple[int, ...]  # of the tables, for each pool; 0: read in place
-    carry: bool
-    samples: bool
-    flags: SamplingFlags
-    layout: Layout
-    level: int | None = None  # as in `StepView`
-    scores: int = -1  # likeliest tokens beside each target's logprob; -1: nothing is scored
-    picks: int = 0  # rows that are sampled, padded, where prompts go beside them
-    drafts: int = 0  # of a row that verifies, padded; 0: no row does
-    masked: bool = False  # rows wait for masks: the step ends with the logits
+"""Most constant arrays of sets of rows that are kept: tables, tokens, seats."""
 
 
 class MLXRunner:
-    """`weights` maps adapter digests to what `StepPlan.uploads` may ask for; the owner keeps it current.
-    `attention` has for each layer what answers few queries; None, or nothing for any layer: the portable back end does.
-    Decoding rows are padded to `row_counts`, ascending; without any as `shapes.row_count` does."""
+    """The runner of a loaded model.
+
+    `weights` maps the digests that `StepPlan.uploads` may name to adapters; the owner keeps it current. `attention` has
+    for each layer the kernels that answer few queries, or None for the portable back end; empty: None for all layers.
+    Decoding rows are padded to `row_counts`, ascending, and beyond them as `shapes.row_count` does.
+    """
 
     def __init__(
         self,
@@ -134,49 +119,52 @@ class MLXRunner:
         self._seats = Seats(max_num_seqs, vocab_size)
         attention = attention or [None] * len(layers)
         self._caches = [PagedCache(*each) for each in zip(layers, attention, strict=True)]
-        # Rows of so many tokens are read where they lie: their step needs no memory for what it reads of the pool, and
+        # Up to so many tokens per row, kernels read the pool in place: the step needs no memory for gathered keys, and
         # short contexts are not padded to the length of long ones.
         self._fused_length = MOST_QUERIES if all(attention) else 0
-        self._order = lora.order  # adapters' slots are written as the pool is
+        self._order = lora.order  # adapters' slots are written in place as well
         self._pool = KVPools(layers, num_blocks, block_size, self._order)
         self._tables = [SeatTables(max_num_seqs, first) for first in self._pool.firsts]
-        self._steps: OrderedDict[_Key, Callable[..., Any]] = OrderedDict()
-        self._compiled = 0  # since start
-        self._drawings: dict[SamplingFlags, Drawing] = {}  # of rows with masks
-        self._met: Counter[_Key] = Counter()  # kinds of steps with prompts beside
-        self._cached: dict[Any, Numbers] = {}  # of the present set of rows
+        self._steps: OrderedDict[StepKey, Callable[..., Any]] = OrderedDict()
+        self._compiled = 0  # number since the start
+        self._drawings: dict[SamplingFlags, Drawing] = {}  # compiled, of rows with masks
+        self._met: Counter[StepKey] = Counter()  # kinds of mixed steps
+        self._cached: dict[Any, Numbers] = {}  # constants of the present sets of rows
         self.inputs = Inputs()
-        self._recent: OrderedDict[Any, tuple[SamplingFlags, list[mx.array]]] = OrderedDict()  # may be a vocabulary wide
-        # Where MLX's own operations write, and those in flight hold their inputs' buffers, a write dispatched behind a
-        # read of the pool would copy the pool. There each part is built while the one before it runs, and dispatched
-        # when that is done. Whether this device needs it is measured at start (`overlap.py`).
+        self._recent: OrderedDict[Any, tuple[SamplingFlags, list[mx.array]]] = OrderedDict()  # sampling arrays
+        # Where MLX's own operations write and operations in flight hold their inputs, a write dispatched behind a read
+        # of the pool would copy the pool. There each part is built while the part before it runs, and dispatched when
+        # that is done. Whether the device needs this is measured at start (`overlap.py`).
         self.one_at_a_time = device.is_cpu()
-        # A CPU has no fused attention that a mask would be in the way of.
+        # On a CPU there is no fused attention that a mask would prevent.
         self.levels = not device.is_cpu()
         self.pauses = device.is_cuda()  # elsewhere the host is at most a few command buffers ahead of the device
-        self._built: deque[Part] = deque()  # not dispatched yet
+        self._built: deque[Part] = deque()  # parts that are not dispatched yet
         self._running: Part | None = None
         self._last = self._no_tokens()
 
     def _no_tokens(self) -> mx.array:
+        """Return the newest token of each seat, all 0."""
         last = mx.zeros((self._seats.padding + 1,), mx.int32)
         mx.eval(last)
         return last
 
     @property
     def pool_bytes(self) -> int:
+        """Bytes of the KV pools."""
         return self._pool.nbytes
 
     @property
     def compiled_steps(self) -> int:
-        """That are kept now."""
+        """Number of compiled steps that are kept now."""
         return len(self._steps)
 
     # the Runner protocol
 
     def launch(self, plan: StepPlan) -> Flight:
+        """Build and dispatch the parts of a step; return a handle. Raises DeviceError."""
         try:
-            # What is read of the pool here is dispatched before anything that writes it is.
+            # Reads of saved blocks are dispatched before anything that writes the pool.
             parts = self._save_blocks(plan.saves) if plan.saves else []
             for slot, digest in plan.uploads:
                 if self._lora.install(slot, self._weights[digest]):
@@ -199,10 +187,12 @@ class MLXRunner:
         return Flight(plan, parts, cold=self._compiled != compiled)
 
     def waits(self, plan: StepPlan) -> bool:
-        prompts = sum(len(r.tokens) for r in plan.rows if r.kind is RowKind.PROMPT and not r.beside)
-        return self._may_pause and 4 * prompts >= LONG_TOKENS  # which may be padded to more
+        """Return whether `launch` may pause for the device because of long prompts."""
+        prompts = sum(len(r.tokens) for r in plan.rows if r.kind is RowKind.PROMPT and not r.piggybacked)
+        return self._may_pause and 4 * prompts >= LONG_TOKENS  # a chunk may be padded to more tokens
 
     def sample(self, handle: Flight, masks: list[list[Mask]]) -> None:
+        """Let the masked rows of a launched plan draw. Raises DeviceError."""
         try:
             own = dict(zip(handle.plan.masked, masks, strict=True))
             for undrawn in [part.undrawn for part in handle.parts if part.undrawn is not None]:
@@ -213,7 +203,7 @@ class MLXRunner:
             raise compiler.device_error(e) from e
 
     def _draw(self, undrawn: Undrawn, masks: dict[int, list[Mask]]) -> Part:
-        """Return the part that draws by masks what a forward left undrawn."""
+        """Return the part that draws, by masks, for the rows that a forward left undrawn."""
         flags = undrawn.flags
         if flags not in self._drawings:
             self._drawings[flags] = mx.compile(drawing(flags, self._greedy, self._seats.padding))
@@ -233,6 +223,7 @@ class MLXRunner:
         return Part(undrawn.rows, flags, drawn, marker, wanted=undrawn.wanted, verifies=undrawn.verifies)
 
     def _dispatch(self) -> None:
+        """Dispatch the parts that are built, or one at a time where the device needs that."""
         while self._built and not (self.one_at_a_time and self._running is not None):
             self._running = self._built.popleft()
             if self.one_at_a_time:
@@ -240,6 +231,7 @@ class MLXRunner:
             mx.async_eval(self._running.marker)
 
     def wait(self, handle: Flight) -> StepResult:
+        """Wait until all parts of a step are done; return its result. Raises DeviceError."""
         tokens: list[tuple[int, ...]] = [()] * len(handle.plan.rows)
         logprobs: list[tuple[TokenLogprob, ...] | None] = []
         scores: dict[int, list[TokenLogprob]] = {}
@@ -248,7 +240,7 @@ class MLXRunner:
             for part in handle.parts:
                 mx.eval(part.marker)
                 if self.one_at_a_time and not device.is_cpu():
-                    mx.synchronize()  # a GPU gives back what operations held a little later
+                    mx.synchronize()  # a GPU releases the inputs of operations a little later
                 if part.sent is not None:
                     self.inputs.done(part.sent)
                 self._running = None
@@ -275,6 +267,7 @@ class MLXRunner:
         return StepResult(tokens, logprobs, scores, saves, handle.cold)
 
     def reset(self) -> None:
+        """Drop everything in flight, all compiled steps and all contents of the pool, after a failed step."""
         self._steps.clear()
         self._drawings.clear()
         self._cached.clear()
@@ -291,8 +284,11 @@ class MLXRunner:
     # a step
 
     def _rectangles(self, rows: Sequence[Row]) -> list[list[int]]:
-        """Indices of rows that run as one forward: by padded length, those apart that need logits of all positions, and
-        decodes apart when contexts differ much. What would need more memory than there is for it is cut."""
+        """Return the indices of the rows of each forward.
+
+        Rows are grouped by padded length, apart if they need the logits of all positions, and split where their
+        contexts differ much. Groups that would need more memory than the limits allow are cut.
+        """
         decodes = [i for i, r in enumerate(rows) if goes_with_decodes(r)]
         by_length: dict[tuple[int, bool, int | None], list[int]] = {(1, False, None): decodes} if decodes else {}
         for i, r in enumerate(rows) if len(decodes) < len(rows) else ():
@@ -308,7 +304,7 @@ class MLXRunner:
                 pieces.append(group)
                 continue
             blocks = {i: blocks_read(rows[i], self._block_size, self._pool.windows[0]) for i in group}
-            if length == 1:  # each token of such a row reads them by itself
+            if length == 1:  # each token of such a row reads its blocks by itself
                 blocks = {i: n * len(rows[i].tokens) for i, n in blocks.items()}
             positions = min(self._limits.positions, self._limits.pairs // length)
             for part in split_by_context(group, blocks):
@@ -316,33 +312,34 @@ class MLXRunner:
         return pieces
 
     def _good_counts(self, length: int) -> Sequence[int]:
-        """Of rows; chunks of prompts are many tokens a row, all of which padding would multiply."""
+        """Return the good row counts for rows of one token; padding longer rows would cost much."""
         return self._row_counts if length == 1 else ()
 
     def _build_part(self, plan: StepPlan, indices: list[int]) -> Part:
-        slots = [r.slot for r in plan.rows]
-        indices = sorted(indices, key=slots.__getitem__)  # rows of one adapter beside each other are faster
+        """Return the part that computes these rows of the plan in one forward."""
+        slots = [r.lora_slot for r in plan.rows]
+        indices = sorted(indices, key=slots.__getitem__)  # adjacent rows of one adapter are faster
         rows = [plan.rows[i] for i in indices]
         verifies = any(r.kind is RowKind.VERIFY for r in rows)
-        beside = verifies or any(r.beside for r in rows)
+        mixed = verifies or any(r.piggybacked for r in rows)
         whole = rows
-        if beside:
+        if mixed:
             indices, rows = token_by_token(indices, rows)
         longest = max([len(r.tokens) for r in rows])
         length = 1 if longest == 1 else padded_length(longest)
-        count = row_count(coarse_count(len(rows)) if beside else len(rows), self._good_counts(length))
+        count = row_count(coarse_count(len(rows)) if mixed else len(rows), self._good_counts(length))
         pools = range(len(self._pool.windows))
         in_place = tuple(self._contiguous(rows, pool) for pool in pools)
         level = self._level(rows)
-        width_of = coarse_width if beside else table_width
+        width_of = coarse_width if mixed else table_width
         widths = tuple(width_of(most_blocks_read(rows, self._block_size, window)) for window in self._pool.windows)
         padding = self._seats.padding
         seats = [r.seat if r.sample else padding for r in rows] + [padding] * (count - len(rows))
-        picked = [at for at, seat in enumerate(seats) if seat < padding] if beside else []
+        picked = [at for at, seat in enumerate(seats) if seat < padding] if mixed else []
         pads = max(min(coarse_count(len(picked)), padding) - len(picked), 0)
         drawn_seats = [seats[at] for at in picked] + [padding] * pads if picked else seats
         samples = min(seats) < padding
-        flags, sampling = self._sampling(tuple(drawn_seats), beside) if samples else (SamplingFlags(), [])
+        flags, sampling = self._sampling(tuple(drawn_seats), mixed) if samples else (SamplingFlags(), [])
         adapter_slots = [slots[i] for i in indices]
         route = self._lora.route(adapter_slots + [adapter_slots[-1]] * (count - len(rows)), length)
         tokens, offset, places, last = self._index_arrays(rows, count, length, widths)
@@ -351,7 +348,7 @@ class MLXRunner:
         seat_array = self._once(("seats", tuple(seats)), lambda: np.array(seats, np.int32))
         numbers = [tokens, offset, last, seat_array, *places]
         if scores >= 0:
-            numbers.append(self._padded([r.targets for r in rows], count, length))
+            numbers.append(padded([r.targets for r in rows], count, length))
         if picked:
             numbers += [np.array(picked + [0] * pads, np.int32), np.array(drawn_seats, np.int32)]
             indices, rows = [indices[at] for at in picked], [rows[at] for at in picked]
@@ -363,9 +360,9 @@ class MLXRunner:
         picks = len(drawn_seats) if picked else 0
         most = drafts[0].shape[1] if drafts else 0
         masked = bool(plan.masked) and not set(plan.masked).isdisjoint(indices)
-        key = _Key(count, length, gathered, carry, samples, flags, route.layout, level, scores, picks, most, masked)
-        # Of too many kinds to be traced once for each, or pausing.
-        if any(in_place) or level or self._is_long(key) or (beside and not self._is_usual(key)):
+        key = StepKey(count, length, gathered, carry, samples, flags, route.layout, level, scores, picks, most, masked)
+        # These steps are of too many kinds to trace each of them, or they pause.
+        if any(in_place) or level or self._is_long(key) or (mixed and not self._is_usual(key)):
             step = self._make_step(key, forms(numbers), in_place)
         else:
             found = self._steps.get(key)
@@ -397,10 +394,12 @@ class MLXRunner:
         return Part(indices, flags, drawn, marker, read, scored, wanted, wanted_scores, sent, undrawn, verifies)
 
     def _make_step(
-        self, key: _Key, expected: Sequence[Form], in_place: Sequence[tuple[int, int] | None]
+        self, key: StepKey, expected: Sequence[Form], in_place: Sequence[tuple[int, int] | None]
     ) -> Callable[..., Any]:
-        """The step as a pure function: arrays and lists of arrays in, the same out. `expected`: of its inputs; they
-        follow from the key."""
+        """Return the step as a pure function of arrays and lists of arrays.
+
+        expected: the forms of its inputs, which follow from the key; in_place: block ranges, as in `_contiguous`.
+        """
         model, caches, lora, head, angles = self._model, self._caches, self._lora, self._head, self._angles
         merged, draw = self._merged, drawing(key.flags, self._greedy, self._seats.padding)
         pools, windows, pool_of = self._pool.pools, self._pool.windows, self._pool.pool_of
@@ -416,7 +415,7 @@ class MLXRunner:
         ) -> tuple[Any, ...]:
             tokens, offset, last, seats, *rest = receive(inputs, expected)
             places, rest = rest[: 2 * len(windows)], rest[2 * len(windows) :]
-            tokens = after(order, tokens)  # of which all that the forward reads and writes is made
+            tokens = after(order, tokens)  # everything in the forward depends on the tokens
             targets = rest.pop(0) if key.scores >= 0 else None
             picked, drawn_seats = (rest.pop(0), rest.pop(0)) if key.picks else (None, seats)
             drafts, rest = (rest[:3], rest[3:]) if key.drafts else ([], rest)
@@ -467,34 +466,35 @@ class MLXRunner:
 
         return step
 
-    def _is_usual(self, key: _Key) -> bool:
-        """Counts the kind, and whether it was traced or met so often that this is worth the time."""
+    def _is_usual(self, key: StepKey) -> bool:
+        """Count a kind of step; return whether it is traced already or has run often enough to be worth tracing."""
         if len(self._met) >= MET:
             self._met.clear()
         self._met[key] += 1
         return key in self._steps or self._met[key] > USUAL
 
-    def _is_long(self, key: _Key) -> bool:
-        """Whether its forward waits for the device on the way; it is not traced then."""
+    def _is_long(self, key: StepKey) -> bool:
+        """Return whether the forward pauses for the device; such a forward is not traced."""
         return self._may_pause and key.rows * key.length >= LONG_TOKENS
 
     @property
     def _may_pause(self) -> bool:
-        return self.pauses and not self.one_at_a_time  # else what is before it in the plan may not be dispatched yet
+        """Whether long forwards pause; with one part at a time, earlier parts may not be dispatched yet."""
+        return self.pauses and not self.one_at_a_time
 
     def _level(self, rows: list[Row]) -> int | None:
-        """What `StepView` calls so, of rows that go into one forward."""
+        """Return the `level` of `StepView` for rows of one forward."""
         start, length = rows[0].start, len(rows[0].tokens)
         worth = length > max(1, self._fused_length) if start == 0 else len(rows) == 1 and length >= LEVEL_TOKENS
         return start if self.levels and worth and all(r.start == start for r in rows) else None
 
     def _contiguous(self, rows: list[Row], pool: int) -> tuple[int, int] | None:
-        """The block range of a single prompt chunk that can be read in place."""
+        """Return the range (first, end) of pool-local blocks that a single chunk can read in place; else None."""
         if len(rows) > 1 or len(rows[0].tokens) <= max(1, self._fused_length):
             return None
         store, by_outputs = inplace.writing()
         if by_outputs or (store is not None and self._level(rows) is None):
-            return None  # what kernels write is read by index there
+            return None  # arrays that kernels write are read by index
         n = blocks_read(rows[0], self._block_size, self._pool.windows[pool])
         if n < VIEW_BLOCKS:
             return None
@@ -506,8 +506,10 @@ class MLXRunner:
     def _index_arrays(
         self, rows: list[Row], count: int, length: int, widths: Sequence[int]
     ) -> tuple[Numbers, Numbers, list[Numbers], Numbers]:
-        """tokens [rows, length], offset [rows], slots [rows, length] and tables [rows, width] of each pool, and last
-        [rows]."""
+        """Return tokens [rows, length], offset [rows], places and last [rows], the index of each row's last token.
+
+        Places are the slot mapping [rows, length] and the tables [rows, width] of each pool.
+        """
         offset = np.zeros(count, np.int32)
         offset[: len(rows)] = [r.start for r in rows]
         lengths = np.zeros(count, np.int32)
@@ -521,7 +523,7 @@ class MLXRunner:
             ids = [r.tokens[0] for r in rows] + [0] * (count - len(rows))
             tokens = self._once(("tokens", tuple(ids)), lambda: np.array(ids, np.int32)[:, None])
             return tokens, offset, places, self._once(("zeros", count), lambda: np.zeros(count, np.int32))
-        tokens = self._padded([r.tokens for r in rows], count, length)
+        tokens = padded([r.tokens for r in rows], count, length)
         return tokens, offset, places, np.maximum(lengths - 1, 0)
 
     def _places(
@@ -533,14 +535,14 @@ class MLXRunner:
         length: int,
         width: int,
     ) -> tuple[Numbers, Numbers]:
-        """slots [rows, length] and tables [rows, width] in one pool."""
+        """Return the slot mapping [rows, length] and the tables [rows, width] in one pool."""
         bs, window = self._block_size, self._pool.windows[pool]
         first = None if window is None else np.maximum(offset + (1 - window), 0) // bs
         own = self._tables[pool]
         begun = () if first is None else tuple(first.tolist())
         key = ("tables", pool, own.generation, len(offset), width, tuple(seats), begun)
-        padded = seats + [self._seats.padding] * (len(offset) - len(seats))
-        tables = self._once(key, lambda: own.cut(padded, width, first))
+        padded_seats = seats + [self._seats.padding] * (len(offset) - len(seats))
+        tables = self._once(key, lambda: own.cut(padded_seats, width, first))
         if length == 1:
             at = offset // bs if first is None else offset // bs - first
             return (tables[np.arange(len(at)), at] * bs + offset % bs)[:, None], tables
@@ -551,24 +553,18 @@ class MLXRunner:
         return slots.astype(np.int32), tables
 
     def _table(self, row: Row, pool: int, blocks: int) -> list[int]:
-        """Return `blocks` of the row's table from the first on that it sees, by their numbers in the pool."""
+        """Return the first `blocks` of the row's block table that its window can see, by their numbers in the pool."""
         window, begin = self._pool.windows[pool], self._pool.firsts[pool]
         first = first_block(row.start, window, self._block_size)
         table = row.tables[pool][first : first + blocks]
         return [b - begin for b in table]
 
-    @staticmethod
-    def _padded(ids: Sequence[Sequence[int]], count: int, length: int) -> Numbers:
-        padded = np.zeros((count, length), np.int32)
-        for i, own in enumerate(ids):
-            padded[i, : len(own)] = own
-        return padded
-
-    def _sampling(self, seats: tuple[int, ...], beside: bool) -> tuple[SamplingFlags, list[mx.array]]:
-        key = (self._seats.generation, seats, beside)
+    def _sampling(self, seats: tuple[int, ...], mixed: bool) -> tuple[SamplingFlags, list[mx.array]]:
+        """Return sampling flags and arrays of these seats, which are made anew only when a seat changes."""
+        key = (self._seats.generation, seats, mixed)
         made = self._recent.get(key)
         if made is None:
-            flags = self._seats.flags(seats, coarse_count if beside else row_count)
+            flags = self._seats.flags(seats, coarse_count if mixed else row_count)
             made = self._recent[key] = flags, self._seats.arrays(seats, flags).flatten()
             if len(self._recent) > KEPT_SAMPLING:
                 self._recent.popitem(last=False)
@@ -576,7 +572,7 @@ class MLXRunner:
         return made
 
     def _once(self, key: Any, make: Callable[[], Numbers]) -> Numbers:
-        """Numbers that only depend on which rows run are made when those change."""
+        """Return numbers that depend only on which rows run; `make` is called when these change."""
         found = self._cached.get(key)
         if found is None:
             if len(self._cached) > KEPT_ARRAYS:
@@ -585,12 +581,13 @@ class MLXRunner:
         return found
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> list[Part]:
-        """Two parts: read the blocks, then write them; in one, the write would find the pool being read."""
+        """Return a part that reads blocks and one that writes them; in a single part, the write would copy the pool."""
         return [Part([], SamplingFlags(), [], arrays) for arrays in self._pool.copy(copies)]
 
     def _save_blocks(self, blocks: Sequence[int]) -> list[Part]:
-        """When the part is done, `KVPools.bytes_of` makes bytes of its marker."""
+        """Return a part that reads blocks; `KVPools.bytes_of` makes bytes of its marker when it is done."""
         return [Part([], SamplingFlags(), [], self._pool.read(blocks), saves=tuple(blocks))]
 
     def _load_blocks(self, loads: Sequence[tuple[int, Bytes]]) -> list[Part]:
+        """Return a part that writes blocks."""
         return [Part([], SamplingFlags(), [], self._pool.write(loads))]

@@ -18,7 +18,7 @@ Choice = tuple[int, int]  # request id, index
 
 
 class Loop:
-    """Plans, launches and settles. At depth 1 a plan is made and launched before the one before it is settled.
+    """Plans, launches and reads. At depth 1 a plan is made and launched before the one before it is read.
 
     Asserts as it goes: the scheduler's invariants hold after each step, nothing is said of what is over, each choice
     ends once, and work that exists is worked on.
@@ -49,7 +49,7 @@ class Loop:
         self.steps = 0
         self.failures = 0
         self.accepted = 0  # drafts
-        self.beside = 0  # chunks of prompts that went with rows that decode
+        self.piggybacked = 0  # chunks of prompts that went with rows that decode
         self.waits = 0  # turns in which nothing could be done but wait for the drive
         self._flights: deque[tuple[StepPlan, Any]] = deque()
 
@@ -124,7 +124,7 @@ class Loop:
                     self.runner.sample(handle, self.scheduler.masks(plan))
                 self._flights.append((plan, handle))
             if len(self._flights) > self.depth or plan is None:
-                self._settle()
+                self._read()
         except DeviceError as e:
             self._fail(plans, e.again)
         self.steps += 1
@@ -159,8 +159,8 @@ class Loop:
 
     def _look_at(self, plan: StepPlan) -> None:
         assert plan.rows or plan.saves or plan.loads, "an empty plan"
-        self.beside += sum(row.beside for row in plan.rows)
-        if any(row.beside for row in plan.rows):
+        self.piggybacked += sum(row.piggybacked for row in plan.rows)
+        if any(row.piggybacked for row in plan.rows):
             assert any(row.kind is not RowKind.PROMPT for row in plan.rows), "nobody decodes beside a prompt"
         assert len({row.sequence for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
         verified = {row.sequence for before, _ in self._flights for row in before.rows if row.kind is RowKind.VERIFY}
@@ -187,24 +187,24 @@ class Loop:
         preempted = [s.priority for s in before if s not in running and s.seat < 0]
         kept = [s.priority for s in before if s in running]
         assert not preempted or not kept or max(kept) <= min(preempted), "one that mattered more was preempted"
-        everyone = [x for s in running for x in (s, *s.followers)]
+        everyone = [x for s in running for x in (s, *s.siblings)]
         tokens = sum(len(x.request.prompt) + x.request.params.max_tokens for x in everyone)
         most = self.scheduler._config.max_inflight_tokens
         assert not most or tokens <= most or len({x.request.id for x in everyone}) == 1, "too many tokens in flight"
 
-    def _settle(self) -> None:
+    def _read(self) -> None:
         self.take(*self._flights.popleft())
 
     def take(self, plan: StepPlan, handle: Any) -> None:
-        """Read a step that was launched and let the scheduler settle it."""
+        """Read a step that was launched and let the scheduler take in its result."""
         result = self.runner.wait(handle)
         alive = self.scheduler._sequences
         rows = {
             (s.request.id, s.choice): i for i, r in enumerate(plan.rows) if (s := alive.get(r.sequence)) is not None
         }
         self.accepted += sum(len(drawn) - 1 for drawn in result.tokens if drawn)
-        settled = self.scheduler.settle(plan, result)
-        for delta in settled.deltas:
+        outcome = self.scheduler.update_from_output(plan, result)
+        for delta in outcome.deltas:
             key = delta.request, delta.choice
             self._look_at_version(delta, plan, handle, rows[key])
             assert key in self.tokens, "a delta of nobody"
@@ -223,7 +223,7 @@ class Loop:
             self.logprobs[key] += delta.logprobs or ()
             if delta.finish:
                 self.finished[key] = delta.finish
-        self._take_failed(settled.failed)
+        self._take_failed(outcome.failed)
 
     def _look_at_version(self, delta: Delta, plan: StepPlan, handle: Any, index: int) -> None:
         """The row that drew these tokens ran under the version that they name, over the keys and values of its own

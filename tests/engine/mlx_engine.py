@@ -49,15 +49,14 @@ class Engine:
         blocks: int = 0,
         window_blocks: int = 0,
         chunks: int = 0,
-        beside: int = 0,
+        piggybacked: int = 0,
         depth: int = 1,
         drive: Drive | None = None,
         write_through: bool = True,
     ) -> Loop:
         """A scheduler of `blocks`, and of `window_blocks` where there are two pools, over the runner; 0: all. `chunks`:
-        prompts are cut into pieces of random length up to this. `beside`: so many tokens of prompts go with rows that
-        decode. `drive`: gets each block as soon as it is full, or when
-        it is given to others."""
+        prompts are cut into pieces of random length up to this. `piggybacked`: so many tokens of prompts go with rows
+        that decode. `drive`: gets each block as soon as it is full, or when it is given to others."""
         info = self.built.info
         slots = SlotTable(info.max_loras)
         groups = open_groups(info.memory, info.block_size)
@@ -75,7 +74,7 @@ class Engine:
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,
             eos_token_ids=(),
-            limits=UNLIMITED._replace(beside=beside),
+            limits=UNLIMITED._replace(piggybacked=piggybacked),
         )
         if chunks:
             scheduler.prefill.cost = OddChunks(Random(chunks), chunks)
@@ -88,12 +87,14 @@ class Engine:
         blocks: int = 0,
         window_blocks: int = 0,
         chunks: int = 0,
-        beside: int = 0,
+        piggybacked: int = 0,
         depth: int = 1,
         stagger: int = 0,
     ) -> Loop:
         """Serve `requests` to their end. `stagger`: steps between one arrival and the next."""
-        loop = self.loop(blocks=blocks, window_blocks=window_blocks, chunks=chunks, beside=beside, depth=depth)
+        loop = self.loop(
+            blocks=blocks, window_blocks=window_blocks, chunks=chunks, piggybacked=piggybacked, depth=depth
+        )
         for request in requests:
             loop.add(request)
             for _ in range(stagger):

@@ -14,9 +14,10 @@ from mlx_tandem.adapters.slots import Assignment, SlotTable
 from mlx_tandem.engine import block_manager, masks
 from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.block_manager import BlockManager
+from mlx_tandem.engine.outcome import StepOutcome
 from mlx_tandem.engine.plan import CARRY, Mask, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Prefill
-from mlx_tandem.engine.scheduler import Scheduler, Settled
+from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv import prefix
 from mlx_tandem.kv.groups.state import StateGroup
@@ -115,7 +116,7 @@ CORRUPTIONS: dict[str, Callable[[], Callable[[StepPlan], StepPlan]]] = {
     ),
     "rows start one too early": lambda: lambda p: _rows(p, lambda r: structs.replace(r, start=max(r.start - 1, 0))),
     "a row writes into its neighbour's block": lambda: _last_block_of_neighbour,
-    "all rows run as the base": lambda: lambda p: _rows(p, lambda r: structs.replace(r, slot=0)),
+    "all rows run as the base": lambda: lambda p: _rows(p, lambda r: structs.replace(r, lora_slot=0)),
     "drafts are a chunk": lambda: (
         lambda p: _rows(p, lambda r: structs.replace(r, kind=RowKind.PROMPT) if r.kind is RowKind.VERIFY else r)
     ),
@@ -308,20 +309,20 @@ def _speak_of_the_dead(patch: pytest.MonkeyPatch) -> None:
         original_add(self, request)
         owners.update({s.id: (request.id, s.choice) for s in self._choices[request.id].values()})
 
-    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+    def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
         gone = [
             Delta(*owners[row.sequence], drawn)
             for row, drawn in zip(plan.rows, result.tokens, strict=True)
             if drawn and row.sequence not in self._sequences
         ]
-        settled = original_settle(self, plan, result)
-        settled.deltas += gone
-        return settled
+        outcome = original_update(self, plan, result)
+        outcome.deltas += gone
+        return outcome
 
     owners: dict[int, tuple[int, int]] = {}
-    original_add, original_settle = Scheduler.add, Scheduler.settle
+    original_add, original_update = Scheduler.add, Scheduler.update_from_output
     patch.setattr(Scheduler, "add", add)
-    patch.setattr(Scheduler, "settle", settle)
+    patch.setattr(Scheduler, "update_from_output", update_from_output)
 
 
 def _never_mind_pending(patch: pytest.MonkeyPatch) -> None:
@@ -339,9 +340,9 @@ def _lose_heirs(patch: pytest.MonkeyPatch) -> None:
     """The end of a leader takes the choices with it that wait for its prompt."""
 
     def end(self: Scheduler, s: Sequence) -> None:
-        for f in s.followers:
+        for f in s.siblings:
             self._leave(f)
-        s.followers = []
+        s.siblings = []
         original(self, s)
 
     original = Scheduler._end
@@ -449,9 +450,9 @@ def _never_stop(patch: pytest.MonkeyPatch) -> None:
 def _one_too_many(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Sequence, "is_complete", property(lambda s: s.generated > s.request.params.max_tokens))
     patch.setattr(
-        Scheduler,
-        "_finish_reason",
-        lambda self, s, token: (
+        Sequence,
+        "finish_reason",
+        lambda s, token: (
             "stop"
             if token in s.stop_ids
             else "length"
@@ -469,23 +470,23 @@ def _one_too_many(patch: pytest.MonkeyPatch) -> None:
 def _nan_is_a_token(patch: pytest.MonkeyPatch) -> None:
     """A row that is not finite draws token 0."""
 
-    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+    def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
         return original(self, plan, replace(result, tokens=[tuple(max(t, 0) for t in own) for own in result.tokens]))
 
-    original = Scheduler.settle
-    patch.setattr(Scheduler, "settle", settle)
+    original = Scheduler.update_from_output
+    patch.setattr(Scheduler, "update_from_output", update_from_output)
 
 
 def _leave_unclean(patch: pytest.MonkeyPatch) -> None:
     """Blocks of a row that was not finite go to their next owner as they are."""
 
-    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
-        settled = original(self, plan, result)
+    def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
+        outcome = original(self, plan, result)
         self._blocks._unclean.clear()
-        return settled
+        return outcome
 
-    original = Scheduler.settle
-    patch.setattr(Scheduler, "settle", settle)
+    original = Scheduler.update_from_output
+    patch.setattr(Scheduler, "update_from_output", update_from_output)
 
 
 def _first_come_first_served(patch: pytest.MonkeyPatch) -> None:
@@ -508,15 +509,15 @@ def _lose_the_place(patch: pytest.MonkeyPatch) -> None:
 def _score_twice(patch: pytest.MonkeyPatch) -> None:
     """After a preemption what is known of the prompt is taken in again."""
 
-    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+    def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
         for row in plan.rows:
             s = self._sequences.get(row.sequence)
             if row.targets and s is not None and s.scores is not None:
                 s.scores += s.scores[row.start :]
         return original(self, plan, result)
 
-    original = Scheduler.settle
-    patch.setattr(Scheduler, "settle", settle)
+    original = Scheduler.update_from_output
+    patch.setattr(Scheduler, "update_from_output", update_from_output)
 
 
 def _hand_out_again(patch: pytest.MonkeyPatch) -> None:
@@ -549,13 +550,13 @@ def _follow_in_name_only(patch: pytest.MonkeyPatch) -> None:
 def _name_the_newest(patch: pytest.MonkeyPatch) -> None:
     """Tokens name the version that their sequence has by the time they are read."""
 
-    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+    def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
         newest = {s.id: s.adapter.version for s in self._sequences.values() if s.request.follow and s.adapter}
         rows = tuple(structs.replace(row, version=newest.get(row.sequence, 0)) for row in plan.rows)
         return original(self, replace(plan, rows=rows), result)
 
-    original = Scheduler.settle
-    patch.setattr(Scheduler, "settle", settle)
+    original = Scheduler.update_from_output
+    patch.setattr(Scheduler, "update_from_output", update_from_output)
 
 
 def _follow_without_being_asked(patch: pytest.MonkeyPatch) -> None:
@@ -577,15 +578,15 @@ def _leave_nobody_out(patch: pytest.MonkeyPatch) -> None:
 def _drawn(change: Callable[[Row, tuple[int, ...]], tuple[int, ...]]) -> Plant:
     """What rows with drafts have drawn is taken for something else."""
 
-    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+    def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
         tokens = [
             change(row, drawn) if row.kind is RowKind.VERIFY and drawn[-1] >= 0 else drawn
             for row, drawn in zip(plan.rows, result.tokens, strict=True)
         ]
         return original(self, plan, replace(result, tokens=tokens))
 
-    original = Scheduler.settle
-    return lambda patch: patch.setattr(Scheduler, "settle", settle)
+    original = Scheduler.update_from_output
+    return lambda patch: patch.setattr(Scheduler, "update_from_output", update_from_output)
 
 
 def _truncate(positions: int) -> Plant:
@@ -608,35 +609,35 @@ def _shorten_without_release(patch: pytest.MonkeyPatch) -> None:
 def _stay_behind_drafts(patch: pytest.MonkeyPatch) -> None:
     """What was scheduled of drafts that were rejected counts as computed."""
 
-    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+    def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
         ends = {row.sequence: row.start + len(row.tokens) for row in plan.rows if row.kind is RowKind.VERIFY}
-        settled = original(self, plan, result)
+        outcome = original(self, plan, result)
         for sequence, end in ends.items():
             s = self._sequences.get(sequence)
             if s is not None and s.seat >= 0:
                 s.scheduled = end
-        return settled
+        return outcome
 
-    original = Scheduler.settle
-    patch.setattr(Scheduler, "settle", settle)
+    original = Scheduler.update_from_output
+    patch.setattr(Scheduler, "update_from_output", update_from_output)
 
 
 def _roll_nothing_back(patch: pytest.MonkeyPatch) -> None:
     """Whoever lost its seat while its drafts were on the device is rolled back in its new one."""
 
-    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+    def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
         verified = [self._sequences.get(row.sequence) for row in plan.rows if row.kind is RowKind.VERIFY]
         waiting = [s for s in verified if s is not None and s.seat < 0]
         seats = {s: s.seat for s in waiting}
         for s in waiting:
             s.seat = 0
-        settled = original(self, plan, result)
+        outcome = original(self, plan, result)
         for s in waiting:
             s.seat = seats[s]
-        return settled
+        return outcome
 
-    original = Scheduler.settle
-    patch.setattr(Scheduler, "settle", settle)
+    original = Scheduler.update_from_output
+    patch.setattr(Scheduler, "update_from_output", update_from_output)
 
 
 def _say_everything(patch: pytest.MonkeyPatch) -> None:
@@ -654,7 +655,7 @@ def _look_at_the_last(patch: pytest.MonkeyPatch) -> None:
 
     def say(self: Scheduler, s: Sequence, drawn: tuple[int, ...]) -> Any:
         s.tokens += drawn
-        return drawn, self._finish_reason(s, drawn[-1])
+        return drawn, s.finish_reason(drawn[-1])
 
     patch.setattr(Scheduler, "_say", say)
 
@@ -698,7 +699,7 @@ def _draft_without_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_the_row_in_flight(patch: pytest.MonkeyPatch) -> None:
-    """A sequence gets its next row although its drafts are not settled."""
+    """A sequence gets its next row although the result of its drafts is not known."""
     original = Sequence.wants_decode.fget
 
     def wants_decode(s: Sequence) -> bool:
@@ -710,14 +711,14 @@ def _forget_the_row_in_flight(patch: pytest.MonkeyPatch) -> None:
 def _count_deltas(patch: pytest.MonkeyPatch) -> None:
     """What is counted as generated are rows, not tokens."""
 
-    def settle(self: Scheduler, plan: StepPlan, result: StepResult) -> Settled:
+    def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
         before = self.generated_tokens
-        settled = original(self, plan, result)
-        self.generated_tokens = before + len(settled.deltas)
-        return settled
+        outcome = original(self, plan, result)
+        self.generated_tokens = before + len(outcome.deltas)
+        return outcome
 
-    original = Scheduler.settle
-    patch.setattr(Scheduler, "settle", settle)
+    original = Scheduler.update_from_output
+    patch.setattr(Scheduler, "update_from_output", update_from_output)
 
 
 def _masks(change: Callable[[list[Any]], list[Any]]) -> Plant:
@@ -856,7 +857,7 @@ PLANTS: dict[str, Plant] = {
     "a fork copies what is not there yet": _copy_a_copy,
     "a whole prompt is a hit": _hit_everything,
     "a scored prompt is a hit": _hit_scored,
-    "blocks are published before their step is settled": _publish_early,
+    "blocks are published before their step is read": _publish_early,
     "the name of an adapter is its namespace": _share_by_name,
     "a hit is written to": _write_into_hits,
     "a hit is longer than it agrees": _attribute(prefix, "_shared", lambda a, b: min(len(a), len(b))),
@@ -866,9 +867,9 @@ PLANTS: dict[str, Plant] = {
     "whoever has left is waited for": _wait_for_the_gone,
     "blocks are released early": _early_release,
     "shared blocks are released early": _release_twice_shared,
-    "settle speaks of what has ended": _speak_of_the_dead,
-    "settle forgets what was pending": _never_mind_pending,
-    "a cancelled leader takes its followers along": _lose_heirs,
+    "an outcome speaks of what has ended": _speak_of_the_dead,
+    "an outcome forgets what was pending": _never_mind_pending,
+    "a cancelled leader takes its siblings along": _lose_heirs,
     "a planned sequence is preempted": _preempt_oldest,
     "survivors of a failed step keep their cache": _forget_nothing,
     "tokens of a lost step are waited for": _wait_for_lost_tokens,

@@ -358,7 +358,7 @@ class ReferenceRunner:
         for row, own in zip(rows, tokens, strict=True):
             assert row.start >= 0 and own, "an empty row"
             assert len(row.tables) == len(self.windows), "a table for each pool"
-            digest = self._slots[row.slot]
+            digest = self._slots[row.lora_slot]
             for pool, table in enumerate(row.tables):
                 if self.windows[pool] == STATE:
                     self._write_states(row, pool, [cell(token, digest) for token in own], written)

@@ -101,8 +101,8 @@ def test_adapters_in_one_batch_say_what_each_says_merged(
     ties += assert_agrees(engine.run(mixed, chunks=5, stagger=1, depth=0), oracles, "mixed and chunked")
     for usual in (runner.USUAL, 0):  # traced when first met
         monkeypatch.setattr(runner, "USUAL", usual)
-        beside = engine.run(mixed, stagger=1, beside=7)
-        assert beside.beside
+        beside = engine.run(mixed, stagger=1, piggybacked=7)
+        assert beside.piggybacked
         ties += assert_agrees(beside, oracles, "mixed, prompts beside those that decode")
     ties += assert_agrees(engine.run([ask(0, a, n=3), ask(1, b, n=2)]), oracles, "mixed and forked")
     crowded = engine.run(
@@ -202,8 +202,8 @@ def test_seeded_draws_do_not_depend_on_what_runs_beside_them(
     assert choices(engine.run(requests, chunks=5, stagger=1)) == alone
     for usual in (runner.USUAL, 0):
         monkeypatch.setattr(runner, "USUAL", usual)
-        beside = engine.run(requests, stagger=1, beside=6)
-        assert beside.beside
+        beside = engine.run(requests, stagger=1, piggybacked=6)
+        assert beside.piggybacked
         assert choices(beside) == alone
     short = [r for r in requests if len(r.prompt) < 10]
     crowded = engine.run(short, blocks=7)
@@ -343,7 +343,7 @@ def test_usual_steps_with_prompts_beside_are_traced(sampling_engine: Engine) -> 
     for met in range(runner.USUAL + 2):
         stream = Row(RowKind.DECODE, 0, 0, 0, 2 + met, (7,), [[1, 2]], True)
         table = list(range(3, 3 + -(-10 // size)))
-        prompt = Row(RowKind.PROMPT, 1, 1, 0, 0, (9,) * (9 + met % 2), [table], False, beside=True)
+        prompt = Row(RowKind.PROMPT, 1, 1, 0, 0, (9,) * (9 + met % 2), [table], False, piggybacked=True)
         flight = device.launch(StepPlan((stream, prompt)))
         device.wait(flight)
         assert flight.cold == (met == runner.USUAL) and device.compiled_steps == traced + (met >= runner.USUAL)

@@ -11,10 +11,10 @@ from mlx_tandem.engine.cost import CostModel, prompt_seconds
 from tests.engine.workloads import make_engine, request
 
 
-@pytest.mark.parametrize("beside", [0, 256])
-def test_a_step_s_time_bounds_a_long_prompt_beside_decodes(beside: int) -> None:
+@pytest.mark.parametrize("piggybacked", [0, 256])
+def test_a_step_s_time_bounds_a_long_prompt_beside_decodes(piggybacked: int) -> None:
     """While many others decode, a chunk of a long prompt costs no more than their share, and is never empty."""
-    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20, beside=beside)
+    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20, piggybacked=piggybacked)
     loop, scheduler = engine.loop, engine.scheduler
     scheduler.prefill.cost.fit(
         [(length, 0, float(length)) for length in (8, 64, 256, 1024)], [(1, 100.0)]
@@ -60,8 +60,8 @@ def test_a_chunk_waits_until_it_is_worth_what_any_chunk_takes() -> None:
 
 
 def test_prompts_go_beside_streams_unless_they_are_more() -> None:
-    for prompts, beside in ((3, True), (5, False)):
-        engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20, beside=30)
+    for prompts, piggybacked in ((3, True), (5, False)):
+        engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20, piggybacked=30)
         loop = engine.loop
         for i in range(4):
             loop.add(request(i, (1,), max_tokens=100))
@@ -71,8 +71,8 @@ def test_prompts_go_beside_streams_unless_they_are_more() -> None:
             loop.add(request(i, tuple((i + j) % 13 for j in range(20))))
         before = engine.runner.positions
         loop.step()
-        assert (loop.beside > 0) == beside
-        if beside:  # the first whole, as much of the second as there is room for
+        assert (loop.piggybacked > 0) == piggybacked
+        if piggybacked:  # the first whole, as much of the second as there is room for
             assert engine.runner.positions - before == 4 + 30
 
 
@@ -142,8 +142,8 @@ def test_what_was_saved_up_for_a_prompt_survives_steps_without_it() -> None:
 
 def test_short_prompts_do_not_take_a_long_one_s_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where so many are read in a step, it is the first of them, whether or not their tokens go beside streams."""
-    monkeypatch.setattr(prefill, "_BESIDE_END", 4)
-    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20, prefill_batch_size=1, beside=50)
+    monkeypatch.setattr(prefill, "_PIGGYBACKED_END", 4)
+    engine = make_engine(num_blocks=600, block_size=4, max_num_seqs=20, prefill_batch_size=1, piggybacked=50)
     loop = engine.loop
     for i in range(4):
         loop.add(request(i, (1,), max_tokens=100))

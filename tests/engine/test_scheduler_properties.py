@@ -52,7 +52,7 @@ def test_every_sequence_is_exact_in_random_workloads(part: int) -> None:
     assert outcome.finished > 3000
     assert min(outcome.preemptions, outcome.failures, outcome.failed, outcome.cancelled) > 200
     assert outcome.cached > 1500
-    assert outcome.beside > 200, outcome
+    assert outcome.piggybacked > 200, outcome
     assert outcome.masked > 3000, outcome
     assert min(outcome.accepted, outcome.drafted - outcome.accepted) > 1000, outcome
     assert min(outcome.moved, outcome.switched, outcome.held_back) > 100, outcome

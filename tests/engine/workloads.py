@@ -95,7 +95,7 @@ def make_engine(
     write_through: bool = False,
     patience: float = 60.0,
     max_chunk_tokens: int = 1024,
-    beside: int = 0,
+    piggybacked: int = 0,
     wrap: Callable[[ReferenceRunner], Runner] = lambda runner: runner,
     **runner_options: object,
 ) -> Engine:
@@ -120,7 +120,7 @@ def make_engine(
         max_model_len=max_model_len,
         vocab_size=VOCAB,
         eos_token_ids=eos,
-        limits=UNLIMITED._replace(beside=beside),
+        limits=UNLIMITED._replace(piggybacked=piggybacked),
     )
     loop = Loop(scheduler, wrap(runner), groups[0].pool, slots, depth=depth)
     return Engine(runner, loop, max_num_seqs)
@@ -279,7 +279,7 @@ class Outcome:
     masked: int = 0  # rows that drew by masks
     drafted: int = 0  # tokens
     accepted: int = 0  # of these
-    beside: int = 0  # chunks of prompts that went with rows that decode
+    piggybacked: int = 0  # chunks of prompts that went with rows that decode
     given_back: int = 0  # blocks before the windows of rows that were not read for them
     most_steps: float = 0.0  # of a workload, per token of work
 
@@ -405,7 +405,7 @@ def play(
         wrap=wrap,
         drive=drive,
         write_through=drive is not None and rng.random() < 0.5,
-        beside=rng.choice((0, 3, 50)),
+        piggybacked=rng.choice((0, 3, 50)),
         patience=rng.choice((0.0, 60.0, 60.0)) if drive is not None else 0.0,
         fail=fail,
         again=frozenset(i for i in fail if i % 3 == 0),
@@ -480,7 +480,7 @@ def play(
         masked=engine.runner.masked,
         drafted=engine.runner.drafted,
         accepted=engine.runner.accepted,
-        beside=loop.beside,
+        piggybacked=loop.piggybacked,
         given_back=engine.runner.given_back,
         steps=loop.steps,
         work=work,

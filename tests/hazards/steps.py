@@ -242,7 +242,7 @@ def drawn(metal: Metal) -> StepPlan:
 
 def beside(metal: Metal) -> StepPlan:
     """A prompt's tokens as rows of their own beside one that decodes."""
-    return plan(row(metal, 40, [CARRY]), changed(row(metal, 8, range(6), seat=1), beside=True))
+    return plan(row(metal, 40, [CARRY]), changed(row(metal, 8, range(6), seat=1), piggybacked=True))
 
 
 def first_chunk(metal: Metal) -> StepPlan:

@@ -97,8 +97,8 @@ def test_it_says_what_mlx_lm_says(
     assert_agrees(engine.run(ask(), chunks=5, stagger=1), oracle, "in chunks that are verified like guesses", **near)
     assert calls.count(8) > 2 * layers
     calls.clear()
-    loop = engine.run(ask(), beside=engine.built.step_limits.beside, stagger=1)
-    assert loop.beside == 2
+    loop = engine.run(ask(), piggybacked=engine.built.step_limits.piggybacked, stagger=1)
+    assert loop.piggybacked == 2
     assert set(calls) == {1, 8}  # the prompts of 70 and 12 tokens, each token a row of its own
     assert_agrees(loop, oracle, "prompts beside rows that decode", **near)
 

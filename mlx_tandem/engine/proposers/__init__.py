@@ -1,4 +1,4 @@
-"""Where drafts come from: guesses of a sequence's next tokens, which one step verifies together."""
+"""Proposers of drafts: guesses of a sequence's next tokens, which one step verifies together."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from mlx_tandem.types import Request
 class Proposer(Protocol):
     """A source of drafts for sequences that decode.
 
-    A draft never changes what is said: the step that verifies it keeps it only where it is what would have been drawn.
+    Drafts never change the output: the step that verifies a draft keeps it only if the same token would have been
+    drawn.
     """
 
     def waits(self, request: Request, choice: int) -> bool:
-        """Return whether the sequence is to have no row in this plan while its newest token is on the device.
+        """Return whether a sequence whose newest token is still on the device should have no row in this plan.
 
-        Drafts follow tokens that the host knows. Waiting costs the sequence a turn, so it is worth while only where
-        drafts are likely and likely to be right.
+        Drafts follow tokens that the host knows. Waiting costs the sequence a turn, so it is worthwhile only where
+        drafts are likely to be found and to be accepted.
         """
 
     def propose(self, request: Request, choice: int, tokens: Sequence[int], most: int) -> Sequence[int]:

@@ -1,2 +1,1 @@
-"""The KV cache on the drive, a tier below the block pool: blocks come back byte for byte or not at all. No arrays
-here."""
+"""The KV cache on the drive, below the block pool: blocks come back byte for byte or not at all. No arrays here."""

@@ -2,7 +2,8 @@
 
 One thread owns all files; other threads check what it has read. Reads come before writes. Whatever goes wrong on the
 drive, blocks are missing but none is wrong, and no call raises: a failed write is dropped or tried again, a full
-drive makes the cache read-only for a while, and a folder that is gone or a thread that has ended turns it off."""
+drive makes the cache read-only for a while, and a folder that is gone or a thread that has ended turns it off.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,8 @@ class DiskCache:
     `base` is the digest of everything that the blocks have in common. `folder` is the folder that `config` names, if
     it is open already; it is closed with the cache. `config.policy` is for the caller, who decides when a block is
     put. `finished`, if given, is called on the cache's thread when `poll` has something to return. Raises
-    StorageError if the folder cannot be used: see CacheFolder."""
+    StorageError if the folder cannot be used: see CacheFolder.
+    """
 
     def __init__(
         self,
@@ -144,7 +146,8 @@ class DiskCache:
         """Queue a block to be written; `payload` must not change from now on.
 
         Return False if it was dropped because the queue is full or the cache off. If writes are not asynchronous,
-        wait until it is written."""
+        wait until it is written.
+        """
         with self._wake:
             if block.key in self._queue or block.key in self._segments:
                 return not self._off
@@ -172,7 +175,8 @@ class DiskCache:
     def read(self, blocks: Sequence[BlockId]) -> int:
         """Begin to read a chain of blocks; return its ticket for `poll` or `forget`.
 
-        The payloads take memory until they are polled."""
+        The payloads take memory until they are polled.
+        """
         with self._wake:
             self._last_ticket += 1
             request = self._tickets[self._last_ticket] = _Request(self._last_ticket, blocks)
@@ -230,7 +234,8 @@ class DiskCache:
 
     def close(self, timeout: float = PATIENCE) -> None:
         """Write the queue if the drive takes it within `timeout` seconds, and release the folder. A second call does
-        nothing."""
+        nothing.
+        """
         with self._wake:
             self._closing = True
             self._wake.notify_all()
@@ -332,7 +337,8 @@ class DiskCache:
         """Yield for each block that is there whether it was read, and a function that returns its checked payload.
 
         While one block is read, those before it are checked on other threads if that takes longer than handing them
-        over."""
+        over.
+        """
         for block in blocks:
             with self._wake:
                 queued = self._queue.get(block.key)

@@ -47,7 +47,8 @@ class CacheFolder:
     """A cache's folder with mode 0700, locked by this process. `secret` is the key of all records' tags.
 
     Raises StorageError if the folder belongs to something else (`foreign_folder`), is in use by another process,
-    whose number is in the message (`folder_in_use`), has another format (`unknown_format`), or cannot be written."""
+    whose number is in the message (`folder_in_use`), has another format (`unknown_format`), or cannot be written.
+    """
 
     def __init__(self, path: Path, ops: FileOps = DISK, create: bool = True, any_format: bool = False) -> None:
         with files.storage(path):
@@ -103,7 +104,8 @@ class CacheFolder:
 
     def _recognise(self, any_format: bool) -> bool:
         """Return whether the folder holds a cache; False if it is empty. Raise StorageError if it holds anything
-        else."""
+        else.
+        """
         try:
             manifest = msgspec.json.decode((self.path / MANIFEST).read_bytes(), type=Manifest)
         except FileNotFoundError:

@@ -29,7 +29,8 @@ class SegmentInfo(Struct, frozen=True):
 def inspect(path: Path, verify: bool, ops: FileOps = DISK) -> list[SegmentInfo]:
     """Return the segments in the folder, oldest first; with `verify`, read every byte and check every tag.
 
-    Nothing is changed. Raise StorageError if there is no cache or a server uses it."""
+    Nothing is changed. Raise StorageError if there is no cache or a server uses it.
+    """
     with files.storage(path), contextlib.closing(CacheFolder(path, ops, create=False)) as folder:
         return [_inspect(folder, number, verify, ops) for number in sorted(folder.segments())]
 
@@ -37,7 +38,8 @@ def inspect(path: Path, verify: bool, ops: FileOps = DISK) -> list[SegmentInfo]:
 def clear(path: Path, ops: FileOps = DISK) -> int:
     """Remove a cache of any format from the folder; return how many bytes its segments had.
 
-    Raise StorageError as `inspect` does."""
+    Raise StorageError as `inspect` does.
+    """
     with (
         files.storage(path),
         contextlib.closing(CacheFolder(path, ops, create=False, any_format=True)) as folder,

@@ -24,7 +24,8 @@ class Opening:
     hashed.
 
     `namespace` is everything that the blocks have in common but the model. `wake` is called on another thread when
-    this or the cache has something to `poll`. Raises StorageError if the folder cannot be used: see CacheFolder."""
+    this or the cache has something to `poll`. Raises StorageError if the folder cannot be used: see CacheFolder.
+    """
 
     def __init__(self, config: DiskCacheConfig, model: Path, namespace: Namespace, wake: Callable[[], None]) -> None:
         self._config, self._model, self._namespace, self._wake = config, model, namespace, wake

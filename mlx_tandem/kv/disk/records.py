@@ -2,7 +2,8 @@
 
 A record is a head of 128 bytes, the token ids (4 bytes each) and the payload; numbers are little-endian. The head
 has a CRC-32 of itself, by which the next record is found without reading the payload, and a BLAKE2b tag over
-everything else, keyed with the folder's secret. Only the tag makes a record usable."""
+everything else, keyed with the folder's secret. Only the tag makes a record usable.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def decode(record: memoryview, secret: bytes) -> tuple[BlockId, memoryview] | No
 def span(head: Payload) -> tuple[bytes, int] | None:
     """Return the key and size of the record that begins with `head`; None if the head is damaged.
 
-    The CRC finds damage but not forgery: see `decode`."""
+    The CRC finds damage but not forgery: see `decode`.
+    """
     if len(head) != RECORD_HEAD:
         return None
     magic, crc, key, count, size = _SPAN.unpack(head)

@@ -3,7 +3,8 @@
 One thread uses them at a time, and calls wait for the drive. A segment takes records until it is full or an eighth
 of the time to live has passed, and is removed as a whole: the oldest first when space is needed, and each when the
 time to live has passed since it was begun. So no older block is used, and each block lives at least seven eighths of
-that time. Other threads may ask whether a key is in the index."""
+that time. Other threads may ask whether a key is in the index.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class Segments:
     """Segments with at most `limit` bytes (0: any number) and one segment more, each of at most `segment_bytes`.
 
     Every call raises OSError if the drive fails and leaves a usable state: what was stored before is kept or
-    forgotten, never wrong."""
+    forgotten, never wrong.
+    """
 
     def __init__(
         self,
@@ -96,7 +98,8 @@ class Segments:
         """Index what is in the folder, newest segment first, in many short steps; other calls may come between any
         two.
 
-        Only heads of records are read; tags are checked when a block is read. Incomplete ends are cut off."""
+        Only heads of records are read; tags are checked when a block is read. Incomplete ends are cut off.
+        """
         found: dict[int, Path] = {}
         with self._counted():
             found = self.folder.segments()
@@ -228,7 +231,8 @@ class Segments:
 
     def checked(self, block: BlockId, record: memoryview) -> memoryview | None:
         """Return the payload of a record if all of it is as it was appended with an equal id. Any thread may call
-        this."""
+        this.
+        """
         found = records.decode(record, self.folder.secret)
         if found is None or found[0] != block:  # the tag may be right but belong to another block
             return None

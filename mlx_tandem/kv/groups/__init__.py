@@ -1,8 +1,8 @@
-"""Cache groups: layers of a model that keep what they have computed of a sequence in the same way.
+"""Cache groups: layers of a model that cache a sequence in the same way.
 
-Each group has a pool of blocks of its own, and a sequence has a table of them in each. A block stands for
-`pool.block_size` positions, whatever it holds of these. Those who use groups loop over them and know neither their
-number nor their kinds.
+Each group has its own pool of blocks, and a sequence has a table of blocks in each group. A block stands for
+`pool.block_size` positions, whatever the group stores for them. Callers loop over the groups and depend on neither
+their number nor their kinds.
 """
 
 from __future__ import annotations
@@ -17,27 +17,31 @@ from mlx_tandem.types import MemoryBudget
 
 
 class CacheGroup(Protocol):
-    """Which blocks sequences need in one group, and the verbs by which they get and lose them.
+    """The rules by which sequences take and give back blocks in one group.
 
-    A table is immutable: a verb that changes one returns another. SCRATCH stands in it for a block that was given back.
+    A table is immutable: a method that changes one returns a new table. SCRATCH in a table stands for a block that was
+    given back.
     """
 
     pool: BlockPool
     block_bytes: int
     divides: bool
-    """Whether a block holds something for each of its tokens, so that others can use its beginning alone."""
+    """Whether a block holds data for each of its tokens, so that another sequence can use only its first tokens."""
     keeps_all: bool
-    """Whether a sequence needs all of its blocks as long as it runs."""
+    """Whether a sequence needs all of its blocks for as long as it runs."""
 
     @property
     def longest(self) -> int:
-        """Return the tokens of the longest sequence that fits when there is no other."""
+        """Number of tokens of the longest sequence that fits when no other runs."""
 
     def first_needed(self, position: int) -> int:
-        """Return the first block of a sequence that is needed once all before `position` is computed."""
+        """Return the first block of a sequence that is still needed when all before `position` is computed."""
 
     def end_of_seating(self, known: int, tokens: int) -> int:
-        """Return up to which block a sequence of `tokens`, of which `known` are computed, gets its blocks at once."""
+        """Return the number of the first block that a sequence does not get when it is seated.
+
+        The sequence has `tokens` tokens, of which `known` are computed.
+        """
 
     def room(self, table: Table) -> int:
         """Return how many positions a table has blocks for."""
@@ -46,32 +50,42 @@ class CacheGroup(Protocol):
         """Return how many blocks `take` would add."""
 
     def take(self, table: Table, positions: int) -> Table:
-        """Return the table with blocks for so many positions; the pool has those that it lacks."""
+        """Return the table with blocks for so many positions. The pool must have the blocks that the table lacks."""
 
     def copy(self, table: Table, positions: int) -> tuple[Table, tuple[int, int] | None]:
-        """Return the table of another sequence that goes on behind the first `positions` of this one, and which block
-        has to be copied into which, if any: whole blocks are shared. The pool has a free block."""
+        """Return the table of another sequence that continues after the first `positions` of this one.
+
+        Whole blocks are shared. The second value is (from block, to block) where a block has to be copied, else None.
+        The pool must have a free block.
+        """
 
     def give_back(self, table: Table, computed: int) -> tuple[Table, Table]:
-        """Return the table without what no position from `computed` on needs, and these blocks, which the caller
-        releases."""
+        """Return the table without the blocks that no position from `computed` on needs, and these blocks.
+
+        The caller releases them.
+        """
 
     def draft_blocks(self, table: Table, start: int, drafts: int) -> int:
         """Return how many blocks `take_drafts` would take."""
 
     def take_drafts(self, table: Table, start: int, drafts: int) -> tuple[Table, Table]:
-        """Return the table for so many drafts behind position `start`, and blocks that only these drafts have. What
-        the runner is given is the one followed by the other."""
+        """Return the table with room for so many drafts after position `start`, and blocks that only the drafts use.
+
+        The runner is given the first followed by the second.
+        """
 
     def truncate(self, table: Table, spare: Table, start: int, positions: int) -> Table:
-        """Return the table once it is known that the first `positions` stay of what `take_drafts` made room for."""
+        """Return the table cut to `positions`, once it is known how many of the drafts of `take_drafts` were accepted.
+
+        Blocks that are no longer needed are released.
+        """
 
     def release(self, table: Table) -> None:
-        """Give back what a sequence holds, the last block first: it is the first that others may take."""
+        """Release the blocks of a table, the last block first, which is then the first to be given out again."""
 
 
 def open_groups(memory: MemoryBudget, block_size: int) -> tuple[CacheGroup, ...]:
-    """Return all groups of a model, as its memory was divided."""
+    """Return the groups of a model, one for each pool of its memory budget."""
     groups: list[CacheGroup] = []
     first = 0
     for own in memory.pools:

@@ -1,10 +1,10 @@
-"""Layers that keep a state of fixed size for each sequence, as recurrent ones do, whatever its length.
+"""The cache group of recurrent layers, which keep a state of fixed size for each sequence, whatever its length.
 
-A block is one row of state: that behind the last token which the sequence has in the block's positions. Steps write the
-row of the block that they are in, and each row that they leave full is a snapshot at a block's boundary. Restoring one
-is to begin the next block behind it, without a copy; only a sequence that parts from another within a block copies the
-row of that block. A row cannot be cut back to fewer tokens, so a VERIFY row gets a row of state for each of its drafts,
-and rolling back is to keep that of the last accepted one.
+A block is one row of state: the state after the last token that the sequence has within the block's positions. A step
+writes the state row of the block that it is in. When a block is full, its row is a snapshot at the block's boundary. A
+sequence restores a snapshot by beginning the next block after it, without a copy; only a sequence that parts from
+another within a block copies that block's row. A state cannot be cut back to fewer tokens, so a VERIFY row gets a state
+row for each of its drafts, and rolling back means keeping the state row of the last accepted draft.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from mlx_tandem.kv.pool import BlockPool, Window
 
 
 class StateGroup(WindowGroup):
-    """Rows of state. What a position needs is the row behind the one before it: a window of two positions.
+    """The group of recurrent layers. A position needs the state after the position before it: a window of two.
 
-    A runner finds the source of a row of tokens at `start` in block (start - 1) // block_size of its table, and writes
-    the state behind each of the blocks that the tokens end or leave. The table of a VERIFY row ends with a block for
-    each draft; the state behind its first token goes to the block of `start`.
+    For a row of tokens at `start`, a runner reads the state in block (start - 1) // block_size of the row's table, and
+    writes the state at the end of each block that the tokens fill and after the last token. The table of a VERIFY row
+    ends with a block for each draft; the state after its first token goes to the block of `start`.
     """
 
     divides = False
@@ -28,13 +28,16 @@ class StateGroup(WindowGroup):
         super().__init__(pool, Window(2, row), block_bytes)
 
     def draft_blocks(self, table: Table, start: int, drafts: int) -> int:
+        """Return `drafts`: each draft has a state row of its own."""
         return drafts
 
     def take_drafts(self, table: Table, start: int, drafts: int) -> tuple[Table, Table]:
+        """Return the table unchanged, and a block for the state after each draft."""
         assert len(table) == start // self._size + 1
         return table, tuple(self._allocate(drafts))
 
     def truncate(self, table: Table, spare: Table, start: int, positions: int) -> Table:
+        """Return the table with the states at block boundaries and after the last accepted token; release the rest."""
         kept = list(table)
         unused = list(spare)
         for block in range(start // self._size, (positions - 1) // self._size + 1):

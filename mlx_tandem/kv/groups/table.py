@@ -1,4 +1,4 @@
-"""What all groups do alike with the blocks of a table."""
+"""The methods of cache groups that are the same for every kind of group."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Table = tuple[int, ...]
 
 
 class TableGroup:
-    """The verbs of `CacheGroup` that are the same for every kind of group."""
+    """The base of all groups; `CacheGroup` describes its methods."""
 
     def __init__(self, pool: BlockPool, block_bytes: int = 0):
         self.pool = pool
@@ -17,32 +17,40 @@ class TableGroup:
         self._size = pool.block_size
 
     def room(self, table: Table) -> int:
+        """Return how many positions a table has blocks for."""
         return len(table) * self._size
 
     def lacks(self, table: Table, positions: int) -> int:
+        """Return how many blocks a table lacks for so many positions."""
         return max(-(-positions // self._size) - len(table), 0)
 
     def take(self, table: Table, positions: int) -> Table:
+        """Return the table with blocks for so many positions."""
         return (*table, *self._allocate(self.lacks(table, positions)))
 
     def copy(self, table: Table, positions: int) -> tuple[Table, tuple[int, int] | None]:
+        """Return the table of a sequence that shares the first `positions`, and (from, to) of a block to copy."""
         whole, rest = divmod(positions, self._size)
         shared, own = table[:whole], self._allocate(1 if rest else 0)
         self.pool.share(b for b in shared if b != SCRATCH)
         return (*shared, *own), (table[whole], own[0]) if own else None
 
     def draft_blocks(self, table: Table, start: int, drafts: int) -> int:
+        """Return how many blocks the table lacks for the token at `start` and its drafts."""
         return self.lacks(table, start + 1 + drafts)
 
     def take_drafts(self, table: Table, start: int, drafts: int) -> tuple[Table, Table]:
+        """Return the table with blocks for the token at `start` and its drafts, and no blocks besides."""
         return self.take(table, start + 1 + drafts), ()
 
     def truncate(self, table: Table, spare: Table, start: int, positions: int) -> Table:
+        """Return the table with the blocks of `positions`, and release the others."""
         blocks = -(-positions // self._size)
         self.release(table[blocks:])
         return table[:blocks]
 
     def release(self, table: Table) -> None:
+        """Release the blocks of a table, the last block first."""
         self.pool.release(b for b in reversed(table) if b != SCRATCH)
 
     def _allocate(self, blocks: int) -> list[int]:

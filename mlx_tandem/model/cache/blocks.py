@@ -1,9 +1,9 @@
-"""The arrays of the KV pool, and what is done to whole blocks of them: copied, read as bytes, written from bytes.
+"""The arrays of the KV pool, and the operations on whole blocks: copying, reading as bytes, writing from bytes.
 
-Every array is [heads · blocks · block_size, width], head-major. All is written in place (`inplace.py`), for which an
-array must be the only reference to its data on some devices: a read and a write of it never go into one evaluation.
-On others whoever reads or writes takes its turn by the pool's `Order`. Blocks are read and written in pieces of two
-bytes, which every type of an array consists of.
+Every array is [heads · blocks · block_size, width], head-major, and is written in place (`inplace.py`). On some devices
+this requires that an array is the only reference to its data, so a read and a write of it never go into one evaluation.
+On others the pool's `Order` orders all reads and writes. Blocks are read and written in pieces of two bytes, of which
+every type of an array consists.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from mlx_tandem.model.cache.kvcache import LayerShape
 
 
 class KVArrays:
-    """`layers` holds each layer's arrays, keys before values; a step takes them all and gives them back. `order`: of
-    all who read and write them."""
+    """The arrays of one pool.
+
+    `layers` holds each layer's arrays, keys before values; a step takes them all and gives them back. `order`: the
+    order of all reads and writes of them.
+    """
 
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int, order: Order | None = None):
         self._shapes = shapes
@@ -30,8 +33,8 @@ class KVArrays:
         self.clear()
 
     def clear(self) -> None:
-        """All arrays anew, zero everywhere."""
-        self.layers: list[list[mx.array]] = []  # the old ones go first
+        """Make all arrays anew, filled with zeros."""
+        self.layers: list[list[mx.array]] = []  # frees the old arrays first
         tokens = self.num_blocks * self._block_size
         self.layers = [
             [mx.zeros((half.heads * tokens, w), dtype) for half in shape.halves for w, dtype in half.lines()]
@@ -41,29 +44,30 @@ class KVArrays:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all arrays."""
         return sum(a.nbytes for arrays in self.layers for a in arrays)
 
     @property
     def block_bytes(self) -> int:
-        """Of one block in all arrays."""
+        """Bytes of one block in all arrays."""
         return self.nbytes // self.num_blocks
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> tuple[list[mx.array], list[mx.array]]:
-        """Give each second block the contents of the first. Returns what to evaluate, and what after that."""
+        """Copy blocks, given as pairs (from, to). Return the arrays to evaluate, and those to evaluate after them."""
         sources, targets = zip(*copies, strict=True)
         rows = self._rows(sources)
         read = [array[rows[heads]] for array, heads in self._each()]
         return read, self._write(targets, read)
 
     def read(self, blocks: Sequence[int]) -> list[mx.array]:
-        """What `bytes_of` makes bytes of, once it is evaluated; that must be before the next write."""
+        """Return arrays that `bytes_of` turns into bytes. They have to be evaluated before the next write."""
         rows = self._rows(blocks)
         read = [array[rows[heads]].view(mx.uint16) for array, heads in self._each()]
         self._order.follow(read)
         return read
 
     def bytes_of(self, read: Sequence[mx.array], count: int) -> list[bytes]:
-        """`block_bytes` bytes for each of the `count` blocks that were read: array by array, head by head."""
+        """Return `block_bytes` bytes for each of the `count` blocks that were read: array by array, head by head."""
         parts = [
             np.asarray(a).reshape(heads, count, -1).swapaxes(0, 1).reshape(count, -1)
             for a, (_, heads) in zip(read, self._each(), strict=True)
@@ -71,9 +75,9 @@ class KVArrays:
         return [block.tobytes() for block in np.concatenate(parts, 1)]
 
     def write(self, loads: Sequence[tuple[int, Bytes]]) -> list[mx.array]:
-        """Give blocks the contents that `bytes_of` made of some block. Returns what to evaluate.
+        """Write contents that `bytes_of` returned into blocks. Return the arrays to evaluate.
 
-        Raises ValueError when the bytes are not one block's.
+        Raises ValueError when the number of bytes is not that of a block.
         """
         if any(len(content) != self.block_bytes for _, content in loads):
             raise ValueError(f"a block of this cache has {self.block_bytes} bytes")
@@ -90,7 +94,7 @@ class KVArrays:
         return self._write(blocks, written)
 
     def _write(self, blocks: Sequence[int], lines: Sequence[mx.array]) -> list[mx.array]:
-        """New lines for each of the arrays. Returns what is evaluated with them, and shares nothing with them."""
+        """Write new lines into each of the arrays. Return arrays to evaluate, which share no memory with the pool."""
         rows = self._rows(blocks)
         written = [write(array, rows[heads], new) for (array, heads), new in zip(self._each(), lines, strict=True)]
         each = iter([array for array, _ in written])
@@ -100,12 +104,14 @@ class KVArrays:
         return touched
 
     def _each(self) -> list[tuple[mx.array, int]]:
-        """All arrays with their heads."""
+        """Return all arrays with their numbers of heads."""
         heads = [half.heads for shape in self._shapes for half in shape.halves for _ in half.lines()]
         return list(zip((a for arrays in self.layers for a in arrays), heads, strict=True))
 
     def _rows(self, blocks: Sequence[int]) -> dict[int, mx.array]:
-        """The lines of these blocks in arrays of so many heads, behind whoever has used the arrays before."""
+        """Return by number of heads the indices of these blocks' lines, ordered after all earlier
+        uses of the arrays.
+        """
         at = np.array(blocks)[:, None] * self._block_size + np.arange(self._block_size)
         stride = self.num_blocks * self._block_size
         return {

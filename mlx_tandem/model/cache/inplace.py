@@ -1,14 +1,14 @@
-"""Writing lines of arrays where they lie: those of the KV pool and of the adapters' slots.
+"""Writing in place: lines of the KV pool's arrays and of the adapters' slots.
 
-MLX's own operations write an array in place when nobody else holds its data. On a CPU that can be had. On a GPU the
-step in flight holds all that it reads until it is done, so that the next step's first write, which is queued behind it,
-would copy the pool. There a kernel writes, to which the array is an input like any other. MLX knows nothing of such a
-write, and what reads the array afterwards has to be ordered behind it by other means:
+MLX's own operations write an array in place when nothing else holds its data. On a CPU this can be arranged. On a GPU
+the step in flight holds everything that it reads until it is done, so the next step's first write, which is queued
+behind it, would copy the pool. There a kernel writes, to which the array is an input like any other. MLX does not know
+of such a write, so later reads of the array have to be ordered after it by other means:
 
-- CUDA runs the graphs of one stream one after the other. Within a graph only an output of the writing kernel orders
-  what reads the array behind it.
-- Metal orders only what takes an output behind what made that output, within a step and across steps. `Order` carries
-  the outputs from one user of the arrays to the next (docs/decisions/metal-order.md).
+- CUDA runs the graphs of one stream one after the other. Within a graph, a read is ordered after the write only if it
+  depends on an output of the writing kernel.
+- Metal orders kernels only by their outputs, within a step and across steps. `Order` carries the outputs from one user
+  of the arrays to the next (docs/decisions/metal-order.md).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ log = logging.getLogger(__name__)
 
 
 class Writing(NamedTuple):
-    """How arrays are written in place on this device."""
+    """The way in which arrays are written in place on this device."""
 
     store: Store | None
     """The kernel that writes; None where MLX's own operations do."""
     by_outputs: bool = False
-    """Whether the device orders kernels by their outputs alone. Then every user of an array that kernels write must be
-    made of an output of each earlier user, for which `Order` and `after` are there."""
+    """Whether the device orders kernels by their outputs alone. Then every user of an array that kernels write has to
+    depend on an output of each earlier user, which `Order` and `after` provide for."""
 
 
 @cache
 def writing() -> Writing:
-    """Return what writes on the default device. On Metal, where the kernel was never run, it is tried first."""
+    """Return how the default device writes. On Metal the kernel is tested first."""
     for target in dialect.available():
         make = dialect.maker(target)
         problem = store_check.problem(make) if target == "metal" else ""
@@ -51,15 +51,18 @@ def writing() -> Writing:
 
 
 class Written(NamedTuple):
-    """The array to go on with, the old one must not be used any more; and a zero [1] int32 to which the indices have to
-    be added with which it is read in the same step, None where it can be read in any way."""
+    """The result of a write.
+
+    array: the array to use from now on instead of the old one. after: a zero [1] int32 to be added to the indices by
+    which the array is read in the same step; None where no order is needed.
+    """
 
     array: mx.array
     after: mx.array | None
 
 
 def write(array: mx.array, rows: mx.array, lines: mx.array) -> Written:
-    """Write array[rows] = lines, for array [lines, width], rows [n] int32 and lines [n, width] of array's type."""
+    """Write array[rows] = lines. array: [lines, width]; rows: [n] int32; lines: [n, width] of the array's type."""
     store = writing().store
     if store is not None:
         return Written(array, store(array, rows, lines))
@@ -68,11 +71,11 @@ def write(array: mx.array, rows: mx.array, lines: mx.array) -> Written:
 
 
 class Order:
-    """The order of those who use arrays that kernels write, across the parts of steps.
+    """The order of the users of arrays that kernels write, across the parts of steps.
 
-    `zeros` holds a zero [1] int32 that is made of an output of everything that has used the arrays so far, or nothing
-    where the device keeps that order by itself. A user adds it to the indices by which it reads or writes, and calls
-    `follow` afterwards with what it made.
+    `zeros` holds a zero [1] int32 that depends on an output of every earlier user of the arrays, or nothing where the
+    device keeps the order by itself. A user adds it to the indices by which it reads or writes, and then calls `follow`
+    with the arrays that it made.
     """
 
     def __init__(self) -> None:
@@ -80,30 +83,30 @@ class Order:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, when nothing is in flight."""
+        """Begin again, when nothing is in flight."""
         self.zeros = [mx.zeros((1,), mx.int32)] if writing().by_outputs else []
 
     def follow(self, made: Sequence[mx.array]) -> None:
-        """Order what comes next behind what made these arrays, all of which are made of `zeros`."""
+        """Order later users after the kernels that made these arrays, all of which depend on `zeros`."""
         if self.zeros:
             self.zeros = [zero_of(made)]
 
     def wait(self) -> None:
-        """Wait until everything that has used the arrays is done."""
+        """Wait until all earlier users of the arrays are done."""
         mx.eval(self.zeros)
 
 
 def after(zeros: Sequence[mx.array], x: mx.array) -> mx.array:
-    """Return x, int32 or of a float type, made of these zeros [1]: x itself where there are none."""
+    """Return x (int32 or a float type) plus these zeros [1], on which it then depends; x itself without zeros."""
     return reduce(add, [zero.astype(x.dtype) for zero in zeros], x)
 
 
 def zero_of(arrays: Sequence[mx.array]) -> mx.array:
-    """Return a zero [1] int32 that is made of each of these arrays."""
+    """Return a zero [1] int32 that depends on each of these arrays."""
     return _zero([x[(slice(0, 1),) * x.ndim].reshape(1) for x in arrays])
 
 
-@mx.compile  # a sum of hundreds is a few kernels then
+@mx.compile  # compiled, a sum of hundreds is a few kernels
 def _zero(numbers: list[mx.array]) -> mx.array:
     # No number is greater than itself, be it finite or not.
     return reduce(add, [(x > x).astype(mx.int32) for x in numbers])

@@ -1,9 +1,9 @@
-"""The paged KV cache as mlx-lm's own model modules see it: one cache object a layer, arrays of the whole pool.
+"""The paged KV cache as mlx-lm's model modules see it: one cache object for each layer, over the arrays of the pool.
 
-A layer's keys live in arrays [kv_heads · blocks · block_size, width], head-major: the run of one head's block is
-contiguous, which a gather reads ten times faster on a CPU than token-major. The layer's own code calls
-`update_and_fetch`, which writes into the pool and returns the keys and values of the rows' block tables. What a row of
-an array is made of is in `kvformat.py`.
+A layer's keys lie in arrays [kv_heads · blocks · block_size, width], head-major. The lines of one head's block are
+contiguous, so that a gather on a CPU reads them ten times faster than token-major ones. The layer's code calls
+`update_and_fetch`, which writes into the pool and returns the keys and values of the rows' block tables. `kvformat.py`
+describes a row of an array.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from mlx_tandem.model.step.shapes import EXACT_ROWS
 
 @dataclass(frozen=True, slots=True)
 class Asks:
-    """How a layer's own code asks for attention, where it does so through `attend`."""
+    """The attention that a layer's code asks for, where it does so through `attend`."""
 
-    heads: int  # of queries
+    heads: int  # heads of queries
     sinks: bool
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer caches: heads and widths of keys and of values differ in latent attention. `window`: how many
-    positions it sees, the last of them the query's own; None: all."""
+    """The keys and values that one layer caches, whose heads and widths differ in latent attention.
+
+    window: how many positions the layer sees, the last of them the query's own; None: all.
+    """
 
     keys: RowFormat
     values: RowFormat
@@ -46,19 +48,21 @@ class LayerShape:
 
     @property
     def halves(self) -> tuple[RowFormat, RowFormat]:
+        """The formats of keys and values."""
         return self.keys, self.values
 
     def bytes_per_token(self) -> int:
+        """Return the bytes of keys and values at one position."""
         return sum(half.bytes_per_token() for half in self.halves)
 
     def quantised(self, bits: int, group: int) -> LayerShape:
-        """The same layer with its keys and values in so many bits."""
+        """Return the shape of the same layer with keys and values in so many bits, in groups of at least `group`."""
         keys, values = (replace(half, bits=bits, group=group) for half in self.halves)
         return replace(self, keys=keys, values=values)
 
 
 class Turn(NamedTuple):
-    """How heads are rotated by their position."""
+    """The rotation of heads by their position."""
 
     dims: int
     base: float
@@ -66,39 +70,42 @@ class Turn(NamedTuple):
 
 
 class LayerKernels(NamedTuple):
-    """Fused kernels for a layer of one shape."""
+    """The fused kernels for layers of one shape."""
 
     attention: PagedAttention
     rotary: Rotary
 
 
 class StepView:
-    """What all layers of one pool share in one forward of a rectangle of rows [rows, length].
+    """The inputs that all layers of one pool share in one forward of rows [rows, length].
 
-    offset: [rows] int32, the position of each row's first token; slots: [rows, length] int32, where in a head's run
-    each token goes; tables: [rows, blocks] int32; in_place: or instead of tables, the (first, last) block of the one
-    row, whose blocks are contiguous, so that its keys are read where they are.
+    Indices and masks are made by the first layer that asks for them and shared by the others.
 
-    level: where all rows begin at this one position and none is read beyond its own tokens. The keys are then just
-    those before it and the new ones as they were computed, and the mask is "causal", which fused attention is fastest
-    with.
+    Attributes:
+        offset: [rows] int32, the position of each row's first token.
+        slot_mapping: [rows, length] int32, the line within a head's part of an array that each token is written to.
+        tables: [rows, blocks] int32.
+        in_place: Instead of tables, the range (first, end) of the contiguous blocks of a single row, whose keys are
+            read where they lie; else None.
+        level: The position at which all rows begin, where they begin at one; else None. The keys are then only
+            those before it, read from the pool, and the new ones as they were computed. The mask is "causal", for which
+            fused attention is fastest.
+        kept: The longest window of a pool whose layers all see a window; else None. Tables, keys, values and masks then
+            begin with the block of the first position that a row's first token sees, which is block
+            max(offset + 1 - kept, 0) // block_size of its sequence.
+        block_size: Positions of a block.
 
-    kept: of a pool whose layers all see a window, the longest of these. The tables begin with the block of the first
-    position that a row's first token sees through it, max(offset + 1 - kept, 0) // block_size in its sequence, and so
-    do keys, values and masks.
+    pause: after how many layers the host waits for the device; 0: never. MLX keeps the inputs of every operation until
+    its graph is done, and the host issues a whole forward long before that, so that of a long chunk the numbers of all
+    layers would be in memory at once. A forward that is traced cannot pause.
 
-    pause: the layers after which the device is waited for, 0: it never is. MLX keeps what every operation reads until
-    the graph with it is done, and the host hands out a whole forward long before: of a long chunk all layers' numbers
-    would be there at once. Not for a forward that is traced.
-
-    mask_axes: axes of a mask between rows and queries: 1, or 2 for families that group queries by KV head. Indices and
-    masks are made by the first layer that asks and shared by the others.
+    mask_axes: axes of a mask between rows and queries: 1, or 2 for families that group queries by KV head.
     """
 
     def __init__(
         self,
         offset: mx.array,
-        slots: mx.array,
+        slot_mapping: mx.array,
         tables: mx.array,
         *,
         num_blocks: int,
@@ -115,7 +122,7 @@ class StepView:
         self.in_place = in_place
         self.level = level
         self.block_size = block_size
-        self.slots = slots
+        self.slot_mapping = slot_mapping
         self._pause = pause
         self._layers = 0
         self._num_blocks = num_blocks
@@ -128,7 +135,10 @@ class StepView:
         self._masks: dict[tuple[int, int | None], mx.array] = {}
 
     def mask(self, length: int, window: int | None) -> mx.array:
-        """[rows, 1 (, 1), length, positions] bool: each query sees what is not after it (nor before its window)."""
+        """Return [rows, 1 (, 1), length, positions] bool: which positions each query sees, none after itself.
+
+        window: the number of positions that a query sees; None: all before it.
+        """
         made = self._masks.get((length, window))
         if made is None:
             key = arange(self._blocks * self.block_size)
@@ -147,45 +157,49 @@ class StepView:
 
     @property
     def level_first(self) -> int:
-        """The first position that is read, where all rows begin at one."""
+        """First position that is read from the pool when `level` is given."""
         assert self.level is not None
         return first_block(self.level, self.kept, self.block_size) * self.block_size
 
     def window(self, mask: mx.array | str | None) -> int | None:
-        """That of a mask which `mask` has made; None for any other."""
+        """Return the window of a mask made by `mask`; None for any other mask."""
         return next((window or EVERYTHING for (_, window), made in self._masks.items() if made is mask), None)
 
     def real(self) -> mx.array:
-        """[rows, 1, length, 1] bool: which positions are not padding. Padding goes to the first block, the scratch."""
+        """Return [rows, 1, length, 1] bool: which tokens are not padding. Padding is written to the first block,
+        scratch.
+        """
         if self._real is None:
-            self._real = (self.slots >= self.block_size)[:, None, :, None]
+            self._real = (self.slot_mapping >= self.block_size)[:, None, :, None]
         return self._real
 
     def angles(self, turn: Turn) -> tuple[mx.array, mx.array]:
-        """Cosines and sines [rows, 1, length, dims / 2], float32."""
+        """Return cosines and sines of the positions, float32 [rows, 1, length, dims / 2]."""
         if turn not in self._angles:
             half = turn.dims // 2
             frequency = np.exp2(np.arange(half) / -half * np.log2(turn.base)).astype(np.float32)
-            position = (self.offset[:, None] + arange(self.slots.shape[1])).astype(mx.float32) * turn.scale
+            position = (self.offset[:, None] + arange(self.slot_mapping.shape[1])).astype(mx.float32) * turn.scale
             angle = position[:, None, :, None] * mx.array(frequency)
             self._angles[turn] = mx.cos(angle), mx.sin(angle)
         return self._angles[turn]
 
     def arrive(self, x: mx.array) -> None:
-        """Each layer's call with something that it has computed."""
+        """Note that a layer has begun, and pause after every `pause` layers until `x` is computed."""
         self._layers += 1
         if self._pause and self._layers % self._pause == 0:
             mx.eval(x)
 
     def writes(self, heads: int) -> mx.array:
-        """[rows · heads · length]: the pool's rows that the new keys or values of a layer with so many heads go to."""
+        """Return [rows · heads · length]: the lines that new keys or values of a layer with so many heads are written
+        to.
+        """
         if heads not in self._writes:
             head = arange(heads)[:, None] * (self._num_blocks * self.block_size)
-            self._writes[heads] = (self.slots[:, None] + head).reshape(-1)
+            self._writes[heads] = (self.slot_mapping[:, None] + head).reshape(-1)
         return self._writes[heads]
 
     def runs(self, heads: int) -> mx.array:
-        """[rows, heads, blocks]: the pool's runs of one block that the rows read."""
+        """Return [rows, heads, blocks]: the indices of the blocks of each head that the rows read."""
         if heads not in self._runs:
             self._runs[heads] = self.tables[:, None] + arange(heads)[:, None] * self._num_blocks
         return self._runs[heads]
@@ -193,12 +207,14 @@ class StepView:
 
 @lru_cache(maxsize=1024)
 def arange(n: int) -> mx.array:
-    """0 … n - 1, int32, evaluated: a constant of whatever graph uses it, made once."""
+    """Return 0 … n - 1, int32, evaluated; made once, and a constant of every graph that uses it."""
     return mx.array(np.arange(n, dtype=np.int32))
 
 
 class PagedCache:
-    """One layer's share of the pool, bound anew for each forward: arrays are arguments of the step, never captured."""
+    """The cache of one layer, bound to arrays of the pool for each forward. Arrays are arguments of a step, never
+    captured.
+    """
 
     def __init__(self, shape: LayerShape, fused: LayerKernels | None = None):
         self.shape = shape
@@ -206,25 +222,27 @@ class PagedCache:
         self._arrays: list[mx.array] = []
         self._view: StepView | None = None
         self._fetched: tuple[mx.array, ...] = ()
-        self._after: list[mx.array] = []  # zeros that came with the last write
+        self._after: list[mx.array] = []  # zeros that depend on the last write
 
     def bind(self, arrays: Sequence[mx.array], view: StepView) -> None:
-        """`arrays`: those of the lines of keys, then of values."""
+        """Bind the cache for a forward. `arrays`: those of the lines of keys, then those of values."""
         self._arrays, self._view = list(arrays), view
 
     def release(self) -> list[mx.array]:
-        """The pool after the forward. The cache keeps no reference: the next write must find itself alone."""
+        """Return the arrays after the forward and drop them, since the next write needs the only reference to them."""
         arrays, self._arrays, self._view, self._fetched, self._after = self._arrays, [], None, (), []
         return arrays
 
-    # what mlx-lm's modules call
+    # called by mlx-lm's modules
 
     @property
     def offset(self) -> mx.array:
+        """Positions [rows] int32 of the rows' first tokens."""
         assert self._view is not None
         return self._view.offset
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str:
+        """Return the mask of N queries per row: "causal" where fused attention can use that, else an array."""
         assert self._view is not None
         level = self._view.level
         window = self.shape.window if window_size is None else window_size
@@ -233,7 +251,9 @@ class PagedCache:
         return self._view.mask(N, window)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write [rows, heads, length, dim] and return [rows, heads, positions, dim] of all that the rows may see."""
+        """Write keys and values [rows, heads, length, dim]; return [rows, heads, positions, dim] for all visible
+        positions.
+        """
         assert self._view is not None
         self._view.arrive(keys)
         halves = self._halves()
@@ -255,8 +275,11 @@ class PagedCache:
         mask: mx.array | str | None,
         sinks: mx.array | None,
     ) -> mx.array:
-        """Where the hook sends the layer's attention. Few queries over just what was fetched, under one of this step's
-        own masks, are answered from the pool, and what was to be gathered for them never is."""
+        """Return the attention of a layer, which the hook sends here.
+
+        Few queries over the keys just fetched, under a mask of this step, are answered by the fused kernel from the
+        pool. The gather of those keys is then never evaluated.
+        """
         v = self._view
         assert v is not None
         fetched = len(self._fetched) == 2 and keys is self._fetched[0] and values is self._fetched[1]
@@ -269,10 +292,10 @@ class PagedCache:
                 )
         return portable.attend(queries, keys, values, scale, mask, sinks)
 
-    # what a block that takes the short way calls instead
+    # called by blocks with fused projections instead
 
     def offers(self, x: mx.array, mask: mx.array | str | None) -> bool:
-        """Whether `attend_products` is to be had for a block's input x [rows, length, …] under this mask."""
+        """Return whether `attend_products` can serve a block's input x [rows, length, …] under this mask."""
         v = self._view
         if v is None or self._fused is None or x.dtype != self.shape.keys.dtype:
             return False
@@ -289,15 +312,17 @@ class PagedCache:
         scale: float,
         mask: mx.array | str | None,
     ) -> mx.array:
-        """From the products of q, k and v, as `Rotary` takes them, to attention [rows, length, heads · dim]; the keys
-        and values are put into the pool on the way."""
+        """Return the attention [rows, length, heads · dim] of the products of q, k and v, as `Rotary` takes them.
+
+        The keys and values are written into the pool.
+        """
         v, fused = self._view, self._fused
         assert v is not None
         assert fused is not None
         v.arrive(products[0])
         few = products[0].shape[1] <= MOST_QUERIES
         queries, keys, values = fused.rotary(
-            products, v.angles(turn), v.slots, self._arrays, norms=norms, fetched=not few
+            products, v.angles(turn), v.slot_mapping, self._arrays, norms=norms, fetched=not few
         )
         if few:
             window = v.window(mask)
@@ -315,17 +340,20 @@ class PagedCache:
         return out.swapaxes(1, 2).reshape(rows, length, heads * dim)
 
     def _halves(self) -> tuple[list[mx.array], list[mx.array]]:
-        """The arrays of keys, and those of values."""
+        """Return the arrays of keys, and those of values."""
         between = len(self.shape.keys.lines())
         return self._arrays[:between], self._arrays[between:]
 
     def _update(self, form: RowFormat, pool: list[mx.array], new: mx.array) -> mx.array:
-        """Returns what the pool holds now, of the new tokens too: it must not matter how a prompt was cut."""
+        """Write new keys or values; return them as they read from the pool, together with the earlier ones.
+
+        Even new ones are returned as the pool holds them, so that it does not matter how a prompt was cut.
+        """
         v = self._view
         assert v is not None
         if new.shape[2] > 1 or new.shape[0] > EXACT_ROWS:
-            # Padding behind a token that is not finite is not finite either, nor is a row of padding under an adapter
-            # that overflows, and in the scratch block it would reach every row: a masked weight of 0 times NaN is NaN.
+            # Padding after a token that is not finite is not finite either, nor is padding under an adapter that
+            # overflows. From the scratch block it would reach every row, since a masked weight of 0 times NaN is NaN.
             new = mx.where(v.real(), new, 0)
         writes = v.writes(form.heads)
         encoded = form.encode(new.reshape(-1, form.dim))
@@ -338,22 +366,22 @@ class PagedCache:
         own = form.decode([lines.reshape(*new.shape[:3], -1) for lines in encoded])
         by_outputs = inplace.writing().by_outputs
         if by_outputs:
-            own = after(zeros, own)  # so that the part's outputs are made of what was written
-        elif zeros:  # nothing else asks for what was written
+            own = after(zeros, own)  # so that the part's outputs depend on the write
+        elif zeros:  # nothing else depends on the write
             own = mx.depends(own, zeros)
         if v.level == 0:
             return own
         return mx.concatenate([self._before(form, pool, v, zeros if by_outputs else ()), own], axis=2)
 
     def _before(self, form: RowFormat, pool: Sequence[mx.array], v: StepView, zeros: Sequence[mx.array]) -> mx.array:
-        """Keys or values of the positions before a level chunk, read after what gave these zeros."""
+        """Return keys or values of the positions before `level`, read after the writes that gave these zeros."""
         assert v.level is not None
         seen = v.level - v.level_first
         return form.decode([self._seen(array, form.heads, v, zeros)[:, :, :seen] for array in pool])
 
     @staticmethod
     def _seen(array: mx.array, heads: int, v: StepView, zeros: Sequence[mx.array]) -> mx.array:
-        """[rows, heads, positions, width] of an array of the pool, as it is after what gave these zeros."""
+        """Return [rows, heads, positions, width] of an array, read after the writes that gave these zeros."""
         width = array.shape[1]
         if v.in_place is not None:
             first, last = v.in_place
@@ -365,7 +393,7 @@ class PagedCache:
 
 
 class ProbeCache:
-    """Stands in for a cache in a forward that is never evaluated, to learn what a layer writes."""
+    """A stand-in for a cache, in a forward that is never evaluated, that records what a layer caches."""
 
     offset = 0
 
@@ -374,6 +402,7 @@ class ProbeCache:
         self.windows: set[int] = set()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> str | None:
+        """Record the window that a layer asks for; return no mask."""
         if window_size is not None:
             self.windows.add(window_size)
         return None
@@ -387,11 +416,13 @@ class ProbeCache:
         mask: mx.array | None,
         sinks: mx.array | None,
     ) -> mx.array:
+        """Record how the layer asks for attention."""
         assert self.shape is not None
         self.shape = replace(self.shape, asks=Asks(queries.shape[1], sinks is not None))
         return portable.attend(queries, keys, values, scale, mask, sinks)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Record the formats of the layer's keys and values, and return these unchanged."""
         keys_form, values_form = (RowFormat(new.shape[1], new.shape[3], new.dtype) for new in (keys, values))
         self.shape = LayerShape(keys_form, values_form)
         return keys, values

@@ -1,7 +1,7 @@
-"""All pools of a model: the layers that see every position share one, those that see a window of them another.
+"""All KV pools of a model: layers that see every position share one pool, layers that see a window another.
 
-Two at most: layers whose windows differ share the pool of the longest. Blocks are numbered through, as in kv/pool.py: a
-pool's first is its scratch.
+There are two pools at most: layers whose windows differ share a pool with the longest window. Blocks are numbered
+through all pools, as in kv/pool.py; the first block of each pool is its scratch block.
 """
 
 from __future__ import annotations
@@ -17,21 +17,25 @@ from mlx_tandem.model.cache.kvcache import LayerShape
 
 
 def windows_of(shapes: Iterable[LayerShape]) -> tuple[int | None, ...]:
-    """The window of each pool; the one without comes first."""
+    """Return the window of each pool; the pool without a window (None) comes first."""
     windows = {s.window for s in shapes}
     longest = max((w for w in windows if w is not None), default=None)
     return tuple(dict.fromkeys((None, longest) if None in windows else (longest,)))
 
 
 class KVPools:
-    """`num_blocks`: of each pool, in the order of `windows_of`; `order`: of all who use the arrays."""
+    """The pools of a model on the device.
+
+    `num_blocks`: the number of blocks of each pool, in the order of `windows_of`; `order`: the order of all users of
+    the arrays.
+    """
 
     def __init__(
         self, shapes: Sequence[LayerShape], num_blocks: Sequence[int], block_size: int, order: Order | None = None
     ):
         order = order or Order()
         self.windows = windows_of(shapes)
-        self.pool_of = [0 if s.window is None else len(self.windows) - 1 for s in shapes]  # by layer
+        self.pool_of = [0 if s.window is None else len(self.windows) - 1 for s in shapes]  # index of each layer's pool
         self.firsts = [sum(num_blocks[:i]) for i in range(len(num_blocks))]
         self.pools = [
             KVArrays([s for s, own in zip(shapes, self.pool_of, strict=True) if own == i], n, block_size, order)
@@ -51,15 +55,19 @@ class KVPools:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all pools."""
         return sum(pool.nbytes for pool in self.pools)
 
     def clear(self) -> None:
+        """Make all arrays anew, filled with zeros."""
         for pool in self.pools:
             pool.clear()
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> tuple[list[mx.array], list[mx.array]]:
-        """Give each second block the contents of the first, which is of the same pool. Returns what to evaluate, and
-        what after that."""
+        """Copy blocks within their pools, given as pairs (from, to).
+
+        Return the arrays to evaluate, and those to evaluate after them.
+        """
         read: list[mx.array] = []
         touched: list[mx.array] = []
         for (pool, own), first in zip(self._each([b for _, b in copies]), self.firsts, strict=True):
@@ -70,11 +78,11 @@ class KVPools:
         return read, touched
 
     def read(self, blocks: Sequence[int]) -> list[mx.array]:
-        """What `bytes_of` makes bytes of, once it is evaluated; that must be before the next write."""
+        """Return arrays that `bytes_of` turns into bytes. They have to be evaluated before the next write."""
         return [array for pool, own in self._each(blocks) if own for array in pool.read([b for _, b in own])]
 
     def bytes_of(self, read: Sequence[mx.array], blocks: Sequence[int]) -> list[bytes]:
-        """Of each of the blocks that were read."""
+        """Return the bytes of each of the blocks that were read."""
         found: dict[int, bytes] = {}
         rest = iter(read)
         for pool, own in self._each(blocks):
@@ -83,15 +91,16 @@ class KVPools:
         return [found[i] for i in range(len(blocks))]
 
     def write(self, loads: Sequence[tuple[int, Bytes]]) -> list[mx.array]:
-        """Give blocks the contents that `bytes_of` made of some block of their pool. Returns what to evaluate.
+        """Write contents that `bytes_of` returned for blocks of the same pool into blocks. Return the arrays to
+        evaluate.
 
-        Raises ValueError when the bytes are not one block's.
+        Raises ValueError when the number of bytes is not that of a block.
         """
         each = self._each([b for b, _ in loads])
         return [array for pool, own in each if own for array in pool.write([(b, loads[i][1]) for i, b in own])]
 
     def _each(self, blocks: Sequence[int]) -> list[tuple[KVArrays, list[tuple[int, int]]]]:
-        """Of each pool the blocks among these: their places here and their numbers there."""
+        """Return for each pool its blocks among these: their indices in `blocks` and their numbers in the pool."""
         return [
             (pool, [(i, b - first) for i, b in enumerate(blocks) if first <= b < first + pool.num_blocks])
             for pool, first in zip(self.pools, self.firsts, strict=True)

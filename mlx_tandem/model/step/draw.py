@@ -1,5 +1,7 @@
-"""From logits to tokens: what a step does behind its forward, in the same compiled function, or where a row draws by a
-mask in one of its own."""
+"""The part of a step that turns logits into tokens.
+
+It belongs to the compiled function of the forward. Where a row draws by a mask, it is a compiled function of its own.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,16 @@ from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags,
 from mlx_tandem.model.step.verify import Drafts
 
 Drawing = Callable[..., tuple[list[mx.array], mx.array, list[mx.array]]]
-"""Takes logits [rows, vocabulary], the positions [rows] of the tokens to be drawn, the rows' seats, the newest token of
-each seat, the sampling arrays, what all seats have met, and optionally drafts and masks [rows, words] uint32. Returns
-what was drawn, the newest tokens and what the seats have met then."""
+"""A function that draws. It takes logits [rows, vocabulary], the positions [rows] of the tokens to be drawn, the rows'
+seats, the newest token of each seat, the sampling arrays, the token counts of all seats, and optionally drafts and
+masks [rows, words] uint32. It returns the drawn arrays, the newest tokens and the token counts afterwards.
+"""
 
 
 class Undrawn(NamedTuple):
-    """Rows of a forward whose logits wait for masks. The rows of the plan stand in the order of the logits."""
+    """The rows of a forward whose logits wait for masks. `rows` has their indices in the plan, in the order of the
+    logits.
+    """
 
     logits: mx.array
     position: mx.array
@@ -36,7 +41,9 @@ class Undrawn(NamedTuple):
 
 
 def drawing(flags: SamplingFlags, greedy: Greedy, nobody: int) -> Drawing:
-    """Return the function that draws with these flags; `nobody` is the seat of rows that do not count."""
+    """Return the function that draws with these flags; `nobody` is the seat that takes the place of rows that do not
+    count.
+    """
 
     def draw(
         logits: mx.array,
@@ -68,14 +75,17 @@ def drawing(flags: SamplingFlags, greedy: Greedy, nobody: int) -> Drawing:
 
 
 def bits_of(words: mx.array, vocabulary: int) -> mx.array:
-    """Return [rows, vocabulary] bool of masks [rows, words] uint32."""
+    """Return masks [rows, words] uint32 as [rows, vocabulary] bool."""
     token = mx.arange(vocabulary, dtype=mx.uint32)
     return ((words[:, token // 32] >> token % 32) & 1).astype(mx.bool_)
 
 
 def words_of(rows: Sequence[int], count: int, masks: dict[int, list[Mask]], vocabulary: int) -> Numbers:
-    """Return [count, words] uint32 for rows of a plan, of which those in `masks` have one for each time that they are
-    there; everything may be drawn by the others."""
+    """Return the masks of `count` rows of a forward, [count, words] uint32.
+
+    rows: the index in the plan of each row of the forward; masks: by that index, one mask for each of its rows. The
+    other rows may draw everything.
+    """
     size = -(-vocabulary // 32)
     words = np.full((count, size), 0xFFFFFFFF, np.uint32)
     rest = {i: iter(own) for i, own in masks.items()}

@@ -1,4 +1,4 @@
-"""Logits for the positions that are sampled, not for a whole prompt chunk."""
+"""The selection of the positions for which the output head computes logits."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from mlx_tandem.model.mixin import mix_in
 
 
 class HeadSelector:
-    """Makes the model's output head look at one position a row.
+    """A wrapper of the model's output head that computes the logits of one position per row.
 
-    The head (`lm_head`, or the embedding used as one) of a 152k vocabulary costs more than all layers of a small model
-    over a chunk of which only the last position is sampled. Families whose head cannot be found compute all logits,
-    and the position is taken afterwards.
+    For a chunk of which only the last position is sampled, the head (`lm_head`, or the embedding used as one) of a
+    vocabulary of 152k costs more than all layers of a small model. Families whose head cannot be found compute all
+    logits, and the position is selected afterwards.
     """
 
     def __init__(self, model: nn.Module):
         self._last: mx.array | None = None
-        self._rows: mx.array | None = None  # until they have been picked
+        self._rows: mx.array | None = None  # None once they have been picked
         self._adapt(model)
 
     @staticmethod
     def of(model: nn.Module) -> HeadSelector:
-        """The model's selector; a model is adapted once."""
+        """Return the selector of a model, which is adapted once."""
         selector = getattr(model, "_head_selector", None)
         if selector is None:
             selector = HeadSelector(model)
@@ -33,12 +33,15 @@ class HeadSelector:
         return selector
 
     def select(self, last: mx.array | None, rows: mx.array | None = None) -> None:
-        """Inside a traced step: last [rows] int32, the index of the sampled position in each row; None: all positions.
-        rows: the indices of those that are sampled, all of one position; None: all rows."""
+        """Set what the head computes in the forward that is being traced.
+
+        last: [rows] int32, the index of the sampled position in each row; None: all positions. rows: the indices of the
+        rows that are sampled, all of which have one position; None: all rows.
+        """
         self._last, self._rows = last, rows
 
     def logits(self, output: mx.array, last: mx.array) -> mx.array:
-        """[sampled rows, vocabulary] of what the model returned since `select`."""
+        """Return [sampled rows, vocabulary] of the output that the model returned since `select`."""
         if self._rows is not None:
             output = output[self._rows]
         if output.shape[1] == 1:
@@ -46,7 +49,7 @@ class HeadSelector:
         return _pick(output, last)[:, 0]
 
     def narrow(self, h: mx.array) -> mx.array:
-        """Of the head's input [rows, length, dim] what is wanted of it."""
+        """Return the selected rows and positions of the head's input [rows, length, dim]."""
         if h.ndim != 3:
             return h
         if self._rows is not None:
@@ -54,6 +57,7 @@ class HeadSelector:
         return h if self._last is None or h.shape[1] == 1 else _pick(h, self._last)
 
     def _adapt(self, model: nn.Module) -> None:
+        """Wrap the model's `lm_head`, or all of its embeddings if it has none."""
         for _, module in model.named_modules():
             head = module.get("lm_head") if isinstance(module, dict) else None
             if isinstance(head, nn.Module):
@@ -69,19 +73,23 @@ class HeadSelector:
 
 
 class NarrowHead:
+    """The mix-in for an `lm_head`, which narrows its input."""
+
     _selector: HeadSelector
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        """Return the logits of the selected positions of x [rows, length, dim]."""
         out: mx.array = super().__call__(self._selector.narrow(x), *args, **kwargs)  # type: ignore[misc]
         return out
 
 
 class NarrowEmbedding:
-    """Only where it is used as the head."""
+    """The mix-in for an embedding, which narrows its input where it is used as the head."""
 
     _selector: HeadSelector
 
     def as_linear(self, x: mx.array) -> mx.array:
+        """Return the logits of the selected positions of x [rows, length, dim]."""
         out: mx.array = super().as_linear(self._selector.narrow(x))  # type: ignore[misc]
         return out
 

@@ -1,9 +1,9 @@
-"""How the numbers that the host makes for a forward reach the device.
+"""The transfer of a forward's numbers from the host to the device.
 
-On CUDA an array of the host's lies in memory that both sides share: its page moves to the device when a step first
-reads it, and back when the host writes there again, and each of that takes longer than the kernels that read it (20 to
-60 µs on an H200). So all of them travel as one array, which is copied on the device once. On a CPU they are where they
-are needed, and each further node of a graph takes time.
+On CUDA an array made by the host lies in memory that both sides share. Its page moves to the device when a step first
+reads it, and back when the host writes there again; each move takes longer than the kernels that read it (20 to 60 µs
+on an H200). So all numbers of a forward travel as one array, which is copied once on the device. On a CPU the numbers
+are where they are needed, and each further node of a graph would only take time.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.step.staging import Buffer, Staging
 
 Numbers = npt.NDArray[Any]
-"""int32, uint32 or float32. One that cannot be written never changes."""
+"""Arrays of int32, uint32 or float32. An array that cannot be written never changes."""
 
 KEPT = 64
-"""Arrays that are on the device and whose numbers may be used again."""
+"""Most constant arrays that are kept on the device to be used again."""
 
-_ALIGNED = 4  # numbers; kernels load so many at once
+_ALIGNED = 4  # numbers that a kernel loads at once
 
 _TYPES = {"int32": mx.int32, "uint32": mx.uint32, "float32": mx.float32}
 
 
 class Form(NamedTuple):
+    """The shape and the type of an array that is sent."""
+
     shape: tuple[int, ...]
     type: str
 
 
 class Sent(NamedTuple):
-    """What the forward is given, for `receive` there; `buffer` holds it, if it travels as one."""
+    """The arrays that the forward is given, for `receive` there; `buffer` holds them if they travel as one."""
 
     arrays: list[mx.array]
     buffer: Buffer | None = None
 
 
 class Inputs:
-    """The host's end. `packed`: all numbers of a forward travel as one array."""
+    """The host's end of the transfer. `packed`: whether all numbers of a forward travel as one array; None: on CUDA."""
 
     def __init__(self, packed: bool | None = None):
         self.packed = "cuda" in dialect.available() if packed is None else packed
@@ -50,6 +52,7 @@ class Inputs:
         self._staging = Staging()
 
     def send(self, numbers: Sequence[Numbers]) -> Sent:
+        """Return the arrays for a forward with these numbers."""
         if not self.packed:
             return Sent([self._array(n) for n in numbers])
         spans = [_aligned(n.size) for n in numbers]
@@ -61,11 +64,12 @@ class Inputs:
         return Sent([buffer.array], buffer)
 
     def done(self, sent: Sent) -> None:
-        """The device has what was sent. Where nobody says so, its buffer is not used again."""
+        """Note that the device has read what was sent, so that its buffer can be used again."""
         if sent.buffer is not None:
             self._staging.give_back(sent.buffer)
 
     def _array(self, numbers: Numbers) -> mx.array:
+        """Return the numbers as an array; that of a constant is made once."""
         if numbers.flags.writeable:
             return mx.array(numbers)
         kept = self._kept.get(id(numbers))
@@ -77,11 +81,15 @@ class Inputs:
 
 
 def forms(numbers: Sequence[Numbers]) -> tuple[Form, ...]:
+    """Return shape and type of each array."""
     return tuple(Form(n.shape, n.dtype.name) for n in numbers)
 
 
 def receive(sent: Sequence[mx.array], expected: Sequence[Form]) -> list[mx.array]:
-    """In the forward: the arrays that were sent, which have these forms. Each is contiguous."""
+    """Return the arrays that were sent, in the forward that is being traced. Each is contiguous.
+
+    expected: their shapes and types.
+    """
     if len(sent) == len(expected):
         return list(sent)
     (whole,) = sent
@@ -97,8 +105,16 @@ def receive(sent: Sequence[mx.array], expected: Sequence[Form]) -> list[mx.array
 
 
 def constant(numbers: Numbers) -> Numbers:
-    """The same array, which cannot be written from here on."""
+    """Make an array read-only and return it."""
     numbers.flags.writeable = False
+    return numbers
+
+
+def padded(ids: Sequence[Sequence[int]], count: int, length: int) -> Numbers:
+    """Return [count, length] int32 with these ids, padded with 0."""
+    numbers = np.zeros((count, length), np.int32)
+    for i, own in enumerate(ids):
+        numbers[i, : len(own)] = own
     return numbers
 
 

@@ -1,4 +1,4 @@
-"""The parts of a step in flight: what each of them will have drawn, and how that is read."""
+"""The parts of a step in flight, and how their results are read."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from mlx_tandem.types import TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A piece of a step that writes the pool once: the rows of the plan it holds and what it drew for them.
+    """A piece of a step that writes the pool once: the plan's rows in it, and the arrays drawn for them.
 
-    `marker` is evaluated when the part is done; no array in it shares the pool's buffers.
+    `marker` is evaluated when the part is done; no array in it shares the pool's buffers. `wanted` has for each row how
+    many alternatives it wants; -1: no logprobs.
     """
 
     rows: list[int]
@@ -27,16 +28,16 @@ class Part:
     marker: list[mx.array]
     tokens: int = 0  # rows times length
     scored: list[mx.array] = field(default_factory=list)
-    # How many alternatives each row wants; when this is read, its seat may be somebody else's.
+    # These are kept here because the row's seat may belong to another sequence when the part is read.
     wanted: list[int] = field(default_factory=list)
     wanted_scores: list[int] = field(default_factory=list)
     sent: Sent | None = None
-    undrawn: Undrawn | None = None  # rows that wait for masks
-    verifies: bool = False  # some of the rows have drafts: each of their tokens is one of `rows`
-    saves: tuple[int, ...] = ()  # blocks that the marker holds
+    undrawn: Undrawn | None = None  # the rows that wait for masks, if any
+    verifies: bool = False  # whether rows have drafts; each token of such a row has an entry in `rows`
+    saves: tuple[int, ...] = ()  # blocks whose contents the marker holds
 
     def logprobs(self, plan: StepPlan) -> dict[int, tuple[TokenLogprob, ...]]:
-        """Return the logprobs of the tokens that were drawn, by the row of the plan, for rows that want them."""
+        """Return the logprobs of the drawn tokens by the row of the plan, for rows that want them."""
         lists: Any = [a.tolist() for a in self.drawn[1:]]
         model, sampled, *top = lists
         found: dict[int, tuple[TokenLogprob, ...]] = {}
@@ -49,7 +50,7 @@ class Part:
         return found
 
     def scores(self, plan: StepPlan) -> dict[int, list[TokenLogprob]]:
-        """Return the logprobs of the rows' targets, by the row of the plan."""
+        """Return the logprobs of the rows' targets by the row of the plan."""
         lists: Any = [a.tolist() for a in self.scored]
         found = {}
         for row, i in enumerate(self.rows):
@@ -69,7 +70,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched. `cold`: a shape was met for the first time."""
+    """A step that was launched. `cold`: whether a shape was used for the first time."""
 
     plan: StepPlan
     parts: list[Part]

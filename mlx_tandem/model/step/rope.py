@@ -1,7 +1,7 @@
 """Rotary positions on the CPU back end: the angles of a step are computed once and used by all layers.
 
-MLX has a kernel for `mx.fast.rope` on GPUs only. On a CPU every call works out frequencies, angles, cosines and sines
-anew, a quarter of all operations of a small model's decode step.
+MLX has a kernel for `mx.fast.rope` on GPUs only. On a CPU every call computes frequencies, angles, cosines and sines
+again, which is a quarter of all operations of a small model's decode step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Angles = tuple[mx.array, mx.array]
 
 
 class SharedAngles:
-    """Cosines and sines of the forward that is being traced, for each kind of rope in the model."""
+    """The cosines and sines of the forward that is being traced, for each kind of rope in the model."""
 
     def __init__(self, model: nn.Module):
         self._offset: mx.array | None = None
@@ -30,12 +30,12 @@ class SharedAngles:
                 rope.__class__ = _SharedRope
 
     def clear(self) -> None:
-        """The forward is over; its arrays are another's business now."""
+        """Drop the arrays of a forward that is over."""
         self._offset = None
         self._made.clear()
 
     def get(self, offset: mx.array, length: int, dims: int, base: float, scale: float) -> Angles:
-        """cos and sin [rows, 1, length, dims / 2] of the positions that begin at offset [rows]."""
+        """Return cosines and sines [rows, 1, length, dims / 2] of the positions that begin at offset [rows]."""
         if self._offset is not offset:
             self.clear()
             self._offset = offset
@@ -51,6 +51,8 @@ class SharedAngles:
 
 
 class _SharedRope(nn.RoPE):
+    """A rope that takes its angles from SharedAngles."""
+
     _angles: SharedAngles
 
     def __call__(self, x: mx.array, offset: Any = 0) -> mx.array:

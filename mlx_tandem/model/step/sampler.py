@@ -1,11 +1,11 @@
 """Batched sampling: one graph for all rows, every parameter per row, no sort of the vocabulary.
 
-The draw is a Gumbel-max: with the noise of a row keyed by (seed, choice, position, token) alone, what a row draws does
-not depend on its neighbours, on chunking or on preemption, and another model that samples with the same noise tends to
-draw the same token.
+Tokens are drawn by Gumbel-max. The noise of a row depends on (seed, choice, position, token) alone, so that a draw does
+not depend on the row's neighbours, on chunking or on preemption, and another model that samples with the same noise
+tends to draw the same token.
 
-Truncation follows vLLM's order: temperature, min-p, top-k, then top-p of what is left. XTC comes last and looks at what
-the other truncations left, at temperature 1.
+Truncation follows vLLM's order: temperature, min-p, top-k, then top-p of the rest. XTC comes last and considers the
+tokens that the other truncations left, at temperature 1.
 """
 
 from __future__ import annotations
@@ -22,29 +22,33 @@ from mlx_tandem.engine.plan import NOT_A_NUMBER
 from mlx_tandem.model import cpu, device
 
 _TOP_P_ROUNDS = ((0.9, 5), (0.8, 6), (0.5, 9), (0.05, 16), (0.0, 40))
-"""(least top_p of the batch, rounds). A draw outside the nucleus is thrown away together with everything less likely,
-and drawn again from the rest, which is exact. The number of throws is about Poisson with mean ln(1 / top_p): more than
-these rounds have a probability under 1e-6, and then the likeliest token is taken."""
+"""Pairs (least top_p of the batch, rounds). A draw outside the nucleus is rejected together with all less likely
+tokens, and another one is drawn from the rest, which is exact. The number of rejections is about Poisson with mean ln(1
+/ top_p). More than these rounds have a probability under 1e-6, and then the likeliest token is taken.
+"""
 
 
 class SamplingFlags(NamedTuple):
-    """What a batch needs; part of the key of a compiled step, so few values each."""
+    """The parts of sampling that a batch needs. Each has few values, since they are part of the key
+    of a compiled step.
+    """
 
     noise: bool = False
     min_p: bool = False
     top_k: bool = False
     top_p_rounds: int = 0  # 0: no row has a top_p
-    top_p_rows: int = 0  # how many have, padded up
+    top_p_rows: int = 0  # number of rows with a top_p, padded
     penalties: bool = False
     bias: bool = False
     min_tokens: bool = False
     allowed: bool = False
     xtc: bool = False
-    window: bool = False  # a row's repetition penalty counts its last tokens only
-    logprobs: int = -1  # -1: none; 0: the drawn token's; k: and the k most likely
+    window: bool = False  # whether a row's repetition penalty counts only its last tokens
+    logprobs: int = -1  # -1: none; 0: the drawn token's; k: also those of the k likeliest tokens
 
     @staticmethod
     def rounds_for(least_top_p: float) -> int:
+        """Return the rounds for a batch whose least top_p is this; 0 when no row has a top_p."""
         if least_top_p >= 1.0:
             return 0
         return next(rounds for bound, rounds in _TOP_P_ROUNDS if least_top_p >= bound)
@@ -58,16 +62,19 @@ _OPTIONAL = {
     "xtc": ("xtc_probability", "xtc_threshold", "xtc_kept"),
     "window": ("window",),
 }
-"""Arrays that are there where the flag of this name is set, in this order."""
+"""Names of the arrays that are present when the flag of this name is set, in this order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingArrays:
-    """Per row. Column vectors [rows, 1] unless said; those that may be None only where the flags ask for them."""
+    """The sampling parameters of the rows, column vectors [rows, 1] unless noted.
+
+    Arrays that may be None are present where the flags ask for them.
+    """
 
     temperature: mx.array
     top_p: mx.array
-    top_k: mx.array  # int32, vocabulary size where off
+    top_k: mx.array  # int32; the size of the vocabulary where off
     min_p: mx.array
     repetition: mx.array
     presence: mx.array
@@ -84,18 +91,22 @@ class SamplingArrays:
     window: mx.array | None = None  # int32: tokens that the repetition penalty counts; 0: all
 
     def flatten(self) -> list[mx.array]:
+        """Return the arrays that are present, for `unflatten`."""
         arrays = [getattr(self, name) for name in (*_COLUMNS, *(n for names in _OPTIONAL.values() for n in names))]
         return [a for a in arrays if a is not None]
 
     @staticmethod
     def unflatten(arrays: list[mx.array], flags: SamplingFlags) -> SamplingArrays:
+        """Return the parameters that `flatten` made these arrays of, for a batch with these flags."""
         names = [*_COLUMNS, *(n for flag, names in _OPTIONAL.items() if getattr(flags, flag) for n in names)]
         return SamplingArrays(**dict(zip(names, arrays, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """tokens [rows] int32 (NOT_A_NUMBER where the logits were not finite); the rest as far as was asked for."""
+    """The drawn tokens [rows] int32, NOT_A_NUMBER where the logits were not finite, and the
+    logprobs that are wanted.
+    """
 
     tokens: mx.array
     model_logprob: mx.array | None = None  # [rows]
@@ -104,20 +115,21 @@ class Drawn:
     top_logprobs: mx.array | None = None
 
     def flatten(self) -> list[mx.array]:
+        """Return the arrays that are present, the tokens first."""
         optional = (self.model_logprob, self.sampled_logprob, self.top_tokens, self.top_logprobs)
         return [self.tokens, *(a for a in optional if a is not None)]
 
 
 Greedy = Callable[[mx.array], mx.array]
-"""Gives the tokens [rows] int32 of logits [rows, vocabulary]: the first of the largest, NOT_A_NUMBER where that is not
-finite or any is NaN."""
+"""A function from logits [rows, vocabulary] to tokens [rows] int32: the first token with the largest logit, or
+NOT_A_NUMBER where that logit is not finite or any logit is NaN."""
 
 _exp = cpu.exp if device.is_cpu() else mx.exp
 _MASK = (1 << 64) - 1
 
 
 def row_key(seed: int, choice: int) -> tuple[int, int]:
-    """Two 32-bit words from a request's seed and the index of the choice (SplitMix64's finaliser, twice)."""
+    """Return two 32-bit words made of a request's seed and the index of the choice (SplitMix64's finaliser, twice)."""
     z = seed & _MASK
     for salt in (0x9E3779B97F4A7C15, choice * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D):
         z = (z + salt) & _MASK
@@ -128,19 +140,21 @@ def row_key(seed: int, choice: int) -> tuple[int, int]:
 
 
 def _mix(h: mx.array) -> mx.array:
-    """A bijection of 32-bit words in which every input bit moves every output bit (MurmurHash3's finaliser)."""
+    """Return a bijection of 32-bit words in which every input bit affects every output bit
+    (MurmurHash3's finaliser).
+    """
     h = (h ^ (h >> 16)) * mx.array(0x85EBCA6B, mx.uint32)
     h = (h ^ (h >> 13)) * mx.array(0xC2B2AE35, mx.uint32)
     return h ^ (h >> 16)
 
 
 _NO_TOKEN = 0x61C8864F
-"""The word of the token 2^32 - 1, which no vocabulary has."""
+"""Word of the token 2^32 - 1, which no vocabulary has."""
 
 
 @lru_cache(maxsize=8)
 def _token_words(vocabulary: int) -> mx.array:
-    """[1, vocabulary] uint32, a word a token; a constant of the graph."""
+    """Return [1, vocabulary] uint32, one word for each token; a constant of the graph."""
     return mx.array((np.arange(vocabulary, dtype=np.uint64) * 0x9E3779B1 & 0xFFFFFFFF).astype(np.uint32)[None])
 
 
@@ -154,25 +168,27 @@ def _uniform(key: mx.array, position: mx.array, words: mx.array) -> mx.array:
 
 
 def xtc_draw(key: mx.array, position: mx.array) -> mx.array:
-    """Return [rows, 1] float32, uniform from 2^-33 to 1 and independent of the row's Gumbel noise. XTC applies to the
-    row where this is at most its probability."""
+    """Return [rows, 1] float32, uniform from 2^-33 to 1 and independent of the row's Gumbel noise.
+
+    XTC applies to a row where this is at most the row's XTC probability.
+    """
     return _uniform(key, position, mx.array([[_NO_TOKEN]], mx.uint32))
 
 
 def gumbel_noise(key: mx.array, position: mx.array, vocabulary: int) -> mx.array:
-    """[rows, vocabulary] float32, standard Gumbel, a pure function of (key, position, token).
+    """Return standard Gumbel noise [rows, vocabulary] float32, a pure function of (key, position, token).
 
     key: [rows, 2] uint32; position: [rows] int32.
     """
     u = _uniform(key, position, _token_words(vocabulary))
-    # -log(1 - u) loses the small u that likely tokens are won by; the series there is exact to float32. (log1p is
-    # three times slower on CPU.)
+    # -log(1 - u) loses precision for small u, by which likely tokens win; the series there is exact to float32.
+    # (log1p is three times slower on a CPU.)
     exponential = mx.where(u < 1e-3, u * (1.0 + u * (0.5 + u / 3.0)), -mx.log(mx.maximum(1.0 - u, 1e-30)))
     return -mx.log(exponential)
 
 
 def by_argmax(logits: mx.array) -> mx.array:
-    """The `Greedy` that runs wherever MLX does."""
+    """Return the likeliest tokens [rows] by MLX's own operations; a `Greedy` for every device."""
     return _checked(mx.argmax(logits, -1), logits.max(-1, keepdims=True))
 
 
@@ -184,8 +200,12 @@ def sample(
     seen: Seen | None,
     greedy: Greedy = by_argmax,
 ) -> Drawn:
-    """Draw one token a row. logits: [rows, vocabulary]; position: [rows] int32, of the token to be drawn."""
-    if flags == SamplingFlags():  # greedy rows and nothing asked: no wider copy of a whole vocabulary is made
+    """Draw one token for each row.
+
+    logits: [rows, vocabulary]; position: [rows] int32, the positions of the tokens to be drawn; seen: the rows' token
+    counts, needed for penalties.
+    """
+    if flags == SamplingFlags():  # rows are greedy and want nothing else, so no float32 copy of the logits is made
         return Drawn(greedy(logits))
     raw = logits.astype(mx.float32)
     z = raw
@@ -240,8 +260,10 @@ def sample(
 
 
 def score(logits: mx.array, targets: mx.array, k: int) -> list[mx.array]:
-    """Logprob and rank of each target and, with k, the k likeliest tokens and their logprobs, of the model's own
-    distribution. logits: [rows, length, vocabulary]; targets: [rows, length] int32."""
+    """Return logprob and rank of each target and, with k, the k likeliest tokens and their logprobs.
+
+    They are those of the model's own distribution. logits: [rows, length, vocabulary]; targets: [rows, length] int32.
+    """
     raw = logits.astype(mx.float32)
     normaliser = mx.logsumexp(raw, -1, keepdims=True)
     target = mx.take_along_axis(raw, targets[..., None], -1)
@@ -251,7 +273,7 @@ def score(logits: mx.array, targets: mx.array, k: int) -> list[mx.array]:
 
 
 def _likeliest(raw: mx.array, normaliser: mx.array, k: int) -> tuple[mx.array, mx.array]:
-    """[…, k] each: the k most likely tokens of logits […, vocabulary], best first, and their logprobs."""
+    """Return the k likeliest tokens of logits […, vocabulary], best first, and their logprobs, […, k] each."""
     top = mx.argpartition(-raw, k - 1, -1)[..., :k]
     logprobs = mx.take_along_axis(raw, top, -1) - normaliser
     order = mx.argsort(-logprobs, -1)
@@ -259,23 +281,27 @@ def _likeliest(raw: mx.array, normaliser: mx.array, k: int) -> tuple[mx.array, m
 
 
 def _checked(tokens: mx.array, peak: mx.array) -> mx.array:
+    """Return the tokens as int32, NOT_A_NUMBER in rows whose largest logit is not finite."""
     return mx.where(mx.isfinite(peak[:, 0]), tokens.astype(mx.int32), NOT_A_NUMBER)
 
 
 def _keep_likely(p: mx.array, a: SamplingArrays, flags: SamplingFlags) -> mx.array:
-    """p [rows, vocabulary], relative to the peak's 1, with what min-p and top-k cut away set to 0."""
+    """Return p [rows, vocabulary], relative to the peak's 1, with 0 for the tokens that min-p and top-k cut away."""
     if flags.min_p:
         p = mx.where(p >= a.min_p, p, 0.0)
     if flags.top_k:
-        # The k-th largest: the highest threshold that at least k tokens reach, found in the bits of the float.
+        # The k-th largest p is the highest threshold that at least k tokens reach.
         threshold = _highest(p, lambda t: (p >= t).sum(-1, keepdims=True) >= a.top_k)
         p = mx.where(p >= threshold, p, 0.0)
     return p
 
 
 def _within_top_p(race: mx.array, p: mx.array, tokens: mx.array, a: SamplingArrays, flags: SamplingFlags) -> mx.array:
-    """The winner of the race among the smallest set of likeliest tokens that holds top_p of the mass, in the rows that
-    have a top_p; the others keep theirs."""
+    """Return the tokens [rows], redrawn within the nucleus in rows that have a top_p.
+
+    The nucleus is the smallest set of likeliest tokens that holds top_p of the mass. race: [rows, vocabulary], whose
+    largest number in a row is the drawn token's.
+    """
     at, some = a.top_p_at, flags.top_p_rows < p.shape[0]
     top_p, drawn = a.top_p, tokens
     if some:
@@ -285,7 +311,7 @@ def _within_top_p(race: mx.array, p: mx.array, tokens: mx.array, a: SamplingArra
         p_drawn = mx.take_along_axis(p, drawn[:, None], -1)
         inside = mx.where(p > p_drawn, p, 0.0).sum(-1, keepdims=True) < most
         if i + 1 < flags.top_p_rounds:
-            # A row that is inside keeps its candidates, and so its winner.
+            # A row whose token is inside keeps its candidates, and so its token.
             race = mx.where(inside | (p > p_drawn), race, -mx.inf)
             drawn = mx.argmax(race, -1)
     drawn = mx.where(inside[:, 0], drawn, mx.argmax(p, -1))
@@ -304,16 +330,16 @@ def _nucleus(p: mx.array, a: SamplingArrays) -> mx.array:
 def _exclude_top_choices(
     scaled: mx.array, z: mx.array, p: mx.array, a: SamplingArrays, flags: SamplingFlags
 ) -> tuple[mx.array, mx.array]:
-    """Return two [rows, vocabulary] bool: the tokens that the other truncations leave, and those that XTC leaves of
-    them when it applies to a row.
+    """Return two [rows, vocabulary] bool: the tokens that the other truncations leave, and those of them that XTC
+    leaves when it applies to a row.
 
-    XTC, "exclude top choices", leaves out the tokens over its threshold, all but the least likely of them, as mlx-lm
-    does: what is compared are probabilities at temperature 1. scaled: logits over the temperature, less their peak;
+    XTC, "exclude top choices", removes the tokens over its threshold, all but the least likely of them. As in mlx-lm,
+    the threshold is compared with probabilities at temperature 1. scaled: logits over the temperature, less their peak;
     z: the same at temperature 1; p: relative probabilities after min-p and top-k.
     """
     assert a.xtc_threshold is not None
     assert a.xtc_kept is not None
-    # A low temperature makes p 0 for tokens that nothing cut away, and that are likely once others are left out.
+    # A low temperature makes p 0 for tokens that no truncation removed and that are likely once others are removed.
     kept = (p > 0.0) | ((a.min_p <= 0.0) & (a.top_k >= p.shape[-1]))
     if flags.top_p_rounds:
         kept = kept & (_nucleus(p, a) | (a.top_p >= 1.0))
@@ -324,7 +350,7 @@ def _exclude_top_choices(
 
 
 def _xtc_logprob(scaled: mx.array, kept: mx.array, left: mx.array, chosen: mx.array, a: SamplingArrays) -> mx.array:
-    """Return [rows, 1]: the logprob of `chosen`, over both outcomes of whether XTC applies to the row."""
+    """Return [rows, 1]: the logprob of `chosen`, averaged over whether XTC applies to the row."""
     assert a.xtc_probability is not None
     own = mx.take_along_axis(scaled, chosen, -1)
     total, rest = (mx.logsumexp(mx.where(m, scaled, -mx.inf), -1, keepdims=True) for m in (kept, left))
@@ -333,9 +359,9 @@ def _xtc_logprob(scaled: mx.array, kept: mx.array, left: mx.array, chosen: mx.ar
 
 
 def _highest(p: mx.array, holds) -> mx.array:  # type: ignore[no-untyped-def]
-    """[rows, 1]: the largest float32 t in [0, 1] for which `holds(t)`, which must hold at 0 and be monotone.
+    """Return [rows, 1]: the largest float32 t in [0, 1] for which `holds(t)`, which must hold at 0 and be monotone.
 
-    Non-negative floats order as their bits do, so 30 halvings of the bit range are exact.
+    Non-negative floats are ordered as their bits are, so 30 halvings of the range of bits are exact.
     """
     low = mx.zeros((p.shape[0], 1), mx.int32)
     for step in mx.split(_halvings(), 30):
@@ -347,15 +373,20 @@ def _highest(p: mx.array, holds) -> mx.array:  # type: ignore[no-untyped-def]
 
 @cache
 def _halvings() -> mx.array:
-    """Powers of two from 2^29 down. As parts of an array: each number that stands in a graph as such makes a kernel of
-    its own, which is compiled when first met."""
+    """Return the powers of two from 2^29 down to 1 as one array.
+
+    Each number that stands in a graph by itself would make a kernel of its own, compiled at its first use.
+    """
     return mx.array(1 << np.arange(29, -1, -1, dtype=np.int32))
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Which tokens the rows have met: `prompt` [rows, vocabulary] bool, `output` [rows, vocabulary] counts, and where a
-    row has a window `recent` [rows, length] int32, its last tokens, the newest at the end and -1 before the first."""
+    """The tokens that the rows have met, for penalties.
+
+    prompt: [rows, vocabulary] bool; output: [rows, vocabulary] counts; recent: [rows, length] int32, the last tokens,
+    the newest at the end and -1 before the first, where a row has a window.
+    """
 
     prompt: mx.array
     output: mx.array
@@ -363,11 +394,11 @@ class Seen:
 
     @staticmethod
     def of(seats: list[mx.array], rows: mx.array) -> Seen | None:
-        """Return what these rows [rows] int32 have met, of the arrays of all seats; None where there are none."""
+        """Return the counts of these rows (seats [rows] int32) from the arrays of all seats; None without arrays."""
         return Seen(*(array[rows] for array in seats)) if seats else None
 
     def behind(self, drafts: mx.array) -> Seen:
-        """Return what the rows have met when these drafts follow, [rows, most] int32, -1 behind the last of a row."""
+        """Return the counts after these drafts [rows, most] int32, -1 after the last draft of a row."""
         real = drafts >= 0
         output = self.output.at[mx.arange(len(drafts))[:, None], mx.maximum(drafts, 0)].add(real.astype(mx.float32))
         if self.recent is None:
@@ -379,9 +410,10 @@ class Seen:
     def after(
         self, seats: list[mx.array], rows: mx.array, tokens: mx.array, newest: mx.array | None = None
     ) -> list[mx.array]:
-        """Return those of the arrays of all seats that change when the rows draw these tokens [rows] int32.
+        """Return the arrays of all seats that change when the rows draw these tokens [rows] int32.
 
-        `newest`: as `rows`, but only the seat of the row that draws its newest token has it there; None: all do.
+        newest: the seats [rows] of rows that draw their sequence's newest token, and the padding seat for other rows;
+        None: as `rows`.
         """
         counts = [seats[1].at[rows, tokens].add(1.0)]
         if self.recent is None:
@@ -391,9 +423,12 @@ class Seen:
         return [*counts, seats[2]]
 
     def penalise(self, z: mx.array, a: SamplingArrays) -> mx.array:
-        """Return z [rows, vocabulary] with the rows' penalties. Repetition divides positive and multiplies negative
-        logits of tokens met anywhere (CTRL, Keskar et al. 2019), or among the last `a.window`; presence and frequency
-        subtract for tokens of the output (OpenAI's definition)."""
+        """Return the logits z [rows, vocabulary] with the rows' penalties.
+
+        The repetition penalty divides positive and multiplies negative logits of tokens met anywhere (CTRL, Keskar et
+        al. 2019), or among the last `a.window`. Presence and frequency penalties are subtracted for tokens of the
+        output (OpenAI's definition).
+        """
         said = self.output > 0
         met = self.prompt | said
         if self.recent is not None and a.window is not None:
@@ -405,10 +440,12 @@ class Seen:
 
 
 def _penalise_recent(z: mx.array, recent: mx.array, penalty: mx.array, window: mx.array) -> mx.array:
-    """Return z [rows, vocabulary] with the repetition penalty on the last `window` tokens of the rows that have a
-    window; each token once, however often it is there."""
-    age = mx.arange(recent.shape[1] - 1, -1, -1)[None]  # of each token: 0 is the newest
-    newest = mx.maximum(recent[:, -1:], 0)  # stands for what does not count; it counts itself
+    """Return z [rows, vocabulary] with the repetition penalty on the last `window` tokens of rows that have a window.
+
+    It applies once to each token, however often the token occurs.
+    """
+    age = mx.arange(recent.shape[1] - 1, -1, -1)[None]  # of each token; 0 is the newest
+    newest = mx.maximum(recent[:, -1:], 0)  # stands in for tokens that do not count; it counts anyway
     tokens = mx.where((age < window) & (recent >= 0), recent, newest)
     logits = mx.take_along_axis(z, tokens, -1)
     scaled = logits * mx.where(logits > 0, 1.0 / penalty, penalty)

@@ -1,4 +1,4 @@
-"""The runner's state per seat: how its sequence samples, and the arrays made of it for a set of rows."""
+"""The sampling state of each seat, and the arrays made of it for a set of rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _XTC = ("xtc_probability", "xtc_threshold")
 
 
 class Seats:
-    """`num_seats` seats and one more, the last, for padded rows; it samples greedily and matters to nobody."""
+    """The sampling state of `num_seats` seats, and of one more, the last, for padded rows, which samples greedily."""
 
     def __init__(self, num_seats: int, vocab_size: int):
         self.padding = num_seats
@@ -36,12 +36,13 @@ class Seats:
         self._xtc_kept: dict[int, tuple[int, ...]] = {}
         self._window = np.zeros(n, np.int32)  # of the repetition penalty; 0: all tokens
         self.generation = 0
-        """Changes whenever a seat does: arrays made before are stale."""
+        """Number that changes whenever a seat changes: arrays made before are stale."""
         self.prompt_seen: mx.array | None = None  # [seats, vocabulary] bool, made when a penalty first needs it
         self.output_count: mx.array | None = None  # [seats, vocabulary] float32
         self.recent: mx.array | None = None  # [seats, length] int32 as in `Seen`, made for the first window
 
     def take(self, seating: Seating) -> None:
+        """Give a seat to a sequence."""
         p, i = seating.params, seating.seat
         self.generation += 1
         v = self._values
@@ -72,11 +73,11 @@ class Seats:
             self._count(seating)
 
     def forget_counts(self) -> None:
-        """The device lost its state; sequences take their seats again before they go on."""
+        """Drop the token counts of all seats; sequences take their seats again before they continue."""
         self.prompt_seen = self.output_count = self.recent = None
 
     def flags(self, seats: Sequence[int], padded: Callable[[int], int] = row_count) -> SamplingFlags:
-        """What a step of these seats needs; `padded` says for how many rows what only some need is made."""
+        """Return what a step with these seats needs. `padded` pads the number of rows that have a top_p."""
         at = np.asarray(seats)
         v = self._values
         top_p = v["top_p"][at]
@@ -96,13 +97,17 @@ class Seats:
         )
 
     def scores(self, seats: Sequence[int]) -> int:
-        """How many likeliest tokens a step that scores the prompts of these seats computes."""
+        """Return how many likeliest tokens a step that scores the prompts of these seats computes; -1: none wants
+        scores.
+        """
         return self._bucket(int(self._prompt_logprobs[np.asarray(seats)].max()))
 
     def _bucket(self, most: int) -> int:
+        """Return a number of alternatives rounded up to one of few values."""
         return min(most if most <= 0 else 5 if most <= 5 else 20, self._vocab_size)
 
     def arrays(self, seats: Sequence[int], flags: SamplingFlags) -> SamplingArrays:
+        """Return the sampling parameters of these seats, one row each, as far as the flags ask for them."""
         at = np.asarray(seats)
         columns = {name: mx.array(self._values[name][at][:, None]) for name in _FLOATS}
         truncated = np.flatnonzero(self._values["top_p"][at] < 1.0)
@@ -153,7 +158,7 @@ class Seats:
         return marked
 
     def seen(self, flags: SamplingFlags) -> list[mx.array]:
-        """Return what a step with these flags has to know of all seats' tokens so far, for `Seen.of`."""
+        """Return the token counts of all seats that a step with these flags needs, for `Seen.of`."""
         if not flags.penalties:
             return []
         assert self.prompt_seen is not None
@@ -165,26 +170,29 @@ class Seats:
         return arrays
 
     def remember(self, seen: Sequence[mx.array]) -> None:
-        """Keep what `Seen.after` returned of a step."""
+        """Keep the arrays that `Seen.after` returned for a step."""
         if seen:
             self.output_count = seen[0]
         if len(seen) > 1:
             self.recent = seen[1]
 
     def wanted_logprobs(self, seat: int) -> int:
+        """Return how many alternatives to a drawn token the seat wants logprobs of; -1: no logprobs at all."""
         return int(self._logprobs[seat])
 
     def wanted_prompt_logprobs(self, seat: int) -> int:
+        """Return how many alternatives to a token of the prompt the seat wants logprobs of; -1: none at all."""
         return int(self._prompt_logprobs[seat])
 
     def _has_penalty(self, at: np.ndarray) -> bool:
+        """Return whether any of these seats has a penalty."""
         v = self._values
         return bool(
             (v["repetition"][at] != 1.0).any() or (v["presence"][at] != 0).any() or (v["frequency"][at] != 0).any()
         )
 
     def _count(self, seating: Seating) -> None:
-        """Count what the sequence has met so far; the step adds what it draws."""
+        """Count the tokens that a sequence has met so far; steps add those that they draw."""
         if self.prompt_seen is None or self.output_count is None:
             shape = (self.padding + 1, self._vocab_size)
             self.prompt_seen, self.output_count = mx.zeros(shape, mx.bool_), mx.zeros(shape, mx.float32)
@@ -201,7 +209,7 @@ class Seats:
 
 
 def _with_room(recent: mx.array | None, seats: int, window: int) -> mx.array:
-    """Return [seats, length] int32 with at least `window` columns; what is there stays at the end."""
+    """Return [seats, length] int32 with at least `window` columns; present columns stay at the end."""
     length = 0 if recent is None else recent.shape[1]
     if recent is not None and length >= window:
         return recent

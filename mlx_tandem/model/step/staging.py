@@ -1,8 +1,8 @@
-"""Memory that host and device share, filled by the one and read by the other, again and again.
+"""Buffers in memory that host and device share, which the host fills and the device reads again and again.
 
-On CUDA an array of the host's lies in such memory. MLX takes any freed buffer of about the size for a new one; a buffer
-of the device's own is moved there first, and the host waits for the copy of what nobody will read, behind whatever the
-device is at (0.1 to 5 ms on an H200). Learning frees many of the sizes that steps ask for.
+On CUDA an array made by the host lies in such memory. MLX reuses any freed buffer of about the right size for a new
+array. If that buffer was the device's, its content is moved first, and the host waits for this useless copy until the
+device has finished its present work (0.1 to 5 ms on an H200). Learning frees many buffers of the sizes that steps need.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
-_LEAST = 256  # numbers
+_LEAST = 256  # numbers of the smallest buffer
 
 
 class Buffer(NamedTuple):
-    """int32 [size], a power of two: the same memory as the host writes it and as the device reads it."""
+    """A piece of memory as the host writes it and as the device reads it: int32 [size], size being a power of two."""
 
     numbers: npt.NDArray[np.int32]
     array: mx.array
 
 
 class Staging:
-    """Buffers that nobody uses now."""
+    """The buffers that are not in use."""
 
     def __init__(self) -> None:
         self._free: defaultdict[int, list[Buffer]] = defaultdict(list)
 
     def take(self, size: int) -> Buffer:
-        """One of `size` numbers or more, whatever they are."""
+        """Return a buffer of `size` numbers or more, with any content."""
         size = max(1 << (size - 1).bit_length(), _LEAST)
         if self._free[size]:
             return self._free[size].pop()
@@ -40,5 +40,5 @@ class Staging:
         return Buffer(numbers, array)
 
     def give_back(self, buffer: Buffer) -> None:
-        """The device has read what was in it."""
+        """Take back a buffer whose content the device has read."""
         self._free[buffer.array.size].append(buffer)

@@ -1,4 +1,4 @@
-"""Rows of a forward with one token each: those that decode, and beside them prompts and drafts, token by token."""
+"""Rows of one token: decoding rows, and prompts and drafts that share their forward token by token."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from mlx_tandem.engine.plan import NOT_A_NUMBER, Row, RowKind, StepPlan
 from mlx_tandem.model.step.inputs import Numbers
 
 LEAST_DRAFTS = 4
-"""Drafts of a row are padded to a power of two, this one at least, so that few kinds of steps are traced."""
+"""Least padded number of drafts of a row. Drafts are padded to a power of two, so that few kinds of
+steps are traced.
+"""
 
 
 class Drafts(NamedTuple):
-    """Which of the rows that draw stand behind drafts.
+    """The drafts before and after the tokens of the rows that draw, as arrays of int32.
 
-    before: [rows, most] int32, the drafts of the same sequence up to a row's own token, -1 behind the last; first:
-    [rows], where the row of the sequence is that has none; following: [rows], the draft behind the row's token, -1
-    where there is none. A row that verifies nothing has no drafts.
+    before: [rows, most], the drafts of the same sequence up to the row's own token, then -1; first: [rows], the index
+    of the sequence's first row, which has no drafts before it; following: [rows], the draft after the row's token, -1
+    where there is none.
     """
 
     before: mx.array
@@ -28,9 +30,9 @@ class Drafts(NamedTuple):
     following: mx.array
 
     def accept(self, tokens: mx.array, seats: mx.array, nobody: int) -> tuple[mx.array, mx.array]:
-        """Return the seats [rows] for which what the rows drew counts, and those of which it is the newest token.
+        """Return the seats [rows] of rows whose drawn token counts, and of rows whose drawn token is the newest.
 
-        tokens: [rows] int32, what each row drew; nobody: the seat that takes the place of the others.
+        tokens: [rows] int32, the token that each row drew; nobody: the seat in place of other rows' seats.
         """
         place = mx.minimum(self.first[:, None] + mx.arange(self.before.shape[1])[None], len(tokens) - 1)
         counts = ((self.before < 0) | (self.before == tokens[place])).all(1)
@@ -39,8 +41,10 @@ class Drafts(NamedTuple):
 
 
 def drafts_of(rows: Sequence[Row], count: int) -> list[Numbers]:
-    """Return the arrays of `Drafts` for rows of a plan, each of which has one row of the forward for each of its tokens
-    in this order, and for padding up to `count` rows."""
+    """Return the arrays of `Drafts` for rows of a plan that draw, padded to `count` rows.
+
+    Each token of a VERIFY row has a row of the forward; any other row has one, which draws.
+    """
     longest = max(len(row.tokens) for row in rows if row.kind is RowKind.VERIFY) - 1
     most = 1 << (max(longest, LEAST_DRAFTS) - 1).bit_length()
     before = np.full((count, most), -1, np.int32)
@@ -57,7 +61,7 @@ def drafts_of(rows: Sequence[Row], count: int) -> list[Numbers]:
 
 
 def accepted(row: Row, drawn: Sequence[int]) -> tuple[int, ...]:
-    """Return what a VERIFY row says by what its positions drew: its accepted drafts and one more, or NOT_A_NUMBER."""
+    """Return the tokens of a VERIFY row whose positions drew `drawn`: accepted drafts and one more, or NOT_A_NUMBER."""
     if NOT_A_NUMBER in drawn:
         return (NOT_A_NUMBER,)
     drafts = row.tokens[1:]
@@ -66,7 +70,7 @@ def accepted(row: Row, drawn: Sequence[int]) -> tuple[int, ...]:
 
 
 def take_verified(plan: StepPlan, rows: Sequence[int], drawn: Sequence[int], tokens: list[tuple[int, ...]]) -> None:
-    """Set the tokens of the plan's `rows` by what each token of theirs drew."""
+    """Set `tokens` of the plan's `rows` from the drawn tokens; a VERIFY row has an entry for each of its positions."""
     own: dict[int, list[int]] = {}
     for i, token in zip(rows, drawn, strict=False):
         own.setdefault(i, []).append(token)
@@ -76,16 +80,21 @@ def take_verified(plan: StepPlan, rows: Sequence[int], drawn: Sequence[int], tok
 
 
 def goes_with_decodes(row: Row) -> bool:
-    """Return whether the tokens of a row are computed in the forward of the rows that decode: a chunk of one token has
-    their shape, and where it is not scored, they can take it in."""
-    return row.kind is not RowKind.PROMPT or row.beside or (len(row.tokens) == 1 and not row.targets)
+    """Return whether the tokens of a row are computed in the forward of the decoding rows.
+
+    A chunk of one token has the shape of those rows, so it belongs there unless it is scored.
+    """
+    return row.kind is not RowKind.PROMPT or row.piggybacked or (len(row.tokens) == 1 and not row.targets)
 
 
 def token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[int], list[Row]]:
-    """Return a row for each token of those that go beside others, and of those that verify drafts, which all draw.
-    `indices`: where each is in the plan."""
+    """Return a row for each token of these rows, with the index in the plan of the row that it comes from.
+
+    All tokens of a VERIFY row draw, and of other rows the last one does if the row samples. `indices`: the rows' own
+    indices in the plan.
+    """
     every = [
-        (i, Row(r.kind, r.sequence, r.seat, r.slot, r.start + at, (token,), r.tables, r.sample and at >= first))
+        (i, Row(r.kind, r.sequence, r.seat, r.lora_slot, r.start + at, (token,), r.tables, r.sample and at >= first))
         for i, r in zip(indices, rows, strict=True)
         for first in (0 if r.kind is RowKind.VERIFY else len(r.tokens) - 1,)
         for at, token in enumerate(r.tokens)

@@ -234,5 +234,5 @@ def test_a_step_s_prompts_stay_within_its_tokens_and_pairs(lengths: list[int], m
             assert n <= most
             assert n <= LENGTHS[0] or n * (start + n) <= pairs
         read += sum(len(row.tokens) for row in plan.rows)
-        scheduler.settle(plan, StepResult([(2,) if row.sample else () for row in plan.rows], [], {}, False))
+        scheduler.update_from_output(plan, StepResult([(2,) if row.sample else () for row in plan.rows], [], {}, False))
     assert read == sum(lengths)

@@ -1,0 +1,15 @@
+"""The outcome of a step, as the scheduler hands it to the engine's loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from mlx_tandem.types import Delta
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    """The outcome of a step that was read: new tokens, and requests whose logits were not finite."""
+
+    deltas: list[Delta] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)

@@ -1,0 +1,25 @@
+"""The key of a compiled step: everything that the step is specialised for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from mlx_tandem.model.lora.routes import Layout
+from mlx_tandem.model.step.sampler import SamplingFlags
+
+
+class StepKey(NamedTuple):
+    """The properties of a forward and its draws that a compiled step is specialised for."""
+
+    rows: int
+    length: int
+    widths: tuple[int, ...]  # of the tables, for each pool; 0: read in place
+    carry: bool  # whether rows begin with the token that their seat drew in the step before
+    samples: bool
+    flags: SamplingFlags
+    layout: Layout
+    level: int | None = None  # as in `StepView`
+    scores: int = -1  # number of likeliest tokens returned with each target's logprob; -1: nothing is scored
+    picks: int = 0  # number of rows that are sampled, padded, in a mixed step
+    drafts: int = 0  # of a row that verifies, padded; 0: no row does
+    masked: bool = False  # whether rows wait for masks, so that the step ends with the logits
