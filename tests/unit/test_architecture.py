@@ -149,7 +149,6 @@ LARGE: dict[str, str] = {
     "mlx_tandem/engine/scheduler.py: Scheduler": REWRITTEN,
     "mlx_tandem/engine/tier.py: Tier": REWRITTEN,
     "mlx_tandem/engine/trainers.py: TrainerHost": REWRITTEN,
-    "mlx_tandem/generation/model_names.py: Models": REWRITTEN,
     "mlx_tandem/model/cache/kvcache.py: StepView()": REWRITTEN,
     "mlx_tandem/model/runner.py: MLXRunner": REWRITTEN,
     "mlx_tandem/model/runner.py: MLXRunner()": REWRITTEN,
