@@ -16,7 +16,7 @@ TYPES = {bool: "a boolean", str: "a text", float: "a number", list: "a list", di
 def rules(route: Route) -> dict[str, Parameter]:
     """Return one row of the table for each parameter's name.
 
-    A row for the other route only loses its values without effect.
+    The row of a parameter that is listed for the other route only is returned without its `no_effect` values.
     """
     found: dict[str, Parameter] = {}
     for row in PARAMETERS:
