@@ -139,7 +139,6 @@ MOST_LINES, MOST_ARGUMENTS, MOST_METHODS = 60, 8, 25
 OPTIONS = "each of its parameters is an option of the command line, with its help"
 REWRITTEN = "its package is being rewritten"
 LARGE: dict[str, str] = {
-    "mlx_tandem/api/engine.py: Engine": REWRITTEN,
     "mlx_tandem/cli/bench/commands.py: bench_engine": OPTIONS,
     "mlx_tandem/cli/bench/commands.py: bench_serve": OPTIONS,
     "mlx_tandem/cli/sft.py: sft": OPTIONS,
