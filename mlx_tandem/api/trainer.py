@@ -27,9 +27,11 @@ T = TypeVar("T")
 
 
 class Call(Protocol):
-    """A function that runs work on the engine's loop and returns its result."""
+    """A function that runs work on the front's loop and returns its result."""
 
-    def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
+    def __call__(self, work: Coroutine[Any, Any, T], /) -> T:
+        """Run `work` and return its result."""
+        ...
 
 
 OpenTrainers = dict[str, int]

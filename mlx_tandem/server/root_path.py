@@ -1,4 +1,4 @@
-"""The path that a reverse proxy serves this server under."""
+"""The path prefix under which a reverse proxy serves this server."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class RootPath:
-    """ASGI middleware that takes the prefix away from paths that have it. Paths without it are taken as they are, from
-    proxies that have taken it away themselves and from probes of the server itself."""
+    """ASGI middleware that removes the prefix from paths that have it.
+
+    Paths without it are accepted as they are: they come from proxies that remove the prefix, and from health probes.
+    """
 
     def __init__(self, app: ASGIApp, prefix: str):
         self._app = app

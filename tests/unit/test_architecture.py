@@ -155,7 +155,6 @@ LARGE: dict[str, str] = {
     "mlx_tandem/model/runner.py: MLXRunner._make_step": REWRITTEN,
     "mlx_tandem/model/runner.py: MLXRunner._make_step.step": REWRITTEN,
     "mlx_tandem/server/connection.py: Connection": "has a method for each event of asyncio and of the parser",
-    "mlx_tandem/server/prometheus.py: _Collector.collect": REWRITTEN,
 }
 """What may be larger, and why."""
 
