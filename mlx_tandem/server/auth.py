@@ -42,6 +42,7 @@ class Gate:
         self._is_ours = lru_cache(64)(self._takes_host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request and pass it on to the application, or refuse it."""
         if scope["type"] != "http":
             return
         hosts: list[bytes] = []

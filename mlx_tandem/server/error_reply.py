@@ -29,5 +29,6 @@ class ErrorReply:
             self._headers.append((b"retry-after", b"%d" % min(math.ceil(error.retry_after), 120)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the error."""
         await send({"type": "http.response.start", "status": self.status, "headers": self._headers})
         await send({"type": "http.response.body", "body": self._body})

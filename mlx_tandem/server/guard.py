@@ -92,6 +92,7 @@ class Guard:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and clean the headers of its reply."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -25,6 +25,7 @@ class Origins(CORSMiddleware):
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a granted preflight; pass all other requests on."""
         if scope["method"] == "OPTIONS" and not self._grants(Headers(scope=scope)):
             await self.app(scope, receive, send)
         else:

@@ -44,6 +44,7 @@ class Reply:
         self._gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Admit and submit the request, send the reply, and count both."""
         front, prompted = self._front, self._plan.prompted
         self._request = request_id(scope, self._id)
         with front.admission.admitted(self._choices):

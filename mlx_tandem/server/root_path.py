@@ -16,6 +16,7 @@ class RootPath:
         self._prefix = f"{prefix}/"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Remove the prefix from the path, and pass the request on."""
         if scope["path"].startswith(self._prefix):
             scope["path"] = scope["path"][len(self._prefix) - 1 :]
         await self._app(scope, receive, send)

@@ -38,6 +38,7 @@ class TextReply(Generic[T]):
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Admit the request, read its body, and send the reply in pieces."""
         self._front.client.check_ready()
         admission, size = self._front.text_admission, self._size()
         is_long = size > SMALL_BODY
