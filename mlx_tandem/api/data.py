@@ -1,4 +1,4 @@
-"""Data for the engine out of what a caller hands to a trainer, checked so that errors name the argument."""
+"""Turning a caller's examples into data for the engine, with errors that name the argument."""
 
 from __future__ import annotations
 
@@ -17,15 +17,21 @@ from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.training.examples import FORMS, Turns, parse
 
 Data = Sequence["Datum | Mapping[str, Any]"]
+"""The examples of a batch."""
 
 Render = Callable[["Turns", Mapping[str, bool]], "list[Part]"]
-"""Renders a conversation by the chat template."""
+"""A function that renders a conversation with the chat template."""
 
 EXTRAS = ("weights", "advantages", "logprobs", "temperature")
+"""Keys of an example besides those of its form."""
 
 
 class ServedCodec:
-    """A model's tokenizer and chat template. For any thread but the one that the front's loop runs on."""
+    """A model's tokenizer and chat template, for all threads but that of the front's loop.
+
+    `longest` is the most tokens of an example, `chats` whether the model has a chat template, `end` the token that ends
+    a taught text, and `ends` all tokens that end one.
+    """
 
     def __init__(
         self,
@@ -36,6 +42,7 @@ class ServedCodec:
         longest: int,
         eos_token_ids: Sequence[int],
     ):
+        """Take over the parts. Raises InvalidRequest for a model without a token that ends a text."""
         self._tokenizer = tokenizer
         self._render = render
         self.vocab_size = vocab_size
@@ -49,6 +56,7 @@ class ServedCodec:
 
     @classmethod
     def of(cls, front: Front) -> ServedCodec:
+        """Return the codec of the model that `front` serves. Raises EngineUnavailable while there is no engine."""
         info, prompts = front.client.check_ready(), front.prompts
 
         def render(messages: Turns, options: Mapping[str, bool]) -> list[Part]:
@@ -63,10 +71,12 @@ class ServedCodec:
         )
 
     def text(self, text: str, *, begins: bool) -> list[int]:
+        """Return the token ids of a text. With `begins` the tokenizer adds the tokens that begin one."""
         _check_characters(text)
         return self._tokenizer.encode(text, add_special_tokens=begins)
 
     def chat(self, messages: Turns, *, asks: bool) -> list[int]:
+        """Return the token ids of a conversation. With `asks` it ends with the beginning of an answer."""
         assert self._render is not None
         for message in messages:
             for value in message.values():
@@ -75,7 +85,7 @@ class ServedCodec:
 
 
 def _check_characters(text: str) -> None:
-    """Raise InvalidRequest for a text with half a UTF-16 pair, which no tokenizer can encode."""
+    """Raise InvalidRequest for a text with half a surrogate pair, which no tokenizer can encode."""
     try:
         text.encode()
     except UnicodeEncodeError as e:
@@ -92,6 +102,7 @@ def check_data(data: Data, codec: ServedCodec, loss: LossConfig) -> tuple[Datum,
 
 
 def _one(value: Datum | Mapping[str, Any], codec: ServedCodec, loss: LossConfig, where: str) -> Datum:
+    """Return the checked datum of one example. `where` is its name in errors."""
     try:
         datum = value if isinstance(value, Datum) else _datum(value, codec)
         _check(datum, codec, loss)
@@ -102,6 +113,7 @@ def _one(value: Datum | Mapping[str, Any], codec: ServedCodec, loss: LossConfig,
 
 
 def _datum(value: Mapping[str, Any], codec: ServedCodec) -> Datum:
+    """Return the datum of an example that is given as a mapping."""
     if not isinstance(value, Mapping):
         raise InvalidRequest("must be a mapping or a Datum", code="invalid_type")
     known = {key for keys in FORMS for key in keys} | {*EXTRAS}
@@ -126,7 +138,7 @@ def _datum(value: Mapping[str, Any], codec: ServedCodec) -> Datum:
 
 
 def _from_ids(value: Mapping[str, Any], codec: ServedCodec) -> Datum:
-    """Return an example of token ids as they are: nothing is added at the end."""
+    """Return the datum of a prompt and a completion, of which one or both are token ids. No end token is added."""
     parts = []
     for name in ("prompt", "completion"):
         given = value.get(name)
@@ -141,7 +153,7 @@ def _from_ids(value: Mapping[str, Any], codec: ServedCodec) -> Datum:
 
 
 def _weights(given: object, datum: Datum, name: str) -> tuple[float, ...]:
-    """Return the weights: one number for every token that is taught, or one for each token of the completion."""
+    """Return a weight for each token of the completion. A single number is the weight of every taught token."""
     if isinstance(given, (list, tuple)):
         return _numbers(given, name, "example_weight")
     weight = float(limits.check("example_weight", given, name))
@@ -149,12 +161,14 @@ def _weights(given: object, datum: Datum, name: str) -> tuple[float, ...]:
 
 
 def _numbers(given: object, name: str, range_of: str) -> tuple[float, ...]:
+    """Return a list of numbers in the range that `limits` has under `range_of`. Raises InvalidRequest."""
     if not isinstance(given, (list, tuple)):
         raise InvalidRequest(f"{name} must be a list of numbers", param=name, code="invalid_type")
     return tuple(float(limits.check(range_of, x, f"{name}[{i}]")) for i, x in enumerate(given))
 
 
 def _check(datum: Datum, codec: ServedCodec, loss: LossConfig) -> None:
+    """Raise InvalidRequest for a datum that the model or the loss cannot be trained with."""
     limits.check_token_ids(datum.tokens, codec.vocab_size, "tokens")
     completion = len(datum.tokens) - datum.prompt_length
     if datum.prompt_length < 1 or completion < 1:
@@ -170,7 +184,10 @@ def _check(datum: Datum, codec: ServedCodec, loss: LossConfig) -> None:
 
 
 def check_loss(loss: LossKind | LossConfig, switches: Mapping[str, Any]) -> LossConfig:
-    """Return a loss, given by its name and switches or whole. Raises InvalidRequest naming `loss` or the switch."""
+    """Return the configuration of a loss, which is given by its name or as a whole, with `switches` changed.
+
+    Raises InvalidRequest naming `loss` or the switch.
+    """
     if isinstance(loss, LossConfig):
         config = msgspec.structs.replace(loss, **_known(switches))
     elif loss not in get_args(LossKind):
@@ -183,6 +200,7 @@ def check_loss(loss: LossKind | LossConfig, switches: Mapping[str, Any]) -> Loss
 
 
 def _known(switches: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return `switches`. Raises InvalidRequest for one that no loss has."""
     for name in switches:
         if name not in LossConfig.__struct_fields__ or name == "kind":
             raise InvalidRequest(f"a loss has no switch {name}", param=name, code="unknown_parameter")

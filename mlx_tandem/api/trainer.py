@@ -1,4 +1,4 @@
-"""`Trainer`: a LoRA adapter that is trained on the very model that the engine serves."""
+"""`Trainer`: a LoRA adapter that is trained on the model that the engine serves."""
 
 from __future__ import annotations
 
@@ -27,22 +27,28 @@ T = TypeVar("T")
 
 
 class Call(Protocol):
-    """A function that runs work on the engine's loop and returns its result."""
+    """A function that runs work on the front's loop and returns its result."""
 
-    def __call__(self, work: Coroutine[Any, Any, T], /) -> T: ...
+    def __call__(self, work: Coroutine[Any, Any, T], /) -> T:
+        """Run `work` and return its result."""
+        ...
 
 
 OpenTrainers = dict[str, int]
-"""Names of the trainers that are open, with how often the engine had been restarted when each was opened: an engine
-that has been restarted since then knows it no longer."""
+"""The number of engine restarts at the opening of each open trainer, by its name.
+
+An engine that was restarted after that no longer has the trainer.
+"""
 
 RANK = 16
+"""Rank of a new adapter unless the caller gives one."""
+
 KEPT = 3
-"""Published versions of a trainer's name."""
+"""Number of the last published versions of a trainer that can be asked for."""
 
 
 class Trainer:
-    """Made by `Engine.trainer`. Requests go on while it learns; what it has learned is served once it is published.
+    """An adapter in training, which `Engine.trainer` opens. Requests run meanwhile, and `publish` serves the result.
 
     >>> trainer = engine.trainer("mine", rank=8)
     >>> for epoch in range(3):
@@ -54,12 +60,12 @@ class Trainer:
     An example is a mapping or an `engine.learning.Datum`. A mapping has
 
     - `messages`: a conversation, in which the assistant's answers are taught;
-    - `prompt` and `completion`: texts, or lists of token ids, which are taken as they are;
-    - `text`, all of which is taught;
+    - or `prompt` and `completion`: texts, or lists of token ids, which are used as they are;
+    - or `text`, all of which is taught.
 
-    and may have `weights` (or `advantages`): a number, or one for each token of the completion; `logprobs` of the
-    completion's tokens under the distribution they were drawn from, which all losses but cross_entropy need; and the
-    `temperature` they were drawn at.
+    It may also have `weights` (or `advantages`): a number, or one for each token of the completion; `logprobs` of the
+    completion's tokens under the distribution that they were sampled from, which all losses but cross_entropy need; and
+    the `temperature` at which they were sampled.
     """
 
     def __init__(self, call: Call, front: Front, opened: OpenTrainers, info: TrainerInfo):
@@ -67,21 +73,24 @@ class Trainer:
         self._front = front
         self._opened = opened
         self.info = info
-        """What the trainer was when it was opened."""
+        """The trainer's state when it was opened."""
 
     @property
     def name(self) -> str:
+        """The name of the trainer and of the versions that it publishes."""
         return self.info.name
 
     def forward_backward(
         self, data: Data, loss: LossKind | LossConfig = "cross_entropy", **switches: Any
     ) -> BatchResult:
-        """Add the gradients of `data` to what `step` will use; loss and logprobs as of now. `switches` are fields of
-        `LossConfig`; by default losses of tokens are added up."""
+        """Add the gradients of `data` to those that `step` will use. Return the loss and the logprobs before the step.
+
+        `switches` are fields of `LossConfig`. By default the losses of tokens are summed.
+        """
         return self._call(run_pass(self._front, {self: data}, loss, switches, forward_only=False))[self]
 
     def forward(self, data: Data, loss: LossKind | LossConfig = "cross_entropy", **switches: Any) -> BatchResult:
-        """Return loss and logprobs of `data` as of now, without gradients."""
+        """Return the loss and the logprobs of `data` under the present weights, without computing gradients."""
         return self._call(run_pass(self._front, {self: data}, loss, switches, forward_only=True))[self]
 
     def step(
@@ -94,7 +103,7 @@ class Trainer:
         weight_decay: float = 0.0,
         grad_norm: float = 0.0,
     ) -> StepDone:
-        """Take one step of AdamW with the gradients since the last one. A `grad_norm` over 0 clips them to it."""
+        """Take one AdamW step with the gradients since the last step. A `grad_norm` over 0 clips their norm to it."""
         numbers = {
             "learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "eps": eps,
             "weight_decay": weight_decay, "grad_norm": grad_norm,
@@ -103,14 +112,14 @@ class Trainer:
         return self._call(self._front.client.step_trainer(self.name, adam))
 
     def undo(self) -> None:
-        """Take the last step back, if no pass with gradients has begun since, and drop all gradients."""
+        """Undo the last step if no pass with gradients has begun since then, and drop all gradients."""
         self._call(self._front.client.settle_trainer(self.name, keep=False))
 
     def publish(self) -> str:
-        """Serve the present weights as a new version of the trainer's name; return its label, name@version.
+        """Serve the present weights as a new version of the trainer's name, and return its label, name@version.
 
-        Requests that run keep the version they began with. The two versions before it can still be asked for; what was
-        published earlier is forgotten.
+        Running requests keep their versions. The last KEPT published versions can be asked for by their labels; older
+        ones are forgotten unless a folder holds them.
         """
         return self._call(self._publish())
 
@@ -124,9 +133,10 @@ class Trainer:
         return ref.label
 
     def save(self, folder: str | Path) -> None:
-        """Write a PEFT folder, with the optimiser's state for `Engine.trainer(resume=folder)`, all of it or nothing.
+        """Write a PEFT folder with the optimiser's state, from which `Engine.trainer(resume=folder)` continues.
 
-        Raises Conflict when the folder exists and is not empty.
+        A failure leaves no folder behind. Raises Conflict when the folder exists and is not empty, and InvalidRequest
+        when it cannot be written.
         """
         target = Path(os.path.abspath(folder))
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -145,7 +155,7 @@ class Trainer:
             raise InvalidRequest(f"{target} cannot be written: {e.strerror}", param="folder") from e
 
     def close(self) -> None:
-        """Free the trainer's memory. What was published stays, and the name may be opened again."""
+        """Free the trainer's memory. Published versions stay, and the name may be opened again."""
         self._call(self._close())
 
     async def _close(self) -> None:
@@ -173,7 +183,7 @@ async def run_pass(
     def batches() -> list[Batch]:
         return [Batch(trainer.name, check_data(data, codec, config), config) for trainer, data in work.items()]
 
-    made = await asyncio.to_thread(batches)  # texts may be long, and streams must not wait for them
+    made = await asyncio.to_thread(batches)  # Streams must not wait for the tokenising of long texts.
     results = await front.client.run_pass(made, forward_only=forward_only)
     return dict(zip(work, results, strict=True))
 
@@ -191,7 +201,7 @@ async def open_trainer(
     init_from: str | None,
     resume: str | Path | None,
 ) -> Trainer:
-    """Open a trainer as `Engine.trainer` promises, and put its name among those `opened`."""
+    """Open a trainer as `Engine.trainer` describes, and add its name to `opened`."""
     if name not in front.models.registry:
         front.models.rules.check_free(name)
     limits.check("trainer_seed", seed, "seed")
@@ -200,7 +210,7 @@ async def open_trainer(
     opened[name] = front.client.restarts
     try:
         if resume is not None:
-            spec = TrainerSpec(name, 1, 1.0, seed=seed)  # the folder says what it really is
+            spec = TrainerSpec(name, 1, 1.0, seed=seed)  # The folder has the real rank and alpha.
             info = await _resumed(front, spec, resume, rank=rank, alpha=alpha, targets=targets, init_from=init_from)
         else:
             info = await _begun(front, name, rank=rank, alpha=alpha, targets=targets, seed=seed, init_from=init_from)
@@ -211,7 +221,7 @@ async def open_trainer(
 
 
 async def _resumed(front: Front, spec: TrainerSpec, folder: str | Path, **given: object) -> TrainerInfo:
-    """Open a trainer in the state that was saved in `folder`, which no argument may contradict."""
+    """Open a trainer in the state that was saved in `folder`. Raises InvalidRequest for other arguments in `given`."""
     for param, value in given.items():
         if value not in (None, (), []):
             raise InvalidRequest(f"{param} is that of the trainer that is resumed", param=param)
@@ -228,7 +238,7 @@ async def _begun(
     seed: int,
     init_from: str | None,
 ) -> TrainerInfo:
-    """Open a trainer that has learned nothing yet."""
+    """Open a trainer with a new adapter, or with the weights of the adapter `init_from`. Raises InvalidRequest."""
     if isinstance(targets, str):
         raise InvalidRequest("targets must be a list of names", param="targets", code="invalid_type")
     digest = ""

@@ -1,1 +1,1 @@
-"""HTTP vocabularies over the same engine."""
+"""The HTTP dialects: the routes, bodies and replies of each API that the server speaks, over the same engine."""

@@ -1,4 +1,4 @@
-"""What a dialect makes of a request that generates: a plan, and a renderer that writes the reply."""
+"""Plans, which dialects make of requests that generate, and renderers, which write the replies."""
 
 from __future__ import annotations
 
@@ -24,63 +24,63 @@ from mlx_tandem.training.live.recorder import Collect, Outcome
 
 
 class Renderer(ABC):
-    """Writes one reply of a dialect, as a stream of events or as one JSON body.
+    """A writer of one reply of a dialect, as a stream of events or as one JSON body.
 
-    A stream begins with `open`, has the bytes of one method for each event, and ends with `close` or, where it fails,
-    with `error`. A dialect that does not stream needs `whole` only.
+    A stream begins with the bytes of `open`, continues with the bytes of one method for each event, and ends with
+    `close` or, after a failure, with `error`. A dialect that does not stream needs only `whole`.
     """
 
     id: str
-    """The reply's id, which the log names, too."""
+    """The reply's id, which the log names as well."""
     wants_details = True
     """Whether the reply shows tokens, logprobs or versions."""
 
     @abstractmethod
     def whole(self, answers: Answers, usage: Usage, outcomes: Sequence[Outcome]) -> bytes:
-        """Return the JSON body. `outcomes`: what learning says of the choices; empty: nothing."""
+        """Return the JSON body. `outcomes` has what learning reports of each choice; it is empty without learning."""
 
     def open(self) -> bytes:
-        """Return what comes before any event."""
+        """Return the beginning of the stream, before the first event."""
         return b""
 
     def read(self, event: PromptRead) -> bytes:
-        """Return what is said of a prompt when it has been read."""
+        """Return the bytes for the event that a prompt has been read."""
         return b""
 
     def text(self, event: TextDelta) -> bytes:
-        """Return a piece of text."""
+        """Return the bytes for a piece of text."""
         raise NotImplementedError
 
     def reasoning(self, event: ReasoningDelta) -> bytes:
-        """Return a piece of reasoning."""
+        """Return the bytes for a piece of reasoning."""
         raise NotImplementedError
 
     def call(self, event: ToolCallStart) -> bytes:
-        """Return the beginning of a tool call."""
+        """Return the bytes for the beginning of a tool call."""
         raise NotImplementedError
 
     def arguments(self, event: ToolCallArguments) -> bytes:
-        """Return a piece of a tool call's arguments."""
+        """Return the bytes for a piece of a tool call's arguments."""
         raise NotImplementedError
 
     def finish(self, event: Finish) -> bytes:
-        """Return the end of a choice."""
+        """Return the bytes for the end of a choice."""
         raise NotImplementedError
 
     def usage(self, event: Usage) -> bytes:
-        """Return, or remember for the next events, what has been taken so far."""
+        """Return the bytes for the token counts so far, or keep the counts for the next events."""
         return b""
 
     def close(self, usage: Usage, outcomes: Sequence[Outcome]) -> bytes:
-        """Return the end of a stream whose choices have all ended."""
+        """Return the end of a stream in which all choices have ended."""
         return b""
 
     def error(self, error: TandemError) -> bytes:
-        """Return the end of a stream that has failed."""
+        """Return the end of a stream that failed with `error`."""
         raise NotImplementedError
 
     def methods(self) -> Mapping[type, Callable[[Any], bytes]]:
-        """Return the method for each type of event."""
+        """Return the method that writes each type of event."""
         return {
             PromptRead: self.read,
             TextDelta: self.text,
@@ -94,10 +94,10 @@ class Renderer(ABC):
 
 @dataclass(frozen=True)
 class Plan:
-    """A checked request that generates."""
+    """A checked request that generates, with the renderer of its reply."""
 
     prompted: Prompted
     model: Selection
     renderer: Renderer
     stream: bool = False
-    collect: Collect | None = None  # what learning is to do with the choices
+    collect: Collect | None = None  # the request's task for learning; None: it has none

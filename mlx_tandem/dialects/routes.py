@@ -1,4 +1,4 @@
-"""The routes of all dialects. A dialect is a folder; this table is all that knows of it."""
+"""The routes of all dialects. Each dialect is a folder, and only this table refers to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folder under which adapters may lie: its folders by name, and paths that callers give, never outside of it."""
+"""The adapter root, which holds adapter folders. Names and paths from callers never lead outside of it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ MAX_PATH = 4096  # characters
 
 
 class AdapterRoot:
-    """A folder of adapter folders. `path` is as the settings have it; empty: nothing lies under it."""
+    """A folder of adapter folders. If the settings give an empty `path`, there is none and nothing is found."""
 
     def __init__(self, path: str):
         given = os.path.abspath(path) if path else None
         self.path = os.path.realpath(given) if given else None
-        self._spellings = (self.path, given)  # a caller may spell it through the links that lead there
+        self._spellings = (self.path, given)  # Callers may spell the root with or without its symbolic links.
 
     def find(self, name: str) -> AdapterSource | None:
-        """Return the adapter folder of exactly this name, which is a legal name of an adapter; None: there is none."""
+        """Return the adapter folder with exactly this name, which has to be a legal adapter name; None if missing."""
         if self.path is None:
             return None
         folder = os.path.join(self.path, name)
         if not os.path.isfile(os.path.join(folder, CONFIG)):
             return None
-        with os.scandir(self.path) as there:  # where case does not count, another spelling is a file, too
+        with os.scandir(self.path) as there:  # On a disk that ignores case, `isfile` accepts other spellings, too.
             return AdapterSource(folder, self.path) if any(e.name == name for e in there) else None
 
     def resolve(self, path: str) -> AdapterSource:
-        """Return the folder at `path`, absolute or relative to the root or to the server's own folder. Raises
-        InvalidRequest naming `path` unless it lies under the root."""
+        """Return the folder at `path`, which is absolute or relative to the root or to the server's working folder.
+
+        Raises InvalidRequest naming `path` unless the folder lies under the root.
+        """
         if self.path is None:
             raise InvalidRequest(
                 "this server takes no paths: it was started without --adapter-root", param="path", code="no_paths"
@@ -52,7 +54,10 @@ class AdapterRoot:
         return AdapterSource(next((p for p in inside if os.path.isdir(p)), inside[0]), self.path)
 
     def folders(self) -> Iterator[tuple[str, AdapterSource]]:
-        """Yield every adapter folder with its name, legal or not. Raises InvalidRequest when the root is unreadable."""
+        """Yield every adapter folder with its name, which need not be legal.
+
+        Raises InvalidRequest when the root cannot be read.
+        """
         if self.path is None:
             return
         try:

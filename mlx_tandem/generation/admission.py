@@ -1,4 +1,4 @@
-"""Admission of requests: a limit on them, places for choices, and nobody while the pool is nearly full."""
+"""Admission of requests by three limits: on requests, on their choices, and on the use of the KV pool."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import InvalidRequest, Overloaded
 
 HISTORY = 256
-"""Endings that the rate is measured over."""
+"""Number of the last ended requests over which the rate is measured."""
 
 
 class Admission:
-    """Counters of what is open, on one event loop. Refusing costs a few comparisons and no word with the engine."""
+    """Counters of open requests and choices, on one event loop.
+
+    A refusal costs a few comparisons and no message to the engine.
+    """
 
     def __init__(self, server: ServerConfig, client: EngineClient, clock: Callable[[], float] = time.monotonic):
         self._server = server
@@ -28,20 +31,23 @@ class Admission:
         self.refused: Counter[str] = Counter()  # by the setting that refused
         self._idle = asyncio.Event()
         self._idle.set()
-        self._busy = 0.0  # seconds, before `_since`, in which something was open
-        self._since = 0.0
-        self._endings: deque[float] = deque([0.0], HISTORY)  # in busy seconds
+        self._busy = 0.0  # seconds before `_since` during which any request was open
+        self._since = 0.0  # when the current busy period began, by the clock
+        self._endings: deque[float] = deque([0.0], HISTORY)  # busy seconds until each of the last requests ended
 
     @property
     def utilization(self) -> float:
-        """Return the share of the pool's blocks in use, 0 to 1. With nothing open it is 0, whatever the engine said."""
+        """The share of the pool's blocks in use, 0 to 1. It is 0 without open requests, whatever the engine reports."""
         load = self._client.load
         blocks = load.used_blocks + load.free_blocks
         return load.used_blocks / blocks if blocks and self.open_requests else 0.0
 
     def check(self, choices: int = 1) -> None:
-        """Raise Overloaded unless a request of so many choices would be let in now, InvalidRequest when it never would
-        be, and EngineUnavailable while nobody is."""
+        """Raise unless a request of `choices` choices would be admitted now.
+
+        Raises Overloaded when it may be admitted later, InvalidRequest when it never will be, and EngineUnavailable
+        while no request is.
+        """
         server = self._server
         capacity = self._client.check_ready().max_num_seqs + server.max_queue_size
         if choices > capacity:
@@ -60,6 +66,7 @@ class Admission:
             raise self._refusal("memory_pressure_threshold", message, requests)
 
     def _refusal(self, setting: str, message: str, requests: float) -> Overloaded:
+        """Count a refusal by `setting` and return its error, which advises a wait until `requests` have ended."""
         self.refused[setting] += 1
         wait = max(requests, 1.0) / self._rate()
         if setting == "memory_pressure_threshold":
@@ -67,14 +74,16 @@ class Admission:
         return Overloaded(message, retry_after=wait)
 
     def _rate(self) -> float:
-        """Return how many requests end in a second, over the last HISTORY of them and the time in which any were open.
-        Before the first has ended it is as if one ended now."""
+        """Return how many requests end per second, measured over the last HISTORY of them and busy time only.
+
+        Until the first request has ended, the result assumes that one ends now.
+        """
         seconds = self._busy + self._clock() - self._since - self._endings[0]
         return max(len(self._endings) - 1, 1) / max(seconds, 1e-3)
 
     @contextmanager
     def admitted(self, choices: int) -> Iterator[None]:
-        """Hold the places of one request. Raises as `check` does."""
+        """Count one request while the block runs. Raises the errors of `check`."""
         self.check(choices)
         if not self.open_requests:
             self._since = self._clock()

@@ -1,4 +1,4 @@
-"""Whole answers out of events, for whoever does not stream."""
+"""Whole answers, collected from events for callers that do not stream."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ToolCall:
 
 @dataclass(slots=True)
 class Answer:
-    """All that a choice has said so far. The details are of all its tokens, in order."""
+    """The output of one choice so far. `tokens`, `logprobs` and `versions` cover all of its tokens, in order."""
 
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
@@ -44,33 +44,33 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """Return the choice's text."""
+        """The choice's text."""
         return "".join(self.texts)
 
     @property
     def reasoning(self) -> str:
-        """Return what the choice has thought."""
+        """The text of the choice's reasoning."""
         return "".join(self.thoughts)
 
     @property
     def reason(self) -> FinishReason:
-        """Return why the choice has ended. Raises EngineError when it has not."""
+        """The reason why the choice has ended. Raises EngineError when it has not ended."""
         if self.finish is None:
             raise EngineError("the engine ended a choice without a reason")
         return self.finish.reason
 
 
 class Answers:
-    """Collects the events of one submission. `choices` and `prompts` are in the order of their numbers."""
+    """The collected events of one submission. `choices` and `prompts` are in the order of their numbers."""
 
     def __init__(self, prompts: int, choices: int, *, details: bool = True):
-        """Without `details`, tokens, logprobs and versions are not kept."""
+        """Begin without events. Without `details`, tokens, logprobs and versions are not kept."""
         self.prompts: list[PromptRead] = [PromptRead(k, 0) for k in range(prompts)]
         self.choices = [Answer() for _ in range(choices)]
         self._details = details
 
     def add(self, events: Iterable[Event]) -> None:
-        """Take the next events."""
+        """Add the next events."""
         for event in events:
             if isinstance(event, TextDelta):
                 answer = self.choices[event.choice]
@@ -85,7 +85,7 @@ class Answers:
                 self._add_other(event)
 
     def _add_other(self, event: ReasoningDelta | ToolCallStart | ToolCallArguments | Finish) -> None:
-        """Take what is not a piece of text."""
+        """Add an event of a choice that is not a piece of its text."""
         answer = self.choices[event.choice]
         match event:
             case ReasoningDelta():

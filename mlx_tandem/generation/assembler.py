@@ -1,4 +1,4 @@
-"""The one way from the engine's deltas to events, for streams, whole replies, the Python API and learning."""
+"""Turning the engine's deltas into events, for streams, whole replies, the Python API and learning alike."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ NO_DETAILS: Details = ((), (), ())
 
 
 class Assembler:
-    """Turns the deltas of one submission into events, in the order in which they come.
+    """A converter of one submission's deltas into events, in the order of the deltas.
 
-    A choice that a stop string ends is cancelled in the engine, which does not know of stop strings. What the engine
-    says of an ended choice is dropped.
+    The engine does not know stop strings, so the assembler cancels a choice that one of them ends. It drops deltas of
+    choices that have ended.
     """
 
     def __init__(self, prompted: Prompted, stream: Stream, tokenizer: Tokenizer, eos: Collection[int]):
-        """`eos`: the token ids that end the model's texts."""
+        """Begin a submission of `prompted`. `eos` are the token ids that end the model's texts."""
         count = prompted.choices
         self._stream = stream
         self._first = stream.first
@@ -37,13 +37,13 @@ class Assembler:
         self._running_usage = prompted.running_usage
         make = prompted.parser
         self._parsers = None if make is None else [make(i) for i in range(count)]
-        self._held = [NO_DETAILS] * count  # of tokens whose text a parser holds back
+        self._held = [NO_DETAILS] * count  # details of tokens whose text a parser holds back, by choice
         self._is_plain = make is None and prompted.version is None and not prompted.running_usage
         self._prompt_tokens = prompted.prompt_tokens
         self._cached = self._reasoning = 0
 
     def push(self, deltas: Sequence[Delta]) -> list[Event]:
-        """Return what these deltas say. Every delta of a live choice without a parser gives one event at least."""
+        """Return the events of these deltas. Without a parser, each delta of a live choice gives at least one."""
         events: list[Event] = []
         first, n, choices, is_plain, unread = self._first, self._n, self._choices, self._is_plain, self._unread
         for delta in deltas:
@@ -54,37 +54,37 @@ class Assembler:
             if choice.finish is not None:
                 continue
             text = choice.push(delta)
-            if is_plain and choice.finish is None:  # most tokens that are ever streamed
+            if is_plain and choice.finish is None:  # Fast path of almost every token.
                 events.append(TextDelta(i, text, choice.last_tokens, choice.last_logprobs))
             else:
                 self._say(i, text, delta.version, events)
         return events
 
     def usage(self) -> Usage:
-        """Return what has been taken so far."""
+        """Return the token counts so far."""
         choices = self._choices
         completion = choices[0].count if len(choices) == 1 else sum([choice.count for choice in choices])
         return Usage(self._prompt_tokens, self._cached, completion, self._reasoning)
 
     @property
     def counts(self) -> list[int]:
-        """Return the tokens of each choice so far."""
+        """The number of tokens of each choice so far."""
         return [choice.count for choice in self._choices]
 
     @property
     def reasons(self) -> list[FinishReason | None]:
-        """Return why each choice has ended; None: it has not."""
+        """The reason why each choice has ended; None for one that has not ended."""
         return [choice.finish for choice in self._choices]
 
     def _read(self, prompt: int, delta: Delta, events: list[Event]) -> None:
-        """Say that a prompt was read when `delta` is the first of its choices."""
+        """Append the event that a prompt was read if `delta` is the first delta of its choices."""
         if prompt in self._unread:
             self._unread.discard(prompt)
             self._cached += delta.cached
             events.append(PromptRead(prompt, delta.cached, delta.prompt_logprobs))
 
     def _say(self, i: int, text: str, version: int, events: list[Event]) -> None:
-        """Say what a choice's newest piece of text means, and its end if it has ended."""
+        """Append the events of a choice's newest piece of text, and its end if it has ended."""
         choice = self._choices[i]
         versions: tuple[int, ...] = ()
         if self._version is not None:
@@ -103,8 +103,10 @@ class Assembler:
                 self._stream.cancel(i)
 
     def _parse(self, i: int, text: str, details: Details, events: list[Event]) -> Details:
-        """Append what the choice's parser makes of `text`. The first event has the details of all tokens since the last
-        one; return the details that no event has yet."""
+        """Append the events that the choice's parser makes of `text`; return the details that no event carries yet.
+
+        The first of the events carries the details of all tokens since the last event.
+        """
         assert self._parsers is not None
         parser, held = self._parsers[i], self._held[i]
         details = held[0] + details[0], held[1] + details[1], held[2] + details[2]

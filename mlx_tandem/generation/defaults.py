@@ -1,4 +1,4 @@
-"""Sampling values that a model folder recommends, used where the caller gives none."""
+"""Sampling values that a model folder recommends, used for parameters that a request leaves out."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ KEYS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def generation_folder(setting: str, model: Path) -> Path | None:
     """Return the folder whose `generation_config.json` has the sampling defaults, or None for no defaults.
 
-    setting: "auto" for the model's own folder, which need not have the file; "vllm" or "none" for none; or another
-    folder, which must have it. Raises ModelError.
+    `setting` is "auto" for the model's own folder, in which the file may be missing; "vllm" or "none" for no defaults;
+    or the path of another folder. Raises ModelError when that folder has no such file.
     """
     if setting == "auto":
         return model
@@ -31,13 +31,16 @@ def generation_folder(setting: str, model: Path) -> Path | None:
 
 
 def sampling_defaults(folder: Path) -> dict[str, float | int]:
-    """Values of `generation_config.json` that this server has a parameter for; {} without the file."""
+    """Return the values of `generation_config.json` that this server has parameters for; {} without the file.
+
+    Raises ModelError for a value that is out of range.
+    """
     path = folder / FILE
     found: dict[str, float | int] = {}
     for key, value in (read_object(path) or {}).items():
         if key not in KEYS or value is None:
             continue
-        if key == "top_p" and value == 0:  # some files write "off" like this
+        if key == "top_p" and value == 0:  # Some files turn top_p off like this.
             continue
         try:
             found[key] = limits.check(key, value)

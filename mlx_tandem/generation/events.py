@@ -1,8 +1,8 @@
-"""What the choices of a request say, as typed events: the same for every dialect, the Python API and learning.
+"""Typed events of a request's choices, which every dialect, the Python API and learning share.
 
-The tokens behind an event are its details: their ids, their logprobs (where the engine was asked for them) and the
-adapter versions that made them (where somebody asked for those), one for each token or none at all. One event is made
-for every token that is streamed, so events are plain structs that the garbage collector does not follow.
+An event carries the details of its tokens: their ids, their logprobs if the request asked for them, and the adapter
+versions that made them if the request asked for those. Each of the three has one entry for each token or none at all.
+Every streamed token makes an event, so events are plain structs that the garbage collector does not track.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from mlx_tandem.types import FinishReason, TokenLogprob
 
 
 class PromptRead(Struct, frozen=True, gc=False):
-    """The first event of a prompt's choices: the prompt has been computed, all but its `cached` first tokens for this
-    request. `logprobs` are those of its tokens from the second on, where they were asked for."""
+    """The event that a prompt has been computed, which is the first event of its choices.
+
+    The first `cached` tokens did not have to be computed for this request. `logprobs` belong to the prompt's tokens
+    from the second on, if the request asked for them.
+    """
 
     prompt: int
     cached: int
@@ -22,7 +25,7 @@ class PromptRead(Struct, frozen=True, gc=False):
 
 
 class TextDelta(Struct, frozen=True, gc=False):
-    """A piece of a choice's text. It is empty where a token has not become text yet."""
+    """A piece of a choice's text. It is empty if its tokens do not complete any text yet."""
 
     choice: int
     text: str
@@ -32,7 +35,7 @@ class TextDelta(Struct, frozen=True, gc=False):
 
 
 class ReasoningDelta(Struct, frozen=True, gc=False):
-    """A piece of what a choice thinks before it answers."""
+    """A piece of a choice's reasoning before its answer."""
 
     choice: int
     text: str
@@ -65,8 +68,11 @@ class ToolCallArguments(Struct, frozen=True, gc=False):
 
 
 class Finish(Struct, frozen=True, gc=False):
-    """The last event of a choice. `stop` is the stop string that ended it. Its tokens are those that no event before it
-    has shown, such as the one that ends a text."""
+    """The last event of a choice.
+
+    `stop` is the stop string that ended the choice, if one did. `tokens` are those that no earlier event carried, such
+    as the token that ends a text.
+    """
 
     choice: int
     reason: FinishReason
@@ -77,8 +83,11 @@ class Finish(Struct, frozen=True, gc=False):
 
 
 class Usage(Struct, frozen=True, gc=False):
-    """How many tokens the request has taken so far. `cached` ones of the prompts did not have to be computed;
-    `reasoning` ones are part of the `completion`; `accepted` and `rejected` are tokens of drafts."""
+    """The token counts of a request so far.
+
+    `cached` counts the prompts' tokens that did not have to be computed. `completion` includes `reasoning`. `accepted`
+    and `rejected` count the tokens of drafts.
+    """
 
     prompt: int
     cached: int = 0
@@ -89,6 +98,6 @@ class Usage(Struct, frozen=True, gc=False):
 
 
 Said = TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments
-"""What a parser makes of a choice's text."""
+"""The events that a parser makes of a choice's text."""
 
 Event = PromptRead | Said | Finish | Usage

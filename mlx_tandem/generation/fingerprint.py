@@ -1,4 +1,4 @@
-"""`system_fingerprint`: one word for all that an answer depends on beside the request."""
+"""The `system_fingerprint` of replies: a digest of everything but the request that an answer depends on."""
 
 from __future__ import annotations
 
@@ -19,16 +19,20 @@ from mlx_tandem.log import log
 from mlx_tandem.types import AdapterRef, EngineInfo
 
 PACKAGES = ("mlx-tandem", "mlx", "mlx-cpu", "mlx-metal", "mlx-cuda-12", "mlx-cuda-13", "mlx-lm", "tokenizers")
+"""Distributions whose versions are part of the fingerprint."""
+
 MOST = 1024
-"""Fingerprints that are kept."""
+"""Most fingerprints that are kept in memory."""
 
 
 class Fingerprints:
-    """The fingerprints of one server's replies. Two that are equal promise equal answers to the same prompt, parameters
-    and seed, as far as a seed promises them on one server.
+    """The fingerprints of one server's replies.
 
-    The model's files are read once, on a thread of its own, since that takes seconds for a large model; until then
-    nothing has a fingerprint. What was read is remembered by the files' sizes and times.
+    Replies with equal fingerprints come from equal model files, adapters, programs and settings. The same prompt,
+    parameters and seed then give the same answer as reliably as on one server.
+
+    A separate thread reads the model's files once, because that takes seconds for a large model. Until it has finished,
+    replies have no fingerprint. A file in the cache folder keeps the result by the sizes and times of those files.
     """
 
     def __init__(self, config: Config, client: EngineClient, prompts: Prompts, defaults: Mapping[str, float | int]):
@@ -41,12 +45,12 @@ class Fingerprints:
         self._known: dict[str, str] = {}  # by the adapter's digest
 
     def start(self) -> None:
-        """Begin to read the model's files. Weights that are invented at each start have no fingerprint."""
+        """Start to read the model's files. Replies of a model with random weights never get a fingerprint."""
         if not self._config.engine.model.random_weights:
             threading.Thread(target=self._read, name="fingerprint", daemon=True).start()
 
     def of(self, adapter: AdapterRef | None) -> str | None:
-        """Return the fingerprint of answers under this version; None while it is not known."""
+        """Return the fingerprint of answers under this adapter version; None while it is not known."""
         if not self._weights:
             return None
         engine = self._client.check_ready()
@@ -69,7 +73,7 @@ class Fingerprints:
             log("replies have no fingerprint", error=type(e).__name__)
 
     def _describe(self, engine: EngineInfo) -> bytes:
-        """Return what the programs, the engine and the settings have to do with an answer."""
+        """Return an encoding of everything about the programs, the engine and the settings that affects answers."""
         server = self._config.server
         return msgspec.json.encode(
             [
@@ -84,6 +88,7 @@ class Fingerprints:
 
 
 def _version(package: str) -> str:
+    """Return the installed version of `package`; an empty string if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""What the HTTP dialects and the Python API both stand on: the model's prompts, names, limits and engine client."""
+"""The common base of the HTTP dialects and the Python API: the model's prompts, names, limits and engine client."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ T = TypeVar("T")
 
 
 class Front:
-    """The serving half that is not the engine: one per server or Python engine, on one event loop."""
+    """Everything on the serving side but the engine. A server or Python engine has one front, on one event loop."""
 
     def __init__(
         self, config: Config, launch: Launch, *, on_progress: Callable[[Progress], None] | None = None
     ) -> None:
+        """Load the tokenizer and the chat template. Raises NotFound and ModelError; the engine is started later."""
         folder = Path(config.engine.model.path)
         if not folder.is_dir():
             raise NotFound(f"the model folder {folder} does not exist", param="model")
@@ -62,17 +63,17 @@ class Front:
         self.admission = Admission(config.server, self.client)
         self.text_admission = TextAdmission(self.admission.refused)
         self.parser: MakeParser | None = None
-        """Makes what reads the text of the model's answers to chats; None: all of it is text."""
+        """Makes the parser for the model's answers to chats; None leaves all of their text as it is."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
-        """Start the engine, once the chat template is known to work. Raises ModelError when it does not."""
+        """Check the chat template, then start the engine. Raises ModelError when the template does not work."""
         self._loop = asyncio.get_running_loop()
         await self.prompts.check()
         await self.client.start()
 
     async def bring_up(self) -> None:
-        """Tell a fresh engine, which knows nothing yet, about the adapters."""
+        """Tell a new engine about the adapters."""
         await self.models.bring_up()
 
     async def close(self) -> None:
@@ -80,7 +81,7 @@ class Front:
         await self.prompts.close()
 
     def from_thread(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` on the loop that the front was started on and return its result. For other threads."""
+        """Run `work` on the front's loop and return its result. Only other threads may call this."""
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
@@ -89,23 +90,28 @@ class Front:
     async def chat_prompt(
         self, messages: Sequence[Message], options: dict[str, bool], *, cut: bool = False
     ) -> list[int]:
-        """Return the token ids of a conversation up to where the assistant speaks, unless `options` say otherwise.
-        `cut`: the caller cuts it, so that it may be longer than what fits."""
+        """Return the token ids of a conversation with the beginning of the answer, unless `options` say otherwise.
+
+        With `cut` the caller shortens the prompt itself, so it may be longer than the context. Raises InvalidRequest.
+        """
         return self._fitting(await self.prompts.chat(messages, options), "messages", cut)
 
     async def text_prompt(self, text: str, param: str, *, total: int | None = None, cut: bool = False) -> list[int]:
-        """Return the token ids of a raw prompt, in which the text of a special token is meant as that token. `total` is
-        how many characters all prompts of the request have; `cut` as for `chat_prompt`."""
+        """Return the token ids of a raw prompt, in which the text of a special token means that token.
+
+        `total` is the number of characters of all prompts of the request. `cut` is that of `chat_prompt`. Raises
+        InvalidRequest naming `param`.
+        """
         return self._fitting(await self.prompts.text(text, param, total=total), param, cut)
 
     def tokens_of(self, text: str, param: str, *, begins: bool = True) -> Sequence[int]:
-        """Return the same as `prompts.text`. For threads that are not the loop's."""
+        """Return the token ids of `text`, as `prompts.text` does. Only threads other than the loop's may call this."""
         if len(text) < LONG_TEXT:
             return self.tokenizer.encode(text, add_special_tokens=begins)
         return self.from_thread(self.prompts.text(text, param, begins=begins))
 
     def _fitting(self, ids: Sequence[int], param: str, cut: bool) -> list[int]:
-        """Return `ids` as a list, which is made only of a prompt that there is room for or that the caller cuts."""
+        """Return `ids` as a list. Raises InvalidRequest naming `param` for a prompt that is empty or too long."""
         if not ids:
             raise InvalidRequest(f"{param} gives an empty prompt", param=param)
         if not cut:
@@ -115,6 +121,7 @@ class Front:
         return list(ids)
 
     def _check_length(self, prompt: int, param: str) -> None:
+        """Raise InvalidRequest naming `param` for a prompt of too many tokens."""
         server = self.config.server
         room = self.room(self.client.check_ready())
         most = min(server.max_prompt_tokens or room, room - 1)
@@ -126,13 +133,13 @@ class Front:
             )
 
     def room(self, info: EngineInfo) -> int:
-        """Tokens that one request may have, prompt and output together."""
+        """Return how many tokens one request may have, prompt and output together."""
         return info.max_model_len
 
     def max_tokens(self, prompt: int, asked: int | None, param: str, prompt_param: str) -> int:
-        """Output tokens of a request: what was asked, else the default or what is left.
+        """Return the limit of output tokens: `asked`, or else the default as far as it fits.
 
-        Asking for more than fits is an error, as with OpenAI, and not a silent cut.
+        Raises InvalidRequest naming `param` when `asked` does not fit, as OpenAI does, instead of shortening silently.
         """
         self._check_length(prompt, prompt_param)
         server = self.config.server
@@ -149,17 +156,17 @@ class Front:
         return asked
 
     def seed(self, asked: int | None) -> int:
-        """Return the seed of a request; one is drawn for a request that brings none."""
+        """Return the seed of a request: `asked`, or else a random one."""
         if asked is not None:
             return asked
         return secrets.randbits(63) if self._seeds is None else self._seeds.getrandbits(63)
 
     def assembler(self, prompted: Prompted, stream: Stream) -> Assembler:
-        """Return what turns the deltas of a submission of `prompted` into events."""
+        """Return a new assembler, which turns the deltas of this submission of `prompted` into events."""
         return Assembler(prompted, stream, self.tokenizer, self.client.check_ready().eos_token_ids)
 
     async def answers(self, prompted: Prompted) -> Answers:
-        """Have `prompted` generated and return all of it. Leaving early cancels it in the engine."""
+        """Generate `prompted` and return all of its answers. Cancelling the call cancels the work in the engine."""
         async with self.client.submit(*prompted.requests(self.client)) as stream:
             answers = Answers(len(prompted.prompts), prompted.choices)
             return await collect(self.assembler(prompted, stream), stream, answers)
@@ -167,5 +174,5 @@ class Front:
     # -- admission ----------------------------------------------------------------------------------------------
 
     def check_open(self) -> None:
-        """Raise unless a request would be admitted now: refusing is cheap only before its body is worked on."""
+        """Raise unless a request would be admitted now. Callers check before they parse the body, as that is cheap."""
         self.admission.check()

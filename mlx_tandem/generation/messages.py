@@ -1,4 +1,4 @@
-"""The messages of a conversation: what clients send, and send back of earlier replies, as chat templates expect it."""
+"""The messages of a conversation, converted from the form that clients send to the form that chat templates expect."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from mlx_tandem.decode import check_nested, convert
 from mlx_tandem.errors import InvalidRequest
 
 NO_EFFECT = frozenset({"annotations", "audio", "refusal"})
-"""Keys of replies that say nothing to a model that reads text."""
+"""Keys of earlier replies that clients send back and that mean nothing to a text model."""
 
 
 class TextPart(Struct):
+    """One text part of a message whose content is a list."""
+
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(Struct):
-    """The keys of a message that are looked at here. All other ones reach the template as they are."""
+    """The keys of a message that this module reads. All other keys reach the template unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
@@ -32,27 +34,28 @@ class ChatMessage(Struct):
 
 
 def chat_messages(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
-    """Return the conversation as templates expect it. Raises InvalidRequest naming the message and the key."""
+    """Return the conversation in the form that templates expect. Raises InvalidRequest naming the message and key."""
     if not messages:
         raise InvalidRequest("messages is empty", param="messages")
     if len(messages) > limits.MAX_MESSAGES:
         raise InvalidRequest(f"messages has at most {limits.MAX_MESSAGES} entries", param="messages")
     given = list(messages)
-    # Their list and themselves are two levels.
+    # The list and the messages in it are two levels of nesting.
     check_nested(given, "messages", depth=2 + limits.MAX_MESSAGE_DEPTH, values=limits.MAX_MESSAGE_VALUES)
     return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
 
 
 def _message(given: Any, where: str) -> dict[str, Any]:
+    """Return one message in the form that templates expect. `where` is its field in errors."""
     message = convert(given, ChatMessage, where)
     content = message.content
     if content is None:
-        # What the assistant said may be calls of tools, reasoning or a refusal alone.
+        # A message of the assistant may consist of tool calls, reasoning or a refusal alone.
         if message.role != "assistant":
             raise InvalidRequest(f"{where}.content is required", param=f"{where}.content")
         content = ""
     entry = {key: value for key, value in given.items() if value is not None and key not in NO_EFFECT}
-    # Templates know "system" only; "developer" is its newer name.
+    # Templates know the role "system" only. "developer" is a newer name for it.
     entry["role"] = "system" if message.role == "developer" else message.role
     entry["content"] = content if isinstance(content, str) else "".join(part.text for part in content)
     entry.pop("tool_calls", None)
@@ -62,8 +65,10 @@ def _message(given: Any, where: str) -> dict[str, Any]:
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a call whose arguments are an object, as templates print them; OpenAI's replies have them as JSON text.
-    What is no JSON object stays the text that it is."""
+    """Return a tool call whose arguments are an object, which is the form that templates print.
+
+    OpenAI's replies have the arguments as JSON text. Text that is not a JSON object is kept as it is.
+    """
     function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call

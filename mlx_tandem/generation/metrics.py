@@ -1,7 +1,7 @@
-"""What generation has counted since the server started, in plain numbers.
+"""Counters and histograms of generation since the server started, as plain numbers.
 
-All numbers belong to one event loop. An observation is a bisection and two additions, because it is made for every
-token.
+All of them belong to one event loop. An observation costs one bisection and two additions, because one is made for
+every token.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from mlx_tandem.engine.histogram import Histogram
 from mlx_tandem.errors import CODES, TandemError
 
 OTHER = "other"
-"""The name under which everything is counted that has no series of its own."""
+"""The label under which everything is counted that has no series of its own."""
 
 TTFT_BOUNDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -30,7 +30,7 @@ SECONDS_BOUNDS = (
 TOKENS_BOUNDS = (*(digit * 10**power for power in range(6) for digit in (1, 2, 5)), 10**6)
 CHOICES_BOUNDS = (1, 2, 5, 10, 20, 50, 100)
 PREEMPTIONS_BOUNDS = (0, 1, 2, 3, 4, 5, 10, 20)
-"""All of these are vLLM's bounds and finer ones below, for machines that are quick because their models are small."""
+"""Bounds of the histograms. They are vLLM's bounds with finer ones at the low end, for small and quick models."""
 
 REQUESTS: dict[str, tuple[str, Sequence[float]]] = {
     "request_prompt_tokens": ("Tokens of a prompt.", TOKENS_BOUNDS),
@@ -44,20 +44,20 @@ REQUESTS: dict[str, tuple[str, Sequence[float]]] = {
     "request_decode_time_seconds": ("From then until its last token was drawn.", SECONDS_BOUNDS),
     "request_inference_time_seconds": ("Prefill and decode together.", SECONDS_BOUNDS),
 }
-"""vLLM's histograms of finished requests: what each says, and its bounds."""
+"""Help text and bounds of each of vLLM's histograms of finished requests, by its name."""
 
 
 class Metrics:
-    """Counters and histograms of what the front has seen since it started."""
+    """Counters and histograms of everything that the front has handled since it started."""
 
     def __init__(self) -> None:
         self.prompt_tokens: Counter[str] = Counter()  # by model: the base's id or a registered adapter's name
         self.generation_tokens: Counter[str] = Counter()
         self.finished: Counter[tuple[str, str]] = Counter()  # choices by (model, reason)
-        self.completed = 0  # requests of which every choice has come to its end
+        self.completed = 0  # requests whose choices have all ended
         self.errors: Counter[str] = Counter()  # by code
         self.error_replies: Counter[tuple[int, str]] = Counter()  # (HTTP status, code)
-        self.shutdown_clean = True  # until the drain cuts something off
+        self.shutdown_clean = True  # false once the drain has cut a request off
         self.time_to_first_token = Histogram(TTFT_BOUNDS)
         self.inter_token = Histogram(ITL_BOUNDS)
         self.end_to_end = Histogram(SECONDS_BOUNDS)
@@ -73,10 +73,11 @@ class Metrics:
         preemptions: int,
         times: tuple[float, float | None, float, float],
     ) -> None:
-        """Count a request that has come to its end.
+        """Count a request whose choices have all ended.
 
-        prompts, choices: tokens of each; times: when it came, when its first row was planned (None: not known), and
-        when its first and its last token came, in seconds of the monotonic clock.
+        `prompts` and `choices` are the token counts of each prompt and choice. `times` holds, in seconds of the
+        monotonic clock, when the request arrived, when its first row was planned (None if that is not known), and when
+        its first and its last token arrived.
         """
         self.completed += 1
         observe = {name: histogram.observe for name, histogram in self.requests.items()}
@@ -96,7 +97,7 @@ class Metrics:
             observe["request_inference_time_seconds"](max(last - started, 0.0))
 
     def fold(self, known: Collection[str]) -> None:
-        """Count what models other than `known` did under OTHER from now on, so that no counter ever decreases."""
+        """Move the counts of all models that are not in `known` to OTHER, so that their sums never decrease."""
         for by_model in (self.prompt_tokens, self.generation_tokens):
             for model in [m for m in by_model if m not in known and m != OTHER]:
                 by_model[OTHER] += by_model.pop(model)
@@ -104,7 +105,7 @@ class Metrics:
             self.finished[OTHER, reason] += self.finished.pop((model, reason))
 
     def count_error(self, error: TandemError, *, in_stream: bool = False) -> None:
-        """Count what a request ended with: an error reply, or the last event of a stream."""
+        """Count the error that ended a request. With `in_stream` it was the last event of a stream, not a reply."""
         code = error.code if error.code in CODES else "other"
         self.errors[code] += 1
         if not in_stream:

@@ -1,7 +1,7 @@
-"""The names that a request's `model` can be: the base's, those of adapters and their versions, and aliases.
+"""The names that a request's `model` can have: those of the base, of adapters, of their versions, and of aliases.
 
-Adapters that the settings name are read at start. Those under the adapter root are known by their folder's name and
-read when they are first asked for. Paths never come from a request unless they lie under that root.
+The server reads the adapters of its settings at start. An adapter under the adapter root has its folder's name and is
+read on first use. A path from a request is accepted only if it lies under that root.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from mlx_tandem.errors import (
 )
 from mlx_tandem.explain import did_you_mean
 from mlx_tandem.generation.adapter_root import AdapterRoot
+from mlx_tandem.generation.engine_contents import EngineContents
 from mlx_tandem.generation.first_reads import FirstReads
 from mlx_tandem.generation.name_rules import NameRules
 from mlx_tandem.generation.quota import AdapterQuota
@@ -40,7 +41,7 @@ from mlx_tandem.log import log
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
 Status = Literal["loaded", "loading", "available_not_loaded", "error_loading"]
-"""How far a model has been read, in MLX ParaLLM's words. `available_not_loaded`: it is read when it is asked for."""
+"""The state of a model, in MLX ParaLLM's words. A model that is `available_not_loaded` is read on first use."""
 
 _BASE_STATUS: dict[State, Status] = {
     "starting": "loading",
@@ -53,29 +54,34 @@ _BASE_STATUS: dict[State, Status] = {
 
 @dataclass(frozen=True)
 class Selection:
-    """The model that a request runs under. `entry` None: the base. `arm`: the alias's arm that led there, if any."""
+    """The model that a request runs under.
+
+    `entry` is None for the base. `arm` is the arm of the alias that the request named, if it named one.
+    """
 
     entry: Entry | None
     arm: AliasArm | None = None
 
     @property
     def ref(self) -> AdapterRef | None:
+        """The adapter version; None for the base."""
         return None if self.entry is None else self.entry.ref
 
     @property
     def counters(self) -> list[Counters]:
-        """Return all counters of what is done with it."""
+        """The counters that requests under this model have to update."""
         return [x.counters for x in (self.entry, self.arm) if x is not None]
 
 
 class Models:
-    """The models of one server. `bring_up` has to be run whenever a fresh engine is ready."""
+    """The models of one server, on one event loop. The caller runs `bring_up` whenever a new engine is ready."""
 
     def __init__(self, config: Config, client: EngineClient):
+        """Register no adapter yet: `bring_up` loads those of the settings."""
         folder = Path(config.engine.model.path)
         names = config.server.served_model_names
         self.id = names[0] if names else folder.resolve().name
-        """The base's own name."""
+        """The name of the base model in replies."""
         self.served_names = tuple(n for n in names if n != self.id)
         self.base_names = frozenset((*BASE_NAMES, folder.resolve().name, config.engine.model.path, *names))
         self.registry = Registry()
@@ -87,18 +93,18 @@ class Models:
         self._client = client
         self._root = AdapterRoot(config.adapter_root)
         self._first_reads = FirstReads(config.server.first_token_timeout_s)
-        self._lost: set[str] = set()  # digests that went with an earlier engine and are being made again
-        self._shelf: dict[str, AdapterSource] = {}  # versions of the trained adapter that lie in checkpoints
-        self._reread: set[str] = set()  # those of them that were read because somebody has asked for them
-        self._expected: frozenset[str] = frozenset()  # versions of an earlier server that are being made again
+        self._contents = EngineContents(self.registry, client)
+        self._shelf: dict[str, AdapterSource] = {}  # folders of the trained adapter's saved versions, by label
+        self._reread: set[str] = set()  # labels of the shelf's versions that were read for a request
+        self._expected: frozenset[str] = frozenset()  # labels from an earlier server that are being made again
         self._checkpoints = os.path.abspath(config.checkpointing.checkpoint_dir)
 
     # -- what a request means -----------------------------------------------------------------------------------
 
     async def select(self, model: str | None, user: str | None = None) -> Selection:
-        """Return what `model` stands for now. Raises NotFound (`model_not_found`).
+        """Return the model that the name `model` stands for now. Raises NotFound (`model_not_found`).
 
-        `user` keeps a caller on one arm of an alias. An adapter that was never used is read from its folder first.
+        `user` keeps a caller on the same arm of an alias. An adapter is read from its folder on first use.
         """
         default = self._config.server.default_adapter
         if model is None or (model in self.base_names and model != BASE):
@@ -111,8 +117,10 @@ class Models:
         return Selection(None if model == BASE else await self.entry(model), arm)
 
     async def select_adapter(self, adapter: str, model: str | None, user: str | None = None) -> Selection:
-        """Return what `lora_adapter` stands for now. Raises InvalidRequest when `model` names neither the base nor the
-        same version."""
+        """Return the model that the field `lora_adapter` stands for now.
+
+        Raises InvalidRequest when `model` names neither the base nor the same version.
+        """
         with renamed(model="lora_adapter"):
             chosen = await self.select(adapter, user)
         if model is None or model in self.base_names or model == adapter:
@@ -122,32 +130,37 @@ class Models:
         return chosen
 
     def status(self, selector: str) -> Status:
-        """Return how far what `selector` means has been read: a name of the base, an adapter, a version or an alias.
+        """Return the state of `selector`, which names the base, an adapter, a version or an alias.
 
-        Raises NotFound for what nothing is called.
+        Raises NotFound when nothing has this name.
         """
         if selector in self.base_names:
             return _BASE_STATUS[self._client.state]
         if selector in self.aliases:
             try:
                 arms = {self.status(arm.adapter) for arm in self.aliases.arms(selector)}
-            except NotFound:  # an adapter of it was removed
+            except NotFound:  # An adapter of this alias was removed.
                 return "error_loading"
             return "loaded" if arms == {"loaded"} else "available_not_loaded"
         if selector in self._first_reads:
             return "loading"
         if selector in self.registry and not self.registry.is_read(selector):
             return "available_not_loaded"
-        return "loading" if self.registry.entry(selector).ref.digest in self._lost else "loaded"
+        return "loading" if self.registry.entry(selector).ref.digest in self._contents.lost else "loaded"
 
     def label(self, adapter: AdapterRef | None) -> str:
+        """Return the name that replies give as their model: name@version, or the base's own name."""
         return self.id if adapter is None else adapter.label
 
     async def entry(self, selector: str) -> Entry:
-        """Return the version that `name` or `name@version` selects, read from its folder when it is first asked for."""
+        """Return the version that `name` or `name@version` selects. It is read from its folder on first use.
+
+        Raises NotFound for an unknown name, ModelError for a folder that cannot be read, and EngineUnavailable while
+        the version is being made again after a restart.
+        """
         try:
             entry = self.registry.entry(selector)
-            if entry.ref.digest in self._lost:
+            if entry.ref.digest in self._contents.lost:
                 raise EngineUnavailable(f"{entry.ref.label} is being made again")
             return entry
         except NotFound as e:
@@ -168,12 +181,13 @@ class Models:
         return self.registry.entry(selector)
 
     def unknown(self, selector: str, error: NotFound) -> NotFound:
-        """Return `error`, which says that nothing is called `selector`, with the names that are spelled like it."""
+        """Return `error`, which says that nothing has the name `selector`, extended by similarly spelled names."""
         aliases = (name for name, _ in self.aliases.items())
         names = chain((self.id, *self.served_names, *BASE_NAMES), aliases, self.registry.names())
         return NotFound(error.message + did_you_mean(selector, names), param=error.param, code=error.code)
 
     async def _first_read(self, name: str, source: AdapterSource) -> None:
+        """Read an adapter or a version on the shelf for the first request that names it."""
         info = await self._client.load_adapter(source)
         trained, at, number = name.partition("@")
         if at:
@@ -183,30 +197,28 @@ class Models:
         elif not self.registry.was_removed(name) and not self.registry.is_read(name):
             self._publish(name, source, info)
         else:
-            await self._let_go(info.digest)
+            await self._contents.let_go(info.digest)
 
     def _unread(self, name: str) -> AdapterSource | None:
-        """Return the folder of a name that has no version yet, announced or new under the root; None: there is none."""
+        """Return the folder of a name that has no version yet; None if it has none or is not free.
+
+        The folder is either announced already or new under the adapter root.
+        """
         registry = self.registry
         if registry.is_read(name) or registry.was_removed(name) or self.rules.is_reserved(name) or name in self.aliases:
             return None
-        return registry.source(name) or self._under_root(name)
-
-    def _under_root(self, name: str) -> AdapterSource | None:
-        try:
-            self.registry.check(name)
-        except InvalidRequest:
-            return None
-        return None if self.rules.is_checkpoint(name) else self._root.find(name)
+        return registry.source(name) or _under_root(self._root, self.rules, registry, name)
 
     # -- adapters -----------------------------------------------------------------------------------------------
 
     def source(self, name: str, path: str | None) -> AdapterSource:
-        """Return where a caller's adapter is: the known folder of `name`, or `path` under the root. Raises
-        InvalidRequest naming `path`, NotFound naming `name`."""
+        """Return the folder of an adapter that a caller wants loaded: `path` under the root, or else the known folder.
+
+        Raises InvalidRequest naming `path` or `name`, and NotFound naming `name` when no folder is known for it.
+        """
         self.rules.check_adapter(name)
         if path is None:
-            found = self.registry.source(name) or self._under_root(name)
+            found = self.registry.source(name) or _under_root(self._root, self.rules, self.registry, name)
             if found is None:
                 raise NotFound(
                     f"no folder is known for the adapter {name[:140]!r}", param="name", code="adapter_not_found"
@@ -217,15 +229,18 @@ class Models:
     async def load(
         self, name: str, source: AdapterSource, pin: bool = False, check: Callable[[], None] = lambda: None
     ) -> Entry:
-        """Read a folder and make it the current version of `name`; requests that run keep theirs. `check` raises what
-        the caller has against it, now and when it was read. Raises Conflict, QuotaExceeded."""
-        limited = self.rules.is_up  # at the start it is the operator who names adapters
+        """Read a folder and make it the current version of `name`. Running requests keep their versions.
+
+        `check` runs before and after the reading, and raises the caller's own objections. Raises Conflict for a name
+        that is taken, and QuotaExceeded.
+        """
+        limited = self.rules.is_up  # The adapters of the settings are the operator's and have no quota.
         self.rules.check_adapter(name)
         check()
         if limited:
             self._quota.check(name)
         info = await self._client.load_adapter(source)
-        try:  # again: much may have happened meanwhile
+        try:  # Names and quotas may have changed during the reading, so all checks run again.
             self.rules.check_adapter(name)
             check()
             if limited:
@@ -233,7 +248,7 @@ class Models:
                 if pin:
                     self._quota.check_pin(name, info)
         except TandemError:
-            await self._let_go(info.digest)
+            await self._contents.let_go(info.digest)
             raise
         entry = self._publish(name, source, info, pin)
         if limited:
@@ -241,88 +256,72 @@ class Models:
         return entry
 
     def _publish(self, name: str, source: AdapterSource, info: AdapterInfo, pin: bool = False) -> Entry:
+        """Register this content as the current version of `name`, and tell the engine about all versions of it."""
         ref = self.registry.publish(name, source, info, pin)
         for version in self.registry.versions(name):
-            self._tell(version.ref.digest)
+            self._contents.tell(version.ref.digest)
         log("adapter loaded", adapter=ref.label, digest=ref.digest, rank=info.rank, bytes=info.nbytes)
         return self.registry.entry(ref.label)
 
-    def _tell(self, digest: str) -> None:
-        """Have the engine know where this content may be found, and whether anybody wants it pinned."""
-        holders = self.registry.holders(digest)
-        # The folders are others': what has none of its own must not leave memory, as they may go at any time.
-        pinned = any(entry.pinned or entry.source is None for entry in holders)
-        for source in {entry.source: None for entry in holders if entry.source is not None}:
-            self._client.know_adapter(holders[0].info, source, pinned)
-
     async def unload(self, name: str) -> list[AdapterRef]:
-        """Forget a name and all its versions. Requests that run are finished. Raises Conflict for what is trained here
-        and for a checkpoint, which is there as long as its folder is."""
+        """Forget a name and all its versions, and return those. Running requests finish.
+
+        Raises Conflict for the trained adapter, and for a checkpoint, which exists as long as its folder does.
+        """
         self.rules.check_untrained(name)
         self.rules.check_no_checkpoint(name)
         return await self._remove(name)
 
     async def _remove(self, name: str) -> list[AdapterRef]:
+        """Forget a name and all its versions, and return those."""
         refs = self.registry.remove(name)
         self._quota.forget(refs)
         for digest in {r.digest for r in refs}:
-            await self._let_go(digest)
+            await self._contents.let_go(digest)
         log("adapter removed", adapter=name, versions=len(refs))
         return refs
-
-    async def _let_go(self, digest: str) -> None:
-        """Have the engine forget content that no version has any more, or know who has it now."""
-        try:
-            if self.registry.holders(digest):
-                self._tell(digest)
-            else:
-                self._lost.discard(digest)
-                await self._client.unload_adapter(digest)
-        except EngineError as e:  # it is gone, and with it the adapter
-            log("adapter not unloaded", digest=digest, error=e.message)
 
     # -- versions that are made here ----------------------------------------------------------------------------
 
     def made(self, name: str, source: AdapterSource | None, info: AdapterInfo, number: int = 0) -> AdapterRef:
-        """Let `name` stand, from the next request on, for content that the engine has made or has again. `source`: a
-        folder that also has it; `number`: the version's number if it had one before."""
+        """Make content that the engine holds the current version of `name`, and return the version.
+
+        `source` is a folder that has the same content, if there is one. `number` is the version's number if it had one
+        before a restart, else 0.
+        """
         ref = self.registry.publish(name, source, info, number=number)
-        self._found(ref)
+        self._contents.found(ref.digest)
         return ref
 
     def reserve(self, name: str, info: AdapterInfo, number: int = 0) -> AdapterRef:
-        """Return a version for content that the engine has made and `name` does not stand for yet."""
+        """Return a new version of `name` for content that the engine holds, without making it the current one."""
         ref = self.registry.reserve(name, info, number)
-        self._found(ref)
+        self._contents.found(ref.digest)
         return ref
 
-    def _found(self, ref: AdapterRef) -> None:
-        self._lost.discard(ref.digest)
-        self._tell(ref.digest)
-
     async def retire(self, ref: AdapterRef) -> None:
-        """Forget a version, so that nobody may ask for it. Requests that run under it are finished."""
+        """Forget a version, so that new requests cannot name it. Requests that run under it finish."""
         self.registry.retire(ref)
         self._quota.forget((ref,))
-        await self._let_go(ref.digest)
+        await self._contents.let_go(ref.digest)
 
     def saved(self, name: str, source: AdapterSource, info: AdapterInfo) -> None:
-        """Note that this content of the trained adapter also lies in a folder, and serve it as `name`, too."""
+        """Record that this content of the trained adapter also lies in a folder, and serve the folder as `name`."""
         for entry in self.registry.holders(info.digest):
             if entry.name == self._trained:
                 entry.source = source
         self._publish(name, source, info)
 
     def shelve(self, versions: dict[str, AdapterSource]) -> None:
-        """Set the trained adapter's versions, by label, that lie in checkpoints. Each is read when it is asked for."""
+        """Set the shelf: the checkpoints that hold versions of the trained adapter, by label. Each is read on use."""
         self._shelf = versions
 
     def shelved(self, label: str) -> AdapterSource | None:
-        """Return the checkpoint that has this version; None: there is none."""
+        """Return the checkpoint that holds the version with this label; None if there is none."""
         return self._shelf.get(label)
 
     async def unsaved(self, name: str, source: AdapterSource) -> None:
-        """Note that the folder of `saved` is gone, and no longer on the shelf."""
+        """Forget the checkpoint `name`, whose folder `source` is gone, and the versions that only it had."""
         for label in [label for label in self._reread if label not in self._shelf]:
             self._reread.discard(label)
             with contextlib.suppress(Conflict, NotFound):
@@ -335,13 +334,13 @@ class Models:
             await self._remove(name)
 
     def expect(self, labels: Iterable[str]) -> None:
-        """Note that these versions are being made again: who asks for one is told so until `drop_lost`."""
+        """Answer requests for these versions with EngineUnavailable until `drop_lost`: they are being made again."""
         self._expected = frozenset(labels)
 
     async def drop_lost(self) -> None:
         """Forget the versions that were not made again after the engine had ended."""
         self._expected = frozenset()
-        for digest in list(self._lost):
+        for digest in list(self._contents.lost):
             for entry in self.registry.holders(digest):
                 try:
                     await self.retire(entry.ref)
@@ -351,7 +350,10 @@ class Models:
     # -- aliases ------------------------------------------------------------------------------------------------
 
     async def put_alias(self, name: str, arms: Sequence[Arm]) -> tuple[AliasArm, ...]:
-        """Let `name` stand for these arms from the next request on; their adapters are read before."""
+        """Make `name` an alias of these arms for new requests, after reading the arms' adapters.
+
+        Raises NotFound naming the arm, and Conflict for a name that is taken.
+        """
         self.rules.check_alias(name)
         for i, arm in enumerate(arms[: limits.MAX_ARMS]):
             if arm.adapter != BASE:
@@ -360,23 +362,18 @@ class Models:
                 except NotFound as e:
                     e.param = f"arms[{i}].adapter"
                     raise
-        self.rules.check_alias(name)  # again: an adapter may have taken it meanwhile
+        self.rules.check_alias(name)  # An adapter may have taken the name during the reading.
         return self.aliases.put(name, arms)
 
     # -- the engine's life --------------------------------------------------------------------------------------
 
     async def bring_up(self) -> None:
-        """Bring a fresh engine to where the registry is; at the first start, to where the settings say."""
+        """Tell a new engine about all registered versions. At the first start, load those of the settings instead."""
         if self.rules.is_up:
-            for current in self.registry.entries():
-                for entry in self.registry.versions(current.name):
-                    digest = entry.ref.digest
-                    if all(holder.source is None for holder in self.registry.holders(digest)):
-                        self._lost.add(digest)
-                    self._tell(digest)
+            self._contents.tell_all()
             return
         if self._root.path is not None:
-            await asyncio.to_thread(self._announce_root)
+            await asyncio.to_thread(_announce_root, self._root, self.rules, self.registry)
         for name, path in self._config.adapters:
             try:
                 await self.load(name, AdapterSource(os.path.abspath(path), follow_links=True))
@@ -392,17 +389,27 @@ class Models:
             await self.entry(default)
         self.rules.is_up = True
 
-    def _announce_root(self) -> None:
-        """Make every adapter folder under the root known by its name; what is not a legal name is passed over."""
-        found = 0
-        for name, source in self._root.folders():
-            if name in self.base_names:
-                continue
-            try:
-                self.rules.check_no_checkpoint(name)
-                self.rules.check_reserved(name)
-                self.registry.announce(name, source)
-                found += 1
-            except InvalidRequest as e:
-                log("adapter folder passed over", folder=name, reason=e.message)
-        log("adapter root read", root=self._root.path, adapters=found)
+
+def _under_root(root: AdapterRoot, rules: NameRules, registry: Registry, name: str) -> AdapterSource | None:
+    """Return the folder `name` under `root`; None if there is none or the name is not allowed."""
+    try:
+        registry.check(name)
+    except InvalidRequest:
+        return None
+    return None if rules.is_checkpoint(name) else root.find(name)
+
+
+def _announce_root(root: AdapterRoot, rules: NameRules, registry: Registry) -> None:
+    """Register every adapter folder under `root` by its name. Folders whose names are not allowed are logged."""
+    found = 0
+    for name, source in root.folders():
+        if rules.is_base(name):
+            continue
+        try:
+            rules.check_no_checkpoint(name)
+            rules.check_reserved(name)
+            registry.announce(name, source)
+            found += 1
+        except InvalidRequest as e:
+            log("adapter folder passed over", folder=name, reason=e.message)
+    log("adapter root read", root=root.path, adapters=found)

@@ -10,48 +10,52 @@ from mlx_tandem.errors import Conflict
 
 
 class NameRules:
-    """The names that are taken on one server. What is wrong with one is raised as InvalidRequest naming `name`."""
+    """The rules for new names on one server. Its checks raise InvalidRequest naming `name`."""
 
     def __init__(self, base_names: frozenset[str], registry: Registry, aliases: Aliases, trained: str | None):
-        """`trained`: the name of the adapter that the server trains."""
+        """Set up the rules. `trained` is the name of the adapter that the server trains; None if it trains none."""
         self._base_names = base_names
         self._reserved = frozenset(name.casefold() for name in base_names)
         self._registry = registry
         self._aliases = aliases
         self._trained = trained
         self.is_up = False
-        """Whether the settings' adapters are there. Before that the trained one may be what training begins with."""
+        """Whether the settings' adapters are loaded. Until then, a folder may be loaded under the trained name."""
         self.is_checkpoint: Callable[[str], bool] = lambda name: False
-        """A function that says whether a name is that of a checkpoint, so that nothing else may have it."""
+        """A function that returns whether a name belongs to a checkpoint, so that nothing else may take it."""
+
+    def is_base(self, name: str) -> bool:
+        """Return whether `name` is exactly a name of the base model."""
+        return name in self._base_names
 
     def is_reserved(self, name: str) -> bool:
-        """Return whether `name` is one of the base model's, in whatever case."""
+        """Return whether `name` is a name of the base model. Upper and lower case are not told apart."""
         return name.casefold() in self._reserved
 
     def check_reserved(self, name: str) -> None:
-        """Raise Conflict when `name` is one of the base model's, in whatever case."""
+        """Raise Conflict when `name` is a name of the base model. Upper and lower case are not told apart."""
         if name in self._base_names:
             raise Conflict(f"{name!r} is the name of the base model", param="name")
         if self.is_reserved(name):
             raise Conflict(f"{name!r} differs from a name of the base model in case only", param="name")
 
     def check_no_checkpoint(self, name: str) -> None:
-        """Raise Conflict when `name` is that of a checkpoint."""
+        """Raise Conflict when `name` is the name of a checkpoint."""
         if self.is_checkpoint(name):
             raise Conflict(f"{name!r} is the name of a checkpoint of this server", param="name")
 
     def check_untrained(self, name: str) -> None:
-        """Raise Conflict when `name` is that of the trained adapter."""
+        """Raise Conflict when `name` is the name of the trained adapter."""
         if name == self._trained and self.is_up:
             raise Conflict(f"{name!r} is trained by this server", param="name")
 
     def check_adapter(self, name: str) -> None:
-        """Raise unless an adapter may be called `name`, be it one that is there already."""
+        """Raise InvalidRequest unless an adapter may have the name `name`. An adapter that exists may keep its name."""
         self._check_others(name)
         self.check_no_checkpoint(name)
 
     def check_free(self, name: str) -> None:
-        """Raise unless nothing is called `name`, so that a new checkpoint may be."""
+        """Raise InvalidRequest unless `name` is legal and not in use, so that a new checkpoint may take it."""
         self._check_others(name)
         if name in self._registry:
             raise Conflict(f"{name!r} is the name of an adapter", param="name")
@@ -64,7 +68,7 @@ class NameRules:
         self.check_no_checkpoint(name)
 
     def _check_others(self, name: str) -> None:
-        """Raise if `name` is no name of an adapter, or that of the base, an alias or the trained adapter."""
+        """Raise if `name` is not a legal adapter name, or belongs to the base, an alias or the trained adapter."""
         self._registry.check(name)
         self.check_reserved(name)
         if name in self._aliases:

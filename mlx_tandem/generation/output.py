@@ -1,4 +1,4 @@
-"""The text of one choice, from the engine's deltas."""
+"""The text of one choice, decoded from the engine's deltas."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ class TextOptions:
     """Options for turning the tokens of a choice into its text."""
 
     stops: tuple[str, ...] = ()
-    include_stop: bool = False  # what ended the choice is part of its text
+    include_stop: bool = False  # the stop string or token that ended the choice is part of its text
     show_special: bool = False
-    silent: bool = False  # there is none: the request was about its prompt only
+    silent: bool = False  # the request only asks about its prompt, and its choices have no text
 
     def choices(
         self, count: int, tokenizer: Tokenizer, params: SamplingParams, eos: Collection[int]
     ) -> list[ChoiceText]:
-        """Return `count` fresh choices of a model that ends its texts with the token ids `eos`."""
+        """Return `count` new choices. The model ends its texts with one of the token ids `eos`."""
         ends = frozenset((*(() if params.ignore_eos else eos), *params.stop_token_ids))
         kind = SilentChoice if self.silent else ChoiceText
         return [kind(tokenizer, self, ends, params.min_tokens) for _ in range(count)]
 
 
 class ChoiceText:
-    """A choice whose deltas become pieces of text. It has ended when `finish` is set.
+    """A choice whose deltas become pieces of text. The choice has ended when `finish` is set.
 
-    When a stop string ends the choice, `stopped` is set as well: the engine does not know yet, so the caller cancels
-    the choice there. `last_tokens` and `last_logprobs` are the tokens that the last piece covers.
+    When a stop string has ended the choice before the engine did, `stopped` is set as well, and the caller has to
+    cancel the choice in the engine. `last_tokens` and `last_logprobs` belong to the piece that `push` returned last.
     """
 
     __slots__ = (
@@ -62,15 +62,15 @@ class ChoiceText:
 
     @property
     def stop(self) -> str | None:
-        """Return the stop string that has ended the choice."""
+        """The stop string that has ended the choice; None if no stop string did."""
         return None if self._stops is None else self._stops.hit
 
     def push(self, delta: Delta) -> str:
-        """Return the text that `delta` adds. The token that ended the choice is counted, but as a rule not shown."""
+        """Return the text that `delta` adds. The token that ended the choice counts, but is shown only on request."""
         tokens = self.last_tokens = delta.tokens
         self.last_logprobs = delta.logprobs or ()
         self.count += len(tokens)
-        if self._stops is None and delta.finish is None and len(tokens) == 1:  # most tokens that are ever streamed
+        if self._stops is None and delta.finish is None and len(tokens) == 1:  # Fast path of almost every token.
             return self._decode(tokens[0])
         shown: Sequence[int] = tokens
         if delta.finish is not None:
@@ -83,9 +83,10 @@ class ChoiceText:
         return text + self._decoder.flush() if self.finish is not None else text
 
     def _push_with_stops(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens` up to the first stop string that they complete."""
         assert self._stops is not None
         pieces: list[str] = []
-        spare = self._min_tokens - self.count + len(self.last_tokens)  # tokens that no stop string may end with
+        spare = self._min_tokens - self.count + len(self.last_tokens)  # first tokens that may not complete a stop
         for i, token in enumerate(tokens):
             self._stops.armed = i >= spare
             pieces.append(self._stops.push(self._decode(token)))
@@ -109,12 +110,12 @@ class ChoiceText:
 
 
 class SilentChoice(ChoiceText):
-    """A choice of a request that wants no token: the one that the engine drew is dropped."""
+    """A choice of a request that wants no tokens. It drops the one token that the engine has to draw."""
 
     __slots__ = ()
 
     def push(self, delta: Delta) -> str:
-        """Return no text."""
+        """Return an empty string."""
         if delta.finish is not None:
             self.finish = "length"
         return ""

@@ -1,4 +1,4 @@
-"""The seam for parsers, which find reasoning and tool calls in the text of a choice."""
+"""The interface of parsers, which find reasoning and tool calls in the text of a choice."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from mlx_tandem.generation.events import Said
 
 
 class Parser(Protocol):
-    """Reads the text of one choice in pieces and says it as events, in order and without details.
+    """A reader of one choice's text, which turns the pieces into events in order and without details.
 
-    What may still become a marker is held back, so no more than the longest marker. A text that is no proper call or
-    thought is said as text: a parser raises nothing.
+    A parser holds back text that may still become a marker, which is never longer than the longest marker. It turns
+    malformed calls and thoughts into plain text and raises nothing.
     """
 
     def push(self, text: str) -> Iterable[Said]:
@@ -20,9 +20,9 @@ class Parser(Protocol):
         ...
 
     def flush(self) -> Iterable[Said]:
-        """Return what was held back, now that no more text comes."""
+        """Return the events for the text that was held back. The text of the choice is complete."""
         ...
 
 
 MakeParser = Callable[[int], Parser]
-"""Makes the parser of the choice with this number."""
+"""A function that returns the parser for the choice with the given number."""

@@ -1,6 +1,6 @@
-"""A prompt's text in parts."""
+"""The type of a part of a prompt's text."""
 
 from __future__ import annotations
 
 Part = tuple[str, bool]
-"""A piece of a prompt, and whether it is plain: no special token is read out of a plain piece, whatever it spells."""
+"""A piece of a prompt's text, and whether it is plain. A plain piece never encodes to a special token."""

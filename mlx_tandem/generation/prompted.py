@@ -1,4 +1,4 @@
-"""A checked request with its prompts as token ids, ready for the engine."""
+"""Checked requests whose prompts are token ids, ready for the engine."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from mlx_tandem.types import AdapterRef, Request, SamplingParams
 
 @dataclass(frozen=True)
 class Prompted:
-    """A request to generate. Choices are numbered over all prompts: prompt k's choice i is k * n + i."""
+    """A checked request to generate. Choice i of prompt k has the number k * n + i."""
 
     prompts: Sequence[Sequence[int]]
     adapters: Sequence[AdapterRef | None]  # of each prompt; None: the base model
     params: SamplingParams
     n: int = 1  # choices of each prompt
     text: TextOptions = field(default_factory=TextOptions)
-    parser: MakeParser | None = None  # None: all text is text
-    version: int | None = None  # the pinned version, to be named for each token; None: versions are not asked for
+    parser: MakeParser | None = None  # None: no parser looks for reasoning and tool calls in the text
+    version: int | None = None  # the pinned version, named for each token; None: the caller wants no versions
     running_usage: bool = False  # a Usage event comes before each event that counts tokens
     priority: int = 0
-    follow: bool = False  # go on under newer versions of the adapter as they come
-    background: bool = False  # in learning's share of the device
+    follow: bool = False  # the request continues under newer versions of the adapter when they are published
+    background: bool = False  # the request runs in learning's share of the device
 
     @property
     def choices(self) -> int:
-        """Return the number of choices of all prompts."""
+        """The number of choices of all prompts."""
         return len(self.prompts) * self.n
 
     @property
     def prompt_tokens(self) -> int:
-        """Return the number of tokens of all prompts."""
+        """The number of tokens of all prompts."""
         return sum(map(len, self.prompts))
 
     def requests(self, client: EngineClient) -> list[Request]:
-        """Return the engine's requests, one for each prompt, with fresh ids."""
+        """Return the engine's requests, one for each prompt, with new ids."""
         return [
             Request(
                 id=id,

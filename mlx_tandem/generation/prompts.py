@@ -1,4 +1,4 @@
-"""Prompts as token ids: texts and conversations in, short ones tokenised at once and long ones in another process."""
+"""Turning texts and conversations into token ids. Long texts are tokenised in another process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from mlx_tandem.generation.tokenizing.listing import Listing, listing
 from mlx_tandem.limits import check_token_ids
 
 LONG_TEXT = 8192
-"""Characters, or token ids, from which on a text goes to another process, so that streams do not wait for it."""
+"""Fewest characters, or token ids, of a text that another process handles, so that streams do not wait for it."""
 
 
 class Prompts:
-    """A model's tokenizer and chat template. Belongs to one event loop. What is wrong is raised as InvalidRequest."""
+    """A model's tokenizer and chat template. It belongs to one event loop, and refuses requests with InvalidRequest."""
 
     def __init__(self, folder: Path, *, template: str = "", template_seconds: float = 1.0):
-        """`template` is a file or a chat template; empty: the model's own. `template_seconds` of CPU time are what it
-        may take for one conversation. Raises ModelError."""
+        """Load the tokenizer and the chat template. Raises ModelError.
+
+        `template` is a file's path or the text of a template; if it is empty, the model's own template is used. The
+        template may take `template_seconds` of CPU time for one conversation.
+        """
         self.tokenizer = Tokenizer.load(folder)
         seconds = template_seconds
         self.template = (
@@ -46,19 +49,19 @@ class Prompts:
         await self._long.close()
 
     async def text(self, text: str, param: str, *, begins: bool = True, total: int | None = None) -> Sequence[int]:
-        """Return the token ids of a raw prompt, in which the text of a special token is meant as that token.
+        """Return the token ids of a raw prompt, in which the text of a special token means that token.
 
-        `param` is the field that errors name; `total` the characters of all prompts that the caller has. Without
-        `begins`, nothing is added that the tokenizer begins a text with.
+        `param` is the field that errors name. `total` is the number of characters of all prompts of the request. With
+        `begins`, the tokenizer adds the special tokens that begin a text.
         """
         return await self._ids([(text, False)], param, begins=begins, total=total)
 
     async def chat(self, messages: Sequence[Message], options: Mapping[str, bool] | None = None) -> Sequence[int]:
-        """Return the token ids of a conversation, up to where the assistant speaks unless `options` say otherwise."""
+        """Return the token ids of a conversation with the beginning of the answer, unless `options` say otherwise."""
         return await self._ids(await self.rendered(messages, options), "messages")
 
     async def rendered(self, messages: Sequence[Message], options: Mapping[str, bool] | None = None) -> list[Part]:
-        """Return the text of a conversation; special tokens may be read out of the template's own parts only."""
+        """Return the text of a conversation. Only the template's own parts may encode to special tokens."""
         if self.template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         if self.tokenizer.has_normalized_specials:
@@ -66,14 +69,16 @@ class Prompts:
         return await self.template.render(messages, options)
 
     async def listing(self, parts: Sequence[Part], param: str, *, begins: bool, pieces: bool) -> Listing:
-        """Return the token ids of a text as JSON, with their pieces of the vocabulary if they are wanted."""
+        """Return the token ids of a text as JSON, with their pieces of the vocabulary if `pieces` is set."""
         if self._is_long(parts):
             return await self._long.listing(parts, param, begins=begins, pieces=pieces)
         return listing(self.tokenizer, self._encode(parts, begins), pieces=pieces)
 
     async def text_of(self, ids: Sequence[int], vocab_size: int, param: str) -> bytes:
-        """Return the text of token ids, special tokens shown, as a JSON string. Raises InvalidRequest naming the first
-        that is not in [0, `vocab_size`)."""
+        """Return the text of token ids, including special tokens, as a JSON string.
+
+        Raises InvalidRequest naming the first id that is not in [0, `vocab_size`).
+        """
         if len(ids) >= LONG_TEXT:
             return await self._long.text(ids, vocab_size, param)
         return dumps(self.tokenizer.decode(check_token_ids(ids, vocab_size, param), show_special=True))
@@ -93,12 +98,15 @@ class Prompts:
 
     @staticmethod
     def _is_long(parts: Sequence[Part], total: int | None = None) -> bool:
-        # Plain parts need a second tokenizer, which the front would rather not have in memory.
+        """Return whether another process has to tokenise these parts.
+
+        It also gets all plain parts: these need a second tokenizer, which would take memory in the front.
+        """
         size = sum(len(text) for text, _ in parts) if total is None else total
         return size >= LONG_TEXT or any(plain for _, plain in parts)
 
     async def _refuse_hidden_specials(self, messages: Sequence[Message]) -> None:
-        """Raise InvalidRequest where a message spells a special token in a way that only normalisation shows."""
+        """Raise InvalidRequest for a message that spells a special token only after normalisation."""
         shielded = shielded_messages(tuple(self.tokenizer.special_tokens), messages)
         fields, values = [], []
         for i, message in enumerate(shielded):

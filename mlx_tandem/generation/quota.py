@@ -1,4 +1,4 @@
-"""How many adapters requests may register, and how much of the engine's memory they may pin."""
+"""Limits on the adapters that requests register and on the engine memory that they pin."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from mlx_tandem.types import AdapterInfo, AdapterRef
 
 
 class AdapterQuota:
-    """The bounds of what requests may register. Adapters that the settings name, that are found under the adapter root
-    when they are asked for, or that training has made are not counted: they are the operator's."""
+    """The limits on adapters that requests register.
+
+    It does not count the operator's adapters: those of the settings, those found under the adapter root on first use,
+    and those that training has made.
+    """
 
     def __init__(self, config: Config, registry: Registry):
         lora = config.engine.lora
@@ -23,8 +26,10 @@ class AdapterQuota:
         self._registered: set[str] = set()  # labels of versions
 
     def check(self, name: str, digest: str = "") -> None:
-        """Raise QuotaExceeded if there are as many versions as may be and content with this digest (empty: not known
-        yet) would be another one of `name`."""
+        """Raise QuotaExceeded if registering content with this digest under `name` would exceed the limit of versions.
+
+        An empty `digest` means that the content is not known yet.
+        """
         if len(self._registered) < self._most or any(e.name == name for e in self._registry.holders(digest)):
             return
         if digest or name not in self._registry:
@@ -35,8 +40,10 @@ class AdapterQuota:
             )
 
     def check_pin(self, name: str, info: AdapterInfo) -> None:
-        """Raise QuotaExceeded if pinning this content as the current version of `name` would fill the engine's memory
-        for adapters with what may not leave it."""
+        """Raise QuotaExceeded if all pinned adapters together would not fit into the engine's memory for adapters.
+
+        They are counted as if this content were the pinned current version of `name`.
+        """
         pinned = {e.ref.digest: e.info.memory_bytes for e in self._registry.entries() if e.pinned and e.name != name}
         pinned[info.digest] = info.memory_bytes
         nbytes = sum(pinned.values())
@@ -48,9 +55,9 @@ class AdapterQuota:
             )
 
     def note(self, ref: AdapterRef) -> None:
-        """Count a version that a request has registered, once."""
+        """Count a version that a request has registered. A second call for the same version has no effect."""
         self._registered.add(ref.label)
 
     def forget(self, refs: Iterable[AdapterRef]) -> None:
-        """Count these versions no longer."""
+        """Stop counting these versions."""
         self._registered.difference_update(ref.label for ref in refs)

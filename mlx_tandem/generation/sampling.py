@@ -1,4 +1,4 @@
-"""Sampling parameters as callers write them, checked against `limits` and turned into the engine's."""
+"""Sampling parameters of requests, checked against `limits` and converted to the engine's parameters."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from mlx_tandem.types import SamplingParams
 
 
 class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Fields that every dialect shares; null and absent are the same.
+    """The fields that every dialect shares. Null has the same meaning as an absent field.
 
-    Ranges are those of `limits.py`. A field of type Any is checked below: its range depends on others, or what it may
-    be has no type.
+    The ranges are those of `limits.py`. The functions below check the fields of type Any, because their range depends
+    on other fields or no type describes their values.
     """
 
-    max_tokens: Any = None  # 0 where nothing is to be generated
+    max_tokens: Any = None  # 0: the request only asks about the prompt, and no token is shown
     min_tokens: Annotated[int, bounds("min_tokens")] | None = None
     temperature: Annotated[float, bounds("temperature")] | None = None
     top_p: Annotated[float, bounds("top_p")] | None = None
     top_k: Annotated[int, bounds("top_k")] | None = None
     min_p: Annotated[float, bounds("min_p")] | None = None
-    repetition_penalty: Any = None  # mlx-lm's clients say 0 for no penalty
+    repetition_penalty: Any = None  # mlx-lm's clients send 0 for no penalty
     repetition_context_size: Annotated[int, bounds("repetition_context_size")] | None = None
     presence_penalty: Annotated[float, bounds("presence_penalty")] | None = None
     frequency_penalty: Annotated[float, bounds("frequency_penalty")] | None = None
@@ -48,14 +48,14 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 _SET_APART = frozenset({"max_tokens", "min_tokens", "seed", "prompt_logprobs", "logit_bias"})
-"""Parameters with a range that are more than a number, or depend on the prompt, the model or the dialect."""
+"""Parameters with a range that are not plain numbers, or that depend on the prompt, the model or the dialect."""
 
 NUMBERS = tuple(
     field.name
     for field in fields(SamplingParams)
     if field.name in Sampling.__struct_fields__ and field.name in limits.PARAMETERS and field.name not in _SET_APART
 )
-"""Numbers that a token is drawn with as they were asked for: fields of `Sampling` and of `SamplingParams`."""
+"""Names of the numbers that go unchanged from `Sampling` to `SamplingParams`."""
 
 
 def sampling_params(
@@ -68,15 +68,15 @@ def sampling_params(
     max_tokens: tuple[str, Any] | None = None,
     echo: bool = False,
 ) -> SamplingParams:
-    """Return the engine's parameters for a prompt of `prompt` tokens.
+    """Return the engine's parameters for a prompt of `prompt` tokens. Raises InvalidRequest naming the field.
 
-    `max_tokens` is the field and its value where the dialect has another one for it. With `echo`, the prompt gets the
-    logprobs that its continuation gets.
+    `max_tokens` holds the name and the value of the field if the dialect has another field than `max_tokens` for it.
+    With `echo`, the prompt gets the same logprobs as its continuation.
     """
     check_logprobs(front, "prompt_logprobs", body.prompt_logprobs)
     field, asked = max_tokens or ("max_tokens", body.max_tokens)
     if is_silent(body, echo):
-        asked = 1  # drawn and dropped
+        asked = 1  # The engine has to draw a token, which is dropped.
     elif asked is not None:
         limits.check(field, asked)
     most = front.max_tokens(prompt, asked, field, prompt_param)
@@ -104,7 +104,7 @@ def sampling_params(
 
 
 def _numbers(front: Front, body: Sampling) -> dict[str, Any]:
-    """Return the NUMBERS that the request or else the model's folder has a value for."""
+    """Return the values of NUMBERS that the request, or else the model's folder, gives."""
     given = {name: getattr(body, name) for name in NUMBERS}
     penalty = given["repetition_penalty"]
     if type(penalty) in (int, float) and penalty == 0:
@@ -121,13 +121,13 @@ def _numbers(front: Front, body: Sampling) -> dict[str, Any]:
 
 
 def is_silent(body: Sampling, echo: bool = False) -> bool:
-    """Return whether nothing is to be generated: `max_tokens` is 0 and something is asked about the prompt."""
+    """Return whether the request only asks about its prompt: `max_tokens` is 0, and it wants an echo or logprobs."""
     asked = body.max_tokens
     return type(asked) is int and asked == 0 and (echo or body.prompt_logprobs is not None)
 
 
 def text_options(body: Sampling, echo: bool = False) -> TextOptions:
-    """Return how the tokens of the request become text."""
+    """Return the options for turning the request's tokens into text."""
     return TextOptions(
         stop_strings(body.stop),
         include_stop=bool(body.include_stop_str_in_output),
@@ -137,14 +137,14 @@ def text_options(body: Sampling, echo: bool = False) -> TextOptions:
 
 
 def check_logprobs(front: Front, param: str, asked: int | None) -> None:
-    """Raise InvalidRequest naming `param` when more alternatives are asked for than this server gives."""
+    """Raise InvalidRequest naming `param` when a request asks for more alternatives than this server allows."""
     most = front.config.server.max_logprobs
     if asked is not None and asked > most:
         raise InvalidRequest(f"{param} is {asked}; this server gives {most} at most", param=param)
 
 
 def choices(front: Front, body: Sampling) -> int:
-    """Return the checked `n`."""
+    """Return the number of choices for each prompt. Raises InvalidRequest when `n` is over the server's limit."""
     if body.n is None:
         return 1
     most = min(front.config.server.max_n, front.client.check_ready().max_num_seqs)
@@ -154,8 +154,11 @@ def choices(front: Front, body: Sampling) -> int:
 
 
 def kept_tokens(front: Front, asked: int | None, max_tokens: Any) -> int | None:
-    """Return how many of its last tokens `truncate_prompt_tokens` leaves a prompt; None: all. -1 is as many as there is
-    room for beside `max_tokens`, or beside an answer of the default length, but half of the context at least."""
+    """Return how many of a prompt's last tokens `truncate_prompt_tokens` keeps; None means all of them.
+
+    -1 keeps as many tokens as fit together with `max_tokens`. Without a usable `max_tokens`, it reserves room for an
+    answer of the default length, or for half of the context if that is less.
+    """
     if asked is None:
         return None
     if asked == 0:
@@ -170,7 +173,7 @@ def kept_tokens(front: Front, asked: int | None, max_tokens: Any) -> int | None:
 
 
 def stop_strings(value: Any) -> tuple[str, ...]:
-    """Return the checked `stop`: nothing, one string or a list."""
+    """Return the strings of `stop`, which is None, one string or a list. Raises InvalidRequest naming `stop`."""
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
@@ -188,7 +191,7 @@ _MOST_IDS = {"stop_token_ids": limits.MAX_STOP_TOKEN_IDS, "allowed_token_ids": l
 
 
 def _token_ids(value: Any, vocabulary: int, param: str) -> tuple[int, ...]:
-    """Return a checked list of token ids; () for none. A list of allowed tokens must have one."""
+    """Return a checked list of token ids; () for None. Raises InvalidRequest for an empty list of allowed tokens."""
     if value is None:
         return ()
     if isinstance(value, list) and len(value) > _MOST_IDS[param]:
@@ -200,19 +203,20 @@ def _token_ids(value: Any, vocabulary: int, param: str) -> tuple[int, ...]:
 
 
 def _repetition_context(asked: int | None, longest: int) -> int:
-    """Return the window of the repetition penalty; 0 where it holds all tokens of a sequence of `longest`."""
+    """Return the window of the repetition penalty in tokens; 0 if it covers a whole sequence of `longest` tokens."""
     window = asked or 0
     return window if window < longest else 0
 
 
 def _xtc_kept(front: Front) -> tuple[int, ...]:
-    """Return the tokens that XTC never leaves out, as in mlx-lm: the line break and what ends the model's answer."""
+    """Return the tokens that XTC never excludes, as in mlx-lm: the line break and the tokens that end an answer."""
     info = front.client.check_ready()
     kept = {*front.tokenizer.encode("\n"), *info.eos_token_ids}
     return tuple(sorted(t for t in kept if t < info.vocab_size))
 
 
 def _logit_bias(value: Any, vocabulary: int) -> tuple[tuple[int, float], ...]:
+    """Return the checked pairs of token id and bias. Raises InvalidRequest naming `logit_bias`."""
     if value is None:
         return ()
     if not isinstance(value, dict):

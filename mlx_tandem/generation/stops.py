@@ -1,4 +1,4 @@
-"""Stop strings over text that arrives in pieces."""
+"""The search for stop strings in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 class StopScanner:
-    """A search for the first stop string to be completed, whatever the pieces are.
+    """A search for the first completed stop string. The result does not depend on how the text is cut into pieces.
 
-    `push` gives out the text that can no longer belong to a stop string. When one is completed (the longest, if
-    several end at the same character), `hit` is set and the text ends before it, or after it with `include`. While
-    `armed` is not set, what is completed is passed over. Every stop string is followed by its own automaton, so the
-    cost per character is constant, however long the strings are.
+    `push` returns the text that can no longer belong to a stop string. When a stop string is completed (the longest, if
+    several end at the same character), `hit` is set, and the text ends before it, or after it with `include`. While
+    `armed` is false, completed stop strings are ignored. Each stop string has an automaton of its own, so the cost for
+    a character does not depend on the strings' lengths.
     """
 
     __slots__ = ("_fails", "_firsts", "_held", "_include", "_states", "_stops", "armed", "hit")
@@ -27,11 +27,11 @@ class StopScanner:
         self.hit: str | None = None
 
     def push(self, text: str) -> str:
-        """Return the text that can no longer belong to a stop string, now that `text` has come."""
+        """Add `text` and return the text that can no longer belong to a stop string."""
         if self.hit is not None:
             return ""
         if not self._held and self._firsts.isdisjoint(text):
-            return text  # no stop string begins here
+            return text  # No stop string begins in this piece.
         buffer = self._held + text
         states = self._states
         for position in range(len(self._held), len(buffer)):
@@ -57,14 +57,17 @@ class StopScanner:
         return buffer[:cut]
 
     def flush(self) -> str:
-        """Return what was held back, now that no more text comes."""
+        """Return the text that was held back. The text is complete."""
         held, self._held = self._held, ""
         self._states = [0] * len(self._stops)
         return held
 
 
 def _failure(stop: str) -> tuple[int, ...]:
-    """Return for each matched length that of the longest shorter prefix that is also its suffix."""
+    """Return the failure function of Knuth, Morris and Pratt.
+
+    Entry k is the length of the longest proper prefix of `stop[:k]` that is also its suffix.
+    """
     fails = [0, 0]
     state = 0
     for character in stop[1:]:

@@ -1,4 +1,4 @@
-"""Admission of texts to tokenise: a bound on the bytes that they hold, and places for long ones."""
+"""Admission of texts to tokenise: a limit on their bytes in memory, and places for long ones."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from mlx_tandem.errors import Overloaded
 from mlx_tandem.limits import MAX_WAITING_TEXT
 
 PLACES = 4
-"""Long texts that are worked on, or whose replies are being sent, at once."""
+"""Most long texts that are tokenised, or whose replies are being sent, at the same time."""
 
 PATIENCE = 60.0
-"""Seconds that a long text waits for a place."""
+"""Most seconds that a long text waits for a place."""
 
 LEAST = 4096
-"""Bytes that a request counts for, however short it is."""
+"""Fewest bytes that a request counts for, however short it is."""
 
 SHARE_OF_NEWEST = 0.1
-"""Weight of the newest text in the moving average of the pace."""
+"""Weight of the newest text in the moving average of the pace, 0 to 1."""
 
 WAITING_TEXT = "waiting_text"
-"""What refusals are counted under."""
+"""The reason under which refusals are counted."""
 
 
 class TextAdmission:
-    """Counters of the texts in memory, on one event loop. `refused` counts the refusals."""
+    """Counters of the texts in memory, on one event loop. Refusals are counted in `refused`."""
 
     def __init__(self, refused: Counter[str]):
         self._refused = refused
         self._bytes = 0
         self._places = asyncio.Semaphore(PLACES)
-        self._pace = 0.0  # seconds that the server takes for a byte of a long text, a moving average
+        self._pace = 0.0  # moving average of the seconds that the server takes for a byte of a long text
 
     @contextmanager
     def admitted(self, size: int) -> Iterator[None]:
-        """Count a request with a body of `size` bytes. Raises Overloaded when others hold too much already."""
+        """Count a request with a body of `size` bytes while the block runs.
+
+        Raises Overloaded when the bytes of all requests would be over the limit. A single request is always admitted.
+        """
         size = max(size, LEAST)
         if self._bytes and self._bytes + size > MAX_WAITING_TEXT:
             raise self._refusal(429)
@@ -47,7 +50,7 @@ class TextAdmission:
 
     @contextmanager
     def counted(self, size: int) -> Iterator[None]:
-        """Count `size` more bytes for as long as they are in memory: of a reply that needs no place."""
+        """Count `size` more bytes while the block runs. Replies that need no place are counted with this."""
         self._bytes += size
         try:
             yield
@@ -56,7 +59,7 @@ class TextAdmission:
 
     @asynccontextmanager
     async def place(self, size: int) -> AsyncIterator[None]:
-        """Hold one of the places for a text of about `size` bytes. Raises Overloaded when none becomes free."""
+        """Hold a place for a text of about `size` bytes. Raises Overloaded when none becomes free within PATIENCE."""
         try:
             async with asyncio.timeout(PATIENCE):
                 await self._places.acquire()
@@ -71,5 +74,6 @@ class TextAdmission:
             self._pace += SHARE_OF_NEWEST * (pace - self._pace)
 
     def _refusal(self, status: int) -> Overloaded:
+        """Count a refusal and return its error with this HTTP status."""
         self._refused[WAITING_TEXT] += 1
         return Overloaded("too many texts wait to be tokenised", retry_after=self._bytes * self._pace, status=status)

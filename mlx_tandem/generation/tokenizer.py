@@ -1,6 +1,6 @@
-"""The tokenizer of a model folder, straight from `tokenizer.json`.
+"""The tokenizer of a model folder, which is read from `tokenizer.json`.
 
-Only the `tokenizers` library is used, so the front never imports a model framework.
+It uses only the `tokenizers` library, so the front never imports a model framework.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ SENTENCEPIECE = {"Replace", "ByteFallback", "Fuse", "Strip", "Metaspace"}
 
 
 _TRIAL = "Hello, wörld!\n 1 + 2 = 3 🙂"
-"""What every tokenizer can encode, whatever it makes of it."""
+"""A text that every working tokenizer can encode."""
 
 
 @contextmanager
 def _contained(error: Callable[[str], InvalidRequest]) -> Iterator[None]:
-    """Raise whatever the library fails with as `error` of its first line. The library raises bare Exception for a
-    malformed file; for some files that it takes it panics later, which is no Exception."""
+    """Convert each failure of the library to the result of `error`, which gets the first line of the failure's message.
+
+    The library raises a bare Exception for a malformed file. Some malformed files make it panic later, and a panic is
+    not derived from Exception.
+    """
     try:
         yield
     except ModelError:
@@ -50,12 +53,12 @@ def _cannot_encode(why: str) -> InvalidRequest:
 
 
 class Decoder:
-    """A decoder that gives text as soon as it can no longer change.
+    """An incremental decoder that returns text as soon as it can no longer change.
 
-    Each token stands for bytes, and the text is their UTF-8 decoding, with a replacement character for what is
-    none. That is linear in the tokens whatever they are, never holds back more than an unfinished character, and keeps
-    the space before a first word. (The library's own incremental decoder holds back runs of stray bytes for
-    ever, and raises on some.)
+    Each token stands for bytes, and the text is their UTF-8 decoding, with a replacement character for invalid bytes.
+    The time is linear in the number of tokens, at most an unfinished character is held back, and the space before a
+    first word is kept. (The library's own incremental decoder holds back runs of invalid bytes forever, and raises for
+    some of them.)
     """
 
     __slots__ = ("_decode", "_table")
@@ -65,10 +68,11 @@ class Decoder:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token: int) -> str:
+        """Return the text that `token` completes, which may be empty."""
         return self._decode(self._table[token])
 
     def flush(self) -> str:
-        """Return what is left when no more tokens come."""
+        """Return the rest of the text after the last token."""
         return self._decode(b"", True)
 
 
@@ -82,7 +86,7 @@ class Tokenizer:
         self.special_tokens: dict[str, int] = {t.content: i for i, t in added.items() if t.special}
         self.special_ids = frozenset(self.special_tokens.values())
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        # A special token that is matched after normalisation can be spelled in ways that a search for its text misses.
+        # If special tokens are matched after normalisation, a search for their text misses some of their spellings.
         self.has_normalized_specials = backend.normalizer is not None and any(
             t.special and t.normalized for t in added.values()
         )
@@ -111,10 +115,11 @@ class Tokenizer:
 
     @property
     def config(self) -> dict[str, Any]:
+        """The contents of `tokenizer_config.json`; {} without that file."""
         return self._config
 
     def special_texts(self) -> dict[str, str]:
-        """Return `bos_token`, `eos_token` … as text, for chat templates, without those that the folder leaves out."""
+        """Return the texts of `bos_token`, `eos_token` and so on for chat templates, as far as the folder has them."""
         texts: dict[str, str] = {}
         for key in TEXT_SPECIALS:
             value = self._config.get(key)
@@ -125,28 +130,31 @@ class Tokenizer:
         return texts
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Return token ids; the text of a special token becomes its id. The interpreter lock is free meanwhile."""
+        """Return the token ids of `text`. The text of a special token becomes its id.
+
+        The call releases the interpreter lock. Raises InvalidRequest for a text that cannot be encoded.
+        """
         with _contained(_cannot_encode):
             return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def encode_parts(self, parts: Iterable[Part]) -> list[int]:
-        """Return the token ids of a text in parts. Those of its plain parts contain no special token."""
+        """Return the token ids of a text in parts. The ids of plain parts contain no special token."""
         ids: list[int] = []
         for text, plain in parts:
             ids += self.encode_plain(text) if plain else self.encode(text)
         return ids
 
     def spells_special(self, text: str) -> bool:
-        """Return whether a special token is read out of `text`."""
+        """Return whether `text` encodes to ids that include a special token."""
         return not self.special_ids.isdisjoint(self.encode(text))
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return token ids that contain no special token, whatever `text` says."""
+        """Return the token ids of `text` without any special token, whatever `text` spells. Raises InvalidRequest."""
         with _contained(_cannot_encode):
             ids = list(self._plain.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         if self.special_ids.isdisjoint(ids):
             return ids
-        # Some vocabularies reach a special token by ordinary merges too; a smaller piece cannot spell it.
+        # In some vocabularies ordinary merges also lead to a special token. A smaller piece cannot spell it.
         if len(text) == 1:
             raise InvalidRequest("a message contains a character that only a control token can stand for")
         half = len(text) // 2
@@ -163,25 +171,25 @@ class Tokenizer:
         return Decoder(self._bytes if show_special else self._text_bytes)
 
     def decode(self, ids: Iterable[int], *, show_special: bool = False) -> str:
-        """Return the text of `ids`, without special tokens unless they are to be shown."""
+        """Return the text of `ids`, with special tokens only if `show_special` is set."""
         table = self._bytes if show_special else self._text_bytes
         return b"".join(map(table.__getitem__, ids)).decode("utf-8", "replace")
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that one token stands for, special tokens by their text."""
+        """Return the bytes that one token stands for. A special token stands for its text."""
         return self._bytes[token]
 
     def token_text(self, token: int) -> str:
-        """Return one token alone as text; a part of a character becomes a replacement character."""
+        """Return the text of one token alone. An incomplete character becomes a replacement character."""
         return self._bytes[token].decode("utf-8", "replace")
 
     def piece(self, token: int) -> str:
-        """Return the token as the vocabulary writes it; empty for an id that has none."""
+        """Return the token as the vocabulary writes it; an empty string for an id without an entry."""
         return self._backend.id_to_token(token) or ""
 
 
 class _TokenBytes(dict[int, bytes]):
-    """Bytes of a token, worked out when first asked for: most of a vocabulary is never seen."""
+    """A table of each token's bytes. An entry is computed on first use, because most of a vocabulary never occurs."""
 
     def __init__(self, backend: Backend, kinds: set[str], added: dict[int, str]):
         super().__init__()
@@ -198,7 +206,7 @@ class _TokenBytes(dict[int, bytes]):
         if token in self._added:
             return self._added[token].encode()
         piece: str | None = self._backend.id_to_token(token)
-        if piece is None:  # padding rows of the embedding
+        if piece is None:  # Padding rows of the embedding have no token.
             return b""
         if self._byte_level:
             try:
@@ -211,7 +219,7 @@ class _TokenBytes(dict[int, bytes]):
 
 
 class _VisibleBytes(dict[int, bytes]):
-    """Bytes of a token that are shown: none for special tokens."""
+    """A table of the bytes that each token shows. Special tokens show none."""
 
     def __init__(self, table: _TokenBytes, hidden: Iterable[int]):
         super().__init__(dict.fromkeys(hidden, b""))
@@ -223,6 +231,7 @@ class _VisibleBytes(dict[int, bytes]):
 
 
 def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
+    """Return the type names of a decoder from `tokenizer.json`; for a sequence, those of its members."""
     if decoder is None:
         return set()
     return (
@@ -231,7 +240,7 @@ def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
 
 
 def _byte_of_char() -> dict[str, int]:
-    """Return the bytes by the printable characters that byte-level vocabularies write for them (GPT-2's table)."""
+    """Return a byte for each printable character that byte-level vocabularies write for it (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(b): b for b in printable}
     others = [b for b in range(256) if b not in set(printable)]

@@ -1,1 +1,1 @@
-"""HTTP: dialects over the engine client. `front` is free of the web framework; the rest is built on it."""
+"""The HTTP server: it reads requests of all dialects, runs them on the front, and sends the replies."""

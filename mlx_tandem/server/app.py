@@ -1,4 +1,4 @@
-"""The HTTP application: the routes of the dialects, and the server's own, over one front."""
+"""The HTTP application, which has the routes of the dialects and the server's own over one front."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 
 def create_app(front: ServerFront, routes: Sequence[Route] = ROUTES) -> Starlette:
-    """Return the application over `front`, which is started by the caller. Every answer is an ASGI application of its
-    own. `routes` are those of the dialects."""
+    """Return the application over `front`, which the caller starts. `routes` are those of the dialects.
+
+    Each reply is itself an ASGI application.
+    """
     server = front.config.server
     limit = BodyLimit(server.max_request_bytes, server.receive_timeout_s)
     described = b""
@@ -61,6 +63,7 @@ def create_app(front: ServerFront, routes: Sequence[Route] = ROUTES) -> Starlett
 
 
 def _json(body: Any, status: int = 200) -> Response:
+    """Return a reply with `body` as JSON."""
     return Response(dumps(body), status, media_type="application/json")
 
 
@@ -76,7 +79,7 @@ def _endpoint(front: ServerFront, route: Route, limit: BodyLimit) -> Endpoint:
             return TextReply(front, request, body, limit, route.handler)
         values: list[Any] = [request.path_params[name] for name in parameters]
         if body is not None:
-            # What cannot be done is refused before its body is worked on.
+            # A request that cannot be admitted now is refused before its body is read.
             if route.reads == "prompts":
                 front.check_open()
             else:
@@ -90,7 +93,7 @@ def _endpoint(front: ServerFront, route: Route, limit: BodyLimit) -> Endpoint:
 
 
 def _answer(front: ServerFront, found: Any) -> ASGIApp:
-    """Return what a handler has found as an answer."""
+    """Return the reply for what a handler has returned."""
     match found:
         case Plan():
             return StreamReply(front, found) if found.stream else WholeReply(front, found)
@@ -105,7 +108,7 @@ def _answer(front: ServerFront, found: Any) -> ASGIApp:
 
 
 def _own_endpoints(front: ServerFront) -> dict[str, Endpoint]:
-    """Return the server's own endpoints by their paths, all of them for GET."""
+    """Return the server's own endpoints by their paths. All of them are for GET."""
 
     async def get_engine_metrics(request: Request) -> ASGIApp:
         return _json(engine_metrics(front))

@@ -1,4 +1,4 @@
-"""Who may ask: the API key, and the Host header against pages that point a name of theirs at this machine."""
+"""Access control: the API key, and a check of the Host header against DNS rebinding."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from mlx_tandem.server.error_reply import ErrorReply
 from mlx_tandem.server.keys import is_loopback
 
 PUBLIC = frozenset({"/health", "/livez", "/readyz"})
-"""Paths that are answered without a key, to GET only; /health then tells nothing but its status."""
+"""Paths whose GET needs no key. Without a key, /health tells nothing but its status."""
 
 _HOST = re.compile(rb"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,255})(:[0-9]{1,5})?")
 
 
 class Gate:
-    """ASGI middleware before the routes: it looks at the head of a request and never at its body.
+    """ASGI middleware that checks the Host header and the key of each request before its body is read.
 
-    `scope["key_shown"]` tells routes whether the caller brought the key or none is asked for.
+    It sets `scope["key_shown"]` to whether the request has the key, or the server asks for none.
     """
 
     def __init__(self, app: ASGIApp, key: str, server: ServerConfig, metrics: Metrics):
+        """Guard `app` with `key`; an empty key means that none is asked for. Refusals are counted in `metrics`."""
         self._app = app
         self._metrics = metrics
         self._digest = hashlib.sha256(key.encode()).digest() if key else None
-        # Only a browser can be made to send a request with a foreign Host, and it cannot be made to bring the key.
+        # A web page can make a browser send a request with a foreign Host, but such a request does not have the key.
         if server.allowed_hosts or (not key and is_loopback(server.host)):
             self._hosts: frozenset[str] | None = frozenset(h.lower() for h in (server.host, *server.allowed_hosts))
         else:
@@ -41,6 +42,7 @@ class Gate:
         self._is_ours = lru_cache(64)(self._takes_host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check a request and pass it on to the application, or refuse it."""
         if scope["type"] != "http":
             return
         hosts: list[bytes] = []
@@ -67,12 +69,16 @@ class Gate:
     async def _refuse(
         self, error: Forbidden | Unauthorized, scope: Scope, receive: Receive, send: Send, *extra: tuple[bytes, bytes]
     ) -> None:
+        """Count and log `error`, and send it as the reply with the headers `extra`."""
         note(self._metrics, error, scope)
         await ErrorReply(error, [*refusal_headers(error, scope["headers"]), *extra])(scope, receive, send)
 
     @staticmethod
     def _opens(credentials: list[bytes], keys: list[bytes], digest: bytes) -> bool:
-        """Return whether the one Authorization or the one X-Api-Key is the key. A proxy may have added the other."""
+        """Return whether the request's only Authorization or its only X-Api-Key header has the key.
+
+        One of the two is enough, because a proxy may have added the other. Keys are compared in constant time.
+        """
         shown = keys if len(keys) == 1 else []
         if len(credentials) == 1:
             scheme, _, key = credentials[0].partition(b" ")
@@ -81,6 +87,7 @@ class Gate:
         return any(hmac.compare_digest(hashlib.sha256(key).digest(), digest) for key in shown)
 
     def _takes_host(self, value: bytes) -> bool:
+        """Return whether this Host header names this server."""
         found = _HOST.fullmatch(value.lower())
         if found is None or self._hosts is None:
             return False
@@ -89,7 +96,7 @@ class Gate:
 
 
 def _foreign(hosts: list[bytes]) -> Forbidden:
-    """Return the refusal of a request with these Host headers. It has what the client sent escaped and cut."""
+    """Return the refusal of a request with these Host headers, of which it quotes at most 100 escaped bytes."""
     code = "host_not_allowed"
     if len(hosts) != 1:
         return Forbidden(f"the request has {len(hosts) or 'no'} Host headers; one is needed", code=code)

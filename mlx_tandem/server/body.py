@@ -1,4 +1,4 @@
-"""Request bodies: media type and size checked, read under a limit."""
+"""Reading request bodies, with checks of their media type, size and time."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from mlx_tandem.errors import InvalidRequest, ReceiveTimeout, TandemError, TooLa
 T = TypeVar("T")
 
 PLAIN = ("", "application/x-www-form-urlencoded")
-"""Content types of a curl that was told none: without a body, and with one."""
+"""Content types that curl sends by default, without a body and with one."""
 
 SMALL_BODY = 65_536
-"""Bytes of an unread body up to which it is let in and dropped, so that the connection can be used again."""
+"""Most bytes of a small body. After a refusal, a small body is received and dropped to keep the connection usable."""
 
 
 @dataclass(frozen=True)
 class BodyLimit:
-    size: int  # bytes
-    seconds: float  # until all of it has come
+    """The limits of a request body."""
+
+    size: int  # most bytes
+    seconds: float  # most seconds until all of it has arrived
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while a large body is decoded, so that the loop does something else between two of them."""
+    """Held while a large body is decoded, so that the loop can do other work between two of them."""
 
 
 async def read_json(
@@ -37,11 +39,13 @@ async def read_json(
     plain: bool = False,
     select: Callable[[Any], Any] = lambda value: value,
 ) -> T:
-    """Return the body as `kind`, after `select` has been applied to what the JSON says. A browser page cannot send this
-    content type to another origin without asking first.
+    """Return the body as `kind`, after `select` has been applied to the decoded JSON.
 
-    With `plain` no body is {}, and what curl sends without being told a content type is taken, too. A page can send
-    that without asking, but not without its Origin.
+    The content type has to be application/json, which a web page cannot send to another origin without a preflight.
+    With `plain`, a missing body counts as {}, and curl's default content types are accepted as well. A web page can
+    send these without a preflight, but then its request has an Origin header, and such a request is refused.
+
+    Raises UnsupportedMedia, ReceiveTimeout, TooLarge and InvalidRequest, and ClientDisconnect when the client leaves.
     """
     media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json" and not (plain and media in PLAIN and "origin" not in request.headers):
@@ -64,6 +68,7 @@ async def read_json(
 
 
 async def _read(request: Request, limit: int) -> bytes:
+    """Return the whole body. Raises TooLarge for more than `limit` bytes, and ClientDisconnect."""
     too_large = TooLarge(f"the body is over the limit of {limit} bytes")
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > limit:
@@ -84,15 +89,20 @@ async def _read(request: Request, limit: int) -> bytes:
 
 
 def refusal_headers(error: TandemError, head: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
-    """Return the header that ends the connection, for an answer that leaves more of a body unread than is worth
-    receiving. `head`: the request's headers."""
+    """Return the header that ends the connection if an error reply leaves a large part of a body unread, else [].
+
+    `head` has the request's headers.
+    """
     if error.status in (408, 413, 415) or (error.status in (401, 403, 429, 503) and _leaves_much(head)):
         return [(b"connection", b"close")]
     return []
 
 
 def _leaves_much(head: Iterable[tuple[bytes, bytes]]) -> bool:
-    # After a refusal, one who waits for 100 Continue may send the body or not: nobody can tell what comes next.
+    """Return whether a request with these headers may have a body of more than SMALL_BODY bytes.
+
+    A client that waits for 100 Continue also counts: after a refusal it may send the body or the next request.
+    """
     return any(
         name in (b"transfer-encoding", b"expect")
         or (name == b"content-length" and not (value.isdigit() and int(value[:20]) <= SMALL_BODY))

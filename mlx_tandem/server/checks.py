@@ -1,4 +1,4 @@
-"""Settings of the server that cannot be served with are refused before anything is bound. No web framework."""
+"""Checks of the server's settings before it binds a socket, without importing the web framework."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server.keys import check_exposure
 
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._\[\]:-]{1,255}")
-"""What browsers send as `Origin`: scheme, host and, where it is not the scheme's own, port, all in lower case."""
+"""An `Origin` as browsers send it: scheme, host, and a port unless it is the scheme's default, all in lower case."""
 
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+"""A path prefix such as /a/b, or an empty text."""
 
 
 def check(server: ServerConfig) -> None:
-    """Raise InvalidRequest, which names the setting."""
+    """Raise InvalidRequest naming the first setting with which the server cannot run."""
     check_exposure(server)
     _check_certificate(server)
     _check_origins(server.allowed_origins)
@@ -24,7 +25,7 @@ def check(server: ServerConfig) -> None:
 
 
 def _check_origins(origins: tuple[str, ...]) -> None:
-    """Raise InvalidRequest for what no browser sends as its `Origin`, so that no page could ever have it."""
+    """Raise InvalidRequest for a text that no browser can send as its `Origin`."""
     for origin in origins:
         if origin != "*" and not ORIGIN.fullmatch(origin):
             message = f"allowed_origins has {origin!a}: an origin is scheme://host or scheme://host:port, or * for all"
@@ -32,14 +33,14 @@ def _check_origins(origins: tuple[str, ...]) -> None:
 
 
 def _check_root_path(path: str) -> None:
-    """Raise InvalidRequest unless `path` is empty or like /tandem or /a/b."""
+    """Raise InvalidRequest unless `path` is empty or of the form /tandem or /a/b."""
     if not ROOT_PATH.fullmatch(path):
         message = f"root_path is {path!a}: it begins with / and does not end with it, such as /tandem"
         raise InvalidRequest(message, param="root_path")
 
 
 def _check_certificate(server: ServerConfig) -> None:
-    """Raise InvalidRequest for a certificate or key that cannot be served with. Nobody is asked for a passphrase."""
+    """Raise InvalidRequest for a certificate or key that cannot be used, such as a key that needs a passphrase."""
     certificate, key = server.ssl_certfile, server.ssl_keyfile
     if key and not certificate:
         raise InvalidRequest("ssl_keyfile is given without ssl_certfile", param="ssl_certfile")
@@ -56,4 +57,5 @@ def _check_certificate(server: ServerConfig) -> None:
 
 
 def _no_passphrase() -> str:
+    """Raise InvalidRequest instead of asking for a passphrase."""
     raise InvalidRequest("ssl_keyfile is encrypted: give a key without a passphrase", param="ssl_keyfile")

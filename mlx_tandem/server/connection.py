@@ -1,7 +1,7 @@
-"""One client's connection: uvicorn's HTTP/1.1, with limits on how slowly a client may send and take.
+"""A client's connection: uvicorn's HTTP/1.1, with limits on how slowly a client may send and receive.
 
-What a slow reader can hold is bounded: the write buffer up to its high-water mark, from where on nothing more is
-written, and the deltas that wait in its stream, at most one for each token up to `max_tokens`.
+The memory that a slow reader can hold is bounded: its write buffer, to which nothing is added above the high-water
+mark, and the deltas that wait in its stream, which are at most one for each token up to `max_tokens`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from mlx_tandem.server.error_log import note
 from mlx_tandem.server.request_id import request_id
 
 MAX_HEAD = 65_536
-"""Bytes of a request's head and its trailers."""
+"""Most bytes of a request's head and its trailers."""
 
 MAX_AHEAD = 8
-"""Requests sent ahead of their turn up to which more is read, so that a client that leaves is noticed behind them."""
+"""Most pipelined requests that wait while the connection is still read, so that a client that leaves is noticed."""
 
 PROBE_SECONDS = 1.0
 """Seconds between two probes of a client that has sent its last byte and waits for its answer."""
 
 MAX_ZEROS = 4
-"""Leading zeros that one chunk size may get from probes. Clients limit its digits, the strictest known ones to 16."""
+"""Most leading zeros that probes add to a chunk's size. The strictest known clients accept sizes of 16 digits."""
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that ends when the client's head or body does not come within `receive_seconds`, or when it takes
-    nothing for `write_seconds`. A request that comes in one piece costs no timer.
+    """A connection with time limits on receiving and sending.
 
-    A request that came whole is answered whatever comes behind it. Behind the last answer that is due, what is not
-    HTTP gets its refusal and the connection ends.
+    It ends when the client's head or body does not arrive within `receive_seconds`, or when the client receives nothing
+    for `write_seconds`. A request that arrives in one piece needs no timer.
+
+    A complete request is answered whatever follows it. If the data after it is not HTTP, the client gets a refusal
+    after the last answer, and the connection ends.
     """
 
     receive_seconds = 30.0
@@ -49,27 +51,29 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._part: Literal["head", "body"] | None = None  # what is awaited from the client
-        self._head_bytes = 0  # of head and trailers, as far as the parser has handed them over
-        self._held_bytes = 0  # came since the parser has handed something over
-        self._running: RequestResponseCycle | None = None  # the one before the application; `cycle` is the newest
+        self._part: Literal["head", "body"] | None = None  # the part that the client has to send next
+        self._head_bytes = 0  # bytes of head and trailers that the parser has handed over
+        self._held_bytes = 0  # bytes received since the parser last handed something over
+        self._running: RequestResponseCycle | None = None  # the request being answered; `cycle` is the newest one
         self._receiving: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
-        self._unsent = 0  # bytes at the last look
-        self._refusal: TandemError | None = None  # sent behind the last answer that is due; nothing more is parsed
+        self._unsent = 0  # bytes in the write buffer at the last check
+        self._refusal: TandemError | None = None  # sent after the last answer that is due; nothing more is parsed
         self._ended = False  # whether the client has sent its last byte while answers were due
         self._probing: asyncio.TimerHandle | None = None
-        self._zeros = 0  # how many zeros probes have written
+        self._zeros = 0  # number of zeros that probes have written
 
     # -- receiving ----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Start the timer for the first request's head."""
         super().connection_made(transport)  # type: ignore[arg-type]
         self._await()
 
     def data_received(self, data: bytes) -> None:
+        """Parse data, and keep the timer of receiving and the limit of the head up to date."""
         if self._refusal is not None:
-            return  # The data is read nevertheless, so that a client that leaves is noticed.
+            return  # The connection is still read, so that a client that leaves is noticed.
         if self._part is None and (self.cycle is None or self.cycle.response_complete):
             self._part, self._head_bytes, self._held_bytes = "head", 0, 0
         before = self._part, self.cycle
@@ -85,17 +89,17 @@ class Connection(HttpToolsProtocol):
             self._await()
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether the connection stays open, now that the client has sent its last byte: while answers are due.
+        """Return whether the connection stays open after the client's last byte, which it does while answers are due.
 
-        A client that has closed its socket sends the same FIN as one that has only closed its sending half. TCP tells
-        them apart by what is sent to them: a closed socket answers with a reset, and the next write fails. So a client
-        that is gone is noticed at the second write, and `connection_lost` cancels its work; one that sends a reset
-        itself is noticed at once. The events of a stream are such writes. Besides them the client is probed every
-        PROBE_SECONDS with what is legal there and means nothing: before an answer with `100 Continue`, which HTTP/1.1
-        clients skip (RFC 9110, 15.2), and within a stream with a leading zero of the next chunk's size (RFC 9112, 7.1).
+        A client that has closed its socket sends the same FIN as one that has closed only its sending half. TCP tells
+        them apart at the next writes: a closed socket answers the first with a reset, and the second one fails. So the
+        second write notices that a client is gone, and `connection_lost` cancels its work. A reset that the client
+        itself sends is noticed at once. The events of a stream are such writes. In addition, the client is probed every
+        PROBE_SECONDS with legal bytes that mean nothing. Before an answer these are `100 Continue`, which HTTP/1.1
+        clients skip (RFC 9110, 15.2). Within a stream they are a leading zero of the next chunk's size (RFC 9112, 7.1).
 
-        The end counts as the client's leaving where it cannot be probed: HTTP/1.0 has no interim responses (and nginx,
-        which speaks it to its upstreams, never closes one half), and TLS connections have no half to close.
+        Clients that cannot be probed count as gone: HTTP/1.0 has no interim responses (nginx uses it for its upstreams,
+        but never closes one half), and a TLS connection cannot be closed by halves.
         """
         if self._part == "body":
             if self.cycle is self._running:
@@ -111,71 +115,85 @@ class Connection(HttpToolsProtocol):
         return self._ended
 
     def on_message_begin(self) -> None:
+        """Begin a request."""
         super().on_message_begin()
         self._part, self._head_bytes, self._held_bytes = "head", 0, 0
 
     def on_url(self, url: bytes) -> None:
+        """Take a piece of the request's target."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header of the request. Trailers only count towards the size of the head."""
         self._count(len(name) + len(value) + 4)
-        if self._part == "head":  # what a trailer says comes too late to be believed
+        if self._part == "head":
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        """Start the application or queue the request, and keep reading while few requests wait."""
         super().on_headers_complete()
         self._part, self._held_bytes = "body", 0
         if 0 < len(self.pipeline) <= MAX_AHEAD:
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
+        """Take a piece of the request's body."""
         super().on_body(body)
         self._held_bytes = 0
 
     def on_message_complete(self) -> None:
+        """End a request, which has arrived completely."""
         super().on_message_complete()
         self._part, self._held_bytes = None, 0
 
     def _count(self, size: int) -> None:
+        """Add `size` bytes to the head. Raises ValueError when it becomes too large."""
         self._head_bytes += size
         self._held_bytes = 0
         if self._head_bytes > MAX_HEAD:
-            raise ValueError("the head is too large")  # ends the parser, which calls send_400_response
+            raise ValueError("the head is too large")  # The parser ends and calls send_400_response.
 
     def _await(self) -> None:
+        """Start the timer of receiving."""
         self._receiving = self.loop.call_later(self.receive_seconds, self._is_late)
 
     def _stop_waiting(self) -> None:
+        """Stop the timer of receiving."""
         if self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
 
     def _is_late(self) -> None:
+        """Refuse a head or end the connection for a body that did not arrive in time."""
         self._receiving = None
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self._await()  # it is being answered, maybe with a 408; what it sends meanwhile may wait in our buffers
+            self._await()  # An answer is under way, maybe a 408. Data that arrives meanwhile may wait in our buffers.
         elif self._part == "head":
             self._refuse(ReceiveTimeout(f"the request's head did not come within {self.receive_seconds:g} s"))
         else:
             self._close()
 
     def send_400_response(self, msg: str) -> None:
+        """Refuse data that is not HTTP, or a head that is too large."""
         if self._head_bytes > MAX_HEAD:
             self._refuse_head()
         else:
             self._refuse(InvalidRequest("this is not an HTTP request", code="invalid_request"))
 
     def _refuse_head(self) -> None:
+        """Refuse a head that is too large."""
         error = TooLarge(f"the request's head is over {MAX_HEAD} bytes")
         error.status = 431
         self._refuse(error)
 
     def _refuse(self, error: TandemError) -> None:
-        """Take nothing more from the client. It gets `error` once the requests before it are answered. A request whose
-        answer has begun gets no second one."""
+        """Accept nothing more from the client, and send it `error` after the answers to its earlier requests.
+
+        A request whose answer has begun gets no second answer.
+        """
         self._stop_waiting()
         if self._part == "body" and self.cycle is self._running:
             if not self.cycle.response_started:
@@ -191,7 +209,7 @@ class Connection(HttpToolsProtocol):
         self._finish()
 
     def _finish(self) -> None:
-        """End the connection if the client sends nothing more that will be looked at and every answer has been sent."""
+        """End the connection if no more data of the client will be parsed and all answers have been sent."""
         if self._is_answering() or not (self._ended or self._refusal is not None):
             return
         if self._refusal is not None:
@@ -199,6 +217,7 @@ class Connection(HttpToolsProtocol):
         self._close()
 
     def _write_error(self, error: TandemError, scope: MutableMapping[str, Any]) -> None:
+        """Write a whole error reply, and count and log it. `scope` is the request's."""
         note(self.metrics, error, scope)
         body = error_body(error)
         head = (
@@ -214,10 +233,11 @@ class Connection(HttpToolsProtocol):
     # -- a client that has sent its last byte ---------------------------------------------------------------------
 
     def _probe_later(self) -> None:
+        """Start the timer of the next probe."""
         self._probing = self.loop.call_later(PROBE_SECONDS, self._probe)
 
     def _probe(self) -> None:
-        """Write what a client skips and a closed socket answers with a reset."""
+        """Write bytes that a client skips and that a closed socket answers with a reset."""
         cycle = self._running
         if cycle is None or self.transport.is_closing():
             return
@@ -229,6 +249,7 @@ class Connection(HttpToolsProtocol):
         self._probe_later()
 
     def _stop_probing(self) -> None:
+        """Stop the timer of the next probe."""
         if self._probing is not None:
             self._probing.cancel()
             self._probing = None
@@ -240,6 +261,7 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
+        """End the connection if this was its last answer."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._close()
@@ -247,12 +269,13 @@ class Connection(HttpToolsProtocol):
             self._finish()
 
     def _leave(self) -> None:
-        """Tell the application that its client is gone; what it still says is dropped."""
+        """Tell the application that its client is gone. The rest of its answer is dropped."""
         if self._running is not None and not self._running.response_complete:
             self._running.disconnected = True
             self._running.message_event.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all timers, and cancel the request that is being answered."""
         self._stop_waiting()
         self._stop_writing()
         self._stop_probing()
@@ -262,29 +285,34 @@ class Connection(HttpToolsProtocol):
     # -- writing ------------------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
+        """Begin to watch whether the client receives anything, since the write buffer is full."""
         super().pause_writing()
         self._watch_writing()
 
     def resume_writing(self) -> None:
+        """Stop watching the client, since the write buffer has room again."""
         super().resume_writing()
         if not self.transport.is_closing():
             self._stop_writing()
 
     def timeout_keep_alive_handler(self) -> None:
+        """Close a connection that was idle for too long."""
         self._close()
 
     def _close(self) -> None:
-        """Close the connection once the client has taken what is written, for as long as it takes any of it."""
+        """Close the connection when the client has received all written bytes, or when it stops receiving them."""
         self.transport.close()
         self._watch_writing()
 
     def _watch_writing(self) -> None:
+        """Start the timer of writing if the write buffer is not empty."""
         self._stop_writing()
         self._unsent = self.transport.get_write_buffer_size()
         if self._unsent:
             self._writing = self.loop.call_later(self.write_seconds, self._look_at_writing)
 
     def _look_at_writing(self) -> None:
+        """Abort the connection if the client has received nothing since the last check."""
         if self.transport.get_write_buffer_size() < self._unsent:
             self._watch_writing()
         else:
@@ -292,13 +320,14 @@ class Connection(HttpToolsProtocol):
             self.transport.abort()
 
     def _stop_writing(self) -> None:
+        """Stop the timer of writing."""
         if self._writing is not None:
             self._writing.cancel()
             self._writing = None
 
 
 def connection_class(server: ServerConfig, metrics: Metrics | None = None) -> type[Connection]:
-    """Return the class that uvicorn makes the connections of; what they refuse themselves is counted in `metrics`."""
+    """Return the class of the connections for uvicorn. Their own refusals are counted in `metrics`."""
     own = {
         "receive_seconds": server.receive_timeout_s,
         "write_seconds": server.write_timeout_s,

@@ -1,4 +1,4 @@
-"""What is kept of an error reply: a count by status and code, and under `-v` a line in the log."""
+"""Recording error replies: a count by status and code, and with `-v` a line in the log."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from mlx_tandem.server.request_id import request_id
 
 
 def note(metrics: Metrics, error: TandemError, scope: MutableMapping[str, Any]) -> None:
-    """Count `error` and log it, at most RateLimit.MOST_A_SECOND times a second.
+    """Count `error` and log it. The log gets at most RateLimit.MOST_A_SECOND such lines per second.
 
-    The line names the request by its id, the client by its address and the route by its pattern. It has no part of the
-    message or of the path, which may quote what the client wrote. `scope` is {} for what is not HTTP.
+    The line has the request's id, the client's address and the route's pattern. It leaves out the message and the path,
+    which may quote the client. `scope` is that of the request; it may lack every key for data that is not HTTP.
     """
     metrics.count_error(error)
     client, route = scope.get("client"), scope.get("route")

@@ -1,4 +1,4 @@
-"""An error as an HTTP response."""
+"""HTTP responses for errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlx_tandem.server.headers import JSON_TYPE
 
 
 class ErrorReply:
-    """An error as an HTTP response."""
+    """An ASGI response with an error."""
 
     def __init__(
         self,
@@ -21,7 +21,7 @@ class ErrorReply:
         headers: Sequence[tuple[bytes, bytes]] = (),
         write: Callable[[TandemError], bytes] = error_body,
     ):
-        """`write` makes the body of the error."""
+        """Prepare the response. `write` returns the body for the error."""
         self.status = error.status
         self._body = write(error)
         self._headers = [JSON_TYPE, (b"content-length", b"%d" % len(self._body)), *headers]
@@ -29,5 +29,6 @@ class ErrorReply:
             self._headers.append((b"retry-after", b"%d" % min(math.ceil(error.retry_after), 120)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the error."""
         await send({"type": "http.response.start", "status": self.status, "headers": self._headers})
         await send({"type": "http.response.body", "body": self._body})

@@ -1,4 +1,4 @@
-"""What every request passes on its way: errors in the words of its dialect, and nothing unexpected told to a client."""
+"""Handling errors of requests: each reply has the form of its dialect, and tells nothing about internal errors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mlx_tandem.training.live.front import ServerFront
 Handler = Callable[[Request, Exception], Awaitable[Any]]
 
 ERRORS = "error_body"
-"""The key of a scope whose value writes the bodies of errors, in the dialect of the route."""
+"""The key in a request's scope for the function that writes error bodies in the form of the route's dialect."""
 
 
 def error_handlers(front: ServerFront) -> Mapping[Any, Handler]:
-    """Return the handlers by the class of the exception."""
+    """Return the handler of each class of exceptions."""
 
     async def on_tandem_error(request: Request, error: Exception) -> ASGIApp:
         assert isinstance(error, TandemError)
@@ -58,33 +58,33 @@ def error_handlers(front: ServerFront) -> Mapping[Any, Handler]:
 
 
 MOST_HEADER = 1024
-"""Bytes of a header's value in an answer."""
+"""Most bytes of a header's value in a reply."""
 
 _NOT_IN_HEADERS = re.compile(rb"[^\x20-\x7e]")
 
 
 def header_value(value: bytes) -> bytes:
-    """Return `value` with everything but printable ASCII escaped, so that no text can begin a header of its own."""
+    """Return `value` with everything but printable ASCII escaped, so that no text can begin a new header."""
     return _NOT_IN_HEADERS.sub(lambda found: b"\\x%02x" % found[0][0], value)[:MOST_HEADER]
 
 
 def _methods(request: Request) -> list[str]:
-    """Return the methods that the request's path takes, in the order of the alphabet."""
+    """Return the methods that the request's path accepts, in alphabetical order."""
     routes = [route for route in request.app.routes if route.matches(request.scope)[0] is not Match.NONE]
     return sorted({method for route in routes for method in route.methods})
 
 
 def _how(methods: list[str]) -> str:
-    """Return what to send instead, in words."""
+    """Return in words which request to send instead."""
     with_body = {"POST", "PUT"}
     return " or ".join(f"{m} with a JSON body" if m in with_body else m for m in methods if m != "HEAD")
 
 
 class Guard:
-    """The last line: no reply has a header that was not meant, and what nobody expected becomes a 500 with a fixed text
-    and one log line that quotes nothing.
+    """ASGI middleware that handles unexpected errors and cleans the headers of all replies.
 
-    Every reply gets the request's id as its `X-Request-Id`.
+    An unexpected error becomes a 500 with a fixed text, and a log line that quotes nothing from the request. Every
+    reply gets the request's id as its `X-Request-Id`.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics):
@@ -92,6 +92,7 @@ class Guard:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and clean the headers of its reply."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

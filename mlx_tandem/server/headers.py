@@ -1,4 +1,4 @@
-"""Headers that replies have in common."""
+"""Headers that several kinds of replies share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the server can answer, and what it serves."""
+"""The bodies of /health and of the endpoints with counters for people and scripts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from mlx_tandem.server.prometheus import hit_rate
 from mlx_tandem.training.live.front import ServerFront
 
 DEGRADED = 0.72
-"""Share of the memory pressure threshold from which on the pool is filling up."""
+"""Share of the memory pressure threshold from which on the server counts as degraded."""
 
 
 def status(front: ServerFront) -> str:
-    """Return `ok` or `degraded` while requests are taken, else why not."""
+    """Return `ok` or `degraded` while requests are accepted, else the reason why they are not."""
     if front.client.state != "ready":
         return "shutting_down" if front.client.state == "draining" else front.client.state
     pressure = front.admission.utilization / front.config.server.memory_pressure_threshold
@@ -24,7 +24,7 @@ def status(front: ServerFront) -> str:
 
 
 def health(front: ServerFront) -> tuple[int, dict[str, Any]]:
-    """Return HTTP status and body of /health: 200 while requests are taken, else 503 with the reason."""
+    """Return the HTTP status and the body of /health. The status is 200 while requests are accepted, else 503."""
     client = front.client
     state = status(front)
     body: dict[str, Any] = {
@@ -52,7 +52,7 @@ def health(front: ServerFront) -> tuple[int, dict[str, Any]]:
 
 
 def engine_metrics(front: ServerFront) -> dict[str, Any]:
-    """Return /v1/engine/metrics: the engine's counters and gauges, and what each adapter version did."""
+    """Return the body of /v1/engine/metrics: the counters of the engine, the front and each adapter version."""
     metrics = front.metrics
     return {
         "state": front.client.state,
@@ -76,10 +76,10 @@ def engine_metrics(front: ServerFront) -> dict[str, Any]:
 
 
 def debug_metrics(front: ServerFront) -> dict[str, Any]:
-    """Return MLX ParaLLM's /debug/metrics: what the engine's steps did since it started, which are its batches.
+    """Return the body of MLX ParaLLM's /debug/metrics, in which the engine's steps since its start are the batches.
 
-    Averages of tokens per second are over the time that the device had for requests; those of the last step are over
-    that step's. Tokens of prompts that did not have to be computed count in the total only.
+    Average tokens per second refer to the device time spent on requests, and those of the last step to its own time.
+    Prompt tokens that did not have to be computed count only in the total.
     """
     client = front.client
     stats, info = client.stats, client.info
@@ -90,7 +90,7 @@ def debug_metrics(front: ServerFront) -> dict[str, Any]:
         "avg_batch_fill_pct": 100 * stats.rows / seats if seats else 0.0,
         "batch_fill_hist": stats.batch_fill or (0,) * FILL_PARTS,
         "queue_depth_last": client.load.waiting,
-        "stream_batches_processed": stats.steps,  # streams are rows of every batch
+        "stream_batches_processed": stats.steps,  # Streams are rows of the same batches.
         "prompt_tps_avg": (stats.prompt_tokens - stats.prefix_hits) / seconds if seconds else 0.0,
         "prompt_tps_last": stats.prompt_tokens_per_s,
         "decode_tps_avg": stats.generated_tokens / seconds if seconds else 0.0,
@@ -101,13 +101,13 @@ def debug_metrics(front: ServerFront) -> dict[str, Any]:
 
 
 def cache_stats(front: ServerFront) -> dict[str, Any]:
-    """Return /v1/cache/stats: what is kept in the KV pool, and how much of the prompts was found there."""
+    """Return the body of /v1/cache/stats: the use of the KV pool, and the share of prompts found in it."""
     client = front.client
     info, stats, load = client.check_ready(), client.stats, client.load
     return {
         "enabled": front.config.engine.cache.prefix_caching,
         "block_size": info.block_size,
-        "blocks": info.num_blocks - 1,  # one is scratch
+        "blocks": info.num_blocks - 1,  # One block is scratch.
         "used_blocks": load.used_blocks,
         "cached_blocks": stats.cached_blocks,
         "queried_tokens": stats.prefix_queries,
@@ -119,6 +119,7 @@ def cache_stats(front: ServerFront) -> dict[str, Any]:
 
 
 def _disk_stats(front: ServerFront) -> dict[str, Any]:
+    """Return the counters of the cache's disk tier, and whether it is in use."""
     config, stats = front.config.engine.disk, front.client.stats
     shown: dict[str, Any] = {"enabled": config.on, "open": stats.disk is not None}
     if (disk := stats.disk) is not None:
@@ -133,4 +134,5 @@ def _disk_stats(front: ServerFront) -> dict[str, Any]:
 
 
 def _by_reason(front: ServerFront, reason: str) -> int:
+    """Return the number of choices of all models that ended for `reason`."""
     return sum(count for (_, r), count in front.metrics.finished.items() if r == reason)

@@ -1,4 +1,7 @@
-"""The API key itself, and which addresses need one. No web framework: the command line needs this, too."""
+"""Reading the API key, and the rule which addresses need one.
+
+The command line uses this module, so it does not import the web framework.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,20 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.log import log
 
 MAX_KEY = 4096
+"""Most characters of a key."""
 
 
 def _log_exposed(path: Path, mode: int) -> None:
+    """Log a key file that other users can read."""
     log("the key file can be read by others", logging.WARNING, path=str(path), mode=f"{mode:o}")
 
 
 def read_key(key: str, file: str, on_exposed: Callable[[Path, int], None] = _log_exposed) -> str:
-    """Return the key, or the first line of `file`; empty when there is none. Raises InvalidRequest, which never quotes
-    a key, for a file that holds none. `on_exposed` gets a file that others can read, and its mode."""
+    """Return `key`, or else the first line of `file`; an empty text when both are empty.
+
+    `on_exposed` is called with the path and the mode of a file that other users can read. Raises InvalidRequest, which
+    never quotes a key, for a key or file that cannot be used.
+    """
     where = "api_key"
     if not key and file:
         where, path = "api_key_file", Path(file)
@@ -42,7 +50,7 @@ def read_key(key: str, file: str, on_exposed: Callable[[Path, int], None] = _log
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address to bind, or a name without its port, is of this machine only."""
+    """Return whether an address to bind, or a host name without a port, can be reached from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -52,7 +60,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_exposure(server: ServerConfig) -> None:
-    """Raise InvalidRequest for an address that others reach while no key is asked for."""
+    """Raise InvalidRequest for an address that other machines can reach while the server asks for no key."""
     reached = not server.uds and not is_loopback(server.host)
     if reached and not (server.api_key or server.api_key_file):
         raise InvalidRequest(

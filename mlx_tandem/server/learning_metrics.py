@@ -1,4 +1,4 @@
-"""Prometheus' view of learning: this project's names, and those that MLX ParaLLM documents."""
+"""The Prometheus metrics of learning, under this project's names and those that MLX ParaLLM documents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def families(learning: Learning) -> Iterator[Metric]:
-    """Yield every family, with one value or one for each label. Counters of the loop go on over restarts."""
+    """Yield all families. The counters of the learning loop continue over restarts of the server."""
     learner = learning.learner
     status, stats = learner.status(), learning.stats
     last = learner.history[-1] if learner.history else None
@@ -55,7 +55,7 @@ def families(learning: Learning) -> Iterator[Metric]:
     ):
         yield _gauge(f"tandem_training_{name}", text, value)
 
-    # The names of MLX ParaLLM; a counter's name would get another ending than the printed one.
+    # These are MLX ParaLLM's names. The number of trajectories is a gauge, since a counter's name would end in _total.
     yield _gauge("mlx_parallm_rl_trajectories_collected", "Trajectories collected.", status.trajectories_collected)
     yield _gauge("mlx_parallm_rl_training_loss", "Of the last update.", status.loss)
     yield _gauge("mlx_parallm_rl_updates_per_second", "Over five minutes.", pace)
@@ -64,17 +64,21 @@ def families(learning: Learning) -> Iterator[Metric]:
 
 
 BAD = ("rolled_back", "refused")
+"""The outcomes of updates that were taken back or refused."""
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:
+    """Return a gauge without labels."""
     return GaugeMetricFamily(name, text, value=float(value))
 
 
 def _counter(name: str, text: str, value: float) -> Metric:
+    """Return a counter without labels."""
     return CounterMetricFamily(name, text, value=float(value))
 
 
 def _by(name: str, text: str, label: str, values: Iterable[tuple[str, int]]) -> Metric:
+    """Return a counter with a value for each value of its one label."""
     family = CounterMetricFamily(name, text, labels=[label])
     for key, value in values:
         family.add_metric([key], value)

@@ -1,4 +1,4 @@
-"""The log as it is written: one JSON line on standard error for each event."""
+"""Writing the log, with one JSON line on standard error for each event."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ import time
 from mlx_tandem.printable import MOST_SHOWN
 
 MOST_LOGGED = MOST_SHOWN
-"""Characters of one text in a line."""
+"""Most characters of one text in a line."""
 
 
 class JsonLines(logging.Formatter):
-    """Escapes everything that is not printable ASCII, so that no value can start a line of its own, and cuts what is
-    long."""
+    """A formatter that writes each record as one line of JSON.
+
+    It escapes everything but printable ASCII, so that no value can begin a new line, and shortens long texts.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the line for a record, without a line break at its end."""
         line: dict[str, object] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
@@ -46,17 +49,21 @@ def _cut(value: object) -> object:
 
 
 class RateLimit(logging.Filter):
-    """Lets `MOST_A_SECOND` lines of one event through, so that bad requests cannot fill the disk. The next one that
-    comes through says how many were dropped before it."""
+    """A filter that passes at most `MOST_A_SECOND` lines of each event per second.
+
+    Without it, bad requests could fill the disk. The first line of a later second reports in its field `dropped` how
+    many lines were dropped before it.
+    """
 
     MOST_A_SECOND = 20
 
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._seen: dict[tuple[str, object], tuple[int, int]] = {}  # (second, lines in it) of events, named in the code
+        self._seen: dict[tuple[str, object], tuple[int, int]] = {}  # (second, lines in it) by (logger, event)
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is written. Any thread may call this."""
         event, second = (record.name, record.msg), int(record.created)
         with self._lock:
             since, count = self._seen.get(event, (second, 0))
@@ -71,7 +78,7 @@ class RateLimit(logging.Filter):
 
 
 def configure(level: int = logging.INFO, handler: logging.Handler | None = None) -> None:
-    """Send this project's and the web server's events to `handler`, by default as JSON lines to standard error."""
+    """Send the events of this project and of uvicorn to `handler`, by default as JSON lines to standard error."""
     if handler is None:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(JsonLines())
@@ -80,4 +87,4 @@ def configure(level: int = logging.INFO, handler: logging.Handler | None = None)
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
         logger.propagate = False
-        logger.setLevel(level if name == "mlx_tandem" else logging.ERROR)  # it warns of what we refuse
+        logger.setLevel(level if name == "mlx_tandem" else logging.ERROR)  # Its warnings repeat our refusals.

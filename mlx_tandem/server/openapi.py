@@ -1,4 +1,4 @@
-"""The OpenAPI document of the routes: bodies from the types that they are decoded into, ranges from limits.py."""
+"""The OpenAPI document of the routes, made from the types of their bodies and the ranges in limits.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WRITTEN_OUT: dict[str, dict[str, Any]] = {
     "stop_token_ids": {"type": ["array", "null"], "items": {"type": "integer", "minimum": 0}},
     "logit_bias": {"type": ["object", "null"], "additionalProperties": {"type": "number"}},
 }
-"""Fields that are checked by hand and are no numbers."""
+"""Schemas of fields that are not numbers and that no type describes."""
 
 ERRORS = (400, 401, 403, 404, 405, 408, 409, 413, 415, 429, 431, 500, 503, 504)
 """Statuses of error replies."""
@@ -32,7 +32,7 @@ _ERROR = {"description": "What is wrong.", "content": {"application/json": {"sch
 
 
 def document(routes: Iterable[Route], *, needs_key: bool) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of `routes`. `needs_key`: whether this server asks for a key."""
+    """Return the OpenAPI 3.1 document of `routes`. `needs_key` tells whether this server asks for a key."""
     routes = list(routes)
     kinds = list(dict.fromkeys(route.body for route in routes if route.body is not None))
     references, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
@@ -60,6 +60,7 @@ def document(routes: Iterable[Route], *, needs_key: bool) -> dict[str, Any]:
 
 
 def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_key: bool) -> dict[str, Any]:
+    """Return the operation object of a route. `bodies` has the reference to each body's schema."""
     is_public = not needs_key or (route.method == "GET" and path in PUBLIC)
     operation: dict[str, Any] = {
         "operationId": "_".join(re.findall(r"\w+", f"{route.method.lower()} {path}")),
@@ -79,9 +80,9 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
 
 
 def _range(name: str, property_: dict[str, Any]) -> dict[str, Any]:
-    """Return what is known of the field `name` beside its type. `property_` is the schema that msgspec made of it."""
+    """Return the additions to the schema of the field `name`. `property_` is the schema that msgspec made of it."""
     if set(property_) != {"default"}:
-        return {}  # it has a type of its own
+        return {}  # Its own type describes it.
     if (r := limits.PARAMETERS.get(name)) is None:
         return _WRITTEN_OUT.get(name, {})
     return {"type": ["integer" if r.integer else "number", "null"], "minimum": r.low, "maximum": r.high}

@@ -1,4 +1,4 @@
-"""The text of /metrics, with vLLM's names where one exists."""
+"""The text of /metrics, which uses vLLM's names where they exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_tandem.training.live.front import ServerFront
 from mlx_tandem.types import DiskStats, EngineStats
 
 LABELLED_MODELS = 1000
-"""Names of models, and arms of aliases, that have series of their own; what the others do is counted under OTHER."""
+"""Most model names, and most arms of aliases, with series of their own. OTHER counts all further ones."""
 
 
 def render(front: ServerFront) -> bytes:
@@ -26,11 +26,12 @@ def render(front: ServerFront) -> bytes:
 
 
 def hit_rate(stats: EngineStats) -> float:
-    """Return the share of the prompt tokens that were looked up in the prefix cache and found there."""
+    """Return the share of the prompt tokens looked up in the prefix cache that were found there, 0 to 1."""
     return stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
 
 
 def _disk_families(stats: EngineStats, disk: DiskStats) -> Iterator[Metric]:
+    """Yield the families of the cache's disk tier."""
     for name, text, total in (
         ("hits", "Blocks read from the drive.", disk.hits),
         ("misses", "Reads that ended at a block that was not there or not right.", disk.misses),
@@ -58,77 +59,92 @@ def _disk_families(stats: EngineStats, disk: DiskStats) -> Iterator[Metric]:
         yield gauge
 
 
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    """Return a gauge without labels."""
+    family = GaugeMetricFamily(name, text)
+    family.add_metric([], value)
+    return family
+
+
+def _error_families(front: ServerFront) -> Iterator[Metric]:
+    """Yield the counts of errors, error replies and refusals."""
+    errors = CounterMetricFamily("tandem_errors", "Requests that ended with an error.", labels=["code"])
+    for code, value in front.metrics.errors.items():
+        errors.add_metric([code], value)
+    yield errors
+    replies = CounterMetricFamily("tandem_error_replies", "HTTP error replies.", labels=["status", "code"])
+    for (status, code), value in sorted(front.metrics.error_replies.items()):
+        replies.add_metric([str(status), code], value)
+    yield replies
+    refused = CounterMetricFamily("tandem_refused", "Requests not let in, by the setting.", labels=["reason"])
+    for setting in ("max_concurrent_requests", "max_queue_size", "memory_pressure_threshold", WAITING_TEXT):
+        refused.add_metric([setting], front.admission.refused[setting])
+    yield refused
+
+
+def _engine_families(front: ServerFront) -> Iterator[Metric]:
+    """Yield the families of the front and the engine under this project's own names."""
+    stats = front.client.stats
+    yield _gauge("tandem_open_requests", "Requests admitted and not ended.", front.admission.open_requests)
+    yield _gauge("tandem_adapters", "Adapter names registered.", len(front.models.registry))
+    yield _gauge("tandem_engine_ready", "1 while requests are taken.", front.client.state == "ready")
+    yield _gauge("tandem_step_milliseconds", "Moving average of a step.", stats.step_ms)
+    yield _gauge("tandem_active_memory_bytes", "Device memory in use.", stats.active_memory)
+    budget = front.client.info.memory.total if front.client.info is not None else 0
+    yield _gauge("tandem_memory_budget_bytes", "Device memory divided at start.", budget)
+    yield _gauge("tandem_cached_blocks", "Blocks that a prompt may find.", stats.cached_blocks)
+    yield _gauge("tandem_peak_memory_bytes", "Highest device memory in use.", stats.peak_memory)
+    yield _gauge("tandem_kept_memory_bytes", "Freed arrays kept for the next.", stats.kept_memory)
+    yield _gauge("tandem_compiled_steps", "Compiled steps in memory.", stats.compiled_steps)
+    for name, text, total in (
+        ("tandem_engine_restarts", "Engines started again after a death.", front.client.restarts),
+        ("tandem_prefix_cache_evictions", "Blocks of the prefix cache given to others.", stats.prefix_evictions),
+        ("tandem_steps", "Steps run by this engine.", stats.steps),
+        ("tandem_step_failures", "Steps that failed.", stats.step_failures),
+        ("tandem_rows", "Rows of all steps.", stats.rows),
+        ("tandem_lora_rows", "Rows that ran under an adapter.", stats.lora_rows),
+    ):
+        family = CounterMetricFamily(name, text)
+        family.add_metric([], total)
+        yield family
+
+
+def _mlx_lm_server_families(front: ServerFront) -> Iterator[Metric]:
+    """Yield the families under the names that mlx-lm-server gives them."""
+    stats, load = front.client.stats, front.client.load
+    yield _gauge("active_sequences", "Requests in the running batch.", load.running)
+    yield _gauge("queued_requests", "Requests that wait to be run.", load.waiting)
+    yield _gauge("used_blocks", "Blocks of the KV pool in use.", load.used_blocks)
+    yield _gauge("free_blocks", "Blocks of the KV pool that are free.", load.free_blocks)
+    yield _gauge("cache_hit_rate", "Share of prompt tokens found computed.", hit_rate(stats))
+    yield _gauge("dist_fatal", "Always 0: there is one machine.", 0.0)
+    yield _gauge("shutdown_clean", "0 once the drain has cut requests off.", front.metrics.shutdown_clean)
+
+
 class _Collector:
-    """Makes every family when it is asked for its metrics."""
+    """A Prometheus collector that makes all families anew for each scrape."""
 
     def __init__(self, front: ServerFront):
         self._front = front
 
     def collect(self) -> Iterator[Metric]:
-        front = self._front
-        metrics = front.metrics
-        stats, load = front.client.stats, front.client.load
-        # Labels come from bounded sets: an adapter that is gone is counted under OTHER.
-        metrics.fold({front.models.id, *islice((e.name for e in front.models.registry.entries()), LABELLED_MODELS)})
-
-        def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-            family = GaugeMetricFamily(name, text)
-            family.add_metric([], value)
-            return family
-
+        """Yield all families."""
+        front, stats = self._front, self._front.client.stats
+        # The values of labels come from bounded sets: adapters that are gone are counted under OTHER.
+        names = islice((e.name for e in front.models.registry.entries()), LABELLED_MODELS)
+        front.metrics.fold({front.models.id, *names})
         yield from vllm_metrics.families(front)
         yield from self._arms()
-        errors = CounterMetricFamily("tandem_errors", "Requests that ended with an error.", labels=["code"])
-        for code, value in metrics.errors.items():
-            errors.add_metric([code], value)
-        yield errors
-        replies = CounterMetricFamily("tandem_error_replies", "HTTP error replies.", labels=["status", "code"])
-        for (status, code), value in sorted(metrics.error_replies.items()):
-            replies.add_metric([str(status), code], value)
-        yield replies
-        refused = CounterMetricFamily("tandem_refused", "Requests not let in, by the setting.", labels=["reason"])
-        for setting in ("max_concurrent_requests", "max_queue_size", "memory_pressure_threshold", WAITING_TEXT):
-            refused.add_metric([setting], front.admission.refused[setting])
-        yield refused
-        opened = front.admission.open_requests
-        yield gauge("tandem_open_requests", "Requests admitted and not ended.", opened)
-        yield gauge("tandem_adapters", "Adapter names registered.", len(front.models.registry))
-        yield gauge("tandem_engine_ready", "1 while requests are taken.", front.client.state == "ready")
-        yield gauge("tandem_step_milliseconds", "Moving average of a step.", stats.step_ms)
-        yield gauge("tandem_active_memory_bytes", "Device memory in use.", stats.active_memory)
-        budget = front.client.info.memory.total if front.client.info is not None else 0
-        yield gauge("tandem_memory_budget_bytes", "Device memory divided at start.", budget)
-        yield gauge("tandem_cached_blocks", "Blocks that a prompt may find.", stats.cached_blocks)
-        yield gauge("tandem_peak_memory_bytes", "Highest device memory in use.", stats.peak_memory)
-        yield gauge("tandem_kept_memory_bytes", "Freed arrays kept for the next.", stats.kept_memory)
-        yield gauge("tandem_compiled_steps", "Compiled steps in memory.", stats.compiled_steps)
-        for name, text, total in (
-            ("tandem_engine_restarts", "Engines started again after a death.", front.client.restarts),
-            ("tandem_prefix_cache_evictions", "Blocks of the prefix cache given to others.", stats.prefix_evictions),
-            ("tandem_steps", "Steps run by this engine.", stats.steps),
-            ("tandem_step_failures", "Steps that failed.", stats.step_failures),
-            ("tandem_rows", "Rows of all steps.", stats.rows),
-            ("tandem_lora_rows", "Rows that ran under an adapter.", stats.lora_rows),
-        ):
-            family = CounterMetricFamily(name, text)
-            family.add_metric([], total)
-            yield family
+        yield from _error_families(front)
+        yield from _engine_families(front)
         if stats.disk is not None:
             yield from _disk_families(stats, stats.disk)
         if front.learning is not None:
             yield from learning_metrics.families(front.learning)
-
-        # The names that mlx-lm-server gives them.
-        yield gauge("active_sequences", "Requests in the running batch.", load.running)
-        yield gauge("queued_requests", "Requests that wait to be run.", load.waiting)
-        yield gauge("used_blocks", "Blocks of the KV pool in use.", load.used_blocks)
-        yield gauge("free_blocks", "Blocks of the KV pool that are free.", load.free_blocks)
-        yield gauge("cache_hit_rate", "Share of prompt tokens found computed.", hit_rate(stats))
-        yield gauge("dist_fatal", "Always 0: there is one machine.", 0.0)
-        yield gauge("shutdown_clean", "0 once the drain has cut requests off.", metrics.shutdown_clean)
+        yield from _mlx_lm_server_families(front)
 
     def _arms(self) -> Iterator[Metric]:
-        """Yield what the arms of aliases did: their mean time is seconds over requests."""
+        """Yield the counters of the arms of aliases. The mean time of a request is seconds over requests."""
         labels = ["alias", "arm"]
         by_field = {
             "requests": CounterMetricFamily("tandem_alias_requests", "Requests by arm of an alias.", labels=labels),

@@ -1,7 +1,7 @@
-"""Running a submission for an HTTP client: what whole replies and event streams have in common.
+"""Running a submission for an HTTP client, which whole replies and event streams have in common.
 
-Both are ASGI responses that loop over the engine's deltas themselves. A client that goes away is noticed while
-nothing is being sent, too, and its request is cancelled in the engine at once.
+Both are ASGI responses that loop over the engine's deltas. They notice a client that leaves even while nothing is being
+sent, and then cancel its request in the engine at once.
 """
 
 from __future__ import annotations
@@ -26,23 +26,25 @@ from mlx_tandem.types import Delta
 
 
 class Reply:
-    """The common base of replies: admission, submission, metrics, cancellation."""
+    """The common base of replies, which does their admission, submission, metrics and cancellation."""
 
     def __init__(self, front: ServerFront, plan: Plan):
+        """Prepare the reply; the request is admitted and submitted when the response is called."""
         self._front = front
         self._plan = plan
-        self._id = self._request = plan.renderer.id  # the request has the client's id if there is one
+        self._id = self._request = plan.renderer.id  # The request gets the client's id if there is one.
         self._choices = plan.prompted.choices
         self._recorder: Recorder | None = None
         if plan.collect is not None and front.learning is not None:
             self._recorder = Recorder(front.learning, plan.collect, plan.prompted.prompts, plan.prompted.n)
         self._began = time.monotonic()
         self._observe = front.metrics.inter_token.observe
-        self._first = self._last = 0.0  # when the first and the last token came
+        self._first = self._last = 0.0  # times of the first and the last token, in seconds of the monotonic clock
         self._deadlines: dict[str, asyncio.TimerHandle] = {}
         self._gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Admit and submit the request, send the reply, and count both."""
         front, prompted = self._front, self._plan.prompted
         self._request = request_id(scope, self._id)
         with front.admission.admitted(self._choices):
@@ -60,17 +62,18 @@ class Reply:
                     self._count_end(stream, assembler)
 
     async def _run(self, stream: Stream, assembler: Assembler, send: Send) -> None:
-        """Send the reply."""
+        """Read the stream to its end and send the reply."""
         raise NotImplementedError
 
     async def _watch(self, receive: Receive, stream: Stream) -> None:
-        """Cancel the submission when the client leaves, or is cut off because it takes nothing."""
+        """Cancel the submission when the client leaves, or is cut off because it receives nothing."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._gone = True
         stream.cancel()
 
     def _set_deadlines(self, stream: Stream) -> None:
+        """Start the timers that fail the stream when its first token or its end takes too long."""
         server, loop = self._front.config.server, asyncio.get_running_loop()
         first = server.first_token_timeout_s and server.first_token_timeout_s + self._reading_seconds()
         for code, seconds, what in (
@@ -82,7 +85,7 @@ class Reply:
                 self._deadlines[code] = loop.call_later(seconds, stream.fail, error)
 
     def _reading_seconds(self) -> float:
-        """Return the time that these prompts may take to be read: twice what was predicted, as others are read, too."""
+        """Return the seconds that reading the prompts may take: twice the prediction, as others are read meanwhile."""
         info = self._front.client.check_ready()
         chunk = info.memory.chunk_tokens or len(self._plan.prompted.prompts[0])
         return 2 * sum(prompt_seconds(info.prompt_cost, len(prompt), chunk) for prompt in self._plan.prompted.prompts)
@@ -91,17 +94,19 @@ class Reply:
         return self._gone
 
     async def _outcomes(self, answers: Answers) -> list[Outcome]:
-        """Return what becomes of the choices, one of each, or nothing where nothing is to be said."""
+        """Return the outcome of each choice for learning; [] if learning has nothing to do with the request."""
         if self._recorder is None or any(answer.finish is None for answer in answers.choices):
             return []
         return await self._recorder.record(answers.choices)
 
     def _headers(self, kind: tuple[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """Return the headers of a reply with the content type `kind`."""
         return [kind, (b"cache-control", b"no-cache")]
 
     # -- metrics ------------------------------------------------------------------------------------------------
 
     def _count_start(self) -> None:
+        """Count the request and its prompts, at its start."""
         tokens = self._plan.prompted.prompt_tokens
         self._front.metrics.prompt_tokens[self._name()] += tokens
         for counters in self._plan.model.counters:
@@ -110,9 +115,10 @@ class Reply:
             counters.prompt_tokens += tokens
 
     def _count_batch(self, deltas: list[Delta]) -> None:
+        """Count the time until these deltas. The first ones stop the timer of the first token."""
         now = time.monotonic()
         if self._last:
-            # Several choices advance in one step: the time between their tokens is that between steps.
+            # All choices advance in one step, so the time between two tokens of a choice is that between two steps.
             count = len(deltas)
             self._observe((now - self._last) * self._choices / count, count)
         else:
@@ -123,6 +129,7 @@ class Reply:
         self._last = now
 
     def _count_end(self, stream: Stream, assembler: Assembler) -> None:
+        """Count and log the request, at its end."""
         metrics, name, prompted = self._front.metrics, self._name(), self._plan.prompted
         counts, reasons, seconds = assembler.counts, assembler.reasons, time.monotonic() - self._began
         tokens = sum(counts)
@@ -157,5 +164,6 @@ class Reply:
             counters.errors += not self._gone and None in reasons
 
     def _name(self) -> str:
+        """Return the model's name for counters, without a version."""
         entry = self._plan.model.entry
         return self._front.models.id if entry is None else entry.name

@@ -1,4 +1,4 @@
-"""Running the server in this process until a signal ends it."""
+"""Running the server in this process, until a signal ends it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mlx_tandem.server.sockets import allow_many_connections, bind
 from mlx_tandem.training.live.front import ServerFront
 
 EX_SOFTWARE = 70
-"""Exit status when the engine could not be kept alive."""
+"""The exit status for an engine that could not be kept alive."""
 
 
 def run(
@@ -38,12 +38,12 @@ def run(
     log_level: int = logging.INFO,
     start_up: logging.Handler | None = None,
 ) -> int:
-    """Serve until SIGTERM or SIGINT; return the exit status.
+    """Serve until SIGTERM or SIGINT, and return the exit status.
 
-    The port answers from the start: /health says 503 while the model loads. `on_ready` is called once with the port (0
-    for a unix socket), when requests are taken; until then `start_up` takes the events in place of the log. Raises
-    ModelError for a model or an adapter folder that cannot be loaded, OSError for a port in use and InvalidRequest for
-    other settings that cannot be served with.
+    The port answers from the start, and /health replies with 503 while the model loads. When requests are accepted,
+    `on_ready` is called once with the port, or 0 for a unix socket. Until then the events go to `start_up` instead of
+    the log. Raises ModelError for a model or an adapter folder that cannot be loaded, OSError for a port in use, and
+    InvalidRequest for other settings with which the server cannot run.
     """
 
     def ready(front: ServerFront, port: int) -> None:
@@ -69,12 +69,14 @@ def run(
 
 
 class Server(uvicorn.Server):
-    """uvicorn with a drain of ours: streams get their end or a typed error before any connection is closed.
+    """A uvicorn server with a drain of its own, which ends all streams or fails them before it closes connections.
 
-    New connections are accepted until then, too: probes are answered, and new work is refused with 503.
+    During the drain, connections are accepted, health probes are answered, and new work is refused with 503. After the
+    end, `failure` has the error that ended the server, if one did.
     """
 
     def __init__(self, front: ServerFront, sock: socket.socket, on_ready: Callable[[ServerFront, int], None]):
+        """Configure uvicorn for `sock`, which listens already."""
         server = front.config.server
         super().__init__(
             UvicornConfig(
@@ -116,11 +118,13 @@ class Server(uvicorn.Server):
             await self._front.client.close()
 
     async def _announce(self) -> None:
+        """Call `on_ready` when the engine is ready, and end the server when the engine is given up."""
         try:
             await self._front.client.wait_ready()
             self.was_ready = True
             self._front.fingerprints.start()
-            # What is loaded by now stays: a full collection that walks it stops every stream for tens of milliseconds.
+            # Objects loaded until now stay for good. A full collection that visits them stops all streams for tens of
+            # milliseconds, so the collector no longer tracks them.
             gc.collect()
             gc.freeze()
             self._on_ready(self._front, self._port)
@@ -130,13 +134,14 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: drain. Second: stop now. The exit status stays 0, so the signal is not raised again."""
+        """Drain at the first signal and stop at once at the second. The signal is not raised again at the end."""
         if self._loop is None:
-            self.should_exit = True  # nothing has begun
+            self.should_exit = True  # Serving has not begun yet.
         else:
             self._loop.call_soon_threadsafe(self._on_signal)
 
     def _on_signal(self) -> None:
+        """Handle a signal on the event loop."""
         if self._draining is None:
             self._draining = asyncio.create_task(self._drain())
         else:
@@ -144,6 +149,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     async def _drain(self) -> None:
+        """Refuse new work, wait for open requests for at most `drain_seconds`, and end the server."""
         front = self._front
         log("draining", open_requests=front.admission.open_requests)
         front.client.begin_drain()

@@ -1,4 +1,4 @@
-"""The socket that is served on. No web framework: the command line binds before anything is fetched or loaded."""
+"""The socket of the server. The command line binds it before loading anything, so no web framework is imported."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from contextlib import suppress
 from pathlib import Path
 
 BACKLOG = 2048
+"""Most connections that wait to be accepted."""
 
 OPEN_FILES = 65_536
-"""Open files that the front asks for: one for each connection. macOS gives a process 256 unless it asks."""
+"""Number of open files that the front asks for; each connection is one. The default on macOS is 256."""
 
 
 def allow_many_connections() -> None:
@@ -24,12 +25,14 @@ def allow_many_connections() -> None:
         with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
             return
-        wanted //= 2  # macOS has a limit of its own (kern.maxfilesperproc) below an unlimited hard one
+        wanted //= 2  # On macOS kern.maxfilesperproc limits a process even if the hard limit is unlimited.
 
 
 def bind(host: str, port: int, uds: str = "") -> socket.socket:
-    """Return a listening socket, on the path `uds` if there is one, before anything expensive starts. Raises OSError
-    when the address or the path is taken."""
+    """Return a listening socket at `host` and `port`, or at the path `uds` if it is not empty.
+
+    Raises OSError when the address or the path is taken.
+    """
     if uds:
         return UnixListener(uds)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -46,10 +49,10 @@ def bind(host: str, port: int, uds: str = "") -> socket.socket:
 
 
 class UnixListener(socket.socket):
-    """A listening unix socket that only its owner can connect to. Closing it removes its file."""
+    """A listening unix socket to which only its owner can connect. Closing it removes its file."""
 
     def __init__(self, path: str):
-        """Listen on `path`. Raises OSError when something else than the socket of a server that has ended is there."""
+        """Listen on `path`, and replace the socket of a server that has ended. Raises OSError for any other file."""
         super().__init__(socket.AF_UNIX, socket.SOCK_STREAM)
         self._path = Path(path)
         self._made: os.stat_result | None = None
@@ -57,7 +60,7 @@ class UnixListener(socket.socket):
             _remove_stale(self._path)
             self.bind(path)
             self._made = self._path.lstat()
-            self._path.chmod(0o600)  # nobody can connect before `listen`
+            self._path.chmod(0o600)  # No client can connect before `listen`.
             self.listen(BACKLOG)
         except BaseException:
             self.close()
@@ -65,16 +68,17 @@ class UnixListener(socket.socket):
         self.setblocking(False)
 
     def close(self) -> None:
+        """Remove the file and close the socket."""
         made, self._made = self._made, None
         if made is not None:
             with suppress(OSError):
-                if os.path.samestat(made, self._path.lstat()):  # else another server has put its own there
+                if os.path.samestat(made, self._path.lstat()):  # Another server may have replaced the file.
                     self._path.unlink()
         super().close()
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the socket that a server has left at `path`. Raises OSError unless nobody listens on it."""
+    """Remove the socket that an ended server has left at `path`. Raises OSError when it is in use or no socket."""
     try:
         found = path.lstat()
     except FileNotFoundError:
@@ -82,7 +86,7 @@ def _remove_stale(path: Path) -> None:
     if not stat.S_ISSOCK(found.st_mode):
         raise OSError(errno.EEXIST, "the file exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a full backlog makes others wait
+        probe.setblocking(False)  # A blocking connect would wait while the backlog is full.
         if probe.connect_ex(str(path)) != errno.ECONNREFUSED:
             raise OSError(errno.EADDRINUSE, "a server listens on it")
     path.unlink()

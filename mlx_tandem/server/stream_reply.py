@@ -1,4 +1,4 @@
-"""The reply that is a stream of server-sent events."""
+"""Replies that are streams of server-sent events."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mlx_tandem.server.replies import Reply
 
 
 class StreamReply(Reply):
-    """Server-sent events, one per delta; those that waited for a slow reader go out in one write.
+    """A stream with at least one event for each delta. Events that waited for a slow reader are written together.
 
-    The status line waits for the first delta, so that what fails before it is an HTTP error like any other.
+    The status line waits for the first delta, so that an earlier failure becomes an ordinary HTTP error.
     """
 
     async def _run(self, stream: Stream, assembler: Assembler, send: Send) -> None:
@@ -30,7 +30,7 @@ class StreamReply(Reply):
                 events = push(deltas)
                 if recorder is not None:
                     answers.add(events)
-                if started and len(events) == 1:  # as a rule
+                if started and len(events) == 1:  # Fast path of almost every token.
                     body = methods[type(events[0])](events[0])
                 else:
                     opening = b"" if started else renderer.open()

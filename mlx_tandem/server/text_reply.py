@@ -1,4 +1,4 @@
-"""The reply to `/tokenize` and `/detokenize`, which may be long: admitted by its bytes, and sent in pieces."""
+"""The reply to `/tokenize` and `/detokenize`. It may be long, so it is admitted by its bytes and sent in pieces."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from mlx_tandem.training.live.front import ServerFront
 T = TypeVar("T")
 
 PIECE = 65_536
-"""Bytes that are written at once, so that what a slow client leaves is not in the connection's buffer."""
+"""Most bytes of one write. A slow client then never leaves a whole reply in the connection's buffer."""
 
 
 class TextReply(Generic[T]):
-    """An ASGI response that reads the body of `request` as `kind`, and sends the JSON that `work` makes of it."""
+    """An ASGI response that reads the body of a request, and sends the JSON that a handler makes of it."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class TextReply(Generic[T]):
         limit: BodyLimit,
         work: Callable[[ServerFront, T], Awaitable[Sequence[bytes]]],
     ):
+        """Prepare the reply. The body is decoded as `kind`, and `work` returns the pieces of the JSON."""
         self._front = front
         self._request = request
         self._kind = kind
@@ -37,6 +38,7 @@ class TextReply(Generic[T]):
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Admit the request, read its body, and send the reply in pieces."""
         self._front.client.check_ready()
         admission, size = self._front.text_admission, self._size()
         is_long = size > SMALL_BODY
@@ -55,13 +57,14 @@ class TextReply(Generic[T]):
                     await send({"type": "http.response.body"})
 
     def _size(self) -> int:
-        """Return how many bytes the body has at most, by the request's head."""
+        """Return the most bytes that the body can have, by its Content-Length or else by the limit."""
         length = self._request.headers.get("content-length", "")
         known = length.isascii() and length.isdigit()
         return min(int(length[:20]), self._limit.size) if known else self._limit.size
 
 
 def _cut(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the same bytes in pieces of at most PIECE bytes."""
     for piece in pieces:
         for start in range(0, len(piece), PIECE):
             yield piece[start : start + PIECE]

@@ -1,4 +1,4 @@
-"""The part of /metrics that dashboards of vLLM read: its names, labels, bounds and meanings."""
+"""The part of /metrics with vLLM's names, labels, bounds and meanings, for dashboards made for vLLM."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.metrics import REQUESTS
 
 ENGINE = "0"
-"""The label `engine` of every series: there is one engine."""
+"""The value of the label `engine` in every series, as there is one engine."""
 
 
 def families(front: Front) -> Iterator[Metric]:
-    """Yield every family. Counts by model have the model's name, all others the base's."""
+    """Yield all families. Counts by model have the model's name; all others have the base's."""
     base, stats, load, metrics = front.models.id, front.client.stats, front.client.load, front.metrics
     blocks = load.used_blocks + load.free_blocks
     usage = load.used_blocks / blocks if blocks else 0.0
@@ -63,7 +63,7 @@ def families(front: Front) -> Iterator[Metric]:
 def _gauge(
     name: str, text: str, labels: list[str], values: Iterable[tuple[tuple[str, ...], float]]
 ) -> GaugeMetricFamily:
-    """Return a family with a series for each model and value of the further `labels`."""
+    """Return a gauge with a series for each entry of `values`: the model and the values of `labels`, then the value."""
     family = GaugeMetricFamily("vllm:" + name, text, labels=["model_name", "engine", *labels])
     for (model, *own), value in values:
         family.add_metric([model, ENGINE, *own], value)
@@ -73,7 +73,7 @@ def _gauge(
 def _counter(
     name: str, text: str, labels: list[str], values: Iterable[tuple[tuple[str, ...], float]]
 ) -> CounterMetricFamily:
-    """Return a family with a series for each model and value of the further `labels`."""
+    """Return a counter with a series for each entry of `values`, which are those of `_gauge`."""
     family = CounterMetricFamily("vllm:" + name, text, labels=["model_name", "engine", *labels])
     for (model, *own), value in values:
         family.add_metric([model, ENGINE, *own], value)
@@ -81,7 +81,7 @@ def _counter(
 
 
 def _cache_settings(front: Front) -> dict[str, str]:
-    """Return labels of `cache_config_info`; those that only an engine knows are missing while there is none."""
+    """Return the labels of `cache_config_info`. Those that only an engine knows are missing while there is none."""
     cache, info = front.config.engine.cache, front.client.info
     settings: dict[str, object] = {
         "enable_prefix_caching": cache.prefix_caching,
@@ -93,7 +93,7 @@ def _cache_settings(front: Front) -> dict[str, str]:
         settings |= {
             "block_size": info.block_size,
             "cache_dtype": info.dtype if info.kv_bits > 8 else f"int{info.kv_bits}",
-            "kv_cache_size_tokens": (info.num_blocks - 1) * info.block_size,  # one block is scratch
+            "kv_cache_size_tokens": (info.num_blocks - 1) * info.block_size,  # One block is scratch.
             "num_gpu_blocks": info.num_blocks - 1,
             "sliding_window": min(windows, default=None),
         }

@@ -1,4 +1,4 @@
-"""The reply that is one JSON body."""
+"""Replies that are one JSON body."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from mlx_tandem.server.headers import JSON_TYPE
 from mlx_tandem.server.replies import Reply
 
 MANY_LOGPROBS = 20_000
-"""Entries of prompts' logprobs from which on a reply is put together on another thread, so that streams do not wait."""
+"""Fewest entries of prompt logprobs of a reply that another thread encodes, so that streams do not wait for it."""
 
 
 class WholeReply(Reply):
-    """One JSON body when everything is there."""
+    """A reply with one JSON body, which is sent when all choices have ended."""
 
     async def _run(self, stream: Stream, assembler: Assembler, send: Send) -> None:
         prompted, renderer = self._plan.prompted, self._plan.renderer

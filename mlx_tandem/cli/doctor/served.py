@@ -13,7 +13,8 @@ from random import Random
 
 from mlx_tandem import demo
 from mlx_tandem.adapters.convert import convert, inspect
-from mlx_tandem.api.engine import Completion, Engine
+from mlx_tandem.api.engine import Engine
+from mlx_tandem.api.generation import Completion
 from mlx_tandem.cli.doctor.child import Bench
 from mlx_tandem.cli.doctor.result import Failed, Figures, Outcome
 

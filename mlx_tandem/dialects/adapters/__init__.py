@@ -1,1 +1,1 @@
-"""This project's routes for adapters and aliases."""
+"""This project's own dialect for adapters and aliases."""

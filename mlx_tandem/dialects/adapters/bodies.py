@@ -8,14 +8,14 @@ from mlx_tandem.config import Arm
 
 
 class AdapterBody(Struct, forbid_unknown_fields=True):
-    """A folder to be read as the next version of `name`."""
+    """The body of a request to load a folder as the next version of `name`."""
 
     name: str
-    path: str | None = None  # under the adapter root; absent: the folder that the name is known by
+    path: str | None = None  # under the adapter root; absent: the known folder of the name
     pin: bool = False
 
 
 class AliasBody(Struct, forbid_unknown_fields=True):
-    """The arms that an alias stands for."""
+    """The body of a request to set the arms of an alias."""
 
     arms: list[Arm]

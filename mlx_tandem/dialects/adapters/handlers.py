@@ -1,4 +1,4 @@
-"""What is known and loaded of adapters and aliases, and changing it while serving."""
+"""The handlers of the routes for adapters and aliases, which list and change them while the server runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mlx_tandem.generation.front import Front
 
 
 def describe(entry: Entry, resident: Collection[str]) -> dict[str, Any]:
-    """Return one adapter version as clients see it; `resident` are the digests in slots."""
+    """Return the description of one adapter version. `resident` has the digests of the adapters in slots."""
     info = entry.info
     return {
         "name": entry.name,
@@ -37,8 +37,10 @@ def describe(entry: Entry, resident: Collection[str]) -> dict[str, Any]:
 
 
 def listing(front: Front) -> dict[str, Any]:
-    """Return the current versions, each with the numbers of all versions of its name; then names that were never asked
-    for."""
+    """Return all adapters: first the current version of each name that was read, then the names that were not.
+
+    A current version comes with the numbers of all versions of its name.
+    """
     registry, stats = front.models.registry, front.client.stats
     resident = frozenset(stats.resident_adapters)
     read = [
@@ -63,7 +65,10 @@ def listing(front: Front) -> dict[str, Any]:
 
 
 def one(front: Front, selector: str) -> dict[str, Any]:
-    """Return one version; or a name, or a version in a checkpoint, that was never asked for."""
+    """Return the description of a version, or of a name or saved version that was not read yet.
+
+    Raises NotFound (`adapter_not_found`).
+    """
     registry = front.models.registry
     source = registry.source(selector)
     if source is not None and not registry.is_read(selector):
@@ -79,19 +84,19 @@ def one(front: Front, selector: str) -> dict[str, Any]:
 
 
 async def load(front: Front, body: AdapterBody) -> dict[str, Any]:
-    """Read a folder. A name that exists stands for the new version from the next request on."""
+    """Load a folder. If the name exists, the next request under it uses the new version."""
     entry = await front.models.load(body.name, front.models.source(body.name, body.path), body.pin)
     return {"status": "loaded"} | describe(entry, front.client.stats.resident_adapters)
 
 
 async def unload(front: Front, name: str) -> dict[str, Any]:
-    """Forget an adapter and all its versions."""
+    """Remove an adapter and all its versions."""
     refs = await front.models.unload(name)
     return {"status": "unloaded", "name": name, "versions": [r.version for r in refs]}
 
 
 def describe_alias(name: str, arms: Sequence[AliasArm]) -> dict[str, Any]:
-    """Return an alias as clients see it."""
+    """Return the description of an alias."""
     total = sum(a.weight for a in arms)
     return {
         "name": name,
@@ -103,21 +108,21 @@ def describe_alias(name: str, arms: Sequence[AliasArm]) -> dict[str, Any]:
 
 
 def aliases(front: Front) -> dict[str, Any]:
-    """Return all aliases."""
+    """Return the descriptions of all aliases."""
     return {"aliases": [describe_alias(name, arms) for name, arms in front.models.aliases.items()]}
 
 
 def one_alias(front: Front, name: str) -> dict[str, Any]:
-    """Return one alias."""
+    """Return the description of one alias. Raises NotFound."""
     return describe_alias(name, front.models.aliases.arms(name))
 
 
 async def put_alias(front: Front, name: str, body: AliasBody) -> dict[str, Any]:
-    """Let an alias stand for other arms, or for its first ones."""
+    """Create an alias, or replace the arms of one."""
     return describe_alias(name, await front.models.put_alias(name, body.arms))
 
 
 def remove_alias(front: Front, name: str) -> dict[str, Any]:
-    """Forget an alias."""
+    """Remove an alias."""
     front.models.aliases.remove(name)
     return {"status": "removed", "name": name}

@@ -1,1 +1,1 @@
-"""OpenAI's chats, completions and models."""
+"""OpenAI's dialect: chats, text completions and models."""

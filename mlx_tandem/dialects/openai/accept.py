@@ -1,4 +1,4 @@
-"""The table of parameters applied to a body: what changes nothing is dropped, what cannot be done is refused."""
+"""Applying the table of parameters to a body: values without effect are dropped, unsupported ones are refused."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from mlx_tandem.dialects.openai.parameters import BODIES, PARAMETERS, Parameter,
 from mlx_tandem.errors import InvalidRequest
 
 TYPES = {bool: "a boolean", str: "a text", float: "a number", list: "a list", dict: "an object"}
+"""The words of errors and docs for each type of value."""
 
 
 def rules(route: Route) -> dict[str, Parameter]:
-    """Return the table for one route, with one row for each name: what has no effect elsewhere only is left out."""
+    """Return one row of the table for each parameter's name.
+
+    The row of a parameter that is listed for the other route only is returned without its `no_effect` values.
+    """
     found: dict[str, Parameter] = {}
     for row in PARAMETERS:
         if route in row.only or row.name not in found:
@@ -22,8 +26,11 @@ def rules(route: Route) -> dict[str, Parameter]:
 
 
 def selection(route: Route) -> Callable[[Any], Any]:
-    """Return the function that takes a decoded body and returns it without what has no effect on this route. It raises
-    InvalidRequest for a known parameter that is not served; unknown ones are left for the body's type to refuse."""
+    """Return the function that removes the parameters without effect on this route from a decoded body.
+
+    The function raises InvalidRequest for a known parameter that is not supported. It keeps unknown parameters, which
+    the body's type refuses.
+    """
     table, served = rules(route), frozenset(BODIES[route].__struct_fields__)
 
     def select(body: Any) -> Any:
@@ -49,7 +56,7 @@ def selection(route: Route) -> Callable[[Any], Any]:
 
 
 def _is_among(value: Any, accepted: tuple[Any, ...]) -> bool:
-    """Return whether `value` is one of the accepted ones, or of an accepted type. true is not 1."""
+    """Return whether `value` equals an accepted value or has an accepted type. true is not equal to 1."""
     return any(
         isinstance(value, int | float if a is float else a) and (a is bool or not isinstance(value, bool))
         if isinstance(a, type)
@@ -59,6 +66,7 @@ def _is_among(value: Any, accepted: tuple[Any, ...]) -> bool:
 
 
 def _refusal(row: Parameter) -> InvalidRequest:
+    """Return the error for a parameter that is not supported."""
     says = f"{row.name} is not supported"
     if row.no_effect:
         says = f"{row.name} can only be {shown(row)} here, which changes nothing"
@@ -70,7 +78,7 @@ def _refusal(row: Parameter) -> InvalidRequest:
 
 
 def shown(row: Parameter, quote: str = "") -> str:
-    """Return the values that have no effect beside null, in words; values as JSON between `quote`."""
+    """Return in words the values other than null that have no effect. Values are written as JSON between `quote`."""
     return " or ".join(
         TYPES[value] if isinstance(value, type) else f"{quote}{json.dumps(value)}{quote}" for value in row.no_effect
     )

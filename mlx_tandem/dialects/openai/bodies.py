@@ -1,4 +1,4 @@
-"""OpenAI's request bodies: the parameters that are served. `parameters.py` says what is done with all others."""
+"""OpenAI's request bodies, which have the supported parameters. `parameters.py` lists how all others are handled."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     """Options of a streamed reply."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # vLLM's: usage in every event
-    include_obfuscation: bool | None = None  # no effect: what is sent is not padded
+    continuous_usage_stats: bool | None = None  # vLLM's field: each event has the usage
+    include_obfuscation: bool | None = None  # no effect: events are never padded
 
 
 class TemplateOptions(Struct, forbid_unknown_fields=True):
-    """An allow-list: a caller may not replace what the template is given otherwise."""
+    """The variables of the chat template that a caller may set. All others are the server's own."""
 
     enable_thinking: bool | None = None
 
 
 class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both routes take."""
+    """The fields that chats and text completions share."""
 
     model: str | None = None
     stream: bool | None = None
@@ -37,12 +37,12 @@ class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
     truncate_prompt_tokens: Annotated[int, bounds("truncate_prompt_tokens")] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    user: str | None = None  # keeps a caller on one arm of an alias
-    lora_adapter: str | None = None  # as `model`, for callers who name base and adapter apart
-    # Learning.
+    user: str | None = None  # keeps a caller on the same arm of an alias
+    lora_adapter: str | None = None  # the adapter, for callers who name the base in `model`
+    # Fields for learning.
     collect_trajectory: bool | None = None
     scoring_function: str | dict[str, Any] | list[Any] | None = None
-    metadata: dict[str, Any] | None = None  # for reward functions; without them it has no effect
+    metadata: dict[str, Any] | None = None  # for reward functions; it has no effect without one
     swap_policy: Literal["pin", "inflight_keep"] | None = None
 
 
@@ -66,14 +66,14 @@ class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
 
 
 def template_options(given: TemplateOptions | None) -> dict[str, bool]:
-    """Return what `chat_template_kwargs` tell the template."""
+    """Return the template's variables that `chat_template_kwargs` set."""
     if given is None or given.enable_thinking is None:
         return {}
     return {"enable_thinking": given.enable_thinking}
 
 
 def chat_options(body: ChatBody) -> dict[str, bool]:
-    """Return what the chat template is told beside the messages."""
+    """Return the chat template's options besides the messages. Raises InvalidRequest for options that contradict."""
     options = template_options(body.chat_template_kwargs)
     if body.continue_final_message:
         if body.add_generation_prompt:
@@ -86,7 +86,7 @@ def chat_options(body: ChatBody) -> dict[str, bool]:
 
 
 def chat_logprobs(body: ChatBody) -> int | None:
-    """Return how many alternatives to report; None: no logprobs at all."""
+    """Return how many alternatives to report for each token; None if no logprobs are wanted."""
     top = body.top_logprobs or 0
     if body.logprobs:
         return top
@@ -96,7 +96,7 @@ def chat_logprobs(body: ChatBody) -> int | None:
 
 
 def streaming(body: Common) -> tuple[bool, bool, bool]:
-    """Return whether to stream, whether with usage at the end, and whether with usage in every event."""
+    """Return whether to stream, whether the stream ends with the usage, and whether each event has the usage."""
     options = body.stream_options
     if options is None:
         return bool(body.stream), False, False
@@ -107,7 +107,10 @@ def streaming(body: Common) -> tuple[bool, bool, bool]:
 
 
 async def completion_prompts(front: Front, body: CompletionBody) -> list[list[int]]:
-    """Return the token ids of each prompt: of one text, one list of ids, or a list of either."""
+    """Return the token ids of each prompt. The field holds a text, a list of ids, or a list of texts and lists of ids.
+
+    Raises InvalidRequest naming the prompt.
+    """
     prompt, cut = body.prompt, body.truncate_prompt_tokens is not None
     vocabulary = front.client.check_ready().vocab_size
     if isinstance(prompt, str):
@@ -136,8 +139,11 @@ async def completion_prompts(front: Front, body: CompletionBody) -> list[list[in
 def prompt_texts(
     front: Front, body: CompletionBody, whole: list[list[int]], prompts: list[list[int]]
 ) -> tuple[str, ...]:
-    """Return what `echo` repeats: prompts as they were written; token ids, and prompts that were cut from `whole` to
-    `prompts`, as what their tokens stand for."""
+    """Return the texts of the prompts, which `echo` repeats.
+
+    A prompt that came as text and was not cut is returned as it was written. Prompts that came as token ids, or were
+    cut from `whole` to `prompts`, are decoded.
+    """
     several = isinstance(body.prompt, list) and not isinstance(body.prompt[0], int)
     given = body.prompt if several else [body.prompt]
     return tuple(

@@ -1,4 +1,4 @@
-"""The fields of a request that concern learning: metadata, scoring, collecting, and following newer versions."""
+"""The fields of a request that concern learning: metadata, scores, trajectories, and following newer versions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from mlx_tandem.types import SamplingParams
 
 
 def check_metadata(given: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the request's `metadata`, of bounded size and depth, without numbers that msgpack or JSON cannot say."""
-    values = limits.MAX_METADATA_BYTES  # each of them takes a byte at least
+    """Return the request's `metadata`; {} for None.
+
+    Raises InvalidRequest for metadata that is too large or too deep, or has numbers that msgpack or JSON cannot write.
+    """
+    values = limits.MAX_METADATA_BYTES  # Each value takes at least one byte.
     check_nested(given or {}, "metadata", depth=limits.MAX_METADATA_DEPTH, values=values)
     if given and len(dumps(given)) > limits.MAX_METADATA_BYTES:
         raise InvalidRequest(f"metadata is over {limits.MAX_METADATA_BYTES} bytes", param="metadata")
@@ -35,7 +38,11 @@ def collect_fields(
     *,
     silent: bool,
 ) -> Collect | None:
-    """Return what the request asks of learning, or None. `texts`: the prompts as the reward functions see them."""
+    """Return the request's task for learning; None if it has none.
+
+    `texts` are the prompts as the reward functions see them. With `silent` the request generates nothing. Raises
+    InvalidRequest naming the field.
+    """
     metadata = check_metadata(body.metadata)
     keep, shown = bool(body.collect_trajectory), body.scoring_function is not None
     if not keep and not shown:
@@ -53,7 +60,7 @@ def collect_fields(
             code="missing_required_parameter",
         )
     if keep:
-        limits.check("example_temperature", params.temperature, "temperature")  # greedy choices have no logprobs
+        limits.check("example_temperature", params.temperature, "temperature")  # Greedy choices have no logprobs.
         if params.greedy:
             raise InvalidRequest("top_p must be over 0 where trajectories are collected", param="top_p")
         if learning.version_of(model.ref) is None:
@@ -73,7 +80,7 @@ def collect_fields(
 
 
 def _groups(metadata: dict[str, Any], prompts: int) -> tuple[str, ...]:
-    """Return the group of each prompt. One that a request names never equals one that is made here."""
+    """Return the group of each prompt. A group that a request names never equals one that is made here."""
     if "group" not in metadata:
         own = new_id()
         return tuple(f"request:{own}:{k}" for k in range(prompts))
@@ -85,7 +92,7 @@ def _groups(metadata: dict[str, Any], prompts: int) -> tuple[str, ...]:
 
 
 def follows(front: ServerFront, body: Common, model: Selection) -> bool:
-    """Return whether the request goes on under newer versions of the trained adapter as they come."""
+    """Return whether the request continues under newer versions of the trained adapter when they are published."""
     if body.swap_policy != "inflight_keep":
         return False
     front.check_learning("swap_policy inflight_keep", "swap_policy")
@@ -99,7 +106,7 @@ def follows(front: ServerFront, body: Common, model: Selection) -> bool:
 
 
 def shown_version(front: ServerFront, body: Common, model: Selection) -> int | None:
-    """Return the version that the reply names for each token; None where it names none."""
+    """Return the version that the reply names for each token; None if the reply names no versions."""
     if front.learning is None or not (body.return_token_ids or body.collect_trajectory):
         return None
     number = front.learning.version_of(model.ref)

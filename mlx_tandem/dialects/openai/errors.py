@@ -1,4 +1,4 @@
-"""An error as OpenAI's error object, which is also the shape of errors that happen before a dialect is known."""
+"""OpenAI's error object, which is also the form of errors that occur before the dialect is known."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from mlx_tandem.errors import TandemError
 
 
 def error_body(error: TandemError) -> bytes:
-    """Return OpenAI's error object."""
+    """Return the JSON body with OpenAI's error object."""
     return dumps({"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}})

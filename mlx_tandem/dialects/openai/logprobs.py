@@ -1,4 +1,4 @@
-"""Logprobs in the forms that chats, completions and vLLM's `prompt_logprobs` have for them."""
+"""Logprobs in the forms of chats, of text completions, and of vLLM's `prompt_logprobs`."""
 
 from __future__ import annotations
 
@@ -9,28 +9,31 @@ from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.types import TokenLogprob
 
 LOWEST = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""The smallest logprob that is written, which also stands for minus infinity. JSON has no infinity."""
 
 
 class LogprobShape(Protocol):
-    """Collects the logprobs of one choice in a dialect's form. None: a token that has none, the first of a prompt."""
+    """A writer of one choice's logprobs in the form of a dialect."""
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]: ...
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+        """Return the logprobs of the choice's next tokens. The first token of a prompt has None for a logprob."""
+        ...
 
 
 def token_name(token: int) -> str:
-    """Return how vLLM writes a token by its id."""
+    """Return a token's id in vLLM's notation."""
     return f"token_id:{token}"
 
 
 class ChatLogprobs:
-    """`as_ids`: tokens are named by their ids; their bytes are said all the same."""
+    """The logprobs of a chat's choice. With `as_ids`, ids stand in for the tokens' texts, but not for their bytes."""
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool = False):
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+        """Return the logprobs of the choice's next tokens."""
         content = [
             self._entry(token, lp.model) | {"top_logprobs": [self._entry(t, p) for t, p in lp.top]}
             for token, lp in zip(tokens, logprobs, strict=False)
@@ -45,7 +48,10 @@ class ChatLogprobs:
 
 
 class TextLogprobs:
-    """`as_ids`: tokens are named by their ids; offsets are those of their text all the same."""
+    """The logprobs of a text completion's choice, with the tokens' offsets in its text.
+
+    With `as_ids`, ids stand in for the tokens' texts. The offsets still count the characters of the texts.
+    """
 
     def __init__(self, tokenizer: Tokenizer, as_ids: bool = False):
         self._text = tokenizer.token_text
@@ -53,6 +59,7 @@ class TextLogprobs:
         self._offset = 0
 
     def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]) -> dict[str, Any]:
+        """Return the logprobs of the choice's next tokens."""
         offsets: list[int] = []
         for token in tokens:
             offsets.append(self._offset)
@@ -63,7 +70,7 @@ class TextLogprobs:
                 top.append(None)
                 continue
             alternatives: dict[str, float] = {}
-            for t, p in (*lp.top, (token, lp.model)):  # two tokens may read the same: the more likely one counts
+            for t, p in (*lp.top, (token, lp.model)):  # Two tokens may have the same text: the more likely one counts.
                 alternatives.setdefault(self._name(t), max(p, LOWEST))
             top.append(alternatives)
         return {
@@ -77,7 +84,10 @@ class TextLogprobs:
 def prompt_scores(
     tokenizer: Tokenizer, prompt: Sequence[int], scores: Sequence[TokenLogprob], k: int
 ) -> list[dict[int, dict[str, Any]] | None]:
-    """vLLM's `prompt_logprobs`: for each token of the prompt but the first, the token itself and the k likeliest."""
+    """Return vLLM's `prompt_logprobs`: for each token of the prompt, its own entry and those of the k most likely ones.
+
+    The first token has no logprob, and None stands for its entries.
+    """
 
     def entry(token: int, logprob: float, rank: int) -> dict[str, Any]:
         return {"logprob": max(logprob, LOWEST), "rank": rank, "decoded_token": tokenizer.token_text(token)}

@@ -1,4 +1,4 @@
-"""The list of everything that a request may name as its model."""
+"""The list of all names that a request may give as its model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mlx_tandem.limits import BASE_NAMES
 
 
 def listing(front: Front) -> dict[str, Any]:
-    """Return everything that a request may name."""
+    """Return the list of all names that a request may give as its model."""
     models = front.models
     names = [models.id, *models.served_names]
     names += [e.name for e in models.registry.entries()]
@@ -20,9 +20,9 @@ def listing(front: Front) -> dict[str, Any]:
 
 
 def one(front: Front, selector: str) -> dict[str, Any]:
-    """Return one entry of the list, or one version of an adapter, without reading anything from disk for it.
+    """Return one entry of the list, or one version of an adapter, without reading an adapter for it.
 
-    Raises NotFound (`model_not_found`) when nothing is called so.
+    Raises NotFound (`model_not_found`) when nothing has this name.
     """
     try:
         return _describe(front, selector)
@@ -31,8 +31,11 @@ def one(front: Front, selector: str) -> dict[str, Any]:
 
 
 def _describe(front: Front, name: str) -> dict[str, Any]:
-    """Return one entry. `root`: the version or the model behind the name; `parent`: the base that it stands on;
-    `loaded`: whether it answers without being read from its folder first, which `status` says more finely."""
+    """Return one entry of the list.
+
+    `root` is the version or model behind the name, and `parent` the base of an adapter or alias. `loaded` tells whether
+    the model can answer without reading its folder first; `status` tells the same in more detail.
+    """
     models, info = front.models, front.client.info
     status = models.status(name)
     created, root = front.started, name

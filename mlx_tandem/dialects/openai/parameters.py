@@ -1,8 +1,8 @@
-"""Every parameter of completions and chats that OpenAI, vLLM, mlx-lm or llama.cpp know, and what is done with it here.
+"""The table of all parameters that OpenAI, vLLM, mlx-lm and llama.cpp have for chats and text completions.
 
-A parameter that is served is a field of a body in `bodies.py`. Of any other one, null and the values that would change
-nothing are accepted, and everything else is refused by name. docs/http-api.md shows this table, with the fields that
-only this project knows.
+A supported parameter is a field of a body in `bodies.py`. For every other parameter, null and the values without effect
+are accepted, and all other values are refused by name. docs/http-api.md shows this table together with the fields that
+only this project has.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ CHAT: tuple[Route, ...] = ("chat",)
 COMPLETIONS: tuple[Route, ...] = ("completions",)
 
 SCHEMAS = {"O": "OpenAI", "V": "vLLM", "M": "mlx-lm", "L": "llama.cpp"}
+"""The API that each letter of `Parameter.schemas` stands for."""
 
 
 class Parameter(NamedTuple):
-    """One parameter. `schemas` has letters of SCHEMAS: who knows it.
+    """One parameter. `schemas` has the letters of SCHEMAS for the APIs that have it.
 
-    `no_effect` has the values that change nothing beside null, on the routes `only`; a type stands for all of its
-    values, and float for every number. `idle_without`: no value changes anything while all of these parameters are
-    absent, null or 0. `instead` is the parameter that does it here.
+    `no_effect` has the values besides null that have no effect on the routes `only`. A type there stands for all of its
+    values, and float for all numbers. No value has an effect while all parameters in `idle_without` are absent, null or
+    0. `instead` is the parameter with which this server does the same.
     """
 
     name: str
@@ -37,18 +38,18 @@ class Parameter(NamedTuple):
 
     @property
     def served(self) -> tuple[Route, ...]:
-        """Return the routes that serve it."""
+        """The routes that support the parameter."""
         return tuple(route for route in BOTH if self.name in BODIES[route].__struct_fields__)
 
 
 PARAMETERS: tuple[Parameter, ...] = (
-    # What is asked for
+    # The request
     Parameter("model", "OVML"),
     Parameter("messages", "OVML"),
     Parameter("prompt", "OVML"),
     Parameter("user", "OV"),
     Parameter("metadata", "O"),
-    # How long the answer is, and where it ends
+    # Length and end of the answer
     Parameter("max_tokens", "OVML"),
     Parameter("max_completion_tokens", "OVML", instead="max_tokens"),
     Parameter("n_predict", "L", instead="max_tokens"),
@@ -66,7 +67,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("min_repetition_pattern_size", "V", no_effect=(0,)),
     Parameter("repetition_min_count", "V", no_effect=(0,)),
     Parameter("repetition_detection", "V"),
-    # How tokens are drawn
+    # Sampling
     Parameter("temperature", "OVML"),
     Parameter("top_p", "OVML"),
     Parameter("top_k", "VML"),
@@ -108,7 +109,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("use_beam_search", "V", no_effect=(False,)),
     Parameter("length_penalty", "V", no_effect=(float,)),
     Parameter("early_stopping", "V", no_effect=(bool,)),
-    # What the answer has to look like
+    # Form of the answer
     Parameter("response_format", "OV", no_effect=({"type": "text"},)),
     Parameter("structured_outputs", "V"),
     Parameter("guided_json", "V"),
@@ -147,7 +148,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("reasoning_budget_end_tag", "L", no_effect=(str,)),
     Parameter("reasoning_budget_end_tags", "L", no_effect=(list,)),
     Parameter("reasoning_budget_message", "L", no_effect=(str,)),
-    # How the prompt is made
+    # Making the prompt
     Parameter("echo", "OVL"),
     Parameter("suffix", "OV", no_effect=("",)),
     Parameter("add_generation_prompt", "VL", no_effect=(bool,), only=COMPLETIONS),
@@ -166,7 +167,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("image_data", "L", no_effect=([],)),
     Parameter("mm_processor_kwargs", "V", no_effect=({},)),
     Parameter("media_io_kwargs", "V", no_effect=({},)),
-    # What is said about the answer
+    # Details of the answer
     Parameter("logprobs", "OVML", no_effect=(False,), only=COMPLETIONS),
     Parameter("top_logprobs", "OVM", no_effect=(0, -1), only=COMPLETIONS),
     Parameter("n_probs", "L", no_effect=(0,), instead="logprobs"),
@@ -182,7 +183,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("timings_per_token", "L", no_effect=(False,)),
     Parameter("verbose", "L", no_effect=(False,)),
     Parameter("request_id", "V", no_effect=(str,)),
-    # How it is sent, and when it is worked on
+    # Streaming and scheduling
     Parameter("stream", "OVML"),
     Parameter("stream_options", "OVML"),
     Parameter("return_progress", "L", no_effect=(False,)),

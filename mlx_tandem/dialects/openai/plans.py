@@ -1,4 +1,4 @@
-"""Plans of chats and text completions, out of their bodies."""
+"""Making the plans of chats and text completions from their bodies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from mlx_tandem.types import SamplingParams
 
 
 async def plan_chat(front: ServerFront, body: ChatBody) -> Plan:
-    """Return the plan of a chat."""
+    """Return the plan of a chat. Raises InvalidRequest and NotFound."""
     model = await _selected(front, body)
     _check_streaming(body)
     n, text, logprobs = choices(front, body), text_options(body), chat_logprobs(body)
@@ -53,7 +53,7 @@ async def plan_chat(front: ServerFront, body: ChatBody) -> Plan:
 
 
 async def plan_completion(front: ServerFront, body: CompletionBody) -> Plan:
-    """Return the plan of a text completion."""
+    """Return the plan of a text completion. Raises InvalidRequest and NotFound."""
     model = await _selected(front, body)
     _check_streaming(body)
     echo = bool(body.echo)
@@ -69,7 +69,7 @@ async def plan_completion(front: ServerFront, body: CompletionBody) -> Plan:
 
 
 class _Generates(NamedTuple):
-    """The part of a plan that says what is drawn."""
+    """The part of a plan that the engine needs: the prompts, and how to continue them."""
 
     prompts: list[list[int]]
     params: SamplingParams
@@ -86,8 +86,11 @@ def _plan(
     texts: Sequence[str],
     echo: tuple[str, ...] | None,
 ) -> Plan:
-    """Return the plan of either route. `texts`: the prompts as reward functions see them; `echo`: what the replies of
-    each prompt begin with."""
+    """Return the plan of either route.
+
+    `texts` are the prompts as the reward functions see them. `echo` has the text that the replies to each prompt begin
+    with; None means none.
+    """
     prompts, params, n, text = generates
     stream, with_usage, always_usage = streaming(body)
     collect = collect_fields(front, body, model, params, prompts, texts, silent=text.silent)
@@ -118,30 +121,33 @@ def _plan(
 
 
 def _last(prompt: list[int], kept: int | None) -> list[int]:
-    """Return the prompt, or the last `kept` tokens of it."""
+    """Return the last `kept` tokens of the prompt; all of it for None."""
     return prompt if kept is None else prompt[-kept:]
 
 
 def _echoed(messages: Sequence[Mapping[str, Any]], options: Mapping[str, bool]) -> tuple[str, ...] | None:
-    """Return what a chat's reply begins with when it repeats the last message: as in vLLM, where the reply goes on with
-    that message or has its role; None: nothing."""
+    """Return the last message, with which a chat's reply begins; None if the reply does not repeat it.
+
+    As in vLLM, the reply repeats a message of the assistant, and any message that it continues.
+    """
     last = messages[-1]
     return (last["content"],) if last["role"] == "assistant" or not options["add_generation_prompt"] else None
 
 
 async def _selected(front: ServerFront, body: Common) -> Selection:
+    """Return the model that `lora_adapter` or `model` names."""
     if body.lora_adapter is None:
         return await front.models.select(body.model, body.user)
     return await front.models.select_adapter(body.lora_adapter, body.model, body.user)
 
 
 def _learns(body: Common) -> bool:
-    """Return whether a reward function will see the prompt."""
+    """Return whether a reward function will score the completions, and so needs the prompt as text."""
     return bool(body.collect_trajectory) or body.scoring_function is not None
 
 
 def _check_streaming(body: Common) -> None:
-    """Raise InvalidRequest for what cannot be streamed, or is for streams only."""
+    """Raise InvalidRequest for fields that cannot be used in a stream, or only in a stream."""
     if body.stream and body.prompt_logprobs is not None:
         raise InvalidRequest("prompt_logprobs cannot be streamed", param="prompt_logprobs")
     streaming(body)

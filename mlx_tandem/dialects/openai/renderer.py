@@ -1,6 +1,6 @@
-"""OpenAI's replies for chats and for text completions: whole bodies and stream events.
+"""OpenAI's replies to chats and text completions, as whole bodies and as stream events.
 
-The bytes of an event are put together from parts that are encoded once per request; only the text is encoded per token.
+An event's bytes consist of parts that are encoded once per request. Only the text is encoded for each token.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ from mlx_tandem.training.live.recorder import Outcome
 from mlx_tandem.types import TokenLogprob
 
 Details = dict[str, Any]
-"""Members of a choice beside its text."""
+"""The members of a choice besides its text."""
 
 DONE = b"data: [DONE]\n\n"
+"""The last bytes of a stream that did not fail."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The parts of a reply beside its text."""
+    """The parts of a reply besides its text that the request asked for."""
 
-    usage: bool = False  # at the end of a stream; a whole reply always has it
-    logprobs: int | None = None  # alternatives for each token; None: no logprobs
-    prompt_logprobs: int | None = None  # alternatives for each token of the prompt; None: no logprobs
-    token_ids: bool = False  # those of the prompt, too
+    usage: bool = False  # a stream ends with the usage; a whole reply always has it
+    logprobs: int | None = None  # number of alternatives for each token; None: no logprobs
+    prompt_logprobs: int | None = None  # number of alternatives for each token of the prompt; None: no logprobs
+    token_ids: bool = False  # the token ids of the answer and of the prompt
     tokens_as_ids: bool = False  # logprobs name tokens by their ids
     versions: bool = False  # the adapter version that made each token
-    echo: tuple[str, ...] | None = None  # for each prompt the text that its replies begin with
+    echo: tuple[str, ...] | None = None  # for each prompt, the text that its replies begin with
 
 
 def usage_object(usage: Usage) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
 
 
 class OpenAIRenderer(Renderer):
-    """The common base of the renderers of both routes."""
+    """The common base of the renderers of chats and text completions."""
 
     id_prefix: str
     object: str
@@ -74,7 +75,7 @@ class OpenAIRenderer(Renderer):
     text_close: bytes
     empty: bytes
     opening: bytes | None  # sent before a choice's first text
-    one_prompt: bool  # what is said of the prompt stands beside the choices, else in each of them
+    one_prompt: bool  # the prompt's details are members of the reply; otherwise, of each choice
 
     def __init__(self, front: Front, prompted: Prompted, shown: Shown):
         self._tokenizer = front.tokenizer
@@ -85,7 +86,7 @@ class OpenAIRenderer(Renderer):
         self._names: dict[str, Any] = {
             "created": int(time.time()),
             "model": front.models.label(adapter),
-            # What is drawn under several versions depends on when they came.
+            # A request that follows newer versions depends on when these are published, so it has no fingerprint.
             "system_fingerprint": None if prompted.follow else front.fingerprints.of(adapter),
         }
         self._prompts = [PromptRead(k, 0) for k in range(len(prompted.prompts))]
@@ -100,7 +101,7 @@ class OpenAIRenderer(Renderer):
         self._begin_events()
 
     def _begin_events(self) -> None:
-        """Encode what all events of a stream have in common."""
+        """Encode the parts that all events of a stream have in common."""
         names, choices = self._names, range(self._prompted.choices)
         self._start = b'data: {"id":%b,"object":%b,"created":%d,"model":%b,"system_fingerprint":%b,"choices":[' % (
             dumps(self.id),
@@ -116,16 +117,16 @@ class OpenAIRenderer(Renderer):
             self.usage(Usage(self._prompted.prompt_tokens))
 
     def _end_with(self, rest: bytes) -> None:
-        """Set what comes behind the choices of an event."""
+        """Set the bytes that follow the choices of an event."""
         self._rest = rest
         self._end = b"}]" + rest
         self._unfinished = b',"finish_reason":null' + self._end
         self._plain = self.text_close + b',"logprobs":null' + self._unfinished
 
-    # -- the routes' own ----------------------------------------------------------------------------------------
+    # -- differences between the routes -------------------------------------------------------------------------
 
     def make_logprobs(self, tokenizer: Tokenizer, as_ids: bool) -> LogprobShape:
-        """Return what collects the logprobs of one choice."""
+        """Return a new writer of one choice's logprobs."""
         raise NotImplementedError
 
     def choice(self, index: int, text: str, answer: Answer) -> dict[str, Any]:
@@ -135,14 +136,14 @@ class OpenAIRenderer(Renderer):
     # -- streams ------------------------------------------------------------------------------------------------
 
     def open(self) -> bytes:
-        """Return the events that come before any text."""
+        """Return the events before any text, which name the role of each choice in a chat."""
         if self.opening is None:
             return b""
         end = b',"logprobs":null,"finish_reason":null}]' + _members(self._prompt_details(0)) + self._rest
         return b"".join(i + self.opening + end for i in self._index)
 
     def read(self, event: PromptRead) -> bytes:
-        """Return what the choices of a prompt say before their own text."""
+        """Return the events in which the choices of a prompt repeat or describe the prompt before their own text."""
         shown, k, n = self._shown, event.prompt, self._prompted.n
         self._prompts[k] = event
         choices = range(k * n, (k + 1) * n)
@@ -157,13 +158,13 @@ class OpenAIRenderer(Renderer):
         return b"".join([self._text_with(i, shown.echo[k], self._echo_details(i) | own) for i in choices])
 
     def text(self, event: TextDelta) -> bytes:
-        """Return a piece of text."""
+        """Return the event for a piece of text."""
         if not self.wants_details:
             return self._heads[event.choice] + dumps(event.text) + self._plain
         return self._text_with(event.choice, event.text, self._event_details(event))
 
     def finish(self, event: Finish) -> bytes:
-        """Return the end of a choice, with the tokens that no text has shown."""
+        """Return the event for the end of a choice, with the tokens that no earlier event has shown."""
         details = self._no_details
         if event.tokens or self._prompted.text.silent:
             details = self._event_details(event)
@@ -171,16 +172,19 @@ class OpenAIRenderer(Renderer):
         return self._index[event.choice] + self.empty + _members(own) + self._end
 
     def finish_reason(self, event: Finish) -> str:
-        """Return why a choice has ended, in OpenAI's words."""
+        """Return the reason why a choice has ended, in OpenAI's words."""
         return event.reason
 
     def usage(self, event: Usage) -> bytes:
-        """Say this usage in the events from here on."""
+        """Add this usage to all later events; return no bytes."""
         self._end_with(b',"usage":%b}\n\n' % dumps(usage_object(event)))
         return b""
 
     def close(self, usage: Usage, outcomes: Sequence[Outcome]) -> bytes:
-        """Return what is known of the choices only after all have ended, in one event, and the end of the stream."""
+        """Return an event with the outcomes of learning, one with the usage, and the end of the stream.
+
+        Each of the two events is left out if there is nothing to report in it.
+        """
         tail = b""
         if outcomes:
             choices = [
@@ -193,11 +197,11 @@ class OpenAIRenderer(Renderer):
         return tail + DONE
 
     def error(self, error: TandemError) -> bytes:
-        """Return an event with the error object."""
+        """Return the event with the error object."""
         return b"data: " + error_body(error) + b"\n\n"
 
     def _text_with(self, index: int, text: str, details: Details) -> bytes:
-        """Return a piece of text with `details`, among them "logprobs" unless there are none."""
+        """Return the event for a piece of text with `details`. Its logprobs are null if `details` has none."""
         head = self._heads[index] + dumps(text) + self.text_close
         return head + _members({"logprobs": None} | details) + self._unfinished
 
@@ -222,15 +226,15 @@ class OpenAIRenderer(Renderer):
 
     @property
     def _repeats_prompt(self) -> bool:
-        """Return whether the prompt's tokens are among those of the reply."""
+        """Whether the details of each choice begin with those of the prompt's tokens."""
         return self._shown.echo is not None and not self.one_prompt
 
     def _event_details(self, event: Said | Finish) -> Details:
-        """Return what was asked for of the tokens of an event."""
+        """Return the requested details of an event's tokens."""
         return self._details(event.choice, event) if self.wants_details else {}
 
     def _echo_details(self, index: int) -> Details:
-        """Return what was asked for of the prompt's tokens, which a choice repeats."""
+        """Return the requested details of the prompt's tokens, which a choice repeats."""
         return self._details(index, Answer(), *self._echoed(index // self._prompted.n))
 
     def _details(
@@ -240,7 +244,7 @@ class OpenAIRenderer(Renderer):
         before: Sequence[int] = (),
         known: Sequence[TokenLogprob | None] = (),
     ) -> Details:
-        """Return what was asked for of these tokens. The logprobs of the tokens `before` come before theirs."""
+        """Return the requested details of these tokens. Their logprobs follow those of the tokens `before`."""
         details: Details = {}
         if self._logprobs is not None:
             details["logprobs"] = self._logprobs[index].take([*before, *said.tokens], [*known, *said.logprobs])
@@ -251,7 +255,7 @@ class OpenAIRenderer(Renderer):
         return details
 
     def _prompt_details(self, k: int) -> Details:
-        """Return what was asked for of prompt k."""
+        """Return the requested details of prompt k."""
         shown, prompt = self._shown, self._prompted.prompts[k]
         details: Details = {}
         if shown.token_ids:
@@ -262,14 +266,14 @@ class OpenAIRenderer(Renderer):
         return details
 
     def _echoed(self, k: int) -> tuple[Sequence[int], list[TokenLogprob | None]]:
-        """Return prompt k and its logprobs as a reply that repeats it shows them."""
+        """Return the tokens and the logprobs of prompt k for a reply that repeats it."""
         most = self._shown.logprobs or 0
         scores = self._prompts[k].logprobs
         return self._prompted.prompts[k], [None, *(structs.replace(lp, top=lp.top[:most]) for lp in scores)]
 
 
 class ChatRenderer(OpenAIRenderer):
-    """Replies of chats."""
+    """A writer of replies to chats."""
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
@@ -285,7 +289,7 @@ class ChatRenderer(OpenAIRenderer):
         self._called: set[int] = set()  # choices that have called a tool
 
     def make_logprobs(self, tokenizer: Tokenizer, as_ids: bool) -> LogprobShape:
-        """Return what collects the logprobs of one choice."""
+        """Return a new writer of one choice's logprobs."""
         return ChatLogprobs(tokenizer, as_ids)
 
     def choice(self, index: int, text: str, answer: Answer) -> dict[str, Any]:
@@ -300,31 +304,31 @@ class ChatRenderer(OpenAIRenderer):
         return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
 
     def reasoning(self, event: ReasoningDelta) -> bytes:
-        """Return a piece of reasoning."""
+        """Return the event for a piece of reasoning."""
         return self._delta(event, {"reasoning_content": event.text})
 
     def call(self, event: ToolCallStart) -> bytes:
-        """Return the beginning of a tool call."""
+        """Return the event for the beginning of a tool call."""
         self._called.add(event.choice)
         return self._delta(event, {"tool_calls": [{"index": event.call} | _call(event.id, event.name, "")]})
 
     def arguments(self, event: ToolCallArguments) -> bytes:
-        """Return a piece of a tool call's arguments."""
+        """Return the event for a piece of a tool call's arguments."""
         call = {"index": event.call, "function": {"arguments": event.arguments}}
         return self._delta(event, {"tool_calls": [call]})
 
     def finish_reason(self, event: Finish) -> str:
-        """Return why a choice has ended, in OpenAI's words."""
+        """Return the reason why a choice has ended, in OpenAI's words."""
         return "tool_calls" if event.reason == "stop" and event.choice in self._called else event.reason
 
     def _delta(self, event: Said, delta: dict[str, Any]) -> bytes:
-        """Return an event whose choice has this `delta`."""
+        """Return the event whose choice has this `delta`."""
         own = {"delta": delta, "logprobs": None} | self._event_details(event)
         return self._index[event.choice] + _members(own) + self._unfinished
 
 
 class TextRenderer(OpenAIRenderer):
-    """Replies of text completions, whose text no parser reads."""
+    """A writer of replies to text completions. No parser reads their text."""
 
     id_prefix = "cmpl-"
     object = "text_completion"
@@ -336,7 +340,7 @@ class TextRenderer(OpenAIRenderer):
     one_prompt = False
 
     def make_logprobs(self, tokenizer: Tokenizer, as_ids: bool) -> LogprobShape:
-        """Return what collects the logprobs of one choice."""
+        """Return a new writer of one choice's logprobs."""
         return TextLogprobs(tokenizer, as_ids)
 
     def choice(self, index: int, text: str, answer: Answer) -> dict[str, Any]:
@@ -345,10 +349,10 @@ class TextRenderer(OpenAIRenderer):
 
 
 def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
-    """Return OpenAI's object of a tool call."""
+    """Return OpenAI's object for a tool call."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _members(details: Details) -> bytes:
-    """Return members that follow others in a JSON object."""
+    """Return the encoded members, with a leading comma so that they can follow others in a JSON object."""
     return b"," + dumps(details)[1:-1] if details else b""

@@ -1,4 +1,4 @@
-"""OpenAI's routes. Each is there without /v1, too, for clients whose base URL has none."""
+"""OpenAI's routes. Each of them also exists without /v1, for clients whose base URL leaves it out."""
 
 from __future__ import annotations
 

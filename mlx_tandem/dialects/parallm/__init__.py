@@ -1,1 +1,1 @@
-"""MLX ParaLLM's own routes."""
+"""MLX ParaLLM's own dialect."""

@@ -1,4 +1,4 @@
-"""MLX ParaLLM's `/v1/perplexity`: how likely the model finds a text, without generating any."""
+"""MLX ParaLLM's `/v1/perplexity`, which scores a text under the model without generating any."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from mlx_tandem.training.live.recorder import Outcome
 from mlx_tandem.types import SamplingParams
 
 LARGEST = 700.0
-"""Mean negative logprob, in nats, from which on its exponential is not computed: JSON has no infinity."""
+"""Largest mean negative logprob, in nats, whose exponential is computed. JSON has no infinity for larger ones."""
 
 
 class PerplexityBody(Struct, forbid_unknown_fields=True):
-    """A text to be scored."""
+    """The body of a request to score a text."""
 
-    text: str  # taken as it is, without the chat template
+    text: str  # used as it is, without the chat template
     model: str | None = None
-    user: str | None = None  # keeps a caller on one arm of an alias
+    user: str | None = None  # keeps a caller on the same arm of an alias
 
 
 async def plan_perplexity(front: Front, body: PerplexityBody) -> Plan:
-    """Return the plan of a request that has its prompt scored and draws one token, which is dropped."""
+    """Return the plan of a request that scores its prompt. The one token that the engine has to draw is dropped."""
     model = await front.models.select(body.model, body.user)
     prompt = await front.text_prompt(body.text, "text")
     most = front.max_tokens(len(prompt), 1, "max_tokens", "text")
@@ -42,9 +42,9 @@ async def plan_perplexity(front: Front, body: PerplexityBody) -> Plan:
 
 
 class PerplexityRenderer(Renderer):
-    """Writes the mean negative logprob of the text's tokens, in nats, and its exponential.
+    """A writer of the mean negative logprob of the text's tokens, in nats, and of its exponential, the perplexity.
 
-    The first token has no logprob and does not count; a text of one token has the perplexity 1.
+    The first token has no logprob and does not count. A text of one token has the perplexity 1.
     """
 
     def __init__(self, model: str):
@@ -52,7 +52,7 @@ class PerplexityRenderer(Renderer):
         self._model = model
 
     def whole(self, answers: Answers, usage: Usage, outcomes: Sequence[Outcome]) -> bytes:
-        """Return the JSON body."""
+        """Return the JSON body with the scores."""
         scores = answers.prompts[0].logprobs
         mean = -math.fsum(max(lp.model, LOWEST) for lp in scores) / max(len(scores), 1)
         return dumps(

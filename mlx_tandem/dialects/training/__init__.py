@@ -1,1 +1,1 @@
-"""This project's routes for learning."""
+"""This project's own dialect for learning."""

@@ -8,31 +8,31 @@ from mlx_tandem.training.external import External
 
 
 class UpdateBody(Struct, forbid_unknown_fields=True):
-    """An update by hand."""
+    """The body of a request for an update."""
 
-    trajectories: list[External] = []  # none: what has been collected
-    update_inference: bool = True  # serve what was learned
-    checkpoint_name: str | None = None  # save it under this name
-    wait: bool = False  # answer when it is done
+    trajectories: list[External] = []  # empty: the update uses the collected trajectories
+    update_inference: bool = True  # serve the result as a new version
+    checkpoint_name: str | None = None  # save the result under this name
+    wait: bool = False  # answer only when the update has ended
 
 
 class NoBody(Struct, forbid_unknown_fields=True):
-    """No field at all."""
+    """A body without any field."""
 
 
 class CheckpointBody(Struct, forbid_unknown_fields=True):
-    """A checkpoint to be saved; without a name it gets one by itself."""
+    """The body of a request to save a checkpoint. Without a name, the server chooses one."""
 
     name: str | None = None
 
 
 class RollbackBody(Struct, forbid_unknown_fields=True):
-    """The version or checkpoint to go back to."""
+    """The body of a request to return to an earlier version or to a checkpoint."""
 
-    to: str | int | None = None  # a version or a checkpoint; absent: the last good one
+    to: str | int | None = None  # a version or a checkpoint; absent: the last good version
 
 
 class SwitchBody(Struct, forbid_unknown_fields=True):
-    """The version that the trained adapter's name shall stand for."""
+    """The body of a request to serve another version under the trained adapter's name."""
 
     version: str | int

@@ -1,4 +1,4 @@
-"""Updates by hand, how learning goes, and steering it."""
+"""The handlers of the routes for learning: updates by hand, its status, and controlling it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from mlx_tandem.training.online.serving import UpdateReport
 
 WHAT = "this route"
+"""The subject of the error on a server that does not learn."""
 
 
 async def update(front: ServerFront, body: UpdateBody) -> tuple[int, dict[str, Any]]:
-    """Start an update; return the HTTP status and the job: 202 and queued, or with `wait` 200 and done."""
+    """Start an update; return the HTTP status and the job. The status is 202, or 200 after waiting with `wait`."""
     learning = front.check_learning(WHAT)
     learner = learning.check_up()
     if body.checkpoint_name is not None:
@@ -55,12 +56,12 @@ async def update(front: ServerFront, body: UpdateBody) -> tuple[int, dict[str, A
 
 
 def job(front: ServerFront, id: str) -> dict[str, Any]:
-    """Return what became of an update."""
+    """Return the state of an update's job. Raises NotFound for an unknown id."""
     return front.check_learning(WHAT).jobs.get(id).describe()
 
 
 def status(front: ServerFront) -> dict[str, Any]:
-    """Return how learning goes; on a server that does not learn, just that."""
+    """Return the status of learning, or, on a server that does not learn, the fact that it is disabled."""
     if front.learning is None:
         return {
             "training_enabled": False,
@@ -75,19 +76,19 @@ def status(front: ServerFront) -> dict[str, Any]:
 
 
 def start(front: ServerFront, body: NoBody) -> dict[str, Any]:
-    """Let the loop go on."""
+    """Start the learning loop or let it continue; return the status."""
     front.check_learning(WHAT).check_up().start()
     return status(front)
 
 
 def stop(front: ServerFront, body: NoBody) -> dict[str, Any]:
-    """Let the loop pause."""
+    """Pause the learning loop; return the status."""
     front.check_learning(WHAT).check_up().stop()
     return status(front)
 
 
 async def checkpoint(front: ServerFront, body: CheckpointBody) -> dict[str, Any]:
-    """Save a checkpoint."""
+    """Save a checkpoint and return its name."""
     learning = front.check_learning(WHAT)
     learner = learning.check_up()
     with learning.naming(body.name, "name"):
@@ -95,7 +96,7 @@ async def checkpoint(front: ServerFront, body: CheckpointBody) -> dict[str, Any]
 
 
 async def rollback(front: ServerFront, body: RollbackBody) -> dict[str, Any]:
-    """Take what is served and what is trained back to an earlier version."""
+    """Return serving and training to an earlier version."""
     learner = front.check_learning(WHAT).check_up()
     with _naming("to"):
         ref = await learner.rollback(None if body.to is None else _selector(front, body.to, "to"))
@@ -103,7 +104,7 @@ async def rollback(front: ServerFront, body: RollbackBody) -> dict[str, Any]:
 
 
 async def switch(front: ServerFront, body: SwitchBody) -> dict[str, Any]:
-    """Let the trained adapter's name stand for another version; what is trained goes on as it is."""
+    """Serve another version under the trained adapter's name. Training continues unchanged."""
     learner = front.check_learning(WHAT).check_up()
     with _naming("version"):
         ref = await learner.switch(_selector(front, body.version, "version"))
@@ -112,7 +113,7 @@ async def switch(front: ServerFront, body: SwitchBody) -> dict[str, Any]:
 
 @contextmanager
 def _naming(param: str) -> Iterator[None]:
-    """Raise NotFound under the name of the field that has asked for what is not there."""
+    """Set `param`, the field of the request, in a NotFound error that the block raises."""
     try:
         yield
     except NotFound as e:
@@ -121,14 +122,17 @@ def _naming(param: str) -> Iterator[None]:
 
 
 def _selector(front: ServerFront, given: str | int, param: str) -> str:
-    """Return a version's number or a checkpoint's name; numbers may be written as the trained adapter's NAME@NUMBER."""
+    """Return a version's number or a checkpoint's name as text. A number may be given as NAME@NUMBER.
+
+    NAME is then the trained adapter. Raises InvalidRequest naming `param`.
+    """
     if isinstance(given, int):
         return str(limits.check("version", given, param))
     return limits.check_name(given.removeprefix(f"{front.config.rl_training.adapter}@"), param)
 
 
 def debug(front: ServerFront) -> dict[str, Any]:
-    """Return everything about learning: status, the last updates, why rewards failed, and the settings."""
+    """Return all details of learning: its status, the last updates, the failures of rewards, and the settings."""
     config = front.config
     found: dict[str, Any] = {"status": status(front)}
     if front.learning is not None:

@@ -1,1 +1,1 @@
-"""vLLM's own routes: tokenizing, and loading adapters."""
+"""vLLM's own dialect, which tokenises texts and loads adapters."""

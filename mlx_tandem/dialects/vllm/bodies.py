@@ -10,7 +10,7 @@ from mlx_tandem.dialects.openai.bodies import TemplateOptions
 
 
 class LoadBody(Struct, forbid_unknown_fields=True):
-    """An adapter to be loaded."""
+    """The body of a request to load an adapter."""
 
     lora_name: str
     lora_path: str | None = None
@@ -19,18 +19,18 @@ class LoadBody(Struct, forbid_unknown_fields=True):
 
 
 class UnloadBody(Struct, forbid_unknown_fields=True):
-    """An adapter to be forgotten."""
+    """The body of a request to remove an adapter."""
 
     lora_name: str
     lora_int_id: int | None = None
 
 
 class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Either a prompt or messages, to be tokenised."""
+    """The body of a request to tokenise either a prompt or messages."""
 
     model: str | None = None
     prompt: str | None = None
-    add_special_tokens: bool | None = None  # of a prompt; the template of a conversation has its own
+    add_special_tokens: bool | None = None  # for a prompt only; the template adds those of a conversation
     messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateOptions | None = None
@@ -38,7 +38,7 @@ class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
-    """Token ids whose text is asked for."""
+    """The body of a request for the text of token ids."""
 
     model: str | None = None
     tokens: list[int]

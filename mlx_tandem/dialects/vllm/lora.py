@@ -1,4 +1,4 @@
-"""vLLM's two routes that load and unload adapters."""
+"""The handlers of vLLM's two routes that load and remove adapters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mlx_tandem.generation.front import Front
 
 
 async def load(front: Front, body: LoadBody) -> str:
-    """Load an adapter. Like vLLM, refuse a name that is loaded unless `load_inplace` says that it shall be replaced."""
+    """Load an adapter. Like vLLM, refuse a name that is already loaded unless `load_inplace` asks to replace it."""
     models = front.models
 
     def check() -> None:
@@ -24,7 +24,7 @@ async def load(front: Front, body: LoadBody) -> str:
 
 
 async def unload(front: Front, body: UnloadBody) -> str:
-    """Forget an adapter."""
+    """Remove an adapter and all its versions."""
     with renamed(name="lora_name"):
         await front.models.unload(body.lora_name)
     return f"Success: LoRA adapter '{body.lora_name}' removed successfully."

@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, with vLLM's shapes."""
+"""The handlers of `/tokenize`, `/detokenize` and `/tokenizer_info`, whose replies have vLLM's form."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from mlx_tandem.generation.messages import chat_messages
 from mlx_tandem.generation.parts import Part
 
 Pieces = Sequence[bytes]
-"""A reply's body in pieces, which are long only where the reply is."""
+"""The body of a reply in pieces, so that long parts are not copied into one text."""
 
 
 async def tokenize(front: Front, body: TokenizeBody) -> Pieces:
-    """Return the reply's body."""
+    """Return the token ids of a prompt or a conversation, as the body of the reply."""
     info = front.client.check_ready()
     await front.models.select(body.model)
     parts, param, begins = _prompt(body) if body.messages is None else await _conversation(front, body)
     pieces = bool(body.return_token_strs)
-    del body  # its text may have to wait, and `parts` have it
+    del body  # The text may wait long for its turn, and `parts` already have a copy of it.
     found = await front.prompts.listing(parts, param, begins=begins, pieces=pieces)
     head = b'{"count":%d,"max_model_len":%d,"tokens":' % (found.count, info.max_model_len)
     return (head, found.tokens, b',"token_strs":', found.pieces or b"null", b"}")
 
 
 async def detokenize(front: Front, body: DetokenizeBody) -> Pieces:
-    """Return the reply's body."""
+    """Return the text of token ids, as the body of the reply."""
     info = front.client.check_ready()
     await front.models.select(body.model)
     return (b'{"prompt":', await front.prompts.text_of(body.tokens, info.vocab_size, "tokens"), b"}")
 
 
 def tokenizer_info(front: Front) -> bytes:
-    """Return what a client needs to write prompts of its own, as the reply's body."""
+    """Return the special tokens and the chat template, with which clients can write prompts, as the reply's body."""
     texts, template = front.tokenizer.special_texts(), front.prompts.template
     return dumps(
         {
@@ -47,7 +47,7 @@ def tokenizer_info(front: Front) -> bytes:
 
 
 def _prompt(body: TokenizeBody) -> tuple[list[Part], str, bool]:
-    """Return the text, the field that it is in, and whether special tokens are added to it."""
+    """Return the prompt in parts, the field that errors name, and whether the prompt gets special tokens."""
     if body.prompt is None:
         raise InvalidRequest("prompt or messages is required", param="prompt", code="missing_required_parameter")
     for name in ("add_generation_prompt", "chat_template_kwargs"):
@@ -57,6 +57,7 @@ def _prompt(body: TokenizeBody) -> tuple[list[Part], str, bool]:
 
 
 async def _conversation(front: Front, body: TokenizeBody) -> tuple[list[Part], str, bool]:
+    """Return the rendered conversation in parts, the field that errors name, and False for no special tokens."""
     if body.prompt is not None:
         raise InvalidRequest("either prompt or messages can be given, not both", param="prompt")
     if body.add_special_tokens:

@@ -1,1 +1,4 @@
-"""Chat templates: code of a model folder, rendered in worker processes. What a message says is no control token."""
+"""Chat templates, which are code from a model folder and are rendered in worker processes.
+
+The text of a message never becomes a control token.
+"""

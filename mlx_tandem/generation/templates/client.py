@@ -1,4 +1,4 @@
-"""The chat template of a model folder, as whoever wants a prompt sees it."""
+"""The client of the processes that render the chat template of a model folder."""
 
 from __future__ import annotations
 
@@ -18,31 +18,38 @@ from mlx_tandem.isolation.process import Lost, LostKind, Program
 from mlx_tandem.limits import MAX_TEMPLATE_BYTES, MAX_TEMPLATE_MEMORY, MAX_TEMPLATE_OUTPUT, MAX_WAITING_TEXT
 
 Message = Mapping[str, Any]
+"""One message of a conversation."""
 
 FILE = "chat_template.jinja"
 WORKERS = 2
-"""Processes. While one is lost over a conversation, the others' are rendered in the second."""
+"""Number of processes. When a conversation costs one of them, the other still renders those of other callers."""
 
 BOUNDS = Bounds(items=1024, bytes=MAX_WAITING_TEXT, seconds=30.0)
+"""Limits of the queue in front of the processes."""
+
 ROOM = 1 << 20
-"""Bytes of an answer beside the rendered text: where its parts begin and which of them are plain."""
+"""Bytes that an answer may have besides the rendered text, for the boundaries of its parts."""
 
 GREETING = {"role": "user", "content": "Hello!"}
+"""The conversation that `ChatTemplate.check` renders."""
+
 LOST: Mapping[LostKind, str] = {
     "timeout": "takes more than {seconds:g} s of CPU time",
     "memory": "needs more than {megabytes} MB of memory",
     "died": "ends its process",
 }
+"""The words of errors for each way in which a process can be lost."""
 
 
 class ChatTemplate:
-    """Renders conversations in worker processes. Belongs to one event loop, and starts no process before it is used.
+    """A chat template that renders conversations in worker processes, which it starts on first use.
 
-    A template is code from a model folder: it runs in a sandbox, and the kernel limits its time and its memory.
+    It belongs to one event loop. A template is code from a model folder, so it runs in a sandbox, and the kernel limits
+    its time and memory.
     """
 
     def __init__(self, source: str, tokenizer: Tokenizer, *, seconds: float = 1.0, where: str = "chat_template"):
-        """`seconds` of CPU time are what one conversation may take; `where` names the file in errors."""
+        """Prepare the processes. A conversation may take `seconds` of CPU time. `where` names the file in errors."""
         self.source = source
         self._where = where
         self._limits = {"seconds": seconds, "megabytes": MAX_TEMPLATE_MEMORY >> 20}
@@ -61,8 +68,10 @@ class ChatTemplate:
 
     @classmethod
     def given(cls, given: str, tokenizer: Tokenizer, *, seconds: float = 1.0) -> ChatTemplate:
-        """Return the template in the file that `given` names, or the one that `given` is: then it has a brace or a line
-        break. Raises ModelError."""
+        """Return the template in the file `given`, or the template that `given` itself is.
+
+        Raises ModelError when there is no such file and `given` has neither a brace nor a line break.
+        """
         path = Path(given)
         if os.path.isfile(given):
             return cls(_decoded(path, small_files.read(path) or b""), tokenizer, seconds=seconds, where=given)
@@ -74,7 +83,7 @@ class ChatTemplate:
     def load(cls, folder: Path, tokenizer: Tokenizer, *, seconds: float = 1.0) -> ChatTemplate | None:
         """Return the template in `chat_template.jinja`, else in `tokenizer_config.json`; None when there is none.
 
-        Raises ModelError naming the file. What the template does is seen by `check` only.
+        Raises ModelError naming the file. Only `check` finds out whether the template works.
         """
         path = folder / FILE
         if (raw := small_files.read(path)) is not None:
@@ -82,7 +91,7 @@ class ChatTemplate:
         else:
             path = folder / "tokenizer_config.json"
             source = tokenizer.config.get("chat_template")
-            if isinstance(source, list):  # several by name
+            if isinstance(source, list):  # Several templates with names.
                 named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
                 source = named.get("default")
             if source is None:
@@ -93,9 +102,9 @@ class ChatTemplate:
         return cls(source, tokenizer, seconds=seconds, where=str(path))
 
     async def check(self) -> None:
-        """Raise ModelError when the text is no template, or when it exceeds its limits over a greeting.
+        """Raise ModelError when the text is not a valid template, or when rendering a greeting exceeds the limits.
 
-        It may refuse the greeting or fail at it, since it may want other conversations.
+        The template may refuse the greeting or fail at it, since it may be made for other conversations.
         """
         answer = await self._pool.ask(encode(_values([GREETING], {})))
         if isinstance(answer, Lost):
@@ -104,13 +113,13 @@ class ChatTemplate:
             raise ModelError(f"{self._where} is not a valid template: {answer.detail}", param="chat_template")
 
     async def render(self, messages: Sequence[Message], options: Mapping[str, bool] | None = None) -> list[Part]:
-        """Return the prompt as text, up to where the assistant speaks, unless `options` say otherwise.
+        """Return the text of a prompt with the beginning of the answer, unless `options` say otherwise.
 
         Raises InvalidRequest naming `messages` when the template refuses them, fails at them, or exceeds its limits.
         """
         try:
             item = encode(_values(messages, options or {}))
-        except (TypeError, ValueError, OverflowError, RecursionError) as e:  # half a surrogate pair is among them
+        except (TypeError, ValueError, OverflowError, RecursionError) as e:  # Half a surrogate pair is a ValueError.
             raise InvalidRequest("messages hold a value that is no plain data", param="messages") from e
         answer = await self._pool.ask(item)
         if isinstance(answer, Rendered):
@@ -127,6 +136,7 @@ class ChatTemplate:
         await self._pool.close()
 
     def _why(self, answer: Failed | Lost) -> str:
+        """Return the end of an error message, which explains why there is no prompt."""
         if isinstance(answer, Lost):
             return f"{self._lost(answer.kind)} with these messages"
         if answer.kind == "refused":
@@ -140,6 +150,7 @@ class ChatTemplate:
 
 
 def _values(messages: Sequence[Message], options: Mapping[str, bool]) -> dict[str, Any]:
+    """Return the values of the template's variables."""
     return {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **options}
 
 

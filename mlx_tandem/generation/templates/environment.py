@@ -13,12 +13,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class Refused(TemplateError):
-    """Raised by `raise_exception`, with which a template refuses a conversation."""
+    """The error that a template raises through `raise_exception` to refuse a conversation."""
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Return a sandbox with what templates of the Hugging Face hub rely on: its whitespace rules, `tojson`,
-    `raise_exception`, `strftime_now`, loop controls and `generation`."""
+    """Return a sandboxed environment with everything that templates of the Hugging Face hub rely on.
+
+    These are the hub's whitespace rules, `tojson`, `raise_exception`, `strftime_now`, loop controls and `generation`.
+    """
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     made.filters["tojson"] = _tojson
     made.globals["raise_exception"] = _raise_exception
@@ -31,15 +33,16 @@ def _raise_exception(message: str) -> None:
 
 
 def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes for HTML, which models were not trained on.
+    """Return `value` as JSON. Jinja's own filter also escapes for HTML, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 class _Generation(Extension):
-    """The tag `{% generation %}`, which marks the assistant's own text for trainers. For serving it is its content."""
+    """The tag `{% generation %}`, which marks the assistant's text for trainers. Serving only prints its content."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the nodes between the opening and the closing tag."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)

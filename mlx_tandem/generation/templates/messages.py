@@ -1,4 +1,4 @@
-"""What the client of a chat template and its worker processes say to each other."""
+"""The messages between the client of a chat template and its worker processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx_tandem.isolation.frames import Busy
 
 
 class Setup(Struct, frozen=True, array_like=True):
-    """The template that a worker renders, with the variables that it always has and the texts of control tokens."""
+    """A worker's template, its constant variables, and the texts of the model's control tokens."""
 
     source: str
     variables: dict[str, str]
@@ -20,15 +20,18 @@ class Setup(Struct, frozen=True, array_like=True):
 
 
 class Rendered(Struct, frozen=True, array_like=True, tag=True):
-    """A prompt as text."""
+    """The text of a prompt, in parts."""
 
     parts: list[Part]
 
 
 class Failed(Struct, frozen=True, array_like=True, tag=True):
-    """A prompt that could not be rendered. `syntax`: the template is no template. `refused`: the template says so
-    itself, in the words of `detail`. `failed`: it has raised. `too_large`: it prints too much. `unprinted`: it does not
-    print the last message, which was to be continued."""
+    """The reason why there is no prompt.
+
+    syntax: the template is not valid. refused: the template refuses the messages; `detail` has its own words. failed:
+    the template raised an error. too_large: its output is over the size limit. unprinted: the template does not print
+    the last message, so that message cannot be continued.
+    """
 
     kind: Literal["syntax", "refused", "failed", "too_large", "unprinted"]
     detail: str = ""

@@ -1,4 +1,4 @@
-"""Rendering a chat template in the process that calls it, which has to be one that may be lost."""
+"""Rendering a chat template in the calling process, which the template may bring down."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from mlx_tandem.generation.templates.shields import Shields, Unprinted
 from mlx_tandem.limits import MAX_TEMPLATE_OUTPUT
 
 MAX_DETAIL = 500
-"""Characters of a template's own words in an error."""
+"""Most characters of a template's own words in an error."""
 
 
 class Renderer:
-    """A compiled template. The constructor raises whatever the template makes the compiler raise."""
+    """A compiled template. The constructor raises the errors of the template's compilation, of any type."""
 
     def __init__(self, setup: Setup):
         self._setup = setup
         self._template = environment().from_string(setup.source)
 
     def render(self, values: Mapping[str, Any]) -> Rendered | Failed:
-        """Return the prompt for these values of the template's variables, or why there is none.
+        """Return the prompt for these values of the template's variables, or the reason why there is none.
 
-        `continue_final_message` is none of them: when it is true, the prompt ends with the last message's content.
+        The value `continue_final_message` does not reach the template. When it is true, the prompt ends with the
+        content of the last message.
         """
         given = dict(values)
         continues = given.pop("continue_final_message", False)
@@ -40,10 +41,10 @@ class Renderer:
             raise
         except Refused as e:
             return Failed("refused", said(e))
-        except Exception:  # a template may fail in any way
+        except Exception:  # A template may raise anything.
             return Failed("failed")
 
 
 def said(error: Exception) -> str:
-    """Return the message of an error, as text that can be encoded and is not long."""
+    """Return the message of an error, at most MAX_DETAIL characters long and valid UTF-8."""
     return str(error)[:MAX_DETAIL].encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""Keeping the text of control tokens inside messages apart from the control tokens that a template prints."""
+"""Telling control tokens that a template prints from texts of control tokens inside messages."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 from mlx_tandem.generation.parts import Part
 
 PRIVATE = range(0xF0000, 0xFFFFE)
-"""Characters that mean nothing by themselves (Unicode's private use plane 15)."""
+"""Code points of characters without a meaning of their own (Unicode's private use plane 15)."""
 
 
 class Unprinted(Exception):
-    """Raised when a template does not print the last message, which was to be continued."""
+    """The error for a template that does not print the last message although the prompt has to end with it."""
 
 
 class _Specials(NamedTuple):
-    """The texts of the control tokens: a pattern that finds them, and the beginnings that a text may end with."""
+    """The texts of the control tokens: a pattern that finds them, and all proper prefixes of them."""
 
     pattern: re.Pattern[str] | None
     beginnings: frozenset[str]
@@ -29,6 +29,7 @@ class _Specials(NamedTuple):
 
 @lru_cache(maxsize=8)
 def _specials(names: tuple[str, ...]) -> _Specials:
+    """Return the pattern and the prefixes for these texts of control tokens."""
     ordered = sorted(filter(None, names), key=len, reverse=True)
     beginnings = frozenset(name[:end] for name in ordered for end in range(1, len(name)))
     pattern = re.compile("|".join(map(re.escape, ordered))) if ordered else None
@@ -36,17 +37,19 @@ def _specials(names: tuple[str, ...]) -> _Specials:
 
 
 class Shields:
-    """Stands a private-use character in for each control token's text inside given values while they are rendered.
+    """The values of a template's variables, with private-use characters in place of the texts of control tokens.
 
-    Templates may trim, split or join what they print, so the text itself has to travel through them. A private-use
-    character survives that, and what it stands for is then encoded without control tokens. A text may also end with the
-    beginning of a control token, which the next text that the template prints would complete: another character stands
-    in for that, and is encoded so only where this happens.
+    Templates may trim, split or join texts, so the replacement has to survive inside the text, as a private-use
+    character does. After rendering, `split` puts the texts back as plain parts, which encode to no control token. A
+    value may also end with the beginning of a control token, which the template's next text would complete. Another
+    character replaces that beginning, and it becomes a plain part only where it would complete a control token.
     """
 
     def __init__(self, specials: tuple[str, ...], values: Mapping[str, Any], *, continues: bool = False):
-        """`specials` are the texts of the control tokens; `values` what the template is given, of plain data.
-        `continues`: the prompt ends with the content of the last message."""
+        """Replace the texts of control tokens, `specials`, in `values`, which are plain data.
+
+        With `continues` the prompt ends with the content of the last message.
+        """
         self._specials = _specials(specials)
         self._free = _free_characters(values)
         self._of_special: dict[str, str] = {}  # the characters, by what they stand for
@@ -62,9 +65,9 @@ class Shields:
             messages[-1] = {**messages[-1], "content": messages[-1]["content"] + self._end}
 
     def split(self, text: str) -> list[Part]:
-        """Return what was rendered in parts, with the texts of control tokens back in their places, as plain parts.
+        """Return the rendered text in parts, in which the texts of control tokens are back as plain parts.
 
-        Raises Unprinted when the last message was to be continued and is not in the text.
+        Raises Unprinted when the prompt has to end with the last message and the text does not have it.
         """
         if self._end:
             text, found, _ = text.rpartition(self._end)
@@ -75,7 +78,7 @@ class Shields:
         beginnings = {c: t for t, c in self._of_beginning.items()}
         characters = "".join([*specials, *beginnings])
         parts: list[Part] = []
-        ahead = ""  # what follows and is not plain
+        ahead = ""  # the text behind the current part, up to the next plain part
         for part in reversed(re.split(f"([{characters}])", text) if characters else [text]):
             piece = specials.get(part) or beginnings.get(part) or part
             plain = part in specials or (part in beginnings and self._makes_special(piece, ahead))
@@ -85,7 +88,7 @@ class Shields:
         return [("".join(p for p, _ in group), plain) for plain, group in groupby(parts[::-1], key=itemgetter(1))]
 
     def _message(self, message: Any) -> Any:
-        """Return a message with its texts replaced. Roles are none of the caller's words."""
+        """Return a message with its texts replaced. The role stays, because it is one of a fixed set of words."""
         if not isinstance(message, Mapping):
             return self._changed(message)
         return {self._shield(k): v if k == "role" else self._changed(v) for k, v in message.items()}
@@ -94,34 +97,35 @@ class Shields:
         return _changed(value, self._shield, self._shield_all)
 
     def _makes_special(self, beginning: str, ahead: str) -> bool:
-        """Return whether a control token begins in `beginning` when `ahead` follows it."""
+        """Return whether a control token starts inside `beginning` when `ahead` follows it."""
         assert self._specials.pattern is not None
         match = self._specials.pattern.search(beginning + ahead)
         return match is not None and match.start() < len(beginning)
 
     def _shield(self, text: str) -> str:
-        """Return the text without that of control tokens."""
+        """Return the text with each control token's text replaced by a character."""
         if self._specials.pattern is None:
             return text
         return self._specials.pattern.sub(lambda match: self._character(self._of_special, match.group()), text)
 
     def _shield_all(self, text: str) -> str:
-        """Return the text without that of control tokens, and without the beginning of one at its end."""
+        """Return the text with each control token's text, and the beginning of one at its end, replaced."""
         text = self._shield(text)
-        kept = text.rstrip()  # templates trim
+        kept = text.rstrip()  # Templates may trim the text.
         for n in range(min(self._specials.longest, len(kept)), 0, -1):
             if kept[-n:] in self._specials.beginnings:
                 return kept[:-n] + self._character(self._of_beginning, kept[-n:]) + text[len(kept) :]
         return text
 
     def _character(self, known: dict[str, str], text: str) -> str:
+        """Return the character that replaces `text`, which is a new one if `text` is not in `known`."""
         if text not in known:
             known[text] = next(self._free)
         return known[text]
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Yield every string in a value of plain data, keys of mappings included."""
+    """Yield every string in a value of plain data, including the keys of mappings."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -134,7 +138,7 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def _changed(value: Any, of_key: Callable[[str], str], of_text: Callable[[str], str]) -> Any:
-    """Return a value of plain data with each key and each other text in it changed."""
+    """Return a value of plain data with `of_key` applied to each key and `of_text` to each other text."""
     if isinstance(value, str):
         return of_text(value)
     if isinstance(value, Mapping):
@@ -143,12 +147,12 @@ def _changed(value: Any, of_key: Callable[[str], str], of_text: Callable[[str], 
 
 
 def _free_characters(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield private-use characters that are nowhere in the values. They are looked for when the first one is needed."""
+    """Yield private-use characters that do not occur in the values. The values are searched on first use."""
     used = set().union(*map(set, texts(values)))
     yield from (c for c in map(chr, PRIVATE) if c not in used)
 
 
 def shielded_messages(specials: tuple[str, ...], messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return messages with the text of every control token replaced."""
+    """Return the messages with the texts of control tokens replaced by private-use characters."""
     found: list[Mapping[str, Any]] = Shields(specials, {"messages": messages}).values["messages"]
     return found

@@ -1,8 +1,8 @@
 """The program of a template worker: `python -m mlx_tandem.generation.templates.worker FD SECONDS BYTES`.
 
-The first frame on the socket FD is the template; it is compiled, and then rendered for every item that comes. The
-kernel ends the process when compiling or one item takes longer than SECONDS of CPU time, and it may hold BYTES of
-memory beyond what it starts with.
+The first frame on the socket FD is the template, which is compiled once. Each further frame is an item to render. The
+kernel ends the process when compiling or an item takes more than SECONDS of CPU time. The process may use BYTES of
+memory besides the memory that it starts with.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from mlx_tandem.isolation.frames import receive
 from mlx_tandem.isolation.program import connect, limit_memory, out_of_memory, say_busy, serve, time_limit
 
 REAL_SECONDS_PER_SECOND = 20.0
-"""Real time that a second of CPU time may take while others use the machine, too."""
+"""Seconds of real time that one second of CPU time may take while other programs use the machine."""
 
 
 class Worker:
-    """Renders one template, which it compiles at once. What compiling raises is the answer to every item."""
+    """A renderer of one template, which the constructor compiles. If that fails, every item gets the failure."""
 
     def __init__(self, setup: Setup, seconds: float):
         self._seconds = seconds
@@ -30,11 +30,11 @@ class Worker:
                 self._renderer = Renderer(setup)
         except MemoryError:
             out_of_memory()
-        except Exception as e:  # constants are computed when a template is compiled, and may fail in any way
+        except Exception as e:  # Compiling evaluates constant expressions, which may raise anything.
             self._failed = Failed("syntax", said(e))
 
     def answer(self, raw: bytes) -> Rendered | Failed:
-        """Render the template with encoded values of its variables."""
+        """Return the prompt for the encoded values of the template's variables. A lack of memory ends the process."""
         if self._failed is not None:
             return self._failed
         try:
@@ -46,6 +46,7 @@ class Worker:
 
 
 def main(fd: str, seconds: str, size: str) -> None:
+    """Compile the template and render items until the socket is closed."""
     sock = connect(fd)
     stream = sock.makefile("rb")
     setup = decode_setup(receive(stream))

@@ -1,1 +1,1 @@
-"""Tokenising long texts in a process of its own, so that neither time nor memory of the front goes into it."""
+"""Tokenising long texts in a separate process, so that it costs the front neither time nor memory."""

@@ -1,4 +1,4 @@
-"""The process that tokenises long texts, as the front sees it."""
+"""The client of the process that tokenises long texts."""
 
 from __future__ import annotations
 
@@ -31,20 +31,22 @@ from mlx_tandem.limits import MAX_TEXT_BYTES, MAX_TEXT_MEMORY, MAX_TEXT_REPLY, M
 T = TypeVar("T")
 
 BOUNDS = Bounds(items=1024, bytes=MAX_WAITING_TEXT, seconds=30.0)
+"""Limits of the queue in front of the process."""
+
 ROOM = 1 << 20
-"""Bytes of a question or an answer beside its text or its lists."""
+"""Bytes that a question or an answer may have besides its text or its lists."""
 
 
 class LongTexts:
-    """Tokenises texts in one process, one after the other. Belongs to one event loop, and starts the process when the
-    first text comes.
+    """A tokenizer of long texts in one separate process, which handles one text at a time.
 
-    `param` is the field that errors name. All methods raise TooLarge for what is over `MAX_TEXT_BYTES`, InvalidRequest
-    for what cannot be tokenised within the limits, and Overloaded when too much waits already.
+    It belongs to one event loop and starts its process for the first text. `param` is the field that errors name. All
+    methods raise TooLarge for questions over `MAX_TEXT_BYTES`, InvalidRequest for texts that cannot be tokenised within
+    the limits, and Overloaded when too many texts wait already.
     """
 
     def __init__(self, folder: Path):
-        """`folder` has the tokenizer."""
+        """Prepare the process without starting it. `folder` has the tokenizer."""
         program = Program(
             "mlx_tandem.generation.tokenizing.worker",
             (str(folder.absolute()), str(MAX_TEXT_MEMORY)),
@@ -55,20 +57,20 @@ class LongTexts:
         self._pool = WorkerPool("long texts", program, 1, BOUNDS)
 
     async def ids(self, parts: Sequence[Part], param: str, *, begins: bool = False) -> array[int]:
-        """Return the token ids of a text in parts. With `begins` the only part is a whole prompt."""
+        """Return the token ids of a text in parts. With `begins` the text is a whole prompt in one part."""
         answer = await self._ask(Encode(list(parts), begins), Ids, param)
         return array("I", answer.ids)
 
     async def listing(self, parts: Sequence[Part], param: str, *, begins: bool, pieces: bool) -> Listing:
-        """Return the same as JSON, with the tokens' pieces of the vocabulary if they are wanted."""
+        """Return the token ids as JSON, with the tokens' pieces of the vocabulary if `pieces` is set."""
         return await self._ask(List(Encode(list(parts), begins), pieces), Listing, param)
 
     async def text(self, ids: Sequence[int], vocab_size: int, param: str) -> bytes:
-        """Return the text of token ids as a JSON string. Raises InvalidRequest naming the first that is none."""
+        """Return the text of token ids as a JSON string. Raises InvalidRequest naming the first invalid id."""
         return (await self._ask(Decode(ids, vocab_size, param), Text, param)).json
 
     async def find_special(self, texts: Sequence[str], param: str) -> int | None:
-        """Return the index of the first text that a special token is read out of."""
+        """Return the index of the first text that encodes to a special token; None if no text does."""
         return (await self._ask(FindSpecial(list(texts)), Found, param)).index
 
     async def close(self) -> None:
@@ -76,6 +78,7 @@ class LongTexts:
         await self._pool.close()
 
     async def _ask(self, question: Question, kind: type[T], param: str) -> T:
+        """Return the answer of type `kind`. Raises InvalidRequest for every other answer."""
         try:
             item = encode(question)
         except UnicodeEncodeError as e:
@@ -93,6 +96,7 @@ class LongTexts:
 
 
 def _why(answer: Answer | Lost) -> str:
+    """Return the end of an error message, which explains why the field could not be tokenised."""
     if isinstance(answer, Lost) and answer.kind == "timeout":
         return "takes too long to tokenise"
     if isinstance(answer, Lost):

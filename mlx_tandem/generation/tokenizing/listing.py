@@ -1,4 +1,4 @@
-"""Token ids of a text, written as JSON."""
+"""The token ids of a text, written as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx_tandem.generation.tokenizer import Tokenizer
 
 
 class Listing(Struct, frozen=True, array_like=True, tag=True):
-    """How many tokens a text has, their ids as a JSON array, and their pieces of the vocabulary as one, if wanted."""
+    """The number of a text's tokens, and their ids and, if wanted, their pieces of the vocabulary as JSON arrays."""
 
     count: int
     tokens: bytes
@@ -19,6 +19,6 @@ class Listing(Struct, frozen=True, array_like=True, tag=True):
 
 
 def listing(tokenizer: Tokenizer, ids: Sequence[int], *, pieces: bool) -> Listing:
-    """Return the listing of `ids`."""
+    """Return the listing of `ids`, with the pieces of the vocabulary if `pieces` is set."""
     known = {token: tokenizer.piece(token) for token in set(ids)} if pieces else {}
     return Listing(len(ids), dumps(ids), dumps([known[token] for token in ids]) if pieces else None)

@@ -1,4 +1,4 @@
-"""What the front and the process that tokenises long texts say to each other."""
+"""The messages between the front and the process that tokenises long texts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from mlx_tandem.isolation.frames import Busy
 
 
 class Encode(Struct, frozen=True, array_like=True, tag=True):
-    """Asks for token ids. With `begins` the only part is a whole prompt: it gets what the tokenizer begins one with."""
+    """A question for the token ids of a text.
+
+    With `begins` the text is a whole prompt in one part, and gets the special tokens that begin one.
+    """
 
     parts: list[Part]
     begins: bool
 
 
 class List(Struct, frozen=True, array_like=True, tag=True):
-    """Asks for the same as JSON, with the tokens' pieces if they are wanted."""
+    """A question for token ids as JSON, with the tokens' pieces of the vocabulary if `pieces` is set."""
 
     text: Encode
     pieces: bool
 
 
 class Decode(Struct, frozen=True, array_like=True, tag=True):
-    """Asks for the text of token ids, which have to be below `vocab_size`. They came in the field `param`."""
+    """A question for the text of token ids below `vocab_size`. `param` is their field in the request."""
 
     ids: Sequence[int]
     vocab_size: int
@@ -36,31 +39,35 @@ class Decode(Struct, frozen=True, array_like=True, tag=True):
 
 
 class FindSpecial(Struct, frozen=True, array_like=True, tag=True):
-    """Asks which of these texts is the first that a special token is read out of."""
+    """A question for the first of these texts that encodes to a special token."""
 
     texts: list[str]
 
 
 class Ids(Struct, frozen=True, array_like=True, tag=True):
-    """Token ids, as unsigned 32-bit integers in this machine's byte order."""
+    """The answer to Encode: token ids as unsigned 32-bit integers in this machine's byte order."""
 
     ids: bytes
 
 
 class Text(Struct, frozen=True, array_like=True, tag=True):
-    """A text as a JSON string."""
+    """The answer to Decode: a text as a JSON string."""
 
     json: bytes
 
 
 class Found(Struct, frozen=True, array_like=True, tag=True):
-    """An index; None: there is none."""
+    """The answer to FindSpecial: an index, or None if no text encodes to a special token."""
 
     index: int | None
 
 
 class Failed(Struct, frozen=True, array_like=True, tag=True):
-    """Why there is no answer. `refused`: for the reason in `detail`, over the field `param` if that is known."""
+    """The reason why there is no answer.
+
+    refused: the request is invalid for the reason in `detail`, in the field `param` if that is known. failed: the
+    library failed. too_large: the answer would be over its size limit.
+    """
 
     kind: Literal["refused", "failed", "too_large"]
     detail: str = ""

@@ -1,7 +1,8 @@
 """The program that tokenises long texts: `python -m mlx_tandem.generation.tokenizing.worker FD FOLDER BYTES`.
 
-FOLDER has the tokenizer. The kernel ends the process when a text takes more CPU time than is linear in its bytes, and
-it may hold BYTES of memory beyond what it has with its tokenizer. It runs at a lower priority than what is served.
+FD is its socket and FOLDER has the tokenizer. The kernel ends the process when a text takes more CPU time than
+`cpu_seconds` allows. Besides the memory that it has with its tokenizer loaded, the process may use BYTES more. It runs
+at a lower priority than the server.
 """
 
 from __future__ import annotations
@@ -33,24 +34,26 @@ from mlx_tandem.isolation.program import connect, limit_memory, out_of_memory, s
 from mlx_tandem.limits import MAX_TEXT_BYTES, MAX_TEXT_REPLY, check_token_ids
 
 SECONDS = 2.0
-"""CPU time for any text, however short."""
+"""CPU seconds that every text may take, however short it is."""
 
 SECONDS_PER_MIB = 4.0
-"""CPU time for each 2^20 bytes beyond that. The tokenizers of known models take a tenth of it."""
+"""CPU seconds that each 2^20 bytes of a text may add. The tokenizers of known models take a tenth of it."""
 
 REAL_SECONDS_PER_SECOND = 20.0
-"""Real time that a second of CPU time may take while others use the machine, too."""
+"""Seconds of real time that one second of CPU time may take while other programs use the machine."""
 
 NICENESS = 15
+"""Added to the process's nice value."""
 
 
 class Worker:
-    """Answers questions about texts with one tokenizer."""
+    """A tokenizer that answers questions about texts."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
     def answer(self, raw: bytes) -> Answer:
+        """Return the answer to an encoded question. A lack of memory ends the process."""
         try:
             with time_limit(signal.ITIMER_PROF, cpu_seconds(len(raw))):
                 return self._answer(decode_question(raw))
@@ -58,7 +61,7 @@ class Worker:
             return Failed("refused", e.message, e.param)
         except MemoryError:
             out_of_memory()
-        except BaseException:  # a panic of the library is no Exception
+        except BaseException:  # A panic of the library is not derived from Exception.
             return Failed("failed")
 
     def _answer(self, question: Question) -> Answer:
@@ -85,16 +88,17 @@ class Worker:
 
 
 def cpu_seconds(size: int) -> float:
-    """Return the CPU time that a text of `size` bytes may take."""
+    """Return the CPU seconds that a text of `size` bytes may take."""
     return SECONDS + SECONDS_PER_MIB * size / 2**20
 
 
 def main(fd: str, folder: str, size: str) -> None:
+    """Load the tokenizer and answer questions until the socket is closed."""
     sock = connect(fd)
     os.nice(NICENESS)
     worker = Worker(Tokenizer.load(Path(folder)))
     limit_memory(int(size))
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library reports at length what it dies of
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # The library prints long reports of its panics.
     say_busy(sock, REAL_SECONDS_PER_SECOND * cpu_seconds(MAX_TEXT_BYTES))
     serve(sock, sock.makefile("rb"), worker.answer)
 

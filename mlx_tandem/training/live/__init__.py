@@ -1,1 +1,1 @@
-"""Learning beside serving: the online learner of one server, the recorder of live traffic, and jobs of clients."""
+"""Learning while serving: the online learner of a server, the recorder of its traffic, and the jobs of clients."""

@@ -1,4 +1,4 @@
-"""The front of a server, which may learn from what it serves."""
+"""The front of a server, which may learn from its traffic."""
 
 from __future__ import annotations
 
@@ -16,35 +16,36 @@ if TYPE_CHECKING:
 
 
 class ServerFront(Front):
-    """A front with the learner that its settings ask for. `learning` is None on a server that does not learn."""
+    """A front with a learner if its settings ask for one. `learning` is None on a server that does not learn."""
 
     def __init__(
         self, config: Config, launch: Launch, *, on_progress: Callable[[Progress], None] | None = None
     ) -> None:
+        """Load the tokenizer and the template, and create the learner. Raises NotFound and ModelError."""
         super().__init__(config, launch, on_progress=on_progress)
         self.learning: Learning | None = None
         if config.rl_training.enabled:
-            from mlx_tandem.training.live.learning import Learning  # what it imports is heavy
+            from mlx_tandem.training.live.learning import Learning  # Its imports take time and memory.
 
             self.learning = Learning(self)
 
     async def bring_up(self) -> None:
-        """Bring a fresh engine to where the adapters and the learner are."""
+        """Tell a new engine about the adapters, then bring its trainer to the learner's state."""
         if self.learning is None:
             await super().bring_up()
             return
-        await self.learning.read_checkpoints()  # adapters that are loaded now may not take their names
+        await self.learning.read_checkpoints()  # Adapters that are loaded next may not take the checkpoints' names.
         await super().bring_up()
         await self.learning.bring_up()
 
     async def close(self) -> None:
-        """End what the server does beside requests."""
+        """End the learner and the worker processes."""
         if self.learning is not None:
             await self.learning.close()
         await super().close()
 
     def check_learning(self, what: str, param: str | None = None) -> Learning:
-        """Return the learner; raise InvalidRequest (`learning_disabled`) on a server without one."""
+        """Return the learner. Raises InvalidRequest (`learning_disabled`) about `what` on a server without one."""
         if self.learning is None:
             raise InvalidRequest(
                 f"{what} needs a server that learns: start it with --enable-rl-training",

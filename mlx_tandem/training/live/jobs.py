@@ -1,4 +1,4 @@
-"""Updates that clients ask for: one runs at a time, and what became of the last ones can be asked."""
+"""Updates that clients ask for. One runs at a time, and clients can ask for the state of the last ones."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from mlx_tandem.errors import EngineUnavailable, NotFound, Overloaded, TandemErr
 from mlx_tandem.log import log_exception
 
 REMEMBERED = 256
-"""Ended jobs that can still be asked for."""
+"""Most jobs that clients can ask for; older ones are forgotten."""
 
 
 @dataclass(eq=False)
 class Job:
+    """One update. `created` is in Unix seconds, and `report` is what the update returned."""
+
     id: str
     created: float
     task: asyncio.Task[None] | None = None
@@ -29,7 +31,7 @@ class Job:
     error: TandemError | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Return the job as clients see it."""
+        """Return the description of the job for clients."""
         error = None if self.error is None else {"message": self.error.message, "code": self.error.code}
         return {
             "id": self.id,
@@ -42,13 +44,16 @@ class Job:
 
 
 class Jobs:
+    """The queue of updates, on one event loop."""
+
     def __init__(self, clock: Callable[[], float]):
+        """Begin without jobs. `clock` returns the time in Unix seconds."""
         self._clock = clock
         self._turn = asyncio.Lock()
         self._jobs: OrderedDict[str, Job] = OrderedDict()
 
     def start(self, work: Callable[[], Awaitable[Any]]) -> Job:
-        """Run `work` once those before it are done. Overloaded when too many wait already."""
+        """Queue `work` behind the earlier jobs and return its job. Raises Overloaded when too many wait already."""
         open_jobs = sum(j.status in ("queued", "running") for j in self._jobs.values())
         if open_jobs > limits.MAX_TRAINING_JOBS:
             raise Overloaded(f"{limits.MAX_TRAINING_JOBS} updates wait already", retry_after=5.0)
@@ -60,20 +65,21 @@ class Jobs:
         return job
 
     async def wait(self, job: Job) -> None:
-        """Wait until the job is done; raise why it failed. A caller who goes away does not end it."""
+        """Wait until the job has ended, and raise its error if it failed. Cancelling the call does not end the job."""
         assert job.task is not None
         await asyncio.wait({job.task})
         if job.error is not None:
             raise job.error
 
     def get(self, id: str) -> Job:
+        """Return the job with this id. Raises NotFound."""
         try:
             return self._jobs[id]
         except KeyError:
             raise NotFound(f"there is no job {id[:64]!a}", param="id", code="job_not_found") from None
 
     async def close(self) -> None:
-        """End the jobs that are not done; they fail."""
+        """Cancel the jobs that have not ended. They fail with EngineUnavailable."""
         tasks = []
         for job in self._jobs.values():
             if job.task is not None and job.status in ("queued", "running"):
@@ -83,6 +89,7 @@ class Jobs:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _run(self, job: Job, work: Callable[[], Awaitable[Any]]) -> None:
+        """Run `work` when its turn has come, and record the result or the error in `job`."""
         try:
             async with self._turn:
                 job.status = "running"

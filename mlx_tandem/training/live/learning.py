@@ -1,7 +1,7 @@
-"""Learning beside serving: the online learner of one server, and what it needs of the serving half.
+"""Learning while serving: the online learner of a server, and its interface to the serving side.
 
-What is trained is one adapter; its versions are made by the engine and published here without a folder. Imported on
-servers that learn only.
+The learner trains one adapter. The engine makes the versions of it, and this module publishes them without a folder.
+Only servers that learn import it.
 """
 
 from __future__ import annotations
@@ -32,29 +32,38 @@ from mlx_tandem.training.store.checkpoints import AUTOMATIC, BEST, CheckpointInf
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats, SamplingParams
 
 PACE_SECONDS = 300.0
+"""Length in seconds of the window in which updates per second are measured."""
 
 MOST_TASKS = 256
-"""From so many on that wait for their scores in the background, requests wait for their own."""
+"""Most tasks that score in the background. Above it, requests wait until their own task has ended."""
 
 
 class Serving:
-    """The serving half as the learner sees it."""
+    """The serving side as the learner uses it, on the front's event loop.
+
+    `swaps` counts how often the trained adapter's name has come to stand for another version since the start.
+    """
 
     def __init__(self, front: Front):
+        """Begin without checkpoints: `read_checkpoints` and `list_checkpoints` find them."""
         self._front = front
         self._name = front.config.rl_training.adapter
         self._folder = os.path.abspath(front.config.checkpointing.checkpoint_dir)
-        self._checkpoints: set[str] = set()  # names that are served because there is a checkpoint of that name
+        self._checkpoints: set[str] = set()  # names of the checkpoints that are served
         self._named: set[str] = set()  # names of all checkpoints, in lower case
-        self._naming: set[str] = set()  # names, in lower case, that checkpoints get as soon as they are saved
+        self._naming: set[str] = set()  # names, in lower case, of checkpoints that are being saved
         self._listing = asyncio.Lock()
-        self._numbers: dict[str, int] = {}  # versions of the checkpoints' contents, by digest
-        self.swaps = 0  # how often the trained adapter's name has come to stand for a version, since the start
+        self._numbers: dict[str, int] = {}  # version numbers of the checkpoints' contents, by digest
+        self.swaps = 0
 
     # -- versions -----------------------------------------------------------------------------------------------
 
     def publish(self, info: AdapterInfo, source: AdapterSource | None, number: int = 0) -> AdapterRef:
-        """Let the trained adapter's name stand for this content from the next request on."""
+        """Make this content the current version of the trained adapter, and return the version.
+
+        `source` is a folder with the same content, if there is one. `number` is the version's number if it had one
+        before a restart, else 0.
+        """
         before = self.current()
         ref = self._front.models.made(self._name, source, info, number)
         if ref != before:
@@ -63,31 +72,32 @@ class Serving:
         return ref
 
     def reserve(self, info: AdapterInfo, number: int = 0) -> AdapterRef:
-        """Return a version of its own for content that is not current yet."""
+        """Return a new version for this content, without making it the current one."""
         return self._front.models.reserve(self._name, info, number)
 
     def expect(self, numbers: Sequence[int]) -> None:
-        """Note that these versions are being made again."""
+        """Answer requests for these versions with EngineUnavailable until `recovered`: they are being made again."""
         self._front.models.expect(f"{self._name}@{number}" for number in numbers)
 
     async def recovered(self) -> None:
-        """Forget what was not made again by now."""
+        """Forget the versions that have not been made again."""
         await self._front.models.drop_lost()
 
     def count_from(self, number: int) -> None:
-        """Note that versions up to this one were given by an earlier server."""
+        """Give new versions numbers above `number`, the last one that an earlier server gave."""
         self._front.models.registry.count_from(self._name, number)
 
     def current(self) -> AdapterRef | None:
+        """Return the current version of the trained adapter; None if it has no version yet."""
         registry = self._front.models.registry
         return registry.entry(self._name).ref if registry.is_read(self._name) else None
 
     async def retire(self, ref: AdapterRef) -> None:
-        """Forget a version, so that nobody may ask for it; running requests end under it."""
+        """Forget a version, so that new requests cannot name it. Requests that run under it finish."""
         await self._front.models.retire(ref)
 
     def version_of(self, ref: AdapterRef | None) -> int | None:
-        """Return the number of this content among the trained adapter's versions, 0 for the base, None for others."""
+        """Return the number of the trained adapter's version with this content; 0 for the base, None for others."""
         if ref is None:
             return 0
         if ref.name == self._name:
@@ -98,14 +108,16 @@ class Serving:
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def is_checkpoint(self, name: str) -> bool:
-        """Return whether a checkpoint has this name, is getting it now, or may get it by itself at any time. Names that
-        differ in case only would be one folder on many disks."""
+        """Return whether a checkpoint has this name, or is being saved under it, or may be named so automatically.
+
+        Upper and lower case are not told apart, because many disks do not tell them apart in folder names.
+        """
         folded = name.casefold()
         return folded in self._named or folded in self._naming or AUTOMATIC.fullmatch(folded) is not None
 
     def check_checkpoint_name(self, name: str, param: str) -> None:
-        """Raise InvalidRequest naming `param` unless a new checkpoint may be called and served as `name`."""
-        if name in (BEST, "journal") or ".corrupt" in name or name.isdigit():  # a number is a version's
+        """Raise InvalidRequest naming `param` unless a new checkpoint may be saved and served as `name`."""
+        if name in (BEST, "journal") or ".corrupt" in name or name.isdigit():  # A number would name a version.
             raise InvalidRequest(f"{param} may not be {name[:64]!r}", param=param)
         if name.casefold() in self._named | self._naming:
             raise Conflict(f"there is a checkpoint {name[:64]!r}", param=param, code="checkpoint_exists")
@@ -114,8 +126,10 @@ class Serving:
 
     @contextlib.contextmanager
     def naming(self, name: str | None, param: str) -> Iterator[None]:
-        """Keep `name` for a checkpoint that is saved meanwhile, so that nothing else gets it; None: it gets a name by
-        itself. Raises InvalidRequest naming `param` when it may not be called so."""
+        """Reserve `name` for the checkpoint that the block saves. None reserves nothing.
+
+        Raises InvalidRequest naming `param` when no checkpoint may have this name.
+        """
         if name is None:
             yield
             return
@@ -127,9 +141,9 @@ class Serving:
             self._naming.discard(name.casefold())
 
     def saved(self, info: AdapterInfo, folder: str, name: str) -> None:
-        """Note that this content is now in a checkpoint, too, which may be asked for by its name."""
+        """Record that this content has been saved in the checkpoint `name`, and serve the checkpoint by its name."""
         names = {name: AdapterSource(folder)}
-        with contextlib.suppress(TandemError):  # there may be none yet
+        with contextlib.suppress(TandemError):  # There may be no best checkpoint yet.
             best = self._source(BEST)
             if manifests.read(Path(best.path)).digest == info.digest:
                 names[BEST] = best
@@ -139,17 +153,18 @@ class Serving:
                 self._front.models.saved(each, source, info)
 
     async def read_checkpoints(self) -> Sequence[CheckpointInfo]:
-        """Return the checkpoints that lie in the folder now; from here on nothing else gets a name of theirs."""
+        """Return the checkpoints in the folder, and reserve their names."""
         found = await asyncio.to_thread(Checkpoints(Path(self._folder), 1).list)
         self._named = {info.name.casefold() for info in found}
         return found
 
     async def list_checkpoints(self) -> None:
-        """Serve the checkpoints that lie in the folder now, each under its name, and no others."""
-        async with self._listing:  # one after the other, so that the last one has the last word
+        """Serve each checkpoint in the folder under its name, and no others."""
+        async with self._listing:  # Listings run one after the other, so that the newest one decides.
             await self._list_checkpoints()
 
     async def _list_checkpoints(self) -> None:
+        """Bring the served checkpoints in line with the folder. The caller holds the lock."""
         models, before = self._front.models, frozenset(self._checkpoints)
         found = await self.read_checkpoints()
         names = {info.name for info in found}
@@ -161,13 +176,14 @@ class Serving:
                 if self._takes(info.name):
                     models.registry.announce(info.name, source)
             elif models.registry.is_read(info.name) and models.registry.entry(info.name).ref.digest != info.digest:
-                models.saved(info.name, source, await self._front.client.load_adapter(source))  # another is the best
+                # The name now stands for other content, as "best" does after a better update.
+                models.saved(info.name, source, await self._front.client.load_adapter(source))
         for name in before - names:
             self._checkpoints.discard(name)
             await models.unsaved(name, self._source(name))
 
     def _takes(self, name: str) -> bool:
-        """Return whether the checkpoint of this name can be asked for by it."""
+        """Return whether the checkpoint is served under its name, and record the name if it is."""
         try:
             if name not in self._checkpoints:
                 self._front.models.rules.check_free(name)
@@ -181,14 +197,16 @@ class Serving:
         return AdapterSource(os.path.join(self._folder, name))
 
     def relist(self) -> None:
-        """Serve what lies in the folder of checkpoints now."""
+        """Start to bring the served checkpoints in line with the folder."""
         raise NotImplementedError
 
     # -- prompts and samples ------------------------------------------------------------------------------------
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the token ids of a text, or of a conversation up to where the assistant speaks. For threads that are
-        not the loop's."""
+        """Return the token ids of a text, or of a conversation with the beginning of the answer.
+
+        Only threads other than the loop's may call this.
+        """
         if isinstance(prompt, str):
             return tuple(self._front.tokens_of(prompt, "prompt"))
         with renamed(messages="prompt"):
@@ -197,7 +215,7 @@ class Serving:
     async def sample(
         self, prompts: Sequence[tuple[int, ...]], n: int, params: SamplingParams, adapter: AdapterRef | None
     ) -> list[list[Sampled]]:
-        """Return `n` completions of each prompt, generated in learning's share of the device."""
+        """Return `n` completions of each prompt, which are generated in learning's share of the device."""
         prompted = Prompted(
             prompts,
             [adapter] * len(prompts),
@@ -212,7 +230,7 @@ class Serving:
 
 
 def _sampled(answer: Answer) -> Sampled:
-    """Return a completion as the learner takes it. Raises EngineError for one that has not ended."""
+    """Return a completion in the learner's form. Raises EngineError for a choice that has not ended."""
     assert answer.reason
     return Sampled(
         tokens=tuple(answer.tokens),
@@ -224,32 +242,36 @@ def _sampled(answer: Answer) -> Sampled:
 
 
 class Learning(Serving):
-    """The learner of a server, with the work under way for it."""
+    """The learner of a server, with its jobs and its tasks in the background, on the front's event loop."""
 
     def __init__(self, front: Front, clock: Callable[[], float] = time.time):
+        """Create the learner, which `bring_up` starts. `clock` returns the time in Unix seconds."""
         super().__init__(front)
         self.clock = clock
         self.learner = OnlineLearner(front.config, front.client, self, clock=clock)
         self.jobs = Jobs(clock)
         front.models.rules.is_checkpoint = self.is_checkpoint
         self._outcomes: Counter[str] = Counter(dict.fromkeys(get_args(Outcome), 0))
-        self._counted: UpdateReport | None = None  # the last of those
-        self._pace: deque[tuple[float, int]] = deque()  # (time, updates so far)
+        self._counted: UpdateReport | None = None  # the last update that `_outcomes` counts
+        self._pace: deque[tuple[float, int]] = deque()  # (time, number of updates until then)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._was_up = False
         self._closed = False
 
     async def bring_up(self) -> None:
-        """An engine is ready: its trainer begins with the newest checkpoint, which is served, and catches up beside
-        requests with where the last one was. At the first start this raises what is wrong; later, serving goes on, the
-        learner tries again when something is asked of it, and versions that only the last engine had answer with
-        EngineUnavailable until they are made again."""
+        """Bring the trainer of a new engine to the learner's state, and serve the checkpoints.
+
+        The trainer begins with the newest checkpoint, which is served, and repeats the later updates while requests
+        run. Until a version that only the last engine had has been made again, requests for it get EngineUnavailable.
+        Errors are raised at the first start only. Later, serving continues, and the learner tries again at its next
+        use.
+        """
         try:
             await self.learner.bring_up()
             await self.list_checkpoints()
         except TandemError as e:
             if self._front.client.info is None:
-                raise  # the engine is gone; the supervisor sees to it
+                raise  # The engine has ended, and its client starts another one.
             if not self._was_up:
                 raise TandemError(e.message, param=e.param, code=e.code) from e
             log("learning could not go on", error=e.message)
@@ -258,14 +280,16 @@ class Learning(Serving):
             self.learner.start()
 
     def saved(self, info: AdapterInfo, folder: str, name: str) -> None:
+        """Record a new checkpoint, then serve those in the folder."""
         super().saved(info, folder, name)
         self.relist()
 
     def relist(self) -> None:
+        """Start to bring the served checkpoints in line with the folder, in the background."""
         self.spawn(self.list_checkpoints())
 
     async def close(self) -> None:
-        """End what is under way. The next start goes on with what is in the journal."""
+        """Cancel all jobs and tasks and end the learner. The next start continues from the journal."""
         if self._closed:
             return
         self._closed = True
@@ -276,24 +300,25 @@ class Learning(Serving):
         await self.learner.close()
 
     async def settled(self) -> None:
-        """Wait until nothing is left to be scored in the background."""
+        """Wait until all tasks in the background have ended."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     async def later(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Run `work` in the background; where much is being done there already, wait until it is done."""
+        """Start `work` in the background. Wait until it has ended if more than MOST_TASKS tasks run there."""
         task = self.spawn(work)
         if len(self._tasks) > MOST_TASKS:
             await asyncio.wait({task})
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run `work` without anybody waiting for it."""
+        """Start `work` in the background and return its task. Its errors are logged."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
         return task
 
     def _done(self, task: asyncio.Task[Any]) -> None:
+        """Forget a task that has ended, and log its error if it failed."""
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -301,17 +326,18 @@ class Learning(Serving):
 
     @property
     def stats(self) -> EngineStats:
+        """The counters and gauges of the engine's last heartbeat."""
         return self._front.client.stats
 
     def outcomes(self) -> Counter[str]:
-        """Return the updates of this server, counted by what came of them."""
+        """Return the numbers of this server's updates, by their outcomes."""
         new = list(itertools.takewhile(lambda report: report is not self._counted, reversed(self.learner.history)))
         self._outcomes.update(report.outcome for report in new)
         self._counted = new[0] if new else self._counted
         return self._outcomes
 
     def updates_per_second(self) -> float:
-        """Return the pace over the last PACE_SECONDS, or since the first time of asking."""
+        """Return the updates per second over the last PACE_SECONDS, or since the first call if that is later."""
         now = (self.clock(), self.learner.status().updates)
         while len(self._pace) > 1 and now[0] - self._pace[1][0] >= PACE_SECONDS:
             self._pace.popleft()
@@ -320,6 +346,6 @@ class Learning(Serving):
         return max(updates, 0) / seconds if seconds > 0 else 0.0
 
     def check_up(self) -> OnlineLearner:
-        """Return the learner, when it can do something. Raises EngineUnavailable while there is no engine."""
+        """Return the learner. Raises EngineUnavailable while the engine is not ready."""
         self._front.client.check_ready()
         return self.learner

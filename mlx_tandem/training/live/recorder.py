@@ -1,4 +1,4 @@
-"""Completions of live traffic as trajectories: what a request asks of learning, and what becomes of its choices."""
+"""Turning completions of live traffic into trajectories, as far as their requests ask for it."""
 
 from __future__ import annotations
 
@@ -18,47 +18,57 @@ if TYPE_CHECKING:
     from mlx_tandem.training.rewards import Scoring
 
 Outcome = dict[str, Any]
-"""What a choice says of itself once it is scored: `trajectory_id` and `score`, each only when asked for, and `dropped`
-when it was to be collected and is not."""
+"""The members that a reply adds to a choice for learning.
+
+`trajectory_id` and `score` are there if the request asked for them. `dropped` has the reason why a choice that should
+have been collected was not.
+"""
 
 Reason = Literal["stale", "no_score", "empty", "storage_error"]
-"""Why a choice is not collected. stale: it is too many versions away; empty: it has no token; storage_error: the
-journal cannot be written."""
+"""The reason why a choice is not collected.
+
+stale: the versions that made it are too old. no_score: the reward function gave it no score. empty: it has no tokens.
+storage_error: the journal could not be written.
+"""
 
 
 @dataclass(frozen=True)
 class Collect:
-    """A request to learning. At least one of `keep` and `shown` is set."""
+    """A request's task for learning. At least one of `keep` and `shown` is set."""
 
-    keep: bool  # its choices become trajectories
-    shown: bool  # its reply waits for the scores
+    keep: bool  # the choices become trajectories
+    shown: bool  # the reply waits for the scores and shows them
     scoring: Scoring
     metadata: dict[str, Any]
-    groups: tuple[str, ...]  # of each prompt's choices
-    shared: bool  # others may join these groups
+    groups: tuple[str, ...]  # the group of each prompt's choices
+    shared: bool  # other requests may add to these groups
     prompts: tuple[str, ...]  # as text, for the reward functions
     params: SamplingParams
 
 
 class Recorder:
-    """Has the choices of one request scored and collected once all have ended."""
+    """The recorder of one request, which scores and collects the choices once all have ended."""
 
     def __init__(self, learning: Learning, collect: Collect, prompts: Sequence[Sequence[int]], n: int):
+        """Prepare for a request with `n` choices of each of the `prompts`, which are token ids."""
         self._learning = learning
         self._collect = collect
         self._prompts = prompts
         self._n = n
 
     async def record(self, said: Sequence[Answer]) -> list[Outcome]:
-        """Return what is to be shown of each choice, which has ended. With `shown` this waits for the scores, and a
-        trajectory that is named then is on disk."""
+        """Score and collect the choices, which have ended; return the outcome of each for the reply.
+
+        With `shown` this waits for the scores, and the named trajectories are on disk when it returns. Otherwise the
+        scoring runs in the background.
+        """
         collect, learner = self._collect, self._learning.learner
         if collect.keep:
             for prompt, text in zip(self._prompts, collect.prompts, strict=True):
                 learner.record_prompt(tuple(prompt), collect.scoring, collect.params, text)
         ids = [new_id() for _ in said]
         if not collect.shown:
-            # What has no score is dropped later, when the reply is gone.
+            # A choice without a score is dropped later, when the reply has been sent already.
             gone = {id: self._doomed(answer) for id, answer in zip(ids, said, strict=True)}
             await self._learning.later(self._settle(ids, said))
             return [_collected(id, gone[id]) for id in ids]
@@ -69,13 +79,13 @@ class Recorder:
         ]
 
     def _doomed(self, said: Answer) -> Reason | None:
-        """Return why a choice will not be collected whatever its score is."""
+        """Return the reason why a choice cannot be collected, whatever its score will be; None if it can."""
         if not said.tokens:
             return "empty"
         return "stale" if self._learning.learner.is_stale(said.versions) else None
 
     async def _settle(self, ids: Sequence[str], said: Sequence[Answer]) -> tuple[list[float | None], dict[str, Reason]]:
-        """Score the choices and collect them; return the scores, and why some are not collected, by id."""
+        """Score and collect the choices. Return the scores, and the reasons for those not collected, by id."""
         from mlx_tandem.training.rewards import Sample
 
         collect, learner = self._collect, self._learning.learner
@@ -100,12 +110,13 @@ class Recorder:
             stale = await asyncio.gather(
                 *(learner.add(group, 0 if collect.shared else len(group)) for group in scored.values() if group)
             )
-        except TandemError as e:  # serving goes on without a journal
+        except TandemError as e:  # Serving continues without a journal.
             log("trajectories not collected", error=e.message)
             return scores, dropped | {t.id: "storage_error" for group in scored.values() for t in group}
         return scores, dropped | dict.fromkeys(frozenset[str]().union(*stale), "stale")
 
     def _trajectory(self, index: int, own: Answer, id: str, score: float, created: float) -> Trajectory:
+        """Return the trajectory of choice number `index`."""
         collect = self._collect
         return Trajectory(
             id=id,
@@ -123,4 +134,5 @@ class Recorder:
 
 
 def _collected(id: str, dropped: Reason | None) -> Outcome:
+    """Return the outcome of a choice that should be collected, without its score."""
     return {"trajectory_id": id} if dropped is None else {"trajectory_id": None, "dropped": dropped}
