@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import random
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,30 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from mlx_tandem.training.online.guard import TOLERANCE, Course, Rewards, k3, mismatch, movement, verdict
+from mlx_tandem.training.online.prompts import Judge
 from mlx_tandem.training.trajectories import Trajectory
+from mlx_tandem.types import AdapterRef
+
+
+class Fixed(Judge):
+    """A judge who finds the same mean reward each time."""
+
+    def __init__(self, found: float) -> None:
+        super().__init__(cast(Any, None), cast(Any, None))
+        self.prompts, self._found = cast(Any, ["a prompt"]), found
+
+    async def reward(self, adapter: AdapterRef | None) -> float | None:
+        return self._found
+
+
+@given(st.none() | st.floats(0, 1), st.floats(0, 1))
+def test_the_best_so_far_survives_a_restart_after_which_answers_are_worse(best: float | None, found: float) -> None:
+    course = Course(best=best)
+    judge = Fixed(found)
+    asyncio.run(judge.know_best(course, None))
+    assert judge.present == found
+    assert course.best == (found if best is None else max(best, found))
+
 
 LOGPROBS = st.lists(st.floats(-20, 0), min_size=1, max_size=20)
 

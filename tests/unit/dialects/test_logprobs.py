@@ -1,0 +1,33 @@
+"""Logprobs as completions and chats show them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlx_tandem.dialects.openai.logprobs import ChatLogprobs, TextLogprobs
+from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.types import TokenLogprob
+
+TEXTS = ["a", "b", "b", "�", "�"]
+"""The text of each token: some read the same."""
+
+TOKENIZER = cast(
+    Tokenizer, SimpleNamespace(token_text=TEXTS.__getitem__, token_bytes=lambda t: TEXTS[t].encode() + bytes([t]))
+)
+
+
+@given(st.permutations(range(5)), st.lists(st.floats(-20, 0), min_size=5, max_size=5), st.integers(0, 5))
+def test_of_alternatives_that_read_the_same_the_likeliest_counts(
+    order: list[int], logprobs: list[float], k: int
+) -> None:
+    top = tuple(sorted(((t, p) for t, p in zip(order, logprobs, strict=True)), key=lambda pair: -pair[1]))
+    own, model = top[-1]
+    shown: dict[str, Any] = TextLogprobs(TOKENIZER).take([own], [TokenLogprob(model, model, top[:k])])
+    said = (*top[:k], (own, model))
+    assert shown["top_logprobs"] == [{TEXTS[t]: max(p for u, p in said if TEXTS[u] == TEXTS[t]) for t, _ in said}]
+    chat = ChatLogprobs(TOKENIZER).take([own], [TokenLogprob(model, model, top[:k])])
+    assert [entry["logprob"] for entry in chat["content"][0]["top_logprobs"]] == [p for _, p in top[:k]]
