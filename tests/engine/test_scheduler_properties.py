@@ -535,3 +535,18 @@ def test_the_longest_request_that_fits_runs() -> None:
 def test_an_adapter_without_slots_is_refused() -> None:
     with pytest.raises(InvalidRequest):
         make_engine(max_loras=0).scheduler.add(request(0, adapter="a"))
+
+
+# --- evictions ---------------------------------------------------------------------------------------------------
+
+
+def test_the_end_of_a_prompt_is_evicted_before_its_beginning() -> None:
+    """What is left of it is then found by whoever asks for it again; a rest without its beginning helps nobody."""
+    engine = make_engine(num_blocks=20, max_num_seqs=2)
+    prompt = tuple(i * i % 11 for i in range(50))
+    for number, tokens in enumerate((prompt, tuple(i % 7 for i in range(24)), prompt)):
+        before = engine.scheduler.prefix_counts.hits
+        engine.loop.add(Request(number, tokens, SamplingParams(max_tokens=2, seed=1)))
+        engine.loop.run()
+    assert engine.scheduler.prefix_counts.evictions > 0
+    assert engine.scheduler.prefix_counts.hits - before >= 24
