@@ -137,23 +137,23 @@ MOST_LINES, MOST_ARGUMENTS, MOST_METHODS = 60, 8, 25
 """Limits of a function without its docstring, of a constructor besides `self`, and of a class."""
 
 OPTIONS = "each of its parameters is an option of the command line, with its help"
-REWRITTEN = "its package is being rewritten"
+NOT_YET = "still to be divided"
 LARGE: dict[str, str] = {
     "mlx_tandem/cli/bench/commands.py: bench_engine": OPTIONS,
     "mlx_tandem/cli/bench/commands.py: bench_serve": OPTIONS,
     "mlx_tandem/cli/sft.py: sft": OPTIONS,
-    "mlx_tandem/engine/adapters.py: Adapters": REWRITTEN,
-    "mlx_tandem/engine/block_manager.py: BlockManager": REWRITTEN,
-    "mlx_tandem/engine/client.py: EngineClient": REWRITTEN,
-    "mlx_tandem/engine/scheduler.py: Scheduler": REWRITTEN,
-    "mlx_tandem/engine/tier.py: Tier": REWRITTEN,
-    "mlx_tandem/engine/trainers.py: TrainerHost": REWRITTEN,
-    "mlx_tandem/model/cache/kvcache.py: StepView()": REWRITTEN,
-    "mlx_tandem/model/runner.py: MLXRunner": REWRITTEN,
-    "mlx_tandem/model/runner.py: MLXRunner()": REWRITTEN,
-    "mlx_tandem/model/runner.py: MLXRunner._build_part": REWRITTEN,
-    "mlx_tandem/model/runner.py: MLXRunner._make_step": REWRITTEN,
-    "mlx_tandem/model/runner.py: MLXRunner._make_step.step": REWRITTEN,
+    "mlx_tandem/engine/adapters.py: Adapters": NOT_YET,
+    "mlx_tandem/engine/block_manager.py: BlockManager": NOT_YET,
+    "mlx_tandem/engine/client.py: EngineClient": NOT_YET,
+    "mlx_tandem/engine/scheduler.py: Scheduler": NOT_YET,
+    "mlx_tandem/engine/tier.py: Tier": NOT_YET,
+    "mlx_tandem/engine/trainers.py: TrainerHost": NOT_YET,
+    "mlx_tandem/model/cache/kvcache.py: StepView()": NOT_YET,
+    "mlx_tandem/model/runner.py: MLXRunner": NOT_YET,
+    "mlx_tandem/model/runner.py: MLXRunner()": NOT_YET,
+    "mlx_tandem/model/runner.py: MLXRunner._build_part": NOT_YET,
+    "mlx_tandem/model/runner.py: MLXRunner._make_step": NOT_YET,
+    "mlx_tandem/model/runner.py: MLXRunner._make_step.step": NOT_YET,
     "mlx_tandem/server/connection.py: Connection": "has a method for each event of asyncio and of the parser",
 }
 """What may be larger, and why."""
@@ -213,7 +213,7 @@ def test_what_is_large_is_found(source: str, found: str) -> None:
 def test_functions_constructors_and_classes_are_small() -> None:
     found = {w for f in SOURCES for w in large(f.read_text(encoding="utf-8"), f.relative_to(ROOT).as_posix())}
     assert found - LARGE.keys() == set(), "too large"
-    settled = {what for what, why in LARGE.items() if why != REWRITTEN}
+    settled = {what for what, why in LARGE.items() if why != NOT_YET}
     assert settled - found == set(), "no longer large: take it out of the list"
 
 
