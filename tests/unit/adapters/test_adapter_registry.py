@@ -139,6 +139,14 @@ def test_a_number_is_never_given_twice_though_the_name_was_but_a_folder_in_betwe
     assert registry.publish("a", AdapterSource("/3"), info("d3")).version == 3
 
 
+def test_a_number_is_never_given_twice_though_the_name_went_back_to_an_older_version(registry: Registry) -> None:
+    for digest in ("d1", "d2", "d1"):
+        registry.publish("a", AdapterSource("/a"), info(digest))
+    assert registry.entry("a").ref.version == 1
+    registry.remove("a")
+    assert registry.publish("a", AdapterSource("/a"), info("d3")).version == 3
+
+
 def test_a_version_without_a_folder_gets_one_later(registry: Registry) -> None:
     ref = registry.publish("policy", None, info("d1"))
     assert registry.entry("policy").source is None and registry.source("policy") is None

@@ -31,3 +31,9 @@ def test_of_alternatives_that_read_the_same_the_likeliest_counts(
     assert shown["top_logprobs"] == [{TEXTS[t]: max(p for u, p in said if TEXTS[u] == TEXTS[t]) for t, _ in said}]
     chat = ChatLogprobs(TOKENIZER).take([own], [TokenLogprob(model, model, top[:k])])
     assert [entry["logprob"] for entry in chat["content"][0]["top_logprobs"]] == [p for _, p in top[:k]]
+
+
+@given(st.lists(st.integers(0, 4), max_size=6), st.booleans())
+def test_offsets_are_those_of_the_text_whatever_tokens_are_called(tokens: list[int], as_ids: bool) -> None:
+    shown = TextLogprobs(TOKENIZER, as_ids=as_ids).take(tokens, [None] * len(tokens))
+    assert shown["text_offset"] == [sum(len(TEXTS[t]) for t in tokens[:i]) for i in range(len(tokens))]

@@ -248,6 +248,21 @@ async def test_rotation(tmp_path: Path):
     await journal.close()
 
 
+@on_a_loop
+async def test_what_comes_while_a_rotation_waits_for_a_write_is_in_the_new_file(tmp_path: Path):
+    journal, _ = Journal.open(tmp_path)
+    journal.append(Dropped(("old",)))
+    writing = asyncio.create_task(journal.flush())
+    await asyncio.sleep(0)
+    assert journal._work is not None, "a write is under way"
+    rotation = asyncio.create_task(journal.rotate("checkpoint-8", 8, (), ()))
+    await asyncio.sleep(0)
+    journal.append(Dropped(("late",)))
+    await asyncio.gather(writing, rotation, journal.flush())
+    await journal.close()
+    assert (await read_again(tmp_path))[-1] == Dropped(("late",))
+
+
 @pytest.mark.parametrize("rotate", [False, True])
 def test_what_was_acknowledged_survives_a_loss_of_power(tmp_path: Path, rotate: bool):
     ops = ForgetfulFiles()
