@@ -102,8 +102,6 @@ class EngineChannel:
                 raise WireError("the front closed the channel")
             for frame in self._reader.feed(data):
                 messages += decode_inbound(frame)
-            if not messages:
-                continue
         return messages
 
     def wake(self) -> None:
