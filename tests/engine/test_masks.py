@@ -71,7 +71,7 @@ def test_a_mask_that_never_changes_is_a_set_of_allowed_tokens(engine: Engine, na
     assert_same(serve(engine, requests(name), Same()), serve(engine, plain, None))
 
 
-@pytest.mark.parametrize("options", [{}, {"depth": 0}, {"blocks": 14}, {"chunks": 5, "beside": 6}])
+@pytest.mark.parametrize("options", [{}, {"depth": 0}, {"blocks": 14}, {"chunks": 5, "piggybacked": 6}])
 @pytest.mark.parametrize("name", ["greedy", "penalties", "hot"])
 def test_what_a_mask_forbids_is_never_drawn(engine: Engine, name: str, options: dict[str, int]) -> None:
     """Each mask is made with the token before it; with drafts the same is said."""

@@ -195,7 +195,7 @@ def test_learning_that_is_due_more_than_a_slice_has_several_between_two_steps(
     front = make_front(trainers=trainers, duty=DutyConfig(inference=0.1, training=0.9))
     now = itertools.count()
     monkeypatch.setattr(pipeline.time, "perf_counter", lambda: next(now) / 20)
-    monkeypatch.setattr(front.scheduler, "expected", lambda plan: math.inf)
+    monkeypatch.setattr(front.scheduler.cost, "expected", lambda plan: math.inf)
     front.send(open_trainer(1), m.Submit(request(0, max_tokens=40)), a_pass(2, slices=1000))
     front.turn(2)
     trainers.calls = front.runner.calls = []
@@ -225,7 +225,7 @@ def test_a_step_that_is_read_late_does_not_pay_for_the_slice_behind_it(
 
     for what, call in zip(("wait", "launch"), plain, strict=True):
         monkeypatch.setattr(front.runner, what, passing(what, call))
-    monkeypatch.setattr(front.scheduler, "expected", lambda plan: 10.0)
+    monkeypatch.setattr(front.scheduler.cost, "expected", lambda plan: 10.0)
     front.send(m.Submit(request(0, max_tokens=40)))
     front.turn(4)
     took["wait"], took["launch"] = 0.0, 0.016

@@ -87,7 +87,7 @@ def test_drafts_change_nothing(engine: Engine, name: str, wrong: int) -> None:
     assert loop.accepted > 0
 
 
-@pytest.mark.parametrize("options", [{"depth": 0}, {"blocks": 14}, {"chunks": 5, "beside": 6}])
+@pytest.mark.parametrize("options", [{"depth": 0}, {"blocks": 14}, {"chunks": 5, "piggybacked": 6}])
 def test_drafts_change_nothing_in_other_schedules(engine: Engine, options: dict[str, int]) -> None:
     """With preemption, and with chunks of prompts in the forward that verifies."""
     free = serve(engine, requests("penalties"))
