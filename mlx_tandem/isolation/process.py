@@ -70,13 +70,14 @@ class WorkerProcess(Generic[A]):
         self._patience = START_SECONDS
         self._greeted = False
         self._answered = 0  # items, by this child
+        self._is_new = False  # whether the child was started for the items that it has now
         self._closed = False
 
     async def ask(self, items: Sequence[bytes]) -> list[A | Lost]:
         """Return an answer for each encoded item, in order. Nothing that a worker does raises an error.
 
-        An item over which the worker dies or runs out of memory is tried again in a fresh worker, unless that one
-        was fresh already: another item, or another program, may have been the cause.
+        An item over which the worker dies or runs out of memory is tried again in a worker that is started for it,
+        unless that one was: another item, or another program while the worker was idle, may have been the cause.
         """
         answers: list[A | Lost] = []
         while len(answers) < len(items):
@@ -85,7 +86,7 @@ class WorkerProcess(Generic[A]):
                 break
             if not self._greeted:
                 return answers + [Lost(kind, started=False)] * (len(items) - len(answers))
-            if kind == "timeout" or self._answered == 0:
+            if kind == "timeout" or (self._is_new and self._answered == 0):
                 answers.append(Lost(kind))
         return answers
 
@@ -110,7 +111,8 @@ class WorkerProcess(Generic[A]):
     async def _run(self, items: Sequence[bytes], answers: list[A | Lost]) -> LostKind | None:
         """Let the child answer the items that have no answer yet; return why it ended, None if it did not."""
         try:
-            if self._child is None:
+            self._is_new = self._child is None
+            if self._is_new:
                 await self._start()
             assert self._writer is not None
             while not self._greeted:

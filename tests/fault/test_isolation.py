@@ -89,6 +89,22 @@ def test_who_was_killed_from_outside_is_started_again_and_asked_again(tmp_path: 
     with_pool(tmp_path, use)
 
 
+def test_who_was_killed_before_the_first_item_is_started_again_for_it(tmp_path: Path) -> None:
+    """A worker that was started again beside what waits has answered nothing yet when somebody kills it."""
+
+    async def use(pool: Pool) -> None:
+        assert await pool.ask(b"die") == Lost("died")
+        while len(pool._idle) < 1 or pool._idle[-1]._child is None:
+            await asyncio.sleep(0)
+        child = pool._idle[-1]._child
+        assert child is not None
+        child.kill()
+        child.wait()
+        assert await pool.ask(b"echo x") == Said("x")
+
+    with_pool(tmp_path, use)
+
+
 def test_a_lost_worker_is_started_before_the_next_item_comes(tmp_path: Path) -> None:
     async def use(pool: Pool) -> None:
         assert await pool.ask(b"spin") == Lost("timeout")
