@@ -73,7 +73,7 @@ class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 Mode = Literal["inference_only", "training_only", "inference_and_training"]
-"""What the engine does: answer requests, learn, or both."""
+"""The tasks of the engine: answering requests, learning, or both."""
 
 
 class DutyConfig(Struct, frozen=True, forbid_unknown_fields=True):

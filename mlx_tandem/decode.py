@@ -178,7 +178,7 @@ _HALF_PAIR = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-"""What the JSON of a text with half a UTF-16 pair has in it. Other bodies need no look at each of their values."""
+"""Pattern in the JSON of every text that holds half a UTF-16 pair; the values of other bodies need no check."""
 
 
 def _refuse_surrogates(value: Any) -> None:

@@ -73,7 +73,7 @@ class Subject(Struct, frozen=True):
     """Most rows of a step."""
 
     products: str = ""
-    """What computes products besides MLX."""
+    """The sentence in which the kernel check says what computes products beside MLX."""
 
     format: int = FORMAT
 

@@ -19,7 +19,7 @@ Slices = Generator[Wait, None, None]
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|Insufficient Memory|Unable to allocate|bad_alloc", re.IGNORECASE
 )
-"""What MLX says on Metal, on CUDA and on a CPU when there is too little memory."""
+"""Words in the errors that MLX raises on Metal, CUDA or a CPU when there is too little memory."""
 
 
 @contextmanager

@@ -47,7 +47,10 @@ class About(msgspec.Struct, frozen=True):
 
 
 class _State(NamedTuple):
-    """What a step of the optimiser changes. All of it but `served` is evaluated: other threads may read only that."""
+    """The arrays and counts that a step of the optimiser replaces.
+
+    All arrays but those of `served` are evaluated; other threads may read evaluated arrays only.
+    """
 
     flats: list[mx.array]  # the weights of each chunk of pairs, laid end to end: all A, then all B
     pairs: dict[str, Pair]  # views of these
@@ -127,7 +130,7 @@ class TrainedAdapter:
 
     @property
     def info(self) -> TrainerInfo:
-        """What the front is told of it."""
+        """The description of this trainer that the engine sends to the front."""
         size = sum(a.size + b.size for a, b in self.pairs.values())
         targets = tuple(sorted({path.rpartition(".")[2] for path in self.pairs}))
         return TrainerInfo(self.spec.name, self.spec.rank, self.spec.alpha, targets, size, self.step_count)

@@ -20,7 +20,7 @@ Group = Sequence[Trajectory]
 
 
 class Recipe(NamedTuple):
-    """What an algorithm makes of the loss and of advantages."""
+    """The loss of an algorithm and the way in which it computes advantages."""
 
     kind: LossKind
     ratio: Literal["token", "sequence"]

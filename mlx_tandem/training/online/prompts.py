@@ -31,7 +31,7 @@ VALIDATION_TOKENS = 256
 
 
 class Scorer(Protocol):
-    """What is needed of `RewardPool` here."""
+    """The part of `RewardPool` that validation and sampled prompts use."""
 
     def check(self, scoring: Any, metadata: Any, /) -> Scoring:
         """Return how completions are scored. Raises InvalidRequest."""
