@@ -102,6 +102,18 @@ def test_a_division_that_is_wrong_is_not_taken(right: Fused) -> None:
     assert {a.attention._division for a in made.layers if a} == {START}
 
 
+def test_a_division_that_does_not_compile_costs_the_others_nothing(right: Fused) -> None:
+    class Fails(Device):
+        def __call__(self, shape: LayerShape, attention: LayerKernels | None, *step: int) -> float:
+            if attention is not None and attention.attention._division.queries == 1:
+                raise RuntimeError("this kernel does not compile")
+            return super().__call__(shape, attention, *step)
+
+    shapes = [LayerShape(HALVES, HALVES, Asks(2, False))]
+    made = choose("auto", shapes, BLOCK, [], [replace(right, name="metal")], Fails(START, 1.0))
+    assert made.name == "metal" and {a.attention._division for a in made.layers if a} == {START}
+
+
 def test_what_metal_begins_with_fits_its_registers() -> None:
     for dtype in (mx.float16, mx.bfloat16, mx.float32):
         for bits in (0, 4, 8):

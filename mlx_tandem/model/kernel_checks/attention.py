@@ -21,7 +21,7 @@ from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
 from mlx_tandem.model.kernel_checks import attention_cases as cases
 from mlx_tandem.model.kernel_checks.frame import Rejected, checked
-from mlx_tandem.model.kernels.division import shorter, start, wider
+from mlx_tandem.model.kernels.division import Division, shorter, start, wider
 from mlx_tandem.model.kernels.paged_attention import MOST_QUERIES
 
 log = logging.getLogger(__name__)
@@ -136,6 +136,31 @@ def _try(
     return checked(f"attention by {candidate.name}", check, lambda reason: ({}, reason))
 
 
+def _better(
+    candidate: fused.Fused,
+    kind: LayerShape,
+    block_size: int,
+    windows: Sequence[int],
+    seconds: Seconds,
+    division: Division,
+    best: Sequence[float],
+) -> tuple[LayerKernels, list[float]] | None:
+    """Return the kernels with this division and the seconds of each of STEPS; None if they are wrong, fail, or are not
+    clearly faster than `best`.
+    """
+
+    def check() -> tuple[LayerKernels, list[float]] | None:
+        made = candidate.kernels(kind, block_size, division)
+        times = [seconds(kind, made, block_size, *step) for step in STEPS]
+        if not math.prod(times) < WORTHWHILE ** len(STEPS) * math.prod(best):
+            raise Rejected("not clearly faster")
+        if problem := _problem({kind: made}, block_size, windows):
+            raise Rejected(problem)
+        return made, times
+
+    return checked(f"attention divided by {division}", check, lambda reason: None)
+
+
 def _divided(
     candidate: fused.Fused,
     attentions: dict[LayerShape, LayerKernels],
@@ -151,11 +176,8 @@ def _divided(
         best = [seconds(kind, kernels, block_size, *step) for step in STEPS]
         for others in (shorter, wider):
             for other in others(division, candidate.name, kind.keys):
-                made = candidate.kernels(kind, block_size, other)
-                times = [seconds(kind, made, block_size, *step) for step in STEPS]
-                faster = math.prod(times) < WORTHWHILE ** len(STEPS) * math.prod(best)
-                if faster and not _problem({kind: made}, block_size, windows):
-                    division, kernels, best = other, made, times
+                if better := _better(candidate, kind, block_size, windows, seconds, other, best):
+                    division, (kernels, best) = other, better
         if kernels is not first:
             log.info("attention of %s numbers a head is divided by %s on this device", kind.keys.dim, division)
         chosen[kind] = kernels
