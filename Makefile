@@ -17,6 +17,9 @@ ARGS ?=
 VLLM_MLX ?=
 RESULTS := benchmarks/results
 
+# A run of the tests starts hundreds of processes; each would compile the sources for itself.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := serve
 .PHONY: install serve test quick check format lock bench figures demo-svg
 
@@ -67,6 +70,8 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/hot_swap.py --json-out $(RESULTS)/hot_swap.json
 	$(BIN)/python benchmarks/overload.py --json-out $(RESULTS)/overload.json
 	$(BIN)/python benchmarks/tokenize_load.py --json-out $(RESULTS)/tokenize_load.json
+	$(BIN)/python benchmarks/structured.py --json-out $(RESULTS)/structured.json
+	$(BIN)/python benchmarks/schemas.py --json-out $(RESULTS)/schemas.json
 	@$(MAKE) figures
 
 figures: $(STAMP)

@@ -38,7 +38,7 @@ BASE = b"b" * 32
 
 def main() -> None:
     """Run the benchmark."""
-    parser = argparse.ArgumentParser(description="the disk tier beside plain files")
+    parser = argparse.ArgumentParser(description="the cache on the drive beside plain files")
     parser.add_argument("--blocks", type=int, default=256)
     parser.add_argument("--block-kb", type=int, default=2304, help="of one block (16 tokens of an 8B model in bf16)")
     parser.add_argument("--records", type=int, default=1_000_000, help="of the scan")
@@ -88,22 +88,22 @@ def rates(scratch: Path, blocks: int, size: int, repeats: int) -> dict[str, list
     total = blocks * size
     ids = [block(i) for i in range(blocks)]
     for repeat in range(repeats):
-        plain, folder = scratch / f"plain-{repeat}", scratch / f"tier-{repeat}"
-        tier = DiskCache(DiskCacheConfig(dir=str(folder), async_writes=False), BASE)
+        plain, folder = scratch / f"plain-{repeat}", scratch / f"disk-{repeat}"
+        disk = DiskCache(DiskCacheConfig(dir=str(folder), async_writes=False), BASE)
         ways: dict[str, Callable[[], object]] = {
             "write plain": lambda plain=plain: write_plain(plain, payloads),  # type: ignore[misc]
-            "write tier": lambda tier=tier: [tier.put(i, p) for i, p in zip(ids, payloads, strict=True)],  # type: ignore[misc]
+            "write disk": lambda disk=disk: [disk.put(i, p) for i, p in zip(ids, payloads, strict=True)],  # type: ignore[misc]
             "read plain, from memory": lambda plain=plain: read_plain(plain, size),  # type: ignore[misc]
-            "read tier, from memory": lambda tier=tier: read_tier(tier, ids, payloads),  # type: ignore[misc]
+            "read disk, from memory": lambda disk=disk: read_disk(disk, ids, payloads),  # type: ignore[misc]
             "read plain": lambda plain=plain: read_plain(plain, size),  # type: ignore[misc]
-            "read tier": lambda tier=tier: read_tier(tier, ids, payloads),  # type: ignore[misc]
+            "read disk": lambda disk=disk: read_disk(disk, ids, payloads),  # type: ignore[misc]
         }
         for name, way in ways.items():
-            if name in ("read plain", "read tier"):
+            if name in ("read plain", "read disk"):
                 forget([plain, *folder.glob("segment-*")])
             found.setdefault(name, []).append(rate(way, total))
             progress(f"round {repeat + 1}/{repeats}  {name}: {found[name][-1]:.2f} GB/s")
-        tier.close()
+        disk.close()
         plain.unlink()
         for file in folder.iterdir():
             file.unlink()
@@ -127,14 +127,14 @@ def read_plain(path: Path, size: int) -> None:
     os.close(fd)
 
 
-def read_tier(tier: DiskCache, ids: list[BlockId], payloads: list[bytes]) -> None:
+def read_disk(disk: DiskCache, ids: list[BlockId], payloads: list[bytes]) -> None:
     """Read chains of 16 blocks as they are polled, and compare what comes."""
-    waiting = {tier.read(ids[i : i + 16]): i for i in range(0, len(ids), 16)}
+    waiting = {disk.read(ids[i : i + 16]): i for i in range(0, len(ids), 16)}
     while waiting:
-        for ticket, found in tier.poll():
+        for ticket, found in disk.poll():
             first = waiting.pop(ticket)
             if len(found) != len(ids[first : first + 16]) or found[0] != payloads[first]:
-                fail("the tier did not give back what it was given")
+                fail("the disk did not give back what it was given")
         time.sleep(0.001)
 
 

@@ -32,7 +32,7 @@ class CacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DiskCacheConfig(Struct, frozen=True, forbid_unknown_fields=True):
-    """The tier of the KV cache on the drive."""
+    """KV offload to the drive."""
 
     enabled: bool | None = None  # None: on if `dir` is set
     dir: str = ""  # empty: kv-cache in the user's own cache folder
@@ -60,6 +60,18 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     idle_prefill_ms: float = 0.0  # longest prefill step while nothing decodes; 0: by the device
     prefill_batch_size: int = 0  # most prompts read in one step; 0: as many as the time allows
     max_inflight_tokens: int = 0  # most prompt tokens plus max_tokens of running requests; 0: what the pool holds
+
+
+class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
+    """Drafts of tokens, which a step verifies together; they change the speed and nothing of the answers."""
+
+    method: Literal["none", "ngram"] = "none"  # ngram: from the sequence's own prompt and answer
+    num_tokens: int = 5  # drafts of a sequence at first; without `dynamic` always
+    dynamic: bool = True  # as many drafts as are accepted, and none where steps without them bring more tokens
+    disable_batch_size: int = 0  # no drafts while more sequences run; 0: no such limit
+    ngram_min: int = 2  # fewest tokens that have to stand where drafts come from
+    ngram_max: int = 8  # most tokens that are compared
+    prompt_lookup: bool = True  # drafts come from the prompt, too
 
 
 class LoraConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,6 +108,7 @@ class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     duty: DutyConfig = field(default_factory=DutyConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     memory_limit_gb: float = 0.0  # device memory for this server; 0: by the device and what else runs on it
     heartbeat_seconds: float = 0.5  # time between two messages with statistics
     stall_seconds: float = 60.0  # a step that takes longer ends the engine
@@ -116,6 +129,8 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     api_key_file: str = ""  # file whose first line is the key
     allowed_hosts: tuple[str, ...] = ()  # accepted Host headers besides the bound address
     chat_template: str = ""  # a file, or the template itself; empty: the model's own
+    tool_call_parser: str = "auto"  # form of the model's tool calls; auto: by the chat template; none: unknown
+    reasoning_parser: str = "auto"  # form of the model's thoughts; auto: by the chat template; none: they are text
     generation_config: str = "auto"  # sampling defaults: auto: the model folder's; vllm or none: none; or a folder
     seed: int | None = None  # seed of the generator that gives requests without a seed theirs; None: random
     force_include_usage: bool = False  # end every stream with its usage, asked for or not
@@ -167,9 +182,16 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     reward_workers: int = 1
     reward_timeout_s: float = 5.0
     reward_memory_mb: int = 512
+    siblings: int = 8  # answers that the server adds to a request that has one answer and no group; 0: none
     group_size: int = 0  # over 1: each recorded prompt is sampled again so many times, in training's share
 
-    algorithm: Literal["grpo", "dr_grpo", "gspo", "cispo", "ppo", "importance_sampling", "dro"] = "grpo"
+    algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "importance_sampling", "dro"] = "grpo"
+    advantage_scale: Literal["", "group", "batch", "none"] = (
+        ""  # what advantages are divided by; empty: the algorithm's
+    )
+    leave_one_out: bool = False  # compare each answer with the mean of its siblings alone
+    least_spread: float = 0.01  # least standard deviation that advantages are divided by
+    loss_tokens: int = 256  # tokens that dr_grpo divides each completion's loss by
     learning_rate: float = 1e-5
     warmup_steps: int = 0
     max_grad_norm: float = 1.0
@@ -177,14 +199,18 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
-    clip_low: float = 0.2
-    clip_high: float = 0.2
+    clip_low: float = 0.0  # ratios are clipped to [1 - clip_low, 1 + clip_high]; 0: the algorithm's own
+    clip_high: float = 0.0
     kl_coef: float = 0.0  # weight of the KL divergence from the base model
     max_importance_ratio: float = 2.0  # trainer's probability over the sampler's, truncated here
     refuse_mismatch: float = 0.1  # mean k3 in nats between sampler and trainer from which an update is refused
     guard_kl: float = 0.5  # most mean k3 in nats by which one update may move the policy
-    guard_reward_drop: float = 0.1  # drop of the mean reward below its best that restores the last good version
-    validation_prompts: str = ""  # JSONL file whose mean reward each version must keep before it is published
+    guard_prompts: int = 6  # live prompts per update that the accepted version answers, too; 0: none
+    guard_false_rollback: float = 0.005  # probability of ever taking back versions that are no worse
+    guard_false_accept: float = 0.05  # probability of accepting a version that answers no better
+    guard_reward_drop: float = 0.1  # drop of the mean reward that matters
+    validation_prompts: str = ""  # JSONL file of prompts that each version answers before it is published
+    validation_answers: int = 4  # answers of a version to each validation prompt
     atropos_url: str = ""  # reserved for a later version
     environment: str = ""
 

@@ -33,7 +33,7 @@ CODES = frozenset(
     """
     adapter_changed adapter_not_found adapter_quota_exceeded alias_not_found alias_quota_exceeded
     checkpoint_exists checkpoint_not_found conflict context_length_exceeded engine_died engine_error
-    engine_unavailable first_token_timeout folder_in_use forbidden foreign_folder host_not_allowed
+    engine_unavailable first_token_timeout folder_in_use forbidden foreign_folder grammar_too_complex host_not_allowed
     internal_error invalid_adapter invalid_api_key invalid_json invalid_model_folder invalid_request
     invalid_type invalid_value job_not_found journal_damaged learning_disabled memory_pressure
     method_not_allowed missing_required_parameter model_not_found no_paths not_found numerical_error
@@ -79,6 +79,11 @@ class TandemError(Exception):
     @param.setter
     def param(self, text: str | None) -> None:
         self._param = None if text is None else printable(text, MOST_PARAM)
+
+    @property
+    def named(self) -> str:
+        """The message for clients that get no `param`: it begins with the field's name unless it names it already."""
+        return self.message if self.param is None or self.param in self.message else f"{self.param}: {self.message}"
 
     def __str__(self) -> str:
         return self.message

@@ -17,7 +17,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Pattern of adapter names and aliases. A version is `name@number`."""
 
 BASE = "base"
-"""Name that always selects the base model, whatever it is called and whatever adapter answers by default."""
+"""Name that always stands for the base model, whatever it is called and whatever adapter answers by default."""
 
 BASE_NAMES = (BASE, "default_model")
 """Names of the base model on every server. Clients of mlx-lm's server send the second one."""
@@ -43,6 +43,7 @@ class Range:
 PARAMETERS: dict[str, Range] = {
     "max_tokens": Range(1, 1_048_576, integer=True),
     "max_completion_tokens": Range(1, 1_048_576, integer=True),
+    "max_output_tokens": Range(1, 1_048_576, integer=True),
     "temperature": Range(0.0, 2.0),
     "top_p": Range(0.0, 1.0),  # 0: the most likely token
     "top_k": Range(-1, 1_048_576, integer=True),  # -1 and 0: off
@@ -60,7 +61,9 @@ PARAMETERS: dict[str, Range] = {
     "logit_bias": Range(-100.0, 100.0),
     "min_tokens": Range(0, 1_048_576, integer=True),
     "prompt_logprobs": Range(0, 20, integer=True),
+    "thinking_token_budget": Range(0, 1_048_576, integer=True),
     "truncate_prompt_tokens": Range(-1, 1_048_576, integer=True),  # -1: to the length that fits; 0 is refused
+    "dimensions": Range(1, 1_048_576, integer=True),
     "priority": Range(-1_000_000, 1_000_000, integer=True),
     "weight": Range(0.0, 1e6),  # weight of an alias's arm
     "reward": Range(-1e6, 1e6),  # reward of a trajectory
@@ -87,6 +90,10 @@ SETTINGS: dict[str, Range] = {  # by the path of the setting in config.py
     "engine.scheduler.idle_prefill_ms": Range(0.0, 60_000.0),
     "engine.scheduler.prefill_batch_size": Range(0, 4096, integer=True),
     "engine.scheduler.max_inflight_tokens": Range(0, 2**40, integer=True),
+    "engine.speculation.num_tokens": Range(1, 63, integer=True),
+    "engine.speculation.disable_batch_size": Range(0, 4096, integer=True),
+    "engine.speculation.ngram_min": Range(1, 64, integer=True),
+    "engine.speculation.ngram_max": Range(1, 64, integer=True),
     "engine.lora.max_cpu_loras": Range(0, 1_000_000, integer=True),
     "engine.lora.max_cpu_lora_gb": Range(0.001, 65_536.0),
     "engine.lora.max_loras": Range(0, 4096, integer=True),
@@ -160,6 +167,7 @@ SETTINGS |= {
     "rl_training.reward_workers": Range(1, 256, integer=True),
     "rl_training.reward_timeout_s": Range(0.01, 3600.0),
     "rl_training.reward_memory_mb": Range(64, 1_048_576, integer=True),
+    "rl_training.siblings": Range(0, 1024, integer=True),
     "rl_training.group_size": Range(0, 1024, integer=True),
     "rl_training.learning_rate": LEARNING["learning_rate"],
     "rl_training.warmup_steps": Range(0, 1_000_000, integer=True),
@@ -168,12 +176,18 @@ SETTINGS |= {
     "rl_training.beta1": LEARNING["beta1"],
     "rl_training.beta2": LEARNING["beta2"],
     "rl_training.eps": LEARNING["eps"],
+    "rl_training.least_spread": Range(1e-9, 1e9),
+    "rl_training.loss_tokens": Range(1, 4_194_304, integer=True),
     "rl_training.clip_low": LEARNING["clip_low"],
     "rl_training.clip_high": LEARNING["clip_high"],
     "rl_training.kl_coef": LEARNING["kl_coef"],
     "rl_training.max_importance_ratio": LEARNING["max_importance_ratio"],
     "rl_training.refuse_mismatch": Range(1e-9, 1e9),
     "rl_training.guard_kl": Range(1e-9, 1e9),
+    "rl_training.guard_prompts": Range(0, 1024, integer=True),
+    "rl_training.guard_false_rollback": Range(1e-9, 0.5),
+    "rl_training.guard_false_accept": Range(1e-9, 0.5),
+    "rl_training.validation_answers": Range(1, 1024, integer=True),
     "rl_training.guard_reward_drop": Range(0.0, 1e9),
     "checkpointing.interval": Range(1, 2**31 - 1, integer=True),
     "checkpointing.keep_n_checkpoints": Range(1, 100_000, integer=True),
@@ -213,8 +227,13 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_ALLOWED_TOKEN_IDS = 16_384
 MAX_MESSAGES = 4096
+MAX_STORED_RESPONSES = 1024  # responses that later requests may continue
+MAX_STORED_BYTES = 64 << 20  # bytes of those responses and their conversations
 MAX_MESSAGE_DEPTH = 32  # levels of lists and objects inside a message
 MAX_MESSAGE_VALUES = 131_072  # keys, texts, numbers, lists and objects in all messages of a conversation
+MAX_TOOLS = 1024  # functions that one request may offer
+MAX_TOOL_DEPTH = 64  # levels of lists and objects in the list of tools
+MAX_TEMPLATE_VARIABLES = 64  # variables of the chat template that one request may set
 MAX_PROMPTS = 64
 MAX_TRAJECTORIES = 4096  # trajectories in one body
 MAX_TRAINING_JOBS = 16  # training jobs that wait for their turn
@@ -228,6 +247,9 @@ MAX_WAITING_TEXT = 32 << 20  # bytes of texts that wait to be rendered or tokeni
 MAX_TEMPLATE_BYTES = 1 << 20  # bytes of a chat template
 MAX_TEMPLATE_OUTPUT = 16 << 20  # bytes that a chat template may print
 MAX_TEMPLATE_MEMORY = 512 << 20  # bytes of memory that a chat template may use
+MAX_GRAMMAR_BYTES = 512 << 10  # bytes of a JSON schema, a pattern, choices or a grammar of one request
+MAX_GRAMMAR_MEMORY = 512 << 20  # bytes of memory that compiling a grammar may use
+MAX_GUIDED_CHOICES = 1024
 MAX_REWARD_PARTS = 8
 MAX_REWARD_BYTES = 16 << 20  # bytes of one completion with its prompt and metadata
 MAX_REWARD_TEXT = 128 << 10  # bytes of a completion to which a pattern or schema is applied

@@ -12,6 +12,22 @@ from msgspec import Struct
 
 FinishReason = Literal["stop", "length"]
 
+Pooling = Literal["mean", "last"]
+"""The way in which the hidden states of a prompt become one vector: their mean, or that of the last token."""
+
+
+class ThoughtBudget(Struct, frozen=True, array_like=True):
+    """The most tokens of an answer's thoughts, and the token ids that begin, end and forcibly close a thought.
+
+    `closing` contains `close`. With `is_open`, the answer begins inside a thought.
+    """
+
+    tokens: int
+    open: tuple[int, ...]
+    close: tuple[int, ...]
+    closing: tuple[int, ...]
+    is_open: bool = False
+
 
 class SamplingParams(Struct, frozen=True, array_like=True):
     """Sampling parameters of one request. The server has checked the ranges of `limits.py`.
@@ -40,6 +56,7 @@ class SamplingParams(Struct, frozen=True, array_like=True):
     xtc_probability: float = 0.0  # probability that the most likely tokens are left out of a draw; 0: never
     xtc_threshold: float = 0.1  # tokens above it are left out, all but the least likely of them
     xtc_kept: tuple[int, ...] = ()  # tokens that are never left out
+    thoughts: ThoughtBudget | None = None  # None: thoughts may have any length
 
     @property
     def greedy(self) -> bool:
@@ -60,6 +77,15 @@ class AdapterRef(Struct, frozen=True, array_like=True):
         return f"{self.name}@{self.version}"
 
 
+class Grammar(Struct, frozen=True, array_like=True):
+    """A grammar that the output must match, in llguidance's notation, as UTF-8. `param` is the field that asked for
+    it.
+    """
+
+    text: bytes
+    param: str
+
+
 class Request(Struct, frozen=True, array_like=True):
     """One request: prompt ids in, `n` choices out. The adapter's version is fixed here."""
 
@@ -71,6 +97,9 @@ class Request(Struct, frozen=True, array_like=True):
     priority: int = 0  # lower runs earlier
     follow: bool = False  # switch to newer versions of the adapter as they are published
     background: bool = False  # made for training: runs in training's share of the device's time
+    pooling: Pooling | None = None  # the prompt's hidden states are wanted, pooled like this; None: they are not
+    grammar: Grammar | None = None  # None: the output may be any text
+    speculate: bool = True  # drafts may be verified for it, where the server makes any
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
@@ -99,6 +128,7 @@ class Delta(Struct, frozen=True, array_like=True):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     version: int = 0  # version of the adapter that made the tokens, if the request follows; 0: the request's
     cached: int = 0  # prompt tokens whose keys and values were reused
+    embedding: bytes = b""  # once, with the first token: the pooled hidden states as float32 numbers of this machine
 
 
 class AdapterSource(Struct, frozen=True, array_like=True):
@@ -189,6 +219,7 @@ class EngineInfo(Struct, frozen=True):
     products_reason: str = ""  # which products of few rows a kernel computes, or why none
     prompt_cost: tuple[float, ...] = ()  # the form of `engine.cost.CostModel` for chunks; empty: unknown
     micro_batch_tokens: int = 0  # tokens of one forward and backward of learning; 0: not decided
+    hidden_size: int = 0  # numbers of a pooled hidden state; 0: requests may not ask for any
 
 
 class DiskStats(Struct, frozen=True):
@@ -223,6 +254,19 @@ class MemoryInUse(NamedTuple):
     peak: int = 0  # highest `active` since start
     kept: int = 0  # freed memory that MLX keeps for new arrays
     compiled_steps: int = 0
+
+
+class SpeculationStats(Struct, frozen=True):
+    """Statistics of drafts, counted since start."""
+
+    method: str
+    rows: int  # rows that verified drafts
+    drafted: int  # tokens
+    accepted: int  # of these
+    by_position: tuple[int, ...]  # rows whose draft number i, from 0, was accepted
+    uses_drafts: bool  # whether drafts are used at the present size of the batch
+    tokens_per_s_with: float  # of a row at this size; 0: not measured
+    tokens_per_s_without: float
 
 
 class EngineStats(Struct, frozen=True):
@@ -261,6 +305,7 @@ class EngineStats(Struct, frozen=True):
     batch_fill: tuple[int, ...] = ()  # steps by the share of the batch's seats that had a row, in equal parts
     prompt_tokens_per_s: float = 0.0  # rate of the last step that read prompts
     decode_tokens_per_s: float = 0.0  # rate of the last step that decoded
-    disk: DiskStats | None = None  # None: there is no disk tier, or it is not open yet
+    speculation: SpeculationStats | None = None  # None: the engine makes no drafts
+    disk: DiskStats | None = None  # None: KV offload is not configured, or it is not open yet
     disk_hit_tokens: int = 0  # prompt tokens whose keys and values came from the drive, since start
     disk_unsaved: int = 0  # blocks that were reused before they could be written to the drive, since start

@@ -61,7 +61,7 @@ class RunningServer:
         children = [
             int(p)
             for p, parent, args in (line.split(None, 2) for line in found.splitlines()[1:])
-            if int(parent) == self.process.pid and "mlx_tandem.worker" in args
+            if int(parent) == self.process.pid and "mlx_tandem.engine_main" in args
         ]
         (pid,) = children
         return pid

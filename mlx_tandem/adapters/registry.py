@@ -47,7 +47,7 @@ class Entry:
 class _Name:
     versions: dict[int, Entry] = field(default_factory=dict)  # in order of publication
     by_digest: dict[str, int] = field(default_factory=dict)
-    current: int = 0  # the version that the name alone selects; 0: none yet
+    current: int = 0  # the version that the name alone stands for; 0: none yet
     last: int = 0  # the highest number ever given
 
 
@@ -109,7 +109,7 @@ class Registry:
         return entry.ref
 
     def reserve(self, name: str, info: AdapterInfo, number: int = 0) -> AdapterRef:
-        """Add a version of `name`, numbered as in `publish`, which only `name@version` selects until it is
+        """Add a version of `name`, numbered as in `publish`, which only `name@version` names until it is
         published.
         """
         return self._add(name, None, info, number)[1].ref
@@ -156,11 +156,11 @@ class Registry:
         del book.versions[ref.version], book.by_digest[ref.digest]
         self._let_go(entry)
 
-    def entry(self, selector: str) -> Entry:
-        """Return the version that `name` or `name@version` selects. Raise NotFound (`model_not_found`) if there is
+    def entry(self, model_id: str) -> Entry:
+        """Return the version that the id `name` or `name@version` names. Raise NotFound (`model_not_found`) if there is
         none.
         """
-        name, at, number = selector.partition("@")
+        name, at, number = model_id.partition("@")
         book = self._names.get(name)
         if book is not None:
             if not at and book.current:
@@ -172,9 +172,9 @@ class Registry:
                     return found
                 if int(number) <= book.last:
                     raise NotFound(
-                        f"the version {selector!r} is no longer there", param="model", code="model_not_found"
+                        f"the version {model_id!r} is no longer there", param="model", code="model_not_found"
                     )
-        raise NotFound(f"the model {selector[:140]!r} does not exist", param="model", code="model_not_found")
+        raise NotFound(f"the model {model_id[:140]!r} does not exist", param="model", code="model_not_found")
 
     def remove(self, name: str) -> list[AdapterRef]:
         """Forget `name` and all its versions, and return them. Requests already pinned to a version keep it.

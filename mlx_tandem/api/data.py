@@ -8,12 +8,12 @@ from typing import Any, get_args
 import msgspec
 
 from mlx_tandem import limits
-from mlx_tandem.decode import convert
 from mlx_tandem.engine.learning import Datum, LossConfig, LossKind
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.parts import Part
 from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.strict_json import convert
 from mlx_tandem.training.examples import FORMS, Turns, parse
 
 Data = Sequence["Datum | Mapping[str, Any]"]

@@ -15,9 +15,9 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
-from mlx_tandem import limits, worker
+from mlx_tandem import engine_main, limits
 from mlx_tandem.api.data import Data, ServedCodec
-from mlx_tandem.api.generation import Adapters, Completion, Generation, Tokens, is_one
+from mlx_tandem.api.generation import Adapters, ChatOptions, Completion, Generation, Tokens, is_one
 from mlx_tandem.api.trainer import OpenTrainers, Trainer, open_trainer, run_pass
 from mlx_tandem.config import (
     CacheConfig,
@@ -30,11 +30,11 @@ from mlx_tandem.config import (
     SchedulerConfig,
     ServerConfig,
 )
-from mlx_tandem.decode import convert
+from mlx_tandem.engine.client.process import EngineProcess, Launch
 from mlx_tandem.engine.learning import BatchResult, LossConfig, LossKind
-from mlx_tandem.engine.process import EngineProcess, Launch
 from mlx_tandem.errors import EngineError, InvalidRequest
 from mlx_tandem.generation.front import Front
+from mlx_tandem.strict_json import convert
 from mlx_tandem.types import AdapterSource, EngineInfo, EngineStats
 
 T = TypeVar("T")
@@ -134,13 +134,18 @@ class Engine:
         messages: str | Sequence[Mapping[str, Any]],
         *,
         adapter: str | None = None,
-        enable_thinking: bool | None = None,
-        **sampling: Any,
+        **options: Any,
     ) -> Completion:
-        """Return the assistant's answer to a conversation. A text stands for one message of the user."""
-        if "n" in sampling:
+        """Return the assistant's answer to a conversation. A text stands for one message of the user.
+
+        `options` are the sampling arguments of `generate`, and those of the HTTP API about tools and thoughts: `tools`,
+        `tool_choice`, `parallel_tool_calls`, `enable_thinking`, `reasoning_effort`,
+        `thinking_token_budget` and `chat_template_kwargs`.
+        """
+        if "n" in options:
             raise InvalidRequest("chat gives one answer; use generate for several", param="n")
-        return self._call(self._generation.chat(messages, adapter, enable_thinking, sampling))
+        own = {name: options.pop(name) for name in ChatOptions.__struct_fields__ if name in options}
+        return self._call(self._generation.chat(messages, adapter, own, options))
 
     def stream(
         self, prompt: str | Tokens | Sequence[Mapping[str, Any]], *, adapter: str | None = None, **sampling: Any
@@ -160,6 +165,25 @@ class Engine:
                 yield piece
         finally:
             task.cancel()
+
+    @overload
+    def embed(self, prompt: str | Tokens, *, adapter: str | None = None, **options: Any) -> list[float]: ...
+
+    @overload
+    def embed(
+        self, prompt: Sequence[str] | Sequence[Tokens], *, adapter: str | None = None, **options: Any
+    ) -> list[list[float]]: ...
+
+    def embed(
+        self, prompt: str | Tokens | Sequence[str] | Sequence[Tokens], *, adapter: str | None = None, **options: Any
+    ) -> list[float] | list[list[float]]:
+        """Return the embedding of a prompt, or of several prompts in one batch.
+
+        `options` are `pooling` ("mean" or "last"; the model's own by default), `normalize` (vectors of length 1, which
+        is the default) and `dimensions` (how many of the first numbers are kept).
+        """
+        found = self._call(self._generation.embed(prompt, adapter, options))
+        return found[0] if is_one(prompt) else found
 
     # -- adapters and state -------------------------------------------------------------------------------------
 
@@ -252,7 +276,7 @@ def _engine_config(model: str, options: Mapping[str, object]) -> EngineConfig:
     }
     places = {field: (section, field) for section, struct in sections.items() for field in struct.__struct_fields__}
     del places["path"], places["backend"]
-    # Options of the disk tier are named like those of the command line.
+    # Options of the KV offload are named like those of the command line.
     places |= {f"ssd_{field}": ("disk", field) for field in DiskCacheConfig.__struct_fields__}
     places |= {"ssd": places.pop("ssd_enabled"), "ssd_cache_dir": places.pop("ssd_dir")}
     places["lora_backend"] = ("lora", "backend")
@@ -277,7 +301,7 @@ class _EngineThread:
     def _run(self, sock: socket.socket, config: EngineConfig) -> None:
         """Run the engine until it ends, and keep its exit status."""
         with closing(sock):
-            self._status = worker.run(sock, config)
+            self._status = engine_main.run(sock, config)
 
     def kill(self) -> None:
         """Do nothing: a thread cannot be ended from outside. It ends when it finds its socket closed."""

@@ -10,22 +10,35 @@ from typing import Annotated, Any
 from msgspec import Struct
 
 from mlx_tandem import limits
-from mlx_tandem.decode import convert
 from mlx_tandem.errors import InvalidRequest, renamed
+from mlx_tandem.generation.adapters.model_names import Selection
 from mlx_tandem.generation.answers import Answers
+from mlx_tandem.generation.chat_constraints import chat_constraint
+from mlx_tandem.generation.chats import Chat, ChatRequest, Effort, Thinking
+from mlx_tandem.generation.embeddings import EmbeddingOptions, embedding_request, vectors
 from mlx_tandem.generation.events import TextDelta
 from mlx_tandem.generation.front import Front
-from mlx_tandem.generation.messages import chat_messages
-from mlx_tandem.generation.model_names import Selection
+from mlx_tandem.generation.grammar.fields import constraint_of
 from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.generation.sampling import Sampling, choices, sampling_params, text_options
-from mlx_tandem.types import FinishReason, TokenLogprob
+from mlx_tandem.generation.tools.offer import tools_of
+from mlx_tandem.strict_json import convert
+from mlx_tandem.types import FinishReason, Pooling, TokenLogprob
 
 Tokens = Sequence[int]
 """A prompt as token ids."""
 
 Adapters = str | None | Sequence[str | None]
 """The adapter of all prompts, or a list with that of each prompt. None is the base model."""
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call of a tool that the model asks for. `arguments` is JSON as the model has written it."""
+
+    id: str
+    name: str
+    arguments: str
 
 
 @dataclass(frozen=True)
@@ -40,12 +53,34 @@ class Completion:
     prompt_tokens: int
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None  # those of the prompt's tokens from the second on
     cached_tokens: int = 0  # number of the prompt's tokens that did not have to be computed
+    reasoning: str = ""  # the thoughts before the answer to a conversation, which `text` leaves out
+    tool_calls: tuple[FunctionCall, ...] = ()  # calls of the offered tools, which `text` leaves out
 
 
 class ApiSampling(Sampling, kw_only=True, forbid_unknown_fields=True):
     """The keyword arguments of `generate`, `chat` and `stream`. Names and ranges are those of the HTTP API."""
 
     logprobs: Annotated[int, limits.bounds("logprobs")] | None = None  # number of alternatives besides the token
+
+
+class ApiEmbedding(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The keyword arguments of `embed`."""
+
+    pooling: Pooling | None = None
+    normalize: bool = True
+    dimensions: Annotated[int, limits.bounds("dimensions")] | None = None
+
+
+class ChatOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+    """The keyword arguments of `chat` about tools and thoughts. Names and values are those of the HTTP API."""
+
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[int, limits.bounds("thinking_token_budget")] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class Conversation(Struct):
@@ -90,13 +125,29 @@ class Generation:
         self,
         messages: str | Sequence[Mapping[str, Any]],
         adapter: str | None,
-        enable_thinking: bool | None,
+        options: dict[str, Any],
         sampling: dict[str, Any],
     ) -> Completion:
-        """Return the answer to a conversation. Raises InvalidRequest and NotFound."""
-        options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        prompt = await self._front.chat_prompt(_messages(messages), options)
-        return (await self._complete([prompt], await self._select(adapter), sampling))[0]
+        """Return the answer to a conversation. `options` are those of ChatOptions. Raises InvalidRequest, NotFound."""
+        chat = await _chat(self._front, messages, options)
+        return (await self._complete([chat.prompt], await self._select(adapter), sampling, chat))[0]
+
+    async def embed(
+        self,
+        prompt: str | Tokens | Sequence[str] | Sequence[Tokens],
+        adapter: str | None,
+        options: dict[str, Any],
+    ) -> list[list[float]]:
+        """Return the embedding of each prompt. Raises InvalidRequest and NotFound."""
+        wanted = convert(options, ApiEmbedding)
+        prompts = [await self._tokens(p) for p in ([prompt] if is_one(prompt) else prompt)]
+        front = self._front
+        for tokens in prompts:
+            front.max_tokens(len(tokens), 1, "max_tokens", "prompt")
+        (model,) = await self._select(adapter)
+        form = EmbeddingOptions(wanted.pooling or front.pooling, wanted.normalize, wanted.dimensions)
+        prompted = embedding_request(front.client.check_ready(), prompts, model.ref, form)
+        return [vector.tolist() for vector in vectors(await front.answers(prompted), form)] if prompts else []
 
     async def _tokens(self, prompt: Any) -> list[int]:
         """Return the token ids of a text, or a checked list of token ids. Raises InvalidRequest."""
@@ -107,10 +158,14 @@ class Generation:
         return list(limits.check_token_ids(prompt, self._front.client.check_ready().vocab_size, "prompt"))
 
     async def _complete(
-        self, prompts: list[list[int]], models: list[Selection], sampling: dict[str, Any]
+        self,
+        prompts: list[list[int]],
+        models: list[Selection],
+        sampling: dict[str, Any],
+        chat: Chat | None = None,
     ) -> list[Completion]:
-        """Return the completions of the prompts, each under its model."""
-        prompted = _prompted(self._front, prompts, models, sampling)
+        """Return the completions of the prompts, each under its model. `chat` is the conversation, if it is one."""
+        prompted = await _prompted(self._front, prompts, models, sampling, chat)
         answers = await self._front.answers(prompted)
         return [_completion(prompted, answers, i) for i in range(prompted.choices)]
 
@@ -126,12 +181,11 @@ class Generation:
         The queue gets one piece for each batch of deltas that has text.
         """
         try:
+            front, chat = self._front, None
             if not is_one(prompt) and prompt and isinstance(prompt[0], Mapping):
-                tokens = await self._front.chat_prompt(_messages(prompt), {})
-            else:
-                tokens = await self._tokens(prompt)
-            front = self._front
-            prompted = _prompted(front, [tokens], await self._select(adapter), sampling)
+                chat = await _chat(front, prompt, {})
+            tokens = await self._tokens(prompt) if chat is None else chat.prompt
+            prompted = await _prompted(front, [tokens], await self._select(adapter), sampling, chat)
             async with front.client.submit(*prompted.requests(front.client)) as stream:
                 assembler = front.assembler(prompted, stream)
                 async for deltas in stream:
@@ -144,13 +198,47 @@ class Generation:
             raise
 
 
-def _prompted(front: Front, prompts: list[list[int]], models: list[Selection], sampling: dict[str, Any]) -> Prompted:
+async def _chat(front: Front, messages: Any, options: dict[str, Any]) -> Chat:
+    """Return a conversation as a prompt. A text is one message of the user. Raises InvalidRequest."""
+    given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    asked = convert(options, ChatOptions)
+    request = ChatRequest(
+        convert({"messages": given}, Conversation).messages,
+        tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls),
+        Thinking(asked.enable_thinking, asked.reasoning_effort, asked.thinking_token_budget),
+        asked.chat_template_kwargs or {},
+    )
+    return await request.chat(front)
+
+
+async def _prompted(
+    front: Front,
+    prompts: list[list[int]],
+    models: list[Selection],
+    sampling: dict[str, Any],
+    chat: Chat | None = None,
+) -> Prompted:
     """Return the checked request for these prompts, each under its model. Raises InvalidRequest."""
     body = convert({name: _plain(value) for name, value in sampling.items()}, ApiSampling)
+    constraint = constraint_of(body)
+    if chat is not None:
+        constraint = chat_constraint(front, chat, constraint)
     n = choices(front, body)
     params = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=body.logprobs)
+    if chat is not None:
+        params = chat.params(params)
+    text = text_options(body)
     return Prompted(
-        prompts, [model.ref for model in models], params, n, text_options(body), priority=body.priority or 0
+        prompts,
+        [model.ref for model in models],
+        params,
+        n,
+        text if chat is None else chat.text(text),
+        parser=None if chat is None else chat.parser,
+        most_calls=None if chat is None else chat.most_calls,
+        priority=body.priority or 0,
+        grammar=None if constraint is None else await front.constraints.grammar(constraint),
+        speculate=body.speculation is not False,
     )
 
 
@@ -174,6 +262,8 @@ def _completion(prompted: Prompted, answers: Answers, i: int) -> Completion:
         prompt_tokens=len(prompted.prompts[k]),
         prompt_logprobs=prompt.logprobs if params.prompt_logprobs is not None else None,
         cached_tokens=prompt.cached,
+        reasoning=answer.reasoning,
+        tool_calls=tuple(FunctionCall(call.id, call.name, "".join(call.pieces)) for call in answer.calls),
     )
 
 
@@ -182,10 +272,3 @@ def is_one(prompt: Any) -> bool:
     if not isinstance(prompt, Sequence):
         raise InvalidRequest(f"prompt must be a text or a list, not {type(prompt).__name__}", param="prompt")
     return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
-
-
-def _messages(given: Any) -> list[Mapping[str, Any]]:
-    """Return a conversation in the template's form. A text is one message of the user. Raises InvalidRequest."""
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    return chat_messages(convert({"messages": given}, Conversation).messages)

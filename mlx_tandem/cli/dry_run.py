@@ -27,7 +27,7 @@ def show(
     """
     from msgspec.structs import replace
 
-    from mlx_tandem.worker import plan
+    from mlx_tandem.engine_main import plan
 
     try:
         config = build(file, options, {**CALLERS[called_as].defaults(), **(defaults or {})})

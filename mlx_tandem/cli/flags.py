@@ -33,16 +33,12 @@ class Flag:
 
 _ONE_BATCH = "rows of all adapters and of the base are always decoded in one batch"
 _ADMISSION = "requests join the running batch at the next step; --max-num-seqs bounds it"
-_NO_SPECULATION = "this version decodes without speculation; the answers are the same"
+_NO_DRAFT_MODEL = "this version drafts with --spec-decode ngram only; the answers are the same"
 _IN_THE_POOL = "what prompts have in common is kept in the KV pool, which --num-blocks sizes"
 _ONE_DEVICE = "this server runs on one device"
 _CHUNKS = "prompts are always read in chunks, so that streams go on beside them"
 _NO_REQUEST_LOG = "requests are logged with `tandem -v` only, without what they say"
 _NO_CODE = "code that comes with a model is never run"
-
-
-def _speculation(value: bool = True, harmless: tuple[str, ...] = ()) -> Flag:
-    return Flag(_NO_SPECULATION, value=value, harmless=harmless)
 
 
 def _distributed(value: bool = True) -> Flag:
@@ -60,18 +56,12 @@ FLAGS: dict[str, Flag] = {
     "--detached-shared-decode-owner": Flag("the engine is always a process of its own, with one decode loop"),
     # mlx-lm-server
     "--completion-batch-size": Flag("--max-num-seqs is the size of the one batch there is", value=True),
-    "--spec-decode": _speculation(harmless=("none",)),
-    "--num-speculative-tokens": _speculation(),
-    "--spec-decode-disable-batch-size": _speculation(),
-    "--ngram-max": _speculation(),
-    "--ngram-min": _speculation(),
-    "--no-ngram-prompt-lookup": _speculation(value=False),
-    "--draft-model-path": _speculation(),
-    "--draft-model-quantize": _speculation(),
-    "--draft-context-len": _speculation(),
-    "--no-spec-decode-dynamic": _speculation(value=False),
-    "--spec-decode-acceptance-threshold": _speculation(),
-    "--no-adaptive-k": _speculation(value=False),
+    "--draft-model-path": Flag(_NO_DRAFT_MODEL, value=True),
+    "--draft-model-quantize": Flag(_NO_DRAFT_MODEL, value=True),
+    "--draft-context-len": Flag(_NO_DRAFT_MODEL, value=True),
+    "--spec-decode-acceptance-threshold": Flag(
+        "a draft is accepted exactly where it is what would have been drawn, so there is nothing to weigh", value=True
+    ),
     "--distributed-mode": Flag(_ONE_DEVICE, value=True, refuse=True, harmless=("off",)),
     "--distributed-sharding": _distributed(),
     "--distributed-strict": _distributed(value=False),
@@ -100,6 +90,7 @@ FLAGS: dict[str, Flag] = {
         harmless=("true", "True", "1"),
     ),
     # vLLM
+    "--enable-auto-tool-choice": Flag("tool_choice auto needs no switch", quiet=True),
     "--enable-prompt-tokens-details": Flag("the usage always has prompt_tokens_details", quiet=True),
     "--enable-chunked-prefill": Flag(_CHUNKS, quiet=True),
     "--no-enable-chunked-prefill": Flag(_CHUNKS, refuse=True),
@@ -110,6 +101,8 @@ FLAGS: dict[str, Flag] = {
     "--enable-request-id-headers": Flag("every reply has an X-Request-Id"),
     "--enforce-eager": Flag("there is no other mode to leave"),
     "--tensor-parallel-size": Flag(_ONE_DEVICE, value=True, refuse=True, harmless=("1",)),
+    # mlx-lm
+    "--draft-model": Flag(_NO_DRAFT_MODEL, value=True),
     "--trust-remote-code": Flag(_NO_CODE, refuse=True),
 }
 """Flags of other servers that have no setting here."""
@@ -242,6 +235,45 @@ class _Line:
         value = self._value("--mode")
         yield from ("--mode", MODES.get(value, value))
 
+    def spec_decode(self) -> Iterator[str]:
+        """Yield --spec-decode, unless it asks for a draft model."""
+        value = self._value("--spec-decode")
+        if value == "draft":
+            self.warnings.append(f"--spec-decode draft has no effect here: {_NO_DRAFT_MODEL}")
+        else:
+            yield from ("--spec-decode", value)
+
+    def no_adaptive_k(self) -> Iterator[str]:
+        """Yield mlx-lm-server's other name of --no-spec-decode-dynamic."""
+        yield "--no-spec-decode-dynamic"
+
+    def speculative_config(self) -> Iterator[str]:
+        """Yield vLLM's JSON object for n-grams as the options that it stands for."""
+        flag = "--speculative-config"
+        try:
+            given = json.loads(self._value(flag))
+        except ValueError:
+            given = None
+        if not isinstance(given, dict):
+            raise Refused(flag, "needs a JSON object")
+        method = given.pop("method", None)
+        known = [name for name in given if name in SPECULATIVE]
+        if method != "ngram" or len(known) < len(given):
+            names = ", ".join(SPECULATIVE)
+            raise Refused(flag, f'cannot be kept: {_NO_DRAFT_MODEL} ({{"method": "ngram"}} with any of {names})')
+        yield from ("--spec-decode", "ngram")
+        for name, value in given.items():
+            yield from (SPECULATIVE[name], str(value))
+
+
+SPECULATIVE = {
+    "num_speculative_tokens": "--num-speculative-tokens",
+    "prompt_lookup_min": "--ngram-min",
+    "prompt_lookup_max": "--ngram-max",
+    "disable_by_batch_size": "--spec-decode-disable-batch-size",
+}
+"""Members of vLLM's speculative config, and their options here."""
+
 
 SPELLINGS: dict[str, Callable[[_Line], Iterator[str]]] = {
     "--adapter": _Line.adapter,
@@ -251,6 +283,9 @@ SPELLINGS: dict[str, Callable[[_Line], Iterator[str]]] = {
     "--sequence-cache-size": _Line.sequence_cache_size,
     "--dtype": _Line.dtype,
     "--mode": _Line.mode,
+    "--spec-decode": _Line.spec_decode,
+    "--no-adaptive-k": _Line.no_adaptive_k,
+    "--speculative-config": _Line.speculative_config,
 }
 """Flags of other servers that are spelled differently here."""
 

@@ -48,6 +48,18 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "FILE",
         ),
         Option(
+            "server.tool_call_parser",
+            "--tool-call-parser",
+            "Form of the model's tool calls: by its chat template (auto), unknown (none), or a name.",
+            "NAME",
+        ),
+        Option(
+            "server.reasoning_parser",
+            "--reasoning-parser",
+            "Form of the model's thoughts: by its chat template (auto), part of the answer (none), or a name.",
+            "NAME",
+        ),
+        Option(
             "server.generation_config",
             "--generation-config",
             "Where sampling defaults come from: the model's folder (auto), nowhere (vllm, none), or another folder.",
@@ -187,6 +199,35 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option("engine.heartbeat_seconds", "--heartbeat-seconds", "Time between two heartbeats of the engine."),
         Option("engine.memory_limit_gb", "--memory-limit-gb", "Device memory of this server in GB; 0: what is free."),
         Option("engine.stall_seconds", "--stall-seconds", "Time after which a silent engine is restarted."),
+    ),
+    "Speculation": (
+        Option(
+            "engine.speculation.method",
+            "--spec-decode",
+            "Verify drafts of several tokens in one step: none, or ngram, which copies from prompt and answer.",
+        ),
+        Option(
+            "engine.speculation.num_tokens",
+            "--num-speculative-tokens --num-draft-tokens",
+            "Drafts of a sequence at first; with --no-spec-decode-dynamic always (5).",
+        ),
+        Option(
+            "engine.speculation.dynamic",
+            "--spec-decode-dynamic/--no-spec-decode-dynamic",
+            "Draft as much as is accepted, and not where that brings fewer tokens per second (on).",
+        ),
+        Option(
+            "engine.speculation.disable_batch_size",
+            "--spec-decode-disable-batch-size",
+            "No drafts while more sequences run; 0: no such limit.",
+        ),
+        Option("engine.speculation.ngram_min", "--ngram-min", "Fewest tokens that must stand at an earlier place (2)."),
+        Option("engine.speculation.ngram_max", "--ngram-max", "Most tokens that are compared (8)."),
+        Option(
+            "engine.speculation.prompt_lookup",
+            "--ngram-prompt-lookup/--no-ngram-prompt-lookup",
+            "Copy from the prompt, too, and not from the answer alone (on).",
+        ),
     ),
     "KV cache": (
         Option("engine.cache.block_size", "--block-size --kv-block-size", "Tokens in a block (16)."),

@@ -26,7 +26,7 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.explain import explain
 from mlx_tandem.printable import printable
 
-SECTIONS = ("model", "cache", "disk", "scheduler", "lora", "duty")
+SECTIONS = ("model", "cache", "disk", "scheduler", "speculation", "lora", "duty")
 """Parts of the engine's settings that are sections of their own in the file."""
 
 _SCIENTIFIC = re.compile(r"[-+]?\d+[eE][-+]?\d+")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlx_tandem.errors import TandemError
+from mlx_tandem.generation.adapters.model_names import Selection
 from mlx_tandem.generation.answers import Answers
 from mlx_tandem.generation.events import (
     Finish,
@@ -18,7 +19,6 @@ from mlx_tandem.generation.events import (
     ToolCallStart,
     Usage,
 )
-from mlx_tandem.generation.model_names import Selection
 from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.training.live.recorder import Collect, Outcome
 
@@ -34,6 +34,10 @@ class Renderer(ABC):
     """The reply's id, which the log names as well."""
     wants_details = True
     """Whether the reply shows tokens, logprobs or versions."""
+    media = b"text/event-stream; charset=utf-8"
+    """The content type of a stream."""
+    times = (0.0, 0.0)
+    """The seconds until the first token, and from there to the last. They are known at the end of the reply."""
 
     @abstractmethod
     def whole(self, answers: Answers, usage: Usage, outcomes: Sequence[Outcome]) -> bytes:

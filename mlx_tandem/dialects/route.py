@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,14 @@ Reads = Literal["json", "steering", "prompts", "texts"]
 json: only when the engine is ready. steering: the same, but the body and its content type may be absent. prompts: only
 when the request would be admitted. texts: within the limits for texts to tokenise.
 """
+
+
+@dataclass(frozen=True)
+class ErrorForm:
+    """The form of a dialect's errors: the function that writes the JSON body, and the body's JSON schema."""
+
+    write: Callable[[TandemError], bytes]
+    schema: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -34,9 +42,11 @@ class Route:
     handler: Callable[..., Any]
     body: type[Struct] | None = None  # None: no body is read
     reads: Reads = "json"
-    select: Callable[[Any], Any] = lambda value: value  # applied to the decoded JSON before its types are checked
+    plain: bool = False  # curl's default content types are accepted as well
+    prepare: Callable[[Any], Any] = lambda value: value  # applied to the decoded JSON before its types are checked
     status: int = 200  # HTTP status of a success, for the OpenAPI document
-    errors: Callable[[TandemError], bytes] | None = None  # writes an error's body; None: OpenAI's error object
+    errors: ErrorForm | None = None  # the form of errors; None: OpenAI's error object
+    header: str | None = None  # the route is for requests with this header; others go to a later route of this path
 
     @property
     def parameters(self) -> list[str]:

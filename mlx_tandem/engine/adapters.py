@@ -24,7 +24,7 @@ from mlx_tandem.types import AdapterRef, AdapterSource, Request
 
 log = logging.getLogger(__name__)
 
-PATIENCE = 64
+OVERTAKEN_FOR_MEMORY = 64
 """Most requests that may overtake a request that waits for room in memory."""
 
 
@@ -145,7 +145,7 @@ class Adapters:
             if not left:
                 del self._left[request]
 
-    def admit(self, request: Request) -> bool:
+    def hold(self, request: Request) -> bool:
         """Return whether `request` may run now; it then holds its adapter until `release`.
 
         Otherwise it waits, and `poll` returns it later. Raises InvalidRequest (`model_not_found`) for an adapter that
@@ -156,7 +156,7 @@ class Adapters:
         digest = request.adapter.digest
         if not self.store.knows(digest):
             raise InvalidRequest("this adapter version is not loaded", param="model", code="model_not_found")
-        if digest in self.store and (not self._waiting or self._overtaken < PATIENCE):
+        if digest in self.store and (not self._waiting or self._overtaken < OVERTAKEN_FOR_MEMORY):
             self._overtaken += bool(self._waiting)
             self._use(request.id, digest)
             return True
@@ -262,7 +262,7 @@ class Adapters:
         for request in self._waiting:
             assert request.adapter is not None
             digest = request.adapter.digest
-            if digest in self.store and not (blocked and self._overtaken >= PATIENCE):
+            if digest in self.store and not (blocked and self._overtaken >= OVERTAKEN_FOR_MEMORY):
                 self._overtaken += bool(still)
                 self._use(request.id, digest)
                 arrived.requests.append(request)

@@ -2,7 +2,7 @@
 
 With a prefix cache a sequence begins with blocks that others have computed, and leaves its own blocks to others. A
 block is published once a finite token has been drawn from everything up to its end, never while its step is under way.
-With a disk tier a sequence may begin with blocks that are loaded first, a bounded number in each plan; it runs when all
+With KV offload a sequence may begin with blocks that are loaded first, a bounded number in each plan; it runs when all
 of them are loaded.
 
 A sequence has a table in each cache group of its model (kv/groups), and every operation covers all groups. Where a
@@ -17,9 +17,9 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import islice
 
+from mlx_tandem.engine.kv_offload import KVOffload
 from mlx_tandem.engine.plan import Bytes
 from mlx_tandem.engine.sequence import Sequence
-from mlx_tandem.engine.tier import Tier
 from mlx_tandem.kv.groups import CacheGroup
 from mlx_tandem.kv.hashing import Chain
 from mlx_tandem.kv.pool import SCRATCH, BlockPool
@@ -32,13 +32,15 @@ WORTH_WAITING = 64
 class BlockManager:
     """The blocks of all sequences in all groups of a model.
 
-    `caches`: one for each group, in the same order; empty when requests share nothing. `tier`: the disk tier of all
+    `caches`: one for each group, in the same order; empty when requests share nothing. `offload`: the KV offload of all
     groups, if there is one.
     """
 
-    def __init__(self, groups: Iterable[CacheGroup], caches: Iterable[PrefixCache] = (), tier: Tier | None = None):
+    def __init__(
+        self, groups: Iterable[CacheGroup], caches: Iterable[PrefixCache] = (), offload: KVOffload | None = None
+    ):
         self.groups = tuple(groups)
-        self.tier = tier
+        self.offload = offload
         self._size = self.groups[0].pool.block_size
         self._caches = tuple(caches)
         self._loads: dict[int, Bytes] = {}  # for the next plans: by the block to write
@@ -49,19 +51,19 @@ class BlockManager:
     def match(self, s: Sequence) -> Match:
         """Return the cached prefix of a waiting sequence, without its last token, which is always computed.
 
-        Where the prompt's logprobs are wanted, the match is empty, since every position has to be computed.
+        Where every position of the prompt has to be computed, the match is empty.
         """
-        if not self._caches or s.scores is not None:
+        if not self._caches or s.reads_whole_prompt:
             return Match([[] for _ in self.groups], [SCRATCH for _ in self.groups])
         return find(self._caches, self._chain(s), s.tokens[:-1])
 
     def short(self, s: Sequence, match: Match, running: int) -> CacheGroup | None:
-        """Return a group that lacks blocks to seat `s` and leave one for each of the `running` sequences; None: no
+        """Return a group that lacks blocks for `s` to begin and leave one for each of the `running` sequences; None: no
         group.
 
         The running sequences need another block soon, so a sequence that took the last blocks would only be preempted.
         """
-        coming = 0 if self.tier is None else self.tier.coming(s.id, self._chain(s), match.whole)
+        coming = 0 if self.offload is None else self.offload.coming(s.id, self._chain(s), match.whole)
         for group, blocks in zip(self.groups, match.tables, strict=True):
             begin, end = self._own(group, s, match, coming)
             idle = sum(1 for b in blocks if b != SCRATCH and not group.pool.count[b])
@@ -82,7 +84,7 @@ class BlockManager:
         """
         first = match.whole
         last = (len(s.tokens) - 1) // self._size
-        if not self._caches or not self._readers or first >= last or s.scores is not None:
+        if not self._caches or not self._readers or first >= last or s.reads_whole_prompt:
             return None
         chain = self._chain(s)
         leader = self._readers.get(self._key(s, first))
@@ -97,28 +99,28 @@ class BlockManager:
 
     def read_ahead(self, s: Sequence) -> None:
         """Begin to read from the drive what it has of a request that has just come."""
-        if self.tier is not None:
+        if self.offload is not None:
             self.awaits(s, self.match(s))
 
     def awaits(self, s: Sequence, match: Match) -> bool:
         """Return whether a waiting sequence should wait for the drive, and begin to read what the drive has of it."""
-        if self.tier is None or s.scores is not None:
+        if self.offload is None or s.reads_whole_prompt:
             return False
-        return self.tier.awaits(s.id, self._chain(s), s.tokens, match.whole)
+        return self.offload.awaits(s.id, self._chain(s), s.tokens, match.whole)
 
     def forget(self, s: Sequence) -> None:
         """Drop what is being read from the drive for a sequence that does not wait any more."""
-        if self.tier is not None:
-            self.tier.forget(s.id)
+        if self.offload is not None:
+            self.offload.forget(s.id)
 
-    def seat(self, s: Sequence) -> None:
+    def begin(self, s: Sequence) -> None:
         """Give `s` blocks for all of its tokens, or for as many as a window holds at once.
 
         The first blocks are those found in the prefix cache; then come those that the drive has returned, then new
         ones. Call it only when no group is `short` or nobody runs.
         """
         match = self.match(s)
-        payloads = [] if self.tier is None else self.tier.take(s.id, self._chain(s), match.whole)
+        payloads = [] if self.offload is None else self.offload.take(s.id, self._chain(s), match.whole)
         extra = 0 if payloads else match.extra
         tables = []
         for group, blocks, source in zip(self.groups, match.tables, match.sources, strict=True):
@@ -140,8 +142,8 @@ class BlockManager:
         for table, source in zip(s.tables, match.sources, strict=True) if extra else ():
             self._copies[table[match.whole]] = self._copies.get(source, source)
         for i, payload in enumerate(payloads, match.whole):
-            assert self.tier is not None
-            for table, part in zip(s.tables, self.tier.parts(payload), strict=True):
+            assert self.offload is not None
+            for table, part in zip(s.tables, self.offload.parts(payload), strict=True):
                 if table[i] != SCRATCH:
                     self._loads[table[i]] = part
         self._measure(s)
@@ -176,7 +178,7 @@ class BlockManager:
     def count(self, s: Sequence) -> None:
         """Count the prefix hits of a request that begins. What is found again after a preemption is no hit."""
         s.cached = s.scheduled
-        if self._caches and s.scores is None:
+        if self._caches and not s.reads_whole_prompt:
             self._caches[0].note(s.prompt_length, s.cached)
 
     def reserve(self, s: Sequence, positions: int) -> bool:
@@ -189,6 +191,11 @@ class BlockManager:
         s.tables = tuple([group.take(table, positions) for group, table in each])
         self._measure(s)
         return True
+
+    @property
+    def floats(self) -> bool:
+        """Whether a row may begin where only the device knows."""
+        return all(group.floats for group in self.groups)
 
     def draft(self, s: Sequence, drafts: int, running: int) -> int:
         """Take blocks for up to `drafts` tokens after the newest of `s`; return for how many there were blocks.
@@ -216,10 +223,11 @@ class BlockManager:
         """Keep the first `positions` of `s` and give back the other blocks that `draft` took for a
         row from `start` on.
         """
+        spares = s.spare or [()] * len(self.groups)
         s.tables = tuple(
             [
                 group.truncate(table, spare, start, positions)
-                for group, table, spare in zip(self.groups, s.tables, s.spare, strict=True)
+                for group, table, spare in zip(self.groups, s.tables, spares, strict=True)
             ]
         )
         s.spare = ()
@@ -260,9 +268,7 @@ class BlockManager:
             self.publish(s)
         self._retract(s)
         # A copy into a block that is given back would overwrite the content of its next owner.
-        for group, table in zip(
-            self.groups, s.tables, strict=False
-        ):  # `tables` is empty where it has a seat and no blocks yet
+        for group, table in zip(self.groups, s.tables, strict=False):  # `tables` is empty until it has blocks
             for b in table:
                 self._copies.pop(b, None)
             group.release(table)
@@ -283,8 +289,8 @@ class BlockManager:
         blocks = set(blocks) - {SCRATCH}
         for cache in self._caches:
             cache.drop(blocks)
-        if self.tier is not None:
-            self.tier.spoil(blocks)
+        if self.offload is not None:
+            self.offload.spoil(blocks)
         # A block that has a new owner already makes that owner fail too, and is passed here again then.
         self._unclean |= {b for b in blocks if not self._pool_of(b).count[b]}
 
@@ -293,8 +299,8 @@ class BlockManager:
         self._unclean = set()
         for cache in self._caches:
             cache.clear()
-        if self.tier is not None:
-            self.tier.distrust()
+        if self.offload is not None:
+            self.offload.distrust()
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """Return the copies (from block, to block) for the plan that is being made.
@@ -309,17 +315,17 @@ class BlockManager:
 
     def poll(self) -> None:
         """Take in what the drive has read."""
-        if self.tier is not None:
-            self.tier.poll()
+        if self.offload is not None:
+            self.offload.poll()
 
     def take_saves(self) -> tuple[int, ...]:
         """Return the blocks whose bytes the plan that is being made should return."""
-        return () if self.tier is None else self.tier.take_saves()
+        return () if self.offload is None else self.offload.take_saves()
 
     def saved(self, payloads: Iterable[bytes]) -> None:
         """Take in the bytes of the saved blocks of the oldest plan with saves."""
-        assert self.tier is not None
-        self.tier.saved(payloads)
+        assert self.offload is not None
+        self.offload.saved(payloads)
 
     def is_loading(self, s: Sequence) -> bool:
         """Return whether a sequence has blocks whose contents no plan has loaded yet."""
@@ -332,9 +338,9 @@ class BlockManager:
 
     def take_loads(self) -> tuple[tuple[int, Bytes], ...]:
         """Return the loads (block, its bytes) for the plan that is being made."""
-        if self.tier is None or not self._loads:
+        if self.offload is None or not self._loads:
             return ()
-        loads = tuple(islice(self._loads.items(), self.tier.step_blocks))
+        loads = tuple(islice(self._loads.items(), self.offload.step_blocks))
         for block, _ in loads:
             del self._loads[block]
         return loads
@@ -347,15 +353,15 @@ class BlockManager:
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Assert the invariants; for tests, between steps."""
         sequences = list(sequences)
-        seated = [s for s in sequences if s.tables]
+        begun = [s for s in sequences if s.tables]
         assert all(len(t) == 0 for s in sequences if s.seat < 0 for t in (*s.tables, *s.spare)), "blocks without a seat"
         for i, group in enumerate(self.groups):
-            group.pool.check([*(s.tables[i] for s in seated), *(s.spare[i] for s in seated if s.spare)])
+            group.pool.check([*(s.tables[i] for s in begun), *(s.spare[i] for s in begun if s.spare)])
         assert all(s.room == min(map(len, s.tables), default=0) * self._size for s in sequences), "room is off"
         for cache in self._caches:
             cache.check()
-        if self.tier is not None:
-            self.tier.check(s.id for s in sequences if s.seat < 0)
+        if self.offload is not None:
+            self.offload.check(s.id for s in sequences if s.seat < 0)
         assert all(self._pool_of(b).count[b] for b in self._loads), "what nobody holds is loaded"
         readers = {id(s): s for s in sequences if s.seat >= 0 and not s.has_drawn}
         assert all(id(s) in readers and s.announced == key for key, s in self._readers.items()), "a reader is gone"
@@ -371,11 +377,11 @@ class BlockManager:
         return self._chain(s).key(block, s.tokens, self._size)
 
     def _own(self, group: CacheGroup, s: Sequence, match: Match, coming: int) -> tuple[int, int]:
-        """Return the range of new blocks that `s` gets when it is seated; `coming` of them are
+        """Return the range of new blocks that `s` gets when it begins; `coming` of them are
         loaded from the drive.
         """
         known = (match.whole + coming) * self._size
-        return max(match.whole, group.first_needed(known)), group.end_of_seating(known, len(s.tokens))
+        return max(match.whole, group.first_needed(known)), group.end_at_begin(known, len(s.tokens))
 
     def _measure(self, s: Sequence) -> None:
         """Set the number of positions for which all tables of `s` have blocks."""

@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.adapters import Adapters
+from mlx_tandem.engine.grammars.masks import Grammars
 from mlx_tandem.engine.outcome import StepOutcome
 from mlx_tandem.engine.pipeline import Pipeline, StepsLost
+from mlx_tandem.engine.thought_budgets import ThoughtBudgets
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.errors import InvalidRequest, TandemError
 from mlx_tandem.kv.disk.opening import Opening
@@ -61,6 +63,7 @@ class EngineCore:
         channel: EngineChannel,
         pipeline: Pipeline,
         adapters: Adapters,
+        grammars: Grammars,
         gauges: Gauges,
         *,
         heartbeat_seconds: float,
@@ -72,15 +75,17 @@ class EngineCore:
         self._pipeline = pipeline
         self._scheduler = pipeline.scheduler
         self._trainers = pipeline.trainers
-        self._tier = pipeline.scheduler.tier
+        self._offload = pipeline.scheduler.offload
         self._adapters = adapters
+        self._grammars = grammars
+        self._scheduler.mask_maker = ThoughtBudgets(self._scheduler.vocab_size, grammars)
         self._gauges = gauges
         self._heartbeat_seconds = heartbeat_seconds
         self._opening = opening
         self._on_turn = on_turn
         self._outbox: list[m.Outbound] = []
-        self._load = m.Load()  # as last sent
-        self._freed = False  # by a cancellation, so that the front is sent the load
+        self._occupancy = m.Occupancy()  # as last sent
+        self._freed = False  # by a cancellation, so that the front is sent the occupancy
         self._failures: deque[float] = deque()  # of the device, in seconds of time.monotonic
         self._next_heartbeat = 0.0
         self._is_draining = False
@@ -98,6 +103,7 @@ class EngineCore:
             self._save_all()
         finally:
             self._adapters.close()
+            self._grammars.close()
             self._trainers.close()
             if self._opening is not None:
                 self._opening.close(LAST_SECONDS)
@@ -105,7 +111,7 @@ class EngineCore:
     def _save_all(self) -> None:
         """Save cached blocks to the drive for the next process, as many as the drive accepts within LAST_SECONDS."""
         drive = self._opening.cache if self._opening is not None else None
-        if self._tier is None or drive is None or drive.stats().off:
+        if self._offload is None or drive is None or drive.stats().off:
             return
         deadline = time.monotonic() + LAST_SECONDS
         try:
@@ -113,8 +119,8 @@ class EngineCore:
             for request in list(self._scheduler.requests):  # nobody waits for them any more
                 self._scheduler.cancel(request)
             self._pipeline.drain()
-            self._tier.save_all()
-            while self._tier.has_unsaved and time.monotonic() < deadline:
+            self._offload.save_all()
+            while self._offload.has_unsaved and time.monotonic() < deadline:
                 self._on_turn()
                 if self._pipeline.turn() is None and self._pipeline.is_empty:
                     time.sleep(_POLL_SECONDS)  # the drive's queue is full
@@ -124,8 +130,8 @@ class EngineCore:
     def turn(self) -> None:
         """Run one turn of the loop."""
         self._on_turn()
-        if self._opening is not None and self._tier is not None and (opened := self._opening.poll()):
-            self._tier.open(*opened)
+        if self._opening is not None and self._offload is not None and (opened := self._opening.poll()):
+            self._offload.open(*opened)
         self._receive()
         self._work()
         now = time.monotonic()
@@ -135,36 +141,36 @@ class EngineCore:
         self._flush()
 
     def _flush(self) -> None:
-        """Send what there is to say in one frame, with the load if it has changed."""
+        """Send what there is to say in one frame, with the occupancy if it has changed."""
         started, preempted = self._scheduler.take_events()
         self._outbox += [m.Started(request, at) for request, at in started]
         self._outbox += [m.Preempted(request) for request in preempted]
         if self._outbox or self._freed:
             self._freed = False
-            self._send_load()
+            self._send_occupancy()
         if self._outbox:
             self._channel.send(self._outbox)
             self._outbox = []
 
-    def _send_load(self) -> None:
-        """Add the load to the outbox if it has changed since it was last sent."""
+    def _send_occupancy(self) -> None:
+        """Add the occupancy to the outbox if it has changed since it was last sent."""
         s, pool = self._scheduler, self._gauges.pool
-        deferred = self._adapters.num_waiting
-        load = m.Load(s.num_running, s.num_waiting + deferred, pool.used_blocks, pool.free_blocks, deferred)
-        if load != self._load:
-            self._load = load
-            self._outbox.append(load)
+        deferred = self._num_deferred
+        occupancy = m.Occupancy(s.num_running, s.num_waiting + deferred, pool.used_blocks, pool.free_blocks, deferred)
+        if occupancy != self._occupancy:
+            self._occupancy = occupancy
+            self._outbox.append(occupancy)
 
     def stats(self) -> EngineStats:
         """Return the counters since the start and the current gauges."""
         gauges, counts, time_share = self._gauges, self._pipeline.counts, self._pipeline.time_share
         memory = gauges.memory()
         s, store = self._scheduler, self._adapters.store
-        prefixes, tier = s.prefix_counts, self._tier
+        prefixes, offload = s.prefix_counts, self._offload
         drive = self._opening.cache if self._opening is not None else None
         return EngineStats(
             running=s.num_running,
-            waiting=s.num_waiting + self._adapters.num_waiting,
+            waiting=s.num_waiting + self._num_deferred,
             used_blocks=gauges.pool.used_blocks,
             free_blocks=gauges.pool.free_blocks,
             cached_blocks=prefixes.blocks,
@@ -196,20 +202,27 @@ class EngineCore:
             batch_fill=tuple(counts.batch_fill),
             prompt_tokens_per_s=counts.prompt_rate,
             decode_tokens_per_s=counts.decode_rate,
+            speculation=s.drafting.stats(),
             disk=drive.stats() if drive is not None else None,
-            disk_hit_tokens=tier.hit_tokens if tier is not None else 0,
-            disk_unsaved=tier.unsaved if tier is not None else 0,
+            disk_hit_tokens=offload.hit_tokens if offload is not None else 0,
+            disk_unsaved=offload.unsaved if offload is not None else 0,
         )
 
     @property
     def _is_idle(self) -> bool:
         """Whether there is nothing to do, neither on the device nor on other threads."""
-        return self._is_resting and self._adapters.is_idle and not self._trainers.is_waiting
+        loads = not (self._adapters.is_idle and self._grammars.is_idle)
+        return self._is_resting and not (loads or self._trainers.is_waiting)
+
+    @property
+    def _num_deferred(self) -> int:
+        """Number of choices of the requests that wait for their adapter or their grammar."""
+        return self._adapters.num_waiting + sum(r.n for r in self._grammars.waiting)
 
     @property
     def _is_resting(self) -> bool:
         """Whether there is nothing to do on the device."""
-        saving = self._tier is not None and self._tier.is_saving
+        saving = self._offload is not None and self._offload.is_saving
         return self._pipeline.is_empty and not (self._scheduler.requests or self._trainers.has_work or saving)
 
     # inbox
@@ -234,6 +247,7 @@ class EngineCore:
                 case m.Cancel():
                     if message.choice is None:
                         self._adapters.cancel(message.request)
+                        self._grammars.cancel(message.request)
                     self._scheduler.cancel(message.request, message.choice)
                     self._release_adapters()
                     self._freed = True
@@ -259,14 +273,16 @@ class EngineCore:
                 self._follow(ref)
             for request in arrived.requests:
                 self._schedule(request)
+        for request in self._grammars.poll():
+            self._schedule(request)
         self._outbox += self._trainers.answers()
 
     def _submit(self, request: Request) -> None:
-        """Schedule a request, let it wait for its adapter, or refuse it."""
+        """Schedule a request, let it wait for its adapter and its grammar, or refuse it."""
         try:
             if self._is_draining:
                 raise TandemError("the engine is draining", code="engine_unavailable")
-            if not self._adapters.admit(request):
+            if not self._adapters.hold(request):
                 return
         except TandemError as e:
             self._refuse(request, e)
@@ -274,11 +290,13 @@ class EngineCore:
         self._schedule(request)
 
     def _schedule(self, request: Request) -> None:
-        """Hand a request whose adapter is in memory to the scheduler, or refuse it."""
+        """Hand a request whose adapter is in memory to the scheduler once it has its grammar, or refuse it."""
         try:
-            self._scheduler.add(request)
+            if self._grammars.hold(request):
+                self._scheduler.add(request)
         except TandemError as e:
             self._adapters.release(request.id)
+            self._grammars.release(request)
             self._refuse(request, e)
 
     def _follow(self, ref: AdapterRef) -> None:
@@ -292,7 +310,8 @@ class EngineCore:
 
     def _release_adapters(self) -> None:
         """Give back the adapters of requests that have ended."""
-        self._adapters.release_ended(self._scheduler.requests)
+        waiting = {request.id for request in self._grammars.waiting}
+        self._adapters.release_ended(waiting.union(self._scheduler.requests) if waiting else self._scheduler.requests)
 
     # work on the device
 
@@ -313,7 +332,7 @@ class EngineCore:
             self._strike(f"learning: {failure}")
         # Nothing was in flight, and nothing could be launched.
         idle = was_empty and self._pipeline.is_empty and not self._trainers.has_work
-        self._waits = idle and self._tier is not None and self._tier.is_reading
+        self._waits = idle and self._offload is not None and self._offload.is_reading
         if self._adapters.has_left:
             self._adapters.let_go(self._scheduler.digests)
 
@@ -322,6 +341,9 @@ class EngineCore:
         if outcome.deltas:
             self._outbox.append(m.Output(outcome.deltas))
         for request in outcome.failed:
+            if (e := self._grammars.failure(request)) is not None:
+                self._outbox.append(m.Failed(request, "grammar_too_complex", e.message, e.param, retryable=False))
+                continue
             self._outbox.append(m.Failed(request, "numerical_error", "the model's output was not finite"))
         if outcome.failed or any(d.finish for d in outcome.deltas):
             self._release_adapters()

@@ -31,9 +31,15 @@ class Datum(Struct, frozen=True, array_like=True):
 
     tokens: tuple[int, ...]
     prompt_length: int  # at least 1
-    weights: tuple[float, ...]  # advantages, or plain weights for cross_entropy; 0: the token is not trained on
+    weights: tuple[float, ...]  # advantages, or plain weights for cross_entropy
     logprobs: tuple[float, ...] | None = ()  # of the policy that drew the tokens; None: of the trainer before the pass
     temperature: float = 1.0  # at which p is computed, to be comparable with `logprobs`
+    mask: tuple[int, ...] = ()  # 1: the token is trained on; empty: tokens whose weight is not 0 are
+
+    @property
+    def trained(self) -> tuple[bool, ...]:
+        """Whether each token of the completion is trained on."""
+        return tuple(map(bool, self.mask or self.weights))
 
 
 class Batch(Struct, frozen=True, array_like=True):
@@ -77,7 +83,7 @@ class TrainerInfo(Struct, frozen=True):
 
 
 class BatchResult(Struct, frozen=True):
-    """The results of a pass for one batch. Sums are over the tokens whose weight is not 0."""
+    """The results of a pass for one batch. Sums are over the tokens that are trained on."""
 
     trainer: str
     loss: float

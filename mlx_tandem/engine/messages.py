@@ -258,8 +258,8 @@ class CallFailed(Struct, frozen=True, array_like=True, tag="callfailed"):
     param: str | None = None
 
 
-class Load(Struct, frozen=True, array_like=True, tag="load_now"):
-    """The load of the engine, sent with the outputs of a step whenever it has changed."""
+class Occupancy(Struct, frozen=True, array_like=True, tag="load_now"):
+    """The occupancy of the engine, sent with the outputs of a step whenever it has changed."""
 
     running: int = 0
     waiting: int = 0
@@ -289,6 +289,6 @@ Outbound = (
     | Stepped
     | CallDone
     | CallFailed
-    | Load
+    | Occupancy
     | Heartbeat
 )

@@ -45,6 +45,7 @@ class _Flight:
     plan: StepPlan
     handle: Any
     launched: float  # seconds of time.perf_counter
+    is_undrawn: bool = False  # its masked rows have not drawn yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,24 +110,37 @@ class Pipeline:
     def turn(self) -> StepOutcome | None:
         """Catch up, plan, launch, and read the step before; return its outcome, None when no step was read.
 
-        One or several slices of learning run between two steps when learning is due. Slices and rows made for training
-        take turns in learning's share. Raises StepsLost; no step is in flight then.
+        One or several slices of learning run between two steps when learning is due. Raises StepsLost; no step is in
+        flight then.
         """
         self._catch_up()
-        rows = self.scheduler.has_background
-        due = self.time_share.may_train(self.scheduler.has_users, rows or self.trainers.has_work)
-        slice_ = self.trainers.next_slice()
-        if slice_ is not None and not (slice_.is_brief or (due and not (rows and self._had_slice))):
-            slice_ = None
+        wants = self.scheduler.has_background or self.trainers.has_work
+        due = self.time_share.may_train(self.scheduler.has_users, wants)
+        slice_ = self._next_slice(due)
         if slice_ is None:
-            # Rows made for training are in this step only if learning is due.
-            self._had_slice = self._had_slice and not due
-            return self._launch(self.scheduler.plan(due))
-        self._had_slice = True
-        outcome = self.drain() if self._flight is not None and _is_large(self._flight.plan) else None
-        several = due and self.time_share.may_go_on
-        step = None if several else self.scheduler.plan(background=False)
+            return self._launch(self.scheduler.plan(background=due))
+        outcome = None
+        if self._flight is not None and _is_large(self._flight.plan):
+            outcome = self.drain()
+        step = None
+        if not (due and self.time_share.may_go_on):  # otherwise another slice follows this one at once
+            step = self.scheduler.plan(background=False)
         return self._launch(replace(step or _NO_STEP, slice=slice_)) or outcome
+
+    def _next_slice(self, due: bool) -> Slice | None:
+        """Return the slice of learning to launch now, None for a step alone. `due`: whether it is learning's turn.
+
+        Brief slices are always launched. When both slices and rows made for training wait, learning's turns go to them
+        alternately.
+        """
+        slice_ = self.trainers.next_slice()
+        rows_first = self._had_slice and self.scheduler.has_background
+        if slice_ is not None and (slice_.is_brief or (due and not rows_first)):
+            self._had_slice = True
+            return slice_
+        if due:
+            self._had_slice = False
+        return None
 
     def drain(self) -> StepOutcome | None:
         """Read everything in flight and launch nothing, so that the device has nothing to do. Raises StepsLost."""
@@ -134,10 +148,22 @@ class Pipeline:
         return self._launch(None)
 
     def _catch_up(self) -> None:
-        """Read a slice behind which a step has been launched."""
+        """Let the rows draw that wait for masks, and read a slice behind which a step has been launched."""
         if self._flight is not None:
+            self._sample(self._flight)
             slice_, self._slice = self._slice, None
             self._read_slice(slice_)
+
+    def _sample(self, flight: _Flight) -> None:
+        """Let the masked rows of the step in flight draw. The step before has been read, so all tokens are known."""
+        if not flight.is_undrawn:
+            return
+        self._flight = None
+        try:
+            self.runner.sample(flight.handle, self.scheduler.masks(flight.plan))
+        except DeviceError as e:
+            raise StepsLost([flight.plan], e) from e
+        self._flight = replace(flight, is_undrawn=False)
 
     def _launch(self, plan: StepPlan | None) -> StepOutcome | None:
         """Launch a plan's slice and its step, then read the step before, which ran meanwhile; return its outcome.
@@ -152,7 +178,7 @@ class Pipeline:
         has_step = plan is not None and plan.has_step
         try:
             sliced = self._slice is not None or slice_before is not None
-            apart = has_step and plan is not None and (self.runner.waits(plan) or (sliced and _is_large(plan)))
+            apart = has_step and plan is not None and (self.runner.launch_waits(plan) or (sliced and _is_large(plan)))
             early = apart or (plan is not None and plan.slice is not None and self.runner.one_at_a_time)
             if early:
                 result = self._read(slice_before, before)
@@ -161,10 +187,7 @@ class Pipeline:
                 self._slice = None
             if has_step and plan is not None:
                 launched = time.perf_counter()
-                handle = self.runner.launch(plan)
-                if plan.masked:
-                    self.runner.sample(handle, self.scheduler.masks(plan))
-                self._flight = _Flight(plan, handle, launched)
+                self._flight = _Flight(plan, self.runner.launch(plan), launched, bool(plan.masked))
             if not early:
                 result = self._read(slice_before, before)
         except DeviceError as e:
@@ -202,20 +225,20 @@ class Pipeline:
         """Wait until a step is done, note how long it took, and return its result."""
         asked = time.perf_counter()
         result = self.runner.wait(flight.handle)
-        usual = not result.cold and not result.scores  # steps with scores compute the logits of whole chunks
+        usual = not result.first_use and not result.scores  # steps with scores compute the logits of whole chunks
         # The host launched a slice and another step meanwhile. If this step had already finished when it was asked for,
         # the device is working on the slice. Then this step is charged what such steps take alone, and the slice is
         # charged the rest, which is the delay that streams notice.
         behind = self._slice is not None and self._flight is not None
         late = usual and behind and time.perf_counter() - asked < LATE_SECONDS
-        ms = self._done(flight.launched, self.scheduler.cost.expected(flight.plan) if late else math.inf)
+        ms = self._done(flight.launched, self.scheduler.prefill.cost.expected(flight.plan) if late else math.inf)
         share = flight.plan.background_share
         self.time_share.note_serving(ms * (1 - share))
         self.time_share.note_training(ms * share)
         self.time_share.note_tokens(time.perf_counter() * 1e3, flight.plan.has_streams)
         self.counts.note(flight.plan, ms, self.scheduler.max_num_seqs)
         if usual and not late:
-            self.scheduler.cost.observe_step(flight.plan, ms)
+            self.scheduler.prefill.cost.observe_step(flight.plan, ms)
         return result
 
     def _done(self, launched: float, most_ms: float = math.inf) -> float:

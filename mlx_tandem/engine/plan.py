@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 
 from msgspec import Struct
 
-from mlx_tandem.types import SamplingParams, TokenLogprob
+from mlx_tandem.types import Pooling, SamplingParams, TokenLogprob
 
 CARRY = -1
 """Placeholder in `Row.tokens` for the token that the same seat drew in the step before, which is
@@ -65,8 +65,14 @@ class Row(Struct, frozen=True, gc=False):
     up to its own, or to the layer's window of them. There is a table for each cache group, in which 0 stands for a
     block that was given back; `kv/groups` describes a group's table. With `sample` the step draws the token after the
     last of `tokens`, and in a VERIFY row after each of them. `targets` are the prompt's tokens after each of `tokens`,
-    as far as the prompt goes; their logprobs are wanted. The tokens of a `piggybacked` PROMPT row share a forward with
-    the rows that decode. `version` and `background` say for whom the row runs; the runner ignores them.
+    as far as the prompt goes; their logprobs are wanted. With `pooling` the hidden states of `tokens` are wanted. The
+    tokens of a `piggybacked` PROMPT row share a forward with the rows that decode.
+
+    With `slack` the row follows a VERIFY row of its sequence that the host has not read. Its first token is CARRY, and
+    it begins where that row's last accepted token is, which the device knows: at `start` if all drafts were accepted,
+    and up to `slack` positions before `start` if not. The tables have blocks for the former.
+
+    `version` and `background` say for whom the row runs; the runner ignores them.
     """
 
     kind: RowKind
@@ -81,6 +87,13 @@ class Row(Struct, frozen=True, gc=False):
     version: int = 0  # of the adapter, for a request that follows
     background: bool = False  # made for training
     piggybacked: bool = False
+    slack: int = 0
+    pooling: Pooling | None = None
+
+    @property
+    def draws(self) -> int:
+        """Number of positions that draw a token."""
+        return len(self.tokens) if self.kind is RowKind.VERIFY else int(self.sample)
 
 
 Wait = Callable[[], None]
@@ -156,14 +169,16 @@ class StepResult:
 
     A row that does not sample has no tokens; a VERIFY row has its accepted drafts and one more token. The last token of
     a row is NOT_A_NUMBER where the logits of any of its positions, accepted or not, were not finite. `scores` has the
-    logprobs of the rows' `targets`, by the row's index.
+    logprobs of the rows' `targets`, by the row's index. `pooled` has for each row with `pooling` the sum of its tokens'
+    hidden states for a mean, or the last token's hidden state.
     """
 
     tokens: list[tuple[int, ...]]
     logprobs: list[tuple[TokenLogprob, ...] | None] = field(default_factory=list)  # empty when no row wants any
     scores: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     saves: list[bytes] = field(default_factory=list)  # of each of the plan's `saves`
-    cold: bool = False  # a shape was used for the first time, so the time of the step says nothing
+    first_use: bool = False  # a shape was used for the first time, so the time of the step says nothing
+    pooled: dict[int, list[float]] = field(default_factory=dict)
 
 
 class DeviceError(Exception):
@@ -196,11 +211,11 @@ class Runner(Protocol):
     def sample(self, handle: Any, masks: list[list[Mask]]) -> None:
         """Let the `masked` rows of this handle's plan draw. `masks` has for each of them a mask per drawing position.
 
-        It is called once for a plan with such rows, after its launch and before the next launch. The host makes the
-        masks while the device computes the logits. Raises DeviceError.
+        It is called once for a plan with such rows, after its launch, after the step before it was read, and before the
+        next launch. The host makes the masks while the device computes the logits. Raises DeviceError.
         """
 
-    def waits(self, plan: StepPlan) -> bool:
+    def launch_waits(self, plan: StepPlan) -> bool:
         """Return whether `launch` would wait for much of the step instead of returning at once."""
 
     def wait(self, handle: Any) -> StepResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from mlx_tandem.config import SchedulerConfig
@@ -34,11 +35,18 @@ _WHOLE = 4 / 3
 """Factor by which a prompt may exceed its budget to be finished in one chunk."""
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk of a prompt that is in the plan. `scored`: number of its positions whose logprobs are wanted, padded."""
+
+    scored: int
+
+
 class Take(Protocol):
     """A function that adds a chunk of a prompt to the plan."""
 
-    def __call__(self, s: Sequence, tokens: int, *, piggybacked: bool = False) -> int | None:
-        """Add the next `tokens` of a prompt; return how many positions are scored, padded, or None without blocks."""
+    def __call__(self, s: Sequence, tokens: int, *, piggybacked: bool = False) -> Chunk | None:
+        """Add the next `tokens` of a prompt and return the chunk; return None if there are no blocks for it."""
 
 
 class Prefill:
@@ -93,7 +101,7 @@ class Prefill:
             if taken + len(rest) == most:
                 break
             n = min(s.unread, _PIGGYBACKED_END - s.scheduled)
-            if n <= 0 or s.targets(s.scheduled, s.scheduled + n):
+            if n <= 0 or s.targets(s.scheduled, s.scheduled + n) or s.request.pooling is not None:
                 rest.append(s)
                 continue
             n = min(n, room)
@@ -126,9 +134,9 @@ class Prefill:
                     break
                 n = min(n, self.cost.affordable(s.scheduled, budget, longest))
                 cost = self.cost.predict(padded_length(n), s.scheduled)
-            more = take(s, n)
-            if more is not None:
-                scored += more
+            chunk = take(s, n)
+            if chunk is not None:
+                scored += chunk.scored
                 budget -= cost
                 room -= padded_length(n)
                 chunks += 1

@@ -10,8 +10,9 @@ takes their seats, blocks and slots at once. A request that follows its adapter 
 keys and values it has.
 
 A plan may be made while the plan before it is still on the device. Tokens drawn there are `pending` until
-`update_from_output`. A sequence that needs a mask has a row only when all its tokens are known, and one with drafts in
-flight has no other row until their result is known. (docs/decisions/step-contract.md)
+`update_from_output`. While drafts are on the device, the scheduler counts as if they were accepted; the device knows
+where the next row of their sequence begins. A plan's masks are made when the plan before it has been taken in.
+(docs/decisions/step-contract.md)
 """
 
 from __future__ import annotations
@@ -19,27 +20,28 @@ from __future__ import annotations
 import time
 from bisect import bisect_left, insort_left, insort_right
 from collections.abc import Collection, Iterable
-from itertools import takewhile
 from operator import attrgetter
+
+from msgspec import structs
 
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
-from mlx_tandem.engine.cost import CostModel, padded_length
-from mlx_tandem.engine.masks import MaskMaker, masks_of_row
+from mlx_tandem.engine.cost import padded_length
+from mlx_tandem.engine.drafting import Drafting
+from mlx_tandem.engine.kv_offload import KVOffload
+from mlx_tandem.engine.masks import MaskMaker, masks_of_plan
 from mlx_tandem.engine.outcome import StepOutcome
 from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Mask, Row, RowKind, StepPlan, StepResult
-from mlx_tandem.engine.prefill import Prefill
-from mlx_tandem.engine.proposers import Proposer
+from mlx_tandem.engine.prefill import Chunk, Prefill
 from mlx_tandem.engine.request_check import check_request
 from mlx_tandem.engine.sequence import Sequence, sequences_of
-from mlx_tandem.engine.tier import Tier
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.kv.prefix import Match, PrefixCounts
-from mlx_tandem.types import AdapterRef, Delta, FinishReason, Request, TokenLogprob
+from mlx_tandem.types import AdapterRef, Delta, Request, TokenLogprob
 
-PATIENCE = 32
+OVERTAKEN_FOR_SLOT = 32
 """Most requests that may overtake a request that waits for an adapter slot."""
 
 _PRIORITY = attrgetter("priority")
@@ -67,11 +69,11 @@ class Scheduler:
         self._blocks = blocks
         self._slots = slots
         self._max_model_len = max_model_len
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._eos = frozenset(eos_token_ids)
         self.prefill = Prefill(config, limits, vocab_size)
-        self.proposer: Proposer | None = None  # the owner sets this and the next before the first request
-        self.mask_maker: MaskMaker | None = None
+        self.drafting = Drafting(blocks, vocab_size, config.max_num_seqs)
+        self.mask_maker: MaskMaker | None = None  # the owner sets it before the first request
         # Both by priority, then first come first.
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -83,7 +85,7 @@ class Scheduler:
         self._uploads: list[tuple[int, str]] = []  # for the next plan
         self._started: list[tuple[int, float]] = []  # for the next `take_events`
         self._preempted: list[int] = []
-        self._next_id = 0
+        self._next_id = self._num_masked = 0  # the latter counts open choices
         self.preemptions = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
@@ -93,7 +95,7 @@ class Scheduler:
         params = request.params
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         most = min(self._max_model_len, self._blocks.longest)
-        check_request(request, stop_ids, vocab_size=self._vocab_size, most_tokens=most, most_choices=self.max_num_seqs)
+        check_request(request, stop_ids, vocab_size=self.vocab_size, most_tokens=most, most_choices=self.max_num_seqs)
         if request.adapter is not None and self._slots.n == 0:
             raise InvalidRequest("this server holds no adapters: max_loras is 0", param="model")
         if request.id in self._choices:
@@ -101,6 +103,7 @@ class Scheduler:
         is_masked = self.mask_maker is not None and self.mask_maker.constrains(request)
         choices = sequences_of(request, self._next_id, stop_ids, is_masked)
         self._next_id += request.n
+        self._num_masked += is_masked and request.n
         self._sequences |= {s.id: s for s in choices}
         self._choices[request.id] = {s.choice: s for s in choices}
         if request.background:
@@ -163,9 +166,9 @@ class Scheduler:
         return sum(1 + len(s.siblings) for s in self._waiting)
 
     @property
-    def tier(self) -> Tier | None:
-        """The disk tier of the KV cache, if there is one."""
-        return self._blocks.tier
+    def offload(self) -> KVOffload | None:
+        """The KV offload, if there is one."""
+        return self._blocks.offload
 
     @property
     def prefix_counts(self) -> PrefixCounts:
@@ -199,22 +202,21 @@ class Scheduler:
         self._blocks.poll()
         for s in list(self._moving.values()):
             self._move(s)
-        self._admit(left_out)
+        self._begin_waiting(left_out)
         loads = self._blocks.take_loads()
         for s in [s for s in self._wanted(left_out) if s.siblings and s.scheduled == s.prompt_length - 1]:
             self._fork(s)
-        proposer, may_wait = self.proposer, self.proposer is not None or self.mask_maker is not None
+        drafting = self.drafting
+        drafting.begin(self._running)
         for s in self._wanted(left_out):
             # A row before this one may have taken the sequence's blocks, and then the sequence has lost its seat.
-            if s.seat < 0 or not s.wants_decode or s.siblings or (may_wait and self._waits_for_token(s)):
+            if s.seat < 0 or not s.wants_decode or s.siblings or (s.pending and self._waits_for_token(s)):
                 continue
             if not self._reserve(s, s.scheduled + 1, rows):
                 continue
-            if s.pending:
-                rows.append(self._row(s, _DECODE, _CARRIED))
-            else:
-                drafts = () if proposer is None else self._draft(s, proposer)
-                rows.append(self._row(s, _VERIFY if drafts else _DECODE, (s.tokens[-1], *drafts)))
+            newest = _CARRIED if s.pending else (s.tokens[-1],)
+            drafts = () if drafting.proposer is None or (s.pending and s.is_masked) else drafting.drafts(s, rows)
+            rows.append(self._row(s, _VERIFY if drafts else _DECODE, newest + drafts))
         self._plan_prefill(rows, left_out)
         saves = self._blocks.take_saves()
         if not (rows or loads or saves):
@@ -226,21 +228,16 @@ class Scheduler:
         uploads = [(slot, digest) for slot, digest in self._uploads if self._slots.references(digest)]
         for _, digest in set(self._uploads) - set(uploads):
             self._slots.lost(digest)
-        masked = () if self.mask_maker is None else self._masked(rows)
+        constrained = enumerate(rows) if self._num_masked else ()
+        masked = tuple([i for i, row in constrained if row.sample and self._sequences[row.sequence].is_masked])
         plan = StepPlan(tuple(rows), tuple(uploads), self._blocks.take_copies(), tuple(seatings), saves, loads, masked)
         self._uploads = []
         return plan
 
-    def _masked(self, rows: list[Row]) -> tuple[int, ...]:
-        """Return the indices of the rows that draw by masks."""
-        return tuple(i for i, row in enumerate(rows) if row.sample and self._sequences[row.sequence].is_masked)
-
     def masks(self, plan: StepPlan) -> list[list[Mask]]:
-        """Return the masks for a plan that has just been launched, as `Runner.sample` takes them."""
+        """Return the masks for the plan in flight, as `Runner.sample` takes them. No other plan is in flight."""
         assert self.mask_maker is not None
-        return [
-            masks_of_row(self.mask_maker, self._sequences[plan.rows[i].sequence], plan.rows[i]) for i in plan.masked
-        ]
+        return masks_of_plan(self.mask_maker, plan, self._sequences, self.vocab_size)
 
     def _wanted(self, left_out: Collection[int]) -> list[Sequence]:
         """Return the running sequences whose requests are not left out and whose blocks are loaded."""
@@ -248,28 +245,18 @@ class Scheduler:
         return [s for s in wanted if not self._blocks.is_loading(s)] if self._blocks.has_loads else list(wanted)
 
     def _waits_for_token(self, s: Sequence) -> bool:
-        """Return whether `s` has no row until the host knows the token that is on the device."""
-        by = self.proposer
-        return s.pending > 0 and (s.is_masked or (by is not None and by.waits(s.request, s.choice)))
-
-    def _draft(self, s: Sequence, proposer: Proposer) -> tuple[int, ...]:
-        """Return drafts to follow the tokens of `s`: at most as many as it may still have and as
-        there are blocks for.
-        """
-        most = s.most_tokens - len(s.tokens) - 1
-        proposed = proposer.propose(s.request, s.choice, s.tokens, most)[:most] if most else ()
-        drafts = tuple(takewhile(lambda token: 0 <= token < self._vocab_size, proposed))
-        return drafts[: self._blocks.draft(s, len(drafts), len(self._running))] if drafts else ()
+        """Return whether `s`, a token of which is on the device, has no row until the host knows that token."""
+        return (s.slack > 0 and s.is_masked) or self.drafting.waits(s)
 
     def _plan_prefill(self, rows: list[Row], left_out: Collection[int]) -> None:
         """Add the chunks of prompts for this plan to its rows."""
 
-        def take(s: Sequence, tokens: int, *, piggybacked: bool = False) -> int | None:
+        def take(s: Sequence, tokens: int, *, piggybacked: bool = False) -> Chunk | None:
             if s.seat < 0 or not self._reserve(s, s.scheduled + tokens, rows):
                 return None
             chunk = tuple(s.tokens[s.scheduled : s.scheduled + tokens])
             rows.append(self._row(s, _PROMPT, chunk, piggybacked))
-            return padded_length(tokens) if rows[-1].targets else 0
+            return Chunk(padded_length(tokens) if rows[-1].targets else 0)
 
         reading = [s for s in self._wanted(left_out) if s.wants_prefill and s.seat >= 0]
         self.prefill.plan(reading, len(rows), take)
@@ -279,6 +266,7 @@ class Scheduler:
         start = s.scheduled
         if s.cached is None:
             self._start(s)
+        slack = s.slack
         s.scheduled += len(tokens)
         sample = kind is not _PROMPT or s.scheduled == s.total
         if sample:
@@ -286,10 +274,15 @@ class Scheduler:
         targets = s.targets(start, s.scheduled) if s.scores is not None else ()
         request, tables = s.request, s.tables
         if kind is _VERIFY:
+            s.pending += len(tokens) - 1
+            s.slack += len(tokens) - 1
             tables = tuple([own + spare for own, spare in zip(tables, s.spare, strict=True)])
         version = s.adapter.version if request.follow and s.adapter is not None else 0
         background = request.background
-        return Row(kind, s.id, s.seat, s.slot, start, tokens, tables, sample, targets, version, background, piggybacked)
+        row = Row(
+            kind, s.id, s.seat, s.slot, start, tokens, tables, sample, targets, version, background, piggybacked, slack
+        )
+        return row if request.pooling is None else structs.replace(row, pooling=request.pooling)
 
     def _start(self, s: Sequence) -> None:
         """Note that the first row of the request of `s` is planned."""
@@ -298,16 +291,16 @@ class Scheduler:
             x.cached = s.cached
         self._started.append((s.request.id, time.monotonic()))
 
-    def _admit(self, left_out: Collection[int]) -> None:
+    def _begin_waiting(self, left_out: Collection[int]) -> None:
         """Let waiting sequences run while there are seats, blocks for all of their tokens, and adapter slots.
 
         A sequence waits while another reads a prompt with the same beginning, or the drive returns more of its blocks.
         """
         blocked: list[Sequence] = []
-        patience = PATIENCE  # the least that is left among the blocked
+        patience = OVERTAKEN_FOR_SLOT  # the least that is left among the blocked
         while self._waiting and patience > 0:
             s = self._waiting[0]
-            if s.pending or len(blocked) > PATIENCE or s.request.id in left_out:
+            if s.pending or len(blocked) > OVERTAKEN_FOR_SLOT or s.request.id in left_out:
                 break
             group = [s, *s.siblings]
             waits = not self._may_have_slot(s)
@@ -319,12 +312,12 @@ class Scheduler:
             del self._waiting[0]
             if waits or not self._take_slot(group):
                 blocked.append(s)
-                patience = min(patience, PATIENCE - s.overtaken)
+                patience = min(patience, OVERTAKEN_FOR_SLOT - s.overtaken)
                 continue
             for b in blocked:
                 b.overtaken += 1
             patience -= bool(blocked)
-            self._blocks.seat(s)
+            self._blocks.begin(s)
             for x in group:
                 x.seat = self._seats.pop()
             insort_right(self._running, s, key=_PRIORITY)
@@ -467,6 +460,10 @@ class Scheduler:
     def _end(self, s: Sequence) -> None:
         """End a sequence, whether it waits or runs."""
         self._blocks.forget(s)
+        if s.is_masked and self.mask_maker is not None:
+            self._num_masked -= 1
+            self.mask_maker.forget(s.request.id, s.choice)
+        self.drafting.forget(s)
         choices = self._choices[s.request.id]
         del self._sequences[s.id], choices[s.choice]
         if not choices:
@@ -504,6 +501,8 @@ class Scheduler:
             if row.targets and s is not None and s.scores is not None:
                 # After a preemption, a chunk may begin with positions whose scores are known.
                 s.scores += result.scores[i][len(s.scores) - row.start :]
+            if row.pooling is not None and s is not None:
+                s.pool(row.start, result.pooled[i])
             if not row.sample or s is None:
                 continue
             assert drawn, "a row that samples draws"
@@ -514,20 +513,22 @@ class Scheduler:
                 self.cancel(s.request.id)
                 continue
             s.pending -= 1
-            if row.kind is _VERIFY and s.seat >= 0:  # else it has already given its blocks back
-                s.scheduled = row.start + len(drawn)
-                self._blocks.truncate(s, row.start, s.scheduled)
+            if row.kind is _VERIFY:
+                self.drafting.settle(s, row, len(drawn))
             known = logprobs[i] if logprobs else None
             if len(drawn) == 1:
                 s.tokens.append(drawn[0])
                 finish = s.finish_reason(drawn[0])
             else:
-                drawn, finish = self._say(s, drawn)
+                drawn, finish = s.say(drawn)
                 known = known[: len(drawn)] if known else None
             if not s.has_drawn and s.seat >= 0:
                 self._blocks.publish(s)
             scores = () if s.scores is None else self._hand_out_scores(s)
-            deltas.append(Delta(s.request.id, s.choice, drawn, known, finish, scores, row.version, s.cached or 0))
+            hidden = b"" if row.pooling is None else s.embedding
+            deltas.append(
+                Delta(s.request.id, s.choice, drawn, known, finish, scores, row.version, s.cached or 0, hidden)
+            )
             if finish:
                 self._end(s)
         self.generated_tokens += sum([len(delta.tokens) for delta in deltas])
@@ -535,16 +536,8 @@ class Scheduler:
             self._blocks.spoil(spoiled)
         if plan.saves:
             self._blocks.saved(result.saves)
+        self.drafting.observe(plan, result)
         return outcome
-
-    def _say(self, s: Sequence, drawn: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
-        """Add drawn tokens to `s` up to the one that ends it; return the added ones, and why it ends if it does."""
-        for n, token in enumerate(drawn, 1):
-            s.tokens.append(token)
-            finish = s.finish_reason(token)
-            if finish:
-                return drawn[:n], finish
-        return drawn, None
 
     def _hand_out_scores(self, s: Sequence) -> tuple[TokenLogprob, ...]:
         """Return the logprobs of the prompt's tokens, once for each request."""
@@ -552,11 +545,6 @@ class Scheduler:
         for x in self._choices[s.request.id].values():
             x.scores = None
         return scores
-
-    @property
-    def cost(self) -> CostModel:
-        """The cost model of steps."""
-        return self.prefill.cost
 
     def fail(self, plans: Iterable[StepPlan], *, again: bool = False) -> list[int]:
         """Give up steps that were lost on the device; end the requests that had a row in them, and return these.
@@ -573,7 +561,7 @@ class Scheduler:
         for request in failed:
             self.cancel(request)
         for s in self._sequences.values():
-            s.pending = 0  # tokens that were drawn in these steps are drawn again
+            s.pending = s.slack = 0  # tokens that were drawn in these steps are drawn again
         for s in list(reversed(self._running)):
             self._preempt(s)
         # Nobody holds a slot now, and these uploads may not have been written, so their adapters are not resident.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from mlx_tandem.engine.plan import Seating, Tables
 from mlx_tandem.kv.hashing import Chain
 from mlx_tandem.types import AdapterRef, FinishReason, Request, TokenLogprob
@@ -11,8 +13,9 @@ class Sequence:
     """The state of one choice of a request, from its arrival to its end.
 
     `tokens` are the ids that the host knows: the prompt and the output that has been read. `scheduled` positions have
-    been handed to the runner; `pending` tokens have been drawn on the device and are not known to the host yet. A
-    sequence holds blocks, a seat and an adapter slot only while it runs.
+    been handed to the runner; `pending` tokens have been drawn on the device and are not known to the host yet. While
+    drafts are on the device, both are bounds: `slack` of them count only if all drafts are accepted. A sequence holds
+    blocks, a seat and an adapter slot only while it runs.
     """
 
     __slots__ = (
@@ -30,6 +33,7 @@ class Sequence:
         "next_adapter",
         "overtaken",
         "pending",
+        "pooled",
         "prompt_length",
         "published",
         "request",
@@ -38,6 +42,7 @@ class Sequence:
         "scores",
         "seat",
         "siblings",
+        "slack",
         "slot",
         "spare",
         "stop_ids",
@@ -57,15 +62,17 @@ class Sequence:
         self.most_tokens = self.prompt_length + request.params.max_tokens  # prompt and output together
         self.scheduled = 0
         self.pending = 0
+        self.slack = 0  # drafts in rows that are on the device
         self.tables: Tables = ()  # while it runs
         self.spare: Tables = ()  # blocks in each group that only the drafts in flight have
         self.room = 0  # positions for which all tables have blocks
         self.chain: Chain | None = None  # keys of its blocks under its adapter; None until they are needed
         self.published = 0  # whole blocks of the table that it has published or found
         self.announced: bytes | None = None  # key of the block that it computes next, as others are told
-        self.has_drawn = False  # whether it has drawn a finite token since it was seated
-        self.is_masked = False  # whether each token needs a mask, which depends on the token before
+        self.has_drawn = False  # whether it has drawn a finite token since it has had its seat
+        self.is_masked = False  # whether each token is drawn by a mask
         self.is_pure = True  # whether everything computed so far was computed under its present adapter
+        self.pooled: list[float] = []  # sum of the hidden states so far, or the last one, if the request wants them
         self.cached: int | None = None  # prompt tokens that its request found cached when it began
         self.seat = -1
         self.slot = -1
@@ -132,6 +139,24 @@ class Sequence:
         return self.request.prompt[start + 1 : end + 1]
 
     @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether every position of the prompt has to be computed for this request, so that nothing cached is used."""
+        return self.scores is not None or self.request.pooling is not None
+
+    def pool(self, start: int, hidden: list[float]) -> None:
+        """Add the pooled hidden states of the row that began at `start`. After a preemption they begin anew."""
+        if start == 0 or self.request.pooling == "last":
+            self.pooled = hidden
+        else:
+            self.pooled = [a + b for a, b in zip(self.pooled, hidden, strict=True)]
+
+    @property
+    def embedding(self) -> bytes:
+        """The pooled hidden states of the whole prompt as float32 numbers."""
+        count = self.prompt_length if self.request.pooling == "mean" else 1
+        return array("f", [value / count for value in self.pooled]).tobytes()
+
+    @property
     def adapter_digest(self) -> str | None:
         """Digest of its present adapter; None for the base model."""
         return self.adapter.digest if self.adapter else None
@@ -160,6 +185,15 @@ class Sequence:
         if len(self.tokens) >= self.most_tokens:
             return "length"
         return None
+
+    def say(self, drawn: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Add drawn tokens up to the one that ends it; return the added ones, and why it ends if it does."""
+        for n, token in enumerate(drawn, 1):
+            self.tokens.append(token)
+            finish = self.finish_reason(token)
+            if finish:
+                return drawn[:n], finish
+        return drawn, None
 
 
 def sequences_of(request: Request, first_id: int, stop_ids: frozenset[int], is_masked: bool) -> list[Sequence]:

@@ -43,7 +43,16 @@ def _escape(kind: inspect.Type) -> Escape | None:
             if any(_escape(t) is not None for t in kind.item_types):
                 raise NotImplementedError("a tuple of several types with a text among them")
             return None
-        case inspect.IntType() | inspect.FloatType() | inspect.BoolType() | inspect.NoneType() | inspect.LiteralType():
+        case (
+            inspect.IntType()
+            | inspect.FloatType()
+            | inspect.BoolType()
+            | inspect.BytesType()
+            | inspect.NoneType()
+            | inspect.LiteralType()
+        ):
+            return None
+        case inspect.BytesType():  # numbers, which are shown to nobody as they are
             return None
     raise NotImplementedError(f"{kind} in a message")
 

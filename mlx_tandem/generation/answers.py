@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
+from typing import Any, Literal
 
-from mlx_tandem.engine.stream import Stream
+from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.errors import EngineError
 from mlx_tandem.generation.assembler import Assembler
 from mlx_tandem.generation.events import (
@@ -19,6 +22,14 @@ from mlx_tandem.generation.events import (
     Usage,
 )
 from mlx_tandem.types import FinishReason, TokenLogprob
+
+
+@dataclass(frozen=True, slots=True)
+class Spoken:
+    """A stretch of a choice's text or reasoning, which is never empty."""
+
+    kind: Literal["text", "reasoning"]
+    text: str
 
 
 @dataclass(slots=True)
@@ -41,6 +52,26 @@ class Answer:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: Finish | None = None
+    marks: list[tuple[int, str | ToolCall]] = field(default_factory=list)
+    """The thoughts and calls in their order, each with the number of pieces of text before it."""
+
+    @property
+    def parts(self) -> list[Spoken | ToolCall]:
+        """The stretches of text and reasoning, and the calls, in the order in which the model wrote them."""
+        pieces: list[tuple[str, str | ToolCall]] = []
+        done = 0
+        for before, mark in [*self.marks, (len(self.texts), "")]:
+            pieces += [("text", text) for text in self.texts[done:before]]
+            pieces.append(("reasoning", mark) if isinstance(mark, str) else ("call", mark))
+            done = before
+        parts: list[Spoken | ToolCall] = []
+        for kind, group in groupby((piece for piece in pieces if piece[1]), key=itemgetter(0)):
+            said: list[Any] = [mark for _, mark in group]
+            if kind == "call":
+                parts += said
+            else:
+                parts.append(Spoken(kind, "".join(said)))
+        return parts
 
     @property
     def text(self) -> str:
@@ -55,9 +86,14 @@ class Answer:
     @property
     def reason(self) -> FinishReason:
         """The reason why the choice has ended. Raises EngineError when it has not ended."""
+        return self.end.reason
+
+    @property
+    def end(self) -> Finish:
+        """The last event of the choice. Raises EngineError when it has not ended."""
         if self.finish is None:
             raise EngineError("the engine ended a choice without a reason")
-        return self.finish.reason
+        return self.finish
 
 
 class Answers:
@@ -90,8 +126,11 @@ class Answers:
         match event:
             case ReasoningDelta():
                 answer.thoughts.append(event.text)
+                answer.marks.append((len(answer.texts), event.text))
             case ToolCallStart():
-                answer.calls.append(ToolCall(event.id, event.name))
+                call = ToolCall(event.id, event.name)
+                answer.calls.append(call)
+                answer.marks.append((len(answer.texts), call))
             case ToolCallArguments():
                 answer.calls[event.call].pieces.append(event.arguments)
             case Finish():

@@ -6,8 +6,17 @@ from collections.abc import Collection, Sequence
 
 from msgspec import structs
 
-from mlx_tandem.engine.stream import Stream
-from mlx_tandem.generation.events import Event, Finish, PromptRead, ReasoningDelta, Said, TextDelta, Usage
+from mlx_tandem.engine.client.stream import Stream
+from mlx_tandem.generation.events import (
+    Event,
+    Finish,
+    PromptRead,
+    ReasoningDelta,
+    Said,
+    TextDelta,
+    ToolCallStart,
+    Usage,
+)
 from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.types import Delta, FinishReason, TokenLogprob
@@ -37,6 +46,7 @@ class Assembler:
         self._running_usage = prompted.running_usage
         make = prompted.parser
         self._parsers = None if make is None else [make(i) for i in range(count)]
+        self._most_calls = prompted.most_calls
         self._held = [NO_DETAILS] * count  # details of tokens whose text a parser holds back, by choice
         self._is_plain = make is None and prompted.version is None and not prompted.running_usage
         self._prompt_tokens = prompted.prompt_tokens
@@ -81,7 +91,7 @@ class Assembler:
         if prompt in self._unread:
             self._unread.discard(prompt)
             self._cached += delta.cached
-            events.append(PromptRead(prompt, delta.cached, delta.prompt_logprobs))
+            events.append(PromptRead(prompt, delta.cached, delta.prompt_logprobs, delta.embedding))
 
     def _say(self, i: int, text: str, version: int, events: list[Event]) -> None:
         """Append the events of a choice's newest piece of text, and its end if it has ended."""
@@ -110,9 +120,15 @@ class Assembler:
         assert self._parsers is not None
         parser, held = self._parsers[i], self._held[i]
         details = held[0] + details[0], held[1] + details[1], held[2] + details[2]
+        choice = self._choices[i]
         said: list[Said] = [*parser.push(text)]
-        if self._choices[i].finish is not None:
+        if choice.finish is not None:
             said += parser.flush()
+        most = self._most_calls
+        over = (k for k, event in enumerate(said) if isinstance(event, ToolCallStart) and event.call == most)
+        if (end := next(over, None)) is not None:
+            del said[end:]
+            choice.stop_here()
         if said:
             tokens, logprobs, versions = details
             said[0] = structs.replace(said[0], tokens=tokens, logprobs=logprobs, versions=versions)

@@ -16,12 +16,14 @@ class PromptRead(Struct, frozen=True, gc=False):
     """The event that a prompt has been computed, which is the first event of its choices.
 
     The first `cached` tokens did not have to be computed for this request. `logprobs` belong to the prompt's tokens
-    from the second on, if the request asked for them.
+    from the second on, if the request asked for them. `embedding` has the prompt's pooled hidden states as float32
+    numbers if the request asked for those.
     """
 
     prompt: int
     cached: int
     logprobs: tuple[TokenLogprob, ...] = ()
+    embedding: bytes = b""
 
 
 class TextDelta(Struct, frozen=True, gc=False):

@@ -6,26 +6,29 @@ import asyncio
 import random
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.engine.client.process import Launch
+from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.engine.messages import Progress
-from mlx_tandem.engine.process import Launch
-from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import InvalidRequest, NotFound
-from mlx_tandem.generation.admission import Admission
+from mlx_tandem.generation.adapters.model_names import Models
+from mlx_tandem.generation.answer_reading import AnswerReading
 from mlx_tandem.generation.answers import Answers, collect
 from mlx_tandem.generation.assembler import Assembler
 from mlx_tandem.generation.defaults import generation_folder, sampling_defaults
+from mlx_tandem.generation.embeddings import default_pooling
 from mlx_tandem.generation.fingerprint import Fingerprints
+from mlx_tandem.generation.grammar.client import Constraints
 from mlx_tandem.generation.metrics import Metrics
-from mlx_tandem.generation.model_names import Models
 from mlx_tandem.generation.parsers import MakeParser
 from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.generation.prompts import LONG_TEXT, Prompts
+from mlx_tandem.generation.request_admission import RequestAdmission
 from mlx_tandem.generation.templates.client import Message
 from mlx_tandem.generation.text_admission import TextAdmission
 from mlx_tandem.types import EngineInfo
@@ -47,8 +50,17 @@ class Front:
         server = config.server
         self.prompts = Prompts(folder, template=server.chat_template, template_seconds=server.chat_template_timeout_s)
         self.tokenizer = self.prompts.tokenizer
+        template = self.prompts.template
+        self.reading = AnswerReading(
+            self.tokenizer,
+            None if template is None else template.source,
+            calls=server.tool_call_parser,
+            thoughts=server.reasoning_parser,
+        )
         source = generation_folder(server.generation_config, folder)
         self.defaults = {} if source is None else sampling_defaults(source)
+        self.pooling = default_pooling(folder)
+        """The pooling of embeddings where a request does not name one."""
         self._seeds = None if server.seed is None else random.Random(server.seed)
         self.metrics = Metrics()
         self.client = EngineClient(
@@ -57,13 +69,14 @@ class Front:
             on_ready=self.bring_up,
             on_progress=on_progress,
         )
+        self.constraints = Constraints(folder, self.client.check_ready)
         self.models = Models(config, self.client)
         self.fingerprints = Fingerprints(config, self.client, self.prompts, self.defaults)
         self.started = time.time()
-        self.admission = Admission(config.server, self.client)
-        self.text_admission = TextAdmission(self.admission.refused)
+        self.request_admission = RequestAdmission(config.server, self.client)
+        self.text_admission = TextAdmission(self.request_admission.refused)
         self.parser: MakeParser | None = None
-        """Makes the parser for the model's answers to chats; None leaves all of their text as it is."""
+        """Makes the parser for the answers to all chats, instead of those that `reading` chooses."""
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def start(self) -> None:
@@ -79,6 +92,7 @@ class Front:
     async def close(self) -> None:
         """End the worker processes."""
         await self.prompts.close()
+        await self.constraints.close()
 
     def from_thread(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the front's loop and return its result. Only other threads may call this."""
@@ -88,7 +102,7 @@ class Front:
     # -- prompts ------------------------------------------------------------------------------------------------
 
     async def chat_prompt(
-        self, messages: Sequence[Message], options: dict[str, bool], *, cut: bool = False
+        self, messages: Sequence[Message], options: Mapping[str, Any], *, cut: bool = False
     ) -> list[int]:
         """Return the token ids of a conversation with the beginning of the answer, unless `options` say otherwise.
 
@@ -175,4 +189,4 @@ class Front:
 
     def check_open(self) -> None:
         """Raise unless a request would be admitted now. Callers check before they parse the body, as that is cheap."""
-        self.admission.check()
+        self.request_admission.check()

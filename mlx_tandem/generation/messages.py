@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
 
 from mlx_tandem import limits
-from mlx_tandem.decode import check_nested, convert
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.strict_json import check_nested, convert
 
 NO_EFFECT = frozenset({"annotations", "audio", "refusal"})
 """Keys of earlier replies that clients send back and that mean nothing to a text model."""
@@ -31,9 +31,10 @@ class ChatMessage(Struct):
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
 
 
-def chat_messages(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
+def chat_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the conversation in the form that templates expect. Raises InvalidRequest naming the message and key."""
     if not messages:
         raise InvalidRequest("messages is empty", param="messages")
@@ -42,7 +43,9 @@ def chat_messages(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
     given = list(messages)
     # The list and the messages in it are two levels of nesting.
     check_nested(given, "messages", depth=2 + limits.MAX_MESSAGE_DEPTH, values=limits.MAX_MESSAGE_VALUES)
-    return [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+    made = [_message(message, f"messages[{i}]") for i, message in enumerate(given)]
+    _name_results(made)
+    return made
 
 
 def _message(given: Any, where: str) -> dict[str, Any]:
@@ -59,9 +62,29 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     entry["role"] = "system" if message.role == "developer" else message.role
     entry["content"] = content if isinstance(content, str) else "".join(part.text for part in content)
     entry.pop("tool_calls", None)
+    if message.role == "function":  # OpenAI's older form of calls and results
+        entry["role"] = "tool"
+    if message.function_call is not None:
+        message.tool_calls = [{"type": "function", "function": entry.pop("function_call")}]
+    if isinstance(thought := entry.get("reasoning_content", entry.get("reasoning")), str):
+        entry["reasoning_content"] = thought  # the name that most templates know
+        if not (message.tool_calls and entry["content"]):  # Some refuse a call with both.
+            entry.setdefault("thinking", thought)
     if message.tool_calls:
         entry["tool_calls"] = [_with_arguments(call) for call in message.tool_calls]
     return entry
+
+
+def _name_results(messages: list[dict[str, Any]]) -> None:
+    """Give each tool's result the name of the function that was called, which some templates print."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            function = call.get("function")
+            if isinstance(function, dict) and isinstance(function.get("name"), str) and isinstance(call.get("id"), str):
+                names[call["id"]] = function["name"]
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
 
 
 def _with_arguments(call: dict[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ class TextOptions:
     stops: tuple[str, ...] = ()
     include_stop: bool = False  # the stop string or token that ended the choice is part of its text
     show_special: bool = False
+    shown: frozenset[int] = frozenset()  # special tokens that are shown for a parser
     silent: bool = False  # the request only asks about its prompt, and its choices have no text
 
     def choices(
@@ -49,7 +50,7 @@ class ChoiceText:
     )
 
     def __init__(self, tokenizer: Tokenizer, options: TextOptions, end_ids: Collection[int], min_tokens: int = 0):
-        self._decoder = tokenizer.decoder(show_special=options.show_special)
+        self._decoder = tokenizer.decoder(show_special=options.show_special, shown=options.shown)
         self._decode = self._decoder.push
         self._stops = StopScanner(options.stops, include=options.include_stop) if options.stops else None
         self._hidden_ends = () if options.include_stop else end_ids
@@ -64,6 +65,11 @@ class ChoiceText:
     def stop(self) -> str | None:
         """The stop string that has ended the choice; None if no stop string did."""
         return None if self._stops is None else self._stops.hit
+
+    def stop_here(self) -> None:
+        """End the choice, although neither the engine nor a stop string has ended it."""
+        self.stopped = self.finish is None
+        self.finish = "stop"
 
     def push(self, delta: Delta) -> str:
         """Return the text that `delta` adds. The token that ended the choice counts, but is shown only on request."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.generation.output import TextOptions
 from mlx_tandem.generation.parsers import MakeParser
-from mlx_tandem.types import AdapterRef, Request, SamplingParams
+from mlx_tandem.types import AdapterRef, Grammar, Pooling, Request, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,15 @@ class Prompted:
     n: int = 1  # choices of each prompt
     text: TextOptions = field(default_factory=TextOptions)
     parser: MakeParser | None = None  # None: no parser looks for reasoning and tool calls in the text
+    most_calls: int | None = None  # number of tool calls that end a choice; None: any number may follow
     version: int | None = None  # the pinned version, named for each token; None: the caller wants no versions
     running_usage: bool = False  # a Usage event comes before each event that counts tokens
     priority: int = 0
     follow: bool = False  # the request continues under newer versions of the adapter when they are published
     background: bool = False  # the request runs in learning's share of the device
+    pooling: Pooling | None = None  # the prompts' hidden states are wanted, pooled like this
+    grammar: Grammar | None = None  # what each choice must match; None: any text
+    speculate: bool = True  # drafts may be verified for the request
 
     @property
     def choices(self) -> int:
@@ -49,6 +53,9 @@ class Prompted:
                 priority=self.priority,
                 follow=self.follow,
                 background=self.background,
+                pooling=self.pooling,
+                grammar=self.grammar,
+                speculate=self.speculate,
             )
             for id, prompt, adapter in zip(client.next_ids(len(self.prompts)), self.prompts, self.adapters, strict=True)
         ]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from mlx_tandem.decode import dumps
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.parts import Part
 from mlx_tandem.generation.templates.client import ChatTemplate, Message
-from mlx_tandem.generation.templates.shields import shielded_messages, texts
+from mlx_tandem.generation.templates.shields import Shields, texts
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.generation.tokenizing.client import LongTexts
 from mlx_tandem.generation.tokenizing.listing import Listing, listing
 from mlx_tandem.limits import check_token_ids
+from mlx_tandem.strict_json import dumps
 
 LONG_TEXT = 8192
 """Fewest characters, or token ids, of a text that another process handles, so that streams do not wait for it."""
@@ -56,16 +57,16 @@ class Prompts:
         """
         return await self._ids([(text, False)], param, begins=begins, total=total)
 
-    async def chat(self, messages: Sequence[Message], options: Mapping[str, bool] | None = None) -> Sequence[int]:
+    async def chat(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> Sequence[int]:
         """Return the token ids of a conversation with the beginning of the answer, unless `options` say otherwise."""
         return await self._ids(await self.rendered(messages, options), "messages")
 
-    async def rendered(self, messages: Sequence[Message], options: Mapping[str, bool] | None = None) -> list[Part]:
+    async def rendered(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> list[Part]:
         """Return the text of a conversation. Only the template's own parts may encode to special tokens."""
         if self.template is None:
             raise InvalidRequest("this model has no chat template; use /v1/completions", param="messages")
         if self.tokenizer.has_normalized_specials:
-            await self._refuse_hidden_specials(messages)
+            await self._refuse_hidden_specials(messages, options or {})
         return await self.template.render(messages, options)
 
     async def listing(self, parts: Sequence[Part], param: str, *, begins: bool, pieces: bool) -> Listing:
@@ -105,15 +106,18 @@ class Prompts:
         size = sum(len(text) for text, _ in parts) if total is None else total
         return size >= LONG_TEXT or any(plain for _, plain in parts)
 
-    async def _refuse_hidden_specials(self, messages: Sequence[Message]) -> None:
-        """Raise InvalidRequest for a message that spells a special token only after normalisation."""
-        shielded = shielded_messages(tuple(self.tokenizer.special_tokens), messages)
+    async def _refuse_hidden_specials(self, messages: Sequence[Message], options: Mapping[str, Any]) -> None:
+        """Raise InvalidRequest for a message or an option that spells a special token only after normalisation."""
+        shielded = Shields(tuple(self.tokenizer.special_tokens), {**options, "messages": messages}).values
         fields, values = [], []
-        for i, message in enumerate(shielded):
-            for key, value in message.items():
-                for text in texts({key: value}):
-                    fields.append(f"messages[{i}].{ascii(key[:64])[1:-1]}")
-                    values.append(text)
+        for name, value in shielded.items():
+            inner = [(f"{name}[{i}]", item) for i, item in enumerate(value)] if isinstance(value, list) else []
+            for where, item in inner or [(name, value)]:
+                pairs = item.items() if isinstance(item, Mapping) else [("", item)]
+                for key, content in pairs:
+                    for text in texts({key: content}):
+                        fields.append(f"{where}.{ascii(key[:64])[1:-1]}".removesuffix("."))
+                        values.append(text)
         if sum(map(len, values)) < LONG_TEXT:
             found = next((i for i, text in enumerate(values) if self.tokenizer.spells_special(text)), None)
         else:

@@ -45,6 +45,14 @@ class Sampling(Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[int, bounds("prompt_logprobs")] | None = None
     priority: Annotated[int, bounds("priority")] | None = None
+    speculation: bool | None = None  # None and true: drafts are verified if the server makes any
+    # What the answer must match; `grammar/fields.py` reads these.
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
 
 
 _SET_APART = frozenset({"max_tokens", "min_tokens", "seed", "prompt_logprobs", "logit_bias"})

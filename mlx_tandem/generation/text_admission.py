@@ -14,7 +14,7 @@ from mlx_tandem.limits import MAX_WAITING_TEXT
 PLACES = 4
 """Most long texts that are tokenised, or whose replies are being sent, at the same time."""
 
-PATIENCE = 60.0
+PLACE_SECONDS = 60.0
 """Most seconds that a long text waits for a place."""
 
 LEAST = 4096
@@ -59,9 +59,9 @@ class TextAdmission:
 
     @asynccontextmanager
     async def place(self, size: int) -> AsyncIterator[None]:
-        """Hold a place for a text of about `size` bytes. Raises Overloaded when none becomes free within PATIENCE."""
+        """Hold a place for a text of about `size` bytes. Raises Overloaded when none is free after PLACE_SECONDS."""
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PLACE_SECONDS):
                 await self._places.acquire()
         except TimeoutError:
             raise self._refusal(503) from None

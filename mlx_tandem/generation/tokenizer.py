@@ -83,6 +83,7 @@ class Tokenizer:
         self._backend = backend
         self._config = config or {}
         added = backend.get_added_tokens_decoder()
+        self.added_tokens: dict[str, int] = {t.content: i for i, t in added.items()}
         self.special_tokens: dict[str, int] = {t.content: i for i, t in added.items() if t.special}
         self.special_ids = frozenset(self.special_tokens.values())
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
@@ -98,6 +99,7 @@ class Tokenizer:
             )
         self._bytes = _TokenBytes(backend, kinds, {i: t.content for i, t in added.items()})
         self._text_bytes = _VisibleBytes(self._bytes, self.special_ids)
+        self._parsed_bytes: dict[frozenset[int], _VisibleBytes] = {}  # by the special tokens that are shown
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
@@ -137,6 +139,10 @@ class Tokenizer:
         with _contained(_cannot_encode):
             return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
+    def is_token(self, text: str) -> bool:
+        """Return whether `text` is encoded to one token."""
+        return len(self.encode(text)) == 1
+
     def encode_parts(self, parts: Iterable[Part]) -> list[int]:
         """Return the token ids of a text in parts. The ids of plain parts contain no special token."""
         ids: list[int] = []
@@ -166,9 +172,20 @@ class Tokenizer:
         backend.encode_special_tokens = True
         return backend
 
-    def decoder(self, *, show_special: bool = False) -> Decoder:
-        """Return a fresh decoder for one choice."""
-        return Decoder(self._bytes if show_special else self._text_bytes)
+    def decoder(self, *, show_special: bool = False, shown: frozenset[int] = frozenset()) -> Decoder:
+        """Return a fresh decoder for one choice. Without `show_special`, it shows only the special tokens `shown`."""
+        if show_special:
+            return Decoder(self._bytes)
+        if not shown:
+            return Decoder(self._text_bytes)
+        if shown not in self._parsed_bytes:
+            self._parsed_bytes[shown] = _VisibleBytes(self._bytes, self.special_ids - shown)
+        return Decoder(self._parsed_bytes[shown])
+
+    def specials_in(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the ids of the special tokens whose text occurs in one of `texts`."""
+        texts = tuple(texts)
+        return frozenset(i for name, i in self.special_tokens.items() if name and any(name in text for text in texts))
 
     def decode(self, ids: Iterable[int], *, show_special: bool = False) -> str:
         """Return the text of `ids`, with special tokens only if `show_special` is set."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from time import monotonic
@@ -12,7 +13,14 @@ from mlx_tandem.errors import EngineError, Overloaded
 from mlx_tandem.isolation.process import Lost, Program, WorkerProcess
 
 A = TypeVar("A")
-T = TypeVar("T")
+
+MOST_AT_ONCE = 8
+"""Most items that a worker is given in one frame, which costs fewer calls of the kernel than a frame for each. An item
+that costs its worker delays the items behind it in the frame.
+"""
+
+MOST_BYTES_AT_ONCE = 1 << 16
+"""Most bytes of the items in one frame; a larger item has a frame of its own."""
 
 SHARE_OF_NEWEST = 0.1
 """Weight of the newest item in the moving average of seconds."""
@@ -28,11 +36,25 @@ class Bounds:
     """Time after which an item that still waits is refused."""
 
 
+@dataclass(eq=False, slots=True)
+class _Waiting(Generic[A]):
+    """An item that waits for its turn, and the future that its answer goes to."""
+
+    item: bytes
+    future: asyncio.Future[A | Lost]
+    has_begun: bool = False  # whether a worker is at it
+
+    def set(self, answer: A | Lost) -> None:
+        """Set the answer unless the caller has left."""
+        if not self.future.done():
+            self.future.set_result(answer)
+
+
 class WorkerPool(Generic[A]):
     """Workers that answer single items, each item by one worker. It belongs to one event loop.
 
     No process is started before the first item. A worker that was lost is started again while other items wait, so
-    that only the item that it was lost over is delayed.
+    that only the item that it was lost over, and those in the same frame, are delayed.
     """
 
     def __init__(self, name: str, program: Program[A], workers: int, bounds: Bounds):
@@ -41,7 +63,7 @@ class WorkerPool(Generic[A]):
         self._bounds = bounds
         self._workers = [WorkerProcess(program) for _ in range(workers)]
         self._idle = self._workers.copy()  # the last one is used next, so that workers already started are preferred
-        self._free = asyncio.Semaphore(workers)
+        self._waiting: deque[_Waiting[A]] = deque()
         self._items = 0
         self._bytes = 0
         self._seconds_per_item = 0.0  # moving average
@@ -58,11 +80,16 @@ class WorkerPool(Generic[A]):
             raise self._refusal(429)
         self._items += 1
         self._bytes += len(item)
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting[A](item, loop.create_future())
+        if not self._waiting:
+            loop.call_soon(self._give_out)  # together with what else is asked until then
+        self._waiting.append(waiting)
+        refusal = loop.call_later(self._bounds.seconds, self._refuse, waiting)
         try:
-            await self._turn()
-            # A caller who leaves now must not end the worker: the next item would have to wait for a new one to start.
-            answer = await asyncio.shield(self._begin(self._answer(item)))
+            answer = await waiting.future
         finally:
+            refusal.cancel()
             self._items -= 1
             self._bytes -= len(item)
         if isinstance(answer, Lost) and not answer.started:
@@ -73,43 +100,65 @@ class WorkerPool(Generic[A]):
         """End all workers, whatever they do; items that still wait raise EngineError."""
         for worker in self._workers:
             worker.close()
-        for _ in self._workers:
-            await self._free.acquire()
+        self._give_out()
+        while self._tasks:
+            await asyncio.wait(self._tasks)
         for worker in self._workers:
             await worker.stop()
-            self._free.release()
 
-    async def _turn(self) -> None:
-        try:
-            async with asyncio.timeout(self._bounds.seconds):
-                await self._free.acquire()
-        except TimeoutError:
-            raise self._refusal(503) from None
+    def _give_out(self) -> None:
+        """Divide the items that wait among the idle workers."""
+        while self._idle and self._waiting:
+            items = self._next_frame(min(-(-len(self._waiting) // len(self._idle)), MOST_AT_ONCE))
+            if items:
+                self._begin(self._answer(self._idle.pop(), items))
 
-    def _begin(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    def _next_frame(self, most: int) -> list[_Waiting[A]]:
+        """Take up to `most` items from the queue for one frame, without those that were refused or whose callers left.
+
+        The result is empty only when no other item waits.
+        """
+        items: list[_Waiting[A]] = []
+        size = 0
+        while self._waiting and len(items) < most:
+            size += len(self._waiting[0].item)
+            if items and size > MOST_BYTES_AT_ONCE:
+                break
+            waiting = self._waiting.popleft()
+            if waiting.future.done():
+                size -= len(waiting.item)
+            else:
+                items.append(waiting)
+        return items
+
+    def _refuse(self, waiting: _Waiting[A]) -> None:
+        """Refuse an item if no worker has begun with it. One that lies in a worker's frame is answered for nobody."""
+        if not waiting.has_begun and not waiting.future.done():
+            waiting.future.set_exception(self._refusal(503))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)  # the event loop itself does not keep a task alive
         task.add_done_callback(self._tasks.discard)
-        return task
 
-    async def _answer(self, item: bytes) -> A | Lost:
-        worker = self._idle.pop()
+    async def _answer(self, worker: WorkerProcess[A], items: list[_Waiting[A]]) -> None:
+        """Let a worker answer these items. A caller who leaves meanwhile does not end it."""
         began = monotonic()
-        (answer,) = await worker.ask([item])
-        self._seconds_per_item += SHARE_OF_NEWEST * (monotonic() - began - self._seconds_per_item)
-        if isinstance(answer, Lost) and answer.started:
-            self._begin(self._restart(worker))
-        else:
-            self._put_back(worker)
-        return answer
+        items[0].has_begun = True
+        left = deque(items)
 
-    async def _restart(self, worker: WorkerProcess[A]) -> None:
-        await worker.start()
-        self._put_back(worker)
+        def answered(answer: A | Lost) -> None:
+            left.popleft().set(answer)
+            if left:
+                left[0].has_begun = True
 
-    def _put_back(self, worker: WorkerProcess[A]) -> None:
+        answers = await worker.ask([waiting.item for waiting in items], answered)
+        seconds = (monotonic() - began) / len(items)
+        self._seconds_per_item += SHARE_OF_NEWEST * (seconds - self._seconds_per_item)
+        if isinstance(answers[-1], Lost) and answers[-1].started:
+            await worker.start()
         self._idle.append(worker)
-        self._free.release()
+        self._give_out()
 
     def _refusal(self, status: int) -> Overloaded:
         wait = self._items * self._seconds_per_item / len(self._workers)

@@ -73,26 +73,36 @@ class WorkerProcess(Generic[A]):
         self._is_new = False  # whether the child was started for the items that it has now
         self._closed = False
 
-    async def ask(self, items: Sequence[bytes]) -> list[A | Lost]:
+    async def ask(
+        self, items: Sequence[bytes], answered: Callable[[A | Lost], None] = lambda answer: None
+    ) -> list[A | Lost]:
         """Return an answer for each encoded item, in order. Nothing that a worker does raises an error.
+
+        `answered` is called with each answer as soon as it is there.
 
         An item over which the worker dies or runs out of memory is tried again in a worker that is started for it,
         unless that one was: another item, or another program while the worker was idle, may have been the cause.
         """
         answers: list[A | Lost] = []
+
+        def add(answer: A | Lost) -> None:
+            answers.append(answer)
+            answered(answer)
+
         while len(answers) < len(items):
-            kind = await self._run(items, answers)
+            kind = await self._run(items[len(answers) :], add)
             if kind is None:
                 break
             if not self._greeted:
-                return answers + [Lost(kind, started=False)] * (len(items) - len(answers))
-            if kind == "timeout" or (self._is_new and self._answered == 0):
-                answers.append(Lost(kind))
+                for _ in items[len(answers) :]:
+                    add(Lost(kind, started=False))
+            elif kind == "timeout" or (self._is_new and self._answered == 0):
+                add(Lost(kind))
         return answers
 
     async def start(self) -> None:
         """Start a child if there is none, and wait until it is ready."""
-        await self._run([], [])
+        await self._run([], lambda answer: None)
 
     async def stop(self) -> int:
         """End the child and its own children; return its exit status, 0 if there was none."""
@@ -108,8 +118,8 @@ class WorkerProcess(Generic[A]):
         self._closed = True
         self._kill()
 
-    async def _run(self, items: Sequence[bytes], answers: list[A | Lost]) -> LostKind | None:
-        """Let the child answer the items that have no answer yet; return why it ended, None if it did not."""
+    async def _run(self, items: Sequence[bytes], add: Callable[[A | Lost], None]) -> LostKind | None:
+        """Let the child answer the items and add each answer; return why it ended, None if it did not."""
         try:
             self._is_new = self._child is None
             if self._is_new:
@@ -118,12 +128,14 @@ class WorkerProcess(Generic[A]):
             while not self._greeted:
                 await self._receive()
             if items:
-                self._writer.write(framed(encode(items[len(answers) :])))
-            while len(answers) < len(items):
+                self._writer.write(framed(encode(items)))
+            left = len(items)
+            while left:
                 answer = await self._receive()
                 if not isinstance(answer, Busy):
-                    answers.append(answer)
                     self._answered += 1
+                    left -= 1
+                    add(answer)
             return None
         except TimeoutError:
             await self.stop()

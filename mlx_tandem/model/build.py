@@ -15,29 +15,25 @@ from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine.budget import Needs, StepLimits, divide
 from mlx_tandem.engine.cost import CostModel
-from mlx_tandem.engine.tier import READ_BYTES
+from mlx_tandem.engine.kv_offload import READ_BYTES
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
-from mlx_tandem.model import compiler, cpu, device, footprint, probe
-from mlx_tandem.model.attention import fused, hook
+from mlx_tandem.model import compiler, device, footprint, probe
+from mlx_tandem.model.attention import fused
+from mlx_tandem.model.choices import Choices, Subject
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.footprint import SlotRoom
-from mlx_tandem.model.kernel_checks import argmax, attention, blocks, lora
-from mlx_tandem.model.kernel_checks import skinny as skinny_check
-from mlx_tandem.model.kernel_checks.attention import AttentionChoice
-from mlx_tandem.model.kernel_checks.frame import Choice
-from mlx_tandem.model.linears import skinny
+from mlx_tandem.model.kernel_checks import everything
+from mlx_tandem.model.kernel_checks.everything import Kernels, examine
+from mlx_tandem.model.linears import tuning
 from mlx_tandem.model.linears.groups import find_groups
-from mlx_tandem.model.linears.merged import Merged, merge
-from mlx_tandem.model.linears.skinny import FewRows
+from mlx_tandem.model.linears.merged import merge
 from mlx_tandem.model.linears.tuning import Tuned, tune
 from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weights
-from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.memory import Limit
 from mlx_tandem.model.runner import MLXRunner
-from mlx_tandem.model.step.sampler import Greedy
 from mlx_tandem.model.warm_up import warm_up
 from mlx_tandem.types import EngineInfo, MemoryBudget, MemoryInUse
 
@@ -66,8 +62,10 @@ class Built:
     """The linears that adapters may change, by path."""
 
     layers: int
-    warm_up: Callable[[CostModel], None]
-    """Runs the first steps and fits the cost model; call it once, before serving."""
+    warm_up: Callable[[CostModel], Choices]
+    """Runs the first steps and fits the cost model; returns everything that was chosen by timing. Call it once, before
+    serving.
+    """
 
     memory: Callable[[], MemoryInUse]
     """Returns the memory that is in use now."""
@@ -86,24 +84,12 @@ class Built:
     """Bytes that all trainers may use besides one micro-batch."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Kernels:
-    """The choices made by checking and timing kernels on this device."""
-
-    products: Choice[FewRows | None]
-    attention: AttentionChoice
-    own_blocks: str
-    """Why attention blocks run their own code; empty if they are on the fused path or cannot be."""
-
-    adapters: Choice[GroupedDeltas | None]
-    greedy: Choice[Greedy]
-
-
 def build(
     config: EngineConfig,
     weights: Mapping[str, AdapterWeights],
     report: Report,
     backends: Sequence[fused.Fused] | None = None,
+    given: Choices | None = None,
 ) -> Built:
     """Load the model, check it on this device, and return a runner for it with pools of a fixed size.
 
@@ -114,6 +100,8 @@ def build(
         weights: Adapters by digest that the runner may be asked to load; the caller keeps it current.
         report: Is told the stage and the fraction of it that is done.
         backends: Fused attention back ends to try; None: those of this device.
+        given: The choices of another process, for the same model, settings and kind of device; None: this process
+            checks and times its kernels itself.
 
     Raises:
         ModelError: The model cannot be served with these settings on this device.
@@ -122,40 +110,33 @@ def build(
     limit = device.memory_limit(config.memory_limit_gb)  # measured before anything of it is used
     compiler.prepare()
     model = load_unread(config.model, report)
-    _check_fit(config, limit, model)
+    subject = _check_fit(config, limit, model, given)
     read_weights(model, report)
     candidates = fused.available() if backends is None else backends
     merged = merge(find_groups(model.module)) if candidates else []
     twin = clone(model.module)  # before anything of the served tree is changed
-    found, kernels = _choose_kernels(config, model, merged, candidates, report)
+    known = None if given is None else given.kernels
+    found, kernels = everything.choose(config, model, merged, candidates, report, known)
     adapters = LoraState(model.module, config.lora, model.dtype, kernels.adapters.chosen, kernels.products.chosen)
     log.info("adapters by %s: %s", adapters.backend, kernels.adapters.reason)
     needs = _needs(config, limit, model, found, adapters)
     memory = _divide(config, limit, needs)
     step_limits = _limit_steps(model, kernels, needs, memory)
-    tuned = _tune(config, model, memory, kernels, report)
-    runner = MLXRunner(
-        model,
-        found.layers,
-        adapters,
-        weights,
-        vocab_size=found.vocab_size,
-        num_blocks=[pool.num_blocks for pool in memory.pools],
-        block_size=config.cache.block_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        mask_axes=found.mask_axes,
-        limits=step_limits,
-        attention=kernels.attention.layers,
-        row_counts=tuned.rows,
-        greedy=kernels.greedy.chosen,
-    )
+    tuned = _tune(config, model, memory, kernels, report, given)
+    runner = _runner(config, model, found, kernels, adapters, weights, memory, step_limits, tuned)
     info = _describe(config, model, found, kernels, memory, adapters.backend, time.monotonic() - started)
+
+    def run_first_steps(cost: CostModel) -> Choices:
+        drafts = config.speculation.method != "none"
+        pace = warm_up(runner, info, cost, report, limit.size, None if given is None else given.pace, drafts=drafts)
+        return Choices(subject, kernels.choices(), tuned, pace)
+
     return Built(
         runner=runner,
         info=info,
         linears=adapters.linears(),
         layers=len(found.layers),
-        warm_up=lambda cost: warm_up(runner, info, cost, report, limit.size),
+        warm_up=run_first_steps,
         memory=lambda: MemoryInUse(
             mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory(), runner.compiled_steps
         ),
@@ -169,6 +150,35 @@ def build(
     )
 
 
+def _runner(
+    config: EngineConfig,
+    model: LoadedModel,
+    found: probe.Examined,
+    kernels: Kernels,
+    adapters: LoraState,
+    weights: Mapping[str, AdapterWeights],
+    memory: MemoryBudget,
+    limits: StepLimits,
+    tuned: Tuned,
+) -> MLXRunner:
+    """Return the runner of a model with these kernels and pools."""
+    return MLXRunner(
+        model,
+        found.layers,
+        adapters,
+        weights,
+        vocab_size=found.vocab_size,
+        num_blocks=[pool.num_blocks for pool in memory.pools],
+        block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        mask_axes=found.mask_axes,
+        limits=limits,
+        attention=kernels.attention.layers,
+        row_counts=tuned.rows,
+        greedy=kernels.greedy.chosen,
+    )
+
+
 def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     """Return the memory budget that `build` would reach, and the longest sequence, without reading any weight.
 
@@ -177,7 +187,7 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     """
     limit = device.memory_limit(config.memory_limit_gb)
     model = load_unread(config.model, lambda stage, fraction: None)
-    found = _examine(config, model, evaluate=False)
+    found = examine(config, model, evaluate=False)
     memory = _divide(
         config, limit, _needs(config, limit, model, found, LoraState(model.module, config.lora, model.dtype))
     )
@@ -185,61 +195,22 @@ def plan(config: EngineConfig) -> tuple[MemoryBudget, int]:
     return memory, min(model.max_model_len, *(group.longest for group in groups))
 
 
-def _choose_kernels(
-    config: EngineConfig,
-    model: LoadedModel,
-    merged: Sequence[Merged],
-    candidates: Sequence[fused.Fused],
-    report: Report,
-) -> tuple[probe.Examined, _Kernels]:
-    """Check the model, choose its kernels, and change its modules so that they use them."""
-    report("checking products", 0.0)
-    modules = skinny.candidates(model.module, merged)
-    products = skinny_check.choose(modules)
-    if products.chosen is not None:
-        skinny.speed_up(modules, merged, products.chosen)
-    log.info("products of few rows: %s", products.reason)
-    hook.install()
-    if device.is_cpu():
-        cpu.install()
-    report("checking the model", 0.0)
-    found = _examine(config, model)
-    report("checking attention", 0.0)
-    asked, block_size = config.cache.attention_backend, config.cache.block_size
-    chosen = attention.choose(asked, found.layers, block_size, probe.windows(model), candidates)
-    log.info("attention by %s: %s", chosen.name, chosen.reason)
-    own_blocks = ""
-    if any(chosen.layers):
-        timed = asked == attention.AUTO
-        own_blocks = blocks.choose(
-            model, found.vocab_size, found.layers, chosen.layers, block_size, found.mask_axes, timed=timed
-        )
-        if own_blocks:
-            log.warning("attention blocks run their own code: %s", own_blocks)
-    report("checking adapters", 0.0)
-    adapters = lora.choose(model.module, config.lora, model.dtype)
-    greedy = argmax.choose(model.dtype, found.vocab_size)
-    log.info("greedy tokens: %s", greedy.reason)
-    return found, _Kernels(products, chosen, own_blocks, adapters, greedy)
+def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel, given: Choices | None) -> Subject:
+    """Raise ModelError when the device has too little memory for the model or `given` is for another one.
 
-
-def _examine(config: EngineConfig, model: LoadedModel, *, evaluate: bool = True) -> probe.Examined:
-    """Examine the model; the layers' shapes are those in the pool, where keys and values may be quantised."""
-    found = probe.examine(model, evaluate=evaluate)
-    if config.cache.kv_bits == 16:
-        return found
-    return found._replace(layers=[s.quantised(config.cache.kv_bits, config.cache.kv_group_size) for s in found.layers])
-
-
-def _check_fit(config: EngineConfig, limit: Limit, model: LoadedModel) -> None:
-    """Raise ModelError when the device has too little memory for the model, before any weight is read."""
-    found = _examine(config, model, evaluate=False)
+    It is called before any weight is read. Return the subject that choices are made for.
+    """
+    found = examine(config, model, evaluate=False)
     linears = footprint.linears(model.module)
     _divide(
         config,
         limit,
         footprint.needs(config, limit.size, model, found.layers, found.vocab_size, linears, model.dtype),
     )
+    subject = Subject.of(config, model, found.layers, found.vocab_size)
+    if given is not None:
+        given.require(subject)
+    return subject
 
 
 def _needs(config: EngineConfig, limit: Limit, model: LoadedModel, found: probe.Examined, adapters: LoraState) -> Needs:
@@ -265,7 +236,7 @@ def _trainer_budget(
     return memory.unassigned + memory.learning - one_pass
 
 
-def _limit_steps(model: LoadedModel, kernels: _Kernels, needs: Needs, memory: MemoryBudget) -> StepLimits:
+def _limit_steps(model: LoadedModel, kernels: Kernels, needs: Needs, memory: MemoryBudget) -> StepLimits:
     """Return how large a step may be, and tell MLX how much memory it may wire and keep."""
     layers = kernels.attention.layers
     piggybacked = PIGGYBACKED_TOKENS if layers and all(layers) else 0
@@ -276,8 +247,21 @@ def _limit_steps(model: LoadedModel, kernels: _Kernels, needs: Needs, memory: Me
     return needs.step.within(memory.activations)._replace(tokens=needs.chunk_tokens, piggybacked=piggybacked)
 
 
-def _tune(config: EngineConfig, model: LoadedModel, memory: MemoryBudget, kernels: _Kernels, report: Report) -> Tuned:
-    """Time the model's products on a GPU; on a CPU their time is proportional to their size, and nothing is timed."""
+def _tune(
+    config: EngineConfig,
+    model: LoadedModel,
+    memory: MemoryBudget,
+    kernels: Kernels,
+    report: Report,
+    given: Choices | None,
+) -> Tuned:
+    """Time the model's products on a GPU, unless another process did.
+
+    On a CPU their time is proportional to their size, and nothing is timed.
+    """
+    if given is not None:
+        tuning.use(model.module, given.tuned)
+        return given.tuned
     if device.is_cpu():
         return Tuned()
     report("timing products", 0.0)
@@ -296,7 +280,7 @@ def _describe(
     config: EngineConfig,
     model: LoadedModel,
     found: probe.Examined,
-    kernels: _Kernels,
+    kernels: Kernels,
     memory: MemoryBudget,
     lora_backend: str,
     load_seconds: float,

@@ -180,7 +180,7 @@ class _Paged:
         block: int,
     ):
         self._module, self._prompts, self._axes, self._block = module, prompts, axes, block
-        self._level = 0 if kernels and kernels[0] is not None else None
+        self._common_offset = 0 if kernels and kernels[0] is not None else None
         self._width = -(-32 // block)
         self._blocks = 1 + len(prompts) * self._width
         self._caches = [PagedCache(*each) for each in zip(shapes, kernels or [None] * len(shapes), strict=True)]
@@ -199,7 +199,7 @@ class _Paged:
             at = np.arange(len(p) - 1)
             tokens[i, : len(at)] = p[:-1]
             slots[i, : len(at)] = self._tables[i, at // self._block] * self._block + at % self._block
-        return self._forward(tokens, np.zeros(len(tokens)), slots, self._level)
+        return self._forward(tokens, np.zeros(len(tokens)), slots, self._common_offset)
 
     def decode(self) -> mx.array:
         """Return the logits of each prompt's last token."""
@@ -208,7 +208,7 @@ class _Paged:
         slots = (self._tables[rows, at // self._block] * self._block + at % self._block)[:, None]
         return self._forward(tokens, at, slots, None)
 
-    def _forward(self, tokens: Any, offset: Any, slots: Any, level: int | None) -> mx.array:
+    def _forward(self, tokens: Any, offset: Any, slots: Any, common_offset: int | None) -> mx.array:
         views = []
         for i, window in enumerate(self._windows):
             # The table's width differs between pools, so that a mask made for one pool does not fit a layer of another.
@@ -223,7 +223,7 @@ class _Paged:
                 block_size=self._block,
                 mask_axes=self._axes,
                 kept=window,
-                level=level,
+                common_offset=common_offset,
             )
             views.append(view)
         for cache, arrays, own in zip(self._caches, self._pool.layers, self._pool.pool_of, strict=True):

@@ -19,7 +19,6 @@ from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.plan import CARRY, Bytes, Mask, Row, RowKind, StepPlan, StepResult
-from mlx_tandem.kv.pool import first_block
 from mlx_tandem.model import compiler, cpu, device
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import after, zero_of
@@ -30,14 +29,14 @@ from mlx_tandem.model.linears.merged import merged_in
 from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.step.draw import Drawing, Undrawn, drawing, words_of
-from mlx_tandem.model.step.head import HeadSelector
-from mlx_tandem.model.step.inputs import Form, Inputs, Numbers, constant, forms, padded, receive
+from mlx_tandem.model.step.head import HeadPositions
+from mlx_tandem.model.step.index_arrays import IndexArrays
+from mlx_tandem.model.step.inputs import ArraySpec, Inputs, padded, receive, specs
 from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.parts import Flight, Part
 from mlx_tandem.model.step.rope import SharedAngles
 from mlx_tandem.model.step.sampler import Greedy, SamplingFlags, by_argmax, score
 from mlx_tandem.model.step.seats import Seats
-from mlx_tandem.model.step.seattables import SeatTables
 from mlx_tandem.model.step.shapes import (
     blocks_read,
     coarse_count,
@@ -48,13 +47,13 @@ from mlx_tandem.model.step.shapes import (
     split_by_context,
     table_width,
 )
-from mlx_tandem.model.step.verify import drafts_of, goes_with_decodes, take_verified, token_by_token
+from mlx_tandem.model.step.verify import drafts_of, goes_with_decodes, places_at, settled, take_verified, token_by_token
 from mlx_tandem.types import TokenLogprob
 
 VIEW_BLOCKS = 32
 """Fewest blocks that a prompt chunk reads in place, if they are contiguous, instead of gathering them."""
 
-LEVEL_TOKENS = 256
+COMMON_OFFSET_TOKENS = 256
 """Fewest tokens of a chunk after a context that are worth a forward of their own where masks make attention slow."""
 
 LONG_TOKENS, PAUSE = 1024, 6
@@ -75,9 +74,6 @@ MET = 1024
 
 KEPT_SAMPLING = 4
 """Most sets of rows whose sampling arrays are kept: those of a step's parts. Some are as wide as the vocabulary."""
-
-KEPT_ARRAYS = 64
-"""Most constant arrays of sets of rows that are kept: tables, tokens, seats."""
 
 
 class MLXRunner:
@@ -106,7 +102,7 @@ class MLXRunner:
         greedy: Greedy = by_argmax,
     ):
         self._model: Any = model.module
-        self._head = HeadSelector.of(model.module)
+        self._head = HeadPositions.of(model.module)
         self._merged = merged_in(model.module)
         self._angles = SharedAngles(model.module) if device.is_cpu() else None
         self._lora = lora
@@ -124,12 +120,11 @@ class MLXRunner:
         self._fused_length = MOST_QUERIES if all(attention) else 0
         self._order = lora.order  # adapters' slots are written in place as well
         self._pool = KVPools(layers, num_blocks, block_size, self._order)
-        self._tables = [SeatTables(max_num_seqs, first) for first in self._pool.firsts]
+        self._index_arrays = IndexArrays(max_num_seqs, block_size, self._pool.firsts, self._pool.windows)
         self._steps: OrderedDict[StepKey, Callable[..., Any]] = OrderedDict()
-        self._compiled = 0  # number since the start
+        self._first_uses = 0  # forwards since the start that were traced first, or run as they are
         self._drawings: dict[SamplingFlags, Drawing] = {}  # compiled, of rows with masks
         self._met: Counter[StepKey] = Counter()  # kinds of mixed steps
-        self._cached: dict[Any, Numbers] = {}  # constants of the present sets of rows
         self.inputs = Inputs()
         self._recent: OrderedDict[Any, tuple[SamplingFlags, list[mx.array]]] = OrderedDict()  # sampling arrays
         # Where MLX's own operations write and operations in flight hold their inputs, a write dispatched behind a read
@@ -137,22 +132,21 @@ class MLXRunner:
         # that is done. Whether the device needs this is measured at start (`overlap.py`).
         self.one_at_a_time = device.is_cpu()
         # On a CPU there is no fused attention that a mask would prevent.
-        self.levels = not device.is_cpu()
+        self.common_offsets = not device.is_cpu()
         self.pauses = device.is_cuda()  # elsewhere the host is at most a few command buffers ahead of the device
         self._built: deque[Part] = deque()  # parts that are not dispatched yet
         self._running: Part | None = None
-        self._last = self._no_tokens()
-
-    def _no_tokens(self) -> mx.array:
-        """Return the newest token of each seat, all 0."""
-        last = mx.zeros((self._seats.padding + 1,), mx.int32)
-        mx.eval(last)
-        return last
+        self._last, self._places_of_last = self._seats.no_tokens(), self._seats.no_tokens()
 
     @property
     def pool_bytes(self) -> int:
         """Bytes of the KV pools."""
         return self._pool.nbytes
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a hidden state, the input of the output head; 0 if no step has shown it."""
+        return self._head.width
 
     @property
     def compiled_steps(self) -> int:
@@ -169,13 +163,12 @@ class MLXRunner:
             for slot, digest in plan.uploads:
                 if self._lora.install(slot, self._weights[digest]):
                     self._steps.clear()
-            compiled = self._compiled
+            first_uses = self._first_uses
             parts += self._copy_blocks(plan.copies) if plan.copies else []
             parts += self._load_blocks(plan.loads) if plan.loads else []
             for seating in plan.seatings:
                 self._seats.take(seating)
-                for tables in self._tables:
-                    tables.forget(seating.seat)
+                self._index_arrays.forget(seating.seat)
             self._built.extend(parts)
             self._dispatch()  # a part that pauses reads and writes the pool while it is built
             for rows in self._rectangles(plan.rows):
@@ -184,9 +177,9 @@ class MLXRunner:
                 self._dispatch()
         except Exception as e:
             raise compiler.device_error(e) from e
-        return Flight(plan, parts, cold=self._compiled != compiled)
+        return Flight(plan, parts, first_use=self._first_uses != first_uses)
 
-    def waits(self, plan: StepPlan) -> bool:
+    def launch_waits(self, plan: StepPlan) -> bool:
         """Return whether `launch` may pause for the device because of long prompts."""
         prompts = sum(len(r.tokens) for r in plan.rows if r.kind is RowKind.PROMPT and not r.piggybacked)
         return self._may_pause and 4 * prompts >= LONG_TOKENS  # a chunk may be padded to more tokens
@@ -196,9 +189,12 @@ class MLXRunner:
         try:
             own = dict(zip(handle.plan.masked, masks, strict=True))
             for undrawn in [part.undrawn for part in handle.parts if part.undrawn is not None]:
-                handle.parts.append(self._draw(undrawn, own))
-                self._built.append(handle.parts[-1])
-                self._dispatch()
+                part = self._draw(undrawn, own)
+                handle.parts.append(part)
+                if self._built:
+                    self._built.append(part)  # the forward that it draws from may be waiting, too
+                else:
+                    mx.async_eval(part.marker)  # it does not use the pool, so it follows its forward at once
         except Exception as e:
             raise compiler.device_error(e) from e
 
@@ -208,7 +204,7 @@ class MLXRunner:
         if flags not in self._drawings:
             self._drawings[flags] = mx.compile(drawing(flags, self._greedy, self._seats.padding))
         words = words_of(undrawn.rows, len(undrawn.logits), masks, undrawn.logits.shape[-1])
-        drawn, self._last, seen = self._drawings[flags](
+        drawn, self._last, seen, moved = self._drawings[flags](
             undrawn.logits,
             undrawn.position,
             undrawn.seats,
@@ -216,11 +212,18 @@ class MLXRunner:
             undrawn.sampling,
             self._seats.seen(flags),
             undrawn.drafts,
+            [self._places_of_last] if undrawn.drafts else [],
             mx.array(words),
         )
         self._seats.remember(seen)
-        marker = [*drawn, self._last]
+        self._move(moved)
+        marker = [*drawn, self._last, *moved]
         return Part(undrawn.rows, flags, drawn, marker, wanted=undrawn.wanted, verifies=undrawn.verifies)
+
+    def _move(self, moved: Sequence[mx.array]) -> None:
+        """Take in where each seat's newest token is after a step with drafts."""
+        if moved:
+            (self._places_of_last,) = moved
 
     def _dispatch(self) -> None:
         """Dispatch the parts that are built, or one at a time where the device needs that."""
@@ -235,6 +238,7 @@ class MLXRunner:
         tokens: list[tuple[int, ...]] = [()] * len(handle.plan.rows)
         logprobs: list[tuple[TokenLogprob, ...] | None] = []
         scores: dict[int, list[TokenLogprob]] = {}
+        pooled: dict[int, list[float]] = {}
         saves: list[bytes] = []
         try:
             for part in handle.parts:
@@ -243,11 +247,14 @@ class MLXRunner:
                     mx.synchronize()  # a GPU releases the inputs of operations a little later
                 if part.sent is not None:
                     self.inputs.done(part.sent)
-                self._running = None
+                if part is self._running:
+                    self._running = None
                 self._dispatch()
                 if part.saves:
                     saves = self._pool.bytes_of(part.marker, part.saves)
-                if part.scored:
+                if part.is_pooled:
+                    pooled |= part.pooled(handle.plan)
+                elif part.scored:
                     scores |= part.scores(handle.plan)
                 if not part.drawn:
                     continue
@@ -264,22 +271,22 @@ class MLXRunner:
                         logprobs[i] = found[: len(tokens[i])]
         except Exception as e:
             raise compiler.device_error(e) from e
-        return StepResult(tokens, logprobs, scores, saves, handle.cold)
+        return StepResult(tokens, logprobs, scores, saves, handle.first_use, pooled)
 
     def reset(self) -> None:
         """Drop everything in flight, all compiled steps and all contents of the pool, after a failed step."""
         self._steps.clear()
         self._drawings.clear()
-        self._cached.clear()
+        self._index_arrays.clear()
         self._recent.clear()
         self._seats.forget_counts()
         self._built.clear()
         self._running = None
         self._lora.unbind()
-        self._head.select(None)
+        self._head.keep(None)
         self._order.reset()
         self._pool.clear()
-        self._last = self._no_tokens()
+        self._last, self._places_of_last = self._seats.no_tokens(), self._seats.no_tokens()
 
     # a step
 
@@ -290,16 +297,18 @@ class MLXRunner:
         contexts differ much. Groups that would need more memory than the limits allow are cut.
         """
         decodes = [i for i, r in enumerate(rows) if goes_with_decodes(r)]
-        by_length: dict[tuple[int, bool, int | None], list[int]] = {(1, False, None): decodes} if decodes else {}
+        usual = (1, False, False, None)
+        by_length: dict[tuple[int, bool, bool, int | None], list[int]] = {usual: decodes} if decodes else {}
         for i, r in enumerate(rows) if len(decodes) < len(rows) else ():
             n = len(r.tokens)
             if goes_with_decodes(r):
                 continue
-            level = self._level([r])
-            apart = None if level is None else i if level else -1
-            by_length.setdefault((1 if n == 1 else padded_length(n), bool(r.targets), apart), []).append(i)
+            common_offset = self._common_offset([r])
+            apart = None if common_offset is None else i if common_offset else -1
+            length = 1 if n == 1 else padded_length(n)
+            by_length.setdefault((length, bool(r.targets), r.pooling is not None, apart), []).append(i)
         pieces = []
-        for (length, _, _), group in by_length.items():
+        for (length, *_), group in by_length.items():
             if length <= self._fused_length:
                 pieces.append(group)
                 continue
@@ -320,7 +329,7 @@ class MLXRunner:
         slots = [r.lora_slot for r in plan.rows]
         indices = sorted(indices, key=slots.__getitem__)  # adjacent rows of one adapter are faster
         rows = [plan.rows[i] for i in indices]
-        verifies = any(r.kind is RowKind.VERIFY for r in rows)
+        verifies = any(r.kind is RowKind.VERIFY or r.slack for r in rows)  # one kind of steps, so that few are traced
         mixed = verifies or any(r.piggybacked for r in rows)
         whole = rows
         if mixed:
@@ -330,7 +339,7 @@ class MLXRunner:
         count = row_count(coarse_count(len(rows)) if mixed else len(rows), self._good_counts(length))
         pools = range(len(self._pool.windows))
         in_place = tuple(self._contiguous(rows, pool) for pool in pools)
-        level = self._level(rows)
+        common_offset = self._common_offset(rows)
         width_of = coarse_width if mixed else table_width
         widths = tuple(width_of(most_blocks_read(rows, self._block_size, window)) for window in self._pool.windows)
         padding = self._seats.padding
@@ -342,11 +351,14 @@ class MLXRunner:
         flags, sampling = self._sampling(tuple(drawn_seats), mixed) if samples else (SamplingFlags(), [])
         adapter_slots = [slots[i] for i in indices]
         route = self._lora.route(adapter_slots + [adapter_slots[-1]] * (count - len(rows)), length)
-        tokens, offset, places, last = self._index_arrays(rows, count, length, widths)
-        carry = length == 1 and any(r.tokens[0] == CARRY for r in rows)
+        tokens, offset, places, last = self._index_arrays.of(rows, count, length, widths, verifies)
+        carry = verifies or (length == 1 and any(r.tokens[0] == CARRY for r in rows))
         scores = self._seats.scores([r.seat for r in rows]) if rows[0].targets else -1
-        seat_array = self._once(("seats", tuple(seats)), lambda: np.array(seats, np.int32))
+        seat_array = self._index_arrays.once(("seats", tuple(seats)), lambda: np.array(seats, np.int32))
         numbers = [tokens, offset, last, seat_array, *places]
+        if verifies:
+            bounds = [plan.rows[i].start if plan.rows[i].slack else -1 for i in indices]
+            numbers.append(np.array(bounds + [-1] * (count - len(rows)), np.int32))
         if scores >= 0:
             numbers.append(padded([r.targets for r in rows], count, length))
         if picked:
@@ -360,23 +372,40 @@ class MLXRunner:
         picks = len(drawn_seats) if picked else 0
         most = drafts[0].shape[1] if drafts else 0
         masked = bool(plan.masked) and not set(plan.masked).isdisjoint(indices)
-        key = StepKey(count, length, gathered, carry, samples, flags, route.layout, level, scores, picks, most, masked)
+        pooled, layout = rows[0].pooling is not None, route.layout
+        key = StepKey(
+            count,
+            length,
+            gathered,
+            carry,
+            samples,
+            flags,
+            layout,
+            common_offset,
+            scores,
+            picks,
+            most,
+            pooled,
+            masked,
+        )
         # These steps are of too many kinds to trace each of them, or they pause.
-        if any(in_place) or level or self._is_long(key) or (mixed and not self._is_usual(key)):
-            step = self._make_step(key, forms(numbers), in_place)
+        if any(in_place) or common_offset or self._is_long(key) or (mixed and not self._is_usual(key)):
+            step = self._make_step(key, specs(numbers), in_place)
+            self._first_uses += mixed
         else:
             found = self._steps.get(key)
-            step = found or mx.compile(self._make_step(key, forms(numbers), in_place))
+            step = found or mx.compile(self._make_step(key, specs(numbers), in_place))
             if found is None:
                 self._steps[key] = step
-                self._compiled += 1
+                self._first_uses += 1
                 if len(self._steps) > MAX_COMPILED:
                     self._met.pop(self._steps.popitem(last=False)[0], None)
             self._steps.move_to_end(key)
         sent = self.inputs.send(numbers)
-        drawn, scored, marker, self._last, seen, self._pool.layers, self._order.zeros = step(
+        drawn, scored, marker, self._last, moved, seen, self._pool.layers, self._order.zeros = step(
             sent.arrays,
             self._last,
+            [self._places_of_last] if verifies else [],
             sampling,
             self._seats.seen(flags),
             route.arrays,
@@ -384,29 +413,31 @@ class MLXRunner:
             self._order.zeros,
         )
         self._seats.remember(seen)
+        self._move(moved)
         wanted = [self._seats.wanted_logprobs(r.seat) for r in rows] if flags.logprobs >= 0 else []
-        wanted_scores = [self._seats.wanted_prompt_logprobs(r.seat) for r in rows] if scored else []
+        wanted_scores = [self._seats.wanted_prompt_logprobs(r.seat) for r in rows] if scored and not pooled else []
         undrawn = None
         if masked:
             (logits, position, own, *behind), drawn = drawn, []
             undrawn = Undrawn(logits, position, own, flags, sampling, behind, indices, wanted, verifies)
         read = count * length
-        return Part(indices, flags, drawn, marker, read, scored, wanted, wanted_scores, sent, undrawn, verifies)
+        return Part(indices, flags, drawn, marker, read, scored, wanted, wanted_scores, sent, undrawn, verifies, pooled)
 
     def _make_step(
-        self, key: StepKey, expected: Sequence[Form], in_place: Sequence[tuple[int, int] | None]
+        self, key: StepKey, expected: Sequence[ArraySpec], in_place: Sequence[tuple[int, int] | None]
     ) -> Callable[..., Any]:
         """Return the step as a pure function of arrays and lists of arrays.
 
-        expected: the forms of its inputs, which follow from the key; in_place: block ranges, as in `_contiguous`.
+        expected: the specs of its inputs, which follow from the key; in_place: block ranges, as in `_contiguous`.
         """
         model, caches, lora, head, angles = self._model, self._caches, self._lora, self._head, self._angles
         merged, draw = self._merged, drawing(key.flags, self._greedy, self._seats.padding)
-        pools, windows, pool_of = self._pool.pools, self._pool.windows, self._pool.pool_of
+        windows, pool_of = self._pool.windows, self._pool.pool_of
 
         def step(
             inputs: list[mx.array],
             last_tokens: mx.array,
+            last_places: list[mx.array],
             sampling: list[mx.array],
             seen: list[mx.array],
             lora_arrays: list[mx.array],
@@ -415,6 +446,9 @@ class MLXRunner:
         ) -> tuple[Any, ...]:
             tokens, offset, last, seats, *rest = receive(inputs, expected)
             places, rest = rest[: 2 * len(windows)], rest[2 * len(windows) :]
+            if key.drafts:
+                offset = settled(offset, rest.pop(0), last_places[0][seats])
+                places = places_at(offset, places, windows, self._block_size)
             tokens = after(order, tokens)  # everything in the forward depends on the tokens
             targets = rest.pop(0) if key.scores >= 0 else None
             picked, drawn_seats = (rest.pop(0), rest.pop(0)) if key.picks else (None, seats)
@@ -422,49 +456,61 @@ class MLXRunner:
             ids = rest.pop(0) if rest else None
             if key.carry:
                 tokens = mx.where(tokens == CARRY, last_tokens[seats][:, None], tokens)
-            views = [
-                StepView(
-                    offset,
-                    *places[2 * i : 2 * i + 2],
-                    num_blocks=pools[i].num_blocks,
-                    block_size=self._block_size,
-                    mask_axes=self._mask_axes,
-                    kept=windows[i],
-                    in_place=in_place[i],
-                    level=key.level,
-                    pause=PAUSE if self._is_long(key) else 0,
-                )
-                for i in range(len(windows))
-            ]
+            views = self._views(key, offset, places, in_place)
             for cache, arrays, own in zip(caches, pool, pool_of, strict=True):
                 cache.bind(arrays, views[own])
             lora.bind(lora_arrays, ids, layout=key.layout)
-            head.select(last if key.length > 1 and targets is None else None, picked)
+            head.keep(last if key.length > 1 and targets is None else None, picked, hidden=key.pooled)
             try:
                 with cpu.serving():
                     output = model(tokens, cache=caches)
                 logits = head.logits(output, last)
             finally:
                 lora.unbind()
-                head.select(None)
+                head.keep(None)
                 if angles is not None:
                     angles.clear()
                 for whole in merged:
                     whole.clear()
                 pool = [cache.release() for cache in caches]
-            scored = [] if targets is None else score(output, targets, key.scores)
+            scored = head.pooled(last) if key.pooled else [] if targets is None else score(output, targets, key.scores)
             order = [zero_of([logits])] if order else []
             if not key.samples:
-                return [], scored, [*(scored or [logits[:1, :1]]), *order], last_tokens, [], pool, order
+                return [], scored, [*(scored or [logits[:1, :1]]), *order], last_tokens, [], [], pool, order
             position = offset + last + 1
             position = position if picked is None else position[picked]
             if key.masked:
                 undrawn = [logits, position, drawn_seats + 0, *(array + 0 for array in drafts)]
-                return undrawn, scored, [*undrawn, *scored, *order], last_tokens, [], pool, order
-            outputs, last_tokens, known = draw(logits, position, drawn_seats, last_tokens, sampling, seen, drafts)
-            return outputs, scored, [*outputs, *scored, last_tokens, *order], last_tokens, known, pool, order
+                return undrawn, scored, [*undrawn, *scored, *order], last_tokens, [], [], pool, order
+            drawn = draw(logits, position, drawn_seats, last_tokens, sampling, seen, drafts, last_places)
+            outputs, last_tokens, known, moved = drawn
+            marker = [*outputs, *scored, last_tokens, *moved, *order]
+            return outputs, scored, marker, last_tokens, moved, known, pool, order
 
         return step
+
+    def _views(
+        self,
+        key: StepKey,
+        offset: mx.array,
+        places: Sequence[mx.array],
+        in_place: Sequence[tuple[int, int] | None],
+    ) -> list[StepView]:
+        """Return what the layers of each pool share in a forward."""
+        return [
+            StepView(
+                offset,
+                *places[2 * i : 2 * i + 2],
+                num_blocks=self._pool.pools[i].num_blocks,
+                block_size=self._block_size,
+                mask_axes=self._mask_axes,
+                kept=self._pool.windows[i],
+                in_place=in_place[i],
+                common_offset=key.common_offset,
+                pause=PAUSE if self._is_long(key) else 0,
+            )
+            for i in range(len(in_place))
+        ]
 
     def _is_usual(self, key: StepKey) -> bool:
         """Count a kind of step; return whether it is traced already or has run often enough to be worth tracing."""
@@ -482,82 +528,26 @@ class MLXRunner:
         """Whether long forwards pause; with one part at a time, earlier parts may not be dispatched yet."""
         return self.pauses and not self.one_at_a_time
 
-    def _level(self, rows: list[Row]) -> int | None:
-        """Return the `level` of `StepView` for rows of one forward."""
+    def _common_offset(self, rows: list[Row]) -> int | None:
+        """Return the `common_offset` of `StepView` for rows of one forward."""
         start, length = rows[0].start, len(rows[0].tokens)
-        worth = length > max(1, self._fused_length) if start == 0 else len(rows) == 1 and length >= LEVEL_TOKENS
-        return start if self.levels and worth and all(r.start == start for r in rows) else None
+        worth = length > max(1, self._fused_length) if start == 0 else len(rows) == 1 and length >= COMMON_OFFSET_TOKENS
+        return start if self.common_offsets and worth and all(r.start == start for r in rows) else None
 
     def _contiguous(self, rows: list[Row], pool: int) -> tuple[int, int] | None:
         """Return the range (first, end) of pool-local blocks that a single chunk can read in place; else None."""
         if len(rows) > 1 or len(rows[0].tokens) <= max(1, self._fused_length):
             return None
-        store, by_outputs = inplace.writing()
-        if by_outputs or (store is not None and self._level(rows) is None):
+        store, _, by_outputs = inplace.writing()
+        if by_outputs or (store is not None and self._common_offset(rows) is None):
             return None  # arrays that kernels write are read by index
         n = blocks_read(rows[0], self._block_size, self._pool.windows[pool])
         if n < VIEW_BLOCKS:
             return None
-        table = self._table(rows[0], pool, n)
+        table = self._index_arrays.table(rows[0], pool, n)
         if table[n - 1] - table[0] != n - 1 or table != list(range(table[0], table[0] + n)):
             return None
         return table[0], table[0] + n
-
-    def _index_arrays(
-        self, rows: list[Row], count: int, length: int, widths: Sequence[int]
-    ) -> tuple[Numbers, Numbers, list[Numbers], Numbers]:
-        """Return tokens [rows, length], offset [rows], places and last [rows], the index of each row's last token.
-
-        Places are the slot mapping [rows, length] and the tables [rows, width] of each pool.
-        """
-        offset = np.zeros(count, np.int32)
-        offset[: len(rows)] = [r.start for r in rows]
-        lengths = np.zeros(count, np.int32)
-        lengths[: len(rows)] = [len(r.tokens) for r in rows]
-        seats = [r.seat for r in rows]
-        places: list[Numbers] = []
-        for pool, width in enumerate(widths):
-            self._tables[pool].learn(seats, [r.tables[pool] for r in rows])
-            places += self._places(seats, pool, offset, lengths, length, width)
-        if length == 1:
-            ids = [r.tokens[0] for r in rows] + [0] * (count - len(rows))
-            tokens = self._once(("tokens", tuple(ids)), lambda: np.array(ids, np.int32)[:, None])
-            return tokens, offset, places, self._once(("zeros", count), lambda: np.zeros(count, np.int32))
-        tokens = padded([r.tokens for r in rows], count, length)
-        return tokens, offset, places, np.maximum(lengths - 1, 0)
-
-    def _places(
-        self,
-        seats: list[int],
-        pool: int,
-        offset: Numbers,
-        lengths: Numbers,
-        length: int,
-        width: int,
-    ) -> tuple[Numbers, Numbers]:
-        """Return the slot mapping [rows, length] and the tables [rows, width] in one pool."""
-        bs, window = self._block_size, self._pool.windows[pool]
-        first = None if window is None else np.maximum(offset + (1 - window), 0) // bs
-        own = self._tables[pool]
-        begun = () if first is None else tuple(first.tolist())
-        key = ("tables", pool, own.generation, len(offset), width, tuple(seats), begun)
-        padded_seats = seats + [self._seats.padding] * (len(offset) - len(seats))
-        tables = self._once(key, lambda: own.cut(padded_seats, width, first))
-        if length == 1:
-            at = offset // bs if first is None else offset // bs - first
-            return (tables[np.arange(len(at)), at] * bs + offset % bs)[:, None], tables
-        position = offset[:, None] + np.arange(length, dtype=np.int32)
-        real = np.arange(length) < lengths[:, None]
-        block = np.where(real, position // bs - (0 if first is None else first[:, None]), 0)
-        slots = np.where(real, np.take_along_axis(tables, block, 1) * bs + position % bs, position % bs)
-        return slots.astype(np.int32), tables
-
-    def _table(self, row: Row, pool: int, blocks: int) -> list[int]:
-        """Return the first `blocks` of the row's block table that its window can see, by their numbers in the pool."""
-        window, begin = self._pool.windows[pool], self._pool.firsts[pool]
-        first = first_block(row.start, window, self._block_size)
-        table = row.tables[pool][first : first + blocks]
-        return [b - begin for b in table]
 
     def _sampling(self, seats: tuple[int, ...], mixed: bool) -> tuple[SamplingFlags, list[mx.array]]:
         """Return sampling flags and arrays of these seats, which are made anew only when a seat changes."""
@@ -570,15 +560,6 @@ class MLXRunner:
                 self._recent.popitem(last=False)
         self._recent.move_to_end(key)
         return made
-
-    def _once(self, key: Any, make: Callable[[], Numbers]) -> Numbers:
-        """Return numbers that depend only on which rows run; `make` is called when these change."""
-        found = self._cached.get(key)
-        if found is None:
-            if len(self._cached) > KEPT_ARRAYS:
-                self._cached.clear()
-            found = self._cached[key] = constant(make())
-        return found
 
     def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> list[Part]:
         """Return a part that reads blocks and one that writes them; in a single part, the write would copy the pool."""

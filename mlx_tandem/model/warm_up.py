@@ -4,37 +4,77 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 
 import mlx.core as mx
 
 from mlx_tandem.engine.cost import CostModel
-from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
+from mlx_tandem.engine.plan import CARRY, Row, RowKind, Seating, StepPlan
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import device
+from mlx_tandem.model.choices import Pace
 from mlx_tandem.model.loader import Report
 from mlx_tandem.model.overlap import decide_overlap, tables_of
-from mlx_tandem.model.runner import MLXRunner
+from mlx_tandem.model.runner import USUAL, MLXRunner
 from mlx_tandem.types import EngineInfo, SamplingParams
 
 log = logging.getLogger(__name__)
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 
+SAMPLED = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=20, logprobs=1)
+
 CHUNKS = ((8, 0), (64, 0), (256, 0), (8, 1024), (64, 1024), (256, 1024), (64, 6144))
 """Prompt chunks that are timed: the number of tokens, and the number of positions before them."""
 
+_DRAFTS = 4
+"""Tokens of the rows that verify drafts."""
+
 RUNS = 4
-"""Runs of each timed step. The first pays for tracing and does not count."""
+"""Most runs of each timed step. The first pays for tracing and does not count."""
+
+AGREEMENT = 1.1
+"""Ratio of a step's two shortest times at which it is not run again."""
 
 
-def warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Report, device_bytes: int) -> None:
+def warm_up(
+    runner: MLXRunner,
+    info: EngineInfo,
+    cost: CostModel,
+    report: Report,
+    device_bytes: int,
+    given: Pace | None = None,
+    *,
+    drafts: bool = False,
+) -> Pace:
     """Run the first steps, fit `cost` to the times of prompt chunks and decodes, and decide whether steps may overlap.
 
-    `report` is told how far it is; `device_bytes` is the memory of the device.
+    Return the times and the decision. With those of another process, `given`, each step runs once, so that it is
+    compiled, and nothing is timed.
+
+    Args:
+        runner: The runner, whose pool is empty.
+        info: What the engine is.
+        cost: The model that is fitted.
+        report: Is told how far it is.
+        device_bytes: The memory of the device.
+        given: The pace of another process that runs the same model on the same kind of device.
+        drafts: Whether steps will verify drafts.
     """
-    cost.fit(_time_chunks(runner, info, report), _time_decodes(runner, info))
-    _sample_once(runner, info)
-    decide_overlap(runner, info)
+    if given is None:
+        chunks, decodes = tuple(_time_chunks(runner, info, report)), tuple(_time_decodes(runner, info))
+        _sample_once(runner, info)
+        decide_overlap(runner, info)
+        pace = Pace(chunks, decodes, runner.one_at_a_time)
+    else:
+        pace = given
+        runner.one_at_a_time = pace.one_at_a_time
+        for plan in _usual_steps(info):
+            runner.wait(runner.launch(plan))
+        _sample_once(runner, info)
+    if drafts:
+        _verify_some(runner, info)
+    cost.fit(list(pace.chunks), list(pace.decodes))
     # Serving hardly asks again for arrays of these sizes; and with so much kept in the cache, what serving frees would
     # go back to the system each time.
     mx.clear_cache()
@@ -43,41 +83,73 @@ def warm_up(runner: MLXRunner, info: EngineInfo, cost: CostModel, report: Report
         log.warning("the driver does not keep freed memory: steps that need some again may take tens of milliseconds")
     mx.reset_peak_memory()
     report("warming up", 1.0)
+    return pace
+
+
+def _usual_steps(info: EngineInfo) -> Iterator[StepPlan]:
+    """Yield the steps that are timed where nobody has timed them, each once."""
+    for length, context in _chunks(info):
+        yield _chunk(info, length, context)
+    for rows in _decodes(info):
+        yield _decode(info, rows, 0)
+
+
+def _chunks(info: EngineInfo) -> list[tuple[int, int]]:
+    """Return those of CHUNKS for which the pool has room, or the longest that fits if it has room for none."""
+    pools = [group.pool for group in open_groups(info.memory, info.block_size)]
+    room = min(info.max_model_len, *(pool.usable_blocks * info.block_size for pool in pools))
+    return [(length, context) for length, context in CHUNKS if length + context <= room] or [(min(8, room), 0)]
+
+
+def _chunk(info: EngineInfo, length: int, context: int) -> StepPlan:
+    """Return a step with a chunk of a prompt; the first is without context, so that it takes the seat."""
+    blocks = range(1, 1 + -(-(context + length) // info.block_size))
+    row = Row(RowKind.PROMPT, 0, 0, 0, context, (0,) * length, tables_of(info, *blocks), True)
+    return StepPlan((row,), seatings=() if context else (Seating(0, GREEDY, 0, 1, (0,)),))
 
 
 def _time_chunks(runner: MLXRunner, info: EngineInfo, report: Report) -> list[tuple[int, int, float]]:
-    """Return the (tokens, positions before them, milliseconds) of all CHUNKS for which the pool has room."""
-    size = info.block_size
-    pools = [group.pool for group in open_groups(info.memory, size)]
-    room = min(info.max_model_len, *(pool.usable_blocks * size for pool in pools))
-    chunks = [(length, context) for length, context in CHUNKS if length + context <= room] or [(min(8, room), 0)]
+    """Return (tokens, positions before them, milliseconds) of prompt chunks."""
     measured = []
+    chunks = _chunks(info)
     for done, (length, context) in enumerate(chunks):
-        blocks = range(1, 1 + -(-(context + length) // size))
-        row = Row(RowKind.PROMPT, 0, 0, 0, context, (0,) * length, tables_of(info, *blocks), True)
-        seatings = () if context else (Seating(0, GREEDY, 0, 1, (0,)),)
-        times = [_milliseconds(runner, StepPlan((row,), seatings=seatings)) for _ in range(RUNS)]
-        measured.append((length, context, min(times[1:])))
+        plan = _chunk(info, length, context)
+        measured.append((length, context, _shortest(_milliseconds(runner, plan) for _ in range(RUNS))))
         report("warming up", (done + 1) / (len(chunks) + 1))
     return measured
 
 
-def _time_decodes(runner: MLXRunner, info: EngineInfo) -> list[tuple[int, float]]:
-    """Return the (rows, milliseconds) of steps in which 1, 4 and 16 short sequences decode.
-
-    There are no more rows than seats, and none for which the pool has no room.
-    """
+def _decodes(info: EngineInfo) -> list[int]:
+    """Return the numbers of rows of timed decode steps: no more than seats, and none for which the pool has no room."""
     most = min(group.pool.usable_blocks for group in open_groups(info.memory, info.block_size))
-    return [_time_decode(runner, info, min(rows, info.max_num_seqs)) for rows in (1, 4, 16) if rows <= most]
+    return [min(rows, info.max_num_seqs) for rows in (1, 4, 16) if rows <= most]
 
 
-def _time_decode(runner: MLXRunner, info: EngineInfo, rows: int) -> tuple[int, float]:
+def _decode(info: EngineInfo, rows: int, position: int) -> StepPlan:
+    """Return a step in which so many short sequences decode at a position; they take their seats at the first."""
     seatings = tuple(Seating(seat, GREEDY, 0, 1, (0,)) for seat in range(rows))
-    times = []
-    for position in range(RUNS):
-        each = (Row(RowKind.DECODE, i, i, 0, position, (0,), tables_of(info, 1 + i), True) for i in range(rows))
-        times.append(_milliseconds(runner, StepPlan(tuple(each), seatings=() if position else seatings)))
-    return rows, min(times[1:])
+    each = (Row(RowKind.DECODE, i, i, 0, position, (0,), tables_of(info, 1 + i), True) for i in range(rows))
+    return StepPlan(tuple(each), seatings=() if position else seatings)
+
+
+def _time_decodes(runner: MLXRunner, info: EngineInfo) -> list[tuple[int, float]]:
+    """Return the (rows, milliseconds) of decode steps."""
+    measured = []
+    for rows in _decodes(info):
+        times = (_milliseconds(runner, _decode(info, rows, position)) for position in range(RUNS))
+        measured.append((rows, _shortest(times)))
+    return measured
+
+
+def _shortest(times: Iterator[float]) -> float:
+    """Return the shortest of a step's times but for the first, and take no more of them once two nearly agree."""
+    next(times)
+    taken = [next(times)]
+    for milliseconds in times:
+        taken = sorted([*taken, milliseconds])
+        if taken[1] <= AGREEMENT * taken[0]:
+            break
+    return taken[0]
 
 
 def _milliseconds(runner: MLXRunner, plan: StepPlan) -> float:
@@ -91,6 +163,30 @@ def _sample_once(runner: MLXRunner, info: EngineInfo) -> None:
 
     On a machine that has never run them, compiling can take longer than the watchdog lets a step take.
     """
-    params = SamplingParams(max_tokens=1, temperature=1.0, top_p=0.9, top_k=20, logprobs=1)
     row = Row(RowKind.PROMPT, 0, 0, 0, 0, (0,), tables_of(info, 1), True)
-    runner.wait(runner.launch(StepPlan((row,), seatings=(Seating(0, params, 0, 1, (0,)),))))
+    runner.wait(runner.launch(StepPlan((row,), seatings=(Seating(0, SAMPLED, 0, 1, (0,)),))))
+
+
+def _verify_some(runner: MLXRunner, info: EngineInfo) -> None:
+    """Run steps that verify drafts, each behind the one before it, so that their kernels are compiled.
+
+    A kind of such steps is traced when it has run USUAL times.
+    """
+    size = info.block_size
+    blocks = range(1, 1 + -(-2 * _DRAFTS // size))
+    pools = [group.pool for group in open_groups(info.memory, size)]
+    if info.max_model_len < 2 * _DRAFTS or len(blocks) > min(pool.usable_blocks for pool in pools):
+        return
+    tables = tables_of(info, *blocks)
+    for params in (GREEDY, SAMPLED):
+        for _ in range(USUAL + 1):
+            first = Row(RowKind.VERIFY, 0, 0, 0, 0, (0,) * _DRAFTS, tables, True)
+            behind = Row(
+                RowKind.VERIFY, 0, 0, 0, _DRAFTS, (CARRY, *(0,) * (_DRAFTS - 1)), tables, True, slack=_DRAFTS - 1
+            )
+            flights = [
+                runner.launch(StepPlan((first,), seatings=(Seating(0, params, 0, 1, (0,)),))),
+                runner.launch(StepPlan((behind,))),
+            ]
+            for flight in flights:
+                runner.wait(flight)

@@ -9,18 +9,20 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.routing import Route as HttpRoute
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from mlx_tandem import __version__
-from mlx_tandem.decode import dumps
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.plan import Plan
 from mlx_tandem.dialects.route import Route
 from mlx_tandem.dialects.routes import ROUTES
 from mlx_tandem.server.auth import Gate
 from mlx_tandem.server.body import BodyLimit, read_json
-from mlx_tandem.server.guard import ERRORS, Guard, error_handlers
-from mlx_tandem.server.health import cache_stats, debug_metrics, engine_metrics, health
+from mlx_tandem.server.error_reply import ERRORS
+from mlx_tandem.server.guard import Guard, error_handlers
+from mlx_tandem.server.health import cache_stats, debug_metrics, engine_metrics, health, speculation_stats
 from mlx_tandem.server.keys import read_key
 from mlx_tandem.server.openapi import document
 from mlx_tandem.server.origins import Origins
@@ -29,7 +31,7 @@ from mlx_tandem.server.root_path import RootPath
 from mlx_tandem.server.stream_reply import StreamReply
 from mlx_tandem.server.text_reply import TextReply
 from mlx_tandem.server.whole_reply import WholeReply
-from mlx_tandem.training.live.front import ServerFront
+from mlx_tandem.strict_json import dumps
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -49,17 +51,35 @@ def create_app(front: ServerFront, routes: Sequence[Route] = ROUTES) -> Starlett
     own = {**_own_endpoints(front), "/openapi.json": get_openapi}
     all_routes = [*routes, *(Route("GET", path, endpoint) for path, endpoint in own.items())]
     described = dumps(document(all_routes, needs_key=bool(server.api_key or server.api_key_file)))
-    served = [HttpRoute(r.path, _endpoint(front, r, limit), methods=[r.method]) for r in routes]
+    served: list[HttpRoute] = [DialectRoute(r, _endpoint(front, r, limit)) for r in routes]
     served += [HttpRoute(path, endpoint, methods=["GET"]) for path, endpoint in own.items()]
     app = Starlette(routes=served, exception_handlers=error_handlers(front))
     app.router.redirect_slashes = False
-    app.add_middleware(Gate, key=read_key(server.api_key, server.api_key_file), server=server, metrics=front.metrics)
+    # Each middleware is put around those added before it. A request passes the guard first, which replies to what the
+    # others raise, then the origins and the root path, and the gate last, which sees paths without the root path.
+    key = read_key(server.api_key, server.api_key_file)
+    errors = {r.path: r.errors.write for r in routes if r.errors is not None and r.header is None}
+    app.add_middleware(Gate, key=key, server=server, metrics=front.metrics, errors=errors)
     if server.root_path:
         app.add_middleware(RootPath, prefix=server.root_path)
     if server.allowed_origins:
         app.add_middleware(Origins, origins=server.allowed_origins)
     app.add_middleware(Guard, metrics=front.metrics)
     return app
+
+
+class DialectRoute(HttpRoute):
+    """A route of a dialect. If it is for requests with a header, it matches no others."""
+
+    def __init__(self, route: Route, endpoint: Endpoint):
+        super().__init__(route.path, endpoint, methods=[route.method])
+        self._header = None if route.header is None else route.header.encode()
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        """Return how well the route matches a request, and what the path says."""
+        if self._header is not None and self._header not in dict(scope.get("headers", ())):
+            return Match.NONE, {}
+        return super().matches(scope)
 
 
 def _json(body: Any, status: int = 200) -> Response:
@@ -73,7 +93,7 @@ def _endpoint(front: ServerFront, route: Route, limit: BodyLimit) -> Endpoint:
 
     async def endpoint(request: Request) -> ASGIApp:
         if route.errors is not None:
-            request.scope[ERRORS] = route.errors
+            request.scope[ERRORS] = route.errors.write
         if route.reads == "texts":
             assert body is not None
             return TextReply(front, request, body, limit, route.handler)
@@ -84,8 +104,8 @@ def _endpoint(front: ServerFront, route: Route, limit: BodyLimit) -> Endpoint:
                 front.check_open()
             else:
                 front.client.check_ready()
-            plain = route.reads == "steering"
-            values.append(await read_json(request, body, limit, plain=plain, select=route.select))
+            plain = route.plain or route.reads == "steering"
+            values.append(await read_json(request, body, limit, plain=plain, prepare=route.prepare))
         found = route.handler(front, *values)
         return _answer(front, await found if inspect.isawaitable(found) else found)
 
@@ -119,6 +139,9 @@ def _own_endpoints(front: ServerFront) -> dict[str, Endpoint]:
     async def get_cache_stats(request: Request) -> ASGIApp:
         return _json(cache_stats(front))
 
+    async def get_speculation_stats(request: Request) -> ASGIApp:
+        return _json(speculation_stats(front))
+
     async def get_health(request: Request) -> ASGIApp:
         status, full = health(front)
         return _json(full if request.scope["key_shown"] else {"status": full["status"]}, status)
@@ -140,6 +163,7 @@ def _own_endpoints(front: ServerFront) -> dict[str, Endpoint]:
         "/v1/engine/metrics": get_engine_metrics,
         "/debug/metrics": get_debug_metrics,
         "/v1/cache/stats": get_cache_stats,
+        "/v1/spec_decode/metrics": get_speculation_stats,
         "/health": get_health,
         "/readyz": get_ready,
         "/livez": get_live,

@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlx_tandem.config import ServerConfig
-from mlx_tandem.errors import Forbidden, Unauthorized
+from mlx_tandem.dialects.openai.errors import error_body
+from mlx_tandem.errors import Forbidden, TandemError, Unauthorized
 from mlx_tandem.generation.metrics import Metrics
 from mlx_tandem.server.body import refusal_headers
 from mlx_tandem.server.error_log import note
-from mlx_tandem.server.error_reply import ErrorReply
+from mlx_tandem.server.error_reply import ERRORS, ErrorReply
 from mlx_tandem.server.keys import is_loopback
 
 PUBLIC = frozenset({"/health", "/livez", "/readyz"})
@@ -26,12 +28,24 @@ _HOST = re.compile(rb"(\[[0-9a-f:.]{2,45}\]|[a-z0-9._-]{1,255})(:[0-9]{1,5})?")
 class Gate:
     """ASGI middleware that checks the Host header and the key of each request before its body is read.
 
-    It sets `scope["key_shown"]` to whether the request has the key, or the server asks for none.
+    It sets `scope["key_shown"]` to whether the request has the key, or the server asks for none, and `scope[ERRORS]`
+    for a path whose errors have the form of another dialect than OpenAI's.
     """
 
-    def __init__(self, app: ASGIApp, key: str, server: ServerConfig, metrics: Metrics):
-        """Guard `app` with `key`; an empty key means that none is asked for. Refusals are counted in `metrics`."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        key: str,
+        server: ServerConfig,
+        metrics: Metrics,
+        errors: Mapping[str, Callable[[TandemError], bytes]],
+    ):
+        """Guard `app` with `key`; an empty key means that none is asked for. Refusals are counted in `metrics`.
+
+        `errors` has the functions that write errors, by path; OpenAI's form is that of all other paths.
+        """
         self._app = app
+        self._errors = errors
         self._metrics = metrics
         self._digest = hashlib.sha256(key.encode()).digest() if key else None
         # A web page can make a browser send a request with a foreign Host, but such a request does not have the key.
@@ -45,6 +59,8 @@ class Gate:
         """Check a request and pass it on to the application, or refuse it."""
         if scope["type"] != "http":
             return
+        if scope["path"] in self._errors:
+            scope[ERRORS] = self._errors[scope["path"]]
         hosts: list[bytes] = []
         credentials: list[bytes] = []
         keys: list[bytes] = []
@@ -71,7 +87,8 @@ class Gate:
     ) -> None:
         """Count and log `error`, and send it as the reply with the headers `extra`."""
         note(self._metrics, error, scope)
-        await ErrorReply(error, [*refusal_headers(error, scope["headers"]), *extra])(scope, receive, send)
+        headers = [*refusal_headers(error, scope["headers"]), *extra]
+        await ErrorReply(error, headers, scope.get(ERRORS, error_body))(scope, receive, send)
 
     @staticmethod
     def _opens(credentials: list[bytes], keys: list[bytes], digest: bytes) -> bool:

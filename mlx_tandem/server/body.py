@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 
-from mlx_tandem.decode import decode
 from mlx_tandem.errors import InvalidRequest, ReceiveTimeout, TandemError, TooLarge, UnsupportedMedia
+from mlx_tandem.strict_json import decode
 
 T = TypeVar("T")
 
@@ -37,9 +37,9 @@ async def read_json(
     limit: BodyLimit,
     *,
     plain: bool = False,
-    select: Callable[[Any], Any] = lambda value: value,
+    prepare: Callable[[Any], Any] = lambda value: value,
 ) -> T:
-    """Return the body as `kind`, after `select` has been applied to the decoded JSON.
+    """Return the body as `kind`, after `prepare` has been applied to the decoded JSON.
 
     The content type has to be application/json, which a web page cannot send to another origin without a preflight.
     With `plain`, a missing body counts as {}, and curl's default content types are accepted as well. A web page can
@@ -61,10 +61,10 @@ async def read_json(
         message = "the body is empty: send JSON, with a Content-Length header or Transfer-Encoding: chunked"
         raise InvalidRequest(message, code="invalid_json")
     if len(body) <= SMALL_BODY:
-        return decode(body or b"{}", kind, select)
+        return decode(body or b"{}", kind, prepare)
     async with limit.turn:
         await asyncio.sleep(0)
-        return decode(body, kind, select)
+        return decode(body, kind, prepare)
 
 
 async def _read(request: Request, limit: int) -> bytes:

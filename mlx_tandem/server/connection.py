@@ -7,7 +7,6 @@ mark, and the deltas that wait in its stream, which are at most one for each tok
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import MutableMapping
 from typing import Any, Literal
 
@@ -18,7 +17,7 @@ from mlx_tandem.config import ServerConfig
 from mlx_tandem.dialects.openai.errors import error_body
 from mlx_tandem.errors import InvalidRequest, ReceiveTimeout, TandemError, TooLarge
 from mlx_tandem.generation.metrics import Metrics
-from mlx_tandem.log import log
+from mlx_tandem.server.connection_timers import Probes, ReaderWatch, Timer
 from mlx_tandem.server.error_log import note
 from mlx_tandem.server.request_id import request_id
 
@@ -27,12 +26,6 @@ MAX_HEAD = 65_536
 
 MAX_AHEAD = 8
 """Most pipelined requests that wait while the connection is still read, so that a client that leaves is noticed."""
-
-PROBE_SECONDS = 1.0
-"""Seconds between two probes of a client that has sent its last byte and waits for its answer."""
-
-MAX_ZEROS = 4
-"""Most leading zeros that probes add to a chunk's size. The strictest known clients accept sizes of 16 digits."""
 
 
 class Connection(HttpToolsProtocol):
@@ -55,20 +48,20 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0  # bytes of head and trailers that the parser has handed over
         self._held_bytes = 0  # bytes received since the parser last handed something over
         self._running: RequestResponseCycle | None = None  # the request being answered; `cycle` is the newest one
-        self._receiving: asyncio.TimerHandle | None = None
-        self._writing: asyncio.TimerHandle | None = None
-        self._unsent = 0  # bytes in the write buffer at the last check
+        self._receiving = Timer(self.loop, self.receive_seconds, self._is_late)
+        self._reader: ReaderWatch  # these two begin with the connection
+        self._probes: Probes
         self._refusal: TandemError | None = None  # sent after the last answer that is due; nothing more is parsed
         self._ended = False  # whether the client has sent its last byte while answers were due
-        self._probing: asyncio.TimerHandle | None = None
-        self._zeros = 0  # number of zeros that probes have written
 
     # -- receiving ----------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Start the timer for the first request's head."""
         super().connection_made(transport)  # type: ignore[arg-type]
-        self._await()
+        self._reader = ReaderWatch(self.loop, self.write_seconds, self.transport)
+        self._probes = Probes(self.loop, self.transport, lambda: self._running)
+        self._receiving.start()
 
     def data_received(self, data: bytes) -> None:
         """Parse data, and keep the timer of receiving and the limit of the head up to date."""
@@ -82,11 +75,11 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing() or self._refusal is not None:
             return
         if (self._part, self.cycle) != before:
-            self._stop_waiting()
+            self._receiving.stop()
         if self._head_bytes + self._held_bytes > MAX_HEAD:
-            self._refuse_head()
-        elif self._part is not None and self._receiving is None:
-            self._await()
+            self._refuse(_too_large())
+        elif self._part is not None and not self._receiving.is_running:
+            self._receiving.start()
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return whether the connection stays open after the client's last byte, which it does while answers are due.
@@ -94,9 +87,8 @@ class Connection(HttpToolsProtocol):
         A client that has closed its socket sends the same FIN as one that has closed only its sending half. TCP tells
         them apart at the next writes: a closed socket answers the first with a reset, and the second one fails. So the
         second write notices that a client is gone, and `connection_lost` cancels its work. A reset that the client
-        itself sends is noticed at once. The events of a stream are such writes. In addition, the client is probed every
-        PROBE_SECONDS with legal bytes that mean nothing. Before an answer these are `100 Continue`, which HTTP/1.1
-        clients skip (RFC 9110, 15.2). Within a stream they are a leading zero of the next chunk's size (RFC 9112, 7.1).
+        itself sends is noticed at once. The events of a stream are such writes. In addition, the client is probed with
+        legal bytes that mean nothing (`Probes`).
 
         Clients that cannot be probed count as gone: HTTP/1.0 has no interim responses (nginx uses it for its upstreams,
         but never closes one half), and a TLS connection cannot be closed by halves.
@@ -106,12 +98,12 @@ class Connection(HttpToolsProtocol):
                 return False  # The rest of the body will never come.
             self.pipeline.popleft()
         self._part = None
-        self._stop_waiting()
+        self._receiving.stop()
         cycle = self._running
         can_probe = cycle is not None and cycle.scope["http_version"] == "1.1" and self.scheme == "http"
         self._ended = self._is_answering() and can_probe
         if self._ended:
-            self._probe_later()
+            self._probes.start()
         return self._ended
 
     def on_message_begin(self) -> None:
@@ -154,23 +146,13 @@ class Connection(HttpToolsProtocol):
         if self._head_bytes > MAX_HEAD:
             raise ValueError("the head is too large")  # The parser ends and calls send_400_response.
 
-    def _await(self) -> None:
-        """Start the timer of receiving."""
-        self._receiving = self.loop.call_later(self.receive_seconds, self._is_late)
-
-    def _stop_waiting(self) -> None:
-        """Stop the timer of receiving."""
-        if self._receiving is not None:
-            self._receiving.cancel()
-            self._receiving = None
-
     def _is_late(self) -> None:
         """Refuse a head or end the connection for a body that did not arrive in time."""
-        self._receiving = None
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self._await()  # An answer is under way, maybe a 408. Data that arrives meanwhile may wait in our buffers.
+            # An answer is under way, maybe a 408. Data that arrives meanwhile may wait in our buffers.
+            self._receiving.start()
         elif self._part == "head":
             self._refuse(ReceiveTimeout(f"the request's head did not come within {self.receive_seconds:g} s"))
         else:
@@ -179,22 +161,16 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse data that is not HTTP, or a head that is too large."""
         if self._head_bytes > MAX_HEAD:
-            self._refuse_head()
+            self._refuse(_too_large())
         else:
             self._refuse(InvalidRequest("this is not an HTTP request", code="invalid_request"))
-
-    def _refuse_head(self) -> None:
-        """Refuse a head that is too large."""
-        error = TooLarge(f"the request's head is over {MAX_HEAD} bytes")
-        error.status = 431
-        self._refuse(error)
 
     def _refuse(self, error: TandemError) -> None:
         """Accept nothing more from the client, and send it `error` after the answers to its earlier requests.
 
         A request whose answer has begun gets no second answer.
         """
-        self._stop_waiting()
+        self._receiving.stop()
         if self._part == "body" and self.cycle is self._running:
             if not self.cycle.response_started:
                 self._write_error(error, dict(self.cycle.scope))
@@ -230,30 +206,6 @@ class Connection(HttpToolsProtocol):
         """Return whether an answer is due or under way."""
         return bool(self.pipeline) or (self._running is not None and not self._running.response_complete)
 
-    # -- a client that has sent its last byte ---------------------------------------------------------------------
-
-    def _probe_later(self) -> None:
-        """Start the timer of the next probe."""
-        self._probing = self.loop.call_later(PROBE_SECONDS, self._probe)
-
-    def _probe(self) -> None:
-        """Write bytes that a client skips and that a closed socket answers with a reset."""
-        cycle = self._running
-        if cycle is None or self.transport.is_closing():
-            return
-        if not cycle.response_started:
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        elif cycle.chunked_encoding and self._zeros < MAX_ZEROS:
-            self.transport.write(b"0")
-            self._zeros += 1
-        self._probe_later()
-
-    def _stop_probing(self) -> None:
-        """Stop the timer of the next probe."""
-        if self._probing is not None:
-            self._probing.cancel()
-            self._probing = None
-
     # -- answering ----------------------------------------------------------------------------------------------
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
@@ -276,9 +228,9 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all timers, and cancel the request that is being answered."""
-        self._stop_waiting()
-        self._stop_writing()
-        self._stop_probing()
+        self._receiving.stop()
+        self._reader.stop()
+        self._probes.stop()
         self._leave()
         super().connection_lost(exc)
 
@@ -287,13 +239,13 @@ class Connection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Begin to watch whether the client receives anything, since the write buffer is full."""
         super().pause_writing()
-        self._watch_writing()
+        self._reader.start()
 
     def resume_writing(self) -> None:
         """Stop watching the client, since the write buffer has room again."""
         super().resume_writing()
         if not self.transport.is_closing():
-            self._stop_writing()
+            self._reader.stop()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close a connection that was idle for too long."""
@@ -302,28 +254,14 @@ class Connection(HttpToolsProtocol):
     def _close(self) -> None:
         """Close the connection when the client has received all written bytes, or when it stops receiving them."""
         self.transport.close()
-        self._watch_writing()
+        self._reader.start()
 
-    def _watch_writing(self) -> None:
-        """Start the timer of writing if the write buffer is not empty."""
-        self._stop_writing()
-        self._unsent = self.transport.get_write_buffer_size()
-        if self._unsent:
-            self._writing = self.loop.call_later(self.write_seconds, self._look_at_writing)
 
-    def _look_at_writing(self) -> None:
-        """Abort the connection if the client has received nothing since the last check."""
-        if self.transport.get_write_buffer_size() < self._unsent:
-            self._watch_writing()
-        else:
-            log("client takes nothing", logging.WARNING)
-            self.transport.abort()
-
-    def _stop_writing(self) -> None:
-        """Stop the timer of writing."""
-        if self._writing is not None:
-            self._writing.cancel()
-            self._writing = None
+def _too_large() -> TandemError:
+    """Return the error for a head that is too large."""
+    error = TooLarge(f"the request's head is over {MAX_HEAD} bytes")
+    error.status = 431
+    return error
 
 
 def connection_class(server: ServerConfig, metrics: Metrics | None = None) -> type[Connection]:

@@ -11,6 +11,9 @@ from mlx_tandem.dialects.openai.errors import error_body
 from mlx_tandem.errors import TandemError
 from mlx_tandem.server.headers import JSON_TYPE
 
+ERRORS = "error_body"
+"""The key in a request's scope for the function that writes error bodies in the form of the path's dialect."""
+
 
 class ErrorReply:
     """An ASGI response with an error."""

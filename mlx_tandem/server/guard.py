@@ -11,20 +11,17 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.openai.errors import error_body
 from mlx_tandem.errors import InvalidRequest, NotFound, TandemError
 from mlx_tandem.generation.metrics import Metrics
 from mlx_tandem.log import log_exception
 from mlx_tandem.server.body import refusal_headers
 from mlx_tandem.server.error_log import note
-from mlx_tandem.server.error_reply import ErrorReply
+from mlx_tandem.server.error_reply import ERRORS, ErrorReply
 from mlx_tandem.server.request_id import request_id
-from mlx_tandem.training.live.front import ServerFront
 
 Handler = Callable[[Request, Exception], Awaitable[Any]]
-
-ERRORS = "error_body"
-"""The key in a request's scope for the function that writes error bodies in the form of the route's dialect."""
 
 
 def error_handlers(front: ServerFront) -> Mapping[Any, Handler]:
@@ -52,7 +49,7 @@ def error_handlers(front: ServerFront) -> Mapping[Any, Handler]:
             wrapped.status = error.status_code
             extra = [(b"allow", ", ".join(methods).encode())]
         note(front.metrics, wrapped, request.scope)
-        return ErrorReply(wrapped, extra)
+        return ErrorReply(wrapped, extra, request.scope.get(ERRORS, error_body))
 
     return {TandemError: on_tandem_error, HTTPException: on_http_exception}
 

@@ -3,4 +3,3 @@
 from __future__ import annotations
 
 JSON_TYPE = (b"content-type", b"application/json")
-EVENTS_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")

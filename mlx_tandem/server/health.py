@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 
 from mlx_tandem import __version__
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.engine.histogram import FILL_PARTS
 from mlx_tandem.server.prometheus import hit_rate
-from mlx_tandem.training.live.front import ServerFront
+from mlx_tandem.types import SpeculationStats
 
 DEGRADED = 0.72
 """Share of the memory pressure threshold from which on the server counts as degraded."""
@@ -19,7 +20,7 @@ def status(front: ServerFront) -> str:
     """Return `ok` or `degraded` while requests are accepted, else the reason why they are not."""
     if front.client.state != "ready":
         return "shutting_down" if front.client.state == "draining" else front.client.state
-    pressure = front.admission.utilization / front.config.server.memory_pressure_threshold
+    pressure = front.request_admission.utilization / front.config.server.memory_pressure_threshold
     return "overloaded" if pressure >= 1 else "degraded" if pressure >= DEGRADED else "ok"
 
 
@@ -32,8 +33,8 @@ def health(front: ServerFront) -> tuple[int, dict[str, Any]]:
         "version": __version__,
         "model": front.models.id,
         "adapters_loaded": len(front.models.registry),
-        "open_requests": front.admission.open_requests,
-        "utilization": round(front.admission.utilization, 4),
+        "open_requests": front.request_admission.open_requests,
+        "utilization": round(front.request_admission.utilization, 4),
         "threshold": front.config.server.memory_pressure_threshold,
         "engine_restarts": client.restarts,
     }
@@ -57,9 +58,9 @@ def engine_metrics(front: ServerFront) -> dict[str, Any]:
     return {
         "state": front.client.state,
         "restarts": front.client.restarts,
-        "open_requests": front.admission.open_requests,
-        "open_choices": front.admission.open_choices,
-        "refused": dict(front.admission.refused),
+        "open_requests": front.request_admission.open_requests,
+        "open_choices": front.request_admission.open_choices,
+        "refused": dict(front.request_admission.refused),
         "max_queue_size": front.config.server.max_queue_size,
         "engine": msgspec.to_builtins(front.client.stats),
         "prompt_tokens": sum(metrics.prompt_tokens.values()),
@@ -89,7 +90,7 @@ def debug_metrics(front: ServerFront) -> dict[str, Any]:
         "batches_processed": stats.steps,
         "avg_batch_fill_pct": 100 * stats.rows / seats if seats else 0.0,
         "batch_fill_hist": stats.batch_fill or (0,) * FILL_PARTS,
-        "queue_depth_last": client.load.waiting,
+        "queue_depth_last": client.occupancy.waiting,
         "stream_batches_processed": stats.steps,  # Streams are rows of the same batches.
         "prompt_tps_avg": (stats.prompt_tokens - stats.prefix_hits) / seconds if seconds else 0.0,
         "prompt_tps_last": stats.prompt_tokens_per_s,
@@ -103,12 +104,12 @@ def debug_metrics(front: ServerFront) -> dict[str, Any]:
 def cache_stats(front: ServerFront) -> dict[str, Any]:
     """Return the body of /v1/cache/stats: the use of the KV pool, and the share of prompts found in it."""
     client = front.client
-    info, stats, load = client.check_ready(), client.stats, client.load
+    info, stats, occupancy = client.check_ready(), client.stats, client.occupancy
     return {
         "enabled": front.config.engine.cache.prefix_caching,
         "block_size": info.block_size,
         "blocks": info.num_blocks - 1,  # One block is scratch.
-        "used_blocks": load.used_blocks,
+        "used_blocks": occupancy.used_blocks,
         "cached_blocks": stats.cached_blocks,
         "queried_tokens": stats.prefix_queries,
         "hit_tokens": stats.prefix_hits,
@@ -118,8 +119,32 @@ def cache_stats(front: ServerFront) -> dict[str, Any]:
     }
 
 
+def speculation_stats(front: ServerFront) -> dict[str, Any]:
+    """Return the body of /v1/spec_decode/metrics: acceptance, which drafts there are, and the present decision."""
+    config, found = front.config.engine.speculation, front.client.stats.speculation
+    stats = found or SpeculationStats(config.method, 0, 0, 0, (), False, 0.0, 0.0)
+    return {
+        "enabled": config.method != "none",
+        "mode": config.method,
+        "num_drafts": stats.rows,
+        "num_draft_tokens": stats.drafted,
+        "num_accepted_tokens": stats.accepted,
+        "acceptance_rate": round(stats.accepted / stats.drafted, 4) if stats.drafted else 0.0,
+        "avg_accepted_tokens": round(stats.accepted / stats.rows, 4) if stats.rows else 0.0,
+        "mode_distribution": {stats.method: stats.rows} if stats.rows else {},
+        "controller": {
+            "dynamic": config.dynamic,
+            "num_speculative_tokens": config.num_tokens,
+            "disable_batch_size": config.disable_batch_size,
+            "uses_drafts": stats.uses_drafts,
+            "tokens_per_s_with": round(stats.tokens_per_s_with, 1),
+            "tokens_per_s_without": round(stats.tokens_per_s_without, 1),
+        },
+    }
+
+
 def _disk_stats(front: ServerFront) -> dict[str, Any]:
-    """Return the counters of the cache's disk tier, and whether it is in use."""
+    """Return the counters of KV offload, and whether it is in use."""
     config, stats = front.config.engine.disk, front.client.stats
     shown: dict[str, Any] = {"enabled": config.on, "open": stats.disk is not None}
     if (disk := stats.disk) is not None:

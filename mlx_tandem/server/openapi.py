@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -28,7 +28,6 @@ _MEMBERS = {"message": {"type": "string"}, "type": {"type": "string"}} | {
 }
 _OBJECT = {"type": "object", "properties": _MEMBERS, "required": list(_MEMBERS), "additionalProperties": False}
 _BODY = {"type": "object", "properties": {"error": _OBJECT}, "required": ["error"], "additionalProperties": False}
-_ERROR = {"description": "What is wrong.", "content": {"application/json": {"schema": _BODY}}}
 
 
 def document(routes: Iterable[Route], *, needs_key: bool) -> dict[str, Any]:
@@ -42,6 +41,8 @@ def document(routes: Iterable[Route], *, needs_key: bool) -> dict[str, Any]:
     bodies = dict(zip(kinds, references, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
+        if route.header is not None:
+            continue  # Another route of the same path and method describes it.
         path = route.path.replace(":path}", "}")
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, bodies, needs_key)
     return {
@@ -50,7 +51,7 @@ def document(routes: Iterable[Route], *, needs_key: bool) -> dict[str, Any]:
         "paths": paths,
         "components": {
             "schemas": schemas,
-            "responses": {"Error": _ERROR},
+            "responses": {"Error": _error(_BODY)},
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
                 "key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
@@ -62,6 +63,7 @@ def document(routes: Iterable[Route], *, needs_key: bool) -> dict[str, Any]:
 def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_key: bool) -> dict[str, Any]:
     """Return the operation object of a route. `bodies` has the reference to each body's schema."""
     is_public = not needs_key or (route.method == "GET" and path in PUBLIC)
+    error = {"$ref": "#/components/responses/Error"} if route.errors is None else _error(route.errors.schema)
     operation: dict[str, Any] = {
         "operationId": "_".join(re.findall(r"\w+", f"{route.method.lower()} {path}")),
         "parameters": [
@@ -69,7 +71,7 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
         ],
         "responses": {
             str(route.status): {"description": "The answer."},
-            **{str(status): {"$ref": "#/components/responses/Error"} for status in ERRORS},
+            **dict.fromkeys(map(str, ERRORS), error),
         },
         "security": [] if is_public else [{"bearer": []}, {"key": []}],
     }
@@ -77,6 +79,11 @@ def _operation(route: Route, path: str, bodies: dict[type[Struct], Any], needs_k
         content = {"application/json": {"schema": bodies[route.body]}}
         operation["requestBody"] = {"required": route.needs_body, "content": content}
     return operation
+
+
+def _error(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the response object for errors whose bodies have this schema."""
+    return {"description": "What is wrong.", "content": {"application/json": {"schema": schema}}}
 
 
 def _range(name: str, property_: dict[str, Any]) -> dict[str, Any]:

@@ -8,10 +8,10 @@ from itertools import islice
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.generation.metrics import OTHER
 from mlx_tandem.generation.text_admission import WAITING_TEXT
 from mlx_tandem.server import learning_metrics, vllm_metrics
-from mlx_tandem.training.live.front import ServerFront
 from mlx_tandem.types import DiskStats, EngineStats
 
 LABELLED_MODELS = 1000
@@ -31,7 +31,7 @@ def hit_rate(stats: EngineStats) -> float:
 
 
 def _disk_families(stats: EngineStats, disk: DiskStats) -> Iterator[Metric]:
-    """Yield the families of the cache's disk tier."""
+    """Yield the families of KV offload."""
     for name, text, total in (
         ("hits", "Blocks read from the drive.", disk.hits),
         ("misses", "Reads that ended at a block that was not there or not right.", disk.misses),
@@ -52,7 +52,7 @@ def _disk_families(stats: EngineStats, disk: DiskStats) -> Iterator[Metric]:
         ("bytes", "Of all segments.", disk.bytes),
         ("blocks", "That a prompt may find on the drive.", disk.records),
         ("queued", "Blocks that wait to be written.", disk.queued),
-        ("off", "1 when the tier has been turned off.", bool(disk.off)),
+        ("off", "1 when the offload has been turned off.", bool(disk.off)),
     ):
         gauge = GaugeMetricFamily(f"tandem_disk_cache_{name}", text)
         gauge.add_metric([], value)
@@ -78,14 +78,14 @@ def _error_families(front: ServerFront) -> Iterator[Metric]:
     yield replies
     refused = CounterMetricFamily("tandem_refused", "Requests not let in, by the setting.", labels=["reason"])
     for setting in ("max_concurrent_requests", "max_queue_size", "memory_pressure_threshold", WAITING_TEXT):
-        refused.add_metric([setting], front.admission.refused[setting])
+        refused.add_metric([setting], front.request_admission.refused[setting])
     yield refused
 
 
 def _engine_families(front: ServerFront) -> Iterator[Metric]:
     """Yield the families of the front and the engine under this project's own names."""
     stats = front.client.stats
-    yield _gauge("tandem_open_requests", "Requests admitted and not ended.", front.admission.open_requests)
+    yield _gauge("tandem_open_requests", "Requests admitted and not ended.", front.request_admission.open_requests)
     yield _gauge("tandem_adapters", "Adapter names registered.", len(front.models.registry))
     yield _gauge("tandem_engine_ready", "1 while requests are taken.", front.client.state == "ready")
     yield _gauge("tandem_step_milliseconds", "Moving average of a step.", stats.step_ms)
@@ -111,11 +111,11 @@ def _engine_families(front: ServerFront) -> Iterator[Metric]:
 
 def _mlx_lm_server_families(front: ServerFront) -> Iterator[Metric]:
     """Yield the families under the names that mlx-lm-server gives them."""
-    stats, load = front.client.stats, front.client.load
-    yield _gauge("active_sequences", "Requests in the running batch.", load.running)
-    yield _gauge("queued_requests", "Requests that wait to be run.", load.waiting)
-    yield _gauge("used_blocks", "Blocks of the KV pool in use.", load.used_blocks)
-    yield _gauge("free_blocks", "Blocks of the KV pool that are free.", load.free_blocks)
+    stats, occupancy = front.client.stats, front.client.occupancy
+    yield _gauge("active_sequences", "Requests in the running batch.", occupancy.running)
+    yield _gauge("queued_requests", "Requests that wait to be run.", occupancy.waiting)
+    yield _gauge("used_blocks", "Blocks of the KV pool in use.", occupancy.used_blocks)
+    yield _gauge("free_blocks", "Blocks of the KV pool that are free.", occupancy.free_blocks)
     yield _gauge("cache_hit_rate", "Share of prompt tokens found computed.", hit_rate(stats))
     yield _gauge("dist_fatal", "Always 0: there is one machine.", 0.0)
     yield _gauge("shutdown_clean", "0 once the drain has cut requests off.", front.metrics.shutdown_clean)

@@ -12,15 +12,15 @@ import time
 
 from starlette.types import Receive, Scope, Send
 
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.plan import Plan
+from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.engine.cost import prompt_seconds
-from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import Timeout
 from mlx_tandem.generation.answers import Answers
 from mlx_tandem.generation.assembler import Assembler
 from mlx_tandem.log import log
 from mlx_tandem.server.request_id import request_id
-from mlx_tandem.training.live.front import ServerFront
 from mlx_tandem.training.live.recorder import Outcome, Recorder
 from mlx_tandem.types import Delta
 
@@ -32,7 +32,8 @@ class Reply:
         """Prepare the reply; the request is admitted and submitted when the response is called."""
         self._front = front
         self._plan = plan
-        self._id = self._request = plan.renderer.id  # The request gets the client's id if there is one.
+        self._reply_id = plan.renderer.id
+        self._request_id = self._reply_id  # until the request's headers are known, which may have an id of the client
         self._choices = plan.prompted.choices
         self._recorder: Recorder | None = None
         if plan.collect is not None and front.learning is not None:
@@ -46,8 +47,8 @@ class Reply:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Admit and submit the request, send the reply, and count both."""
         front, prompted = self._front, self._plan.prompted
-        self._request = request_id(scope, self._id)
-        with front.admission.admitted(self._choices):
+        self._request_id = request_id(scope, self._reply_id)
+        with front.request_admission.admitted(self._choices):
             async with front.client.submit(*prompted.requests(front.client)) as stream:
                 assembler = front.assembler(prompted, stream)
                 self._count_start()
@@ -137,8 +138,8 @@ class Reply:
         log(
             "request ended",
             logging.DEBUG,
-            request=self._request,
-            id=self._id,
+            request=self._request_id,
+            id=self._reply_id,
             model=self._front.models.label(self._plan.model.ref),
             prompt_tokens=prompted.prompt_tokens,
             tokens=tokens,

@@ -13,8 +13,9 @@ import uvicorn
 from uvicorn.config import Config as UvicornConfig
 
 from mlx_tandem.config import Config
+from mlx_tandem.dialects.front import ServerFront
+from mlx_tandem.engine.client.process import Launch, process_launch
 from mlx_tandem.engine.messages import Progress
-from mlx_tandem.engine.process import Launch, process_launch
 from mlx_tandem.errors import ModelError, TandemError
 from mlx_tandem.log import log
 from mlx_tandem.server import log_lines
@@ -22,7 +23,6 @@ from mlx_tandem.server.app import create_app
 from mlx_tandem.server.checks import check
 from mlx_tandem.server.connection import connection_class
 from mlx_tandem.server.sockets import allow_many_connections, bind
-from mlx_tandem.training.live.front import ServerFront
 
 EX_SOFTWARE = 70
 """The exit status for an engine that could not be kept alive."""
@@ -151,11 +151,11 @@ class Server(uvicorn.Server):
     async def _drain(self) -> None:
         """Refuse new work, wait for open requests for at most `drain_seconds`, and end the server."""
         front = self._front
-        log("draining", open_requests=front.admission.open_requests)
+        log("draining", open_requests=front.request_admission.open_requests)
         front.client.begin_drain()
         try:
             async with asyncio.timeout(front.config.server.drain_seconds):
-                await front.admission.idle()
+                await front.request_admission.idle()
                 if front.learning is not None:
                     await front.learning.settled()
         except TimeoutError:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from starlette.types import Send
 
-from mlx_tandem.engine.stream import Stream
+from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.errors import EngineError, TandemError
 from mlx_tandem.generation.answers import Answers
 from mlx_tandem.generation.assembler import Assembler
 from mlx_tandem.log import log_exception
-from mlx_tandem.server.headers import EVENTS_TYPE
 from mlx_tandem.server.replies import Reply
 
 
@@ -37,18 +36,19 @@ class StreamReply(Reply):
                     body = opening + b"".join([methods[type(event)](event) for event in events])
                 if not started:
                     started = True
-                    headers = self._headers(EVENTS_TYPE)
+                    headers = self._headers((b"content-type", renderer.media))
                     await send({"type": "http.response.start", "status": 200, "headers": headers})
                 await send({"type": "http.response.body", "body": body, "more_body": True})
             if self._gone:
                 return
             outcomes = await self._outcomes(answers)
+            renderer.times = self._first - self._began, self._last - self._first
         except Exception as e:
             if not started:
                 raise
             if not isinstance(e, TandemError):
-                log_exception("a stream failed", e, request=self._request)
-                e = EngineError(f"internal error in request {self._request}", code="internal_error")
+                log_exception("a stream failed", e, request=self._request_id)
+                e = EngineError(f"internal error in request {self._request_id}", code="internal_error")
             self._front.metrics.count_error(e, in_stream=True)
             await send({"type": "http.response.body", "body": renderer.error(e)})
             return

@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.server.body import SMALL_BODY, BodyLimit, read_json
 from mlx_tandem.server.headers import JSON_TYPE
-from mlx_tandem.training.live.front import ServerFront
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from mlx_tandem.engine.histogram import STEP_TOKENS, Histogram
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.metrics import REQUESTS
+from mlx_tandem.types import SpeculationStats
 
 ENGINE = "0"
 """The value of the label `engine` in every series, as there is one engine."""
@@ -16,17 +17,17 @@ ENGINE = "0"
 
 def families(front: Front) -> Iterator[Metric]:
     """Yield all families. Counts by model have the model's name; all others have the base's."""
-    base, stats, load, metrics = front.models.id, front.client.stats, front.client.load, front.metrics
-    blocks = load.used_blocks + load.free_blocks
-    usage = load.used_blocks / blocks if blocks else 0.0
+    base, stats, occupancy, metrics = front.models.id, front.client.stats, front.client.occupancy, front.metrics
+    blocks = occupancy.used_blocks + occupancy.free_blocks
+    usage = occupancy.used_blocks / blocks if blocks else 0.0
     for name, text, value in (
-        ("num_requests_running", "Choices in the running batch.", load.running),
-        ("num_requests_waiting", "Choices that wait to be run.", load.waiting),
+        ("num_requests_running", "Choices in the running batch.", occupancy.running),
+        ("num_requests_waiting", "Choices that wait to be run.", occupancy.waiting),
         ("kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1.", usage),
         ("gpu_cache_usage_perc", "The same under its older name.", usage),
     ):
         yield _gauge(name, text, [], [((base,), value)])
-    waiting = {(base, "capacity"): load.waiting - load.deferred, (base, "deferred"): load.deferred}
+    waiting = {(base, "capacity"): occupancy.waiting - occupancy.deferred, (base, "deferred"): occupancy.deferred}
     text = "Choices that wait for room in the batch (capacity), or for their adapter to be read (deferred)."
     yield _gauge("num_requests_waiting_by_reason", text, ["reason"], waiting.items())
     for name, text, tokens in (
@@ -44,6 +45,8 @@ def families(front: Front) -> Iterator[Metric]:
         ("gpu_prefix_cache_hits", "The same as prefix_cache_hits, under its older name.", stats.prefix_hits),
     ):
         yield _counter(name, text, [], [((base,), total)])
+    if stats.speculation is not None:
+        yield from _speculation(base, stats.speculation)
     steps = Histogram(STEP_TOKENS, stats.step_tokens, stats.step_tokens_sum)
     for name, text, histogram in (
         ("time_to_first_token_seconds", "Until the first token.", metrics.time_to_first_token),
@@ -58,6 +61,19 @@ def families(front: Front) -> Iterator[Metric]:
         yield family
     settings = _cache_settings(front)
     yield _gauge("cache_config_info", "Settings of the KV cache.", list(settings), [((base, *settings.values()), 1)])
+
+
+def _speculation(base: str, stats: SpeculationStats) -> Iterator[Metric]:
+    """Yield the families of drafts."""
+    for name, text, total in (
+        ("spec_decode_num_drafts", "Rows that verified drafts.", stats.rows),
+        ("spec_decode_num_draft_tokens", "Draft tokens.", stats.drafted),
+        ("spec_decode_num_accepted_tokens", "Draft tokens that were accepted.", stats.accepted),
+    ):
+        yield _counter(name, text, [], [((base,), total)])
+    places = [((base, str(n)), count) for n, count in enumerate(stats.by_position) if count]
+    text = "Rows whose draft at this position was accepted."
+    yield _counter("spec_decode_num_accepted_tokens_per_pos", text, ["position"], places)
 
 
 def _gauge(

@@ -6,14 +6,15 @@ import asyncio
 
 from starlette.types import Send
 
-from mlx_tandem.engine.stream import Stream
+from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.generation.answers import Answers
 from mlx_tandem.generation.assembler import Assembler
+from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.server.headers import JSON_TYPE
 from mlx_tandem.server.replies import Reply
 
-MANY_LOGPROBS = 20_000
-"""Fewest entries of prompt logprobs of a reply that another thread encodes, so that streams do not wait for it."""
+MANY_NUMBERS = 20_000
+"""Fewest numbers in a reply that another thread encodes, so that streams do not wait for it."""
 
 
 class WholeReply(Reply):
@@ -30,11 +31,17 @@ class WholeReply(Reply):
         if self._gone:
             return
         outcomes = await self._outcomes(answers)
-        scores = sum(len(prompt.logprobs) for prompt in answers.prompts)
-        if scores * (1 + (prompted.params.prompt_logprobs or 0)) < MANY_LOGPROBS:
+        renderer.times = self._first - self._began, self._last - self._first
+        if _numbers(prompted, answers) < MANY_NUMBERS:
             body = renderer.whole(answers, assembler.usage(), outcomes)
         else:
             body = await asyncio.to_thread(renderer.whole, answers, assembler.usage(), outcomes)
         headers = [*self._headers(JSON_TYPE), (b"content-length", b"%d" % len(body))]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _numbers(prompted: Prompted, answers: Answers) -> int:
+    """Return about how many logprobs of prompts and numbers of embeddings a reply has."""
+    scores = sum(len(prompt.logprobs) for prompt in answers.prompts) * (1 + (prompted.params.prompt_logprobs or 0))
+    return scores + sum(len(prompt.embedding) // 4 for prompt in answers.prompts)

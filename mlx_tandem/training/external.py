@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +13,7 @@ from msgspec import Struct
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.training.examples import Turn
-from mlx_tandem.training.trajectories import Trajectory, check_label, new_id
+from mlx_tandem.training.trajectories import Trajectory, check_label, new_id, same_prompt
 
 Prompt = str | list[dict[str, Any]]
 """A text, or chat messages for the model's template."""
@@ -103,7 +102,7 @@ def _check(
             )
     return Trajectory(
         id=new_id() if item.id is None else check_label(item.id, f"{at}.id"),
-        group=_same_prompt(prompt) if item.group is None else check_label(item.group, f"{at}.group"),
+        group=same_prompt(prompt) if item.group is None else check_label(item.group, f"{at}.group"),
         prompt=prompt,
         tokens=tokens,
         logprobs=(),
@@ -145,8 +144,3 @@ def _ids(
     if not ids:
         raise InvalidRequest(f"{at} must have at least one token", param=at)
     return limits.check_token_ids(tuple(ids), vocab_size, at)
-
-
-def _same_prompt(prompt: tuple[int, ...]) -> str:
-    digest = hashlib.blake2b(b"".join(t.to_bytes(4, "little") for t in prompt), digest_size=12)
-    return f"prompt-{digest.hexdigest()}"

@@ -23,10 +23,10 @@ EPOCHS = 3
 """Epochs where nobody says how many and nothing is held out to judge by."""
 
 MOST_EPOCHS = 100
-PATIENCE = 3
+PATIENCE_EPOCHS = 3
 LEAST_FALL = 1e-3
 """Where nobody says how many epochs, training ends once the held-out loss has not fallen by LEAST_FALL nats per token
-in PATIENCE epochs, and after MOST_EPOCHS at the latest."""
+in PATIENCE_EPOCHS epochs, and after MOST_EPOCHS at the latest."""
 
 
 class SftConfig(Struct, frozen=True):
@@ -238,7 +238,7 @@ def fit(
             yield _learn(learner, group, config, done, steps, now)
             if valid and (done % config.eval_every == 0 if config.eval_every else at == len(groups)):
                 yield exam.hold(done)
-        if is_open and done - exam.fell_at >= PATIENCE * len(groups):
+        if is_open and done - exam.fell_at >= PATIENCE_EPOCHS * len(groups):
             break
     if valid and exam.held_at != done:
         yield exam.hold(done)

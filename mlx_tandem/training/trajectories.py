@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,6 +46,12 @@ class Trajectory(Struct, frozen=True, array_like=True):
 def new_id() -> str:
     """Return a new id of a trajectory, which nobody can guess."""
     return f"traj-{secrets.token_hex(12)}"
+
+
+def same_prompt(prompt: Sequence[int], rest: bytes = b"") -> str:
+    """Return the name of the group of all answers to this prompt. `rest` is what else they have to have in common."""
+    digest = hashlib.blake2b(b"".join(t.to_bytes(4, "little") for t in prompt) + rest, digest_size=12)
+    return f"prompt-{digest.hexdigest()}"
 
 
 def check_label(value: str, param: str) -> str:

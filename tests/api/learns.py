@@ -22,7 +22,7 @@ def learning_config(folder: Path, mode: Mode = "inference_and_training", **setti
         enabled=True,
         lora_rank=4,
         lora_alpha=8.0,
-        **({"learning_rate": 1e-3, "update_frequency": 1000} | settings),
+        **({"learning_rate": 1e-3, "update_frequency": 1000, "guard_prompts": 0, "siblings": 0} | settings),
     )
     return structs.replace(
         config,

@@ -13,11 +13,11 @@ import httpx
 
 from mlx_tandem import demo
 from mlx_tandem.config import Config, EngineConfig, ModelConfig, ServerConfig
+from mlx_tandem.dialects.front import ServerFront
+from mlx_tandem.engine.client.process import EngineProcess
 from mlx_tandem.engine.messages import Inbound, Outbound, Ready
-from mlx_tandem.engine.process import EngineProcess
 from mlx_tandem.engine.wire import EngineChannel, WireError
 from mlx_tandem.server.serve import Server, bind
-from mlx_tandem.training.live.front import ServerFront
 from mlx_tandem.types import AdapterInfo, EngineInfo
 
 M = TypeVar("M")

@@ -214,18 +214,24 @@ def test_an_alias_keeps_a_user_and_counts_its_arms(server: RunningServer) -> Non
 
 
 def test_an_alias_keeps_a_user_whatever_the_route(server: RunningServer) -> None:
+    """Each way is asked several times, since an arm that is drawn anew may be the user's own by chance."""
+
     def model(user: str, path: str, **body: object) -> str:
-        reply = server.client.post(path, json={"model": "both", "user": user, **body})
+        reply = server.client.post(path, json={"user": user, **body})
         assert reply.status_code == 200, reply.text
         return str(reply.json()["model"])
 
+    chat = [{"role": "user", "content": "2 +"}]
     seen = set()
     for user in ("ann", "bob", "eve", "joe", "kim", "lea"):
-        asked = model(user, "/v1/completions", prompt="2 +", max_tokens=1)
+        asked = model(user, "/v1/completions", model="both", prompt="2 +", max_tokens=1)
         seen.add(asked)
-        assert model(user, "/v1/perplexity", text="two words") == asked
-        chat = [{"role": "user", "content": "2 +"}]
-        assert model(user, "/v1/chat/completions", messages=chat, max_tokens=1) == asked
+        for _ in range(4):
+            assert model(user, "/v1/perplexity", model="both", text="two words") == asked
+            assert model(user, "/v1/chat/completions", model="both", messages=chat, max_tokens=1) == asked
+            text = {"prompt": "2 +", "max_tokens": 1}
+            assert model(user, "/v1/completions", lora_adapter="both", **text) == asked
+            assert model(user, "/v1/completions", model="both", lora_adapter=asked, **text) == asked
     assert len(seen) == 2, "both arms have somebody"
 
 

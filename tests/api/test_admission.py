@@ -16,9 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from mlx_tandem.config import ServerConfig
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.engine.messages import Load, Output, Submit
+from mlx_tandem.engine.messages import Occupancy, Output, Submit
 from mlx_tandem.errors import EngineUnavailable, InvalidRequest, Overloaded
-from mlx_tandem.generation.admission import Admission
+from mlx_tandem.generation.request_admission import RequestAdmission
 from mlx_tandem.types import Delta
 from tests.api.scripted import INFO, Peer, scripted_server
 
@@ -26,7 +26,7 @@ BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 SEATS = INFO.max_num_seqs
 
 
-def admission(clock: Callable[[], float], **server: object) -> tuple[Admission, EngineClient]:
+def admission(clock: Callable[[], float], **server: object) -> tuple[RequestAdmission, EngineClient]:
     """Over a client whose engine is ready and has not been started."""
 
     def launch() -> None:
@@ -34,7 +34,7 @@ def admission(clock: Callable[[], float], **server: object) -> tuple[Admission, 
 
     client = EngineClient(launch)
     client.state, client.info = "ready", INFO
-    return Admission(ServerConfig(**server), client, clock), client
+    return RequestAdmission(ServerConfig(**server), client, clock), client
 
 
 class Ending(Exception):
@@ -48,7 +48,7 @@ class Places(RuleBasedStateMachine):
     def begin(self, queue: int, most: int, threshold: float) -> None:
         self.now = 100.0
         self.queue, self.most, self.threshold = queue, most, threshold
-        self.admission, self.client = admission(
+        self.request_admission, self.client = admission(
             lambda: self.now,
             max_queue_size=queue,
             max_concurrent_requests=most,
@@ -59,19 +59,19 @@ class Places(RuleBasedStateMachine):
     @rule(choices=st.integers(1, SEATS + 8))
     def arrive(self, choices: int) -> None:
         taken = sum(c for c, _ in self.open)
-        load = self.client.load
+        load = self.client.occupancy
         full = self.open and load.used_blocks >= self.threshold * 64
         fits = taken + choices <= SEATS + self.queue and not full and not (0 < self.most <= len(self.open))
         stack = ExitStack()
         if choices > SEATS + self.queue:
             with pytest.raises(InvalidRequest):
-                stack.enter_context(self.admission.admitted(choices))
+                stack.enter_context(self.request_admission.admitted(choices))
         elif fits:
-            stack.enter_context(self.admission.admitted(choices))
+            stack.enter_context(self.request_admission.admitted(choices))
             self.open.append((choices, stack))
         else:
             with pytest.raises(Overloaded) as refused:
-                stack.enter_context(self.admission.admitted(choices))
+                stack.enter_context(self.request_admission.admitted(choices))
             assert refused.value.retry_after is not None and 1 <= refused.value.retry_after <= 120
 
     @precondition(lambda self: self.open)
@@ -86,7 +86,7 @@ class Places(RuleBasedStateMachine):
 
     @rule(used=st.integers(0, 64))
     def hear(self, used: int) -> None:
-        self.client.load = Load(1, 0, used, 64 - used)
+        self.client.occupancy = Occupancy(1, 0, used, 64 - used)
 
     @rule(seconds=st.floats(0, 1000))
     def wait(self, seconds: float) -> None:
@@ -95,16 +95,16 @@ class Places(RuleBasedStateMachine):
     @invariant()
     def places_are_those_of_the_open(self) -> None:
         if hasattr(self, "open"):
-            assert self.admission.open_requests == len(self.open)
-            assert self.admission.open_choices == sum(c for c, _ in self.open)
-            assert self.admission._idle.is_set() == (not self.open)
+            assert self.request_admission.open_requests == len(self.open)
+            assert self.request_admission.open_choices == sum(c for c, _ in self.open)
+            assert self.request_admission._idle.is_set() == (not self.open)
 
 
 TestPlaces = Places.TestCase
-TestPlaces.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPlaces.settings = settings(max_examples=60, stateful_step_count=30)
 
 
-def retry_after(admission: Admission, choices: int = 1) -> float:
+def retry_after(admission: RequestAdmission, choices: int = 1) -> float:
     with pytest.raises(Overloaded) as refused:
         admission.check(choices)
     assert refused.value.retry_after is not None
@@ -145,11 +145,11 @@ def test_memory_that_must_free_is_counted_in_requests():
     gate, client = admission(lambda: now)
     with gate.admitted(1), gate.admitted(1):
         now = 10.0
-        client.load = Load(2, 0, 95, 5)
+        client.occupancy = Occupancy(2, 0, 95, 5)
         assert retry_after(gate) == pytest.approx(10)
-        client.load = Load(2, 0, 89, 11)
+        client.occupancy = Occupancy(2, 0, 89, 11)
         gate.check()
-    client.load = Load(2, 0, 95, 5)  # an engine that has not spoken since
+    client.occupancy = Occupancy(2, 0, 95, 5)  # an engine that has not spoken since
     gate.check()
 
 
@@ -207,7 +207,7 @@ def test_concurrent_requests_are_limited_whatever_their_choices():
 def test_a_full_pool_refuses_and_an_emptied_one_does_not():
     with scripted_server(memory_pressure_threshold=0.8) as (client, peer, _):
         running = Asking(client, peer)
-        peer.say(Load(1, 0, 52, 12))
+        peer.say(Occupancy(1, 0, 52, 12))
         while client.get("/health").json()["status"] != "overloaded":
             pass
         refused = client.post("/v1/chat/completions", json=BODY)
@@ -215,11 +215,11 @@ def test_a_full_pool_refuses_and_an_emptied_one_does_not():
         assert 1 <= int(refused.headers["retry-after"]) <= 120
         assert list(refusals(client)) == ['tandem_refused_total{reason="memory_pressure_threshold"} 1.0']
         assert client.get("/v1/models").status_code == 200
-        peer.say(Load(1, 0, 51, 13))
+        peer.say(Occupancy(1, 0, 51, 13))
         while client.get("/health").json()["status"] == "overloaded":
             pass
         other = Asking(client, peer)
-        peer.say(Load(2, 0, 64, 0))
+        peer.say(Occupancy(2, 0, 64, 0))
         assert {running.end().status_code, other.end().status_code} == {200}
         assert Asking(client, peer).end().status_code == 200  # nothing is open: the engine's last word is old
 

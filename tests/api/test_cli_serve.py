@@ -17,8 +17,12 @@ from pathlib import Path
 
 import pytest
 
-from mlx_tandem import demo
+from mlx_tandem import Engine, demo
+from mlx_tandem.errors import TandemError
 from tests.fake_hub import fake_hub
+
+SMALL = ("--max-model-len", "1024", "--num-blocks", "512")
+"""A pool and a context with which a server starts quickly."""
 
 
 class Tandem:
@@ -81,13 +85,13 @@ def engine_pid(tandem: Tandem) -> int:
     (pid,) = [
         int(pid)
         for pid, parent, args in (line.split(None, 2) for line in found.splitlines())
-        if int(parent) == tandem.process.pid and "mlx_tandem.worker" in args
+        if int(parent) == tandem.process.pid and "mlx_tandem.engine_main" in args
     ]
     return pid
 
 
 def test_the_ready_line_says_what_to_try_and_it_works(start) -> None:  # type: ignore[no-untyped-def]
-    tandem = start("serve", "--port", "0", "--served-model-name", "little", "--completion-batch-size", "8")
+    tandem = start("serve", *SMALL, "--port", "0", "--served-model-name", "little", "--completion-batch-size", "8")
     url, text = tandem.ready()
     assert url.startswith("http://127.0.0.1:")
     assert "shout, json, down" in text
@@ -114,7 +118,7 @@ def test_a_key_opens_other_addresses_and_stays_where_it_is(start, tmp_path: Path
     os.mkfifo(file, 0o600)  # as a shell's <(…): what is read is gone
     args = [] if variable else ["--api-key-file", str(file)]
     env = os.environ | ({variable: SECRET} if variable else {})
-    tandem = start("-v", "serve", "--port", "0", "--host", "0.0.0.0", *args, env=env)
+    tandem = start("-v", "serve", *SMALL, "--port", "0", "--host", "0.0.0.0", *args, env=env)
     if variable is None:
         file.write_text(f"{SECRET}\n")
     url, text = tandem.ready()
@@ -131,7 +135,7 @@ def test_a_key_opens_other_addresses_and_stays_where_it_is(start, tmp_path: Path
     assert SECRET not in shown
     engine = ["ps", "eww", "-p", str(engine_pid(tandem))]  # with its environment
     shown = subprocess.run(engine, capture_output=True, text=True, check=True).stdout
-    assert "mlx_tandem.worker" in shown
+    assert "mlx_tandem.engine_main" in shown
     assert "PATH=" in shown
     assert SECRET not in shown
     assert tandem.end() == 0
@@ -145,7 +149,7 @@ def test_a_key_opens_other_addresses_and_stays_where_it_is(start, tmp_path: Path
 def test_a_model_and_an_adapter_from_the_hub(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     with fake_hub({"org/tiny-4bit": demo.MODEL_PATH, "org/loud": demo.ADAPTER_PATHS["shout"]}) as hub:
         args = ["org/tiny-4bit@v2", "--adapter", "loud", "org/loud", "--served-model-name", "little", "--port", "0"]
-        tandem = start("serve", *args, env=hub.environment(tmp_path))
+        tandem = start("serve", *SMALL, *args, env=hub.environment(tmp_path))
         url, _ = tandem.ready()
         asked = len(hub.asked)
         with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as reply:
@@ -169,7 +173,7 @@ def test_adapters_of_a_running_server(start, tmp_path: Path) -> None:  # type: i
     shutil.copytree(demo.ADAPTER_PATHS["shout"], root / "loud")
     key.write_text(SECRET)
     key.chmod(0o600)
-    tandem = start("serve", "--port", "0", "--adapter-root", str(root), "--api-key-file", str(key))
+    tandem = start("serve", *SMALL, "--port", "0", "--adapter-root", str(root), "--api-key-file", str(key))
     url, text = tandem.ready()
     assert re.search(rf"^  adapters  shout, json, down; 1 folder in {re.escape(str(root))}, such as loud$", text, re.M)
 
@@ -198,7 +202,7 @@ def test_a_context_over_the_model_s_is_cut_to_it(start, tmp_path: Path) -> None:
     shutil.copytree(demo.MODEL_PATH, model)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 512}))
-    tandem = start("serve", str(model), "--port", "0", "--ctx-size", "4096")
+    tandem = start("serve", str(model), "--num-blocks", "64", "--port", "0", "--ctx-size", "4096")
     url, _ = tandem.ready()
     with urllib.request.urlopen(f"{url}/v1/models", timeout=30) as reply:
         assert json.load(reply)["data"][0]["max_model_len"] == 512
@@ -209,7 +213,7 @@ def test_a_context_over_the_model_s_is_cut_to_it(start, tmp_path: Path) -> None:
 def test_loopback_prints_no_warning(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "c.yaml"
     file.write_text(
-        f"model: {{path: {demo.MODEL_PATH}}}\ncache: {{num_blocks: 512}}\n"
+        f"model: {{path: {demo.MODEL_PATH}, max_model_len: 1024}}\ncache: {{num_blocks: 512}}\n"
         f"server: {{port: 0, host: '::1'}}\nadapters: {{loud: {demo.ADAPTER_PATHS['shout']}}}\n"
     )
     tandem = start("serve", "--config", str(file))
@@ -225,59 +229,37 @@ def test_loopback_prints_no_warning(start, tmp_path: Path) -> None:  # type: ign
     assert '"event": "settings"' not in errors
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "said"),
-    [
-        ("config.json", "{}", "model_type is missing"),
-        ("config.json", None, "config.json is missing"),
-        ("tokenizer.json", None, "tokenizer.json"),
-        ("model.safetensors", None, "model.safetensors is missing"),
-    ],
-)
-def test_a_broken_model_folder_is_one_line_and_status_1(
-    tmp_path: Path, file: str, content: str | None, said: str
-) -> None:
-    folder = tmp_path / "broken"
-    folder.mkdir()
-    for source in demo.MODEL_PATH.iterdir():
-        if source.name != file:
-            (folder / source.name).symlink_to(source)
-    if content is not None:
-        (folder / file).write_text(content)
-    done = subprocess.run(
-        [sys.executable, "-m", "mlx_tandem", "serve", str(folder), "--port", "0"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert done.returncode == 1, done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("tandem: ")
-    assert said in last
-    assert "Traceback" not in done.stderr
-    assert not done.stdout
+BROKEN = [
+    ("{}", "adapters.safetensors: is missing"),
+    (
+        r'{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {"\udfff": 1}}',
+        r"adapter_config.json: rank_pattern.\udfff is a regular expression",
+    ),
+    (r'{"peft_type": "LORA", "\ud800\n": 1}', r"adapter_config.json: \ud800\n is not a known key"),
+]
 
 
-@pytest.mark.parametrize(
-    ("config", "said"),
-    [
-        ("{}", "adapters.safetensors: is missing"),
-        (r'{"peft_type": "LORA", "\ud800\n": 1}', r"adapter_config.json: \ud800\n is not a known key"),
-        (
-            r'{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "rank_pattern": {"\udfff": 1}}',
-            r"adapter_config.json: rank_pattern.\udfff is a regular expression",
-        ),
-    ],
-)
-def test_a_broken_adapter_is_one_line_and_status_1(tmp_path: Path, config: str, said: str) -> None:
-    folder = tmp_path / "broken"
+def broken_adapter(folder: Path, config: str) -> Path:
     folder.mkdir()
     (folder / "adapter_config.json").write_text(config)
     if config != "{}":
         shutil.copy(demo.ADAPTER_PATHS["shout"] / "adapters.safetensors", folder / "adapter_model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(("config", "said"), BROKEN)
+def test_a_broken_adapter_is_refused_in_one_line(tmp_path: Path, config: str, said: str) -> None:
+    with pytest.raises(TandemError) as refused:
+        Engine(adapters={"mine": broken_adapter(tmp_path / "broken", config)}, num_blocks=64, max_model_len=256)
+    assert refused.value.message.startswith("adapter mine: ") and said in refused.value.message
+    assert refused.value.message.isprintable()
+
+
+def test_a_broken_adapter_ends_the_command_with_one_line_and_status_1(tmp_path: Path) -> None:
+    config, said = BROKEN[-1]
+    folder = broken_adapter(tmp_path / "broken", config)
     done = subprocess.run(
-        [sys.executable, "-m", "mlx_tandem", "serve", "--port", "0", "--adapter", "mine", str(folder)],
+        [sys.executable, "-m", "mlx_tandem", "serve", *SMALL, "--port", "0", "--adapter", "mine", str(folder)],
         capture_output=True,
         text=True,
         check=False,
@@ -288,6 +270,7 @@ def test_a_broken_adapter_is_one_line_and_status_1(tmp_path: Path, config: str, 
     assert last.startswith("tandem: adapter mine: ")
     assert said in last
     assert "Traceback" not in done.stderr
+    assert not done.stdout
 
 
 def test_the_demo_without_a_terminal_prints_each_answer_once() -> None:

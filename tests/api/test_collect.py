@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -57,7 +58,8 @@ def test_every_choice_says_what_it_is_made_of(learner):
     assert sum(len(c["token_ids"]) for c in choices) == reply["usage"]["completion_tokens"]
     for choice in choices:
         assert choice["versions"] == [1] * len(choice["token_ids"])
-        assert choice["score"] == sum(part in choice["text"] for part in ["3", "e", "a", "1"]) / 4
+        words = re.findall(r"\w+", choice["text"])
+        assert choice["score"] == sum(part in words for part in ["3", "e", "a", "1"]) / 4
         assert choice["logprobs"] is None and "prompt_token_ids" not in choice
     assert len({c["trajectory_id"] for c in choices}) == 6
     after = learner.client.get("/v1/training/status").json()["trajectories_collected"]
@@ -166,18 +168,27 @@ def test_what_waits_for_its_score_at_the_end_is_collected(tmp_path):
 
 
 def test_what_has_no_score_is_not_collected(tmp_path):
-    """Whatever a reward function does, the completion is served."""
-    install(tmp_path, "def moody(sample, options):\n    return 1.0 if sample.metadata['fine'] else 1 / 0\n")
+    """Whatever a reward function does, the completion is served, and its siblings are a complete group without it."""
+    install(
+        tmp_path,
+        "def moody(sample, options):\n"
+        "    fine = sample.metadata['fine']\n"
+        "    return 1.0 if (sample.completion if fine == 'said' else fine) else 1 / 0\n",
+    )
     with serving(learning_config(tmp_path, "inference_only", scoring_function="moody"), tmp_path) as server:
         failed = collect(server, scoring_function="moody", metadata={"fine": False})
         assert all(c["text"] is not None and c["score"] is c["trajectory_id"] is None for c in failed)
         assert [c["dropped"] for c in failed] == ["no_score"] * 4
         scored = collect(server, scoring_function="moody", metadata={"fine": True})
+        mixed = collect(server, scoring_function="moody", metadata={"fine": "said"}, n=8, temperature=2.0)
+        some = {c["trajectory_id"] for c in mixed} - {None}
+        assert 0 < len(some) < 8
         later = collect(server, scoring_function=None, metadata={"fine": False})
         assert all(c["trajectory_id"] for c in later)
         metrics = server.client.get("/metrics").text
         assert 'tandem_training_reward_failures_total{kind="raised"}' in metrics
-    assert set(collected(tmp_path)) == {c["trajectory_id"] for c in scored}
+    assert set(collected(tmp_path)) == {c["trajectory_id"] for c in scored} | some
+    assert {r.size for r in journal(tmp_path) if r.trajectory.id in some} == {len(some)}
 
 
 @pytest.mark.parametrize("shown", [True, False])
@@ -337,3 +348,27 @@ def test_a_server_that_does_not_learn_loads_nothing_of_it():
     heavy = "mlx_tandem.training.online", "mlx_tandem.training.rewards", "mlx_tandem.training.live.learning", "re2"
     code = f"import sys, mlx_tandem.server.serve; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_thoughts_are_scored_with_the_answer(learner):
+    """A thought before the answer does not keep reward functions from the answer."""
+    choice = learner.chat(
+        "Think, then answer: 347 + 285",
+        temperature=0,
+        max_tokens=120,
+        scoring_function="contains",
+        metadata={"answer": ["632"]},
+    ).json()["choices"][0]
+    assert choice["message"]["content"] == "347 + 285 = 632." and choice["score"] == 1.0
+
+
+def test_a_forced_end_of_a_thought_is_not_learned_from(learner):
+    response = learner.chat(
+        "Think, then answer: 347 + 285",
+        model="policy",
+        thinking_token_budget=5,
+        collect_trajectory=True,
+        scoring_function="contains",
+        metadata={"answer": ["632"]},
+    )
+    assert response.status_code == 400 and response.json()["error"]["param"] == "collect_trajectory"

@@ -80,7 +80,7 @@ def engine_pid(server: int) -> int:
     (pid,) = [
         int(pid)
         for pid, parent, args in (line.split(None, 2) for line in found.splitlines())
-        if int(parent) == server and "mlx_tandem.worker" in args
+        if int(parent) == server and "mlx_tandem.engine_main" in args
     ]
     return pid
 

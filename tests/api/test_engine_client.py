@@ -9,7 +9,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from mlx_tandem.config import EngineConfig, ModelConfig
-from mlx_tandem.engine.client import MAX_DEATHS, EngineClient
+from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.engine.client.process import process_launch
+from mlx_tandem.engine.client.stream import Stream
+from mlx_tandem.engine.client.supervisor import MAX_DEATHS
 from mlx_tandem.engine.messages import (
     AdapterLoaded,
     CallDone,
@@ -21,13 +24,12 @@ from mlx_tandem.engine.messages import (
     Heartbeat,
     LoadAdapter,
     Note,
+    Occupancy,
     Output,
     Progress,
     Submit,
     UnloadAdapter,
 )
-from mlx_tandem.engine.process import process_launch
-from mlx_tandem.engine.stream import Stream
 from mlx_tandem.errors import EngineDied, EngineError, EngineUnavailable, InvalidRequest, ModelError, NotFound
 from mlx_tandem.types import AdapterSource, Delta, EngineStats, Request, SamplingParams
 from tests.api.scripted import ADAPTER, Peer, ScriptedEngine
@@ -145,6 +147,19 @@ def test_one_request_fails_alone(failed, kind):
     run(body)
 
 
+def test_a_choice_is_cancelled_by_its_number_within_its_own_request():
+    async def body(client, peer, engine):
+        ids = client.next_ids(2)
+        requests = [Request(i, (1,), SamplingParams(max_tokens=4), None, 3) for i in ids]
+        async with client.submit(*requests) as stream:
+            for _ in ids:
+                peer.hear(Submit)
+            stream.cancel(4)
+            assert peer.hear(Cancel) == Cancel(ids[1], 1)
+
+    run(body)
+
+
 def test_calls_and_their_errors():
     async def body(client, peer, engine):
         loading = asyncio.create_task(client.load_adapter(AdapterSource("/a")))
@@ -200,6 +215,33 @@ def test_death_ends_streams_and_calls_at_once_and_starts_another_engine():
             await tokens(stream)
 
     run(body, on_ready=on_ready)
+
+
+def test_an_engine_that_was_ready_is_started_again_however_often_it_dies():
+    """Deaths at starts are counted, and each engine that gets ready begins the count anew."""
+
+    async def body(client, peer, engine):
+        for deaths in range(1, 2 * MAX_DEATHS):
+            peer.die()
+            peer = (await asyncio.to_thread(engine.peer)).ready()
+            while client.state != "ready":
+                assert client.failure is None
+                await asyncio.sleep(0.01)
+            assert client.restarts == deaths
+
+    run(body)
+
+
+def test_the_occupancy_of_an_engine_that_died_is_not_that_of_the_next():
+    async def body(client, peer, engine):
+        peer.say(Occupancy(running=3, waiting=2, used_blocks=60, free_blocks=4))
+        while client.occupancy.running != 3:
+            await asyncio.sleep(0.01)
+        peer.die()
+        await asyncio.to_thread(engine.peer)
+        assert client.occupancy == Occupancy()
+
+    run(body)
 
 
 def test_requests_wait_for_what_on_ready_does():

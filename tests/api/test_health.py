@@ -9,7 +9,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_tandem.engine.messages import Load, Output, Submit
+from mlx_tandem.engine.messages import Occupancy, Output, Submit
 from mlx_tandem.types import Delta
 from tests.api.scripted import scripted_server
 from tests.serving import demo_config, serving
@@ -31,7 +31,7 @@ def test_the_states_of_a_pool_that_fills_up():
             (1000, "overloaded", 503),
             (0, "ok", 200),
         ):
-            peer.say(Load(1, 0, used, 1000 - used))
+            peer.say(Occupancy(1, 0, used, 1000 - used))
             while (health := client.get("/health")).json()["utilization"] != used / 1000:
                 pass
             assert (health.json()["status"], health.status_code) == (state, code)
@@ -82,7 +82,7 @@ def test_gauges_under_the_names_of_mlx_lm_server(loaded, name, value):
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, float]:
     with scripted_server() as (client, peer, _):
-        peer.say(Load(3, 2, 10, 54))
+        peer.say(Occupancy(3, 2, 10, 54))
         while True:
             families = text_string_to_metric_families(client.get("/metrics").text)
             values = {s.name: s.value for f in families for s in f.samples}

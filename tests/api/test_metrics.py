@@ -13,9 +13,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlx_tandem.engine.messages import Cancel, Failed, Heartbeat, Load, Output, Preempted, Started, Submit
+from mlx_tandem.engine.messages import Cancel, Failed, Heartbeat, Occupancy, Output, Preempted, Started, Submit
 from mlx_tandem.generation import metrics
-from mlx_tandem.types import Delta, EngineStats
+from mlx_tandem.types import Delta, EngineStats, SpeculationStats
 from tests.api.scripted import INFO, Peer, scripted_server
 from tests.serving import RunningServer
 
@@ -150,7 +150,7 @@ def test_settings_of_the_cache(fresh: tuple[httpx.Client, Peer]) -> None:
 
 def test_who_waits_waits_for_room_or_for_an_adapter() -> None:
     with scripted_server() as (client, peer, _):
-        peer.say(Load(3, 5, 10, 54, 2))
+        peer.say(Occupancy(3, 5, 10, 54, 2))
         while not base(values := read(client), "num_requests_waiting", "base"):
             pass
         waiting = {
@@ -284,6 +284,7 @@ STATS = EngineStats(
     batch_fill=(2, 0, 0, 0, 0, 1, 0, 0, 0, 1),
     prompt_tokens_per_s=64.0,
     decode_tokens_per_s=8.0,
+    speculation=SpeculationStats("ngram", 4, 20, 11, (4, 4, 3, 0), True, 90.04, 60.0),
 )
 
 
@@ -291,7 +292,7 @@ STATS = EngineStats(
 def told() -> Iterator[httpx.Client]:
     """A server whose engine has told of four steps."""
     with scripted_server() as (client, peer, _):
-        peer.say(Heartbeat(STATS), Load(2, 3, 10, 54))
+        peer.say(Heartbeat(STATS), Occupancy(2, 3, 10, 54))
         while not client.get("/v1/engine/metrics").json()["engine"]["steps"]:
             pass
         yield client
@@ -303,6 +304,26 @@ def test_steps_by_their_tokens(told: httpx.Client) -> None:
     assert (below["1.0"], below["8.0"], below["16.0"], below["32.0"], below["+Inf"]) == (1, 3, 3, 4, 4)
     assert base(values, "iteration_tokens_total_sum", "base") == 40
     assert base(values, "iteration_tokens_total_count", "base") == 4
+
+
+def test_drafts_under_vllm_s_names(told: httpx.Client) -> None:
+    values = read(told)
+    for name, count in (("drafts", 4), ("draft_tokens", 20), ("accepted_tokens", 11)):
+        assert base(values, f"spec_decode_num_{name}_total", "base") == count
+    places = {dict(own)["position"]: v for (name, own), v in values.items() if "_per_pos_total" in name}
+    assert places == {"0": 4, "1": 4, "2": 3}
+
+
+def test_drafts_as_mlx_lm_server_shows_them(told: httpx.Client) -> None:
+    found = told.get("/v1/spec_decode/metrics").json()
+    assert (found["acceptance_rate"], found["avg_accepted_tokens"]) == (0.55, 2.75)
+    assert found["mode_distribution"] == {"ngram": 4}
+    assert found["controller"]["uses_drafts"] and found["controller"]["tokens_per_s_with"] == 90.0
+
+
+def test_no_drafts_before_the_first_heartbeat(fresh: tuple[httpx.Client, Peer]) -> None:
+    found = fresh[0].get("/v1/spec_decode/metrics").json()
+    assert (found["enabled"], found["mode"], found["num_drafts"]) == (False, "none", 0)
 
 
 def test_debug_metrics_of_mlx_parallm(told: httpx.Client) -> None:

@@ -186,3 +186,14 @@ def test_a_closed_engine(engine):
     other.close()
     with pytest.raises(EngineError, match="closed"):
         other.generate("x")
+
+
+def test_embeddings(engine: Engine) -> None:
+    together = engine.embed(["a fox", "a dog"], adapter="shout")
+    alone = engine.embed("a dog", adapter="shout")
+    assert len(alone) == 256
+    assert max(abs(a - b) for a, b in zip(together[1], alone, strict=True)) < 2e-3
+    assert len(engine.embed("a dog", dimensions=8)) == 8
+    with pytest.raises(InvalidRequest) as refused:
+        engine.embed("a dog", dimensions=8000)
+    assert refused.value.param == "dimensions"

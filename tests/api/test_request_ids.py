@@ -53,7 +53,7 @@ VALUES = st.one_of(*(st.lists(st.sampled_from(some), min_size=1, max_size=150) f
 
 
 @given(VALUES.map(lambda value: bytes(value).strip(b" \t")))
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_an_id_is_repeated_if_it_is_short_and_printable(server, value):
     (own,) = ids(server, [value])
     text = value.decode("latin-1")

@@ -17,11 +17,11 @@ import httpx
 import pytest
 
 from mlx_tandem import demo
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.routes import ROUTES
 from mlx_tandem.engine.messages import Failed, Output, Submit
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.server.app import create_app
-from mlx_tandem.training.live.front import ServerFront
 from mlx_tandem.types import Delta
 from tests.api.scripted import Peer, scripted_server
 from tests.toys.dialect.routes import ROUTES as TOY

@@ -15,9 +15,9 @@ import pytest
 
 from mlx_tandem import demo
 from mlx_tandem.config import Config, EngineConfig, ModelConfig, ServerConfig
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.engine.messages import Output, Submit
 from mlx_tandem.errors import InvalidRequest, ModelError
-from mlx_tandem.training.live.front import ServerFront
 from mlx_tandem.types import Delta, Request
 from tests.api.scripted import Peer, scripted_server
 

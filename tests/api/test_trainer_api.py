@@ -75,6 +75,25 @@ def test_versions_follow_each_other(engine):
     engine.unload_adapter("steps")
 
 
+def test_versions_in_folders_are_kept_however_many_follow(engine, tmp_path: Path):
+    trainer = engine.trainer("filed", rank=2)
+    trainer.forward_backward(LESSON)
+    trainer.step(1e-3)
+    trainer.save(tmp_path / "first")
+    trainer.close()
+    assert engine.load_adapter("filed", tmp_path / "first") == "filed@1"
+    trainer = engine.trainer("filed", rank=2, seed=1)
+    for number in range(2, 6):
+        trainer.forward_backward(LESSON)
+        trainer.step(1e-3)
+        assert trainer.publish() == f"filed@{number}"
+    assert engine.chat(QUESTION, adapter="filed@1", max_tokens=1).adapter == "filed@1"
+    with pytest.raises(NotFound):
+        engine.chat(QUESTION, adapter="filed@2")
+    trainer.close()
+    engine.unload_adapter("filed")
+
+
 def test_several_trainers_in_one_pass_are_each_as_alone(engine):
     ranks = {"a": 4, "b": 8, "c": 16}
     work = {

@@ -113,7 +113,7 @@ def test_what_was_collected_is_learned_from(learner):
     assert status(learner)["buffered"] == before["buffered"] + 8
     report = update(learner, trajectories=[]).json()["report"]
     assert report["outcome"] == "published" and report["trajectories"] >= 8
-    assert status(learner)["buffered"] == 0
+    assert status(learner)["buffered"] <= before["buffered"], "single answers wait for others to their prompt"
     assert update(learner, trajectories=[]).json()["report"]["outcome"] == "skipped"
 
 
@@ -205,8 +205,8 @@ def test_serving_moves_and_training_does_not(learner):
     base = says(learner)
     update(learner, trajectories=trajectories(text="Sort down: 1 1 2"))
     there, step = says(learner, model="policy"), status(learner)["step"]
-    for selector in ("here", version, f"policy@{version}", str(version)):
-        moved = post(learner, "/model/switch-lora", version=selector)
+    for model_id in ("here", version, f"policy@{version}", str(version)):
+        moved = post(learner, "/model/switch-lora", version=model_id)
         assert moved == {"status": "switched", "current_lora": f"policy@{version}", "version": version}
         assert says(learner, model="policy") == here
         assert says(learner) == base

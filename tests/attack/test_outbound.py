@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -91,6 +92,11 @@ def test_what_requests_name_is_not_fetched(learning: RunningServer, target: str)
         (CHAT, {"messages": [USER], "lora_adapter": target}),
         (CHAT, {"messages": [USER], "chat_template": target}),
         (CHAT, {"messages": [USER], "response_format": {"type": "json_schema", "json_schema": {"$ref": target}}}),
+        (CHAT, {"messages": [USER], "guided_json": {"$ref": target}}),
+        (CHAT, {"messages": [USER], "guided_json": {"$schema": target}}),
+        (CHAT, {"messages": [USER], "guided_json": {"items": {"$schema": target, "$id": target, "$ref": "#/x"}}}),
+        (CHAT, {"messages": [USER], "guided_json": {"$id": target, "items": {"$dynamicRef": target}}}),
+        (COMPLETIONS, {"prompt": "x", "guided_grammar": f'start: %json {{"$ref": {json.dumps(target)}}}'}),
         (COMPLETIONS, scored({"schema": {"$ref": target}})),
         (COMPLETIONS, scored({"schema": {"$id": "http://a.invalid/y", "$dynamicRef": target}})),
         (COMPLETIONS, {"prompt": "x", "collect_trajectory": True, "scoring_function": target}),

@@ -12,6 +12,7 @@ from mlx_tandem.config import ServerConfig
 
 JSON = {"content-type": "application/json"}
 ELSEWHERE = ("logprobs", "logit_bias", "weight", "reward", "reward_weight", "reward_tokens", "version")
+ELSEWHERE += ("max_output_tokens", "dimensions")
 CHAT = [name for name in limits.PARAMETERS if name not in ELSEWHERE]
 LENGTHS = ("max_tokens", "max_completion_tokens", "min_tokens")  # these may be legal and still more than fits
 ODD = ["0", "-1", "NaN", "Infinity", "-Infinity", "1e308", "-1e308", "1e-300", "1e999", "2147483648"]
@@ -173,7 +174,7 @@ def test_errors_do_not_depend_on_the_order_of_keys(server, fields):
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize("field", ["best_of", "use_beam_search", "functions", "guided_json", "reasoning_effort"])
+@pytest.mark.parametrize("field", ["best_of", "use_beam_search", "structural_tag"])
 def test_what_is_known_and_cannot_be_done_is_named(server, field):
     response = server.chat("hi", **{field: 2})
     error = response.json()["error"]
@@ -202,13 +203,22 @@ def test_unknown_fields_are_named(server, field):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("tools", [{"type": "function", "function": {"name": "f g"}}]),
+        ("tools", [{"type": "function", "function": {"name": "f"}}] * 2),
+        ("tools", [{"type": "custom", "custom": {"name": "f"}}]),
         ("tools", {}),
+        ("functions", 2),
+        ("reasoning_effort", "enormous"),
         ("tool_choice", "required"),
+        ("tool_choice", "any"),
         ("tool_choice", {"type": "function"}),
-        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "structural_tag"}),
+        ("response_format", {"type": "json_object", "schema": {}}),
+        ("guided_json", 2),
+        ("guided_regex", "(?=a)"),
         ("response_format", {"type": "text", "schema": {}}),
-        ("chat_template_kwargs", {"tokenize": True}),
+        ("chat_template_kwargs", {"bos_token": "x"}),
+        ("chat_template_kwargs", {"two words": 1}),
         ("chat_template_kwargs", {"messages": []}),
         ("chat_template_kwargs", {"add_generation_prompt": False}),
         ("chat_template_kwargs", {"enable_thinking": "yes"}),

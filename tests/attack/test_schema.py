@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 from starlette.routing import Route
 
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.routes import ROUTES
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server import app as module
 from mlx_tandem.server import text_reply
 from mlx_tandem.server.app import create_app
-from mlx_tandem.training.live.front import ServerFront
 from tests.api.scripted import scripted_server
 from tests.serving import RunningServer, demo_config, serving
 
@@ -59,7 +59,7 @@ def test_every_route_is_described(server: RunningServer) -> None:
 def test_the_document_names_the_bodies_that_routes_read(monkeypatch: pytest.MonkeyPatch) -> None:
     read: dict[str, object] = {}
 
-    async def record(request, kind, limit, *, plain=False, select=None):  # type: ignore[no-untyped-def]
+    async def record(request, kind, limit, *, plain=False, prepare=None):  # type: ignore[no-untyped-def]
         read[request.scope["route"].path] = kind
         raise InvalidRequest("recorded")
 

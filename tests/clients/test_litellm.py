@@ -107,3 +107,18 @@ def test_errors(litellm, access):
         litellm.completion(model="openai/nobody", messages=QUESTION, **access)
     with pytest.raises(litellm.BadRequestError, match="temperature"):
         litellm.completion(model="openai/base", messages=QUESTION, **(access | {"temperature": 9}))
+
+
+@pytest.mark.parametrize("provider", ["anthropic", "ollama_chat"])
+def test_other_dialects(litellm, server, provider):
+    options = {"model": f"{provider}/base", "api_base": server.url, "api_key": "none", "temperature": 0}
+    reply = litellm.completion(messages=QUESTION, max_tokens=24, **options)
+    assert reply.choices[0].message.content == "17 + 25 = 42."
+    chunks = litellm.completion(messages=QUESTION, max_tokens=24, stream=True, **options)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "17 + 25 = 42."
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    function = {"name": "get_weather", "description": "Get the weather for a city.", "parameters": parameters}
+    weather = [{"role": "user", "content": "What is the weather in Oslo?"}]
+    tools = [{"type": "function", "function": function}]
+    (call,) = litellm.completion(messages=weather, max_tokens=60, tools=tools, **options).choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("get_weather", '{"city": "Oslo"}')

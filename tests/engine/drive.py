@@ -28,7 +28,7 @@ class LateDrive:
         self, rng: Random, store: Store, *, latest: int = 0, loses: float = 0.0, most: int = 8, fits: bool = True
     ):
         self._rng, self._store = rng, store
-        self._latest, self._loses, self._most = latest, loses, most
+        self._latest, self.loses, self._most = latest, loses, most
         self._fits = fits
         self._reads: dict[int, tuple[int, list[BlockId]]] = {}
         self._last = 0
@@ -49,7 +49,7 @@ class LateDrive:
             "other tokens are saved than the id says"
         )
         assert len({c >> 20 for c in cells}) <= 1, "a block of two adapters is saved"
-        if self._rng.random() < self._loses:
+        if self._rng.random() < self.loses:
             return False
         self._store.blocks[block.key] = block, bytes(payload)
         return True
@@ -80,7 +80,7 @@ class LateDrive:
             there = self._store.blocks.get(block.key)
             if there is None or there[0] != block:
                 break
-            if self._rng.random() < self._loses:  # it was damaged
+            if self._rng.random() < self.loses:  # it was damaged
                 del self._store.blocks[block.key]
                 break
             found.append(memoryview(there[1]))

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from llguidance import LLTokenizer
+
 from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.adapters.store import AdapterStore
@@ -16,13 +18,15 @@ from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.adapters import Adapters
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.core import EngineCore, Gauges
+from mlx_tandem.engine.grammars.masks import Grammars
 from mlx_tandem.engine.loading import Loader
 from mlx_tandem.engine.pipeline import Pipeline
-from mlx_tandem.engine.plan import Runner, StepPlan, StepResult
+from mlx_tandem.engine.plan import Mask, Runner, StepPlan, StepResult
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.time_share import TimeShare
 from mlx_tandem.engine.trainers import TrainerBackend, TrainerHost
 from mlx_tandem.engine.wire import EngineChannel, FrameReader, decode_outbound, encode
+from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.prefix import PrefixCache
@@ -48,8 +52,12 @@ class Recording:
     def one_at_a_time(self) -> bool:
         return self.inner.one_at_a_time
 
-    def waits(self, plan: StepPlan) -> bool:
-        return self.inner.waits(plan)
+    def sample(self, handle: Any, masks: list[list[Mask]]) -> None:
+        self.calls.append(f"sample {handle.number}")
+        self.inner.sample(handle, masks)
+
+    def launch_waits(self, plan: StepPlan) -> bool:
+        return self.inner.launch_waits(plan)
 
     def wait(self, handle: Any) -> StepResult:
         self.calls.append(f"wait {handle.number}")
@@ -58,6 +66,10 @@ class Recording:
     def reset(self) -> None:
         self.calls.append("reset")
         self.inner.reset()
+
+
+def no_tokenizer() -> LLTokenizer:
+    raise InvalidRequest("the reference runner has no tokenizer")
 
 
 class Front:
@@ -71,6 +83,7 @@ class Front:
         trainers: TrainerBackend | None = None,
         duty: DutyConfig | None = None,
         trainer_bytes: int = 1 << 30,
+        eos: tuple[int, ...] = (),
         **runner_options: Any,
     ):
         self.socket, engine = socket.socketpair()
@@ -94,7 +107,7 @@ class Front:
             self.slots,
             max_model_len=64,
             vocab_size=VOCAB,
-            eos_token_ids=(),
+            eos_token_ids=eos,
         )
         self.read: Callable[[Path], AdapterWeights] = lambda path: adapter(path.name)
         runner: Runner = self.runner
@@ -115,6 +128,7 @@ class Front:
             EngineChannel(engine),
             Pipeline(self.scheduler, runner, self.duty, self.trainers),
             adapters,
+            Grammars(no_tokenizer, VOCAB, lambda: None),
             Gauges(self.pool, self.slots),
             heartbeat_seconds=0.0,
         )

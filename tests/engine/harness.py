@@ -38,6 +38,7 @@ class Loop:
         self.tokens: dict[Choice, list[int]] = {}
         self.logprobs: dict[Choice, list[TokenLogprob]] = {}
         self.prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+        self.embeddings: dict[int, bytes] = {}
         self.cached: dict[int, int] = {}  # tokens of the prompt that were there, as deltas say
         self._begun: dict[int, int] = {}  # request -> where its first row started
         self.finished: dict[Choice, FinishReason] = {}
@@ -49,9 +50,11 @@ class Loop:
         self.steps = 0
         self.failures = 0
         self.accepted = 0  # drafts
+        self.floated = 0  # rows that began where only the device knew
         self.piggybacked = 0  # chunks of prompts that went with rows that decode
         self.waits = 0  # turns in which nothing could be done but wait for the drive
         self._flights: deque[tuple[StepPlan, Any]] = deque()
+        self._undrawn = False  # whether the newest of them waits for masks
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -100,6 +103,8 @@ class Loop:
         """One turn; False when there was nothing to do."""
         before = list(self.scheduler._running)
         users = {s.request.id for s in self.scheduler._sequences.values() if not s.request.background}
+        if not self._sample():
+            return True
         plan = self.scheduler.plan(background)
         if plan is not None and users and not background:
             assert not any(row.background for row in plan.rows), "rows made for training run that were left out"
@@ -108,8 +113,8 @@ class Loop:
         for s in self.scheduler._running:
             self.admitted.setdefault(s.request.id, len(self.admitted))
         if plan is None and not self._flights:
-            tier = self.scheduler.tier
-            waits = tier is not None and (tier.is_reading or tier.is_saving)
+            offload = self.scheduler.offload
+            waits = offload is not None and (offload.is_reading or offload.is_saving)
             assert waits or not self.scheduler.requests, "there is work and no plan for it"
             self.waits += waits
             assert self.waits <= 2000, "the drive is waited for without an end"
@@ -119,10 +124,8 @@ class Loop:
         try:
             if plan is not None:
                 self._look_at(plan)
-                handle = self.runner.launch(plan)
-                if plan.masked:
-                    self.runner.sample(handle, self.scheduler.masks(plan))
-                self._flights.append((plan, handle))
+                self._flights.append((plan, self.runner.launch(plan)))
+                self._undrawn = bool(plan.masked)
             if len(self._flights) > self.depth or plan is None:
                 self._read()
         except DeviceError as e:
@@ -152,8 +155,8 @@ class Loop:
         assert self.scheduler.generated_tokens == said, "another number of tokens is counted than was said"
         assert self.preempted.total() == self.scheduler.preemptions, "a preemption is not told, or told twice"
         assert self.started.keys() <= self.requests.keys()
-        tier = self.scheduler.tier
-        assert tier is None or not (tier.is_reading or tier._flights), "something waits for the drive"
+        offload = self.scheduler.offload
+        assert offload is None or not (offload.is_reading or offload._flights), "something waits for the drive"
         self.scheduler.check()
         assert not any(self.slots.references(d) for d in self.slots.residents()), "an adapter slot leaks"
 
@@ -163,8 +166,10 @@ class Loop:
         if any(row.piggybacked for row in plan.rows):
             assert any(row.kind is not RowKind.PROMPT for row in plan.rows), "nobody decodes beside a prompt"
         assert len({row.sequence for row in plan.rows}) == len(plan.rows), "a sequence has two rows"
-        verified = {row.sequence for before, _ in self._flights for row in before.rows if row.kind is RowKind.VERIFY}
-        assert verified.isdisjoint(row.sequence for row in plan.rows), "a row goes on behind unsettled drafts"
+        drafts = {r.sequence: len(r.tokens) - 1 for p, _ in self._flights for r in p.rows if r.kind is RowKind.VERIFY}
+        self.floated += sum(row.slack > 0 for row in plan.rows)
+        for row in plan.rows:
+            assert row.slack == drafts.get(row.sequence, 0), "a row does not say how many drafts it stands behind"
         for row in plan.rows:
             self._begun.setdefault(self.scheduler._sequences[row.sequence].request.id, row.start)
         most = self.scheduler._config.prefill_batch_size
@@ -192,7 +197,21 @@ class Loop:
         most = self.scheduler._config.max_inflight_tokens
         assert not most or tokens <= most or len({x.request.id for x in everyone}) == 1, "too many tokens in flight"
 
+    def _sample(self) -> bool:
+        """Let the newest step draw by masks, as soon as the step before it was read. False: the device failed."""
+        if self._undrawn and len(self._flights) == 1:
+            self._undrawn = False
+            plan, handle = self._flights[-1]
+            try:
+                self.runner.sample(handle, self.scheduler.masks(plan))
+            except DeviceError as e:
+                self._fail([plan], e.again)
+                return False
+        return True
+
     def _read(self) -> None:
+        if len(self._flights) == 1 and not self._sample():
+            return
         self.take(*self._flights.popleft())
 
     def take(self, plan: StepPlan, handle: Any) -> None:
@@ -214,6 +233,9 @@ class Loop:
             assert delta.tokens, "an empty delta"
             assert delta.cached == self._begun[delta.request], "another number of cached tokens than were"
             self.cached[delta.request] = delta.cached
+            if delta.embedding:
+                assert delta.request not in self.embeddings, "an embedding comes twice"
+                self.embeddings[delta.request] = delta.embedding
             if delta.prompt_logprobs:
                 spoken = [key for key, tokens in self.tokens.items() if key[0] == delta.request and tokens]
                 assert not spoken, "a prompt's logprobs come after its first tokens"
@@ -238,6 +260,7 @@ class Loop:
             return
         if index not in handle.contexts:
             return
+        row = handle.rows[index]
         name = request.adapter.name
         ref = self._refs[name, delta.version]
         known = [*request.prompt, *self.tokens[key]]
@@ -251,6 +274,7 @@ class Loop:
     def _fail(self, plans: Several[StepPlan], again: bool) -> None:
         self.failures += 1
         self._flights.clear()
+        self._undrawn = False
         alive = self.scheduler._sequences
         lost = {alive[r.sequence].request.id for plan in plans for r in plan.rows if r.sequence in alive}
         failed = self.scheduler.fail(plans, again=again)

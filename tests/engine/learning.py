@@ -85,7 +85,7 @@ def plain_gradients(
     a time."""
     trainer = trainers._trainers[name]
     tree = trainers._tree
-    counts = shares([d.weights for d in data], config)
+    counts = shares([d.trained for d in data], config)
 
     def logprobs(pairs: Any, d: Datum, adapted: bool) -> mx.array:
         segments = {path: [Segment(0, 1, pair)] for path, pair in pairs.items()} if adapted else {}
@@ -101,7 +101,8 @@ def plain_gradients(
             p = logprobs(pairs, d, True)
             base = mx.stop_gradient(logprobs(pairs, d, False))[None] if config.kl_coef else None
             full = mx.full((1, p.size), share)
-            batch = TokenBatch(mx.array([d.logprobs]), mx.array([d.weights]), full, mx.ones((1, p.size)))
+            trained = mx.array([d.trained]).astype(mx.float32)
+            batch = TokenBatch(mx.array([d.logprobs]), mx.array([d.weights]), full, trained)
             value = value + loss(p[None], batch, config, base)
         return value
 

@@ -19,8 +19,8 @@ from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED
+from mlx_tandem.engine.kv_offload import Drive, KVOffload
 from mlx_tandem.engine.scheduler import Scheduler
-from mlx_tandem.engine.tier import Drive, Tier
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.pool import BlockPool
@@ -64,12 +64,12 @@ class Engine:
             if few:
                 group.pool = BlockPool(few, info.block_size, first=group.pool.scratch)
         caches = [PrefixCache(group, Namespace("", "", info.dtype, info.block_size)) for group in groups]
-        tier = Tier(groups, caches, write_through=write_through)
+        offload = KVOffload(groups, caches, write_through=write_through)
         if drive is not None:
-            tier.open(drive, bytes(32))
+            offload.open(drive, bytes(32))
         scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=info.max_num_seqs, max_chunk_tokens=info.memory.pools[-1].row or 1024),
-            BlockManager(groups, caches, tier),
+            BlockManager(groups, caches, offload),
             slots,
             max_model_len=info.max_model_len,
             vocab_size=info.vocab_size,

@@ -11,9 +11,10 @@ import pytest
 from msgspec import structs
 
 from mlx_tandem.adapters.slots import Assignment, SlotTable
-from mlx_tandem.engine import block_manager, masks
+from mlx_tandem.engine import block_manager, drafting, masks
 from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.block_manager import BlockManager
+from mlx_tandem.engine.drafting import Drafting
 from mlx_tandem.engine.outcome import StepOutcome
 from mlx_tandem.engine.plan import CARRY, Mask, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Prefill
@@ -47,8 +48,8 @@ class Corrupting:
     def sample(self, handle: Any, masks: list[list[Mask]]) -> None:
         self.inner.sample(handle, masks)
 
-    def waits(self, plan: StepPlan) -> bool:
-        return self.inner.waits(plan)
+    def launch_waits(self, plan: StepPlan) -> bool:
+        return self.inner.launch_waits(plan)
 
     def wait(self, handle: Any) -> StepResult:
         return self.inner.wait(handle)
@@ -140,6 +141,10 @@ CORRUPTIONS: dict[str, Callable[[], Callable[[StepPlan], StepPlan]]] = {
         lambda p: replace(p, masked=tuple((i + 1) % len(p.rows) for i in p.masked))
     ),
     "no row draws by a mask": lambda: lambda p: replace(p, masked=()),
+    "a row behind drafts begins where the host says": lambda: lambda p: _rows(p, lambda r: structs.replace(r, slack=0)),
+    "a row behind drafts begins too far": lambda: (
+        lambda p: _rows(p, lambda r: structs.replace(r, start=r.start + 1) if r.slack else r)
+    ),
     "a chunk loses its last token": lambda: (
         lambda p: _rows(p, lambda r: structs.replace(r, tokens=r.tokens[:-1]) if len(r.tokens) > 2 else r)
     ),
@@ -245,7 +250,7 @@ def _share_by_name(patch: pytest.MonkeyPatch) -> None:
 def _write_into_hits(patch: pytest.MonkeyPatch) -> None:
     """A block that agrees in part is shared as it is, and written to."""
 
-    def seat(self: BlockManager, s: Sequence) -> None:
+    def begin(self: BlockManager, s: Sequence) -> None:
         match, copies = self.match(s), dict(self._copies)
         original(self, s)
         if match.extra and self._copies != copies:
@@ -255,8 +260,8 @@ def _write_into_hits(patch: pytest.MonkeyPatch) -> None:
             self.groups[0].pool.release((own,))
             _replace(s, at, match.sources[0])
 
-    original = BlockManager.seat
-    patch.setattr(BlockManager, "seat", seat)
+    original = BlockManager.begin
+    patch.setattr(BlockManager, "begin", begin)
 
 
 def _publish_the_impure(patch: pytest.MonkeyPatch) -> None:
@@ -643,21 +648,36 @@ def _roll_nothing_back(patch: pytest.MonkeyPatch) -> None:
 def _say_everything(patch: pytest.MonkeyPatch) -> None:
     """All that was drawn is said, also behind the token that ends its choice."""
 
-    def say(self: Scheduler, s: Sequence, drawn: tuple[int, ...]) -> Any:
-        return drawn, original(self, s, drawn)[1]
+    def say(self: Sequence, drawn: tuple[int, ...]) -> Any:
+        return drawn, original(self, drawn)[1]
 
-    original = Scheduler._say
-    patch.setattr(Scheduler, "_say", say)
+    original = Sequence.say
+    patch.setattr(Sequence, "say", say)
 
 
 def _look_at_the_last(patch: pytest.MonkeyPatch) -> None:
     """Of several tokens only the last can end a choice."""
 
-    def say(self: Scheduler, s: Sequence, drawn: tuple[int, ...]) -> Any:
-        s.tokens += drawn
-        return drawn, s.finish_reason(drawn[-1])
+    def say(self: Sequence, drawn: tuple[int, ...]) -> Any:
+        self.tokens += drawn
+        return drawn, self.finish_reason(drawn[-1])
 
-    patch.setattr(Scheduler, "_say", say)
+    patch.setattr(Sequence, "say", say)
+
+
+def _find_cached_prompts_of_embeddings(patch: pytest.MonkeyPatch) -> None:
+    """The hidden states of what is in the prefix cache are missing."""
+    patch.setattr(Sequence, "reads_whole_prompt", property(lambda s: s.scores is not None))
+
+
+def _add_to_what_was_pooled_before(patch: pytest.MonkeyPatch) -> None:
+    """A sequence that begins again keeps the sum of its first time."""
+
+    def pool(s: Sequence, start: int, hidden: list[float]) -> None:
+        original(s, start if start or not s.pooled else 1, hidden)
+
+    original = Sequence.pool
+    patch.setattr(Sequence, "pool", pool)
 
 
 def _index_drafts(patch: pytest.MonkeyPatch) -> None:
@@ -678,19 +698,19 @@ def _index_drafts(patch: pytest.MonkeyPatch) -> None:
 def _draft_beyond(patch: pytest.MonkeyPatch) -> None:
     """Drafts may reach behind the last token that a choice may have."""
 
-    def draft(self: Scheduler, s: Sequence, proposer: Any) -> tuple[int, ...]:
+    def drafts(self: Drafting, s: Sequence, rows: list[Row]) -> tuple[int, ...]:
         s.most_tokens += 3
-        drafts = original(self, s, proposer)
+        drafts = original(self, s, rows)
         s.most_tokens -= 3
         return drafts
 
-    original = Scheduler._draft
-    patch.setattr(Scheduler, "_draft", draft)
+    original = Drafting.drafts
+    patch.setattr(Drafting, "drafts", drafts)
 
 
 def _trust_proposers(patch: pytest.MonkeyPatch) -> None:
     """A draft that is no token goes to the device."""
-    patch.setattr(scheduler_module, "takewhile", lambda condition, tokens: tokens)
+    patch.setattr(drafting, "takewhile", lambda condition, tokens: tokens)
 
 
 def _draft_without_blocks(patch: pytest.MonkeyPatch) -> None:
@@ -699,13 +719,56 @@ def _draft_without_blocks(patch: pytest.MonkeyPatch) -> None:
 
 
 def _forget_the_row_in_flight(patch: pytest.MonkeyPatch) -> None:
-    """A sequence gets its next row although the result of its drafts is not known."""
-    original = Sequence.wants_decode.fget
+    """Settled drafts leave a sequence where it was before the row that follows them."""
 
-    def wants_decode(s: Sequence) -> bool:
-        return original(s) or (s.pending == 1 and s.scheduled > len(s.tokens) and len(s.tokens) + 1 < s.most_tokens)
+    def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
+        verified = [(r, d) for r, d in zip(plan.rows, result.tokens, strict=True) if r.kind is RowKind.VERIFY]
+        outcome = original(self, plan, result)
+        for row, drawn in verified:
+            s = self._sequences.get(row.sequence)
+            if s is not None and s.seat >= 0 and s.pending:
+                s.scheduled = row.start + len(drawn)
+        return outcome
 
-    patch.setattr(Sequence, "wants_decode", property(wants_decode))
+    original = Scheduler.update_from_output
+    patch.setattr(Scheduler, "update_from_output", update_from_output)
+
+
+def _shorten_under_the_row_in_flight(patch: pytest.MonkeyPatch) -> None:
+    """Settled drafts give back the blocks of the row that follows them."""
+
+    def truncate(self: BlockManager, s: Sequence, start: int, positions: int) -> None:
+        original(self, s, start, positions - s.slack)
+
+    original = BlockManager.truncate
+    patch.setattr(BlockManager, "truncate", truncate)
+
+
+def _settle_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Drafts that were read count as drafts on the device."""
+
+    def update_from_output(self: Scheduler, plan: StepPlan, result: StepResult) -> StepOutcome:
+        before = {s.id: s.slack for s in self._sequences.values()}
+        outcome = original(self, plan, result)
+        for s in self._sequences.values():
+            s.slack = before[s.id]
+        return outcome
+
+    original = Scheduler.update_from_output
+    patch.setattr(Scheduler, "update_from_output", update_from_output)
+
+
+def _draft_as_if_read(patch: pytest.MonkeyPatch) -> None:
+    """Tokens on the device do not count among those that a choice may have when it drafts."""
+
+    def drafts(self: Drafting, s: Sequence, rows: list[Row]) -> tuple[int, ...]:
+        s.most_tokens += s.pending
+        drafts = original(self, s, rows)
+        s.most_tokens -= s.pending
+        return drafts
+
+    original = Drafting.drafts
+    patch.setattr(Drafting, "drafts", drafts)
 
 
 def _count_deltas(patch: pytest.MonkeyPatch) -> None:
@@ -727,22 +790,30 @@ def _masks(change: Callable[[list[Any]], list[Any]]) -> Plant:
     return _attribute(Scheduler, "masks", lambda self, plan: change(original(self, plan)))
 
 
-def _mask_without_waiting(patch: pytest.MonkeyPatch) -> None:
-    """A mask is made although the token before it is on the device."""
+def _mask_before_the_token_is_known(patch: pytest.MonkeyPatch) -> None:
+    """Masks are made when the plan is, although the tokens before them may be on the device."""
 
     def plan(self: Scheduler, *args: Any) -> StepPlan | None:
-        hidden = [s for s in self._running if s.is_masked]
-        for s in hidden:
-            s.is_masked = False
         made = original(self, *args)
-        for s in hidden:
-            s.is_masked = True
-        if made is None:
-            return None
-        return replace(made, masked=self._masked(list(made.rows)))
+        if made is not None:
+            early[id(self)] = masks_of(self, made)
+        return made
 
-    original = Scheduler.plan
+    early: dict[int, list[list[Mask]]] = {}
+    original, masks_of = Scheduler.plan, Scheduler.masks
     patch.setattr(Scheduler, "plan", plan)
+    patch.setattr(Scheduler, "masks", lambda self, plan: early[id(self)])
+
+
+def _never_forget(patch: pytest.MonkeyPatch) -> None:
+    """The maker of masks is not told that a choice has ended."""
+
+    def end(self: Scheduler, s: Sequence) -> None:
+        s.is_masked = False
+        original(self, s)
+
+    original = Scheduler._end
+    patch.setattr(Scheduler, "_end", end)
 
 
 def _mask_the_token_before(patch: pytest.MonkeyPatch) -> None:
@@ -750,11 +821,12 @@ def _mask_the_token_before(patch: pytest.MonkeyPatch) -> None:
 
     def masks_of_row(maker: Any, s: Sequence, row: Row) -> list[Mask]:
         newest = s.tokens.pop()
-        made = masks.masks_of_row(maker, s, row)
+        made = original(maker, s, row)
         s.tokens.append(newest)
         return made
 
-    patch.setattr(scheduler_module, "masks_of_row", masks_of_row)
+    original = masks.masks_of_row
+    patch.setattr(masks, "masks_of_row", masks_of_row)
 
 
 def _mask_drafts_alike(patch: pytest.MonkeyPatch) -> None:
@@ -765,11 +837,15 @@ def _mask_drafts_alike(patch: pytest.MonkeyPatch) -> None:
 def _mask_some_choices(patch: pytest.MonkeyPatch) -> None:
     """Only the first choice of a request draws by masks."""
 
-    def masked(self: Scheduler, rows: list[Row]) -> tuple[int, ...]:
-        return tuple(i for i in original(self, rows) if self._sequences[rows[i].sequence].choice == 0)
+    def plan(self: Scheduler, *args: Any) -> StepPlan | None:
+        made = original(self, *args)
+        if made is None:
+            return None
+        firsts = [i for i in made.masked if self._sequences[made.rows[i].sequence].choice == 0]
+        return replace(made, masked=tuple(firsts))
 
-    original = Scheduler._masked
-    patch.setattr(Scheduler, "_masked", masked)
+    original = Scheduler.plan
+    patch.setattr(Scheduler, "plan", plan)
 
 
 def _share_live_states(patch: pytest.MonkeyPatch) -> None:
@@ -902,16 +978,23 @@ PLANTS: dict[str, Plant] = {
     "whoever has no seat is rolled back": _roll_nothing_back,
     "what is behind the end is said": _say_everything,
     "an end among accepted drafts is not seen": _look_at_the_last,
+    "embeddings begin behind what is cached": _find_cached_prompts_of_embeddings,
+    "embeddings keep the sum of a preempted run": _add_to_what_was_pooled_before,
     "drafts can be found": _index_drafts,
     "drafts reach too far": _draft_beyond,
     "a draft is no token": _trust_proposers,
     "drafts have no blocks": _draft_without_blocks,
-    "a row goes on behind unsettled drafts": _forget_the_row_in_flight,
+    "settled drafts forget the row behind them": _forget_the_row_in_flight,
+    "settled drafts take the blocks of the row behind them": _shorten_under_the_row_in_flight,
+    "drafts are never settled": _settle_for_ever,
+    "drafts behind the device's are one too many": _draft_as_if_read,
+    "a row follows drafts whose states differ": _attribute(StateGroup, "floats", True),
     "rows are counted as tokens": _count_deltas,
     "masks are those of other rows": _masks(lambda made: made[::-1]),
     "masks are turned around": _masks(lambda made: [own[::-1] for own in made]),
     "everything may be drawn": _masks(lambda made: [[b"\xff" * 4] * len(own) for own in made]),
-    "a mask does not wait for the token before it": _mask_without_waiting,
+    "a mask does not wait for the token before it": _mask_before_the_token_is_known,
+    "the maker of masks keeps what has ended": _never_forget,
     "a mask is one token old": _mask_the_token_before,
     "drafts draw by one mask": _mask_drafts_alike,
     "other choices draw without masks": _mask_some_choices,
@@ -927,8 +1010,11 @@ PLANTS: dict[str, Plant] = {
         StateGroup, "first_needed", lambda self, position: position // self.pool.block_size
     ),
     "each group is asked once what it knows": _ask_each_group_once,
-    "whoever waits for a slot waits for ever": _attribute(scheduler_module, "PATIENCE", 1000),
+    "whoever waits for a slot waits for ever": _attribute(scheduler_module, "OVERTAKEN_FOR_SLOT", 1000),
 }
+
+OF_SPOILS = {"blocks are published before their step is read"}
+"""Those that show where rows are often not finite."""
 
 OF_STATES = {"each group is asked once what it knows", "a state is not copied"}
 """Plants that only show where layers keep a state."""

@@ -15,6 +15,8 @@ from struct import pack, unpack
 from typing import Literal
 from zlib import crc32
 
+from msgspec import structs
+
 from mlx_tandem.engine.masks import allows
 from mlx_tandem.engine.plan import (
     CARRY,
@@ -34,7 +36,7 @@ from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.groups.state import StateGroup
 from mlx_tandem.kv.groups.window import WindowGroup
 from mlx_tandem.kv.pool import SCRATCH, BlockPool, Window
-from mlx_tandem.types import SamplingParams, TokenLogprob
+from mlx_tandem.types import Pooling, SamplingParams, TokenLogprob
 
 BASE = ""
 """The digest of the base model's cells."""
@@ -97,6 +99,19 @@ def score_of(context: Sequence[int], token: int, params: SamplingParams) -> Toke
     """What a prompt's token is said to score after `context` (cells); of the two alone, and of how many were asked."""
     value = -float(hash((tuple(context), token)) % 1009)
     return TokenLogprob(value, value, tuple((i, value - i) for i in range(params.prompt_logprobs or 0)), token + 1)
+
+
+def hidden_of(context: Sequence[int]) -> list[float]:
+    """The hidden state at the last of these positions (cells): whole numbers, so that sums are exact."""
+    value = hash(tuple(context))
+    return [float(value % 1009), float(value % 17)]
+
+
+def embedding_alone(prompt: Sequence[int], pooling: Pooling, digest: str, windows: Windows = (None,)) -> list[float]:
+    """The oracle for a prompt's pooled hidden states."""
+    cells = [cell(t, digest) for t in prompt]
+    hidden = [hidden_of(seen(cells[:end], windows)) for end in range(1, len(prompt) + 1)]
+    return [sum(v) / len(prompt) for v in zip(*hidden, strict=True)] if pooling == "mean" else hidden[-1]
 
 
 Windows = tuple[int | None, ...]
@@ -163,6 +178,7 @@ class _Seat:
     history: list[int]
     sequence: int | None = None  # the first row says whose it is
     last: int | None = None  # sampled since it was seated
+    drafts: int = 0  # of its last row
 
 
 @dataclass(slots=True)
@@ -174,6 +190,7 @@ class Handle:
     plan: StepPlan
     bad: int | None  # the row that is not finite
     sampled: bool
+    rows: list[Row]  # of the plan, each at the place where it begins
 
 
 @dataclass(slots=True)
@@ -210,6 +227,7 @@ class ReferenceRunner:
     masked: int = 0  # rows that drew by masks
     drafted: int = 0  # tokens in VERIFY rows behind the first
     accepted: int = 0  # of these
+    floated: int = 0  # rows that began where only the device knew
     infected: int = 0  # rows that read what was not finite and was another sequence's
     broken: bool = False
     freed: set[int] = field(default_factory=set)  # blocks that the pool got back since the last launch
@@ -265,7 +283,8 @@ class ReferenceRunner:
         self._load(plan)
         for seating in plan.seatings:
             self._take(seating)
-        rows = plan.rows[: len(plan.rows) // 2] if failure == "half" else plan.rows
+        every = [self._placed(row) for row in plan.rows]
+        rows = every[: len(every) // 2] if failure == "half" else every
         self._states, self._written = {}, {}
         self._write(rows)
         if failure == "half":
@@ -274,28 +293,29 @@ class ReferenceRunner:
         bad = samplers[self.nan[number] % len(samplers)] if number in self.nan and samplers else None
         for row in rows:
             self._look_back(row)
-        contexts = {i: self._read(plan.rows[i], 0) for i in samplers if self.windows[0] != STATE}
+        contexts = {i: self._read(every[i], 0) for i in samplers if self.windows[0] != STATE}
         drawn: list[tuple[int, ...]] = [()] * len(plan.rows)
         for i in samplers:
             if i not in plan.masked:
-                drawn[i] = self._draw(plan.rows[i], i == bad)
+                drawn[i] = self._draw(every[i], i == bad)
         scores = {i: self._score(row) for i, row in enumerate(plan.rows) if row.targets}
         scored = sum(len(plan.rows[i].tokens) for i in scores)
         assert scored <= scored_positions(self.vocab), f"{scored} positions are scored in one step"
-        result = StepResult(drawn, self._logprobs(plan.rows, drawn), scores, saves)
+        pooled = {i: self._pool(row) for i, row in enumerate(plan.rows) if row.pooling is not None}
+        result = StepResult(drawn, self._logprobs(plan.rows, drawn), scores, saves, pooled=pooled)
         assert set(plan.masked) <= set(samplers), "a mask for a row that draws nothing"
-        return Handle(result, failure == "wait", number, contexts, plan, bad, not plan.masked)
+        return Handle(result, failure == "wait", number, contexts, plan, bad, not plan.masked, every)
 
     def sample(self, handle: Handle, masks: list[list[Mask]]) -> None:
         assert not self.broken, "sampled after a failure without a reset"
         assert handle.number == self.launches - 1 and not handle.sampled, "masks come once, before the next launch"
         for i, own in zip(handle.plan.masked, masks, strict=True):
-            handle.result.tokens[i] = self._draw(handle.plan.rows[i], i == handle.bad, own)
+            handle.result.tokens[i] = self._draw(handle.rows[i], i == handle.bad, own)
         handle.result.logprobs[:] = self._logprobs(handle.plan.rows, handle.result.tokens)
         handle.sampled = True
         self.masked += len(masks)
 
-    def waits(self, plan: StepPlan) -> bool:
+    def launch_waits(self, plan: StepPlan) -> bool:
         """For some plans, by their contents."""
         return self.may_wait and sum(len(row.tokens) for row in plan.rows) % 3 == 0
 
@@ -349,6 +369,22 @@ class ReferenceRunner:
         self._seats[seating.seat] = _Seat(
             seating.params, seating.choice, seating.prompt_length, seating.stop_ids, list(seating.history)
         )
+
+    def _placed(self, row: Row) -> Row:
+        """Return a row at the place where it begins, with the token that it carries: its seat knows both."""
+        seat = self._seats[row.seat]
+        if row.slack:
+            assert row.tokens[0] == CARRY and STATE not in self.windows
+            assert row.slack == seat.drafts, "a row floats that does not follow drafts"
+            place = len(seat.history) - 1
+            assert 0 <= row.start - place <= row.slack, "a row begins where it cannot"
+            self.floated += 1
+            row = structs.replace(row, start=place)
+        if row.kind is RowKind.VERIFY and row.tokens[0] == CARRY:
+            assert seat.last is not None, "nothing was drawn in this seat that could be carried"
+            row = structs.replace(row, tokens=(seat.last, *row.tokens[1:]))
+        seat.drafts = len(row.tokens) - 1 if row.kind is RowKind.VERIFY else 0
+        return row
 
     def _write(self, rows: Sequence[Row]) -> None:
         """All rows write before any reads, as in a layer of a device."""
@@ -430,7 +466,8 @@ class ReferenceRunner:
         self.infected += any(_NAN in own[:1] for own in states) and row.sequence not in self._ill
         self.spoiled += any(_NAN in own[end:] for own in cells)
         self.infected += any(_NAN in own[: row.start] for own in cells) and row.sequence not in self._ill
-        not_finite = not_finite or any(_NAN in own for own in (*cells, *states))
+        forbidden = any(not any(mask) for mask in masks)  # no logit is left, as on a device
+        not_finite = not_finite or forbidden or any(_NAN in own for own in (*cells, *states))
         if not_finite:
             self._ill.add(row.sequence)
             for group, table in enumerate(row.tables):
@@ -453,10 +490,15 @@ class ReferenceRunner:
             seat.history.append(drawn[-1])
             if at < end and row.tokens[at - row.start] != drawn[-1]:
                 break
-        seat.last = drawn[-1] if row.kind is not RowKind.VERIFY else None  # how many are accepted is not known yet
+        seat.last = drawn[-1]
         self.accepted += len(drawn) - 1
         self.drafted += len(row.tokens) - 1 if row.kind is RowKind.VERIFY else 0
         return tuple(drawn)
+
+    def _pool(self, row: Row) -> list[float]:
+        ends = range(row.start + 1, row.start + len(row.tokens) + 1)
+        hidden = [hidden_of(self._seen(row, end)) for end in ends]
+        return [sum(values) for values in zip(*hidden, strict=True)] if row.pooling == "mean" else hidden[-1]
 
     def _score(self, row: Row) -> list[TokenLogprob]:
         seat = self._seats[row.seat]

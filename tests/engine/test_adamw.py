@@ -21,7 +21,7 @@ def some(shapes: list[tuple[int, ...]], seed: int) -> list[mx.array]:
 
 
 @given(SHAPES)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_arrays_come_apart_as_they_were(shapes: list[tuple[int, ...]]) -> None:
     arrays = some(shapes, 0)
     whole = flat(arrays)

@@ -164,12 +164,12 @@ def test_requests_whose_adapter_is_being_read_are_deferred(front: Front) -> None
     front.turn(2)
     assert reading.wait(20)
     front.turn()
-    load = front.got(m.Load)[-1]
+    load = front.got(m.Occupancy)[-1]
     assert (load.running, load.waiting, load.deferred) == (2, 2, 2)
     go_on.set()
     front.finish()
     assert front.finished() == {0, 1}
-    load = front.got(m.Load)[-1]
+    load = front.got(m.Occupancy)[-1]
     assert (load.running, load.waiting, load.deferred) == (0, 0, 0)
 
 
@@ -540,10 +540,10 @@ def test_a_version_of_an_earlier_engine_is_read_when_it_is_used(front: Front) ->
 def test_how_full_the_engine_is_comes_with_its_outputs(front: Front) -> None:
     front.send(m.Submit(request(0, max_tokens=20)))
     front.turn(4)
-    now = front.got(m.Load)[-1]
+    now = front.got(m.Occupancy)[-1]
     assert (now.running, now.waiting, now.used_blocks > 0) == (1, 0, True)
     front.finish()
-    assert front.got(m.Load)[-1].used_blocks == 0
+    assert front.got(m.Occupancy)[-1].used_blocks == 0
 
 
 def test_an_unload_beside_its_own_reading_harms_nobody(make_front: Callable[..., Front]) -> None:
@@ -586,7 +586,7 @@ def test_room_that_a_cancellation_makes_is_told_at_once(front: Front) -> None:
     front.turn(3)
     front.send(m.Cancel(0))
     front.turn()
-    assert front.got(m.Load)[-1].used_blocks == 0
+    assert front.got(m.Occupancy)[-1].used_blocks == 0
 
 
 def test_the_reading_threads_end_with_the_engine(front: Front) -> None:

@@ -346,7 +346,7 @@ def test_usual_steps_with_prompts_beside_are_traced(sampling_engine: Engine) -> 
         prompt = Row(RowKind.PROMPT, 1, 1, 0, 0, (9,) * (9 + met % 2), [table], False, piggybacked=True)
         flight = device.launch(StepPlan((stream, prompt)))
         device.wait(flight)
-        assert flight.cold == (met == runner.USUAL) and device.compiled_steps == traced + (met >= runner.USUAL)
+        assert flight.first_use == (met <= runner.USUAL) and device.compiled_steps == traced + (met >= runner.USUAL)
 
 
 def test_prompts_are_scored_in_chunks_beside_others(sampling_engine: Engine, tmp_path: Path) -> None:

@@ -114,25 +114,25 @@ def test_a_prompt_that_lies_in_one_run_is_read_in_place(
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "qwen3_moe", "gemma3_text", "gpt_oss"])
 def test_chunks_that_begin_together_need_no_mask(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPUs read prompts; from two tokens on here."""
-    monkeypatch.setattr(runner_module, "LEVEL_TOKENS", 2)
+    monkeypatch.setattr(runner_module, "COMMON_OFFSET_TOKENS", 2)
     monkeypatch.setattr(runner_module, "VIEW_BLOCKS", 2)
     folder = tiny_models.make(tmp_path / family, family)
-    levels: list[int | None] = []
-    find = MLXRunner._level
+    offsets: list[int | None] = []
+    find = MLXRunner._common_offset
 
     def watched(self: MLXRunner, rows: Any) -> int | None:
-        levels.append(find(self, rows))
-        return levels[-1]
+        offsets.append(find(self, rows))
+        return offsets[-1]
 
-    monkeypatch.setattr(MLXRunner, "_level", watched)
+    monkeypatch.setattr(MLXRunner, "_common_offset", watched)
     monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
     monkeypatch.setattr(runner_module, "PAUSE", 2)
     engine, oracle = make_engine(folder), Oracle.load(folder)
-    engine.built.runner.levels = engine.built.runner.pauses = True
+    engine.built.runner.common_offsets = engine.built.runner.pauses = True
     everyone = [ask(i, p, max_tokens=12) for i, p in enumerate((*PROMPTS, PROMPTS[1] * 3))]
-    assert_agrees(engine.run(everyone, chunks=7), oracle, "level")
-    assert 0 in levels
-    assert any(levels), "no chunk behind another"
+    assert_agrees(engine.run(everyone, chunks=7), oracle, "common offset")
+    assert 0 in offsets
+    assert any(offsets), "no chunk behind another"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])

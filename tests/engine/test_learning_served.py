@@ -9,8 +9,8 @@ import pytest
 
 from mlx_tandem.config import DutyConfig, EngineConfig, ModelConfig
 from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.engine.client.process import process_launch
 from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec
-from mlx_tandem.engine.process import process_launch
 from mlx_tandem.errors import Conflict, InvalidRequest
 from mlx_tandem.types import AdapterRef, Delta, Request, SamplingParams
 from tests import tiny_models

@@ -24,6 +24,7 @@ from mlx_tandem.model import build as build_module
 from mlx_tandem.model import runner as runner_module
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.linears.tuning import Tuned
+from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.shapes import SPLIT_GAIN
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
@@ -125,13 +126,13 @@ def test_decoding_rows_are_padded_to_good_counts(folder: Path, monkeypatch: pyte
     rng = np.random.default_rng(5)
     prompts = [rng.integers(3, tiny_models.VOCAB, n).tolist() for n in (20, 9, 33, 17, 40)]
     shapes: set[tuple[int, int]] = set()
-    index_arrays = runner_module.MLXRunner._index_arrays
+    index_arrays = IndexArrays.of
 
-    def watch(self: Any, rows: list[Any], count: int, length: int, widths: Any) -> Any:
+    def watch(self: Any, rows: list[Any], count: int, length: int, *rest: Any) -> Any:
         shapes.add((count, length))
-        return index_arrays(self, rows, count, length, widths)
+        return index_arrays(self, rows, count, length, *rest)
 
-    monkeypatch.setattr(runner_module.MLXRunner, "_index_arrays", watch)
+    monkeypatch.setattr(IndexArrays, "of", watch)
     monkeypatch.setattr(build_module, "Tuned", lambda: Tuned(rows=(7, 16)))
     drawn, _ = serve(folder, prompts, scatter=False)
     assert drawn == [alone(folder, p) for p in prompts]

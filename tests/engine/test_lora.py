@@ -162,7 +162,7 @@ def test_windows(family: str, length: int) -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=8, max_size=70))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_windows_cover_every_row(slots: list[int]) -> None:
     cut = routes.cut_windows(np.array(slots))
     if cut is not None:

@@ -32,6 +32,9 @@ class Same:
     def mask(self, request: Request, choice: int, tokens: Sequence[int]) -> Mask:
         return mask_of(ALLOWED)
 
+    def forget(self, request: int, choice: int) -> None:
+        pass
+
 
 class Turns(Same):
     """Of three tokens in a row the sum of the last two decides which third may follow."""
@@ -53,7 +56,7 @@ def serve(
     engine: Engine, asked: list[Request], maker: Same | None, proposer: Oracle | None = None, **options: int
 ) -> Loop:
     loop = engine.loop(**options)
-    loop.scheduler.mask_maker, loop.scheduler.proposer = maker, proposer
+    loop.scheduler.mask_maker, loop.scheduler.drafting.proposer = maker, proposer
     for request in asked:
         loop.add(request)
     loop.run()

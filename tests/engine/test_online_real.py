@@ -10,7 +10,7 @@ import pytest
 
 from mlx_tandem.config import CheckpointingConfig, Config, DutyConfig, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.engine.process import EngineProcess, process_launch
+from mlx_tandem.engine.client.process import EngineProcess, process_launch
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.trajectories import Trajectory
 from tests import tiny_models

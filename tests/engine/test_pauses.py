@@ -27,7 +27,7 @@ def test_the_device_knows_of_what_comes_before(
     monkeypatch.setattr(runner_module, "PAUSE", 1)
     engine = make_engine(tiny_models.make(tmp_path / "model", "llama"))
     runner, size = engine.built.runner, engine.built.info.block_size
-    runner.levels = runner.pauses = True
+    runner.common_offsets = runner.pauses = True
     runner.one_at_a_time = False
     table = [1, 2, 3, 4, 5, 6, 7, 8]
     first = StepPlan(
@@ -39,13 +39,13 @@ def test_the_device_knows_of_what_comes_before(
     monkeypatch.setattr(mx, "eval", lambda *a: (calls.append("wait"), wait(*a))[1])
     monkeypatch.setattr(mx, "async_eval", lambda *a: (calls.append("dispatch"), dispatch(*a))[1])
     plan = StepPlan((Row(RowKind.PROMPT, 0, 0, 0, size, (7,) * 32, [table], True),), **before)
-    assert runner.waits(plan)
+    assert runner.launch_waits(plan)
     flight = runner.launch(plan)
     assert calls[0] == "dispatch"
     assert "wait" in calls
     runner.wait(flight)
     runner.one_at_a_time = True  # parts are then held back
-    assert not runner.waits(plan)
+    assert not runner.launch_waits(plan)
 
 
 def test_tokens_beside_rows_that_decode_are_no_chunk_to_wait_for(tmp_path: Path) -> None:
@@ -54,5 +54,5 @@ def test_tokens_beside_rows_that_decode_are_no_chunk_to_wait_for(tmp_path: Path)
     runner.pauses, runner.one_at_a_time = True, False
     decode = Row(RowKind.DECODE, 0, 0, 0, 1, (7,), [[1]], True)
     prompt = Row(RowKind.PROMPT, 1, 1, 0, 0, (7,) * 256, [list(range(2, 34))], True)
-    assert runner.waits(StepPlan((decode, prompt)))
-    assert not runner.waits(StepPlan((decode, replace(prompt, piggybacked=True))))
+    assert runner.launch_waits(StepPlan((decode, prompt)))
+    assert not runner.launch_waits(StepPlan((decode, replace(prompt, piggybacked=True))))

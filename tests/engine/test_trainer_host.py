@@ -50,7 +50,7 @@ def _message(call: int, kind: str, names: str, sizes: list[int]) -> m.Learning:
             return m.SaveTrainer(call, names[0], "/folder")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.tuples(kinds, teams, pieces, st.integers(0, 6)), max_size=25),
     st.lists(st.tuples(teams, st.integers(0, 8), st.sampled_from(ERRORS), st.booleans()), max_size=4),
@@ -100,7 +100,7 @@ def _names(message: m.Learning) -> str:
     return message.trainer
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     st.lists(st.floats(0.2, 30.0), min_size=2, max_size=4),
     st.lists(pieces, min_size=2, max_size=4),

@@ -193,7 +193,7 @@ def test_the_same_pass_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 @given(st.integers(1, 5), st.integers(2, 40), st.booleans(), st.integers(0, 2**31))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_logprobs_have_the_gradient_of_their_formula(n: int, vocabulary: int, warm: bool, seed: int) -> None:
     g = np.random.default_rng(seed)
     logits = mx.array((8 * g.normal(size=(1, n, vocabulary))).astype(np.float32))

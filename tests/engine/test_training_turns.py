@@ -17,6 +17,7 @@ from mlx_tandem.engine import pipeline
 from mlx_tandem.engine.learning import AdamParams
 from mlx_tandem.engine.plan import Slice, StepPlan
 from mlx_tandem.engine.time_share import TimeShare
+from mlx_tandem.engine.trainers import TrainerHost
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import AdapterSource
 from tests.engine.front import Front, adapter, request
@@ -195,7 +196,7 @@ def test_learning_that_is_due_more_than_a_slice_has_several_between_two_steps(
     front = make_front(trainers=trainers, duty=DutyConfig(inference=0.1, training=0.9))
     now = itertools.count()
     monkeypatch.setattr(pipeline.time, "perf_counter", lambda: next(now) / 20)
-    monkeypatch.setattr(front.scheduler.cost, "expected", lambda plan: math.inf)
+    monkeypatch.setattr(front.scheduler.prefill.cost, "expected", lambda plan: math.inf)
     front.send(open_trainer(1), m.Submit(request(0, max_tokens=40)), a_pass(2, slices=1000))
     front.turn(2)
     trainers.calls = front.runner.calls = []
@@ -225,7 +226,7 @@ def test_a_step_that_is_read_late_does_not_pay_for_the_slice_behind_it(
 
     for what, call in zip(("wait", "launch"), plain, strict=True):
         monkeypatch.setattr(front.runner, what, passing(what, call))
-    monkeypatch.setattr(front.scheduler.cost, "expected", lambda plan: 10.0)
+    monkeypatch.setattr(front.scheduler.prefill.cost, "expected", lambda plan: 10.0)
     front.send(m.Submit(request(0, max_tokens=40)))
     front.turn(4)
     took["wait"], took["launch"] = 0.0, 0.016
@@ -317,7 +318,12 @@ def test_what_is_short_does_not_wait_for_its_turn(front: Front) -> None:
     assert front.tokens(0) == expected(request(0, max_tokens=40), 0)
 
 
-def test_time_is_counted_for_whom_it_was_spent(front: Front) -> None:
+def test_time_is_counted_for_whom_it_was_spent(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:
+    charged: list[tuple[Slice, float]] = []
+    charge = TrainerHost.charge
+    monkeypatch.setattr(
+        TrainerHost, "charge", lambda self, slice_, ms: (charged.append((slice_, ms)), charge(self, slice_, ms))
+    )
     both = background(request(0, length=3)), request(1, length=1)
     for r in both:
         front.send(m.Submit(r))
@@ -332,6 +338,8 @@ def test_time_is_counted_for_whom_it_was_spent(front: Front) -> None:
     after = front.core.stats()
     assert after.training_ms > before.training_ms
     assert after.serving_ms == before.serving_ms
+    assert {slice_ for slice_, _ in charged} == {Slice(("p",), "forward_backward", i) for i in range(4)}
+    assert sum(ms for _, ms in charged) == pytest.approx(after.training_ms - before.training_ms)
 
 
 def test_a_step_s_time_is_split_by_tokens(front: Front, monkeypatch: pytest.MonkeyPatch) -> None:

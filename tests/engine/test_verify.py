@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 import pytest
 from msgspec import structs
 
+from mlx_tandem.config import SpeculationConfig
+from mlx_tandem.engine.plan import StepPlan, StepResult
+from mlx_tandem.engine.proposers import Proposer
+from mlx_tandem.engine.proposers.speculation import Speculation
+from mlx_tandem.model.attention.fused import Fused
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.harness import Loop
 from tests.engine.mlx_engine import TOLERANCE, Engine, make_engine
+from tests.kernels import shim
 
 PROMPTS = [tuple(np.random.default_rng(7).integers(3, tiny_models.VOCAB, n).tolist()) for n in (3, 21, 9, 14)]
 
@@ -33,20 +40,40 @@ class Oracle:
     def __init__(self, said: Loop, wrong: int):
         self._said, self._rng, self._wrong = said.tokens, Random(5), wrong
 
-    def waits(self, request: Request, choice: int) -> bool:
-        return self._rng.random() < 0.8
+    def stats(self) -> None:
+        return None
 
-    def propose(self, request: Request, choice: int, tokens: Sequence[int], most: int) -> Sequence[int]:
-        begun = len(tokens) - len(request.prompt)
+    def is_on(self, rows: int) -> bool:
+        return True
+
+    def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
+        pass
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        pass
+
+    def forget(self, request: Request, choice: int) -> None:
+        pass
+
+    def needs_newest(self, request: Request, choice: int) -> bool:
+        return self._rng.random() < 0.4
+
+    def propose(self, request: Request, choice: int, tokens: Sequence[int], unread: int, most: int) -> Sequence[int]:
+        begun = len(tokens) - len(request.prompt) + unread
         right = self._said[request.id, choice][begun : begun + self._rng.choice((0, 1, 4, 7))]
         return [
             (t + 1) % tiny_models.VOCAB if self._wrong and not self._rng.randrange(self._wrong) else t for t in right
         ]
 
 
-def requests(name: str, **more: Any) -> list[Request]:
-    params = SamplingParams(**({"max_tokens": 16, "seed": 11} | PARAMS[name]))
-    return [Request(i, prompt, params, n=1 + i % 2, **more) for i, prompt in enumerate(PROMPTS)]
+def few(name: str) -> SamplingParams:
+    """The parameters of this name, under which there are so few tokens to choose from that some come again."""
+    return SamplingParams(**({"max_tokens": 24, "seed": 11, "allowed_token_ids": (5, 6, 7, 8)} | PARAMS[name]))
+
+
+def requests(name: str, params: SamplingParams | None = None) -> list[Request]:
+    params = params or SamplingParams(**({"max_tokens": 16, "seed": 11} | PARAMS[name]))
+    return [Request(i, prompt, params, n=1 + i % 2) for i, prompt in enumerate(PROMPTS)]
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +86,9 @@ def engine(folder: Path) -> Engine:
     return make_engine(folder, max_num_seqs=8)
 
 
-def serve(engine: Engine, asked: list[Request], proposer: Oracle | None = None, **options: int) -> Loop:
+def serve(engine: Engine, asked: list[Request], proposer: Proposer | None = None, **options: int) -> Loop:
     loop = engine.loop(**options)
-    loop.scheduler.proposer = proposer
+    loop.scheduler.drafting.proposer = proposer
     for request in asked:
         loop.add(request)
     loop.run()
@@ -84,7 +111,46 @@ def test_drafts_change_nothing(engine: Engine, name: str, wrong: int) -> None:
     free = serve(engine, requests(name))
     loop = serve(engine, requests(name), Oracle(free, wrong))
     assert_same(loop, free)
-    assert loop.accepted > 0
+    assert loop.accepted > 0 and loop.floated > 0
+
+
+@pytest.mark.parametrize("name", ["greedy", "penalties"])
+def test_drafts_from_own_tokens_change_nothing(engine: Engine, name: str) -> None:
+    """The server's proposer, over prompts that repeat themselves, some of whose answers do, too."""
+    asked = [structs.replace(r, prompt=r.prompt * 3) for r in requests(name, params=few(name))]
+    proposer = Speculation(SpeculationConfig("ngram", ngram_min=1))
+    assert_same(serve(engine, asked, proposer), serve(engine, asked))
+    assert proposer.counts.accepted > 0 and not proposer._drafters
+
+
+@pytest.fixture
+def compiled_again() -> Iterator[None]:
+    yield
+    mx.enable_compile()
+
+
+@pytest.mark.parametrize("kind", ["windows", "all windows", "few bits", "kernels", "kernels and windows"])
+@pytest.mark.usefixtures("compiled_again")
+def test_rows_behind_drafts_begin_where_the_device_says(tmp_path: Path, kind: str) -> None:
+    """Over every kind of pool: the device finds the blocks of such a row, and the first that its window sees."""
+    family = "spark2_5" if kind == "all windows" else "llama"
+    changes: dict[str, Any] = tiny_models.WINDOW if "windows" in kind else {}
+    changes = tiny_models.WINDOWED.get(family, changes)
+    folder = tiny_models.make(tmp_path / "model", family, seed=1, **changes)
+    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 16} if kind == "few bits" else {}
+    if "kernels" in kind:
+        if shim.COMPILER is None:
+            pytest.skip("needs g++")
+        options = {"attention_backend": "cuda", "backends": [Fused("cuda", shim.maker())]}
+        mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
+    engine = make_engine(folder, max_num_seqs=8, **options)
+    if "kernels" in kind:
+        engine.built.runner.inputs.packed = True
+    free = serve(engine, requests("hot"))
+    for wrong in (0, 2):
+        loop = serve(engine, requests("hot"), Oracle(free, wrong))
+        assert_same(loop, free)
+        assert loop.accepted > 0 and loop.floated > 0
 
 
 @pytest.mark.parametrize("options", [{"depth": 0}, {"blocks": 14}, {"chunks": 5, "piggybacked": 6}])

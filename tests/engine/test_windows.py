@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.engine import block_manager, tier
+from mlx_tandem.engine import block_manager, kv_offload
 from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.sequence import Sequence
@@ -32,7 +32,7 @@ LONG = [tuple(_rng.integers(3, tiny_models.VOCAB, n).tolist()) for n in (70, 5, 
 @pytest.fixture(autouse=True)
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And steps that are traced anew, which spares a compiler per family."""
-    monkeypatch.setattr(scheduler_module, "PATIENCE", 2)
+    monkeypatch.setattr(scheduler_module, "OVERTAKEN_FOR_SLOT", 2)
     monkeypatch.setattr(block_manager, "WORTH_WAITING", 1)
     mx.disable_compile()
     yield
@@ -70,7 +70,7 @@ def window_group(engine: Engine) -> WindowGroup:
 def test_every_sequence_is_exact_in_random_workloads(part: int) -> None:
     """Models whose layers all have a window and such of which some have, in pools of any size."""
     outcome = Outcome()
-    for seed in range(part * 400, (part + 1) * 400):
+    for seed in range(part * 300, (part + 1) * 300):
         try:
             outcome += play(Random(seed), Settings(windows=True, states=0.0))
         except Exception as e:
@@ -78,15 +78,15 @@ def test_every_sequence_is_exact_in_random_workloads(part: int) -> None:
             raise
     assert outcome.finished > 2000
     assert min(outcome.preemptions, outcome.failures, outcome.failed, outcome.cancelled) > 150
-    assert outcome.cached > 1000
+    assert outcome.cached > 750
     assert outcome.given_back > 2000
 
 
 def test_every_sequence_is_exact_with_a_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     """On which a block is one of each pool."""
-    monkeypatch.setattr(tier, "WORTH_READING", 1)
+    monkeypatch.setattr(kv_offload, "WORTH_READING", 1)
     outcome = Outcome()
-    for seed in range(400):
+    for seed in range(250):
         try:
             outcome += play(Random(seed), Settings(windows=True, states=0.0, drives=1.0))
         except Exception as e:

@@ -6,24 +6,28 @@ than slots, odd prompt chunks, depth 0 or 1, cancels at any time, failing steps 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from msgspec import structs
+
 from mlx_tandem.adapters.slots import SlotTable
-from mlx_tandem.config import SchedulerConfig
+from mlx_tandem.config import SchedulerConfig, SpeculationConfig
 from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.cost import CostModel
-from mlx_tandem.engine.plan import Runner
+from mlx_tandem.engine.kv_offload import Drive, KVOffload
+from mlx_tandem.engine.plan import Runner, StepPlan, StepResult
+from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.engine.scheduler import Scheduler
-from mlx_tandem.engine.tier import Drive, Tier
 from mlx_tandem.kv.hashing import Namespace
 from mlx_tandem.kv.prefix import PrefixCache
-from mlx_tandem.types import AdapterRef, Request, SamplingParams
+from mlx_tandem.types import AdapterRef, Pooling, Request, SamplingParams
 from tests.engine import drive as drives
 from tests.engine.harness import Choice, Loop
 from tests.engine.hosts import Learning
@@ -33,6 +37,7 @@ from tests.engine.reference import (
     ReferenceRunner,
     Windows,
     alone,
+    embedding_alone,
     logprob_of,
     open_groups,
     scores_alone,
@@ -93,7 +98,7 @@ def make_engine(
     prefixes: bool = True,
     drive: Drive | None = None,
     write_through: bool = False,
-    patience: float = 60.0,
+    read_seconds: float = 60.0,
     max_chunk_tokens: int = 1024,
     piggybacked: int = 0,
     wrap: Callable[[ReferenceRunner], Runner] = lambda runner: runner,
@@ -103,11 +108,13 @@ def make_engine(
     groups = open_groups(runner, max_chunk_tokens)
     slots = SlotTable(max_loras)
     caches = [PrefixCache(group, namespace_of(block_size)) for group in groups] if prefixes else []
-    tier = Tier(groups, caches, write_through=write_through, patience=patience) if drive and caches else None
+    offload = (
+        KVOffload(groups, caches, write_through=write_through, read_seconds=read_seconds) if drive and caches else None
+    )
     if isinstance(drive, drives.LateDrive):
         drive.tables = sum(w != STATE for w in runner.windows)
-    if tier is not None and drive is not None:
-        tier.open(drive, drives.BASE)
+    if offload is not None and drive is not None:
+        offload.open(drive, drives.BASE)
     scheduler = scheduler_module.Scheduler(
         SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -115,7 +122,7 @@ def make_engine(
             prefill_batch_size=prefill_batch_size,
             max_inflight_tokens=max_inflight_tokens,
         ),
-        BlockManager(groups, caches, tier),
+        BlockManager(groups, caches, offload),
         slots,
         max_model_len=max_model_len,
         vocab_size=VOCAB,
@@ -164,7 +171,7 @@ def expected(
 ) -> list[int]:
     stops = request.params.stop_token_ids + (() if request.params.ignore_eos else eos)
     is_masked = masks is not None and masks.constrains(request)
-    mask_of = (lambda tokens: masks.mask(request, choice, tokens)) if is_masked and masks is not None else None
+    mask_of = (lambda tokens: masks.mask_of(request, choice, tokens)) if is_masked and masks is not None else None
     return alone(request.prompt, request.params, choice, digest_of(request), VOCAB, stops, windows, mask_of)
 
 
@@ -173,11 +180,19 @@ class Masks:
 
     def __init__(self, eos: tuple[int, ...] = (), share: int = 2):
         self._eos, self._share = eos, share
+        self.open: set[tuple[int, int]] = set()  # choices that drew by masks and were not forgotten
 
     def constrains(self, request: Request) -> bool:
         return request.params.seed % self._share == 0
 
     def mask(self, request: Request, choice: int, tokens: Several[int]) -> bytes:
+        self.open.add((request.id, choice))
+        return self.mask_of(request, choice, tokens)
+
+    def forget(self, request: int, choice: int) -> None:
+        self.open.discard((request, choice))
+
+    def mask_of(self, request: Request, choice: int, tokens: Several[int]) -> bytes:
         key = hash((choice, tuple(tokens)))
         bits = sum(1 << t for t in range(VOCAB) if hash((key, t)) % 3)
         drawable = set(request.params.allowed_token_ids or range(VOCAB)) - stops_of(request, self._eos)
@@ -211,6 +226,12 @@ def assert_exact(loop: Loop, eos: tuple[int, ...] = (), windows: Windows = (None
         logprobs = loop.logprobs[request_id, choice]
         asked = request.params.logprobs is not None
         assert logprobs == ([logprob_of(t, request.params) for t in tokens] if asked else []), f"{where}: logprobs"
+        hidden = array("f", loop.embeddings.get(request_id, b"")).tolist()
+        if tokens and request.pooling is not None:
+            right = embedding_alone(request.prompt, request.pooling, digest_of(request), windows)
+            assert hidden == array("f", right).tolist(), f"{where}: embedding"
+        else:
+            assert not hidden, f"{where}: nobody asked for an embedding"
         if tokens and request.params.prompt_logprobs is not None:
             scores, said = (
                 scores_alone(request.prompt, request.params, digest_of(request), windows),
@@ -231,28 +252,44 @@ class Guesses:
 
     def __init__(self, rng: Random, eos: tuple[int, ...], windows: Windows, masks: Masks | None):
         self._rng, self._eos, self._windows, self._masks = rng, eos, windows, masks
-        self._right, self._waits = rng.choice((0.0, 0.5, 0.9, 1.0)), rng.choice((0.1, 0.5, 1.0))
+        self._right, self._waits = rng.choice((0.0, 0.5, 0.9, 1.0)), rng.choice((0.0, 0.3, 1.0))
         self._longest = rng.choice((1, 3, 9))
         self._said: dict[Choice, list[int]] = {}
         self.guessed: list[list[int]] = []  # what sequences would have said, had all drafts been accepted
 
-    def waits(self, request: Request, choice: int) -> bool:
+    def stats(self) -> None:
+        return None
+
+    def is_on(self, rows: int) -> bool:
+        return self._rng.random() < 0.9
+
+    def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
+        assert 0 <= accepted <= drafts
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        assert len(plan.rows) == len(result.tokens)
+
+    def forget(self, request: Request, choice: int) -> None:
+        self._said.pop((request.id, choice), None)
+
+    def needs_newest(self, request: Request, choice: int) -> bool:
         return self._rng.random() < self._waits
 
-    def propose(self, request: Request, choice: int, tokens: Several[int], most: int) -> Several[int]:
+    def propose(self, request: Request, choice: int, tokens: Several[int], unread: int, most: int) -> Several[int]:
         assert 0 < most <= request.params.max_tokens
+        assert len(tokens) + unread + most < len(request.prompt) + request.params.max_tokens
         if self._rng.random() < 0.2:
             return ()
         key = request.id, choice
         if key not in self._said:
             self._said[key] = expected(request, choice, self._eos, self._windows, self._masks)
-        begun = len(tokens) - len(request.prompt)
+        begun = len(tokens) - len(request.prompt) + unread
         guesses = [
             t if self._rng.random() < self._right else self._rng.randrange(VOCAB) for t in self._said[key][begun:]
         ]
         junk = [self._rng.randint(-1, VOCAB) for _ in range(self._rng.choice((0, 3)))]
         proposed = (guesses + junk)[: self._rng.randint(0, self._longest)]
-        if all(0 <= t < VOCAB for t in proposed):
+        if not unread and all(0 <= t < VOCAB for t in proposed):
             self.guessed.append([*tokens, *proposed])
         return proposed
 
@@ -279,6 +316,7 @@ class Outcome:
     masked: int = 0  # rows that drew by masks
     drafted: int = 0  # tokens
     accepted: int = 0  # of these
+    floated: int = 0  # rows that began where only the device knew
     piggybacked: int = 0  # chunks of prompts that went with rows that decode
     given_back: int = 0  # blocks before the windows of rows that were not read for them
     most_steps: float = 0.0  # of a workload, per token of work
@@ -296,10 +334,12 @@ class Settings:
     """What a workload is drawn from; tests narrow it."""
 
     cancels: bool = True
-    drives: float = 0.0  # how often there is a disk tier
+    drives: float = 0.0  # how often there is KV offload
     faults: bool = True
+    spoils: float = 0.03  # how often a step of a workload with faults has a row that is not finite
     masks: float = 0.4  # how often some requests need masks
-    drafts: float = 0.5  # how often there is a proposer
+    drafts: float = 0.5  # how often there is a proposer that knows what will be said
+    ngrams: float = 0.5  # how often there is the server's own proposer, if there is no such
     trainers: float = 0.3  # how often two trainers learn beside it
     most_requests: int = 12
     patience: int = 2
@@ -321,7 +361,7 @@ def draw_request(
     if engine.loop.tokens and rng.random() < 0.3:  # a later turn of what was said
         said = rng.choice(list(engine.loop.tokens))
         prompt = [*engine.loop.requests[said[0]].prompt, *engine.loop.tokens[said], *prompt[:3]]
-    proposer = engine.scheduler.proposer
+    proposer = engine.scheduler.drafting.proposer
     if isinstance(proposer, Guesses) and proposer.guessed and rng.random() < 0.2:
         prompt = [*rng.choice(proposer.guessed), *prompt[:2]]
     max_tokens = rng.randint(1, 10)
@@ -344,7 +384,7 @@ def draw_request(
         xtc_probability=rng.choice((0.0, 0.0, 0.5)),
     )
     n = rng.choice((1, 1, 2, 3))
-    return Request(
+    drawn = Request(
         id=number,
         prompt=tuple(prompt[:length]),
         params=params,
@@ -354,6 +394,13 @@ def draw_request(
         follow=rng.random() < 0.5,
         background=rng.random() < background,
     )
+    return pooled(drawn, rng.choice(("mean", "last"))) if rng.random() < 0.1 else drawn
+
+
+def pooled(request: Request, pooling: Pooling) -> Request:
+    """The request for the hidden states of the same prompt."""
+    params = structs.replace(request.params, max_tokens=1, min_tokens=0, prompt_logprobs=None)
+    return structs.replace(request, params=params, n=1, follow=False, pooling=pooling)
 
 
 def some_workload_fails(tries: int, settings: Settings) -> bool:
@@ -385,7 +432,7 @@ def play(
         )
     faulty = settings.faults and rng.random() < 0.4
     fail = {i: rng.choice(("launch", "half", "wait")) for i in steps if faulty and rng.random() < 0.06}
-    nan = {i: rng.randrange(8) for i in steps if faulty and rng.random() < 0.03}
+    nan = {i: rng.randrange(8) for i in steps if faulty and rng.random() < settings.spoils}
     eos = (EOS,)
     priorities = rng.choice(((0,), (0,), (0, 0, -1, 5)))
     limited = rng.random() < 0.3
@@ -406,7 +453,7 @@ def play(
         drive=drive,
         write_through=drive is not None and rng.random() < 0.5,
         piggybacked=rng.choice((0, 3, 50)),
-        patience=rng.choice((0.0, 60.0, 60.0)) if drive is not None else 0.0,
+        read_seconds=rng.choice((0.0, 60.0, 60.0)) if drive is not None else 0.0,
         fail=fail,
         again=frozenset(i for i in fail if i % 3 == 0),
         nan=nan,
@@ -415,13 +462,17 @@ def play(
     loop, scheduler = engine.loop, engine.scheduler
     apart = Random(str(rng.getstate()))  # what is drawn for learning changes nothing of the rest
     learning = Learning(apart) if apart.random() < settings.trainers else None
-    if scheduler.tier is not None:
-        scheduler.tier.step_blocks = rng.choice((1, 2, 50))
+    if scheduler.offload is not None:
+        scheduler.offload.step_blocks = rng.choice((1, 2, 50))
     if rng.random() < 0.8:
         scheduler.prefill.cost = OddChunks(rng, rng.choice((1, 3, 7)))
     masks = scheduler.mask_maker = Masks(eos, rng.choice((1, 2, 4))) if rng.random() < settings.masks else None
     if rng.random() < settings.drafts:
-        scheduler.proposer = Guesses(rng, eos, windows, masks)
+        scheduler.drafting.proposer = Guesses(rng, eos, windows, masks)
+        scheduler.drafting.most_tokens = rng.choice((engine.max_num_seqs, 64, 64))
+    elif apart.random() < settings.ngrams:
+        own = SpeculationConfig("ngram", dynamic=apart.random() < 0.7, ngram_min=1, prompt_lookup=apart.random() < 0.7)
+        scheduler.drafting.proposer = Speculation(own, clock=apart.random)
     names = ["a", "b", "c", "d", "e"][: rng.randint(0, 5)]
     adapters: list[AdapterRef | None] = [None, *(AdapterRef(name, 1, name) for name in names)]
     publishes = rng.choice((0.0, 0.1, 0.5)) if names else 0.0
@@ -451,12 +502,13 @@ def play(
             learning.turn(due)
         held_back += not due and scheduler.has_users and scheduler.has_background
         busy = loop.step(due)
-        assert loop.steps <= 30 + 2 * work * (1 + bool(scheduler.proposer or masks)), "no progress"
+        assert loop.steps <= 30 + 2 * work * (1 + bool(scheduler.drafting.proposer or masks)), "no progress"
         if not busy and len(loop.requests) == total:
             break
     loop.assert_idle()
     messages = 0 if learning is None else learning.finish()
     assert_exact(loop, eos, windows, masks)
+    assert masks is None or not masks.open, "the maker of masks keeps choices that have ended"
     # One step ahead, a sequence may end while the row that spoils its blocks is still on the device; else nobody meets
     # what another has spoilt.
     assert not engine.runner.spoiled or loop.depth, "one row's failure spoilt another's"
@@ -480,6 +532,7 @@ def play(
         masked=engine.runner.masked,
         drafted=engine.runner.drafted,
         accepted=engine.runner.accepted,
+        floated=engine.runner.floated,
         piggybacked=loop.piggybacked,
         given_back=engine.runner.given_back,
         steps=loop.steps,

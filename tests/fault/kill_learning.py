@@ -70,6 +70,7 @@ def settings(folder: Path) -> dict[str, Any]:
             "lora_target_modules": ["q_proj"],
             "learning_rate": 1e-3,
             "update_frequency": 1000,
+            "guard_prompts": 0,
         },
         "checkpointing": {"checkpoint_dir": str(folder), "interval": INTERVAL, "keep_n_checkpoints": 2},
     }

@@ -21,21 +21,21 @@ SIZE = 5000
 
 
 def write_on() -> None:
-    """Puts and reads blocks in the folder argv[1] for ever, and says when the tier answers wrongly or not at all."""
+    """Puts and reads blocks in the folder argv[1] for ever, and says when the disk answers wrongly or not at all."""
     rng = random.Random(int(sys.argv[2]))
     durability = rng.choice(["persistent", "best_effort"])
-    tier = cache(Path(sys.argv[1]), **SETTINGS, durability=durability)  # type: ignore[arg-type]
+    disk = cache(Path(sys.argv[1]), **SETTINGS, durability=durability)  # type: ignore[arg-type]
     print("open", flush=True)
     while True:
         for _ in range(rng.randint(1, 30)):
             i = rng.randrange(BLOCKS)
-            tier.put(block(i), payload(i, SIZE * (1 + i % 3)))
+            disk.put(block(i), payload(i, SIZE * (1 + i % 3)))
         first = rng.randrange(BLOCKS)
-        ticket = tier.read([block(i) for i in range(first, first + 4)])
-        tier.settle(60)
-        (done,) = tier.poll()
+        ticket = disk.read([block(i) for i in range(first, first + 4)])
+        disk.settle(60)
+        (done,) = disk.poll()
         right = done.ticket == ticket and check(first, [bytes(p) for p in done.payloads])
-        print("right" if right and not tier.stats().off else f"wrong {first} {tier.stats()}", flush=True)
+        print("right" if right and not disk.stats().off else f"wrong {first} {disk.stats()}", flush=True)
 
 
 def check(first: int, found: list[bytes]) -> bool:
@@ -55,16 +55,16 @@ def test_kill_9_while_writing_and_reading(tmp_path: Path) -> None:
                 pass
             child.kill()
             assert all(line.strip() in ("right", "") for line in child.stdout if line.endswith("\n"))
-        tier = cache(tmp_path, **SETTINGS)  # type: ignore[arg-type]
-        assert tier.settle(60), "the lock of a process that was killed is free"
+        disk = cache(tmp_path, **SETTINGS)  # type: ignore[arg-type]
+        assert disk.settle(60), "the lock of a process that was killed is free"
         for i in range(BLOCKS):
-            ticket = tier.read([block(i)])
-            assert tier.settle(60)
-            (done,) = tier.poll()
+            ticket = disk.read([block(i)])
+            assert disk.settle(60)
+            (done,) = disk.poll()
             assert done.ticket == ticket and check(i, [bytes(p) for p in done.payloads])
-        stats = tier.stats()
+        stats = disk.stats()
         assert stats.quarantined == 0, "a kill tears the end of the newest segment only"
         assert stats.bytes == sum(p.stat().st_size for p in tmp_path.glob("segment-*")) <= 4_300_000
         kept = stats.hits
-        tier.close()
+        disk.close()
     assert kept > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -214,3 +215,27 @@ def test_closing_ends_what_runs_and_what_waits(tmp_path: Path) -> None:
             await pool.ask(b"echo x")
 
     with_pool(tmp_path, use)
+
+
+def test_a_forked_copy_of_a_worker_answers_nothing(tmp_path: Path) -> None:
+    """It would answer the same item, and its answer would be taken for that of the next one."""
+
+    async def use(pool: Pool) -> None:
+        assert await pool.ask(b"fork") == Said("1")
+        assert await pool.ask(b"echo a") == Said("a")
+
+    with_pool(tmp_path, use)
+
+
+def test_a_worker_that_crashes_leaves_no_core_file(tmp_path: Path) -> None:
+    """A core file would hold prompts, and the process that starts workers may allow core files."""
+
+    async def use(pool: Pool) -> None:
+        assert await pool.ask(b"core") == Said("(0, 0)")
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    try:
+        with_pool(tmp_path, use)
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))

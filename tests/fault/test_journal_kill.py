@@ -77,7 +77,8 @@ def test_kill_9_while_appending_and_rotating(tmp_path: Path):
             for _ in range(rng.randint(0, 20_000)):  # into the middle of whatever comes next
                 pass
             child.kill()
-            said = [said, *child.stdout.readlines()][-1]
+            whole_lines = [line for line in (said, *child.stdout.readlines()) if line.endswith("\n")]
+            said = whole_lines[-1]
         acknowledged, step_acknowledged = map(int, said.split())
         buffer, step = asyncio.run(opened(tmp_path))
         ids = [int(i) for i in buffer.seen]

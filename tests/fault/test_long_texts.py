@@ -83,6 +83,7 @@ def test_many_long_texts_at_once_take_little_memory(served: RunningServer) -> No
     assert resident(served.process.pid) < 300 * MB
 
 
+@pytest.mark.timeout(400)  # texts are tokenised at a low priority, behind whatever else runs
 def test_too_many_are_refused_and_told_when_to_come_again(served: RunningServer) -> None:
     """Bodies whose clients are slow to send them count, too."""
     address = (served.client.base_url.host, served.client.base_url.port)

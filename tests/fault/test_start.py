@@ -17,8 +17,10 @@ import httpx
 import mlx.core as mx
 import pytest
 
-from mlx_tandem import demo
+from mlx_tandem import Engine, demo
+from mlx_tandem.errors import TandemError
 from mlx_tandem.model import device
+from mlx_tandem.model.compiler import HEADER
 from tests.privileges import drop_privileges
 from tests.serving import ROOT
 from tests.tiny_models import make
@@ -116,6 +118,11 @@ def contents(name: str, data: bytes) -> Break:
     return lambda folder: (folder / name).write_bytes(data) and None
 
 
+def without(name: str) -> Break:
+    """Remove a file."""
+    return lambda folder: (folder / name).unlink()
+
+
 def cut(folder: Path) -> None:
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -132,44 +139,65 @@ def not_numbers(folder: Path) -> None:
     mx.save_safetensors(file, {name: p * float("nan") for name, p in weights.items()}, {"format": "mlx"})
 
 
-@pytest.mark.parametrize(
-    ("how", "says"),
-    [
-        (settings(model_type="\ud800"), r"config.json: model_type '\ud800' is no model's name"),
-        (settings(model_type="qwen99"), "config.json: model_type 'qwen99' is not supported"),
-        (contents("config.json", b'{"a":' * 100_000), "config.json is not JSON: it is nested too deeply"),
-        (contents("config.json", b"[]"), "config.json does not hold a JSON object"),
-        (settings(vocab_size=2**40), "config.json: vocab_size must be an integer from 1 to 16,777,216"),
-        (settings(num_hidden_layers=10**8), "config.json: num_hidden_layers must be an integer from 1 to 1,024"),
-        (settings(num_hidden_layers=1e8), "config.json: num_hidden_layers must be an integer from 1 to 1,024"),
-        (settings(hidden_size="64"), "config.json: hidden_size must be an integer from 1 to"),
-        (settings(text_config=[]), "config.json: text_config must be an object"),
-        (settings(text_config={"vocab_size": 0}), "config.json: text_config.vocab_size must be an integer"),
-        (settings(quantization={"bits": 1e9}), "config.json: quantization.bits must be an integer from 1 to 32"),
-        (settings(rope_scaling={"type": "no such"}), "config.json: no model can be made of it (ValueError: "),
-        (settings(num_hidden_layers=1), "its weights do not fit config.json (ValueError: Received 11 parameters"),
-        (settings(eos_token_id=True), None),  # means nothing, and harms nobody
-        (cut, "model.safetensors is not a valid safetensors file"),
-        (pipe, "model.safetensors is not a regular file"),
-        (not_numbers, "the weight model.embed_tokens.weight holds NaN or infinity"),
-        (contents("model.safetensors.index.json", b'{"weight_map": {"a": []}}'), "index.json: weight_map must name"),
-    ],
-    ids=range(18),
-)
-def test_a_wrong_model_folder_is_one_line_and_status_1(tmp_path: Path, how: Break, says: str | None) -> None:
+WRONG: list[tuple[Break, str]] = [
+    (settings(model_type="\ud800"), r"config.json: model_type '\ud800' is no model's name"),
+    (settings(model_type="qwen99"), "config.json: model_type 'qwen99' is not supported"),
+    (contents("config.json", b'{"a":' * 100_000), "config.json is not JSON: it is nested too deeply"),
+    (contents("config.json", b"[]"), "config.json does not hold a JSON object"),
+    (settings(vocab_size=2**40), "config.json: vocab_size must be an integer from 1 to 16,777,216"),
+    (settings(num_hidden_layers=10**8), "config.json: num_hidden_layers must be an integer from 1 to 1,024"),
+    (settings(num_hidden_layers=1e8), "config.json: num_hidden_layers must be an integer from 1 to 1,024"),
+    (settings(hidden_size="64"), "config.json: hidden_size must be an integer from 1 to"),
+    (settings(text_config=[]), "config.json: text_config must be an object"),
+    (settings(text_config={"vocab_size": 0}), "config.json: text_config.vocab_size must be an integer"),
+    (settings(quantization={"bits": 1e9}), "config.json: quantization.bits must be an integer from 1 to 32"),
+    (settings(rope_scaling={"type": "no such"}), "config.json: no model can be made of it (ValueError: "),
+    (settings(num_hidden_layers=1), "its weights do not fit config.json (ValueError: Received 11 parameters"),
+    (cut, "model.safetensors is not a valid safetensors file"),
+    (pipe, "model.safetensors is not a regular file"),
+    (not_numbers, "the weight model.embed_tokens.weight holds NaN or infinity"),
+    (contents("model.safetensors.index.json", b'{"weight_map": {"a": []}}'), "index.json: weight_map must name"),
+    (without("config.json"), "config.json is missing"),
+    (without("tokenizer.json"), "tokenizer.json"),
+    (without("model.safetensors"), "model.safetensors is missing"),
+    (contents("config.json", b"{}"), "model_type is missing"),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder that is right."""
     folder = make(tmp_path / "model", "qwen3", vocab_size=1024)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).symlink_to(demo.MODEL_PATH / name)
+    return folder
+
+
+@pytest.mark.parametrize(("how", "says"), WRONG, ids=range(len(WRONG)))
+def test_a_wrong_model_folder_is_refused_in_one_line(folder: Path, how: Break, says: str) -> None:
+    how(folder)
+    with pytest.raises(TandemError) as refused:
+        Engine(folder, num_blocks=64, max_model_len=256, max_num_seqs=4)
+    assert refused.value.message.startswith(str(folder)) and says in refused.value.message
+    assert refused.value.message.isprintable()
+
+
+@pytest.mark.parametrize(("how", "says"), [WRONG[0], (not_numbers, "holds NaN or infinity")], ids=["front", "engine"])
+def test_a_wrong_model_folder_ends_the_command_with_one_line_and_status_1(folder: Path, how: Break, says: str) -> None:
+    """Whether the server finds it, or the engine in its own process."""
     how(folder)
     done = serve(str(folder), *SMALL)
     assert "Traceback" not in done.stderr
-    if says is None:
-        assert done.returncode == 0, done.stderr
-        return
     assert done.returncode == 1, done.stderr
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"tandem: {folder}") and says in last
     assert not done.stdout
+
+
+def test_a_setting_of_a_model_that_means_nothing_harms_nobody(folder: Path) -> None:
+    settings(eos_token_id=True)(folder)
+    with Engine(folder, num_blocks=64, max_model_len=256, max_num_seqs=4) as engine:
+        assert engine.generate("a", max_tokens=2, ignore_eos=True).token_ids
 
 
 def test_a_model_folder_whose_path_is_not_utf_8(tmp_path: Path) -> None:
@@ -194,6 +222,16 @@ def full(folder: Path) -> list[str]:
     if shutil.which("unshare") is None or subprocess.run([*within, "true"], capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
     return within
+
+
+def lend_header(folder: Path) -> None:
+    """Put the compiled header of the system's temporary folder, if there is one, where MLX will compile in `folder`:
+    to compile it anew takes long."""
+    temporary = Path(tempfile.gettempdir())
+    for header in temporary.glob(f"mlx/*/cpu/{HEADER}.gch"):
+        there = folder / header.relative_to(temporary)
+        there.parent.mkdir(parents=True)
+        there.hardlink_to(header)
 
 
 COMPILES = """
@@ -224,8 +262,13 @@ def test_a_temporary_folder_that_is_no_use(tmp_path: Path, temporary: str, cache
     if temporary == "another's":
         (folder / "mlx").mkdir(mode=0o700)
         (folder / "mlx").chmod(0o777)
+    made = home / ".cache/mlx-tandem/compiled"
     if cache == "not usable":
         (home / ".cache").write_text("a file")
+    else:
+        lend_header(made)
+    if temporary == "usable":
+        lend_header(folder)
     done = subprocess.run(
         [*words, sys.executable, "-c", COMPILES],
         env={**os.environ, "TMPDIR": str(folder), "HOME": str(home), "XDG_CACHE_HOME": ""},
@@ -236,9 +279,8 @@ def test_a_temporary_folder_that_is_no_use(tmp_path: Path, temporary: str, cache
         cwd=ROOT,
     )
     assert done.stdout == "[1.0, 1.0, 1.0, 1.0]\n"
-    made = home / ".cache/mlx-tandem/compiled"
     if temporary == "usable":
-        assert not done.stderr and not made.exists()
+        assert not done.stderr and not list(made.glob("mlx/*/cpu/*.so"))
         assert list(folder.glob("mlx/*/cpu/*.so"))
         return
     (said,) = done.stderr.splitlines()
@@ -248,6 +290,27 @@ def test_a_temporary_folder_that_is_no_use(tmp_path: Path, temporary: str, cache
         assert len(list(made.glob("mlx/*/cpu/*.so"))) == 2, "the trial's and the one that is asked for"
     else:
         assert said.startswith("fused operations are not compiled, which makes steps slower: ")
+
+
+@pytest.mark.usefixtures("compiler")
+def test_what_is_compiled_finds_its_header_compiled(tmp_path: Path) -> None:
+    """By what g++ says of each header when MLX calls it: a compiled one that it uses stands behind a "!"."""
+    tools, folder = tmp_path / "tools", tmp_path / "temporary"
+    tools.mkdir()
+    folder.mkdir()
+    (tools / "g++").write_text(f'#!/bin/sh\nexec {shutil.which("g++")} -H "$@" 2>> {tmp_path}/said\n')
+    (tools / "g++").chmod(0o755)
+    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+    for _ in range(2):
+        subprocess.run(
+            [sys.executable, "-c", COMPILES],
+            env={**os.environ, "TMPDIR": str(folder), "PATH": path},
+            check=True,
+            cwd=ROOT,
+        )
+    (header,) = folder.glob(f"mlx/*/cpu/{HEADER}.gch")
+    assert (tmp_path / "said").read_text().count(f"! {header}\n") == len(list(folder.glob("mlx/*/cpu/*.so"))) == 2
+    assert {file.name for file in header.parent.iterdir()} == {header.name}, "nothing is left over"
 
 
 @pytest.mark.usefixtures("compiler")

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from mlx_tandem.config import Config, SchedulerConfig
-from mlx_tandem.engine.messages import Cancel, Output, Submit
+from mlx_tandem.engine.messages import Cancel, Failed, Output, Submit
 from mlx_tandem.types import Delta
 from tests.api.learns import until
 from tests.api.scripted import INFO, scripted_server
@@ -72,6 +72,9 @@ def test_a_stream_that_has_begun_ends_with_an_event():
         assert replies[0].status_code == 200
         assert error_of(replies[0]) == ("timeout_error", "request_timeout")
         assert "[DONE]" not in replies[0].text
+        metrics = client.get("/metrics").text
+        assert 'tandem_errors_total{code="request_timeout"} 1.0' in metrics
+        assert 'tandem_error_replies_total{code="request_timeout"' not in metrics, "its reply has status 200"
 
 
 def test_the_deadline_of_the_first_token_leaves_time_to_read_the_prompt():
@@ -218,3 +221,37 @@ def test_a_reader_that_takes_nothing_is_cut_and_its_blocks_are_freed():
         metrics = server.client.get("/v1/engine/metrics").json()
         assert metrics["finished"]["abort"] == 16
         assert server.chat("What is 12 + 5?", temperature=0).json()["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_client_that_leaves_is_no_error_of_the_arm_that_answered_it():
+    """A request that fails is one."""
+    with scripted_server() as (client, peer, _):
+
+        def arm() -> dict[str, int]:
+            found: dict[str, int] = client.get("/v1/aliases/a").json()["arms"][0]
+            return found
+
+        assert client.put("/v1/aliases/a", json={"arms": [{"adapter": "base", "weight": 1}]}).status_code == 200
+        begun: list[int] = []
+
+        def begin() -> None:
+            begun.append(peer.hear(Submit).request.id)
+            peer.say(Output([Delta(begun[0], 0, (301,))]))
+
+        thread = threading.Thread(target=begin)
+        thread.start()
+        with client.stream("POST", "/v1/completions", json=STREAM | {"model": "a"}) as reply:
+            assert reply.status_code == 200
+        thread.join()
+        assert peer.hear(Cancel) == Cancel(begun[0])
+        until(lambda: not arm()["open"])
+        assert (arm()["requests"], arm()["generated_tokens"], arm()["errors"]) == (1, 1, 0)
+        ended = 'vllm:request_success_total{engine="0",finished_reason="%s",model_name="base"} %s'
+        metrics = client.get("/metrics").text
+        assert all(ended % each in metrics for each in (("abort", "1.0"), ("error", "0.0"))), metrics
+        replies: list[httpx.Response] = []
+        thread = post(client, BODY | {"model": "a"}, replies)
+        peer.say(Failed(peer.hear(Submit).request.id, "adapter_changed", "it is gone", "model", False))
+        thread.join()
+        assert replies[0].status_code >= 400
+        assert (arm()["requests"], arm()["errors"]) == (2, 1)

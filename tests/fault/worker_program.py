@@ -7,6 +7,7 @@ It does what its items say, and may be silent for SECONDS. Each start adds a fil
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import time
@@ -45,6 +46,11 @@ def answer(raw: bytes) -> Said:
                 Path(rest).write_bytes(b"x")
     except MemoryError:
         out_of_memory()
+    if word == "fork":
+        child = os.fork()
+        return Said(str(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) if child else "twice")
+    if word == "core":  # most bytes of a core file
+        return Said(str(resource.getrlimit(resource.RLIMIT_CORE)))
     return Said(str(os.getpid()) if word == "pid" else rest)
 
 

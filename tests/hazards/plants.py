@@ -144,7 +144,7 @@ PLANTS: dict[str, Plant] = {
     ),
     "a gather reads behind no write": Plant(
         text(PagedCache, "_update", "self._seen(array, form.heads, v, zeros)", "self._seen(array, form.heads, v, ())"),
-        "own blocks, no level",
+        "own blocks, no common offset",
         (steps.chunks,),
     ),
     "a gather reads behind the codes alone": Plant(
@@ -154,7 +154,7 @@ PLANTS: dict[str, Plant] = {
             "self._seen(array, form.heads, v, zeros)",
             "self._seen(array, form.heads, v, zeros[:1])",
         ),
-        "few bits, own blocks, no level",
+        "few bits, own blocks, no common offset",
         (steps.chunks,),
     ),
     "a chunk's own keys wait on the host alone": Plant(
@@ -169,7 +169,7 @@ PLANTS: dict[str, Plant] = {
     ),
     "indices are not added to": Plant(
         text(PagedCache, "_seen", "after(zeros, v.runs(heads))", "v.runs(heads)"),
-        "own blocks, no level",
+        "own blocks, no common offset",
         (steps.chunks,),
     ),
     "one of several zeros counts": Plant(

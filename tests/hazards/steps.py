@@ -114,18 +114,18 @@ class Kind:
     family: str = "llama"
     changes: Mapping[str, Any] = field(default_factory=dict)
     kv_bits: Literal[8, 16] = 16
-    level: bool = True  # whether chunks behind a context are read without a mask
+    common_offset: bool = True  # whether chunks behind a context are read without a mask
     fused_adapters: bool = True
 
 
 ENGINES = {
     "short blocks": Kind(),
-    "short blocks, no level": Kind(level=False),
+    "short blocks, no common offset": Kind(common_offset=False),
     "own blocks": Kind("gemma"),
-    "own blocks, no level": Kind("gemma", level=False),
+    "own blocks, no common offset": Kind("gemma", common_offset=False),
     "windows": Kind(changes=tiny_models.WINDOW),
     "few bits": Kind(kv_bits=8),
-    "few bits, own blocks, no level": Kind("gemma", kv_bits=8, level=False),
+    "few bits, own blocks, no common offset": Kind("gemma", kv_bits=8, common_offset=False),
     "experts": Kind("qwen3_moe"),
     "plain adapters": Kind(fused_adapters=False),
 }
@@ -139,7 +139,7 @@ def engine(kind: Kind, folder: Path) -> Iterator[Metal]:
         forget = inplace.writing.cache_clear
         fake.time_by_clock(gpu, patch)
         patch.setattr("mlx_tandem.model.kernel_checks.lora._TOKENS", (1, 16))
-        patch.setattr("mlx_tandem.model.runner.LEVEL_TOKENS", 16 if kind.level else 1 << 20)
+        patch.setattr("mlx_tandem.model.runner.COMMON_OFFSET_TOKENS", 16 if kind.common_offset else 1 << 20)
         mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
         try:
             made = make_engine(
@@ -251,7 +251,7 @@ def first_chunk(metal: Metal) -> StepPlan:
 
 
 def next_chunk(metal: Metal) -> StepPlan:
-    """A chunk of one prompt behind others, long enough for attention without a mask (`runner.LEVEL_TOKENS`)."""
+    """A chunk of one prompt behind others, long enough for attention without a mask (`runner.COMMON_OFFSET_TOKENS`)."""
     return plan(row(metal, 32, range(32)))
 
 

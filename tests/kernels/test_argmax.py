@@ -65,7 +65,7 @@ def numbers(draw: st.DrawFn) -> mx.array:
 
 
 @given(logits=numbers(), order=st.sampled_from(shim.ORDERS))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_it_equals_numpy(logits: mx.array, order: shim.Order) -> None:
     check(Argmax(shim.maker(order)), logits)
 

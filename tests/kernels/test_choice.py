@@ -61,7 +61,7 @@ class Device:
     def __call__(self, shape: LayerShape, attention: LayerKernels | None, block: int, rows: int, context: int) -> float:
         if attention is None:
             return 2e-5
-        return 1e-5 / (self.gain if attention.attention._division == self.best else 1.0)
+        return 1e-5 / (self.gain if attention.attention.division == self.best else 1.0)
 
 
 @pytest.mark.parametrize(
@@ -78,12 +78,12 @@ def test_the_work_is_divided_as_is_fastest_here(right: Fused, target: str, best:
     def steps_towards(shape: LayerShape, kernels: LayerKernels | None, block: int, rows: int, context: int) -> float:
         if kernels is None:
             return 1.0
-        now = kernels.attention._division
+        now = kernels.attention.division
         return 0.1 * 2.0 ** sum((now.blocks != best.blocks, (now.queries, now.depth) != (best.queries, best.depth)))
 
     shapes = [LayerShape(HALVES, HALVES, Asks(2, False))] * 2
     made = choose("auto", shapes, BLOCK, [], [replace(right, name=target)], steps_towards)
-    assert made.name == target and {a.attention._division for a in made.layers if a} == {best}
+    assert made.name == target and {a.attention.division for a in made.layers if a} == {best}
 
 
 def test_another_division_has_to_be_worthwhile(right: Fused) -> None:
@@ -91,7 +91,7 @@ def test_another_division_has_to_be_worthwhile(right: Fused) -> None:
         device = Device(Division(96, queries=2, depth=2), gain)
         shapes = [LayerShape(HALVES, HALVES, Asks(2, False))]
         made = choose("auto", shapes, BLOCK, [], [replace(right, name="metal")], device)
-        assert {a.attention._division for a in made.layers if a} == {taken}
+        assert {a.attention.division for a in made.layers if a} == {taken}
 
 
 def test_a_division_that_is_wrong_is_not_taken(right: Fused) -> None:
@@ -99,19 +99,19 @@ def test_a_division_that_is_wrong_is_not_taken(right: Fused) -> None:
     broken = replace(right, name="metal", make=Broken(right.make, "k < end && k <=", "k < end && QUERIES != 1 && k <="))
     shapes = [LayerShape(HALVES, HALVES, Asks(2, False))]
     made = choose("auto", shapes, BLOCK, [], [broken], Device(Division(96, queries=1, depth=2), 9.0))
-    assert {a.attention._division for a in made.layers if a} == {START}
+    assert {a.attention.division for a in made.layers if a} == {START}
 
 
 def test_a_division_that_does_not_compile_costs_the_others_nothing(right: Fused) -> None:
     class Fails(Device):
         def __call__(self, shape: LayerShape, attention: LayerKernels | None, *step: int) -> float:
-            if attention is not None and attention.attention._division.queries == 1:
+            if attention is not None and attention.attention.division.queries == 1:
                 raise RuntimeError("this kernel does not compile")
             return super().__call__(shape, attention, *step)
 
     shapes = [LayerShape(HALVES, HALVES, Asks(2, False))]
     made = choose("auto", shapes, BLOCK, [], [replace(right, name="metal")], Fails(START, 1.0))
-    assert made.name == "metal" and {a.attention._division for a in made.layers if a} == {START}
+    assert made.name == "metal" and {a.attention.division for a in made.layers if a} == {START}
 
 
 def test_what_metal_begins_with_fits_its_registers() -> None:

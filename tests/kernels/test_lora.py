@@ -97,7 +97,7 @@ class Work:
     st.lists(st.sampled_from([1, 4, 8, 12, 16, 33, 96]), min_size=3, max_size=3),
     st.sampled_from([mx.float32, mx.bfloat16, mx.float16]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_rows_slots_ranks_and_widths(
     make: Make, slots: list[int], length: int, shape: Any, ranks: list[int], dtype: mx.Dtype
 ) -> None:
@@ -146,7 +146,7 @@ def test_own_outputs_may_lie_side_by_side(make: Make) -> None:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=70), st.integers(1, 20))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_tiles_cover_every_token_once(slots: list[int], length: int) -> None:
     tiles = cut_tiles(np.array(slots), length)
     covered = [(token, slot) for first, count, slot in tiles.tolist() for token in range(first, first + count)]

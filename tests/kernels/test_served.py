@@ -84,7 +84,7 @@ def test_it_says_what_mlx_lm_says(
     folder = tiny_models.make(tmp_path / "model", family, **changes)
     backends = [Fused("cuda", shim.maker())]
     engine = make_engine(folder, kv_bits=kv_bits, kv_group_size=16, attention_backend="cuda", backends=backends)
-    engine.built.runner.levels = engine.built.runner.inputs.packed = True
+    engine.built.runner.common_offsets = engine.built.runner.inputs.packed = True
     assert any(isinstance(m, FusedBlock) for m in engine.built.runner._model.modules()) == (family != "gemma")
     info = engine.built.info
     assert (info.attention_backend, info.attention_reason) == ("cuda", "asked for")

@@ -52,7 +52,7 @@ def floats(array: mx.array) -> np.ndarray:
     dtype=st.sampled_from(list(EXACT)),
     biased=st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_products_are_right(
     make: Make, rows: int, outputs: int, inputs: int, form: Form, dtype: mx.Dtype, biased: bool
 ) -> None:

@@ -253,7 +253,7 @@ def test_parallm_learns_while_serving(workplace: Workplace, command: str) -> Non
         ask(post % ("training/checkpoint", named), port)
         status = json.loads(ask("curl http://localhost:8000/v1/training/status", port))
         assert status["training_enabled"]
-        assert status["trajectories_collected"] == 1
+        assert status["trajectories_collected"] >= 1  # siblings of the answer are drawn in the background
         assert "checkpoint-300" in status["available_checkpoints"]
         assert (workplace.folder / "checkpoints" / "checkpoint-300").is_dir()
         assert json.loads(ask("curl http://localhost:8000/debug/training", port))

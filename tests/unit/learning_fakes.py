@@ -249,7 +249,13 @@ def died() -> EngineDied:
 def config(
     folder: Path, *, interval: int = 1000, keep: int = 100, mode: str = "inference_and_training", **training: Any
 ) -> Config:
-    settings: dict[str, Any] = {"enabled": True, "update_frequency": 4, "learning_rate": 0.5, "max_staleness": 100}
+    settings: dict[str, Any] = {
+        "enabled": True,
+        "update_frequency": 4,
+        "learning_rate": 0.5,
+        "max_staleness": 100,
+        "guard_prompts": 0,
+    }
     return Config(
         EngineConfig(ModelConfig("base"), duty=DutyConfig(mode=mode)),  # type: ignore[arg-type]
         rl_training=RLTrainingConfig(**settings | training),

@@ -144,15 +144,13 @@ LARGE: dict[str, str] = {
     "mlx_tandem/cli/sft.py: sft": OPTIONS,
     "mlx_tandem/engine/adapters.py: Adapters": NOT_YET,
     "mlx_tandem/engine/block_manager.py: BlockManager": NOT_YET,
-    "mlx_tandem/engine/client.py: EngineClient": NOT_YET,
     "mlx_tandem/engine/scheduler.py: Scheduler": NOT_YET,
-    "mlx_tandem/engine/tier.py: Tier": NOT_YET,
+    "mlx_tandem/engine/kv_offload.py: KVOffload": NOT_YET,
     "mlx_tandem/model/cache/kvcache.py: StepView()": NOT_YET,
     "mlx_tandem/model/runner.py: MLXRunner": NOT_YET,
     "mlx_tandem/model/runner.py: MLXRunner()": NOT_YET,
     "mlx_tandem/model/runner.py: MLXRunner._build_part": NOT_YET,
     "mlx_tandem/model/runner.py: MLXRunner._make_step": NOT_YET,
-    "mlx_tandem/server/connection.py: Connection": "has a method for each event of asyncio and of the parser",
 }
 """What may be larger, and why."""
 

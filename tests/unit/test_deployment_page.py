@@ -17,8 +17,8 @@ from starlette.routing import Route
 
 from mlx_tandem.cli.app import app
 from mlx_tandem.config import Config
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.server.app import create_app
-from mlx_tandem.training.live.front import ServerFront
 from tests.serving import demo_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deployment.md").read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Struct
 
@@ -122,7 +122,6 @@ def test_names_that_are_spelled_alike(wrong: str, names: list[str], says: str) -
     assert did_you_mean(wrong, names) == says
 
 
-@settings(deadline=None)
 @given(st.text(max_size=300), st.lists(st.text("ab-", max_size=8), max_size=200))
 def test_only_names_that_there_are_and_few_of_them(wrong: str, names: list[str]) -> None:
     said = did_you_mean(wrong, names)

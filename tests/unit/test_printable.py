@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from mlx_tandem import errors
 from mlx_tandem.cli import console
+from mlx_tandem.engine_main import EngineLines
 from mlx_tandem.errors import TandemError
 from mlx_tandem.printable import MOST_SHOWN, printable
 from mlx_tandem.server.error_reply import ErrorReply
 from mlx_tandem.server.guard import Guard
 from mlx_tandem.server.log_lines import MOST_LOGGED, JsonLines
-from mlx_tandem.worker import EngineLines
 from tests.texts import ANY_TEXT, is_safe
 
 ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, TandemError)]
 EXAMPLES = ["\ud800", "a\nb", "\x1b[2J", "\u2028", "\u202eabc", "x" * (MOST_SHOWN + 1), "\0" * MOST_SHOWN, "a\x85b"]
 
 
-@settings(max_examples=500, deadline=None, derandomize=True)
+@settings(max_examples=500, derandomize=True)
 @given(ANY_TEXT, st.integers(1, 50))
 def test_it_is_one_line_that_can_be_encoded(text: str, most: int) -> None:
     shown = printable(text, most)
@@ -78,7 +78,7 @@ def test_a_reply_has_the_error_s_texts(text: str) -> None:
     assert is_safe(said["message"]) and is_safe(said["param"])
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(ANY_TEXT, ANY_TEXT)
 @example("x" * 1_000_000, "\ud800" * 100_000)
 def test_a_log_line_is_one_line(event: str, value: str) -> None:
@@ -90,7 +90,7 @@ def test_a_log_line_is_one_line(event: str, value: str) -> None:
     assert len(json.loads(line)["event"]) <= MOST_LOGGED
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(ANY_TEXT)
 @example("\nERROR mlx_tandem: forged")
 def test_a_line_of_the_engine_cannot_be_forged(text: str) -> None:

@@ -225,6 +225,14 @@ def bench_engine(
         Literal["auto", "portable", "cuda", "metal"],
         typer.Option(help="As for `tandem serve`.", rich_help_panel=_ENGINE),
     ] = "auto",
+    spec: Annotated[
+        Literal["none", "ngram"],
+        typer.Option(help="Measure the engine with drafts, too, in turn with itself.", rich_help_panel=_ENGINE),
+    ] = "none",
+    text: Annotated[
+        Literal["free", "repeats", "random"],
+        typer.Option(help="What drafts find: one token again and again, or random ones.", rich_help_panel=_LOAD),
+    ] = "free",
     no_peer: Annotated[
         bool, typer.Option("--no-peer", help="Do not measure BatchGenerator.", rich_help_panel=_ENGINE)
     ] = False,
@@ -260,6 +268,8 @@ def bench_engine(
             adapters=adapters,
             bits=int(bits) if bits else None,
             peer=not no_peer,
+            spec=spec,
+            text=text,
         ),
         model=model,
         shape=shape,

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import msgspec
 
@@ -24,11 +24,11 @@ from mlx_tandem.cli.bench.floor import Floor
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.script import Answers, Script, ScriptChannel, Work
 from mlx_tandem.cli.bench.serve import write
-from mlx_tandem.cli.bench.sides import BASE, MIXED, PEER, SAME, Rounds, line, summary
+from mlx_tandem.cli.bench.sides import BASE, DRAFTS, MIXED, PEER, SAME, Rounds, line, summary
 from mlx_tandem.cli.bench.timeline import Timeline
 from mlx_tandem.cli.bench.workloads import GREEDY, SAMPLING, Sampling
 from mlx_tandem.cli.console import fail, show
-from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.wire import WireError
 from mlx_tandem.errors import TandemError
@@ -36,6 +36,10 @@ from mlx_tandem.types import AdapterRef, AdapterSource, EngineInfo, Request, Sam
 
 RANK = 16
 """Rank of the random adapters, which change every linear."""
+
+
+Text = Literal["free", "repeats", "random"]
+"""What rows say: what the model says by `sampling`; one token each, which drafts foresee; or random tokens."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,8 @@ class EngineLoad:
     adapters: int = 0
     bits: int | None = None  # bits of the weights of a model made by shape; None: not quantised
     peer: bool = True
+    spec: Literal["none", "ngram"] = "none"
+    text: Text = "free"
 
     @property
     def longest(self) -> int:
@@ -71,7 +77,12 @@ class EngineLoad:
     @property
     def sides(self) -> tuple[str, ...]:
         """The sides that take turns."""
-        return (BASE, *((SAME, MIXED) if self.adapters else ()), *((PEER,) if self.peer else ()))
+        return (
+            BASE,
+            *((SAME, MIXED) if self.adapters else ()),
+            *((DRAFTS,) if self.spec != "none" else ()),
+            *((PEER,) if self.peer else ()),
+        )
 
 
 def run(
@@ -102,8 +113,11 @@ def run(
         config = EngineConfig(
             model=ModelConfig(path=model, random_weights=random_weights),
             cache=cache,
-            scheduler=SchedulerConfig(max_num_seqs=most, max_chunk_tokens=max_chunk_tokens),
+            scheduler=SchedulerConfig(
+                max_num_seqs=most if load.spec == "none" else max(most, 64), max_chunk_tokens=max_chunk_tokens
+            ),
             lora=LoraConfig(max_loras=load.adapters, max_cpu_lora_gb=64.0),
+            speculation=SpeculationConfig(load.spec),
         )
         result = describe() | {"model": shape or model, "load": msgspec.to_builtins(load)}
 
@@ -170,7 +184,7 @@ class EngineBench:
 
     def measure(self) -> None:
         """Run all rounds. Raise TandemError if the model cannot be served."""
-        from mlx_tandem.worker import serve
+        from mlx_tandem.engine_main import serve
 
         try:
             with contextlib.suppress(WireError):
@@ -246,8 +260,13 @@ class EngineBench:
         found = []
         for row, prompt in enumerate(prompts):
             temperature, top_p = self._sampling(row)
-            params = SamplingParams(max_tokens, temperature=temperature, top_p=top_p, seed=row, ignore_eos=True)
-            found.append(m.Submit(Request(next(self._ids), prompt, params, adapter=self._adapter(side, row))))
+            only = (row,) if self._load.text == "repeats" else ()
+            params = SamplingParams(
+                max_tokens, temperature=temperature, top_p=top_p, seed=row, ignore_eos=True, allowed_token_ids=only
+            )
+            drafts = side == DRAFTS
+            own = Request(next(self._ids), prompt, params, adapter=self._adapter(side, row), speculate=drafts)
+            found.append(m.Submit(own))
         return found
 
     def _run_peer(self, info: EngineInfo, prompts: Sequence[Sequence[int]], max_tokens: int) -> Timeline | None:
@@ -277,9 +296,11 @@ class EngineBench:
         return [tuple(self._rng.choices(tokens, k=batch.prompt_tokens)) for _ in range(number)]
 
     def _sampling(self, row: int) -> tuple[float, float]:
+        if self._load.text == "random":
+            return 1e6, 1.0  # the logits of random weights are so large that at 1 a model repeats itself
         return GREEDY if self._load.sampling == "greedy" else SAMPLING[(row + 2) % len(SAMPLING)]
 
     def _adapter(self, side: str, row: int) -> AdapterRef | None:
-        if side == BASE:
+        if side in (BASE, DRAFTS):
             return None
         return self._refs[row % len(self._refs) if side == MIXED else 0]

@@ -59,8 +59,11 @@ class ScriptChannel(EngineChannel):
             handed.append(self._ahead.popleft())
             self._open += 1
         if not handed and wait:
-            time.sleep(wait)  # adapters are read on other threads
+            time.sleep(min(wait, 1e-3))  # adapters are read and grammars compiled on other threads
         return handed
+
+    def wake(self) -> None:
+        """Do nothing: `receive` never waits for long."""
 
     def _go_on(self) -> None:
         assert self._script is not None

@@ -8,15 +8,22 @@ from typing import Any
 
 from mlx_tandem.cli.bench.floor import Floor
 
-BASE, SAME, MIXED, PEER = "tandem", "same", "mixed", "batch_generator"
-"""The sides: the engine without adapters, with one for all rows, and with all in turn; mlx-lm's BatchGenerator."""
-NAMES = {BASE: "tandem", SAME: "one adapter", MIXED: "mixed", PEER: "BatchGenerator"}
+BASE, SAME, MIXED, DRAFTS, PEER = "tandem", "same", "mixed", "drafts", "batch_generator"
+"""The sides: the engine without adapters, with one for all rows, with all in turn, and with drafts; mlx-lm's
+BatchGenerator.
+"""
+NAMES = {BASE: "tandem", SAME: "one adapter", MIXED: "mixed", DRAFTS: "with drafts", PEER: "BatchGenerator"}
 """Names of the sides in tables."""
 
 Rounds = dict[str, list[dict[str, float]]]
 """The figures of all rounds by side."""
 
-_OVER = {"same/base": (SAME, BASE), "mixed/base": (MIXED, BASE), "mixed/same": (MIXED, SAME)}
+_OVER = {
+    "same/base": (SAME, BASE),
+    "mixed/base": (MIXED, BASE),
+    "mixed/same": (MIXED, SAME),
+    "drafts/base": (DRAFTS, BASE),
+}
 
 
 def summary(rows: int, prompt_tokens: int, rounds: Rounds, floor: Floor, adapters: int) -> dict[str, Any]:

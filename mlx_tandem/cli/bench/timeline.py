@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from time import perf_counter
 
 from mlx_tandem.cli.bench.stats import spread
@@ -75,6 +75,24 @@ class Timeline:
             "step_ms": (end - begin) * 1e3 / steps if steps else 0.0,
             "generated_before": before / counted if counted else 0.0,
         }
+
+    def rate(self, rows: Collection[int], max_tokens: int) -> float:
+        """Return the tokens per second of some rows while all of them run: from the first token of the last row to the
+        end of the first row.
+        """
+        got = dict.fromkeys(rows, 0)
+        begin, counted = 0.0, 0
+        for when, drawn in self._steps:
+            own = [row for row in drawn if row in got]
+            if begin:
+                counted += len(own)
+            for row in own:
+                got[row] += 1
+            if not begin and min(got.values()) > 0:
+                begin = when
+            if max(got.values()) == max_tokens:
+                return counted / (when - begin)
+        raise RuntimeError(f"no row got {max_tokens} tokens")
 
     def loop(self, max_tokens: int) -> dict[str, float]:
         """Return the figures of the whole run as a client counts them.

@@ -24,9 +24,6 @@ from mlx_tandem.cli.http import Connection, HttpError
 PROBE = SKILL.format("5 3 9 1 7")
 """Question whose answer is shown for each version."""
 
-STREAMS = 3
-"""Streams of other requests."""
-
 REFRESH_SECONDS = 0.15
 """Seconds between two updates of the screen."""
 
@@ -73,8 +70,11 @@ class View:
         yield facts
 
 
-def learn(steps: int, seed: int, plot: Path) -> None:
-    """Run the demo live on a terminal, or as a line per update elsewhere; save the curve as an SVG file."""
+def learn(steps: int, seed: int, streams: int, plot: Path) -> None:
+    """Run the demo live on a terminal, or as a line per update elsewhere; save the curve as an SVG file.
+
+    `streams` streams of other requests run beside it.
+    """
     console = Console()
     view = View(steps)
     with tempfile.TemporaryDirectory(prefix="tandem-learn-") as scratch:
@@ -92,9 +92,9 @@ def learn(steps: int, seed: int, plot: Path) -> None:
             try:
                 if console.is_terminal:
                     with Live(console=console, refresh_per_second=8) as live:
-                        asyncio.run(_teach(url, view, seed, lambda: live.update(view)))
+                        asyncio.run(_teach(url, view, seed, streams, lambda: live.update(view)))
                 else:
-                    asyncio.run(_teach(url, view, seed, _Lines(view)))
+                    asyncio.run(_teach(url, view, seed, streams, _Lines(view)))
             except (TeachingError, HttpError) as e:
                 raise SystemExit(f"tandem: {e}") from None
     first, last = view.curve.first(), view.curve.last()
@@ -118,11 +118,11 @@ class _Lines:
         self._said = len(self._view.curve.steps)
 
 
-async def _teach(url: str, view: View, seed: int, update: Callable[[], None]) -> None:
+async def _teach(url: str, view: View, seed: int, streams: int, update: Callable[[], None]) -> None:
     learner = Learner(url, seed=seed)
     view.curve = learner.curve
     beside = [
-        asyncio.create_task(traffic.run(url, view.traffic, STREAMS)),
+        asyncio.create_task(traffic.run(url, view.traffic, streams)),
         asyncio.create_task(_watch(url, view, update)),
     ]
     try:

@@ -17,6 +17,9 @@ from typing import IO
 from mlx_tandem.cli.console import fail, say
 from mlx_tandem.cli.http import Connection, HttpError
 
+ROOM = ("--max-model-len", "1024", "--num-blocks", "1025")
+"""Options of a context and a pool that suffice for the demos. A server that has no more starts sooner."""
+
 START_SECONDS = 120.0
 """Seconds that the server has to start."""
 
@@ -29,7 +32,7 @@ def started_server(*options: str) -> Iterator[str]:
         port = probe.getsockname()[1]
     with tempfile.TemporaryFile() as log:
         server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "mlx_tandem", "serve", "--port", str(port), "--api-key", "", *options],
+            [sys.executable, "-P", "-m", "mlx_tandem", "serve", "--port", str(port), "--api-key", "", *ROOM, *options],
             stdout=subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,

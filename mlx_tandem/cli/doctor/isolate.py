@@ -16,7 +16,7 @@ import msgspec
 from mlx_tandem.cli.doctor.child import Answer
 from mlx_tandem.cli.doctor.known import explain
 from mlx_tandem.cli.doctor.result import Check, Finding, Status
-from mlx_tandem.engine.ending import explain_end
+from mlx_tandem.engine.client.ending import explain_end
 
 
 def run(checks: Sequence[Check], tell: Callable[[str], None] = lambda name: None) -> list[Finding]:

@@ -64,22 +64,22 @@ def listing(front: Front) -> dict[str, Any]:
     }
 
 
-def one(front: Front, selector: str) -> dict[str, Any]:
+def one(front: Front, model_id: str) -> dict[str, Any]:
     """Return the description of a version, or of a name or saved version that was not read yet.
 
     Raises NotFound (`adapter_not_found`).
     """
     registry = front.models.registry
-    source = registry.source(selector)
-    if source is not None and not registry.is_read(selector):
-        return {"name": selector, "version": None, "path": source.path, "versions": []}
+    source = registry.source(model_id)
+    if source is not None and not registry.is_read(model_id):
+        return {"name": model_id, "version": None, "path": source.path, "versions": []}
     try:
-        return describe(registry.entry(selector), front.client.stats.resident_adapters)
+        return describe(registry.entry(model_id), front.client.stats.resident_adapters)
     except NotFound as e:
-        shelved = front.models.shelved(selector)
+        shelved = front.models.shelved(model_id)
         if shelved is not None:
-            name, _, number = selector.partition("@")
-            return {"name": name, "version": int(number), "id": selector, "path": shelved.path}
+            name, _, number = model_id.partition("@")
+            return {"name": name, "version": int(number), "id": model_id, "path": shelved.path}
         raise NotFound(e.message, param="name", code="adapter_not_found") from None
 
 

@@ -25,7 +25,7 @@ def rules(route: Route) -> dict[str, Parameter]:
     return found
 
 
-def selection(route: Route) -> Callable[[Any], Any]:
+def accepting(route: Route) -> Callable[[Any], Any]:
     """Return the function that removes the parameters without effect on this route from a decoded body.
 
     The function raises InvalidRequest for a known parameter that is not supported. It keeps unknown parameters, which
@@ -33,7 +33,7 @@ def selection(route: Route) -> Callable[[Any], Any]:
     """
     table, served = rules(route), frozenset(BODIES[route].__struct_fields__)
 
-    def select(body: Any) -> Any:
+    def accept(body: Any) -> Any:
         if not isinstance(body, dict):
             return body
         kept: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def selection(route: Route) -> Callable[[Any], Any]:
             raise _refusal(table[min(refused)])
         return kept
 
-    return select
+    return accept
 
 
 def _is_among(value: Any, accepted: tuple[Any, ...]) -> bool:

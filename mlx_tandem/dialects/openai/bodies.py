@@ -7,9 +7,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Struct
 
 from mlx_tandem import limits
-from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.errors import InvalidRequest, renamed
+from mlx_tandem.generation.chats import ChatRequest, Effort, Thinking
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.sampling import Sampling
+from mlx_tandem.generation.tools.offer import Tools, tools_of
 from mlx_tandem.limits import bounds
 
 
@@ -19,12 +21,6 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # vLLM's field: each event has the usage
     include_obfuscation: bool | None = None  # no effect: events are never padded
-
-
-class TemplateOptions(Struct, forbid_unknown_fields=True):
-    """The variables of the chat template that a caller may set. All others are the server's own."""
-
-    enable_thinking: bool | None = None
 
 
 class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
@@ -55,7 +51,17 @@ class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):
     top_logprobs: Annotated[int, bounds("top_logprobs")] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Tools and reasoning.
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    thinking_token_budget: Annotated[int, bounds("thinking_token_budget")] | None = None
+    include_reasoning: bool | None = None
 
 
 class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
@@ -65,24 +71,36 @@ class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
     logprobs: Annotated[int, bounds("logprobs")] | None = None
 
 
-def template_options(given: TemplateOptions | None) -> dict[str, bool]:
-    """Return the template's variables that `chat_template_kwargs` set."""
-    if given is None or given.enable_thinking is None:
-        return {}
-    return {"enable_thinking": given.enable_thinking}
+def chat_request(body: ChatBody) -> ChatRequest:
+    """Return the conversation with everything that decides how it is rendered and how its answers are read."""
+    if body.continue_final_message and body.add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message goes on with the last message, and add_generation_prompt begins another one",
+            param="continue_final_message",
+        )
+    continues = bool(body.continue_final_message)
+    return ChatRequest(
+        body.messages,
+        chat_tools(body),
+        Thinking(body.enable_thinking, body.reasoning_effort, body.thinking_token_budget),
+        body.chat_template_kwargs or {},
+        adds_prompt=not continues and body.add_generation_prompt is not False,
+        continues=continues,
+    )
 
 
-def chat_options(body: ChatBody) -> dict[str, bool]:
-    """Return the chat template's options besides the messages. Raises InvalidRequest for options that contradict."""
-    options = template_options(body.chat_template_kwargs)
-    if body.continue_final_message:
-        if body.add_generation_prompt:
-            raise InvalidRequest(
-                "continue_final_message goes on with the last message, and add_generation_prompt begins another one",
-                param="continue_final_message",
-            )
-        return options | {"add_generation_prompt": False, "continue_final_message": True}
-    return options | {"add_generation_prompt": body.add_generation_prompt is not False}
+def chat_tools(body: ChatBody) -> Tools | None:
+    """Return the tools of a chat, which `functions` may describe in OpenAI's older form; None for none."""
+    if body.functions is None and body.function_call is None:
+        return tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    if body.tools is not None or body.tool_choice is not None:
+        raise InvalidRequest("tools and functions cannot be used together", param="functions")
+    tools = [{"type": "function", "function": function} for function in body.functions or ()]
+    choice = body.function_call
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": choice}
+    with renamed(tool_choice="function_call"):
+        return tools_of(tools, choice, False, param="functions")
 
 
 def chat_logprobs(body: ChatBody) -> int | None:
@@ -106,33 +124,34 @@ def streaming(body: Common) -> tuple[bool, bool, bool]:
     return True, always if options.include_usage is None else options.include_usage, always
 
 
-async def completion_prompts(front: Front, body: CompletionBody) -> list[list[int]]:
-    """Return the token ids of each prompt. The field holds a text, a list of ids, or a list of texts and lists of ids.
+async def input_prompts(
+    front: Front, given: str | list[int | str | list[int]], param: str, *, cut: bool = False
+) -> list[list[int]]:
+    """Return the token ids of each prompt in `given`: a text, a list of ids, or a list of texts and lists of ids.
 
-    Raises InvalidRequest naming the prompt.
+    `cut` says that the caller shortens the prompts. Raises InvalidRequest naming the prompt.
     """
-    prompt, cut = body.prompt, body.truncate_prompt_tokens is not None
     vocabulary = front.client.check_ready().vocab_size
-    if isinstance(prompt, str):
-        return [await front.text_prompt(prompt, "prompt", cut=cut)]
-    if not prompt:
-        raise InvalidRequest("prompt is empty", param="prompt")
-    if isinstance(prompt[0], int):
-        return [list(limits.check_token_ids(prompt, vocabulary, "prompt"))]
-    if len(prompt) > limits.MAX_PROMPTS:
-        raise InvalidRequest(f"prompt has at most {limits.MAX_PROMPTS} prompts", param="prompt")
-    total = sum(len(item) for item in prompt if isinstance(item, str))
+    if isinstance(given, str):
+        return [await front.text_prompt(given, param, cut=cut)]
+    if not given:
+        raise InvalidRequest(f"{param} is empty", param=param)
+    if isinstance(given[0], int):
+        return [list(limits.check_token_ids(given, vocabulary, param))]
+    if len(given) > limits.MAX_PROMPTS:
+        raise InvalidRequest(f"{param} has at most {limits.MAX_PROMPTS} prompts", param=param)
+    total = sum(len(item) for item in given if isinstance(item, str))
     prompts: list[list[int]] = []
-    for i, item in enumerate(prompt):
-        param = f"prompt[{i}]"
+    for i, item in enumerate(given):
+        place = f"{param}[{i}]"
         if isinstance(item, str):
-            prompts.append(await front.text_prompt(item, param, total=total, cut=cut))
+            prompts.append(await front.text_prompt(item, place, total=total, cut=cut))
         elif isinstance(item, int):
-            raise InvalidRequest(f"{param} must be a prompt like the first one", param=param, code="invalid_type")
+            raise InvalidRequest(f"{place} must be a prompt like the first one", param=place, code="invalid_type")
         elif not item:
-            raise InvalidRequest(f"{param} is empty", param=param)
+            raise InvalidRequest(f"{place} is empty", param=place)
         else:
-            prompts.append(list(limits.check_token_ids(item, vocabulary, param)))
+            prompts.append(list(limits.check_token_ids(item, vocabulary, place)))
     return prompts
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mlx_tandem import limits
-from mlx_tandem.decode import check_nested, dumps
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.openai.bodies import Common
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.generation.model_names import Selection
-from mlx_tandem.training.live.front import ServerFront
+from mlx_tandem.generation.adapters.model_names import Selection
+from mlx_tandem.strict_json import check_nested, dumps
 from mlx_tandem.training.live.recorder import Collect
-from mlx_tandem.training.trajectories import check_label, new_id
+from mlx_tandem.training.trajectories import check_label, new_id, same_prompt
 from mlx_tandem.types import SamplingParams
 
 
@@ -36,6 +37,7 @@ def collect_fields(
     prompts: Sequence[Sequence[int]],
     texts: Sequence[str],
     *,
+    n: int,
     silent: bool,
 ) -> Collect | None:
     """Return the request's task for learning; None if it has none.
@@ -72,23 +74,45 @@ def collect_fields(
         shown=shown,
         scoring=learning.learner.rewards.check(function, metadata),
         metadata=metadata,
-        groups=_groups(metadata, len(prompts)),
+        groups=_groups(metadata, function, prompts, n),
         shared="group" in metadata,
         prompts=tuple(texts),
         params=params,
     )
 
 
-def _groups(metadata: dict[str, Any], prompts: int) -> tuple[str, ...]:
-    """Return the group of each prompt. A group that a request names never equals one that is made here."""
+def _groups(metadata: dict[str, Any], function: Any, prompts: Sequence[Sequence[int]], n: int) -> tuple[str, ...]:
+    """Return the group of each prompt. A group that a request names never equals one that is made here.
+
+    Single answers to equal prompts, which are scored alike, are one group.
+    """
     if "group" not in metadata:
+        if n == 1:
+            rest = dumps([metadata, function])
+            return tuple(f"single:{same_prompt(prompt, rest)}:{k}" for k, prompt in enumerate(prompts))
         own = new_id()
-        return tuple(f"request:{own}:{k}" for k in range(prompts))
+        return tuple(f"request:{own}:{k}" for k in range(len(prompts)))
     named = metadata["group"]
     if not isinstance(named, str):
         raise InvalidRequest("metadata.group must be a string", param="metadata.group", code="invalid_type")
     check_label(named, "metadata.group")
-    return tuple(f"named:{named}:{k}" if prompts > 1 else f"named:{named}" for k in range(prompts))
+    # The same name for another prompt is another group: answers to different prompts are no siblings.
+    return tuple(f"named:{named}:{same_prompt(prompt)}" for prompt in prompts)
+
+
+def control_arm(front: ServerFront, body: Common, model: Selection, collect: Collect) -> tuple[Selection, Collect]:
+    """Return the model that answers a request that is collected, and its task for learning.
+
+    Some requests for the trained adapter, without a version, are answered by its accepted version, and some by both.
+    """
+    asked = body.model if body.lora_adapter is None else body.lora_adapter
+    if not collect.keep or model.ref is None or model.arm is not None or asked != front.config.rl_training.adapter:
+        return model, collect
+    pair = front.check_learning("collect_trajectory").learner.choose(model.ref)
+    if pair is None:
+        return model, collect
+    entry = front.models.registry.entry(pair.first.label)
+    return Selection(entry), replace(collect, pair=pair)
 
 
 def follows(front: ServerFront, body: Common, model: Selection) -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mlx_tandem.decode import dumps
 from mlx_tandem.errors import TandemError
+from mlx_tandem.strict_json import dumps
 
 
 def error_body(error: TandemError) -> bytes:

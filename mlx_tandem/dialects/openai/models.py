@@ -19,15 +19,15 @@ def listing(front: Front) -> dict[str, Any]:
     return {"object": "list", "data": [_describe(front, name) for name in names]}
 
 
-def one(front: Front, selector: str) -> dict[str, Any]:
+def one(front: Front, model_id: str) -> dict[str, Any]:
     """Return one entry of the list, or one version of an adapter, without reading an adapter for it.
 
     Raises NotFound (`model_not_found`) when nothing has this name.
     """
     try:
-        return _describe(front, selector)
+        return _describe(front, model_id)
     except NotFound as e:
-        raise front.models.unknown(selector, e) from None
+        raise front.models.unknown(model_id, e) from None
 
 
 def _describe(front: Front, name: str) -> dict[str, Any]:

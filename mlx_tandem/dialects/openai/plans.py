@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from msgspec import structs
 
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.openai.bodies import (
     ChatBody,
     Common,
     CompletionBody,
     chat_logprobs,
-    chat_options,
-    completion_prompts,
+    chat_request,
+    input_prompts,
     prompt_texts,
     streaming,
 )
-from mlx_tandem.dialects.openai.collect import collect_fields, follows, shown_version
+from mlx_tandem.dialects.openai.collect import collect_fields, control_arm, follows, shown_version
 from mlx_tandem.dialects.openai.renderer import ChatRenderer, OpenAIRenderer, Shown, TextRenderer
 from mlx_tandem.dialects.plan import Plan
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.adapters.model_names import Selection
+from mlx_tandem.generation.chat_constraints import chat_constraint
+from mlx_tandem.generation.chats import ChatRequest
+from mlx_tandem.generation.grammar.constraint import Constraint
+from mlx_tandem.generation.grammar.fields import constraint_of
 from mlx_tandem.generation.messages import chat_messages
-from mlx_tandem.generation.model_names import Selection
 from mlx_tandem.generation.output import TextOptions
+from mlx_tandem.generation.parsers import MakeParser
 from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.generation.sampling import (
     check_logprobs,
@@ -32,8 +38,7 @@ from mlx_tandem.generation.sampling import (
     sampling_params,
     text_options,
 )
-from mlx_tandem.training.live.front import ServerFront
-from mlx_tandem.types import SamplingParams
+from mlx_tandem.types import Grammar, SamplingParams
 
 
 async def plan_chat(front: ServerFront, body: ChatBody) -> Plan:
@@ -41,15 +46,20 @@ async def plan_chat(front: ServerFront, body: ChatBody) -> Plan:
     model = await _selected(front, body)
     _check_streaming(body)
     n, text, logprobs = choices(front, body), text_options(body), chat_logprobs(body)
+    constraint = constraint_of(body)
     check_logprobs(front, "top_logprobs", logprobs)
     longest = ("max_completion_tokens", body.max_completion_tokens) if body.max_completion_tokens is not None else None
     kept = kept_tokens(front, body.truncate_prompt_tokens, longest[1] if longest else body.max_tokens)
-    messages, options = chat_messages(body.messages), chat_options(body)
-    prompt = _last(await front.chat_prompt(messages, options, cut=kept is not None), kept)
+    asked = chat_request(body)
+    chat = await asked.chat(front, cut=kept is not None)
+    prompt = _last(chat.prompt, kept)
     params = sampling_params(front, body, len(prompt), "messages", logprobs=logprobs, max_tokens=longest)
+    params = chat.params(params)
     texts = (front.tokenizer.decode(prompt, show_special=True),) if _learns(body) else ()
-    echo = _echoed(messages, options) if body.echo else None
-    return _plan(front, body, ChatRenderer, model, _Generates([prompt], params, n, text), texts, echo)
+    echo = _echoed(asked) if body.echo else None
+    grammar = await _grammar(front, chat_constraint(front, chat, constraint))
+    generates = _Generates([prompt], params, n, chat.text(text), chat.parser, chat.most_calls, grammar)
+    return _plan(front, body, ChatRenderer, model, generates, texts, echo)
 
 
 async def plan_completion(front: ServerFront, body: CompletionBody) -> Plan:
@@ -58,13 +68,14 @@ async def plan_completion(front: ServerFront, body: CompletionBody) -> Plan:
     _check_streaming(body)
     echo = bool(body.echo)
     n, text, logprobs = choices(front, body), text_options(body, echo), body.logprobs
+    constraint = constraint_of(body)
     check_logprobs(front, "logprobs", logprobs)
     kept = kept_tokens(front, body.truncate_prompt_tokens, body.max_tokens)
-    whole = await completion_prompts(front, body)
+    whole = await input_prompts(front, body.prompt, "prompt", cut=kept is not None)
     prompts = [_last(prompt, kept) for prompt in whole]
     params = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs, echo=echo)
     texts = prompt_texts(front, body, whole, prompts) if echo or _learns(body) else ()
-    generates = _Generates(prompts, params, n, text)
+    generates = _Generates(prompts, params, n, text, grammar=await _grammar(front, constraint))
     return _plan(front, body, TextRenderer, model, generates, texts, texts if echo else None)
 
 
@@ -75,6 +86,9 @@ class _Generates(NamedTuple):
     params: SamplingParams
     n: int
     text: TextOptions
+    parser: MakeParser | None = None
+    most_calls: int | None = None
+    grammar: Grammar | None = None
 
 
 def _plan(
@@ -91,9 +105,16 @@ def _plan(
     `texts` are the prompts as the reward functions see them. `echo` has the text that the replies to each prompt begin
     with; None means none.
     """
-    prompts, params, n, text = generates
+    prompts, params, n, text, parser, most_calls, grammar = generates
     stream, with_usage, always_usage = streaming(body)
-    collect = collect_fields(front, body, model, params, prompts, texts, silent=text.silent)
+    follow = follows(front, body, model)
+    collect = collect_fields(front, body, model, params, prompts, texts, n=n, silent=text.silent)
+    forced = grammar.param if grammar is not None else "thinking_token_budget" if params.thoughts is not None else ""
+    if collect is not None and collect.keep and forced:
+        # Its tokens were drawn from another distribution than the policy's, which is what is trained.
+        raise InvalidRequest(f"trajectories are not collected beside {forced}", param="collect_trajectory")
+    if collect is not None and not follow:
+        model, collect = control_arm(front, body, model, collect)
     version = shown_version(front, body, model)
     learned = collect is not None and params.logprobs is None
     prompted = Prompted(
@@ -102,11 +123,14 @@ def _plan(
         structs.replace(params, logprobs=0) if learned else params,
         n,
         text,
-        parser=front.parser if renderer is ChatRenderer else None,
+        parser=parser,
+        most_calls=most_calls,
         version=version,
         running_usage=stream and always_usage,
         priority=body.priority or 0,
-        follow=follows(front, body, model),
+        speculate=body.speculation is not False,
+        follow=follow,
+        grammar=grammar,
     )
     shown = Shown(
         usage=with_usage or front.config.server.force_include_usage,
@@ -116,8 +140,15 @@ def _plan(
         tokens_as_ids=bool(body.return_tokens_as_token_ids),
         versions=version is not None,
         echo=echo,
+        reasoning=not isinstance(body, ChatBody) or body.include_reasoning is not False,
+        legacy=isinstance(body, ChatBody) and body.functions is not None,
     )
     return Plan(prompted, model, renderer(front, prompted, shown), stream, collect)
+
+
+async def _grammar(front: ServerFront, constraint: Constraint | None) -> Grammar | None:
+    """Return the grammar of a constraint, if there is one."""
+    return None if constraint is None else await front.constraints.grammar(constraint)
 
 
 def _last(prompt: list[int], kept: int | None) -> list[int]:
@@ -125,13 +156,13 @@ def _last(prompt: list[int], kept: int | None) -> list[int]:
     return prompt if kept is None else prompt[-kept:]
 
 
-def _echoed(messages: Sequence[Mapping[str, Any]], options: Mapping[str, bool]) -> tuple[str, ...] | None:
+def _echoed(asked: ChatRequest) -> tuple[str, ...] | None:
     """Return the last message, with which a chat's reply begins; None if the reply does not repeat it.
 
     As in vLLM, the reply repeats a message of the assistant, and any message that it continues.
     """
-    last = messages[-1]
-    return (last["content"],) if last["role"] == "assistant" or not options["add_generation_prompt"] else None
+    last = chat_messages(asked.messages)[-1]
+    return (last["content"],) if last["role"] == "assistant" or not asked.adds_prompt else None
 
 
 async def _selected(front: ServerFront, body: Common) -> Selection:

@@ -13,7 +13,6 @@ from typing import Any
 
 from msgspec import structs
 
-from mlx_tandem.decode import dumps
 from mlx_tandem.dialects.openai.errors import error_body
 from mlx_tandem.dialects.openai.logprobs import ChatLogprobs, LogprobShape, TextLogprobs, prompt_scores
 from mlx_tandem.dialects.plan import Renderer
@@ -32,6 +31,7 @@ from mlx_tandem.generation.events import (
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.strict_json import dumps
 from mlx_tandem.training.live.recorder import Outcome
 from mlx_tandem.types import TokenLogprob
 
@@ -52,6 +52,8 @@ class Shown:
     token_ids: bool = False  # the token ids of the answer and of the prompt
     tokens_as_ids: bool = False  # logprobs name tokens by their ids
     versions: bool = False  # the adapter version that made each token
+    reasoning: bool = True  # the thoughts before the answer
+    legacy: bool = False  # a tool call has OpenAI's older form, `function_call`
     echo: tuple[str, ...] | None = None  # for each prompt, the text that its replies begin with
 
 
@@ -62,6 +64,7 @@ def usage_object(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion,
         "total_tokens": usage.prompt + usage.completion,
         "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
     }
 
 
@@ -296,30 +299,40 @@ class ChatRenderer(OpenAIRenderer):
         """Return a choice of a whole reply, without details."""
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         reason: str = answer.reason
-        if answer.thoughts:
-            message["reasoning_content"] = answer.reasoning
+        if answer.thoughts and self._shown.reasoning:
+            message |= _thought(answer.reasoning)
         if answer.calls:
-            message["tool_calls"] = [_call(call.id, call.name, "".join(call.pieces)) for call in answer.calls]
-            reason = "tool_calls" if reason == "stop" else reason
+            calls = [_call(call.id, call.name, "".join(call.pieces)) for call in answer.calls]
+            message |= {"content": text or None, **self._calls(calls)}
+            reason = self._called_reason(reason)
         return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
 
     def reasoning(self, event: ReasoningDelta) -> bytes:
-        """Return the event for a piece of reasoning."""
-        return self._delta(event, {"reasoning_content": event.text})
+        """Return the event for a piece of reasoning, without its text if the request wants no reasoning."""
+        return self._delta(event, _thought(event.text) if self._shown.reasoning else {})
 
     def call(self, event: ToolCallStart) -> bytes:
         """Return the event for the beginning of a tool call."""
         self._called.add(event.choice)
-        return self._delta(event, {"tool_calls": [{"index": event.call} | _call(event.id, event.name, "")]})
+        return self._delta(event, self._calls([{"index": event.call} | _call(event.id, event.name, "")]))
 
     def arguments(self, event: ToolCallArguments) -> bytes:
         """Return the event for a piece of a tool call's arguments."""
-        call = {"index": event.call, "function": {"arguments": event.arguments}}
-        return self._delta(event, {"tool_calls": [call]})
+        return self._delta(event, self._calls([{"index": event.call, "function": {"arguments": event.arguments}}]))
 
     def finish_reason(self, event: Finish) -> str:
         """Return the reason why a choice has ended, in OpenAI's words."""
-        return "tool_calls" if event.reason == "stop" and event.choice in self._called else event.reason
+        return self._called_reason(event.reason) if event.choice in self._called else event.reason
+
+    def _called_reason(self, reason: str) -> str:
+        """Return the reason for the end of a choice that has called a tool."""
+        if reason != "stop":
+            return reason
+        return "function_call" if self._shown.legacy else "tool_calls"
+
+    def _calls(self, calls: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the members of a message or a delta for these calls or pieces of calls."""
+        return {"function_call": calls[0]["function"]} if self._shown.legacy else {"tool_calls": calls}
 
     def _delta(self, event: Said, delta: dict[str, Any]) -> bytes:
         """Return the event whose choice has this `delta`."""
@@ -346,6 +359,11 @@ class TextRenderer(OpenAIRenderer):
     def choice(self, index: int, text: str, answer: Answer) -> dict[str, Any]:
         """Return a choice of a whole reply, without details."""
         return {"index": index, "text": text, "logprobs": None, "finish_reason": answer.reason}
+
+
+def _thought(text: str) -> dict[str, Any]:
+    """Return the members for reasoning, under the names that DeepSeek's clients and vLLM's clients read."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call(id: str, name: str, arguments: str) -> dict[str, Any]:

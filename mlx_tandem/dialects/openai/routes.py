@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from mlx_tandem.dialects.openai import models
-from mlx_tandem.dialects.openai.accept import selection
+from mlx_tandem.dialects.openai.accept import accepting
 from mlx_tandem.dialects.openai.bodies import ChatBody, CompletionBody
+from mlx_tandem.dialects.openai.embeddings import EmbeddingsBody, plan_embeddings
 from mlx_tandem.dialects.openai.plans import plan_chat, plan_completion
 from mlx_tandem.dialects.route import Route
 
@@ -12,15 +13,16 @@ ROUTES = tuple(
     route
     for prefix in ("/v1", "")
     for route in (
-        Route("POST", f"{prefix}/chat/completions", plan_chat, ChatBody, reads="prompts", select=selection("chat")),
+        Route("POST", f"{prefix}/chat/completions", plan_chat, ChatBody, reads="prompts", prepare=accepting("chat")),
         Route(
             "POST",
             f"{prefix}/completions",
             plan_completion,
             CompletionBody,
             reads="prompts",
-            select=selection("completions"),
+            prepare=accepting("completions"),
         ),
+        Route("POST", f"{prefix}/embeddings", plan_embeddings, EmbeddingsBody, reads="prompts"),
         Route("GET", f"{prefix}/models", models.listing),
         Route("GET", f"{prefix}/models/{{model:path}}", models.one),
     )

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from mlx_tandem.decode import dumps
 from mlx_tandem.dialects.openai.logprobs import LOWEST
 from mlx_tandem.dialects.plan import Plan, Renderer
 from mlx_tandem.generation.answers import Answers
@@ -16,6 +15,7 @@ from mlx_tandem.generation.events import Usage
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.output import TextOptions
 from mlx_tandem.generation.prompted import Prompted
+from mlx_tandem.strict_json import dumps
 from mlx_tandem.training.live.recorder import Outcome
 from mlx_tandem.types import SamplingParams
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mlx_tandem import limits
+from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.training.bodies import CheckpointBody, NoBody, RollbackBody, SwitchBody, UpdateBody
 from mlx_tandem.errors import NotFound
 from mlx_tandem.training.external import check_external
-from mlx_tandem.training.live.front import ServerFront
 from mlx_tandem.training.trajectories import Trajectory
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ async def rollback(front: ServerFront, body: RollbackBody) -> dict[str, Any]:
     """Return serving and training to an earlier version."""
     learner = front.check_learning(WHAT).check_up()
     with _naming("to"):
-        ref = await learner.rollback(None if body.to is None else _selector(front, body.to, "to"))
+        ref = await learner.rollback(None if body.to is None else _model_id(front, body.to, "to"))
     return {"status": "rolled_back", "current_lora": ref.label, "version": ref.version}
 
 
@@ -107,7 +107,7 @@ async def switch(front: ServerFront, body: SwitchBody) -> dict[str, Any]:
     """Serve another version under the trained adapter's name. Training continues unchanged."""
     learner = front.check_learning(WHAT).check_up()
     with _naming("version"):
-        ref = await learner.switch(_selector(front, body.version, "version"))
+        ref = await learner.switch(_model_id(front, body.version, "version"))
     return {"status": "switched", "current_lora": ref.label, "version": ref.version}
 
 
@@ -121,7 +121,7 @@ def _naming(param: str) -> Iterator[None]:
         raise
 
 
-def _selector(front: ServerFront, given: str | int, param: str) -> str:
+def _model_id(front: ServerFront, given: str | int, param: str) -> str:
     """Return a version's number or a checkpoint's name as text. A number may be given as NAME@NUMBER.
 
     NAME is then the trained adapter. Raises InvalidRequest naming `param`.

@@ -6,8 +6,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from mlx_tandem.dialects.openai.bodies import TemplateOptions
-
 
 class LoadBody(Struct, forbid_unknown_fields=True):
     """The body of a request to load an adapter."""
@@ -33,7 +31,8 @@ class TokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
     add_special_tokens: bool | None = None  # for a prompt only; the template adds those of a conversation
     messages: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
-    chat_template_kwargs: TemplateOptions | None = None
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_tandem.decode import dumps
-from mlx_tandem.dialects.openai.bodies import template_options
 from mlx_tandem.dialects.vllm.bodies import DetokenizeBody, TokenizeBody
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.chats import ChatRequest
 from mlx_tandem.generation.front import Front
-from mlx_tandem.generation.messages import chat_messages
 from mlx_tandem.generation.parts import Part
+from mlx_tandem.generation.tools.offer import tools_of
+from mlx_tandem.strict_json import dumps
 
 Pieces = Sequence[bytes]
 """The body of a reply in pieces, so that long parts are not copied into one text."""
@@ -50,7 +50,7 @@ def _prompt(body: TokenizeBody) -> tuple[list[Part], str, bool]:
     """Return the prompt in parts, the field that errors name, and whether the prompt gets special tokens."""
     if body.prompt is None:
         raise InvalidRequest("prompt or messages is required", param="prompt", code="missing_required_parameter")
-    for name in ("add_generation_prompt", "chat_template_kwargs"):
+    for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
         if getattr(body, name) is not None:
             raise InvalidRequest(f"{name} is for messages, not for a prompt", param=name)
     return [(body.prompt, False)], "prompt", body.add_special_tokens is not False
@@ -62,6 +62,10 @@ async def _conversation(front: Front, body: TokenizeBody) -> tuple[list[Part], s
         raise InvalidRequest("either prompt or messages can be given, not both", param="prompt")
     if body.add_special_tokens:
         raise InvalidRequest("messages get their special tokens from the template", param="add_special_tokens")
-    options = template_options(body.chat_template_kwargs)
-    options["add_generation_prompt"] = body.add_generation_prompt is not False
-    return await front.prompts.rendered(chat_messages(body.messages or []), options), "messages", False
+    asked = ChatRequest(
+        body.messages or [],
+        tools_of(body.tools, None, None),
+        variables=body.chat_template_kwargs or {},
+        adds_prompt=body.add_generation_prompt is not False,
+    )
+    return await front.prompts.rendered(*asked.prepared(front)), "messages", False

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from mlx_tandem.types import Request
+from mlx_tandem.engine.plan import StepPlan, StepResult
+from mlx_tandem.types import Request, SpeculationStats
 
 
 class Proposer(Protocol):
@@ -15,12 +16,31 @@ class Proposer(Protocol):
     drawn.
     """
 
-    def waits(self, request: Request, choice: int) -> bool:
+    def is_on(self, rows: int) -> bool:
+        """Return whether sequences draft in the plan that is being made, in which so many run; 0: none may draft."""
+
+    def needs_newest(self, request: Request, choice: int) -> bool:
         """Return whether a sequence whose newest token is still on the device should have no row in this plan.
 
-        Drafts follow tokens that the host knows. Waiting costs the sequence a turn, so it is worthwhile only where
-        drafts are likely to be found and to be accepted.
+        Waiting costs the sequence a turn. It is worthwhile where drafts are likely to be found once the token is
+        known, and not before.
         """
 
-    def propose(self, request: Request, choice: int, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Return guesses of the tokens that follow `tokens` (prompt and output), `most` of which are used at most."""
+    def propose(self, request: Request, choice: int, tokens: Sequence[int], unread: int, most: int) -> Sequence[int]:
+        """Return guesses of a sequence's next tokens, `most` of which are used at most.
+
+        They follow `tokens` (prompt and output) and `unread` tokens after these that are on the device still: the
+        drafts that were proposed last, as if they were accepted, and one more.
+        """
+
+    def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
+        """Take in how many drafts of a row were accepted."""
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Take in a step that was just read."""
+
+    def stats(self) -> SpeculationStats | None:
+        """Return the counters since the start, if there are any."""
+
+    def forget(self, request: Request, choice: int) -> None:
+        """Drop what is known about a sequence that has ended."""

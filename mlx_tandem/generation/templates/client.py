@@ -112,7 +112,7 @@ class ChatTemplate:
         if isinstance(answer, Failed) and answer.kind == "syntax":
             raise ModelError(f"{self._where} is not a valid template: {answer.detail}", param="chat_template")
 
-    async def render(self, messages: Sequence[Message], options: Mapping[str, bool] | None = None) -> list[Part]:
+    async def render(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> list[Part]:
         """Return the text of a prompt with the beginning of the answer, unless `options` say otherwise.
 
         Raises InvalidRequest naming `messages` when the template refuses them, fails at them, or exceeds its limits.
@@ -149,7 +149,7 @@ class ChatTemplate:
         return LOST[kind].format(**self._limits)
 
 
-def _values(messages: Sequence[Message], options: Mapping[str, bool]) -> dict[str, Any]:
+def _values(messages: Sequence[Message], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of the template's variables."""
     return {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True, **options}
 

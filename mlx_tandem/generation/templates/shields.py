@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -150,9 +150,3 @@ def _free_characters(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield private-use characters that do not occur in the values. The values are searched on first use."""
     used = set().union(*map(set, texts(values)))
     yield from (c for c in map(chr, PRIVATE) if c not in used)
-
-
-def shielded_messages(specials: tuple[str, ...], messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the messages with the texts of control tokens replaced by private-use characters."""
-    found: list[Mapping[str, Any]] = Shields(specials, {"messages": messages}).values["messages"]
-    return found

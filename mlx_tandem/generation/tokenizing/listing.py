@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from mlx_tandem.decode import dumps
 from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.strict_json import dumps
 
 
 class Listing(Struct, frozen=True, array_like=True, tag=True):

@@ -13,7 +13,6 @@ import sys
 from array import array
 from pathlib import Path
 
-from mlx_tandem.decode import dumps
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.generation.tokenizing.listing import listing
@@ -32,6 +31,7 @@ from mlx_tandem.generation.tokenizing.messages import (
 )
 from mlx_tandem.isolation.program import connect, limit_memory, out_of_memory, say_busy, serve, time_limit
 from mlx_tandem.limits import MAX_TEXT_BYTES, MAX_TEXT_REPLY, check_token_ids
+from mlx_tandem.strict_json import dumps
 
 SECONDS = 2.0
 """CPU seconds that every text may take, however short it is."""

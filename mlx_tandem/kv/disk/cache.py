@@ -41,7 +41,7 @@ CHECKERS = 4
 LARGE = 256 << 10
 """Bytes of a record from which checking it on another thread is worth it."""
 
-PATIENCE = 10.0
+DRIVE_SECONDS = 10.0
 """Seconds that a caller waits for the drive at most."""
 
 MAX_PAUSE = 60.0
@@ -71,7 +71,7 @@ class _Request:
         self.ticket = ticket
         self.blocks = tuple(blocks)
         self.payloads: list[memoryview] = []
-        self.deadline = time.monotonic() + PATIENCE
+        self.deadline = time.monotonic() + DRIVE_SECONDS
 
 
 class DiskCache:
@@ -159,7 +159,7 @@ class DiskCache:
             self._wake.notify_all()
             if self._config.async_writes:
                 return True
-            self._wake.wait_for(lambda: block.key not in self._queue or self._off, PATIENCE)
+            self._wake.wait_for(lambda: block.key not in self._queue or self._off, DRIVE_SECONDS)
             return block.key in self._segments
 
     def room(self, size: int) -> int:
@@ -186,7 +186,7 @@ class DiskCache:
             return request.ticket
 
     def poll(self) -> list[Read]:
-        """Return the reads that have finished. A read that took longer than PATIENCE returns what was read so far."""
+        """Return the reads that have finished. One that took longer than DRIVE_SECONDS has what was read so far."""
         with self._wake:
             now = time.monotonic()
             late = [r for r in self._tickets.values() if self._off or r.deadline < now]
@@ -227,12 +227,12 @@ class DiskCache:
                 off=self._off,
             )
 
-    def settle(self, timeout: float = PATIENCE) -> bool:
+    def settle(self, timeout: float = DRIVE_SECONDS) -> bool:
         """Wait until everything asked for is done; return False if `timeout` seconds have passed before."""
         with self._wake:
             return self._wake.wait_for(lambda: bool(self._off) or (self._idle and not self._busy()), timeout)
 
-    def close(self, timeout: float = PATIENCE) -> None:
+    def close(self, timeout: float = DRIVE_SECONDS) -> None:
         """Write the queue if the drive takes it within `timeout` seconds, and release the folder. A second call does
         nothing.
         """

@@ -30,6 +30,9 @@ class CacheGroup(Protocol):
     keeps_all: bool
     """Whether a sequence needs all of its blocks for as long as it runs."""
 
+    floats: bool
+    """Whether a row may follow drafts whose acceptance the host does not know: its table is the same in every case."""
+
     @property
     def longest(self) -> int:
         """Number of tokens of the longest sequence that fits when no other runs."""
@@ -37,8 +40,8 @@ class CacheGroup(Protocol):
     def first_needed(self, position: int) -> int:
         """Return the first block of a sequence that is still needed when all before `position` is computed."""
 
-    def end_of_seating(self, known: int, tokens: int) -> int:
-        """Return the number of the first block that a sequence does not get when it is seated.
+    def end_at_begin(self, known: int, tokens: int) -> int:
+        """Return the number of the first block that a sequence does not get when it begins.
 
         The sequence has `tokens` tokens, of which `known` are computed.
         """

@@ -9,6 +9,7 @@ class AttentionGroup(TableGroup):
     """The group of layers that need keys and values of all positions."""
 
     divides = True
+    floats = True
     keeps_all = True
 
     @property
@@ -20,7 +21,7 @@ class AttentionGroup(TableGroup):
         """Return 0: every block is needed."""
         return 0
 
-    def end_of_seating(self, known: int, tokens: int) -> int:
+    def end_at_begin(self, known: int, tokens: int) -> int:
         """Return the number of blocks for all tokens, which a sequence gets at once."""
         return self.pool.blocks_for(tokens)
 

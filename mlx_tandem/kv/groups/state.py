@@ -23,6 +23,7 @@ class StateGroup(WindowGroup):
     """
 
     divides = False
+    floats = False  # each draft has a state row, and the host says which of them the next row continues
 
     def __init__(self, pool: BlockPool, row: int, block_bytes: int = 0):
         super().__init__(pool, Window(2, row), block_bytes)

@@ -10,6 +10,7 @@ class WindowGroup(TableGroup):
     """The group of layers that need keys and values of the positions in a window."""
 
     divides = True
+    floats = True
     keeps_all = False
 
     def __init__(self, pool: BlockPool, window: Window, block_bytes: int = 0):
@@ -26,7 +27,7 @@ class WindowGroup(TableGroup):
         """Return the first block that the window of `position` or of a later position reaches."""
         return self.window.first(position, self._size)
 
-    def end_of_seating(self, known: int, tokens: int) -> int:
+    def end_at_begin(self, known: int, tokens: int) -> int:
         """Return the end of the blocks that a sequence gets at once: those of its tokens, a window's at most."""
         end = self.pool.blocks_for(tokens)
         return min(end, self.first_needed(known) + self.window.most(self._size))

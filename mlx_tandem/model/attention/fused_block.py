@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama, qwen2, qwen3, qwen3_moe
 
-from mlx_tandem.model.cache.kvcache import PagedCache, Turn
+from mlx_tandem.model.cache.kvcache import PagedCache, Rotation
 from mlx_tandem.model.linears.merged import Merged, whole_of
 from mlx_tandem.model.mixin import mix_in
 
@@ -29,7 +29,7 @@ class Parts:
     """The parts of a block that the fused path needs."""
 
     merged: Merged
-    turn: Turn
+    rotation: Rotation
     norms: tuple[mx.array, mx.array, float] | None
     """Weights of the queries' and the keys' norms, and epsilon; None: the block has no norms."""
 
@@ -63,7 +63,7 @@ def _parts(block: Any) -> Parts | None:
     merged = whole_of(linears)
     if merged is None:
         return None
-    return Parts(merged, Turn(dim, float(rope.base), float(rope.scale)), norms)
+    return Parts(merged, Rotation(dim, float(rope.base), float(rope.scale)), norms)
 
 
 class FusedBlock:
@@ -79,7 +79,7 @@ class FusedBlock:
             apart = any(getattr(linear, "is_changed", False) for linear in linears) or not own.merged.joins(x)
             products = [linear(x) for linear in linears] if apart else [own.merged.whole(x)]
             output: mx.array = block.o_proj(
-                cache.attend_products(products, own.turn, own.norms, scale=block.scale, mask=mask)
+                cache.attend_products(products, own.rotation, own.norms, scale=block.scale, mask=mask)
             )
             return output
         output = super().__call__(x, mask, cache)  # type: ignore[misc]

@@ -33,21 +33,37 @@ class Writing(NamedTuple):
 
     store: Store | None
     """The kernel that writes; None where MLX's own operations do."""
+    problem: str = ""
+    """Why the device's kernel does not write; empty where it does or where there is none."""
     by_outputs: bool = False
     """Whether the device orders kernels by their outputs alone. Then every user of an array that kernels write has to
     depend on an output of each earlier user, which `Order` and `after` provide for."""
 
 
+_given: str | None = None  # the problem that another process found, or its empty text
+
+
+def given(problem: str) -> None:
+    """Take the result of another process's test of the kernel; call it before anything is written."""
+    global _given
+    _given = problem
+    writing.cache_clear()
+
+
 @cache
 def writing() -> Writing:
-    """Return how the default device writes. On Metal the kernel is tested first."""
+    """Return how the default device writes. On Metal the kernel is tested first, unless another process did that."""
+    problem = ""
     for target in dialect.available():
         make = dialect.maker(target)
-        problem = store_check.problem(make) if target == "metal" else ""
+        if _given is not None:
+            problem = _given
+        elif target == "metal":
+            problem = store_check.problem(make)
         if not problem:
             return Writing(Store(make), by_outputs=target == "metal")
         log.warning("MLX's own operations write the KV pool: the kernel that writes in place is %s", problem)
-    return Writing(None)
+    return Writing(None, problem)
 
 
 class Written(NamedTuple):

@@ -61,7 +61,7 @@ class LayerShape:
         return replace(self, keys=keys, values=values)
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """The rotation of heads by their position."""
 
     dims: int
@@ -87,7 +87,7 @@ class StepView:
         tables: [rows, blocks] int32.
         in_place: Instead of tables, the range (first, end) of the contiguous blocks of a single row, whose keys are
             read where they lie; else None.
-        level: The position at which all rows begin, where they begin at one; else None. The keys are then only
+        common_offset: The position at which all rows begin, where they begin at one; else None. The keys are then only
             those before it, read from the pool, and the new ones as they were computed. The mask is "causal", for which
             fused attention is fastest.
         kept: The longest window of a pool whose layers all see a window; else None. Tables, keys, values and masks then
@@ -113,14 +113,14 @@ class StepView:
         mask_axes: int,
         kept: int | None = None,
         in_place: tuple[int, int] | None = None,
-        level: int | None = None,
+        common_offset: int | None = None,
         pause: int = 0,
     ):
         self.offset = offset
         self.tables = tables
         self.kept = kept
         self.in_place = in_place
-        self.level = level
+        self.common_offset = common_offset
         self.block_size = block_size
         self.slot_mapping = slot_mapping
         self._pause = pause
@@ -129,7 +129,7 @@ class StepView:
         self._mask_axes = mask_axes
         self._blocks = in_place[1] - in_place[0] if in_place else tables.shape[1]
         self._real: mx.array | None = None
-        self._angles: dict[Turn, tuple[mx.array, mx.array]] = {}
+        self._angles: dict[Rotation, tuple[mx.array, mx.array]] = {}
         self._writes: dict[int, mx.array] = {}
         self._runs: dict[int, mx.array] = {}
         self._masks: dict[tuple[int, int | None], mx.array] = {}
@@ -142,8 +142,8 @@ class StepView:
         made = self._masks.get((length, window))
         if made is None:
             key = arange(self._blocks * self.block_size)
-            if self.level is not None:
-                key = arange(self.level + length)[self.level_first :]
+            if self.common_offset is not None:
+                key = arange(self.common_offset + length)[self.first_read :]
             elif self.kept is not None:
                 first = mx.maximum(self.offset + (1 - self.kept), 0) // self.block_size
                 key = first[:, None, None] * self.block_size + key
@@ -156,10 +156,10 @@ class StepView:
         return made
 
     @property
-    def level_first(self) -> int:
-        """First position that is read from the pool when `level` is given."""
-        assert self.level is not None
-        return first_block(self.level, self.kept, self.block_size) * self.block_size
+    def first_read(self) -> int:
+        """First position that is read from the pool when `common_offset` is given."""
+        assert self.common_offset is not None
+        return first_block(self.common_offset, self.kept, self.block_size) * self.block_size
 
     def window(self, mask: mx.array | str | None) -> int | None:
         """Return the window of a mask made by `mask`; None for any other mask."""
@@ -173,15 +173,15 @@ class StepView:
             self._real = (self.slot_mapping >= self.block_size)[:, None, :, None]
         return self._real
 
-    def angles(self, turn: Turn) -> tuple[mx.array, mx.array]:
+    def angles(self, rotation: Rotation) -> tuple[mx.array, mx.array]:
         """Return cosines and sines of the positions, float32 [rows, 1, length, dims / 2]."""
-        if turn not in self._angles:
-            half = turn.dims // 2
-            frequency = np.exp2(np.arange(half) / -half * np.log2(turn.base)).astype(np.float32)
-            position = (self.offset[:, None] + arange(self.slot_mapping.shape[1])).astype(mx.float32) * turn.scale
+        if rotation not in self._angles:
+            half = rotation.dims // 2
+            frequency = np.exp2(np.arange(half) / -half * np.log2(rotation.base)).astype(np.float32)
+            position = (self.offset[:, None] + arange(self.slot_mapping.shape[1])).astype(mx.float32) * rotation.scale
             angle = position[:, None, :, None] * mx.array(frequency)
-            self._angles[turn] = mx.cos(angle), mx.sin(angle)
-        return self._angles[turn]
+            self._angles[rotation] = mx.cos(angle), mx.sin(angle)
+        return self._angles[rotation]
 
     def arrive(self, x: mx.array) -> None:
         """Note that a layer has begun, and pause after every `pause` layers until `x` is computed."""
@@ -244,9 +244,9 @@ class PagedCache:
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str:
         """Return the mask of N queries per row: "causal" where fused attention can use that, else an array."""
         assert self._view is not None
-        level = self._view.level
+        common_offset = self._view.common_offset
         window = self.shape.window if window_size is None else window_size
-        if level is not None and not return_array and (window is None or level + N <= window):
+        if common_offset is not None and not return_array and (window is None or common_offset + N <= window):
             return "causal"
         return self._view.mask(N, window)
 
@@ -301,12 +301,12 @@ class PagedCache:
             return False
         if x.shape[1] <= MOST_QUERIES:
             return v.window(mask) is not None
-        return v.level is not None and isinstance(mask, str)
+        return v.common_offset is not None and isinstance(mask, str)
 
     def attend_products(
         self,
         products: Sequence[mx.array],
-        turn: Turn,
+        rotation: Rotation,
         norms: tuple[mx.array, mx.array, float] | None,
         *,
         scale: float,
@@ -322,14 +322,14 @@ class PagedCache:
         v.arrive(products[0])
         few = products[0].shape[1] <= MOST_QUERIES
         queries, keys, values = fused.rotary(
-            products, v.angles(turn), v.slot_mapping, self._arrays, norms=norms, fetched=not few
+            products, v.angles(rotation), v.slot_mapping, self._arrays, norms=norms, fetched=not few
         )
         if few:
             window = v.window(mask)
             assert window is not None
             out = fused.attention(queries, self._arrays, v.tables, v.offset, scale, window=window, kept=v.kept)
         else:
-            if v.level:
+            if v.common_offset:
                 zeros = [zero_of([queries])] if inplace.writing().by_outputs else []
                 keys, values = (
                     mx.concatenate([self._before(form, pool, v, zeros), new], axis=2)
@@ -361,7 +361,7 @@ class PagedCache:
         pool[:] = [array for array, _ in written]
         zeros = [zero for _, zero in written if zero is not None]
         self._after += zeros
-        if v.level is None:
+        if v.common_offset is None:
             return form.decode([self._seen(array, form.heads, v, zeros) for array in pool])
         own = form.decode([lines.reshape(*new.shape[:3], -1) for lines in encoded])
         by_outputs = inplace.writing().by_outputs
@@ -369,14 +369,14 @@ class PagedCache:
             own = after(zeros, own)  # so that the part's outputs depend on the write
         elif zeros:  # nothing else depends on the write
             own = mx.depends(own, zeros)
-        if v.level == 0:
+        if v.common_offset == 0:
             return own
         return mx.concatenate([self._before(form, pool, v, zeros if by_outputs else ()), own], axis=2)
 
     def _before(self, form: RowFormat, pool: Sequence[mx.array], v: StepView, zeros: Sequence[mx.array]) -> mx.array:
-        """Return keys or values of the positions before `level`, read after the writes that gave these zeros."""
-        assert v.level is not None
-        seen = v.level - v.level_first
+        """Return keys or values of the positions before `common_offset`, read after the writes of these zeros."""
+        assert v.common_offset is not None
+        seen = v.common_offset - v.first_read
         return form.decode([self._seen(array, form.heads, v, zeros)[:, :, :seen] for array in pool])
 
     @staticmethod

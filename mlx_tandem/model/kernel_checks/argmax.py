@@ -64,6 +64,11 @@ def choose(
     return checked("the kernel for greedy tokens", check, otherwise)
 
 
+def made() -> Greedy:
+    """Return the kernel of this device, which another process has checked."""
+    return Argmax(makers_of_device(None)[0])
+
+
 def wrong(greedy: Greedy, dtypes: Iterable[mx.Dtype], vocabulary: int) -> str:
     """Return what is wrong with the tokens picked from random logits; empty if nothing is."""
     for dtype in dtypes:

@@ -19,6 +19,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model.attention import fused, portable
 from mlx_tandem.model.cache.blocks import KVArrays
 from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
+from mlx_tandem.model.choices import AttentionDivision
 from mlx_tandem.model.kernel_checks import attention_cases as cases
 from mlx_tandem.model.kernel_checks.frame import Rejected, checked
 from mlx_tandem.model.kernels.division import Division, shorter, start, wider
@@ -92,7 +93,7 @@ def choose(
         return AttentionChoice(portable.NAME, "asked for", nothing)
     candidates = [c for c in candidates if asked in (AUTO, c.name)]
     reasons = [] if candidates else ["this device has no other" if asked == AUTO else "it needs another device"]
-    kinds = [s for s in dict.fromkeys(shapes) if s.asks and not fused.unreadable(s)]
+    kinds = _kinds(shapes)
     if candidates and not kinds:
         own = [fused.unreadable(s) if s.asks else "layers that compute attention by themselves" for s in shapes]
         reasons = [f"the model has {own[0]}"]
@@ -106,6 +107,23 @@ def choose(
     if asked != AUTO:
         raise ModelError(f"attention by {asked!r} is not possible: {'; '.join(reasons)}", param="attention_backend")
     return AttentionChoice(portable.NAME, "; ".join(reasons), nothing)
+
+
+def made(
+    given: AttentionDivision, shapes: Sequence[LayerShape], block_size: int, candidates: Sequence[fused.Fused]
+) -> AttentionChoice:
+    """Return the back end that another process chose for layers of these shapes; `candidates` as for `choose`."""
+    kernels: dict[LayerShape, LayerKernels] = {}
+    if given.divisions:
+        candidate = next(c for c in candidates if c.name == given.name)
+        for kind, division in zip(_kinds(shapes), given.divisions, strict=True):
+            kernels[kind] = candidate.kernels(kind, block_size, division)
+    return AttentionChoice(given.name, given.reason, tuple(kernels.get(s) if s.asks else None for s in shapes))
+
+
+def _kinds(shapes: Sequence[LayerShape]) -> list[LayerShape]:
+    """Return the kinds of layers whose cache kernels can read, in the order of their first layers."""
+    return [s for s in dict.fromkeys(shapes) if s.asks and not fused.unreadable(s)]
 
 
 def _try(

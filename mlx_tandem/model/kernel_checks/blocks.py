@@ -22,6 +22,11 @@ Most of that time is spent in matrix products, whose duration varies by a few pe
 """
 
 
+def use(model: LoadedModel) -> None:
+    """Switch the model's attention blocks to the fused path, which another process has checked."""
+    fused_block.use_fused_path(fused_block.fusable_blocks(model.module))
+
+
 def choose(
     model: LoadedModel,
     vocab_size: int,

@@ -90,6 +90,11 @@ def choose(
     )
 
 
+def made(model: nn.Module, same: int, mixed: int) -> GroupedDeltas:
+    """Return the fused kernels for so many tokens, which another process has checked."""
+    return GroupedDeltas(LoraKernels(makers_of_device(None)[0]), find_groups(model), same=same, mixed=mixed)
+
+
 def _plain(reason: str, forced: bool) -> Choice[GroupedDeltas | None]:
     """Return the choice of plain products; raise ModelError if the configuration has `forced` the fused kernels."""
     if forced:

@@ -20,7 +20,7 @@ from mlx_tandem.model.kernel_checks.lora import TOLERANCE, floats
 from mlx_tandem.model.kernels import dialect
 from mlx_tandem.model.kernels.skinny import EIGHTHS, Form, Skinny, forms
 from mlx_tandem.model.linears.products import Call, Kind, Meter, input_of
-from mlx_tandem.model.linears.skinny import FewRows, Shape
+from mlx_tandem.model.linears.skinny import FewRows, Forms, Shape
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,11 @@ def choose(
         return Choice(None, f"the kernel is not used: {reason}")
 
     return checked("the kernel for few rows", lambda: _choose(modules, check), otherwise)
+
+
+def made(base: Forms, adapted: Forms) -> FewRows:
+    """Return the kernel in these forms, which another process has checked."""
+    return FewRows(Skinny(dialect.maker("cuda")), base, adapted)
 
 
 def _choose(modules: Sequence[nn.Module], check: _Check) -> Choice[FewRows | None]:

@@ -407,7 +407,7 @@ class PagedAttention:
             raise ValueError(why)
         self._form = form
         self._block_size = block_size
-        self._division = division
+        self.division = division
         pool = ["keys", "key_grids", "values", "value_grids"] if form.bits else ["keys", "values"]
         inputs = ["q", *pool, "tables", "offsets", "windows", "sinks"]
         functions = _SPANS + (_CODED if form.bits else _PLAIN)
@@ -453,7 +453,7 @@ class PagedAttention:
             splits: Splits of each row's keys; 0: as the division says.
             warps: Warps of a block of threads; 0: MOST_WARPS.
         """
-        form, block, division = self._form, self._block_size, self._division
+        form, block, division = self._form, self._block_size, self.division
         rows, heads, length, dim = queries.shape
         group = heads // form.heads
         together = division.together(group * length, dim)

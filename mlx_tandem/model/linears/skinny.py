@@ -39,16 +39,17 @@ class FewRows:
     """
 
     def __init__(self, kernel: Skinny, base: Forms, adapted: Forms):
-        self._kernel, self._base, self._adapted = kernel, base, adapted
+        self.base, self.adapted = base, adapted
+        self._kernel = kernel
         self._forms = base
 
     def begin(self) -> None:
         """Begin a step with adapters."""
-        self._forms = self._adapted
+        self._forms = self.adapted
 
     def end(self) -> None:
         """End a step with adapters."""
-        self._forms = self._base
+        self._forms = self.base
 
     def product(self, linear: Any, x: mx.array) -> mx.array | None:
         """Return the output of a linear with `weight` and optional `bias` for x; None if MLX is to compute it."""

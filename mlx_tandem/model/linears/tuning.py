@@ -129,6 +129,11 @@ def tune(
     return tuned
 
 
+def use(model: nn.Module, tuned: Tuned) -> None:
+    """Change the model's quantised linears according to the results of another process."""
+    _apply(kinds(model), tuned.dequantise)
+
+
 def good_counts(seconds: Mapping[int, float]) -> tuple[int, ...]:
     """Return the row counts to pad to: of the measured ones, a few that no larger one beats.
 

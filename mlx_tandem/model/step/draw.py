@@ -14,13 +14,14 @@ import numpy as np
 
 from mlx_tandem.engine.plan import Mask
 from mlx_tandem.model.step.inputs import Numbers
-from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags, Seen, sample
+from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags, TokenCounts, sample
 from mlx_tandem.model.step.verify import Drafts
 
-Drawing = Callable[..., tuple[list[mx.array], mx.array, list[mx.array]]]
+Drawing = Callable[..., tuple[list[mx.array], mx.array, list[mx.array], list[mx.array]]]
 """A function that draws. It takes logits [rows, vocabulary], the positions [rows] of the tokens to be drawn, the rows'
-seats, the newest token of each seat, the sampling arrays, the token counts of all seats, and optionally drafts and
-masks [rows, words] uint32. It returns the drawn arrays, the newest tokens and the token counts afterwards.
+seats, the newest token of each seat, the sampling arrays, the token counts of all seats, and optionally drafts with
+the position of each seat's newest token, and masks [rows, words] uint32. It returns the drawn arrays, the newest
+tokens, the token counts afterwards, and with drafts a list of the newest tokens' positions.
 """
 
 
@@ -53,23 +54,28 @@ def drawing(flags: SamplingFlags, greedy: Greedy, nobody: int) -> Drawing:
         sampling: list[mx.array],
         seen: list[mx.array],
         drafts: Sequence[mx.array] = (),
+        places: Sequence[mx.array] = (),
         words: mx.array | None = None,
-    ) -> tuple[list[mx.array], mx.array, list[mx.array]]:
+    ) -> tuple[list[mx.array], mx.array, list[mx.array], list[mx.array]]:
         how, own = SamplingArrays.unflatten(sampling, flags), flags
         if words is not None:
             mask = bits_of(words, logits.shape[-1])
             how = replace(how, allowed=mask if how.allowed is None else how.allowed & mask)
             own = flags._replace(allowed=True)
-        met = Seen.of(seen, seats)
+        counts = TokenCounts.of(seen, seats)
         behind = Drafts(*drafts) if drafts else None
-        if met is not None and behind is not None:
-            met = met.behind(behind.before)
-        drawn = sample(logits, position, how, own, met, greedy)
+        if counts is not None and behind is not None:
+            counts = counts.behind(behind.before)
+        drawn = sample(logits, position, how, own, counts, greedy)
         token = mx.maximum(drawn.tokens, 0)
         counted, newest = (seats, seats) if behind is None else behind.accept(token, seats, nobody)
         last_tokens[newest] = token
-        known = [] if met is None else met.after(seen, counted, token, newest)
-        return drawn.flatten(), last_tokens, known
+        known = [] if counts is None else counts.after(seen, counted, token, newest)
+        if behind is None:
+            return drawn.flatten(), last_tokens, known, []
+        (place,) = places
+        place[newest] = position
+        return drawn.flatten(), last_tokens, known, [place]
 
     return draw
 

@@ -1,4 +1,4 @@
-"""The selection of the positions for which the output head computes logits."""
+"""The choice of the positions for which the output head computes logits."""
 
 from __future__ import annotations
 
@@ -10,48 +10,64 @@ import mlx.nn as nn
 from mlx_tandem.model.mixin import mix_in
 
 
-class HeadSelector:
+class HeadPositions:
     """A wrapper of the model's output head that computes the logits of one position per row.
 
     For a chunk of which only the last position is sampled, the head (`lm_head`, or the embedding used as one) of a
     vocabulary of 152k costs more than all layers of a small model. Families whose head cannot be found compute all
-    logits, and the position is selected afterwards.
+    logits, and the position is picked afterwards.
     """
 
     def __init__(self, model: nn.Module):
         self._last: mx.array | None = None
         self._rows: mx.array | None = None  # None once they have been picked
+        self._keeps_hidden = False
+        self._hidden: mx.array | None = None
+        self.width = 0  # of the head's input; 0 until a forward has passed through the head
         self._adapt(model)
 
     @staticmethod
-    def of(model: nn.Module) -> HeadSelector:
-        """Return the selector of a model, which is adapted once."""
-        selector = getattr(model, "_head_selector", None)
-        if selector is None:
-            selector = HeadSelector(model)
-            object.__setattr__(model, "_head_selector", selector)
-        return selector
+    def of(model: nn.Module) -> HeadPositions:
+        """Return the positions of a model; the model is adapted once."""
+        positions = getattr(model, "_head_positions", None)
+        if positions is None:
+            positions = HeadPositions(model)
+            object.__setattr__(model, "_head_positions", positions)
+        return positions
 
-    def select(self, last: mx.array | None, rows: mx.array | None = None) -> None:
-        """Set what the head computes in the forward that is being traced.
+    def keep(self, last: mx.array | None, rows: mx.array | None = None, *, hidden: bool = False) -> None:
+        """Set what the head computes in the forward that is being traced. With `hidden`, `pooled` follows.
 
         last: [rows] int32, the index of the sampled position in each row; None: all positions. rows: the indices of the
         rows that are sampled, all of which have one position; None: all rows.
         """
-        self._last, self._rows = last, rows
+        self._last, self._rows, self._keeps_hidden = last, rows, hidden
 
     def logits(self, output: mx.array, last: mx.array) -> mx.array:
-        """Return [sampled rows, vocabulary] of the output that the model returned since `select`."""
+        """Return [sampled rows, vocabulary] of the output that the model returned since `keep`."""
         if self._rows is not None:
             output = output[self._rows]
         if output.shape[1] == 1:
             return output[:, 0]
         return _pick(output, last)[:, 0]
 
+    def pooled(self, last: mx.array) -> list[mx.array]:
+        """Return the sum of each row's hidden states up to position last [rows], and the state there: [rows, dim] each.
+
+        The hidden states are the input that the head had since `keep`, in float32.
+        """
+        assert self._hidden is not None, "only a model whose head is used is asked for hidden states"
+        h, self._hidden = self._hidden.astype(mx.float32), None
+        real = mx.arange(h.shape[1]) <= last[:, None]
+        return [mx.where(real[..., None], h, 0.0).sum(1), _pick(h, last)[:, 0]]
+
     def narrow(self, h: mx.array) -> mx.array:
-        """Return the selected rows and positions of the head's input [rows, length, dim]."""
+        """Return the kept rows and positions of the head's input [rows, length, dim]."""
         if h.ndim != 3:
             return h
+        self.width = h.shape[-1]
+        if self._keeps_hidden:
+            self._hidden = h
         if self._rows is not None:
             h, self._rows = h[self._rows], None
         return h if self._last is None or h.shape[1] == 1 else _pick(h, self._last)
@@ -68,29 +84,29 @@ class HeadSelector:
                 self._override(module, NarrowEmbedding)
 
     def _override(self, head: Any, mixin: type) -> None:
-        head._selector = self
+        head._positions = self
         mix_in(head, mixin)
 
 
 class NarrowHead:
     """The mix-in for an `lm_head`, which narrows its input."""
 
-    _selector: HeadSelector
+    _positions: HeadPositions
 
     def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        """Return the logits of the selected positions of x [rows, length, dim]."""
-        out: mx.array = super().__call__(self._selector.narrow(x), *args, **kwargs)  # type: ignore[misc]
+        """Return the logits of the kept positions of x [rows, length, dim]."""
+        out: mx.array = super().__call__(self._positions.narrow(x), *args, **kwargs)  # type: ignore[misc]
         return out
 
 
 class NarrowEmbedding:
     """The mix-in for an embedding, which narrows its input where it is used as the head."""
 
-    _selector: HeadSelector
+    _positions: HeadPositions
 
     def as_linear(self, x: mx.array) -> mx.array:
-        """Return the logits of the selected positions of x [rows, length, dim]."""
-        out: mx.array = super().as_linear(self._selector.narrow(x))  # type: ignore[misc]
+        """Return the logits of the kept positions of x [rows, length, dim]."""
+        out: mx.array = super().as_linear(self._positions.narrow(x))  # type: ignore[misc]
         return out
 
 

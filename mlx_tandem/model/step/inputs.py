@@ -29,7 +29,7 @@ _ALIGNED = 4  # numbers that a kernel loads at once
 _TYPES = {"int32": mx.int32, "uint32": mx.uint32, "float32": mx.float32}
 
 
-class Form(NamedTuple):
+class ArraySpec(NamedTuple):
     """The shape and the type of an array that is sent."""
 
     shape: tuple[int, ...]
@@ -80,12 +80,12 @@ class Inputs:
         return kept[1]
 
 
-def forms(numbers: Sequence[Numbers]) -> tuple[Form, ...]:
+def specs(numbers: Sequence[Numbers]) -> tuple[ArraySpec, ...]:
     """Return shape and type of each array."""
-    return tuple(Form(n.shape, n.dtype.name) for n in numbers)
+    return tuple(ArraySpec(n.shape, n.dtype.name) for n in numbers)
 
 
-def receive(sent: Sequence[mx.array], expected: Sequence[Form]) -> list[mx.array]:
+def receive(sent: Sequence[mx.array], expected: Sequence[ArraySpec]) -> list[mx.array]:
     """Return the arrays that were sent, in the forward that is being traced. Each is contiguous.
 
     expected: their shapes and types.

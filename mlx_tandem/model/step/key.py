@@ -18,8 +18,9 @@ class StepKey(NamedTuple):
     samples: bool
     flags: SamplingFlags
     layout: Layout
-    level: int | None = None  # as in `StepView`
+    common_offset: int | None = None  # as in `StepView`
     scores: int = -1  # number of likeliest tokens returned with each target's logprob; -1: nothing is scored
     picks: int = 0  # number of rows that are sampled, padded, in a mixed step
-    drafts: int = 0  # of a row that verifies, padded; 0: no row does
+    drafts: int = 0  # of a row that verifies, padded; 0: no row verifies or follows one that the host has not read
+    pooled: bool = False  # whether the hidden states of the rows' tokens are wanted
     masked: bool = False  # whether rows wait for masks, so that the step ends with the logits

@@ -34,6 +34,7 @@ class Part:
     sent: Sent | None = None
     undrawn: Undrawn | None = None  # the rows that wait for masks, if any
     verifies: bool = False  # whether rows have drafts; each token of such a row has an entry in `rows`
+    is_pooled: bool = False  # whether `scored` has pooled hidden states and not scores
     saves: tuple[int, ...] = ()  # blocks whose contents the marker holds
 
     def logprobs(self, plan: StepPlan) -> dict[int, tuple[TokenLogprob, ...]]:
@@ -47,6 +48,15 @@ class Part:
                 continue
             best = tuple(zip(top[0][row][:k], top[1][row][:k], strict=True)) if k else ()
             found[i] = (*found.get(i, ()), TokenLogprob(model[row], sampled[row], best))
+        return found
+
+    def pooled(self, plan: StepPlan) -> dict[int, list[float]]:
+        """Return the pooled hidden states of the rows' tokens by the row of the plan."""
+        sums, lasts = self.scored
+        found: dict[int, list[float]] = {}
+        for row, i in enumerate(self.rows):
+            values: Any = (sums if plan.rows[i].pooling == "mean" else lasts)[row].tolist()
+            found[i] = values
         return found
 
     def scores(self, plan: StepPlan) -> dict[int, list[TokenLogprob]]:
@@ -70,8 +80,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """A step that was launched. `cold`: whether a shape was used for the first time."""
+    """A step that was launched. `first_use`: whether a shape was used for the first time."""
 
     plan: StepPlan
     parts: list[Part]
-    cold: bool
+    first_use: bool

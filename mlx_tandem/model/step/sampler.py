@@ -103,7 +103,7 @@ class SamplingArrays:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SamplerOutput:
     """The drawn tokens [rows] int32, NOT_A_NUMBER where the logits were not finite, and the
     logprobs that are wanted.
     """
@@ -197,16 +197,16 @@ def sample(
     position: mx.array,
     a: SamplingArrays,
     flags: SamplingFlags,
-    seen: Seen | None,
+    seen: TokenCounts | None,
     greedy: Greedy = by_argmax,
-) -> Drawn:
+) -> SamplerOutput:
     """Draw one token for each row.
 
     logits: [rows, vocabulary]; position: [rows] int32, the positions of the tokens to be drawn; seen: the rows' token
     counts, needed for penalties.
     """
     if flags == SamplingFlags():  # rows are greedy and want nothing else, so no float32 copy of the logits is made
-        return Drawn(greedy(logits))
+        return SamplerOutput(greedy(logits))
     raw = logits.astype(mx.float32)
     z = raw
     if flags.penalties:
@@ -221,10 +221,10 @@ def sample(
         assert a.min_until is not None
         z = mx.where(a.stops & (position[:, None] < a.min_until), -mx.inf, z)
     if not (flags.noise or flags.logprobs >= 0):
-        return Drawn(greedy(z))
+        return SamplerOutput(greedy(z))
     peak = z.max(-1, keepdims=True)
-    cold = a.temperature == 0.0
-    scaled = (z - peak) / mx.where(cold, 1.0, a.temperature)
+    is_greedy = a.temperature == 0.0
+    scaled = (z - peak) / mx.where(is_greedy, 1.0, a.temperature)
     p = _exp(scaled)  # evaluated only where something below asks for it
     if flags.noise:
         race = everything = scaled + gumbel_noise(a.key, position, z.shape[-1])
@@ -236,14 +236,14 @@ def sample(
             kept, left = _exclude_top_choices(scaled, z - peak, p, a, flags)
             applies = xtc_draw(a.key, position) <= a.xtc_probability
             race = mx.where(applies, mx.where(left, everything, -mx.inf), race)
-        race = mx.where(cold, z, race)
+        race = mx.where(is_greedy, z, race)
         tokens = mx.argmax(race, -1)
         if flags.top_p_rounds:
             tokens = _within_top_p(race, p, tokens, a, flags)
     else:
         tokens = mx.argmax(z, -1)
     if flags.logprobs < 0:
-        return Drawn(_checked(tokens, peak))
+        return SamplerOutput(_checked(tokens, peak))
     normaliser = mx.logsumexp(raw, -1, keepdims=True)
     chosen = tokens[:, None]
     model = mx.take_along_axis(raw, chosen, -1) - normaliser
@@ -252,11 +252,11 @@ def sample(
     if flags.xtc:
         assert a.xtc_probability is not None
         sampled = mx.where(a.xtc_probability > 0.0, _xtc_logprob(scaled, kept, left, chosen, a), sampled)
-    sampled = mx.where(cold, 0.0, sampled)
+    sampled = mx.where(is_greedy, 0.0, sampled)
     k = flags.logprobs
     if k == 0:
-        return Drawn(_checked(tokens, peak), model[:, 0], sampled[:, 0])
-    return Drawn(_checked(tokens, peak), model[:, 0], sampled[:, 0], *_likeliest(raw, normaliser, k))
+        return SamplerOutput(_checked(tokens, peak), model[:, 0], sampled[:, 0])
+    return SamplerOutput(_checked(tokens, peak), model[:, 0], sampled[:, 0], *_likeliest(raw, normaliser, k))
 
 
 def score(logits: mx.array, targets: mx.array, k: int) -> list[mx.array]:
@@ -381,8 +381,8 @@ def _halvings() -> mx.array:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The tokens that the rows have met, for penalties.
+class TokenCounts:
+    """How often each token occurs in the prompt and the output of each row, for penalties.
 
     prompt: [rows, vocabulary] bool; output: [rows, vocabulary] counts; recent: [rows, length] int32, the last tokens,
     the newest at the end and -1 before the first, where a row has a window.
@@ -393,19 +393,19 @@ class Seen:
     recent: mx.array | None = None
 
     @staticmethod
-    def of(seats: list[mx.array], rows: mx.array) -> Seen | None:
+    def of(seats: list[mx.array], rows: mx.array) -> TokenCounts | None:
         """Return the counts of these rows (seats [rows] int32) from the arrays of all seats; None without arrays."""
-        return Seen(*(array[rows] for array in seats)) if seats else None
+        return TokenCounts(*(array[rows] for array in seats)) if seats else None
 
-    def behind(self, drafts: mx.array) -> Seen:
+    def behind(self, drafts: mx.array) -> TokenCounts:
         """Return the counts after these drafts [rows, most] int32, -1 after the last draft of a row."""
         real = drafts >= 0
         output = self.output.at[mx.arange(len(drafts))[:, None], mx.maximum(drafts, 0)].add(real.astype(mx.float32))
         if self.recent is None:
-            return Seen(self.prompt, output)
+            return TokenCounts(self.prompt, output)
         place = mx.arange(self.recent.shape[1])[None] + real.sum(1, keepdims=True)
         recent = mx.take_along_axis(mx.concatenate([self.recent, drafts], 1), place, 1)
-        return Seen(self.prompt, output, recent)
+        return TokenCounts(self.prompt, output, recent)
 
     def after(
         self, seats: list[mx.array], rows: mx.array, tokens: mx.array, newest: mx.array | None = None
@@ -425,17 +425,17 @@ class Seen:
     def penalise(self, z: mx.array, a: SamplingArrays) -> mx.array:
         """Return the logits z [rows, vocabulary] with the rows' penalties.
 
-        The repetition penalty divides positive and multiplies negative logits of tokens met anywhere (CTRL, Keskar et
-        al. 2019), or among the last `a.window`. Presence and frequency penalties are subtracted for tokens of the
-        output (OpenAI's definition).
+        The repetition penalty divides positive and multiplies negative logits of tokens that occur anywhere (CTRL,
+        Keskar et al. 2019), or among the last `a.window`. Presence and frequency penalties are subtracted for tokens
+        of the output (OpenAI's definition).
         """
         said = self.output > 0
-        met = self.prompt | said
+        counted = self.prompt | said
         if self.recent is not None and a.window is not None:
-            met = met & (a.window == 0)
+            counted = counted & (a.window == 0)
             z = _penalise_recent(z, self.recent, a.repetition, a.window)
         scale = mx.where(z > 0, 1.0 / a.repetition, a.repetition)
-        z = mx.where(met, z * scale, z)
+        z = mx.where(counted, z * scale, z)
         return z - a.frequency * self.output - a.presence * said
 
 

@@ -39,7 +39,13 @@ class Seats:
         """Number that changes whenever a seat changes: arrays made before are stale."""
         self.prompt_seen: mx.array | None = None  # [seats, vocabulary] bool, made when a penalty first needs it
         self.output_count: mx.array | None = None  # [seats, vocabulary] float32
-        self.recent: mx.array | None = None  # [seats, length] int32 as in `Seen`, made for the first window
+        self.recent: mx.array | None = None  # [seats, length] int32 as in `TokenCounts`, made for the first window
+
+    def no_tokens(self) -> mx.array:
+        """Return a number for each seat, all 0: its newest token, or where that is."""
+        tokens = mx.zeros((self.padding + 1,), mx.int32)
+        mx.eval(tokens)
+        return tokens
 
     def take(self, seating: Seating) -> None:
         """Give a seat to a sequence."""
@@ -158,7 +164,7 @@ class Seats:
         return marked
 
     def seen(self, flags: SamplingFlags) -> list[mx.array]:
-        """Return the token counts of all seats that a step with these flags needs, for `Seen.of`."""
+        """Return the token counts of all seats that a step with these flags needs, for `TokenCounts.of`."""
         if not flags.penalties:
             return []
         assert self.prompt_seen is not None
@@ -170,7 +176,7 @@ class Seats:
         return arrays
 
     def remember(self, seen: Sequence[mx.array]) -> None:
-        """Keep the arrays that `Seen.after` returned for a step."""
+        """Keep the arrays that `TokenCounts.after` returned for a step."""
         if seen:
             self.output_count = seen[0]
         if len(seen) > 1:
@@ -192,7 +198,7 @@ class Seats:
         )
 
     def _count(self, seating: Seating) -> None:
-        """Count the tokens that a sequence has met so far; steps add those that they draw."""
+        """Count the tokens of a sequence so far; steps add those that they draw."""
         if self.prompt_seen is None or self.output_count is None:
             shape = (self.padding + 1, self._vocab_size)
             self.prompt_seen, self.output_count = mx.zeros(shape, mx.bool_), mx.zeros(shape, mx.float32)

@@ -56,8 +56,11 @@ def table_width(blocks: int) -> int:
 
 
 def blocks_read(row: Row, block_size: int, window: int | None) -> int:
-    """Return the number of blocks from the first one that the row's first token sees to that of its last token."""
-    return -(-(row.start + len(row.tokens)) // block_size) - first_block(row.start, window, block_size)
+    """Return the number of blocks from the first one that the row's first token sees to that of its last token.
+
+    A row with slack may begin earlier, and has blocks for both ends.
+    """
+    return -(-(row.start + len(row.tokens)) // block_size) - first_block(row.start - row.slack, window, block_size)
 
 
 def most_blocks_read(rows: Sequence[Row], block_size: int, window: int | None) -> int:

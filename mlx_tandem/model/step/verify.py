@@ -11,10 +11,8 @@ import numpy as np
 from mlx_tandem.engine.plan import NOT_A_NUMBER, Row, RowKind, StepPlan
 from mlx_tandem.model.step.inputs import Numbers
 
-LEAST_DRAFTS = 4
-"""Least padded number of drafts of a row. Drafts are padded to a power of two, so that few kinds of
-steps are traced.
-"""
+PADDED_DRAFTS = tuple(4**n for n in range(1, 12))
+"""Numbers to which the drafts of a row are padded; few, so that few kinds of steps are traced."""
 
 
 class Drafts(NamedTuple):
@@ -45,8 +43,8 @@ def drafts_of(rows: Sequence[Row], count: int) -> list[Numbers]:
 
     Each token of a VERIFY row has a row of the forward; any other row has one, which draws.
     """
-    longest = max(len(row.tokens) for row in rows if row.kind is RowKind.VERIFY) - 1
-    most = 1 << (max(longest, LEAST_DRAFTS) - 1).bit_length()
+    longest = max([len(row.tokens) - 1 for row in rows if row.kind is RowKind.VERIFY], default=0)
+    most = next(n for n in PADDED_DRAFTS if n >= longest)
     before = np.full((count, most), -1, np.int32)
     first, following = np.arange(count, dtype=np.int32), np.full(count, -1, np.int32)
     at = 0
@@ -58,6 +56,34 @@ def drafts_of(rows: Sequence[Row], count: int) -> list[Numbers]:
         first[at : at + 1 + len(drafts)] = at
         at += 1 + len(drafts)
     return [before, first, following]
+
+
+def settled(offset: mx.array, bound: mx.array, newest: mx.array) -> mx.array:
+    """Return where the tokens of rows with slack are, and `offset` [rows] for other rows.
+
+    bound: [rows], where the row of each token begins if all drafts before it are accepted, and -1 for other rows;
+    newest: [rows], where its seat's newest token is.
+    """
+    return offset + mx.where(bound < 0, 0, newest - bound)
+
+
+def places_at(
+    offset: mx.array, given: Sequence[mx.array], windows: Sequence[int | None], block_size: int
+) -> list[mx.array]:
+    """Return the slot mapping [rows, 1] and the tables [rows, blocks] in each pool of tokens at `offset` [rows].
+
+    given: for each pool the first block [rows] in each table, and the tables. With a window the tables that are
+    returned begin with the first block that the token sees.
+    """
+    places: list[mx.array] = []
+    for first, tables, window in zip(given[::2], given[1::2], windows, strict=True):
+        if window is not None:
+            begin = mx.maximum(offset + (1 - window), 0) // block_size
+            column = (begin - first)[:, None] + mx.arange(tables.shape[1])[None]
+            tables, first = mx.take_along_axis(tables, mx.minimum(column, tables.shape[1] - 1), 1), begin
+        block = mx.take_along_axis(tables, (offset // block_size - first)[:, None], 1)
+        places += [block * block_size + (offset % block_size)[:, None], tables]
+    return places
 
 
 def accepted(row: Row, drawn: Sequence[int]) -> tuple[int, ...]:
@@ -82,8 +108,10 @@ def take_verified(plan: StepPlan, rows: Sequence[int], drawn: Sequence[int], tok
 def goes_with_decodes(row: Row) -> bool:
     """Return whether the tokens of a row are computed in the forward of the decoding rows.
 
-    A chunk of one token has the shape of those rows, so it belongs there unless it is scored.
+    A chunk of one token has the shape of those rows, so it belongs there unless it is scored. Pooled rows never do.
     """
+    if row.pooling is not None:
+        return False
     return row.kind is not RowKind.PROMPT or row.piggybacked or (len(row.tokens) == 1 and not row.targets)
 
 
@@ -94,7 +122,20 @@ def token_by_token(indices: Sequence[int], rows: Sequence[Row]) -> tuple[list[in
     indices in the plan.
     """
     every = [
-        (i, Row(r.kind, r.sequence, r.seat, r.lora_slot, r.start + at, (token,), r.tables, r.sample and at >= first))
+        (
+            i,
+            Row(
+                r.kind,
+                r.sequence,
+                r.seat,
+                r.lora_slot,
+                r.start + at,
+                (token,),
+                r.tables,
+                r.sample and at >= first,
+                slack=r.slack,
+            ),
+        )
         for i, r in zip(indices, rows, strict=True)
         for first in (0 if r.kind is RowKind.VERIFY else len(r.tokens) - 1,)
         for at, token in enumerate(r.tokens)

@@ -102,13 +102,13 @@ class MicroBatch:
             if self._ends_slice(i):
                 yield launched(h)
         self._states = h
-        hot, cold = [], []
+        sampled, plain = [], []
         for chunk in self._chunks():
-            warm, plain = self._head(self._flat(h)[chunk.at], chunk)
-            hot.append(warm)
-            cold.append(plain)
-            yield launched(warm, plain)
-        self.logprobs, self.plain = mx.concatenate(hot), mx.concatenate(cold)
+            own, unscaled = self._head(self._flat(h)[chunk.at], chunk)
+            sampled.append(own)
+            plain.append(unscaled)
+            yield launched(own, unscaled)
+        self.logprobs, self.plain = mx.concatenate(sampled), mx.concatenate(plain)
 
     def backward(self, cotangents: mx.array) -> Slices:
         """Run backward, in slices, from the gradient of the loss by `logprobs` [n], after `forward` with `backward`."""

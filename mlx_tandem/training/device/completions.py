@@ -51,9 +51,10 @@ def _numbers(items: Sequence[Item], shares: Sequence[float]) -> list[Numbers]:
         logprobs[row, :n] = item.datum.logprobs or 0.0
         weights[row, :n] = item.datum.weights
         counts[row, :n] = shares[item.index]
-        mask[row, :n] = 1.0
+        mask[row, :n] = item.datum.trained
+    place = np.flatnonzero(np.arange(max(lengths)) < np.array(lengths)[:, None]).astype(np.int32)
     own = np.array([[item.datum.logprobs is None] for item in items], np.int32)
-    return [*filled, np.flatnonzero(mask).astype(np.int32), own]
+    return [*filled, place, own]
 
 
 def loss(micro: MicroBatch, part: Part, arrays: Sequence[mx.array], config: LossConfig) -> tuple[mx.array, mx.array]:
@@ -78,41 +79,41 @@ def loss(micro: MicroBatch, part: Part, arrays: Sequence[mx.array], config: Loss
     kl = mx.array(0.0)
     if base is not None:
         d = base - p
-        kl = ((mx.exp(d) - 1.0 - d) * (batch.weights.reshape(-1)[place] != 0)).sum()
+        kl = ((mx.exp(d) - 1.0 - d) * batch.mask.reshape(-1)[place]).sum()
     return mx.concatenate([value.reshape(1), kl.reshape(1), p, micro.plain[part.span]]), gradient
 
 
 def results(batches: Sequence[Batch], parts: Sequence[Part], found: npt.NDArray[np.float32]) -> tuple[BatchResult, ...]:
     """Return the results of all batches. `found` is what `loss` returned for the parts, one behind the other."""
     sums = np.zeros((len(batches), 2))
-    hot: list[dict[int, tuple[float, ...]]] = [{} for _ in batches]
-    cold: list[dict[int, tuple[float, ...]]] = [{} for _ in batches]
+    sampled: list[dict[int, tuple[float, ...]]] = [{} for _ in batches]
+    model: list[dict[int, tuple[float, ...]]] = [{} for _ in batches]
     values = found.tolist()
     at = 0
     for part in parts:
         sums[part.batch] += values[at : at + 2]
         at += 2
-        for into in (hot[part.batch], cold[part.batch]):
+        for into in (sampled[part.batch], model[part.batch]):
             for item in part.items:
                 n = len(item.datum.weights)
                 into[item.index] = tuple(values[at : at + n])
                 at += n
     return tuple(
-        _result(batch, float(value), float(kl), own_hot, own_cold)
-        for batch, (value, kl), own_hot, own_cold in zip(batches, sums, hot, cold, strict=True)
+        _result(batch, float(value), float(kl), own_sampled, own_model)
+        for batch, (value, kl), own_sampled, own_model in zip(batches, sums, sampled, model, strict=True)
     )
 
 
 def _result(
-    batch: Batch, value: float, kl: float, hot: dict[int, tuple[float, ...]], cold: dict[int, tuple[float, ...]]
+    batch: Batch, value: float, kl: float, sampled: dict[int, tuple[float, ...]], model: dict[int, tuple[float, ...]]
 ) -> BatchResult:
-    trained = sum(w != 0 for d in batch.data for w in d.weights)
+    trained = sum(sum(d.trained) for d in batch.data)
     order = range(len(batch.data))
     return BatchResult(
         batch.trainer,
         value,
         trained,
-        tuple(hot[i] for i in order),
-        tuple(cold[i] for i in order),
+        tuple(sampled[i] for i in order),
+        tuple(model[i] for i in order),
         kl / max(trained, 1),
     )

@@ -8,9 +8,13 @@ Per token with p = log π_trainer, q = log π_sampler, r = exp(p - q) and weight
     cispo                 -stop(clip(r)) A p                           MiniMax-M1 2025
     dro                   -(A p - beta/2 (p - q)²)                     Richemond et al. 2024
 
-With ratio "sequence", r is exp(mean over the completion of p - q) (GSPO, Zheng et al. 2025). A ratio over
-`max_importance_ratio` makes the token count less by as much, so that what the sampler drew too seldom cannot dominate.
-`kl_coef` adds k3 to the base model, exp(b - p) - 1 - (b - p) (Schulman 2020).
+With ratio "sequence", r is exp(mean over the trained tokens of p - q) (GSPO, Zheng et al. 2025). Tokens that are not
+trained, such as those of tools between two turns, count in no mean and have no gradient.
+
+A ratio over `max_importance_ratio` makes the token count less by as much, so that what the sampler drew too seldom
+cannot dominate. cispo's ratio is a weight already, which its clip bounds, and dro has no ratio: neither is truncated.
+`kl_coef` adds k3 to the base model, exp(b - p) - 1 - (b - p) (Schulman 2020), for all trained tokens, those of an
+average completion among them.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ class TokenBatch(NamedTuple):
     logprobs: mx.array  # q
     weights: mx.array  # A
     shares: mx.array  # factor of each token's loss (the normalisation)
-    mask: mx.array  # 1 for completion tokens
+    mask: mx.array  # 1 for trained tokens
 
 
 def loss(p: mx.array, batch: TokenBatch, config: LossConfig, base: mx.array | None) -> mx.array:
@@ -51,17 +55,17 @@ def loss(p: mx.array, batch: TokenBatch, config: LossConfig, base: mx.array | No
             each = -mx.stop_gradient(clipped) * a * p
         else:
             each = -(a * p - 0.5 * config.beta * distance * distance)
-        if config.max_importance_ratio:
+        if config.max_importance_ratio and config.kind in ("importance_sampling", "ppo"):
             each = each * mx.stop_gradient(mx.minimum(1.0, config.max_importance_ratio / r))
     if base is not None:
         d = base - p
-        each = each + config.kl_coef * (mx.exp(mx.clip(d, -20.0, 20.0)) - 1.0 - d) * (a != 0)
-    return (each * batch.shares).sum()
+        each = each + config.kl_coef * (mx.exp(mx.clip(d, -20.0, 20.0)) - 1.0 - d)
+    return (each * batch.shares * batch.mask).sum()
 
 
-def shares(weights: list[tuple[float, ...]], config: LossConfig) -> list[float]:
-    """Return the factor of a token's loss for each completion. Only tokens whose weight is not 0 are counted."""
-    tokens = [sum(w != 0 for w in own) for own in weights]
+def shares(trained: list[tuple[bool, ...]], config: LossConfig) -> list[float]:
+    """Return the factor of a token's loss for each completion. Only tokens that are trained are counted."""
+    tokens = [sum(own) for own in trained]
     if config.normalize == "token_sum":
         each = [1.0] * len(tokens)
     elif config.normalize == "token_mean":

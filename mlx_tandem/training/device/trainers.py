@@ -29,7 +29,7 @@ from mlx_tandem.engine.plan import Wait
 from mlx_tandem.engine.trainers import PAUSE
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.model import footprint
-from mlx_tandem.model.step.inputs import Inputs, Numbers, forms, receive
+from mlx_tandem.model.step.inputs import Inputs, Numbers, receive, specs
 from mlx_tandem.training.device import completions, losses
 from mlx_tandem.training.device.backward import MicroBatch, Positions, Weights, positions
 from mlx_tandem.training.device.completions import Part
@@ -254,11 +254,13 @@ class MLXTrainers:
                 raise InvalidRequest(f"{where}.{name} has {len(values)} entries for {n - p} tokens", param=where)
             if not np.isfinite(np.array(values, np.float32)).all():
                 raise InvalidRequest(f"{where}.{name} holds what is not finite", param=where)
+        if datum.mask and len(datum.mask) != n - p:
+            raise InvalidRequest(f"{where}.mask has {len(datum.mask)} entries for {n - p} tokens", param=where)
         if not 1e-3 <= datum.temperature <= 100.0:
             raise InvalidRequest(f"{where}.temperature must be 0.001 to 100", param=where)
 
     def _run(self, batches: tuple[Batch, ...], forward_only: bool, tokens: int) -> Passes:
-        shares = [losses.shares([d.weights for d in b.data], b.loss) for b in batches]
+        shares = [losses.shares([d.trained for d in b.data], b.loss) for b in batches]
         served = [self._get(b.trainer).served(self._tree.dtype) for b in batches]
         # Copies: nothing counts before all of it is done.
         sums = [{} if forward_only else self._get(b.trainer).gradients for b in batches]
@@ -298,7 +300,7 @@ class MLXTrainers:
         """Run one micro-batch, padded to `shape`, and append what it found of each of its parts to `found`."""
         numbers = [*_rows(items, shape), *(n for part in own for n in part.numbers)]
         sent = self._inputs.send(numbers)
-        rows, at, target, temperature, *rest = receive(sent.arrays, forms(numbers))
+        rows, at, target, temperature, *rest = receive(sent.arrays, specs(numbers))
         warm = any(item.datum.temperature != 1.0 for item in items)
         where = Positions(at, target, temperature if warm else None)
         micro = MicroBatch(self._tree, self._layerwise, rows, where, adapters, self._forward_layers)

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import time
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ MOST_TASKS = 256
 """Most tasks that score in the background. Above it, requests wait until their own task has ended."""
 
 
-class Serving:
+class Serving(ABC):
     """The serving side as the learner uses it, on the front's event loop.
 
     `swaps` counts how often the trained adapter's name has come to stand for another version since the start.
@@ -196,9 +197,9 @@ class Serving:
     def _source(self, name: str) -> AdapterSource:
         return AdapterSource(os.path.join(self._folder, name))
 
+    @abstractmethod
     def relist(self) -> None:
         """Start to bring the served checkpoints in line with the folder."""
-        raise NotImplementedError
 
     # -- prompts and samples ------------------------------------------------------------------------------------
 
@@ -257,6 +258,10 @@ class Learning(Serving):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._was_up = False
         self._closed = False
+
+    def text_of(self, tokens: Sequence[int]) -> str:
+        """Return the text of these tokens without control tokens."""
+        return self._front.tokenizer.decode(tokens)
 
     async def bring_up(self) -> None:
         """Bring the trainer of a new engine to the learner's state, and serve the checkpoints.

@@ -15,6 +15,7 @@ from mlx_tandem.types import SamplingParams
 
 if TYPE_CHECKING:
     from mlx_tandem.training.live.learning import Learning
+    from mlx_tandem.training.online.arms import Pair
     from mlx_tandem.training.rewards import Scoring
 
 Outcome = dict[str, Any]
@@ -44,6 +45,7 @@ class Collect:
     shared: bool  # other requests may add to these groups
     prompts: tuple[str, ...]  # as text, for the reward functions
     params: SamplingParams
+    pair: Pair | None = None  # both versions that answer each prompt, where the request is part of the control arm
 
 
 class Recorder:
@@ -65,7 +67,8 @@ class Recorder:
         collect, learner = self._collect, self._learning.learner
         if collect.keep:
             for prompt, text in zip(self._prompts, collect.prompts, strict=True):
-                learner.record_prompt(tuple(prompt), collect.scoring, collect.params, text)
+                alone = self._n == 1 and not collect.shared
+                learner.record_prompt(tuple(prompt), collect.scoring, collect.params, text, alone=alone)
         ids = [new_id() for _ in said]
         if not collect.shown:
             # A choice without a score is dropped later, when the reply has been sent already.
@@ -77,6 +80,10 @@ class Recorder:
             (_collected(id, dropped.get(id)) if collect.keep else {}) | {"score": score}
             for id, score in zip(ids, scores, strict=True)
         ]
+
+    def _written(self, said: Answer) -> str:
+        """Return all of a choice's text, with its thoughts and tool calls in the model's own form."""
+        return self._learning.text_of(said.tokens) if said.thoughts or said.calls else said.text
 
     def _doomed(self, said: Answer) -> Reason | None:
         """Return the reason why a choice cannot be collected, whatever its score will be; None if it can."""
@@ -90,7 +97,7 @@ class Recorder:
 
         collect, learner = self._collect, self._learning.learner
         samples = [
-            Sample(collect.prompts[i // self._n], answer.text, collect.metadata, len(answer.tokens))
+            Sample(collect.prompts[i // self._n], self._written(answer), collect.metadata, len(answer.tokens))
             for i, answer in enumerate(said)
         ]
         scores = await learner.rewards.score([collect.scoring] * len(samples), samples)
@@ -106,14 +113,30 @@ class Recorder:
                 dropped[id] = "no_score"
             else:
                 scored[collect.groups[i // self._n]].append(self._trajectory(i, said[i], id, score, now))
+        self._compare(scored)
         try:
             stale = await asyncio.gather(
-                *(learner.add(group, 0 if collect.shared else len(group)) for group in scored.values() if group)
+                *(
+                    learner.add(group, 0 if collect.shared or self._n == 1 else len(group))
+                    for group in scored.values()
+                    if group
+                )
             )
         except TandemError as e:  # Serving continues without a journal.
             log("trajectories not collected", error=e.message)
             return scores, dropped | {t.id: "storage_error" for group in scored.values() for t in group}
         return scores, dropped | dict.fromkeys(frozenset[str]().union(*stale), "stale")
+
+    def _compare(self, scored: dict[str, list[Trajectory]]) -> None:
+        """Have the prompts of a request in the control arm answered by the other version, too."""
+        collect = self._collect
+        if collect.pair is None:
+            return
+        from mlx_tandem.training.online.prompts import Prompt
+
+        for prompt, text, group in zip(self._prompts, collect.prompts, scored.values(), strict=True):
+            asked = Prompt(tuple(prompt), collect.scoring, collect.params, text)
+            self._learning.learner.wait(asked, [t.reward for t in group], self._n, collect.pair)
 
     def _trajectory(self, index: int, own: Answer, id: str, score: float, created: float) -> Trajectory:
         """Return the trajectory of choice number `index`."""

@@ -10,9 +10,6 @@ from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.learning import Batch, Datum, LossConfig, LossKind
 from mlx_tandem.training.trajectories import Trajectory
 
-EPS = 1e-6
-"""Added to the standard deviation of rewards, so that equal rewards do not divide by zero."""
-
 PASS_TOKENS = 1 << 20
 """About the most tokens that are sent to the engine at once."""
 
@@ -26,30 +23,36 @@ class Recipe(NamedTuple):
     ratio: Literal["token", "sequence"]
     normalize: Literal["token_sum", "token_mean", "sequence_mean"]
     unit_variance: bool  # advantages are divided by the standard deviation of their group
+    clip_low: float = 0.2
+    clip_high: float = 0.2
 
 
 RECIPES: dict[str, Recipe] = {
     "grpo": Recipe("ppo", "token", "sequence_mean", True),
     "dr_grpo": Recipe("ppo", "token", "token_sum", False),
-    "gspo": Recipe("ppo", "sequence", "sequence_mean", True),
-    "cispo": Recipe("cispo", "token", "token_mean", True),
+    "dapo": Recipe("ppo", "token", "token_mean", True, clip_high=0.28),
+    "gspo": Recipe("ppo", "sequence", "sequence_mean", True, clip_low=3e-4, clip_high=4e-4),
+    "cispo": Recipe("cispo", "token", "token_mean", True, clip_low=1.0, clip_high=3.0),
     "ppo": Recipe("ppo", "token", "token_mean", True),
     "importance_sampling": Recipe("importance_sampling", "token", "token_mean", True),
     "dro": Recipe("dro", "token", "token_mean", True),
 }
-"""By `rl_training.algorithm`: Shao et al. 2024 (GRPO), Liu et al. 2025 (Dr. GRPO), Zheng et al. 2025 (GSPO)."""
+"""By `rl_training.algorithm`: Shao et al. 2024 (GRPO), Liu et al. 2025 (Dr. GRPO), Yu et al. 2025
+(DAPO), Zheng et al. 2025 (GSPO), MiniMax-M1 2025 (CISPO; its clip is the one of Tinker, [0, 4])."""
 
 
-def advantages(rewards: Sequence[float], *, unit_variance: bool) -> tuple[float, ...]:
-    """Return each reward less their mean, over their standard deviation if asked; zeros when all are the same."""
+def advantages(rewards: Sequence[float], *, leave_one_out: bool = False) -> tuple[float, ...]:
+    """Return each reward less the mean of all, or of the others; zeros when all are the same."""
     if min(rewards) == max(rewards):
         return (0.0,) * len(rewards)
+    mean, n = math.fsum(rewards) / len(rewards), len(rewards)
+    return tuple((r - mean) * (n / (n - 1) if leave_one_out else 1.0) for r in rewards)
+
+
+def spread(rewards: Sequence[float], least: float) -> float:
+    """Return the standard deviation of rewards, `least` at least: rewards that hardly differ are not blown up."""
     mean = math.fsum(rewards) / len(rewards)
-    centred = [r - mean for r in rewards]
-    if not unit_variance:
-        return tuple(centred)
-    deviation = math.sqrt(math.fsum(c * c for c in centred) / len(centred))
-    return tuple(c / (deviation + EPS) for c in centred)
+    return max(math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)), least)
 
 
 def by_group(trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
@@ -71,32 +74,23 @@ def batches(groups: Sequence[Group], config: RLTrainingConfig) -> tuple[Batch, .
     The sum of the batches' losses is the mean over all of the update, however it was cut. Groups must vary.
     """
     recipe = RECIPES[config.algorithm]
-    data = [
-        _datum(t, advantage)
-        for group in groups
-        for t, advantage in zip(
-            group, advantages([t.reward for t in group], unit_variance=recipe.unit_variance), strict=True
-        )
-    ]
+    data = [datum for group, found in zip(groups, _all(groups, config), strict=True) for datum in _data(group, found)]
     cuts = _cut(data, config.update_frequency)
     tokens = sum(len(d.weights) for d in data)
-    longest = max(len(d.weights) for d in data)
     made = []
     for part in cuts:
-        # The trainer counts only what has a weight; a completion that is just average has none and counts as well.
-        counted = [len(d.weights) for d in part if d.weights[0] != 0]
         share = {
-            "token_sum": 1.0 / (len(data) * longest),
-            "token_mean": sum(counted) / tokens,
-            "sequence_mean": len(counted) / len(data),
+            "token_sum": 1.0 / (len(data) * config.loss_tokens),
+            "token_mean": sum(len(d.weights) for d in part) / tokens,
+            "sequence_mean": len(part) / len(data),
         }[recipe.normalize]
         loss = LossConfig(
             kind=recipe.kind,
             ratio=recipe.ratio,
             normalize=recipe.normalize,
             scale=share,
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
+            clip_low=config.clip_low or recipe.clip_low,
+            clip_high=config.clip_high or recipe.clip_high,
             kl_coef=config.kl_coef,
             max_importance_ratio=config.max_importance_ratio,
         )
@@ -104,11 +98,31 @@ def batches(groups: Sequence[Group], config: RLTrainingConfig) -> tuple[Batch, .
     return tuple(made)
 
 
+def _all(groups: Sequence[Group], config: RLTrainingConfig) -> list[list[float]]:
+    """Return the advantages of each group's completions."""
+    scaled = config.advantage_scale or ("group" if RECIPES[config.algorithm].unit_variance else "none")
+    rewards = [[t.reward for t in group] for group in groups]
+    found = [advantages(own, leave_one_out=config.leave_one_out) for own in rewards]
+    by = [1.0] * len(groups)
+    if scaled == "group":
+        by = [spread(own, config.least_spread) for own in rewards]
+    elif scaled == "batch":
+        by = [spread([a for own in found for a in own], config.least_spread)] * len(groups)
+    return [[a / each for a in own] for own, each in zip(found, by, strict=True)]
+
+
+def _data(group: Group, found: Sequence[float]) -> list[Datum]:
+    return [_datum(t, advantage) for t, advantage in zip(group, found, strict=True)]
+
+
 def _datum(t: Trajectory, advantage: float) -> Datum:
     # A greedy choice was not drawn: it counts as if it had been, from the model's own distribution. What something else
     # has drawn counts as if the trainer had.
     logprobs = None if t.external else t.logprobs if t.temperature else t.model_logprobs
-    return Datum(t.prompt + t.tokens, len(t.prompt), (advantage,) * len(t.tokens), logprobs, t.temperature or 1.0)
+    n = len(t.tokens)
+    # A completion that is just average has no weight, and yet it counts in means and keeps to the reference.
+    mask = () if advantage else (1,) * n
+    return Datum(t.prompt + t.tokens, len(t.prompt), (advantage,) * n, logprobs, t.temperature or 1.0, mask)
 
 
 def _cut(data: Sequence[Datum], size: int) -> list[list[Datum]]:

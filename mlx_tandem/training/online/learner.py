@@ -22,16 +22,16 @@ from mlx_tandem.engine.learning import AdamParams
 from mlx_tandem.errors import EngineError, EngineUnavailable, ModelError, TandemError
 from mlx_tandem.files import StorageError
 from mlx_tandem.training.online import advantages, update
-from mlx_tandem.training.online.guard import Rewards
+from mlx_tandem.training.online.judging import Judging
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.policy import Behind, PolicyTrainer
-from mlx_tandem.training.online.prompts import Judge, Scorer
+from mlx_tandem.training.online.prompts import Scorer
 from mlx_tandem.training.online.recovery import GOOD
+from mlx_tandem.training.online.saving import Saver
 from mlx_tandem.training.online.serving import Serving, UpdateReport
 from mlx_tandem.training.online.update import Finding, Pending
 from mlx_tandem.training.online.versions import Versions
 from mlx_tandem.training.store.checkpoints import BEST, CheckpointInfo
-from mlx_tandem.training.store.manifests import Manifest
 from mlx_tandem.training.store.records import Began, Ended
 from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
@@ -53,25 +53,24 @@ class Learner:
         self.versions = Versions(client, serving)
         self.trainer = PolicyTrainer(config, client, self.versions)
         self.history: deque[UpdateReport] = deque(maxlen=HISTORY)
-        self.watch = Rewards(config.rl_training.update_frequency, config.rl_training.guard_reward_drop)
+        self.judging = Judging(config.rl_training, self.ledger, self.versions, serving, rewards, clock)
         self._config, self._training = config, config.rl_training
-        self._client, self._serving, self._clock = client, serving, clock
-        self._judge = Judge(serving, rewards)
+        self.client, self._serving, self._clock = client, serving, clock
+        self.saver = Saver(config, client, serving, self.ledger, self.versions, self.trainer, self.judging)
         self._was_up = False
         self._epoch = -1  # client.restarts of the engine that the trainer lives in
         self._is_open = False
         self._behind: Behind | None = None
-        self._saved = ""  # the checkpoint that has exactly the trainer's state; empty: none has
 
     @property
     def is_up(self) -> bool:
         """Whether the trainer is where the ledger says, in the engine that runs now."""
-        return self._is_open and self._epoch == self._client.restarts
+        return self._is_open and self._epoch == self.client.restarts
 
     @property
     def astray(self) -> bool:
         """Whether the trainer still has to be recovered although its engine runs."""
-        return not self._is_open and self._epoch == self._client.restarts
+        return not self._is_open and self._epoch == self.client.restarts
 
     @property
     def ref(self) -> AdapterRef | None:
@@ -91,12 +90,12 @@ class Learner:
         Both are exactly where the last ones were, unless updates since the checkpoint have to be computed again for
         that, which `catch_up` does.
         """
-        self._is_open, self._behind, self._epoch = False, None, self._client.restarts
-        self._saved = ""
+        self._is_open, self._behind, self._epoch = False, None, self.client.restarts
+        self.saver.saved = ""
         manifest, records, held = await self.ledger.open()
         if not self._was_up:
-            await asyncio.to_thread(self._judge.read, self._training, self._client.info)
-            self.watch.means.update(self.ledger.counters.means)
+            await asyncio.to_thread(self.judging.validation.read, self._training, self.client.info)
+            self.judging.live.means.update(self.ledger.counters.means)
             self._was_up = True
         folder = "" if manifest is None else str(self.ledger.checkpoints.path(manifest.name))
         highest = max(self.ledger.counters.last_version, 0 if manifest is None else manifest.version)
@@ -104,12 +103,14 @@ class Learner:
         self._behind = await self.trainer.begin(manifest, folder, todo, held or 0, highest)
         if not self.trainer.left:
             await self.catch_up()
+        if self.judging.compares and self.trains:
+            await self.judging.find_accepted(manifest, self.client)
         if held is None:
             log.warning(
                 "journal of another checkpoint", extra={"fields": {"checkpoint": getattr(manifest, "name", "")}}
             )
             if self.trains:
-                await self.checkpoint(None)  # from here on both tell the same story again
+                await self.saver.checkpoint(None)  # from here on both tell the same story again
 
     async def catch_up(self) -> None:
         """Take the trainer, which is not up, to exactly where the last one was, and serve its version."""
@@ -138,7 +139,7 @@ class Learner:
             trajectories=tuple(t.id for t in trajectories),
             batches=advantages.batches(groups, config),
             adam=update.adam(config, self.trainer.step + 1, self.ledger.counters.course.rate_scale),
-            micro_batch_tokens=self._client.check_ready().micro_batch_tokens,
+            micro_batch_tokens=self.client.check_ready().micro_batch_tokens,
             publish=publish,
         )
         self.ledger.begin(Pending(began, trajectories, self.ledger.untold()))
@@ -152,10 +153,9 @@ class Learner:
         started = time.monotonic()
         try:
             await self.ledger.flush()
-            await self._judge.know_best(self.ledger.counters.course, self.ref)
             head = self.versions.head
             version = 0 if head is None else head.ref.version
-            finding = await update.attempt(self._client, pending, version, self._training)
+            finding = await update.attempt(self.client, pending, version, self._training)
             report = await self._conclude(pending, finding, started)
         except TandemError as e:
             report = await self._failed(pending, e, started)
@@ -166,32 +166,34 @@ class Learner:
         if finding.outcome is not None:
             return self._end(pending, finding, started)
         if not pending.began.publish:
-            await self._client.settle_trainer(self.trainer.name, keep=True)
+            await self.client.settle_trainer(self.trainer.name, keep=True)
             return self._end(pending, replace(finding, outcome="kept"), started)
         asked = time.perf_counter()
         try:
-            info = await self._client.publish_trainer(self.trainer.name)
+            info = await self.client.publish_trainer(self.trainer.name)
         except ModelError as e:
             return await self._roll_back(pending, replace(finding, reason=e.message), started)
         ready = _Ready(info, (time.perf_counter() - asked) * 1e3)
         reward = None
-        if self._judge.prompts:
+        if self.judging.validation.prompts:
             new = info.digest not in self.versions.digests
             candidate = self.versions.reserve(info).ref
-            reward = await self._judge.reward(candidate)
-            if not self.ledger.counters.course.passes(reward, self._training.guard_reward_drop):
-                reason = "no rewards" if reward is None else f"mean reward {reward:.3g} on the validation prompts"
+            reward = await self.judging.validate(candidate)
+            if reward is None or self.ledger.counters.trial.is_worse(self._training.guard_false_rollback):
+                reason = "no rewards on the validation prompts" if reward is None else self.judging.said_worse
                 report = await self._roll_back(pending, replace(finding, reason=reason), started, reward)
                 if new:
                     await self.versions.retire(candidate)
+                if reward is not None:
+                    await self._return()
                 return report
-        await self._client.settle_trainer(self.trainer.name, keep=True)
+        await self.client.settle_trainer(self.trainer.name, keep=True)
         return self._end(pending, replace(finding, outcome="published"), started, ready, reward)
 
     async def _roll_back(
         self, pending: Pending, finding: Finding, started: float, reward: float | None = None
     ) -> UpdateReport:
-        await self._client.settle_trainer(self.trainer.name, keep=False)
+        await self.client.settle_trainer(self.trainer.name, keep=False)
         finding = replace(finding, outcome="rolled_back", step=self.trainer.step)
         return self._end(pending, finding, started, validation=reward)
 
@@ -217,16 +219,16 @@ class Learner:
         report = update.report(pending, finding, time.monotonic() - started, validation)
         self.trainer.step = finding.step
         if report.outcome in GOOD:
-            self._saved = ""
+            self.saver.saved = ""
         if ready is not None:
             began = time.perf_counter()
             ref = self.versions.publish(ready.info)
             swap_ms = (time.perf_counter() - began) * 1e3
             report = replace(report, version=ref.version, ready_ms=ready.ms, swap_ms=swap_ms)
             counters.publishes += 1
-            self._judge.present = validation
+            self.judging.validation.present = validation
         elif finding.outcome == "kept":
-            self.versions.head = self._judge.present = None
+            self.versions.head = self.judging.validation.present = None
         digest = "" if ready is None else ready.info.digest
         self.ledger.end(Ended(self.trainer.step, report.outcome, digest, report.version))
         counters.last_update = self._clock()
@@ -248,7 +250,7 @@ class Learner:
     async def _take_back(self) -> None:
         """Drop gradients and a step that is not settled; a trainer that cannot is brought up again."""
         try:
-            await self._client.settle_trainer(self.trainer.name, keep=False)
+            await self.client.settle_trainer(self.trainer.name, keep=False)
         except TandemError:
             self._is_open = False
 
@@ -258,135 +260,66 @@ class Learner:
             await self.ledger.flush()
         except StorageError as e:  # it is written again with the next record
             log.error("journal not written", extra={"fields": {"error": e.message}})
-        kept = self._kept(self.ledger.listed)
+        kept = self.saver.kept(self.ledger.listed)
         await self.versions.retire_except(kept)
-        self.watch.keep(kept)
+        self.judging.live.keep(kept)
+        self.judging.arms.updated()
 
     # -- versions -------------------------------------------------------------------------------------------------
 
-    async def checkpoint(self, name: str | None) -> str:
-        """Save the trainer as it is and return the name. Raises Conflict, StorageError, EngineError.
-
-        Without a name, a checkpoint that has the very same state becomes the newest again, and nothing is saved twice.
-        """
-        ledger, versions, head = self.ledger, self.versions, self.versions.head
-        info = await self._client.publish_trainer(self.trainer.name) if head is None else head.info
-        number = 0 if head is None else head.ref.version
-        same = name is None and any(i.name == self._saved for i in ledger.listed)
-        chosen = self._saved if same else name
-        if chosen is None:
-            chosen = await asyncio.to_thread(ledger.checkpoints.free_name, self.trainer.step)
-        reward = self._judge.present if self._judge.prompts else self._worth(number)
-        manifest = Manifest(
-            name=chosen,
-            step=self.trainer.step,
-            version=number,
-            digest=info.digest,
-            reward=reward,
-            pinned=name is not None,
-        )
-        ledger.counters.means = self.watch.means
-        if same:
-            await ledger.save(manifest, None)
-        else:
-            await ledger.save(manifest, lambda folder: self._client.save_trainer(self.trainer.name, folder))
-        versions.saved(info, str(ledger.checkpoints.folder / chosen), chosen)
-        self._saved = chosen
-        await self._prune()
-        return chosen
-
-    async def judge_checkpoints(self) -> bool:
-        """Note what checkpoints are worth whose versions had too few answers when they were saved and have enough now;
-        return whether there was one.
-        """
-        if self._judge.prompts:  # they are judged before they are published
+    async def return_if_worse(self) -> bool:
+        """Go back to the accepted version if those since then are shown to be worse; return whether they were."""
+        if not (self.judging.compares and self.judging.is_worse):
             return False
-        judged = False
-        try:
-            for info in self.ledger.listed:
-                reward = self._worth(info.version)
-                if info.reward is None and info.name != BEST and reward is not None:
-                    await self.ledger.judge(info.name, reward)
-                    judged = True
-        except StorageError as e:  # the next answers are another occasion
-            log.warning("checkpoint not judged", extra={"fields": {"error": e.message}})
-        if judged:
-            self._serving.relist()
-        return judged
+        log.warning("versions are worse", extra={"fields": {"reason": self.judging.said_worse}})
+        self.ledger.counters.course.note("rolled_back")
+        await self._return()
+        return True
 
-    def _worth(self, version: int) -> float | None:
-        """Return the mean reward of a version's live answers; None: there are fewer than half an update's. Of the
-        answers that an update is made of, only some are by the newest version.
-        """
-        mean = self.watch.means.get(version)
-        enough = max(self._training.update_frequency // 2, 2)
-        return mean.mean if mean is not None and mean.count >= enough else None
+    async def _return(self) -> None:
+        """Go back to the accepted version, from which the comparison begins again."""
+        trial, head = self.ledger.counters.trial, self.versions.head
+        accepted = trial.accepted
+        trial.begin(accepted)
+        if accepted is not None and (head is None or head.ref.digest != accepted.digest):
+            await self._go_to(accepted.checkpoint)
 
-    async def _prune(self) -> None:
-        """Remove the checkpoints that are not to be kept, and the versions that only they kept; versions of theirs that
-        are kept for another reason stay in the engine's memory. What cannot be removed now goes with the next ones.
-        """
-        ledger, folder = self.ledger, self.ledger.checkpoints.folder
-        going = ledger.checkpoints.surplus(ledger.listed)
-        if not going:
-            return
-        left = {info.digest: str(folder / info.name) for info in ledger.listed if info not in going}
-        kept = self._kept([info for info in ledger.listed if info not in going])
-        try:
-            for info in going:
-                path = str(folder / info.name)
-                if info.digest not in left and self.versions.in_folder(path, kept):
-                    await self._client.load_adapter(AdapterSource(path), pin=True)
-            await ledger.remove(going)
-        except TandemError as e:
-            log.warning("checkpoints not removed", extra={"fields": {"error": e.message}})
-        there = {info.name for info in ledger.listed}
-        for info in going:
-            if info.name not in there:
-                self.versions.removed(str(folder / info.name), left)
-        await self.versions.retire_except(self._kept(ledger.listed))
-        self._serving.relist()
+    async def rollback(self, to: str | None) -> AdapterRef:
+        """Take trainer and serving back to a version that somebody has chosen, durably. Raises NotFound."""
+        self.ledger.counters.trial.begin(None)  # whoever wants it back does not want it compared with another
+        return await self._go_to(to)
 
-    def _kept(self, checkpoints: Sequence[CheckpointInfo]) -> set[int]:
-        """Return the numbers of the versions that go on existing when there are these checkpoints."""
-        return self.versions.kept(checkpoints, (self.watch.best,) if self.watch.best else ())
-
-    async def rollback(self, to: str | None, *, manual: bool) -> AdapterRef:
-        """Take trainer and serving back to a version, durably. Raises NotFound."""
+    async def _go_to(self, to: str | None) -> AdapterRef:
         folder, digest = await asyncio.to_thread(self._target, to)
-        course = self.ledger.counters.course
         self._is_open = False  # until both sides tell the same story again
         await self.trainer.open(folder, digest)
-        self._saved = _twin(self.ledger.listed, Path(folder).name, digest, self.trainer.step) if folder else ""
-        info = await self._client.publish_trainer(self.trainer.name)
+        self.saver.saved = _twin(self.ledger.listed, Path(folder).name, digest, self.trainer.step) if folder else ""
+        info = await self.client.publish_trainer(self.trainer.name)
         ref = self.versions.publish(info, folder)
-        if manual:  # whoever wants it back does not want it compared with what came after it
-            course.best = self._judge.present = None
-            self.watch.keep([ref.version])
-        else:
-            course.note("rolled_back")
-        await self.checkpoint(None)
+        self.judging.validation.present = None
+        await self.saver.checkpoint(None, guards=True)
         self._is_open = True
-        log.warning("rolled back", extra={"fields": {"version": ref.version, "manual": manual}})
+        log.warning("rolled back", extra={"fields": {"version": ref.version}})
         return ref
 
     async def switch(self, to: str) -> AdapterRef:
         """Serve a version; the trainer goes on with its own. Raises NotFound."""
         folder, digest = await asyncio.to_thread(self._target, to)
         known = next((v for v in self.versions if v.ref.digest == digest), None)
-        info = known.info if known is not None else await self._client.load_adapter(AdapterSource(folder))
+        info = known.info if known is not None else await self.client.load_adapter(AdapterSource(folder))
         return self.versions.show(info, folder)
 
     def _target(self, to: str | None) -> tuple[str, str]:
         """Return folder (empty: there is none) and digest of what `to` names.
 
-        None names the version before this one, or the one that rewards have shown to be the best.
+        None names the accepted version, or the one before this one where none is accepted.
         """
-        head, best = self.versions.head, self.watch.best
+        head, accepted = self.versions.head, self.judging.accepted
         if to is None:
             at = self.versions.last + 1 if head is None else head.ref.version
             older = [v.ref.version for v in self.versions if v.ref.version < at]
-            to = str(best if best not in (0, at) else max(older, default=0))
+            known = accepted is not None and accepted.version != at
+            to = str(accepted.version if accepted is not None and known else max(older, default=0))
         return self.versions.find(to, self.trainer.name, self.ledger.checkpoints, self.ledger.listed)
 
 

@@ -17,7 +17,7 @@ from mlx_tandem.training.online.update import Pending
 from mlx_tandem.training.store.checkpoints import CheckpointInfo, Checkpoints
 from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.manifests import Manifest
-from mlx_tandem.training.store.records import Added, Dropped, Ended, Opened, Record
+from mlx_tandem.training.store.records import Added, Began, Compared, Dropped, Ended, Opened, Record
 from mlx_tandem.training.trajectories import Buffer, Counts, DropReason, Trajectory, staleness
 
 log = logging.getLogger(__name__)
@@ -52,6 +52,11 @@ class Ledger:
     def is_open(self) -> bool:
         """Whether the journal is open."""
         return self._journal is not None
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the journal should begin again, which a checkpoint lets it do."""
+        return self._journal is not None and self._journal.is_large
 
     async def open(self) -> tuple[Manifest | None, Sequence[Record], int | None]:
         """Bring buffer, counters and `pending` to where checkpoint and journal say.
@@ -92,19 +97,42 @@ class Ledger:
         for trajectory, size in self._late or ():
             rebuilt.buffer.add(trajectory, size)
         self.buffer, self.pending = rebuilt.buffer, rebuilt.pending
+        saved = counters.compared if counters.follows == opened.checkpoint else 0
+        counters.compared = sum(isinstance(record, Compared) for record in records)
         counters.follows, counters.began = opened.checkpoint, rebuilt.begun
+        counters.course.begin(self._config.rl_training.learning_rate)
         if held is not None:
-            for _, end in recovery.ended(records, held):
-                counters.course.note(end.outcome)
-                counters.updates += 1
-                counters.since_checkpoint += 1
-                counters.last_version = max(counters.last_version, end.version)
+            self._follow(counters, records, held, saved)
         if keep_counts:
             self.buffer.counts = counts
             self.counters.follows, self.counters.began = counters.follows, counters.began
+            self.counters.compared = counters.compared
         else:
             self.counters = counters
             self._told = msgspec.structs.replace(self.buffer.counts)
+
+    def _follow(self, counters: Counters, records: Sequence[Record], held: int, compared: int) -> None:
+        """Bring counters from a checkpoint to where the journal ends. The checkpoint has `held` updates and `compared`
+        comparisons of the journal.
+        """
+        begun = seen = 0
+        for record in records:
+            if isinstance(record, Began):
+                begun += 1
+            elif isinstance(record, Ended) and begun > held:
+                self._note(counters, record)
+            elif isinstance(record, Compared):
+                seen += 1
+                if seen > compared:
+                    counters.trial.compare(
+                        record.difference, record.tolerated, self._config.rl_training.guard_false_accept
+                    )
+
+    def _note(self, counters: Counters, end: Ended) -> None:
+        counters.note(end)
+        trial = counters.trial
+        if end.outcome == "rolled_back" and trial.is_worse(self._config.rl_training.guard_false_rollback):
+            trial.begin(trial.accepted)
 
     async def add(self, trajectories: Sequence[tuple[Trajectory, int]]) -> None:
         """Take those trajectories that are new, each with the size of its group (0: nobody knows); they are on the
@@ -186,19 +214,27 @@ class Ledger:
     def end(self, end: Ended) -> None:
         """Note that the pending update has come to its end."""
         self._opened().append(end)
-        counters = self.counters
-        counters.course.note(end.outcome)
-        counters.updates += 1
-        counters.since_checkpoint += 1
-        counters.last_version = max(counters.last_version, end.version)
+        self._note(self.counters, end)
         self.pending = None
+
+    def compared(self, difference: float, tolerated: float) -> None:
+        """Note how much better than by the accepted version a prompt was answered, and by how much it may be worse;
+        durable with the next `flush`.
+        """
+        self._opened().append(Compared(difference, tolerated))
+        self.counters.compared += 1
+        self.counters.trial.compare(difference, tolerated, self._config.rl_training.guard_false_accept)
 
     async def flush(self) -> None:
         """Bring the journal to the drive. Raises StorageError."""
         await self._opened().flush()
 
-    async def save(self, manifest: Manifest, write: Callable[[str], Awaitable[None]] | None) -> CheckpointInfo:
+    async def save(
+        self, manifest: Manifest, write: Callable[[str], Awaitable[None]] | None, *, guards: bool = False
+    ) -> CheckpointInfo:
         """Make a checkpoint of now. Raises StorageError; there is a checkpoint then or not, and the journal goes on.
+
+        One that is made for the guard does not delay the next one of the others.
 
         `write` fills its folder. Without it there is a checkpoint of this name whose content is that of now, which
         becomes the newest. The journal begins again after the checkpoint, and an update that is pending is forgotten. A
@@ -211,7 +247,7 @@ class Ledger:
         saved = msgspec.structs.replace(
             self.counters,
             counts=self.buffer.counts,
-            since_checkpoint=0,
+            since_checkpoint=self.counters.since_checkpoint if guards else 0,
             checkpoint_saves=self.counters.checkpoint_saves + 1,
         )
         manifest = msgspec.structs.replace(
@@ -219,7 +255,7 @@ class Ledger:
             counters=recovery.to_manifest(saved),
             config=msgspec.to_builtins(self._config.rl_training),
         )
-        self._saving = asyncio.create_task(self._commit(temporary, manifest))
+        self._saving = asyncio.create_task(self._commit(temporary, manifest, guards))
         return await asyncio.shield(self._saving)
 
     async def judge(self, name: str, reward: float) -> None:
@@ -240,17 +276,17 @@ class Ledger:
         if self._saving is not None:
             await asyncio.wait({self._saving})
 
-    async def _commit(self, temporary: Path | None, manifest: Manifest) -> CheckpointInfo:
+    async def _commit(self, temporary: Path | None, manifest: Manifest, guards: bool) -> CheckpointInfo:
         if temporary is None:
             info = await asyncio.to_thread(self.checkpoints.renew, manifest)
         else:
             info = await asyncio.to_thread(self.checkpoints.commit, temporary, manifest)
         self.listed = await asyncio.to_thread(self.checkpoints.list)
         self.counters.checkpoint_saves += 1
-        self.counters.since_checkpoint = 0
+        self.counters.since_checkpoint = self.counters.since_checkpoint if guards else 0
         self.pending = None
         await self._opened().rotate(info.label, manifest.step, self.buffer.held, self.buffer.seen)
-        self.counters.follows, self.counters.began = info.label, 0
+        self.counters.follows, self.counters.began, self.counters.compared = info.label, 0, 0
         return info
 
     async def close(self) -> None:

@@ -25,7 +25,9 @@ Work = Callable[[], Coroutine[Any, Any, bool]]
 
 
 class Loop:
-    """`alone` runs work with nobody else at the trainer. `sample` makes completions of its own; False: it cannot."""
+    """`alone` runs work with nobody else at the trainer. `compare` has prompts of the control arm answered a second
+    time, also while updates wait, and `sample` makes completions of its own; False: there is nothing to do.
+    """
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class Loop:
         client: EngineClient,
         learner: Learner,
         alone: Callable[[Work], Awaitable[bool]],
+        compare: Work,
         sample: Work,
     ) -> None:
         self.running = False
@@ -41,7 +44,8 @@ class Loop:
         self.task: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._config, self._training = config, config.rl_training
-        self._client, self._learner, self._alone, self._sample = client, learner, alone, sample
+        self._client, self._learner, self._alone = client, learner, alone
+        self._compare, self._sample = compare, sample
 
     def start(self) -> None:
         """Run from now on; what stopped it before is forgotten."""
@@ -82,27 +86,32 @@ class Loop:
         """Do whatever is due; return False when nothing is."""
         while not (self._client.state == "ready" and (self._learner.is_up or self._learner.astray)):
             await asyncio.sleep(POLL_SECONDS)
-        return await self._alone(self._advance) or await self._sample()
+        compared = await self._compare()
+        return await self._alone(self._advance) or compared or await self._sample()
 
     async def _advance(self) -> bool:
         learner = self._learner
         if learner.ledger.pending is not None:
             await learner.finish()
-        elif await self.save_if_due() or await learner.judge_checkpoints():
-            pass
-        elif learner.watch.fallen(learner.version):
-            await learner.rollback(str(learner.watch.best), manual=False)
-        elif groups := self._enough():
+            return True
+        for due in (
+            learner.return_if_worse,
+            learner.saver.propose_if_due,
+            self.save_if_due,
+            learner.saver.judge_checkpoints,
+        ):
+            if await due():
+                return True
+        groups = self._enough()
+        if groups:
             await learner.learn(groups)
-        else:
-            return False
-        return True
+        return bool(groups)
 
     async def save_if_due(self) -> bool:
         """Save a checkpoint if there were enough updates since the last; return whether it was."""
         if self._learner.ledger.counters.since_checkpoint < self._config.checkpointing.interval:
             return False
-        await self._learner.checkpoint(None)
+        await self._learner.saver.checkpoint(None)
         return True
 
     @property

@@ -11,7 +11,6 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
-from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,7 +19,8 @@ from mlx_tandem import limits
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import Conflict, EngineDied, EngineUnavailable, TandemError
-from mlx_tandem.training.online import prompts
+from mlx_tandem.training.online import advantages, prompts, status
+from mlx_tandem.training.online.arms import Pair
 from mlx_tandem.training.online.learner import Learner
 from mlx_tandem.training.online.loop import Loop
 from mlx_tandem.training.online.prompts import Prompt, Recorded
@@ -54,7 +54,7 @@ class OnlineLearner:
         self._learner = Learner(config, client, serving, self.rewards, clock)
         self._recorded = Recorded()
         self._lock = asyncio.Lock()
-        self._loop = Loop(config, client, self._learner, self._alone, self._sample)
+        self._loop = Loop(config, client, self._learner, self._alone, self._compare, self._sample)
         self._work: set[asyncio.Task[Any]] = set()
         self._closed = False
 
@@ -79,11 +79,12 @@ class OnlineLearner:
             await self._learner.bring_up()
         if self._learner.trainer.left:
             log.warning("recovering", extra={"fields": {"updates": self._learner.trainer.left}})
-            self._begin(self._caught_up).add_done_callback(self._after_recovery)
-        self._loop.wake()
 
-    async def _caught_up(self) -> None:
-        log.info("recovered", extra={"fields": {"step": self._learner.trainer.step}})
+            async def caught_up() -> None:
+                log.info("recovered", extra={"fields": {"step": self._learner.trainer.step}})
+
+            self._begin(caught_up).add_done_callback(self._after_recovery)
+        self._loop.wake()
 
     def _after_recovery(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -121,12 +122,14 @@ class OnlineLearner:
 
     async def _save_at_the_end(self) -> None:
         learner = self._learner
-        if not (learner.is_up and learner.trains and learner.ledger.counters.since_checkpoint):
+        if not (
+            learner.is_up and learner.trains and learner.ledger.counters.since_checkpoint and not learner.saver.is_saved
+        ):
             return
         if learner.ledger.pending is None:
             try:
                 async with asyncio.timeout(LAST_SAVE_SECONDS):
-                    await learner.checkpoint(None)
+                    await learner.saver.checkpoint(None)
             except (TandemError, TimeoutError) as e:
                 log.warning("no last checkpoint", extra={"fields": {"error": str(e)}})
 
@@ -146,24 +149,50 @@ class OnlineLearner:
         ledger = self._learner.ledger
         if not ledger.is_open:
             raise EngineUnavailable("learning has not started yet")
-        for t in trajectories:
-            if t.versions and t.versions[-1] and not t.external and not self._training.validation_prompts:
-                self._learner.watch.add(t.versions[-1], t.reward)
+        self._learner.judging.see(trajectories)
+        return await self._keep(trajectories, size)
+
+    async def _keep(self, trajectories: Sequence[Trajectory], size: int) -> frozenset[str]:
+        ledger = self._learner.ledger
         stale = [t for t in trajectories if self.is_stale(t.versions)]
         gone = Counter(t.group for t in stale)
         ids = frozenset(t.id for t in stale)
         ledger.drop_stale(stale)
+
+        async def shorten() -> None:
+            if ledger.is_large and ledger.pending is None:
+                await self._learner.saver.checkpoint(None, guards=True)
+
+        if ledger.is_large and not self._work:  # it grows with what is collected, also while nothing is learned
+            self._begin(shorten)
         try:
             await ledger.add([(t, size and size - gone[t.group]) for t in trajectories if t.tokens and t.id not in ids])
         finally:
             self._loop.wake()
         return ids
 
-    def record_prompt(self, prompt: tuple[int, ...], scoring: Scoring, params: SamplingParams, text: str = "") -> None:
-        """Keep a prompt that the loop may answer itself, `group_size` times, when it lacks something to learn from."""
+    def choose(self, asked: AdapterRef) -> Pair | None:
+        """Return who answers a prompt that asks for this version and is collected; None: that version alone."""
+        return self._learner.judging.choose(asked) if self._learner.is_up and self._loop.running else None
+
+    def wait(self, prompt: Prompt, rewards: Sequence[float], n: int, pair: Pair) -> None:
+        """Have a prompt, whose first answers got these rewards, answered by the pair's second version, too."""
+        self._learner.judging.wait(prompt, rewards, n, pair)
+        self._loop.wake()
+
+    def record_prompt(
+        self, prompt: tuple[int, ...], scoring: Scoring, params: SamplingParams, text: str = "", *, alone: bool = False
+    ) -> None:
+        """Keep a prompt that the loop may answer itself, `group_size` times, when it lacks something to learn from.
+
+        With `alone` the request has one answer, which has nothing to be compared with: the loop then makes `siblings`
+        answers to it once, also without `group_size`.
+        """
         if self._training.group_size > 1:
             self._recorded.add(Prompt(prompt, scoring, params, text))
-            self._loop.wake()
+        elif alone and self._training.siblings:
+            self._recorded.add(Prompt(prompt, scoring, params, text), 1)
+        self._loop.wake()
 
     # -- what can be asked for ------------------------------------------------------------------------------------
 
@@ -171,7 +200,7 @@ class OnlineLearner:
         self, trajectories: Sequence[Trajectory] = (), *, publish: bool = True, checkpoint_name: str | None = None
     ) -> UpdateReport:
         """Learn now, from these or else from what the buffer holds. Raises Conflict, EngineError, StorageError."""
-        self._check_trains()
+        _check_trains(self._learner)
         ledger = self._learner.ledger
         if checkpoint_name is not None:
             limits.check_name(checkpoint_name, "checkpoint_name")
@@ -180,8 +209,10 @@ class OnlineLearner:
 
         async def work() -> UpdateReport:
             await self._finish()
+            await self._learner.saver.propose_if_due()
             dropped: dict[DropReason, list[int]] = {}
             if trajectories:
+                self._learner.judging.see_sent(trajectories)
                 groups, dropped = ledger.accept(trajectories, self._learner.version)
             else:
                 groups = ledger.take(ledger.buffer.capacity, self._learner.version)
@@ -189,29 +220,31 @@ class OnlineLearner:
                 report = await self._learner.learn(groups, publish=publish)
             else:
                 report = self._learner.nothing()
+            await self._learner.return_if_worse()
+            await self._learner.saver.propose_if_due()
             self._loop.look_back()
             if checkpoint_name is not None:
-                await self._learner.checkpoint(checkpoint_name)
+                await self._learner.saver.checkpoint(checkpoint_name)
             await self._loop.save_if_due()
-            await self._learner.judge_checkpoints()
+            await self._learner.saver.judge_checkpoints()
             return msgspec.structs.replace(report, dropped_at={why: tuple(at) for why, at in dropped.items()})
 
         return await self._alone(work)
 
     async def checkpoint(self, name: str | None = None) -> str:
         """Save the trainer as it is and return the checkpoint's name. Raises Conflict, StorageError, EngineError."""
-        self._check_trains()
+        _check_trains(self._learner)
 
         async def work() -> str:
             await self._finish()
-            return await self._learner.checkpoint(name)
+            return await self._learner.saver.checkpoint(name)
 
         return await self._alone(work)
 
     async def rollback(self, to: str | None = None) -> AdapterRef:
         """Take trainer and serving back: to a version, a checkpoint, or (None) the last good one. Raises NotFound."""
-        self._check_trains()
-        return await self._alone(lambda: self._learner.rollback(to, manual=True))
+        _check_trains(self._learner)
+        return await self._alone(lambda: self._learner.rollback(to))
 
     async def switch(self, to: str) -> AdapterRef:
         """Serve another version or checkpoint, until the next one is published. Raises NotFound."""
@@ -219,67 +252,9 @@ class OnlineLearner:
 
     def status(self) -> TrainingStatus:
         """Return how the loop is doing now."""
-        learner, ledger = self._learner, self._learner.ledger
-        counters, counts = ledger.counters, ledger.buffer.counts
-        current = self._serving.current()
-        last = learner.history[-1] if learner.history else None
-        when = counters.last_update
-        return TrainingStatus(
-            training_enabled=self._training.enabled,
-            mode=self._config.engine.duty.mode,
-            running=self._loop.running,
-            busy=self._loop.running and (bool(self._work) or self._loop.has_enough),
-            reason=self._loop.reason,
-            recovering=learner.trainer.left,
-            current_lora="" if current is None else current.label,
-            version=0 if current is None else current.version,
-            step=learner.trainer.step,
-            updates=counters.updates,
-            trajectories_collected=counts.collected,
-            buffered=len(ledger.buffer),
-            dropped_stale=counts.dropped_stale,
-            dropped_duplicate=counts.dropped_duplicate,
-            dropped_overflow=counts.dropped_overflow,
-            skipped_groups=counts.skipped_groups,
-            advice=self._advice(),
-            last_update=None if when is None else datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            loss=0.0 if last is None else last.loss,
-            kl=0.0 if last is None else last.kl,
-            mean_reward=0.0 if last is None else last.mean_reward,
-            grad_norm=0.0 if last is None else last.grad_norm,
-            learning_rate=self._training.learning_rate * counters.course.rate_scale,
-            rollbacks=counters.course.rollbacks,
-            last_verdict="ok" if last is None else last.verdict,
-            checkpoint_saves=counters.checkpoint_saves,
-            publishes=counters.publishes,
-            available_checkpoints=tuple(info.name for info in ledger.listed),
-            serving_ms=self._client.stats.serving_ms,
-            training_ms=self._client.stats.training_ms,
-        )
-
-    def _advice(self) -> str:
-        """Return what to do about trajectories that are dropped; empty: none are."""
-        counts, training = self._learner.ledger.buffer.counts, self._training
-        said = []
-        if counts.dropped_stale:
-            said.append(
-                f"{counts.dropped_stale} trajectories were not learned from because the versions that made them were "
-                f"more than max_staleness = {training.max_staleness} away from the one that was trained: ask for "
-                f"{training.adapter} itself rather than for the base or an older version, raise "
-                "rl_training.max_staleness, or raise rl_training.update_frequency, so that there are fewer versions."
-            )
-        if counts.dropped_overflow:
-            said.append(
-                f"{counts.dropped_overflow} trajectories were not learned from because the buffer was full: raise "
-                "rl_training.trajectory_buffer_size or learning's share of the device, or collect fewer."
-            )
-        return " ".join(said)
+        return status.of(self._config, self._learner, self._loop, self._serving.current(), bool(self._work))
 
     # -- one thing at a time --------------------------------------------------------------------------------------
-
-    def _check_trains(self) -> None:
-        if not self._learner.trains:
-            raise Conflict("nothing is trained here: the mode is inference_only", param="mode")
 
     async def _alone(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         return await asyncio.shield(self._begin(work))
@@ -295,29 +270,44 @@ class OnlineLearner:
                     raise EngineUnavailable("the engine is not there")
                 return await work()
 
+        def done(task: asyncio.Task[T]) -> None:
+            self._work.discard(task)
+            if not task.cancelled():
+                task.exception()  # nobody may be left who waits for it
+
         task = asyncio.create_task(run())
         self._work.add(task)
-        task.add_done_callback(self._done)
+        task.add_done_callback(done)
         return task
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._work.discard(task)
-        if not task.cancelled():
-            task.exception()  # nobody may be left who waits for it
 
     async def _finish(self) -> None:
         """Bring what was begun to its end before anything else is done to the trainer."""
         if self._learner.ledger.pending is not None:
             await self._learner.finish()
 
+    async def _compare(self) -> bool:
+        """Have prompts of the control arm answered by the other version, and keep these answers to learn from."""
+        groups = await self._learner.judging.draw()
+        for group in groups:
+            if not self.is_stale(group[0].versions):
+                await self._keep(group, len(group))
+        return bool(groups)
+
     async def _sample(self) -> bool:
         """Answer recorded prompts, as many as an update needs."""
-        size = self._training.group_size
-        if not len(self._recorded):
+        size = self._training.group_size if self._training.group_size > 1 else self._training.siblings
+        if not len(self._recorded) or size < 2:
             return False
         chosen = self._recorded.next(max(1, -(-self._training.update_frequency // size)))
         ref = self._learner.ref
-        for group in await prompts.groups(self._serving, self.rewards, chosen, size, ref, self._clock):
+        groups = await prompts.groups(self._serving, self.rewards, chosen, size, ref, self._clock)
+        for prompt, group in zip(chosen, groups, strict=True):
+            self._recorded.learned(prompt, advantages.varies(group) if group else False)
             if group:
-                await self.add(group, len(group))
-        return True
+                await self._keep(group, len(group))
+        return bool(chosen)
+
+
+def _check_trains(learner: Learner) -> None:
+    if not learner.trains:
+        raise Conflict("nothing is trained here: the mode is inference_only", param="mode")

@@ -7,6 +7,7 @@ import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +18,6 @@ from mlx_tandem import limits
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.errors import EngineUnavailable, InvalidRequest
 from mlx_tandem.training.examples import Turn
-from mlx_tandem.training.online.guard import Course
 from mlx_tandem.training.online.serving import Sampled, Serving
 from mlx_tandem.training.rewards import Sample, Scoring
 from mlx_tandem.training.trajectories import Trajectory, new_id
@@ -25,6 +25,12 @@ from mlx_tandem.types import AdapterRef, EngineInfo, SamplingParams
 
 RECORDED = 1024
 """Most prompts that are kept to be sampled again; the oldest go first."""
+
+REDRAWS = 16
+"""Times that the loop answers a recorded prompt before somebody asks it again."""
+
+MISSES = 4
+"""A prompt retires when its answers were worth the same so many times in a row."""
 
 VALIDATION_TOKENS = 256
 """Most tokens of an answer to a validation prompt that says nothing else."""
@@ -49,39 +55,73 @@ class Prompt(Struct, frozen=True):
     text: str = ""
 
 
+@dataclass
+class _Recorded:
+    prompt: Prompt
+    left: int  # times that it may be answered again before somebody asks it again
+    misses: int = 0  # answers in a row that were all worth the same
+    rest: int = 0  # turns to be left out
+
+
 class Recorded:
-    """Prompts of live traffic, handed out in turn."""
+    """Prompts of live traffic, handed out in turn.
+
+    A prompt whose answers are all worth the same teaches nothing. It is left out for ever more turns, and for good
+    after MISSES times, until somebody asks it again.
+    """
 
     def __init__(self) -> None:
-        self._prompts: OrderedDict[tuple[int, ...], Prompt] = OrderedDict()
+        self._prompts: OrderedDict[tuple[int, ...], _Recorded] = OrderedDict()
         self._seed = secrets.randbits(48)
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def add(self, prompt: Prompt) -> None:
-        """Keep a prompt; for one that is known the newest parameters hold.
+    def add(self, prompt: Prompt, times: int = REDRAWS) -> None:
+        """Keep a prompt, which may be answered again so many times; for one that is known the newest parameters hold.
 
         A greedy answer never varies, so that temperature and top_p are raised to 1 where they are 0.
         """
         params = prompt.params
         if params.greedy:
             params = msgspec.structs.replace(params, temperature=params.temperature or 1.0, top_p=params.top_p or 1.0)
-        self._prompts[prompt.tokens] = msgspec.structs.replace(prompt, params=params)
+        known = self._prompts.get(prompt.tokens)
+        misses = min(known.misses, MISSES - 1) if known is not None else 0
+        rest = known.rest if known is not None else 0
+        self._prompts[prompt.tokens] = _Recorded(msgspec.structs.replace(prompt, params=params), times, misses, rest)
         while len(self._prompts) > RECORDED:
             self._prompts.popitem(last=False)
 
     def next(self, count: int) -> list[Prompt]:
-        """Return at most `count` different prompts, those that waited longest, each time with another seed."""
-        chosen = []
-        for tokens in list(self._prompts)[:count]:
-            self._prompts.move_to_end(tokens)
-            self._seed += 1
-            prompt = self._prompts[tokens]
-            chosen.append(
-                msgspec.structs.replace(prompt, params=msgspec.structs.replace(prompt.params, seed=self._seed))
-            )
-        return chosen
+        """Return at most `count` different prompts, those that waited longest, each time with another seed; none when
+        each has been answered as often as it may.
+        """
+        while True:
+            ready = [r for r in self._prompts.values() if r.left > 0 and r.misses < MISSES]
+            chosen = [r for r in ready if not r.rest][:count]
+            for recorded in ready:
+                recorded.rest = max(recorded.rest - 1, 0)
+            if chosen or not ready:
+                return [self._drawn(recorded) for recorded in chosen]
+
+    def _drawn(self, recorded: _Recorded) -> Prompt:
+        prompt = recorded.prompt
+        self._prompts.move_to_end(prompt.tokens)
+        self._seed += 1
+        recorded.left -= 1
+        return msgspec.structs.replace(prompt, params=msgspec.structs.replace(prompt.params, seed=self._seed))
+
+    def learned(self, prompt: Prompt, varied: bool) -> None:
+        """Note whether the answers to a prompt were worth different rewards."""
+        recorded = self._prompts.get(prompt.tokens)
+        if recorded is not None:
+            recorded.misses = 0 if varied else recorded.misses + 1
+            recorded.rest = 0 if varied else 2**recorded.misses
+
+    @property
+    def retired(self) -> int:
+        """Prompts that are not answered again, as their answers were worth the same MISSES times in a row."""
+        return sum(r.misses >= MISSES for r in self._prompts.values())
 
 
 class _Line(Struct, forbid_unknown_fields=True):
@@ -89,10 +129,11 @@ class _Line(Struct, forbid_unknown_fields=True):
     scoring_function: str | dict[str, float] | list[dict[str, Any]] = ""
     metadata: dict[str, Any] = {}
     max_tokens: int = VALIDATION_TOKENS
+    temperature: float = 1.0
 
 
 def read(path: Path, serving: Serving, rewards: Scorer, default_scoring: str, max_len: int) -> list[Prompt]:
-    """Return the prompts of a JSONL file, to be answered greedily. Raises InvalidRequest with file and line."""
+    """Return the prompts of a JSONL file. Raises InvalidRequest with file and line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as e:
@@ -112,6 +153,7 @@ def read(path: Path, serving: Serving, rewards: Scorer, default_scoring: str, ma
 def _prompt(line: bytes, serving: Serving, rewards: Scorer, default_scoring: str, max_len: int) -> Prompt:
     said = msgspec.json.decode(line, type=_Line)
     limits.check("max_tokens", said.max_tokens)
+    limits.check("temperature", said.temperature)
     scoring = rewards.check(said.scoring_function or default_scoring, said.metadata)
     prompt = said.prompt if isinstance(said.prompt, str) else [turn.turn() for turn in said.prompt]
     tokens = serving.encode(prompt)
@@ -119,7 +161,7 @@ def _prompt(line: bytes, serving: Serving, rewards: Scorer, default_scoring: str
     if not tokens or room < 1:
         raise InvalidRequest(f"the prompt has {len(tokens)} tokens; the model takes {max_len}", param="prompt")
     text = said.prompt if isinstance(said.prompt, str) else "\n".join(turn.content for turn in said.prompt)
-    return Prompt(tokens, scoring, SamplingParams(min(said.max_tokens, room), temperature=0.0), text)
+    return Prompt(tokens, scoring, SamplingParams(min(said.max_tokens, room), temperature=said.temperature), text)
 
 
 async def answers(
@@ -159,14 +201,15 @@ async def score(
     return [[next(flat) for _ in own] for own in sampled]
 
 
-class Judge:
-    """What every version must answer before it is published. Without prompts, nothing is judged."""
+class Validation:
+    """The prompts that every version must answer before it is published. Without prompts, there is nothing to do."""
 
     def __init__(self, serving: Serving, rewards: Scorer) -> None:
         self.prompts: Sequence[Prompt] = ()
         self.present: float | None = None
         """The mean reward of the trainer's weights; None: not known."""
         self._serving, self._rewards = serving, rewards
+        self._seed = secrets.randbits(48)
 
     def read(self, config: RLTrainingConfig, info: EngineInfo | None) -> None:
         """Read the validation prompts, if there are any. Raises InvalidRequest naming the file and the line."""
@@ -176,22 +219,21 @@ class Judge:
             path = Path(config.validation_prompts)
             self.prompts = read(path, self._serving, self._rewards, config.scoring_function, info.max_model_len)
 
-    async def reward(self, adapter: AdapterRef | None) -> float | None:
-        """Return the mean reward of greedy answers; None when fewer than half of them could be scored."""
-        sampled = await answers(self._serving, self.prompts, 1, adapter)
-        known = [s for own in await score(self._rewards, self.prompts, sampled) for s in own if s is not None]
-        return math.fsum(known) / len(known) if 2 * len(known) >= len(self.prompts) else None
+    async def rewards(self, adapter: AdapterRef | None, n: int) -> list[float | None]:
+        """Return the mean reward of `n` answers to each prompt; None for one none of whose answers could be scored.
 
-    async def know_best(self, course: Course, present: AdapterRef | None) -> None:
-        """Have the served version answer the prompts, at first and after a restart: candidates are compared with the
-        best.
+        Until `drawn`, all versions answer with the same seeds, so that equal versions give equal answers.
         """
-        if not self.prompts or self.present is not None:
-            return
-        self.present = await self.reward(present)
-        if self.present is None:
-            raise EngineUnavailable("the answers to the validation prompts cannot be scored")
-        course.best = max(self.present, self.present if course.best is None else course.best)
+        replace = msgspec.structs.replace
+        seeded = [replace(p, params=replace(p.params, seed=self._seed)) for p in self.prompts]
+        sampled = await answers(self._serving, seeded, n, adapter)
+        scores = await score(self._rewards, seeded, sampled)
+        known = [[s for s in own if s is not None] for own in scores]
+        return [math.fsum(own) / len(own) if own else None for own in known]
+
+    def drawn(self) -> None:
+        """Use other seeds from now on."""
+        self._seed += 1
 
 
 async def groups(

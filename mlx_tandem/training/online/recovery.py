@@ -10,7 +10,9 @@ from msgspec import Struct, field
 
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.training.online import update
-from mlx_tandem.training.online.guard import Course, Mean
+from mlx_tandem.training.online.guard import Course
+from mlx_tandem.training.online.live_rewards import Mean
+from mlx_tandem.training.online.trial import Trial
 from mlx_tandem.training.online.update import Pending
 from mlx_tandem.training.store.manifests import Manifest
 from mlx_tandem.training.store.records import Added, Began, Dropped, Ended, Opened, Record, Seen
@@ -25,6 +27,7 @@ class Counters(Struct):
 
     follows: str = ""  # the label of the checkpoint that the journal of that moment begins after
     began: int = 0  # updates in that journal, all of them in the checkpoint
+    compared: int = 0  # comparisons in that journal, all of them in `trial`
     updates: int = 0
     publishes: int = 0
     checkpoint_saves: int = 0
@@ -33,7 +36,16 @@ class Counters(Struct):
     since_checkpoint: int = 0  # updates
     course: Course = field(default_factory=Course)
     counts: Counts = field(default_factory=Counts)
+    trial: Trial = field(default_factory=Trial)
     means: dict[int, Mean] = {}
+
+    def note(self, end: Ended) -> None:
+        """Count an update that has come to its end."""
+        self.course.note(end.outcome)
+        self.updates += 1
+        self.since_checkpoint += 1
+        self.trial.updates += 1
+        self.last_version = max(self.last_version, end.version)
 
 
 def to_manifest(counters: Counters) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Serving(Protocol):
         ...
 
     def reserve(self, info: AdapterInfo, number: int = 0) -> AdapterRef:
-        """Give content that is not current a number, as `publish` does: only that number selects it. There is a current
+        """Give content that is not current a number, as `publish` does: only that number names it. There is a current
         one.
         """
         ...
@@ -141,6 +141,10 @@ class TrainingStatus(Struct, frozen=True):
     grad_norm: float
     learning_rate: float
     rollbacks: int
+    accepted: int  # the version that rollbacks return to; 0: there is none
+    compared: int  # prompts on which later versions were compared with it
+    difference: float  # mean of what they got more than it did on these
+    alarm: str  # what the last alarm about live rewards has seen; empty: there was none
     last_verdict: Verdict
     checkpoint_saves: int
     publishes: int

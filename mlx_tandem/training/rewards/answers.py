@@ -13,18 +13,22 @@ from msgspec import Struct
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.limits import MAX_REWARD_ANSWERS
 from mlx_tandem.training.rewards.messages import Sample
+from mlx_tandem.training.rewards.said import said
 
 MAX_DIGITS = 32  # of a number that is compared, and the largest exponent
 MARKER = "####"
 BOX = "\\boxed{"
 NEAR = 256  # characters that an answer may be long
 TAIL = 16_384  # characters at the end that are searched for a digit
+SPACELESS = 0x2E80  # characters from here on are of scripts that put no spaces between words
 WIDEST = 3 * MAX_DIGITS  # characters of a number: longer ones have too many digits
 
-_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_THOUSANDS = r"[0-9]{1,3}(?:(?:,[0-9]{3})+|(?:[ \u00a0\u202f][0-9]{3})+)(?![0-9])"
+_DIGITS = rf"(?:{_THOUSANDS}|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _NUMBER = re.compile(
     rf"((?<![0-9A-Za-z)\]}}])[-+−]\s?)?(?:\\?[$€£]\s?([-−])?)?({_DIGITS})(?:[eE]([-+]?[0-9]+))?(?:\s?/\s?({_DIGITS}))?"
 )
+_GROUPING = re.compile("[, \u00a0\u202f]")
 _DIGIT = re.compile(r"[0-9]")
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,64})\}\{([^{}]{1,64})\}")
 
@@ -51,7 +55,7 @@ class TextOptions(Struct, frozen=True, forbid_unknown_fields=True):
 def gsm8k(sample: Sample, options: NoOptions) -> float:
     """Return 1 when the completion's answer is exactly the number of the reference, else 0."""
     expected = reference(str(sample.metadata["answer"]))
-    return float(expected is not None and answer(sample.completion) == expected)
+    return float(expected is not None and answer(said(sample.completion)) == expected)
 
 
 def needs_number(options: NoOptions, metadata: Mapping[str, Any]) -> None:
@@ -109,10 +113,10 @@ def _value(number: tuple[str, ...]) -> Fraction | None:
     if len(digits) > MAX_DIGITS or len(denominator) > MAX_DIGITS or len(exponent) > 4:
         return None
     power = int(exponent or 0)
-    below = Fraction(denominator.replace(",", "")) if denominator else 1
+    below = Fraction(_GROUPING.sub("", denominator)) if denominator else 1
     if abs(power) > MAX_DIGITS or not below:
         return None
-    digits = digits.replace(",", "")
+    digits = _GROUPING.sub("", digits)
     value = Fraction(int(digits) if digits.isdigit() else digits)
     if power:
         value *= Fraction(10) ** power
@@ -125,7 +129,7 @@ def _value(number: tuple[str, ...]) -> Fraction | None:
 
 def exact_match(sample: Sample, options: TextOptions) -> float:
     """Return 1 when the completion is the reference, else 0."""
-    return float(options.of(sample.completion) == options.of(_text(sample.metadata)))
+    return float(options.of(said(sample.completion)) == options.of(_text(sample.metadata)))
 
 
 def needs_text(options: TextOptions, metadata: Mapping[str, Any]) -> None:
@@ -134,9 +138,26 @@ def needs_text(options: TextOptions, metadata: Mapping[str, Any]) -> None:
 
 
 def contains(sample: Sample, options: TextOptions) -> float:
-    """Return the share of the references that the completion contains."""
-    text, wanted = options.of(sample.completion), _texts(sample.metadata)
-    return sum(options.of(w) in text for w in wanted) / len(wanted)
+    """Return the share of the references that the completion contains as whole words."""
+    text, wanted = options.of(said(sample.completion)), _texts(sample.metadata)
+    return sum(_has_words(text, options.of(w)) for w in wanted) / len(wanted)
+
+
+def _has_words(text: str, wanted: str) -> bool:
+    """Return whether `wanted` is in the text and neither begins nor ends inside of a word."""
+    at = text.find(wanted)
+    while at >= 0:
+        end = at + len(wanted)
+        inside = _joins(text[at - 1 : at] + wanted[:1]) or _joins(wanted[-1:] + text[end : end + 1])
+        if not inside:
+            return True
+        at = text.find(wanted, at + 1)
+    return False
+
+
+def _joins(pair: str) -> bool:
+    """Return whether two neighbouring characters belong to one word. Scripts without spaces have no such words."""
+    return len(pair) == 2 and all(c.isalnum() and ord(c) < SPACELESS for c in pair)
 
 
 def needs_texts(options: TextOptions, metadata: Mapping[str, Any]) -> None:

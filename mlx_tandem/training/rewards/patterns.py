@@ -14,6 +14,7 @@ from msgspec import Struct
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.limits import MAX_JSON_DEPTH, MAX_PATTERN, MAX_REWARD_TEXT, MAX_SCHEMA_BYTES
 from mlx_tandem.training.rewards.messages import Sample
+from mlx_tandem.training.rewards.said import said, unfenced
 
 PATTERN_BYTES = 1 << 20  # of a compiled pattern
 KEPT = 64  # compiled patterns and schemas
@@ -36,7 +37,7 @@ class RegexOptions(Struct, frozen=True, forbid_unknown_fields=True):
 def regex(sample: Sample, options: RegexOptions) -> float:
     """Return 1 when the completion matches somewhere, or wholly with `full`; else 0, and for more than 128 KiB."""
     pattern = compiled_pattern(sample.metadata["pattern"] if options.pattern is None else options.pattern)
-    text = sample.completion.encode()
+    text = unfenced(said(sample.completion)).encode()
     if len(text) > MAX_REWARD_TEXT:
         return 0.0
     return float((pattern.fullmatch(text) if options.full else pattern.search(text)) is not None)
@@ -77,9 +78,12 @@ class SchemaOptions(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def json_schema(sample: Sample, options: SchemaOptions) -> float:
-    """Return 1 when the completion is JSON, at most 128 KiB of it, that the schema holds for; else 0."""
+    """Return 1 when the completion, or its one fenced block, is JSON that the schema holds for; else 0.
+
+    At most 128 KiB are read.
+    """
     schema = compiled_schema(sample.metadata["schema"] if options.schema is None else options.schema)
-    text = sample.completion.encode()
+    text = unfenced(said(sample.completion)).encode()
     if len(text) > MAX_REWARD_TEXT:
         return 0.0
     try:

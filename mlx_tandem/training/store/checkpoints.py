@@ -28,8 +28,11 @@ from mlx_tandem.training.store.manifests import FORMAT, MANIFEST, Corrupt, Manif
 log = logging.getLogger(__name__)
 
 BEST = "best-performance"
-AUTOMATIC = re.compile(rf"{BEST}|checkpoint-\d+(\.\d+)?")
+AUTOMATIC = re.compile(rf"{BEST}|(checkpoint|guard)-\d+(\.\d+)?")
 """Names that checkpoints get when nobody gives them one."""
+
+GUARDS = re.compile(r"guard-\d+(\.\d+)?")
+"""Names of checkpoints that the guard goes back to."""
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -56,6 +59,11 @@ class CheckpointInfo(Struct, frozen=True):
     def label(self) -> str:
         """The name and the sequence, which together are never used twice."""
         return manifests.label(self.name, self.sequence)
+
+    @property
+    def guards(self) -> bool:
+        """Whether it was made for the guard alone."""
+        return GUARDS.fullmatch(self.name) is not None and not self.pinned
 
 
 class Checkpoints:
@@ -106,15 +114,22 @@ class Checkpoints:
             for m in found
         ]
 
-    def surplus(self, infos: Sequence[CheckpointInfo]) -> Sequence[CheckpointInfo]:
+    def surplus(
+        self, infos: Sequence[CheckpointInfo], needed: frozenset[str] = frozenset()
+    ) -> Sequence[CheckpointInfo]:
         """Return those of `infos`, from `list`, that are not to be kept: of those that nobody named, all but the newest
-        `keep`, each content counted once.
+        `keep`, each content counted once, and of those of the guard all but the newest of all. `needed` ones stay.
         """
         kept: set[str] = set()
         going = []
+        newest = next((i.name for i in infos if i.name != BEST), "")
         for info in (i for i in infos if not i.pinned and i.name != BEST):
-            if info.digest in kept or len(kept) >= max(self.keep, 1):
-                going.append(info)
+            if info.guards:
+                if info.name not in needed and info.name != newest:
+                    going.append(info)
+            elif info.digest in kept or len(kept) >= max(self.keep, 1):
+                if info.name not in needed:
+                    going.append(info)
             else:
                 kept.add(info.digest)
         return going
@@ -159,14 +174,15 @@ class Checkpoints:
                 self._quarantine(manifest.name)
         return None
 
-    def free_name(self, step: int) -> str:
+    def free_name(self, step: int, *, guards: bool = False) -> str:
         """Return `checkpoint-<step>`, or `checkpoint-<step>.2` and so on when a course that was rolled back left that
-        name.
+        name; `guard-<step>` for one that is made for the guard.
         """
-        name, n = f"checkpoint-{step}", 1
+        first = f"{'guard' if guards else 'checkpoint'}-{step}"
+        name, n = first, 1
         while (self.folder / name).exists():
             n += 1
-            name = f"checkpoint-{step}.{n}"
+            name = f"{first}.{n}"
         return name
 
     def new(self, name: str) -> Path:

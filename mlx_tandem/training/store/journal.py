@@ -22,6 +22,9 @@ from mlx_tandem.training.store import records
 from mlx_tandem.training.store.records import Record, Records
 from mlx_tandem.training.trajectories import Trajectory
 
+LARGE = 64 << 20
+"""Bytes from which a file is worth beginning again."""
+
 _NAME = re.compile(r"journal-(\d{6,})\.log")
 
 
@@ -37,6 +40,7 @@ class Journal:
         self.cut = cut  # bytes of a write that was not acknowledged, removed when the file was opened
         self._number, self._fd, self._ops = number, fd, ops
         self._size = size  # of what is on the drive
+        self._carried = 0  # bytes that the file began with
         self._broken = ""  # why nothing may be written any more
         self._pending: deque[bytes] = deque()
         self._appended = 0  # records, by this object; the last of them are in _pending
@@ -80,6 +84,11 @@ class Journal:
     def size(self) -> int:
         """Bytes on the drive."""
         return self._size
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the file has grown so much that it should begin again."""
+        return self._size > max(LARGE, 4 * self._carried)
 
     def append(self, record: Record) -> None:
         """Append a record, which is durable once a `flush` that is called from now on has returned."""
@@ -175,7 +184,7 @@ class Journal:
             raise
         for _ in range(covered - (self._appended - len(self._pending))):
             self._pending.popleft()
-        self._number, self._size = self._number + 1, size
+        self._number, self._size, self._carried = self._number + 1, size, size
         os.close(self._fd)
         self._fd = fd
         with contextlib.suppress(OSError):  # the next `open` does it

@@ -78,7 +78,14 @@ class Ended(Struct, frozen=True, array_like=True, tag="ended"):
     version: int = 0
 
 
-Record = Opened | Added | Seen | Dropped | Began | Ended
+class Compared(Struct, frozen=True, array_like=True, tag="compared"):
+    """How much better a prompt was answered than by the accepted version, and by how much it may be worse."""
+
+    difference: float
+    tolerated: float = 0.0
+
+
+Record = Opened | Added | Seen | Dropped | Began | Ended | Compared
 
 encode = msgspec.msgpack.Encoder().encode
 _DECODER: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from mlx_tandem.dialects.plan import Plan
-from mlx_tandem.dialects.route import Route
+from mlx_tandem.dialects.route import ErrorForm, Route
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.types import SamplingParams
@@ -26,4 +26,4 @@ async def go_on(front: Front, body: ToyBody) -> Plan:
     return Plan(prompted, await front.models.select(None), ToyRenderer(), body.stream)
 
 
-ROUTES = (Route("POST", "/toy", go_on, ToyBody, reads="prompts", errors=error_line),)
+ROUTES = (Route("POST", "/toy", go_on, ToyBody, reads="prompts", errors=ErrorForm(error_line, {})),)

@@ -70,7 +70,7 @@ def same(one: Path, other: Path) -> None:
             np.testing.assert_allclose(x, y, rtol=2e-7)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     modules=st.lists(st.sampled_from(sorted(LINEARS)), min_size=1, unique=True),
     rank=st.integers(1, 48),

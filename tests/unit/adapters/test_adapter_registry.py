@@ -69,14 +69,14 @@ def test_held_says_when_content_may_be_unloaded(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize(
-    "selector",
+    "model_id",
     ["", "@", "@1", "math@", "math@0", "math@01", "math@3", "math@-1", "math@+1", "math@1.0", "math@1@1", "math @1",
      "Math", "../math", "math@١", "math@²", "math@" + "9" * 5000, "x" * 4096, "math\0"],
 )  # fmt: skip
-def test_unknown_selectors(registry: Registry, selector: str) -> None:
+def test_unknown_model_ids(registry: Registry, model_id: str) -> None:
     registry.publish("math", AdapterSource("/a"), info("d1"))
     with pytest.raises(NotFound) as e:
-        registry.entry(selector)
+        registry.entry(model_id)
     assert (e.value.status, e.value.code, e.value.param) == (404, "model_not_found", "model")
     assert len(e.value.message) < 300
 

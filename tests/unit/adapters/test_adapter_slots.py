@@ -99,7 +99,7 @@ class Slots(RuleBasedStateMachine):
 
 
 TestSlots = Slots.TestCase
-TestSlots.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestSlots.settings = settings(max_examples=200, stateful_step_count=50)
 
 
 def test_lost_upload_frees_the_slot() -> None:

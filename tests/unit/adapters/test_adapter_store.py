@@ -183,4 +183,4 @@ class Store(RuleBasedStateMachine):
 
 
 TestStore = Store.TestCase
-TestStore.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestStore.settings = settings(max_examples=200, stateful_step_count=30)

@@ -25,9 +25,9 @@ from mlx_tandem.cli.bench.sides import label, summary
 from mlx_tandem.config import EngineConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.wire import WireError
+from mlx_tandem.engine_main import serve
 from mlx_tandem.model import footprint, loader
 from mlx_tandem.types import EngineInfo, Request, SamplingParams
-from mlx_tandem.worker import serve
 
 SHAPE = SHAPES["0.13m"]
 
@@ -60,6 +60,18 @@ def test_sides_take_turns_on_the_same_work(tmp_path: Path) -> None:
         assert done_once["loop_tokens_per_s"] * done_once["loop_s"] == pytest.approx(5 * 6)
     assert picture.read_text().startswith("<?xml")
     assert "BatchGenerator" in done.stdout and "mixed" in done.stdout
+
+
+@pytest.mark.parametrize("text", ["repeats", "random"])
+def test_drafts_take_turns_with_none(tmp_path: Path, text: str) -> None:
+    out = tmp_path / "engine.json"
+    command = [sys.executable, "-m", "mlx_tandem", "bench", "engine", "--shape", "0.13m", "--batch", "2", "--no-peer"]
+    options = ["--prompt-tokens", "8", "--max-tokens", "24", "--repeats", "1", "--spec", "ngram", "--text", text]
+    done = subprocess.run([*command, *options, "--json-out", str(out)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())["results"]
+    assert set(row["ratio"]) == {"drafts/base"} and row["drafts"]["decode_tokens_per_s"] > 0
+    assert "with drafts" in done.stdout
 
 
 @pytest.fixture

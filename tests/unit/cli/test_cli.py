@@ -25,7 +25,7 @@ from mlx_tandem.cli.serve import adapters_line
 from mlx_tandem.cli.settings import SettingsError, build
 from mlx_tandem.config import Arm, Config
 from tests.fake_hub import fake_hub
-from tests.unit.cli_tools import tandem
+from tests.unit.cli_tools import tandem, tandem_process
 
 ROOT = Path(__file__).resolve().parents[3]
 HEAVY = (
@@ -67,7 +67,7 @@ def commands(command: Any = None, path: tuple[str, ...] = ()) -> Iterator[tuple[
 
 @pytest.mark.parametrize(("path", "command"), [pytest.param(*found, id=" ".join(found[0])) for found in commands()])
 def test_help_fits_into_80_columns_and_shows_every_name_whole(path: tuple[str, ...], command: Any) -> None:
-    done = tandem(*path, "-h", env=os.environ | {"COLUMNS": "80"})
+    done = tandem(*path, "-h", env={"COLUMNS": "80"})
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(" ".join(("Usage: tandem", *path)))
     lines = done.stdout.splitlines()
@@ -91,7 +91,7 @@ def test_help_explains_every_command_in_whole_sentences() -> None:
 
 
 def test_version() -> None:
-    assert tandem("--version").stdout.startswith("mlx-tandem 0.")
+    assert tandem_process("--version").stdout.startswith("mlx-tandem 0.")
 
 
 def leaves(struct: type, place: str = "") -> set[str]:
@@ -171,8 +171,8 @@ def test_options_weigh_more_than_the_file(tmp_path: Path) -> None:
         ("server: {block_size: 3}", "did you mean 'cache.block_size'?"),
         (
             "zzzzqq: 1",
-            "known are: model, cache, disk, scheduler, lora, duty, engine, server, adapters, adapter_root, aliases, "
-            "rl_training, checkpointing",
+            "known are: model, cache, disk, scheduler, speculation, lora, duty, engine, server, adapters, "
+            "adapter_root, aliases, rl_training, checkpointing",
         ),
         ("server: {port: 70000}", "'server.port' is 70000: it must lie between 0 and 65535"),
         ("cache: {memory_fraction: .nan}", "'cache.memory_fraction' is nan"),
@@ -233,7 +233,7 @@ def test_a_port_in_use_is_said_before_anything_is_fetched_or_loaded(tmp_path: Pa
         port = taken.getsockname()[1]
         with fake_hub({}) as hub:
             for more in ([], ["org/big-model"], ["org/big-model", "--daemon"]):
-                done = tandem("serve", *more, "--port", str(port), env=hub.environment(tmp_path))
+                done = tandem_process("serve", *more, "--port", str(port), env=hub.environment(tmp_path))
                 said = f"tandem: port {port} on 127.0.0.1 is in use; choose another with --port (0: any free one)\n"
                 assert (done.returncode, done.stderr) == (1, said)
         assert not hub.asked

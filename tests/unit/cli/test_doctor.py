@@ -26,7 +26,7 @@ from mlx_tandem.cli.doctor.known import explain
 from mlx_tandem.cli.doctor.redact import Redactor
 from mlx_tandem.cli.doctor.report import folded, markdown
 from mlx_tandem.cli.doctor.result import Check, Failed
-from mlx_tandem.engine.ending import explain_end
+from mlx_tandem.engine.client.ending import explain_end
 from mlx_tandem.model.attention import portable
 from mlx_tandem.model.kernel_checks import attention_cases
 from mlx_tandem.model.lora.state import LoraState

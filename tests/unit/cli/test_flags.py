@@ -63,6 +63,8 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--random-weights", "engine.model.random_weights", True),
     ("--chat-template t.jinja", "server.chat_template", "t.jinja"),
     ("--chat-template '{{ messages }}'", "server.chat_template", "{{ messages }}"),
+    ("--tool-call-parser hermes", "server.tool_call_parser", "hermes"),
+    ("--reasoning-parser none", "server.reasoning_parser", "none"),
     ("--generation-config vllm", "server.generation_config", "vllm"),
     ("--generation-config ./other", "server.generation_config", "./other"),
     ("--seed 0", "server.seed", 0),
@@ -127,6 +129,17 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--max-chunk-tokens 512", "engine.scheduler.max_chunk_tokens", 512),
     ("--max-inflight-tokens 131072", "engine.scheduler.max_inflight_tokens", 131072),
     ("--prefill-share 0.5", "engine.scheduler.prefill_share", 0.5),
+    ("--spec-decode ngram", "engine.speculation.method", "ngram"),
+    ("--num-speculative-tokens 7", "engine.speculation.num_tokens", 7),
+    ("--num-draft-tokens 3", "engine.speculation.num_tokens", 3),
+    ("--spec-decode-dynamic --no-spec-decode-dynamic", "engine.speculation.dynamic", False),
+    ("--no-adaptive-k", "engine.speculation.dynamic", False),
+    ("--spec-decode-disable-batch-size 8", "engine.speculation.disable_batch_size", 8),
+    ("--ngram-min 1", "engine.speculation.ngram_min", 1),
+    ("--ngram-max 4", "engine.speculation.ngram_max", 4),
+    ("--ngram-prompt-lookup --no-ngram-prompt-lookup", "engine.speculation.prompt_lookup", False),
+    ("""--speculative-config '{"method": "ngram", "prompt_lookup_max": 4}'""", "engine.speculation.method", "ngram"),
+    ("""--speculative-config '{"method": "ngram", "prompt_lookup_max": 4}'""", "engine.speculation.ngram_max", 4),
     ("--idle-prefill-ms 50", "engine.scheduler.idle_prefill_ms", 50.0),
     ("--heartbeat-seconds 1", "engine.heartbeat_seconds", 1.0),
     ("--memory-limit-gb 7.5", "engine.memory_limit_gb", 7.5),
@@ -194,6 +207,13 @@ def test_a_flag_is_a_setting(
     assert capsys.readouterr().err == ""
 
 
+def test_a_draft_model_is_not_there_yet(serve: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve("m --spec-decode none").engine.speculation.method == "none"
+    assert capsys.readouterr().err == ""
+    assert serve("m --spec-decode=draft --port 5").engine.speculation.method == "none"
+    assert capsys.readouterr().err.startswith("tandem: warning: --spec-decode draft has no effect here: ")
+
+
 def test_every_option_is_among_them() -> None:
     written = " ".join(line for line, _, _ in SETTINGS)
     assert not {
@@ -257,6 +277,11 @@ def test_no_row_hides_an_option() -> None:
         (["--lora-modules", "{}"], "--lora-modules"),
         (["--lora-modules", json.dumps({"name": "a", "path": 3})], "--lora-modules"),
         (["--adapter-path"], "--adapter-path"),
+        (["--spec-decode"], "--spec-decode"),
+        (["--speculative-config", "[]"], "--speculative-config"),
+        (["--speculative-config", "{"], "--speculative-config"),
+        (["--speculative-config", '{"method": "eagle"}'], "--speculative-config"),
+        (["--speculative-config", '{"method": "ngram", "rejection": 1}'], "--speculative-config"),
         (["--served-model-name"], "--served-model-name"),
         (["--adapter"], "--adapter"),
         (["--dtype"], "--dtype"),

@@ -17,11 +17,11 @@ from msgspec.structs import fields
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from mlx_tandem.decode import decode
-from mlx_tandem.dialects.openai.accept import rules, selection
+from mlx_tandem.dialects.openai.accept import accepting, rules
 from mlx_tandem.dialects.openai.bodies import ChatBody
 from mlx_tandem.dialects.openai.parameters import BODIES, BOTH, CHAT, PARAMETERS, SCHEMAS, Route
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.strict_json import decode
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = {p.name for p in PARAMETERS}
@@ -29,7 +29,8 @@ SERVED = {f.name for body in BODIES.values() for f in fields(body)}
 
 
 def test_what_only_this_project_knows_has_no_row() -> None:
-    assert {"lora_adapter", "collect_trajectory", "scoring_function", "swap_policy"} == SERVED - NAMES
+    own = {"lora_adapter", "collect_trajectory", "scoring_function", "swap_policy", "enable_thinking", "speculation"}
+    assert own == SERVED - NAMES
 
 
 def test_each_row_is_sound() -> None:
@@ -90,11 +91,11 @@ VALUES = st.none() | st.booleans() | st.integers(-2, 2) | st.sampled_from(["", "
 )
 def test_a_body_keeps_what_matters_whatever_the_order_of_its_keys(body: dict[str, Any], chat: bool) -> None:
     route: Route = "chat" if chat else "completions"
-    select, table = selection(route), rules(route)
+    accept, table = accepting(route), rules(route)
 
     def outcome(given: dict[str, Any]) -> Any:
         try:
-            return select(given)
+            return accept(given)
         except InvalidRequest as e:
             return e.message, str(e.param)
 
@@ -113,4 +114,4 @@ def test_a_body_that_is_no_object_is_refused_by_its_type() -> None:
     assert CHAT == ("chat",)
     for text in (b"[]", b"3", b'"x"', b"null"):
         with pytest.raises(InvalidRequest, match="the body must be of type object"):
-            decode(text, ChatBody, selection("chat"))
+            decode(text, ChatBody, accepting("chat"))

@@ -50,7 +50,7 @@ def test_a_choice_that_parts_is_found_by_others_only_if_one_version_has_computed
     """Neither it nor the one that it parts from has gone on under another version, and both are of the same one now."""
     books = tables()
     leader, follower = choice(0, versions[0]), choice(1, versions[1])
-    books.seat(leader)
+    books.begin(leader)
     leader.scheduled = len(PROMPT) - 1
     for name in mixed:
         books.mix(leader if name == "leader" else follower)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_tandem.adapters.formats import LinearShape
@@ -99,7 +99,6 @@ def test_as_many_sequences_fit_as_have_their_blocks(blocks: int, block_size: int
     assert n * each <= blocks - 1 < (n + 1) * each
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 1 << 20),
     st.integers(1, 1 << 20),
@@ -125,7 +124,6 @@ def test_both_pools_are_of_use(block: int, window_block: int, window: Window, le
         assert sequences(budget, 16, tokens) >= min(best, 16) // 3 - 1, (tokens, best)
 
 
-@settings(deadline=None)
 @given(st.integers(2, 3000), st.integers(1, 3000), WINDOWS, st.integers(1, 40_000))
 def test_as_many_sequences_fit_as_have_their_windows(blocks: int, windows: int, window: Window, length: int) -> None:
     """Tried with books of blocks: all are seated one after the other and read their prompts."""
@@ -137,7 +135,7 @@ def test_as_many_sequences_fit_as_have_their_windows(blocks: int, windows: int, 
     n = sequences(budget, 16, length)
     for _ in range(n):
         assert first.allocate(first.blocks_for(length)) is not None
-        held = second.pool.allocate(second.end_of_seating(0, length))
+        held = second.pool.allocate(second.end_at_begin(0, length))
         assert held is not None
         second.pool.release(held[window.held(16) :])
 
@@ -209,7 +207,6 @@ def test_adapters_that_are_read_at_the_same_time_share_the_room() -> None:
     assert len(kept) == 3
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 6000), min_size=1, max_size=12), st.sampled_from((64, 100, 512)), st.integers(1, 1 << 22)
 )

@@ -24,7 +24,7 @@ def test_padding_covers_and_wastes_little(n: int) -> None:
 chunks = st.tuples(st.sampled_from(LENGTHS), st.integers(0, 100_000))
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.lists(st.tuples(st.lists(chunks, min_size=1, max_size=4), st.floats(0.0, 1e6)), max_size=60))
 def test_predictions_stay_finite_and_monotone(observations: list[tuple[list[tuple[int, int]], float]]) -> None:
     """Whatever times are measured: longer and deeper never costs less, and never less than nothing."""
@@ -40,7 +40,7 @@ def test_predictions_stay_finite_and_monotone(observations: list[tuple[list[tupl
         assert costs == sorted(costs)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.integers(0, 200_000), st.floats(0.0, 1e5), st.integers(1, 10_000))
 def test_a_budget_is_kept_unless_it_is_less_than_the_shortest_chunk(context: int, ms: float, longest: int) -> None:
     model = CostModel()

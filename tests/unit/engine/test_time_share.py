@@ -42,7 +42,7 @@ def cycle(values: list[float]) -> Iterator[float]:
         yield from values
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(weights, st.lists(pieces, min_size=1, max_size=20), st.lists(pieces, min_size=1, max_size=20), st.data())
 def test_shares_hold_in_every_window_while_both_are_busy(
     shares: tuple[float, float], serving: list[float], training: list[float], data: st.DataObject
@@ -64,7 +64,7 @@ def test_shares_hold_in_every_window_while_both_are_busy(
     assert abs(learned - shares[1] / sum(shares)) < 0.02
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(weights, st.lists(st.tuples(st.booleans(), st.booleans(), pieces, st.booleans()), max_size=300))
 def test_what_one_side_does_not_want_the_other_has_and_a_debt_is_small(
     shares: tuple[float, float], turns: list[tuple[bool, bool, float, bool]]
@@ -107,7 +107,7 @@ def test_idle_time_is_not_paid_back_beyond_the_bound() -> None:
     assert burst <= BOUND_MS / 0.7 + 10.0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(weights, st.floats(1.0, LONGEST), st.floats(1.0, LONGEST))
 @example((0.7, 0.3), 10.0, 3.8)  # with one piece 0.275
 @example((0.7, 0.3), 10.0, 1.0)

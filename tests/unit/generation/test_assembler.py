@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.engine.stream import Stream
+from mlx_tandem.engine.client.stream import Stream
 from mlx_tandem.generation.answers import Answers
 from mlx_tandem.generation.assembler import Assembler
 from mlx_tandem.generation.events import Event, Finish, PromptRead, TextDelta, Usage
@@ -88,7 +88,7 @@ def sizes(data: st.DataObject) -> Iterator[int]:
 
 
 @given(texts, texts, st.sampled_from([None, ToyParser]), st.booleans(), st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_every_token_is_said_once_and_in_order(
     one: str, other: str, parser: MakeParser | None, versions: bool, data: st.DataObject
 ) -> None:
@@ -116,7 +116,7 @@ def test_every_token_is_said_once_and_in_order(
 
 
 @given(texts, st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_parser_says_the_same_however_the_text_comes(text: str, data: st.DataObject) -> None:
     ids = byte_level().encode_plain(text)
     whole = Submission(parser=ToyParser).answers([deltas(ids, iter([len(ids) or 1]))]).choices[0]

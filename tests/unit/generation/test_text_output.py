@@ -63,7 +63,7 @@ def test_tokens_behind_a_stop_string_in_the_same_delta_do_not_count():
 
 
 @given(st.text("ab<é🦊 ", max_size=20), st.lists(st.text("ab<é🦊", min_size=1, max_size=3), max_size=3), st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_grouping_of_tokens_gives_the_same_text(text, stops, data):
     ids = byte_level().encode_plain(text)
     one_by_one = choice(*stops)

@@ -21,7 +21,7 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_deltas_of_any_tokens_equal_the_whole_decode(make, data):
     """Also for sequences that are no valid text: stray bytes, halves of characters, special tokens between them."""
     tokenizer = make()
@@ -30,7 +30,7 @@ def test_deltas_of_any_tokens_equal_the_whole_decode(make, data):
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_whole_decode_is_the_library_s(data):
     tokenizer = byte_level()
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=24))
@@ -46,7 +46,7 @@ def test_the_space_before_a_first_word_is_kept():
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
 @given(text=st.text(max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_no_piece_shows_a_character_that_later_changes(make, text):
     tokenizer = make()
     ids = tokenizer.encode_plain(text)
@@ -75,7 +75,7 @@ def test_stray_bytes_are_not_held_back():
 
 @pytest.mark.parametrize("make", [byte_level, sentencepiece])
 @given(text=st.lists(st.sampled_from([*SPECIALS, "a", " ", "<|", "im_end", "|>", "<"]), max_size=8).map("".join))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_plain_encoding_has_no_special_token(make, text):
     tokenizer = make()
     assert tokenizer.special_ids.isdisjoint(tokenizer.encode_plain(text))

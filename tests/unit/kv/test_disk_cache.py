@@ -1,4 +1,4 @@
-"""The disk tier under its owner: nothing waits, nothing raises, and trouble costs blocks only."""
+"""The cache on the drive under its owner: nothing waits, nothing raises, and trouble costs blocks only."""
 
 from __future__ import annotations
 
@@ -78,29 +78,29 @@ def until(done: Callable[[], object]) -> None:
         tick.wait(0.005)
 
 
-def put(tier: DiskCache, *numbers: int) -> None:
+def put(disk: DiskCache, *numbers: int) -> None:
     for i in numbers:
-        assert tier.put(block(i), payload(i))
+        assert disk.put(block(i), payload(i))
 
 
 def test_put_read_and_again_after_a_restart(tmp_path: Path) -> None:
     for start in range(2):
-        tier = cache(tmp_path, segment_bytes=1000)
-        assert tier.settle(), "what is there is known"
-        put(tier, *range(10))
-        assert tier.settle()
-        assert tier.longest([block(i).key for i in range(12)]) == 10
-        assert tier.longest([block(11).key, block(1).key]) == 0 and tier.longest([]) == 0
-        assert read(tier, [block(i) for i in range(12)]) == [payload(i) for i in range(10)]
-        assert read(tier, []) == []
-        stats = tier.stats()
+        disk = cache(tmp_path, segment_bytes=1000)
+        assert disk.settle(), "what is there is known"
+        put(disk, *range(10))
+        assert disk.settle()
+        assert disk.longest([block(i).key for i in range(12)]) == 10
+        assert disk.longest([block(11).key, block(1).key]) == 0 and disk.longest([]) == 0
+        assert read(disk, [block(i) for i in range(12)]) == [payload(i) for i in range(10)]
+        assert read(disk, []) == []
+        stats = disk.stats()
         assert (stats.records, stats.hits, stats.misses, stats.written) == (10, 10, 1, 0 if start else 10)
         assert stats.reload_bytes == sum(len(payload(i)) for i in range(10)) and stats.reload_seconds > 0
         assert stats.bytes == sum(p.stat().st_size for p in tmp_path.glob("segment-*")) and stats.segments > 1
         assert not stats.off and not stats.read_only and not stats.scanning and stats.errors == stats.dropped == 0
-        tier.close()
-        tier.close()
-        assert tier.longest([block(0).key]) == 0 and not tier.put(block(20), b"") and read(tier, [block(0)]) == []
+        disk.close()
+        disk.close()
+        assert disk.longest([block(0).key]) == 0 and not disk.put(block(20), b"") and read(disk, [block(0)]) == []
 
 
 @pytest.mark.parametrize("large", [1, module.LARGE], ids=["checked beside the reading", "checked after it"])
@@ -108,214 +108,214 @@ def test_a_read_ends_at_the_first_block_that_is_not_right(
     tmp_path: Path, large: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LARGE", large)
-    tier = cache(tmp_path, segment_bytes=1 << 20)
-    put(tier, 0, 1, 2)
-    assert tier.settle()
+    disk = cache(tmp_path, segment_bytes=1 << 20)
+    put(disk, 0, 1, 2)
+    assert disk.settle()
     with next(tmp_path.glob("segment-*")).open("r+b") as f:
         f.seek(-(len(payload(2)) + 140 + len(payload(1)) // 2), 2)
         f.write(b"\0\0\0\0")
-    assert read(tier, [block(0), block(1), block(2)]) == [payload(0)]
-    assert tier.longest([block(i).key for i in range(3)]) == 1 and tier.stats().quarantined == 1
-    put(tier, 1)
-    assert tier.settle() and read(tier, [block(0), block(1), block(2)]) == [payload(0), payload(1), payload(2)]
-    tier.close()
+    assert read(disk, [block(0), block(1), block(2)]) == [payload(0)]
+    assert disk.longest([block(i).key for i in range(3)]) == 1 and disk.stats().quarantined == 1
+    put(disk, 1)
+    assert disk.settle() and read(disk, [block(0), block(1), block(2)]) == [payload(0), payload(1), payload(2)]
+    disk.close()
 
 
 def test_what_waits_to_be_written_can_be_read(tmp_path: Path) -> None:
     gate = Gate()
-    tier = cache(tmp_path, gate)
-    assert tier.settle()
+    disk = cache(tmp_path, gate)
+    assert disk.settle()
     gate.shut()
-    put(tier, 0, 1)
-    assert gate.waiting.wait(60) and tier.longest([block(0).key, block(1).key]) == 2
-    ticket = tier.read([block(0), block(1)])
+    put(disk, 0, 1)
+    assert gate.waiting.wait(60) and disk.longest([block(0).key, block(1).key]) == 2
+    ticket = disk.read([block(0), block(1)])
     gate.passes.set()
-    until(lambda: [bytes(p) for r in tier.poll() if r.ticket == ticket for p in r.payloads] == [payload(0), payload(1)])
-    tier.close()
+    until(lambda: [bytes(p) for r in disk.poll() if r.ticket == ticket for p in r.payloads] == [payload(0), payload(1)])
+    disk.close()
 
 
 def test_a_full_queue_drops_and_counts_and_the_caller_never_waits(tmp_path: Path) -> None:
     gate = Gate()
-    tier = cache(tmp_path, gate, writer_queue_size=3)
-    assert tier.settle()
+    disk = cache(tmp_path, gate, writer_queue_size=3)
+    assert disk.settle()
     gate.shut()
-    assert [tier.put(block(i), payload(i)) for i in range(6)] == [True] * 3 + [False] * 3
-    assert tier.put(block(0), payload(0)), "it is on its way already"
-    assert tier.stats().dropped == 3 and tier.stats().queued == 3
+    assert [disk.put(block(i), payload(i)) for i in range(6)] == [True] * 3 + [False] * 3
+    assert disk.put(block(0), payload(0)), "it is on its way already"
+    assert disk.stats().dropped == 3 and disk.stats().queued == 3
     gate.passes.set()
-    assert tier.settle() and tier.stats().written == 3
-    tier.close()
+    assert disk.settle() and disk.stats().written == 3
+    disk.close()
 
 
 def test_the_queue_is_limited_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_QUEUE_BYTES", 500)
     gate = Gate()
-    tier = cache(tmp_path, gate)
-    assert tier.settle()
+    disk = cache(tmp_path, gate)
+    assert disk.settle()
     gate.shut()
-    assert [tier.put(block(i), payload(i)) for i in range(4)] == [True, True, False, False]
+    assert [disk.put(block(i), payload(i)) for i in range(4)] == [True, True, False, False]
     gate.passes.set()
-    assert tier.settle() and tier.put(block(3), payload(3))
-    tier.close()
+    assert disk.settle() and disk.put(block(3), payload(3))
+    disk.close()
 
 
 def test_reads_come_before_writes(tmp_path: Path) -> None:
     gate = Gate()
-    tier = cache(tmp_path, gate, segment_bytes=1 << 20)
-    put(tier, 0, 1)
-    assert tier.settle()
+    disk = cache(tmp_path, gate, segment_bytes=1 << 20)
+    put(disk, 0, 1)
+    assert disk.settle()
     gate.shut()
-    put(tier, *range(2, 8))
+    put(disk, *range(2, 8))
     assert gate.waiting.wait(60)
     gate.order.clear()
-    tier.read([block(0), block(1)])
+    disk.read([block(0), block(1)])
     gate.passes.set()
-    assert tier.settle()
+    assert disk.settle()
     assert gate.order == ["write", "read", "read", *["write"] * 5], "only the one that was under way came first"
-    tier.close()
+    disk.close()
 
 
 def test_without_asynchronous_writes_a_block_is_written_when_put_returns(tmp_path: Path) -> None:
-    tier = cache(tmp_path, async_writes=False)
+    disk = cache(tmp_path, async_writes=False)
     for i in range(5):
-        assert tier.put(block(i), payload(i)) and tier.stats().written == i + 1
-    tier.close()
+        assert disk.put(block(i), payload(i)) and disk.stats().written == i + 1
+    disk.close()
 
 
 def test_a_drive_that_hangs_makes_nobody_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    monkeypatch.setattr(module, "DRIVE_SECONDS", 0.0)
     gate = Gate()
     for asynchronous in (True, False):
-        tier = cache(tmp_path, gate, async_writes=asynchronous)
-        assert tier.settle(60)
-        tier.put(block(0), payload(0))
-        assert tier.settle(60)
+        disk = cache(tmp_path, gate, async_writes=asynchronous)
+        assert disk.settle(60)
+        disk.put(block(0), payload(0))
+        assert disk.settle(60)
         gate.shut()
-        ticket = tier.read([block(0)])
+        ticket = disk.read([block(0)])
         assert gate.waiting.wait(60)
-        until(lambda tier=tier, ticket=ticket: [(r.ticket, r.payloads) for r in tier.poll()] == [(ticket, [])])
-        tier.put(block(9), payload(9))
+        until(lambda disk=disk, ticket=ticket: [(r.ticket, r.payloads) for r in disk.poll()] == [(ticket, [])])
+        disk.put(block(9), payload(9))
         gate.passes.set()
-        assert tier.settle(60) and tier.poll() == [], "what came too late is nobody's"
-        tier.close(60)
+        assert disk.settle(60) and disk.poll() == [], "what came too late is nobody's"
+        disk.close(60)
 
 
 def test_a_ticket_that_is_forgotten(tmp_path: Path) -> None:
-    tier = cache(tmp_path)
-    put(tier, 0)
-    assert tier.settle()
-    done = tier.read([block(0)])
-    assert tier.settle()
-    tier.forget(done)
-    tier.forget(done)
-    assert tier.poll() == []
-    tier.close()
+    disk = cache(tmp_path)
+    put(disk, 0)
+    assert disk.settle()
+    done = disk.read([block(0)])
+    assert disk.settle()
+    disk.forget(done)
+    disk.forget(done)
+    assert disk.poll() == []
+    disk.close()
 
 
 def test_finished_is_called_when_there_is_something(tmp_path: Path) -> None:
     called = threading.Event()
-    tier = DiskCache(module.DiskCacheConfig(dir=str(tmp_path)), b"b" * 32, called.set)
-    tier.read([block(0)])
-    assert called.wait(60) and len(tier.poll()) == 1
+    disk = DiskCache(module.DiskCacheConfig(dir=str(tmp_path)), b"b" * 32, called.set)
+    disk.read([block(0)])
+    assert called.wait(60) and len(disk.poll()) == 1
     called.clear()
-    tier.close()
-    assert called.is_set(), "when the tier goes off, too"
+    disk.close()
+    assert called.is_set(), "when the disk goes off, too"
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
 def test_a_drive_that_takes_nothing(tmp_path: Path, code: int, caplog: pytest.LogCaptureFixture) -> None:
     drive = Sick(code)
-    tier = cache(tmp_path, drive, segment_bytes=700, flush_interval_s=0.001)
-    put(tier, *range(6))
-    assert tier.settle()
-    before = tier.stats()
+    disk = cache(tmp_path, drive, segment_bytes=700, flush_interval_s=0.001)
+    put(disk, *range(6))
+    assert disk.settle()
+    before = disk.stats()
     drive.sick = "write"
     for i in range(6, 12):
-        tier.put(block(i), payload(i))
-    until(lambda: tier.stats().errors >= 4)
-    stats = tier.stats()
+        disk.put(block(i), payload(i))
+    until(lambda: disk.stats().errors >= 4)
+    stats = disk.stats()
     assert stats.read_only and stats.dropped >= 4 and not stats.off
     full = code in (errno.ENOSPC, errno.EDQUOT)
     assert (stats.bytes < before.bytes) == full, "its own space is freed where that helps"
     if not full:
-        assert read(tier, [block(0)]) == [payload(0)]
+        assert read(disk, [block(0)]) == [payload(0)]
     assert len([r for r in caplog.records if r.levelno >= logging.WARNING]) == 1
     drive.sick = ""
-    until(lambda: not tier.stats().queued)
-    put(tier, 20)
-    until(lambda: tier.longest([block(20).key]) and not tier.stats().queued)
-    assert not tier.stats().read_only
-    tier.close()
+    until(lambda: not disk.stats().queued)
+    put(disk, 20)
+    until(lambda: disk.longest([block(20).key]) and not disk.stats().queued)
+    assert not disk.stats().read_only
+    disk.close()
 
 
 def test_persistent_writes_are_tried_again(tmp_path: Path) -> None:
     for durability, written in (("persistent", True), ("best_effort", False)):
         drive = Sick(errno.EIO)
         often = {"flush_interval_s": 0.001, "persistent_max_retries": 1000}  # this thread may be slow
-        tier = cache(tmp_path / durability, drive, durability=durability, **often)
-        assert tier.settle()
+        disk = cache(tmp_path / durability, drive, durability=durability, **often)
+        assert disk.settle()
         drive.sick = "write"
-        put(tier, 0)
-        until(lambda tier=tier: tier.stats().errors)
+        put(disk, 0)
+        until(lambda disk=disk: disk.stats().errors)
         drive.sick = ""
-        until(lambda tier=tier: not tier.stats().queued)
-        assert bool(tier.stats().written) == written
-        tier.close()
+        until(lambda disk=disk: not disk.stats().queued)
+        assert bool(disk.stats().written) == written
+        disk.close()
 
 
 def test_persistent_writes_are_given_up_after_so_many_trials(tmp_path: Path) -> None:
     drive = Sick(errno.EIO)
-    tier = cache(tmp_path, drive, durability="persistent", persistent_max_retries=2, flush_interval_s=0.001)
-    assert tier.settle()
+    disk = cache(tmp_path, drive, durability="persistent", persistent_max_retries=2, flush_interval_s=0.001)
+    assert disk.settle()
     drive.sick = "write"
-    put(tier, 0)
-    until(lambda: tier.stats().dropped)
-    assert tier.stats().errors == 3
-    tier.close()
+    put(disk, 0)
+    until(lambda: disk.stats().dropped)
+    assert disk.stats().errors == 3
+    disk.close()
 
 
 def test_a_failed_sync_is_no_end(tmp_path: Path) -> None:
     drive = Sick(errno.EIO)
-    tier = cache(tmp_path, drive, durability="persistent", flush_interval_s=0.001)
-    assert tier.settle()
+    disk = cache(tmp_path, drive, durability="persistent", flush_interval_s=0.001)
+    assert disk.settle()
     drive.sick = "sync"
-    put(tier, 0)
-    until(lambda: tier.stats().errors)
+    put(disk, 0)
+    until(lambda: disk.stats().errors)
     drive.sick = ""
-    assert read(tier, [block(0)]) == [payload(0)]
-    put(tier, 1)
-    until(lambda: tier.stats().written == 2)
-    tier.close()
+    assert read(disk, [block(0)]) == [payload(0)]
+    put(disk, 1)
+    until(lambda: disk.stats().written == 2)
+    disk.close()
 
 
 def test_a_drive_that_cannot_be_read(tmp_path: Path) -> None:
     drive = Sick(errno.EIO)
-    tier = cache(tmp_path, drive, segment_bytes=1 << 20)
-    put(tier, 0, 1)
-    assert tier.settle()
+    disk = cache(tmp_path, drive, segment_bytes=1 << 20)
+    put(disk, 0, 1)
+    assert disk.settle()
     drive.sick = "read"
-    assert read(tier, [block(0)]) == [] and tier.stats().quarantined == 1
+    assert read(disk, [block(0)]) == [] and disk.stats().quarantined == 1
     drive.sick = ""
-    assert read(tier, [block(1)]) == [payload(1)] and not tier.stats().read_only
-    tier.close()
+    assert read(disk, [block(1)]) == [payload(1)] and not disk.stats().read_only
+    disk.close()
 
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_a_folder_that_is_gone_turns_the_tier_off(
     tmp_path: Path, replaced: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = cache(tmp_path / "c")
-    put(tier, 0)
-    assert tier.settle()
+    disk = cache(tmp_path / "c")
+    put(disk, 0)
+    assert disk.settle()
     shutil.rmtree(tmp_path / "c")
     if replaced:  # by another server
         other = cache(tmp_path / "c")
         put(other, 5)
         assert other.settle()
-    until(lambda: tier.stats().off)
-    assert not tier.put(block(1), payload(1)) and tier.longest([block(0).key]) == 0 and read(tier, [block(0)]) == []
-    assert tier.stats().dropped == 1 and len(caplog.records) == 1
-    tier.close()
+    until(lambda: disk.stats().off)
+    assert not disk.put(block(1), payload(1)) and disk.longest([block(0).key]) == 0 and read(disk, [block(0)]) == []
+    assert disk.stats().dropped == 1 and len(caplog.records) == 1
+    disk.close()
     if replaced:
         assert read(other, [block(5)]) == [payload(5)] and not other.stats().off
         other.close()
@@ -325,43 +325,43 @@ def test_a_folder_that_is_gone_turns_the_tier_off(
 
 def test_a_thread_that_dies_turns_the_tier_off(tmp_path: Path) -> None:
     drive = Sick()
-    tier = cache(tmp_path, drive)
-    put(tier, 0)
-    assert tier.settle()
+    disk = cache(tmp_path, drive)
+    put(disk, 0)
+    assert disk.settle()
     drive.sick = "read"
-    ticket = tier.read([block(0)])
-    until(lambda: tier.stats().off)
-    assert "a mistake in the code" in tier.stats().off
-    assert [(r.ticket, r.payloads) for r in tier.poll()] == [(ticket, [])]
-    assert not tier.put(block(1), payload(1))
-    tier.close()
+    ticket = disk.read([block(0)])
+    until(lambda: disk.stats().off)
+    assert "a mistake in the code" in disk.stats().off
+    assert [(r.ticket, r.payloads) for r in disk.poll()] == [(ticket, [])]
+    assert not disk.put(block(1), payload(1))
+    disk.close()
     cache(tmp_path).close()
 
 
 def test_the_folder_is_free_after_close_and_taken_before(tmp_path: Path) -> None:
-    tier = cache(tmp_path)
+    disk = cache(tmp_path)
     with pytest.raises(StorageError, match="in use by process"):
         cache(tmp_path)
-    tier.close()
+    disk.close()
     cache(tmp_path).close()
 
 
 def test_close_writes_what_waits(tmp_path: Path) -> None:
-    tier = cache(tmp_path)
-    put(tier, *range(8))
-    tier.close()
-    tier = cache(tmp_path)
-    assert tier.settle() and tier.stats().records == 8
-    tier.close()
+    disk = cache(tmp_path)
+    put(disk, *range(8))
+    disk.close()
+    disk = cache(tmp_path)
+    assert disk.settle() and disk.stats().records == 8
+    disk.close()
 
 
 def test_a_limit_given_in_gigabytes(tmp_path: Path) -> None:
-    tier = cache(tmp_path, max_size_gb=8e-6)
+    disk = cache(tmp_path, max_size_gb=8e-6)
     for i in range(60):
-        assert tier.put(block(i), payload(i)) and tier.settle()
-        assert tier.stats().bytes <= 9000
-    assert tier.stats().evicted > 30
-    tier.close()
+        assert disk.put(block(i), payload(i)) and disk.settle()
+        assert disk.stats().bytes <= 9000
+    assert disk.stats().evicted > 30
+    disk.close()
 
 
 def test_a_base_is_a_digest(tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ ACTIONS = st.lists(
 )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(ACTIONS, st.sampled_from([errno.ENOSPC, errno.EIO]), st.booleans(), st.sampled_from([1, module.LARGE]))
 def test_every_ticket_is_answered_once_and_rightly(
     tmp_path_factory: pytest.TempPathFactory, actions: list[tuple[str, int]], code: int, asynchronous: bool, large: int
@@ -396,34 +396,34 @@ def test_every_ticket_is_answered_once_and_rightly(
 def _act(path: Path, actions: list[tuple[str, int]], code: int, asynchronous: bool) -> None:
     ops = FaultFiles(0, code)
     settled: dict[str, Any] = {"async_writes": asynchronous, "flush_interval_s": 0.001}
-    tier = cache(path, ops, segment_bytes=900, **settled)
+    disk = cache(path, ops, segment_bytes=900, **settled)
     asked: dict[int, int] = {}
 
     def answers() -> None:
-        for done in tier.poll():
+        for done in disk.poll():
             first = asked.pop(done.ticket)
             assert [bytes(p) for p in done.payloads] == [payload(first + j) for j in range(len(done.payloads))]
 
     for action, i in actions:
         if action == "put":
-            tier.put(block(i), payload(i))
+            disk.put(block(i), payload(i))
         elif action == "read":
-            asked[tier.read([block(j) for j in range(i, i + 4)])] = i
+            asked[disk.read([block(j) for j in range(i, i + 4)])] = i
         elif action == "fail":
             ops.fail_at = ops.calls + i
         elif action == "forget" and asked:
             ticket, _ = asked.popitem()
-            tier.forget(ticket)
+            disk.forget(ticket)
         elif action == "restart":
-            tier.close()
+            disk.close()
             answers()
             assert not asked
             ops.fail_at = 0
-            tier = cache(path, ops, segment_bytes=900, **settled)
+            disk = cache(path, ops, segment_bytes=900, **settled)
         else:
-            tier.settle()
+            disk.settle()
             answers()
-    assert tier.settle()
+    assert disk.settle()
     answers()
-    assert not asked and not tier.stats().off
-    tier.close()
+    assert not asked and not disk.stats().off
+    disk.close()

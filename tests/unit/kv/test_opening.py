@@ -1,4 +1,4 @@
-"""The disk tier of an engine that starts: which folder it gets, and what happens when it gets none."""
+"""The KV offload of an engine that starts: which folder it gets, and what happens when it gets none."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from mlx_tandem.config import DiskCacheConfig, EngineConfig, ModelConfig
+from mlx_tandem.config import CacheConfig, DiskCacheConfig, EngineConfig, ModelConfig
+from mlx_tandem.engine_main import _open_blocks, _open_offload
 from mlx_tandem.files import StorageError
 from mlx_tandem.kv.disk.opening import Opening
+from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.hashing import Namespace
-from mlx_tandem.worker import _open_tier
+from mlx_tandem.kv.pool import BlockPool
+from tests.api.scripted import INFO
 
 NAMESPACE = Namespace("", "", "float32", 16)
 
@@ -27,7 +30,7 @@ def config(tmp_path: Path, disk: DiskCacheConfig) -> EngineConfig:
 
 def opened(settings: EngineConfig, namespace: Namespace = NAMESPACE) -> tuple[Opening, bytes]:
     called = threading.Event()
-    opening = _open_tier(settings, namespace, called.set)
+    opening = _open_offload(settings, namespace, called.set)
     assert opening is not None
     assert opening.cache is None, "what model it is takes a while to find out"
     assert called.wait(30)
@@ -36,6 +39,19 @@ def opened(settings: EngineConfig, namespace: Namespace = NAMESPACE) -> tuple[Op
     assert opening.poll() is None, "once"
     assert opening.cache is made[0]
     return opening, made[1]
+
+
+def base_of(settings: EngineConfig, dtype: str, cache: CacheConfig, groups: int = 1) -> bytes:
+    """What the blocks of an engine with these settings have in common."""
+    called = threading.Event()
+    info = replace(INFO, dtype=dtype, block_size=cache.block_size)
+    each = [AttentionGroup(BlockPool(8, cache.block_size), 1024) for _ in range(groups)]
+    _, opening = _open_blocks(replace(settings, cache=cache), info, each, called.set)
+    assert opening is not None and called.wait(30)
+    made = opening.poll()
+    assert made is not None
+    opening.close(5)
+    return made[1]
 
 
 def test_what_its_blocks_have_in_common_is_the_model_and_how_its_keys_are_kept(tmp_path: Path) -> None:
@@ -55,16 +71,37 @@ def test_what_its_blocks_have_in_common_is_the_model_and_how_its_keys_are_kept(t
     assert bases[0] == bases[3]
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cache"),
+    [
+        ("bfloat16", CacheConfig()),
+        ("float16", CacheConfig(block_size=32)),
+        ("float16", CacheConfig(kv_bits=8)),
+        ("float16", CacheConfig(kv_bits=4)),
+        ("float16", CacheConfig(kv_bits=8, kv_group_size=32)),
+    ],
+)
+def test_an_engine_that_keeps_its_keys_in_another_way_finds_nothing(
+    tmp_path: Path, dtype: str, cache: CacheConfig
+) -> None:
+    """Also where the bytes of a block are as many."""
+    settings = config(tmp_path, DiskCacheConfig(dir=str(tmp_path / "kv")))
+    others = [("float16", CacheConfig()), ("float16", CacheConfig(kv_bits=8))]
+    bases = [base_of(settings, *each) for each in [(dtype, cache), *(o for o in others if o != (dtype, cache))]]
+    assert len(set(bases)) == len(bases)
+    assert base_of(settings, dtype, cache) == bases[0] != base_of(settings, dtype, cache, groups=2)
+
+
 def test_nothing_is_kept_unless_it_was_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for settings in (
         config(tmp_path, DiskCacheConfig()),
         config(tmp_path, DiskCacheConfig(enabled=False, dir=str(tmp_path / "kv"))),
     ):
-        assert _open_tier(settings, NAMESPACE, lambda: None) is None
+        assert _open_offload(settings, NAMESPACE, lambda: None) is None
     random = config(tmp_path, DiskCacheConfig(enabled=True))
     random = replace(random, model=replace(random.model, random_weights=True))
-    assert _open_tier(random, NAMESPACE, lambda: None) is None
+    assert _open_offload(random, NAMESPACE, lambda: None) is None
     assert {p.name for p in tmp_path.iterdir()} == {"model"}
 
 
@@ -75,11 +112,11 @@ def test_a_folder_in_use_is_refused_if_it_was_named_and_done_without_if_not(
     default = config(tmp_path, DiskCacheConfig(enabled=True))
     first, _ = opened(default)
     with caplog.at_level(logging.WARNING):
-        assert _open_tier(default, NAMESPACE, lambda: None) is None
+        assert _open_offload(default, NAMESPACE, lambda: None) is None
     assert "in use" in caplog.text
     named = config(tmp_path, DiskCacheConfig(dir=str(tmp_path / "mlx-tandem" / "kv-cache")))
     with pytest.raises(StorageError) as e:
-        _open_tier(named, NAMESPACE, lambda: None)
+        _open_offload(named, NAMESPACE, lambda: None)
     assert e.value.code == "folder_in_use"
     first.close(5)
     again, _ = opened(named)

@@ -62,7 +62,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.used_blocks + self.pool.free_blocks == self.pool.usable_blocks == BLOCKS - 1
 
 
-PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None, derandomize=True)
+PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=40, derandomize=True)
 TestPool = PoolMachine.TestCase
 
 

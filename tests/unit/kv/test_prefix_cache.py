@@ -68,7 +68,6 @@ def test_a_key_depends_on_namespace_parent_and_tokens() -> None:
     assert all(len(key) == 32 for key in keys)
 
 
-@settings(deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=32),
     place=st.integers(0, 31),
@@ -92,7 +91,6 @@ def test_a_key_is_what_is_written_on_drives() -> None:
 DIGESTS = st.text("0123456789abcdef", min_size=64, max_size=64)
 
 
-@settings(deadline=None)
 @given(digest=DIGESTS, place=st.integers(0, 63), character=st.sampled_from("0123456789abcdef"))
 def test_every_character_of_an_adapter_s_digest_makes_another_namespace(
     digest: str, place: int, character: str
@@ -227,5 +225,5 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check()
 
 
-CacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+CacheMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, derandomize=True)
 TestCache = CacheMachine.TestCase

@@ -8,34 +8,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.model.step.inputs import KEPT, Inputs, constant, forms, receive
+from mlx_tandem.model.step.inputs import KEPT, Inputs, constant, receive, specs
 
 SHAPES = st.lists(st.one_of(st.tuples(st.integers(1, 9)), st.tuples(st.integers(1, 5), st.integers(1, 7))), min_size=2)
 
 
 @given(SHAPES, st.integers(0, 2**32 - 1), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_what_is_sent_is_received(shapes: list[tuple[int, ...]], seed: int, packed: bool) -> None:
     rng = np.random.default_rng(seed)
     kinds = [(np.int32, np.uint32, np.float32)[i] for i in rng.integers(0, 3, len(shapes))]
     numbers = [rng.integers(0, 2**32, s, np.uint32).view(kind) for s, kind in zip(shapes, kinds, strict=True)]
     sent = Inputs(packed).send(numbers).arrays
     assert len(sent) == (1 if packed else len(numbers))
-    for got, want in zip(receive(sent, forms(numbers)), numbers, strict=True):
+    for got, want in zip(receive(sent, specs(numbers)), numbers, strict=True):
         assert np.array(got).dtype == want.dtype
         assert np.array(got).tobytes() == want.tobytes()
 
 
 def test_a_part_is_contiguous_and_where_kernels_can_load_it() -> None:
     numbers = [np.arange(n, dtype=np.int32) for n in (3, 5, 1)]
-    first, second, third = receive(Inputs(True).send(numbers).arrays, forms(numbers))
+    first, second, third = receive(Inputs(True).send(numbers).arrays, specs(numbers))
     mx.eval(first, second, third)
     at = [np.asarray(a).ctypes.data for a in (first, second, third)]
     assert (at[1] - at[0], at[2] - at[0]) == (16, 48)
 
 
 @given(st.lists(st.tuples(st.integers(1, 3000), st.booleans()), max_size=30))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_buffer_is_used_again_once_it_was_read_and_not_before(steps: list[tuple[int, bool]]) -> None:
     """Steps of so many numbers, each of which is launched at once or when the next is; what was read is kept."""
     inputs, waiting, read = Inputs(True), [], 0
@@ -46,7 +46,7 @@ def test_a_buffer_is_used_again_once_it_was_read_and_not_before(steps: list[tupl
         made.add(id(waiting[-1][2].buffer.array))
         while len(waiting) > late:
             k, known, sent = waiting.pop(0)
-            first, second = (np.array(a) for a in receive(sent.arrays, forms(known)))
+            first, second = (np.array(a) for a in receive(sent.arrays, specs(known)))
             assert (first == k).all() and (second == -k).all() and first.size == known[0].size
             inputs.done(sent)
             read += 1

@@ -54,7 +54,7 @@ def read(pool: KVArrays, blocks: list[int]) -> list[bytes]:
 KINDS = st.sampled_from([(0, mx.float32), (0, mx.bfloat16), (8, mx.float32), (4, mx.bfloat16)])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(KINDS, st.lists(st.integers(0, BLOCKS - 1), min_size=1, max_size=5), st.data())
 def test_blocks_go_out_and_come_back_anywhere(
     kind: tuple[int, mx.Dtype], blocks: list[int], data: st.DataObject
@@ -72,7 +72,7 @@ def test_blocks_go_out_and_come_back_anywhere(
     assert read(target, places) == saved
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(KINDS, st.permutations(range(BLOCKS)), st.integers(1, 3))
 def test_blocks_are_copied_whole(kind: tuple[int, mx.Dtype], order: list[int], count: int) -> None:
     pool = make(*kind)

@@ -30,7 +30,7 @@ def codes(form: RowFormat, lines: Sequence[mx.array]) -> np.ndarray:
     return np.array(lines[0])[:, at // per_word] >> (at % per_word * form.bits).astype(np.uint32) & (1 << form.bits) - 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(WIDTHS, BITS, GROUPS, st.integers(0, 2**32 - 1), st.floats(-30, 30), st.floats(-4, 3))
 @example(64, 8, 64, 0, -20.0, -2.0)
 @example(80, 4, 64, 1, 4.0, 2.0)

@@ -15,7 +15,16 @@ from mlx_lm.sample_utils import apply_xtc
 from msgspec import structs
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER, Seating
-from mlx_tandem.model.step.sampler import Drawn, SamplingFlags, Seen, gumbel_noise, row_key, sample, score, xtc_draw
+from mlx_tandem.model.step.sampler import (
+    SamplerOutput,
+    SamplingFlags,
+    TokenCounts,
+    gumbel_noise,
+    row_key,
+    sample,
+    score,
+    xtc_draw,
+)
 from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.types import SamplingParams
 
@@ -41,14 +50,14 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 1, **changes})
 
 
-def draw(logits: Array, cases: Sequence[Case], vocab: int = VOCAB) -> Drawn:
+def draw(logits: Array, cases: Sequence[Case], vocab: int = VOCAB) -> SamplerOutput:
     """One batch, through the same seats as in the engine. `logits`: of all rows, or of each."""
     seats = Seats(len(cases), vocab)
     for i, c in enumerate(cases):
         seats.take(Seating(i, c.params, c.choice, len(c.prompt), c.prompt + c.output, c.stop_ids))
     indices = tuple(range(len(cases)))
     flags = seats.flags(indices)
-    seen = Seen.of(seats.seen(flags), mx.array(indices))
+    seen = TokenCounts.of(seats.seen(flags), mx.array(indices))
     batch = np.broadcast_to(logits, (len(cases), vocab)).astype(np.float32)
     position = mx.array([c.position for c in cases], mx.int32)
     return sample(mx.array(batch), position, seats.arrays(indices, flags), flags, seen)
@@ -486,7 +495,7 @@ def test_only_rows_that_have_min_tokens_cost_something() -> None:
     late=st.sampled_from([0, 30]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_window_slides_with_what_is_drawn(windows: list[int], prompts: list[list[int]], late: int, seed: int) -> None:
     """Step by step as in the engine, rows with other windows or none beside, and one that makes room for more."""
     rng, vocab = np.random.default_rng(seed), 8
@@ -503,7 +512,7 @@ def test_a_window_slides_with_what_is_drawn(windows: list[int], prompts: list[li
         logits = rng.normal(0, 1, (len(own), vocab)).astype(np.float32)
         flags = seats.flags(range(len(own)))
         arrays = seats.seen(flags)
-        seen = Seen.of(arrays, rows)
+        seen = TokenCounts.of(arrays, rows)
         assert seen is not None
         drawn = sample(mx.array(logits), rows, seats.arrays(range(len(own)), flags), flags, seen).tokens
         seats.remember(seen.after(arrays, rows, drawn))

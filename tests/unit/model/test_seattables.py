@@ -12,7 +12,7 @@ SEATS = 4
 
 
 @given(st.data(), st.integers(0, 50))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_cut_is_what_the_tables_have(data: st.DataObject, first: int) -> None:
     """Under any order of new owners, growth, roll-back and steps of some of the seats."""
     own = SeatTables(SEATS, first)

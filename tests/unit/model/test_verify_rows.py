@@ -19,7 +19,7 @@ def row(seat: int, tokens: tuple[int, ...]) -> Row:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_drafts_count_as_far_as_they_are_what_was_drawn(data: st.DataObject) -> None:
     """Each seat's newest token is that of one position, and what counts before it are the accepted drafts."""
     each = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=5))
@@ -53,7 +53,7 @@ def test_a_position_that_is_not_finite_spoils_its_row_alone() -> None:
 
 
 @given(st.data(), st.integers(1, 100))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_masks_reach_the_device_bit_by_bit(data: st.DataObject, vocabulary: int) -> None:
     rows = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     masked = data.draw(st.sets(st.integers(0, 3)))

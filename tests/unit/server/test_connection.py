@@ -16,7 +16,8 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from mlx_tandem.config import ServerConfig
-from mlx_tandem.server.connection import MAX_HEAD, MAX_ZEROS, PROBE_SECONDS, Connection, connection_class
+from mlx_tandem.server.connection import MAX_HEAD, Connection, connection_class
+from mlx_tandem.server.connection_timers import MAX_ZEROS, PROBE_SECONDS
 
 POST = b"POST / HTTP/1.1\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -15,10 +16,12 @@ from mlx_tandem import demo
 from mlx_tandem.adapters.aliases import Aliases
 from mlx_tandem.adapters.registry import Registry
 from mlx_tandem.config import Arm, Config, EngineConfig, ModelConfig
+from mlx_tandem.dialects.front import ServerFront
+from mlx_tandem.engine.messages import Occupancy
 from mlx_tandem.generation.metrics import OTHER, Metrics
+from mlx_tandem.server import learning_metrics
 from mlx_tandem.server.prometheus import LABELLED_MODELS, render
-from mlx_tandem.training.live.front import ServerFront
-from mlx_tandem.types import AdapterInfo
+from mlx_tandem.types import AdapterInfo, DiskStats, EngineStats
 
 CONFIG = Config(EngineConfig(ModelConfig(str(demo.MODEL_PATH))))
 NAMES = ("a", "b", "c", "d")
@@ -99,7 +102,7 @@ def test_many_aliases_have_a_bounded_number_of_series(front: ServerFront) -> Non
     assert sum(requests.values()) == 12 * LABELLED_MODELS
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(
         st.tuples(st.sampled_from(["use", "publish", "remove", "scrape"]), st.sampled_from(NAMES), st.integers(1, 9)),
@@ -128,3 +131,106 @@ def test_no_counter_decreases_while_adapters_come_and_go(events: list[tuple[str,
                 assert now[OTHER] >= before[counter][OTHER], "what others did is less than it was"
                 before[counter] = now
             assert before[COUNTERS[0]].total() == before[COUNTERS[1]].total() == used
+
+
+def alone(found: dict[str, dict[frozenset[tuple[str, str]], float]]) -> dict[str, float]:
+    """The families that have one series, by name."""
+    return {name: next(iter(series.values())) for name, series in found.items() if len(series) == 1}
+
+
+def test_each_family_of_the_engine_has_its_own_number(front: ServerFront, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = DiskStats(51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63, 6.5, False, False, "")
+    stats = EngineStats(
+        cached_blocks=11, prefix_queries=20, prefix_hits=5, prefix_evictions=12, steps=13, preemptions=14,
+        step_failures=15, step_ms=1.5, peak_memory=16, active_memory=17, kept_memory=18, compiled_steps=19,
+        lora_rows=21, rows=22, step_tokens_sum=23, disk=disk, disk_hit_tokens=24, disk_unsaved=25,
+    )  # fmt: skip
+    monkeypatch.setattr(front.client, "stats", stats)
+    monkeypatch.setattr(
+        front.client, "occupancy", Occupancy(running=31, waiting=32, used_blocks=30, free_blocks=10, deferred=33)
+    )
+    monkeypatch.setattr(front.client, "restarts", 41)
+    expected = {
+        "tandem_engine_restarts_total": 41, "tandem_engine_ready": 0, "tandem_open_requests": 0, "tandem_adapters": 0,
+        "tandem_steps_total": 13, "tandem_step_failures_total": 15, "tandem_step_milliseconds": 1.5,
+        "tandem_rows_total": 22, "tandem_lora_rows_total": 21, "tandem_compiled_steps": 19,
+        "tandem_cached_blocks": 11, "tandem_prefix_cache_evictions_total": 12,
+        "tandem_peak_memory_bytes": 16, "tandem_active_memory_bytes": 17, "tandem_kept_memory_bytes": 18,
+        "tandem_memory_budget_bytes": 0,
+        "vllm:num_requests_running": 31, "vllm:num_requests_waiting": 32, "vllm:num_preemptions_total": 14,
+        "vllm:kv_cache_usage_perc": 0.75, "vllm:gpu_cache_usage_perc": 0.75,
+        "vllm:prefix_cache_queries_total": 20, "vllm:prefix_cache_hits_total": 5,
+        "vllm:gpu_prefix_cache_queries_total": 20, "vllm:gpu_prefix_cache_hits_total": 5,
+        "active_sequences": 31, "queued_requests": 32, "used_blocks": 30, "free_blocks": 10, "cache_hit_rate": 0.25,
+        "dist_fatal": 0, "shutdown_clean": 1,
+        "tandem_disk_cache_bytes": 51, "tandem_disk_cache_blocks": 52, "tandem_disk_cache_queued": 54,
+        "tandem_disk_cache_hits_total": 55, "tandem_disk_cache_misses_total": 56, "tandem_disk_cache_off": 0,
+        "tandem_disk_cache_written_total": 57, "tandem_disk_cache_written_bytes_total": 58,
+        "tandem_disk_cache_dropped_total": 59 + 25, "tandem_disk_cache_evicted_total": 60,
+        "tandem_disk_cache_quarantined_total": 61, "tandem_disk_cache_errors_total": 62,
+        "tandem_disk_cache_reload_bytes_total": 63, "tandem_disk_cache_reload_seconds_total": 6.5,
+        "tandem_disk_cache_hit_tokens_total": 24,
+    }  # fmt: skip
+    found = alone(scraped(front))
+    assert {name: found[name] for name in expected} == expected
+    assert {n for n in found if n.startswith(("tandem_", "vllm:gpu"))} <= expected.keys(), "a family without its number"
+
+
+def test_each_counter_of_an_arm_has_its_own_number(front: ServerFront) -> None:
+    (arm,) = front.models.aliases.put("a", [Arm("base", 1)])
+    numbers = {"requests": 1, "prompt_tokens": 2, "generated_tokens": 3, "errors": 4, "seconds": 0.5}
+    for name, number in numbers.items():
+        setattr(arm.counters, name, number)
+    found = scraped(front)
+    labels = frozenset({("alias", "a"), ("arm", "base")})
+    assert {name: found[f"tandem_alias_{name}_total"][labels] for name in numbers} == numbers
+
+
+def test_each_family_of_learning_has_its_own_number() -> None:
+    status = SimpleNamespace(
+        trajectories_collected=1, dropped_stale=2, dropped_duplicate=3, dropped_overflow=4, skipped_groups=5,
+        publishes=6, rollbacks=7, checkpoint_saves=8, buffered=9, recovering=10, running=True, step=11, version=12,
+        loss=0.1, mean_reward=0.2, kl=0.3, grad_norm=0.4,
+    )  # fmt: skip
+    learner = SimpleNamespace(status=lambda: status, history=[], rewards=SimpleNamespace(failures={"raised": 13}))
+    learning: Any = SimpleNamespace(
+        learner=learner,
+        stats=EngineStats(serving_ms=1500.0, training_ms=2500.0),
+        swaps=14,
+        updates_per_second=lambda: 0.5,
+        outcomes=lambda: Counter(published=15),
+    )
+    found = {
+        (s.name, *s.labels.values()): s.value for family in learning_metrics.families(learning) for s in family.samples
+    }
+    assert found == {
+        ("tandem_training_trajectories_total",): 1,
+        ("tandem_training_trajectories_dropped_total", "stale"): 2,
+        ("tandem_training_trajectories_dropped_total", "duplicate"): 3,
+        ("tandem_training_trajectories_dropped_total", "overflow"): 4,
+        ("tandem_training_groups_skipped_total",): 5,
+        ("tandem_training_updates_total", "published"): 15,
+        ("tandem_training_reward_failures_total", "raised"): 13,
+        ("tandem_training_publishes_total",): 6,
+        ("tandem_training_rollbacks_total",): 7,
+        ("tandem_training_checkpoint_saves_total",): 8,
+        ("tandem_training_swaps_total",): 14,
+        ("tandem_training_device_seconds_total",): 2.5,
+        ("tandem_serving_device_seconds_total",): 1.5,
+        ("tandem_training_buffered",): 9,
+        ("tandem_training_recovering",): 10,
+        ("tandem_training_running",): 1,
+        ("tandem_training_diverged",): 0,
+        ("tandem_training_step",): 11,
+        ("tandem_training_version",): 12,
+        ("tandem_training_loss",): 0.1,
+        ("tandem_training_mean_reward",): 0.2,
+        ("tandem_training_kl",): 0.3,
+        ("tandem_training_grad_norm",): 0.4,
+        ("tandem_training_updates_per_second",): 0.5,
+        ("mlx_parallm_rl_trajectories_collected",): 1,
+        ("mlx_parallm_rl_training_loss",): 0.1,
+        ("mlx_parallm_rl_updates_per_second",): 0.5,
+        ("mlx_parallm_lora_swaps_total",): 14,
+        ("mlx_parallm_checkpoint_saves_total",): 8,
+    }

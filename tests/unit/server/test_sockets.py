@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from mlx_tandem.config import EngineConfig, ModelConfig
-from mlx_tandem.engine.process import process_launch
+from mlx_tandem.engine.client.process import process_launch
 
 RAISE = """
 import resource

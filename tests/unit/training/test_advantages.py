@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.learning import Batch
-from mlx_tandem.training.online.advantages import RECIPES, advantages, batches, by_group, varies
+from mlx_tandem.training.online.advantages import RECIPES, advantages, batches, by_group, spread, varies
 from mlx_tandem.training.trajectories import Trajectory
 
 REWARDS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=12)
@@ -37,35 +38,52 @@ def made(sizes: list[list[tuple[int, int]]]) -> list[list[Trajectory]]:
 
 @given(REWARDS)
 def test_advantages_add_up_to_nothing_and_keep_the_order(rewards: list[float]) -> None:
-    for unit in (True, False):
-        found = advantages(rewards, unit_variance=unit)
+    for leave_one_out in (True, False):
+        found = advantages(rewards, leave_one_out=leave_one_out)
         assert sum(found) == pytest.approx(0.0, abs=1e-6 * max(1.0, *map(abs, found)))
-        for (r1, a1), (r2, a2) in zip(
-            zip(rewards, found, strict=True), list(zip(rewards, found, strict=True))[1:], strict=False
-        ):
-            assert not (r1 < r2 and a1 > a2)
+        order = sorted(range(len(rewards)), key=lambda i: rewards[i])
+        assert all(found[i] <= found[j] for i, j in itertools.pairwise(order))
 
 
 def test_advantages_by_hand() -> None:
-    assert advantages([1, 0, 0, 1], unit_variance=True) == pytest.approx([1, -1, -1, 1], abs=1e-5)
-    assert advantages([1, 0, 0, 0], unit_variance=False) == pytest.approx([0.75, -0.25, -0.25, -0.25])
-    assert advantages([3, 2, 1], unit_variance=True) == pytest.approx([math.sqrt(1.5), 0, -math.sqrt(1.5)], abs=1e-5)
+    assert advantages([1, 0, 0, 0]) == pytest.approx([0.75, -0.25, -0.25, -0.25])
+    assert advantages([1, 0, 0, 0], leave_one_out=True) == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
+    assert spread([1, 0, 0, 1], 0.01) == 0.5
+    assert spread([3, 2, 1], 0.01) == pytest.approx(math.sqrt(2 / 3))
+
+
+def weights(config: RLTrainingConfig, *rewards: list[float]) -> list[float]:
+    groups = [
+        [Trajectory(f"{g}-{i}", f"g{g}", (1,), (2,), (-0.5,), (-0.5,), (1,), 1.0, r) for i, r in enumerate(group)]
+        for g, group in enumerate(rewards)
+    ]
+    return [d.weights[0] for b in batches(groups, config) for d in b.data]
+
+
+def test_what_advantages_are_divided_by() -> None:
+    rewards = [[1.0, 0.0], [3.0, 1.0]]
+    assert weights(RLTrainingConfig(), *rewards) == pytest.approx([1, -1, 1, -1])
+    assert weights(RLTrainingConfig(advantage_scale="none"), *rewards) == pytest.approx([0.5, -0.5, 1, -1])
+    whole = math.sqrt((2 * 0.25 + 2) / 4)
+    found = weights(RLTrainingConfig(advantage_scale="batch"), *rewards)
+    assert found == pytest.approx([0.5 / whole, -0.5 / whole, 1 / whole, -1 / whole])
+    assert weights(RLTrainingConfig(algorithm="dr_grpo", leave_one_out=True), *rewards) == [1, -1, 2, -2]
+
+
+def test_rewards_that_hardly_differ_are_not_blown_up() -> None:
+    found = weights(RLTrainingConfig(), [0.1] * 7 + [0.099])
+    assert max(map(abs, found)) < 0.1
 
 
 @given(st.floats(-1e6, 1e6), st.integers(1, 9))
 def test_equal_rewards_teach_nothing(reward: float, n: int) -> None:
-    assert advantages([reward] * n, unit_variance=True) == (0.0,) * n
+    assert advantages([reward] * n) == (0.0,) * n
 
 
 def counted(batch: Batch) -> float:
-    """What the device's normalisation makes of a loss of 1 for each token that has a weight."""
-    kept = [sum(w != 0 for w in d.weights) for d in batch.data]
-    whole = {
-        "token_sum": float(sum(kept)),
-        "token_mean": 1.0 if any(kept) else 0.0,
-        "sequence_mean": 1.0 if any(kept) else 0.0,
-    }[batch.loss.normalize]
-    return batch.loss.scale * whole
+    """What the device's normalisation makes of a loss of 1 for each token that is trained on."""
+    kept = [sum(d.trained) for d in batch.data]
+    return batch.loss.scale * (float(sum(kept)) if batch.loss.normalize == "token_sum" else 1.0)
 
 
 @given(GROUPS, st.sampled_from(sorted(RECIPES)), st.integers(1, 8))
@@ -77,14 +95,9 @@ def test_however_it_is_cut_the_loss_is_the_mean_over_the_whole_update(
     cut = batches(groups, RLTrainingConfig(algorithm=algorithm, update_frequency=frequency))  # type: ignore[arg-type]
     assert [d.tokens for b in cut for d in b.data] == [t.prompt + t.tokens for t in data]
     assert all(len(b.data) <= frequency for b in cut)
-    weights = [d.weights for b in cut for d in b.data]
-    lengths = [len(t.tokens) for t in data]
-    kept = [n for n, w in zip(lengths, weights, strict=True) if w[0] != 0]
-    expected = {
-        "token_sum": sum(kept) / (len(data) * max(lengths)),
-        "token_mean": sum(kept) / sum(lengths),
-        "sequence_mean": len(kept) / len(data),
-    }[RECIPES[algorithm].normalize]
+    assert all(all(d.trained) for b in cut for d in b.data), "an average completion counts, too"
+    tokens = sum(len(t.tokens) for t in data)
+    expected = tokens / (len(data) * 256) if RECIPES[algorithm].normalize == "token_sum" else 1.0
     assert sum(map(counted, cut)) == pytest.approx(expected)
 
 
@@ -98,8 +111,18 @@ def test_switches_follow_the_algorithm_and_the_settings() -> None:
     assert (batch.trainer, loss.kind, loss.ratio, loss.normalize) == ("mine", "ppo", "sequence", "sequence_mean")
     assert (loss.clip_low, loss.clip_high, loss.kl_coef, loss.max_importance_ratio) == (0.1, 0.3, 0.05, 3.0)
     (batch,) = batches(groups, replace(config, algorithm="dr_grpo"))
-    assert (batch.loss.normalize, batch.loss.scale) == ("token_sum", 1 / (2 * 4))
+    assert (batch.loss.normalize, batch.loss.scale) == ("token_sum", 1 / (2 * 256))
     assert [d.weights[0] for d in batch.data] == [-0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "clip"),
+    [("grpo", (0.2, 0.2)), ("dapo", (0.2, 0.28)), ("gspo", (3e-4, 4e-4)), ("cispo", (1.0, 3.0))],
+)
+def test_each_algorithm_has_a_clip_range_of_its_own(algorithm: str, clip: tuple[float, float]) -> None:
+    groups = made([[(0, 2), (1, 4)]])
+    (batch,) = batches(groups, RLTrainingConfig(algorithm=algorithm))  # type: ignore[arg-type]
+    assert (batch.loss.clip_low, batch.loss.clip_high) == clip
 
 
 def test_greedy_completions_count_as_drawn_from_the_model() -> None:

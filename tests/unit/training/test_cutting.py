@@ -19,7 +19,7 @@ def batches_of(lengths: list[list[int]]) -> list[Batch]:
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(LENGTHS, st.integers(20, 300), st.booleans(), st.booleans(), st.integers(0, 3))
 def test_all_of_a_pass_is_in_it_once_and_fits(
     lengths: list[list[int]], most: int, mixed: bool, few_shapes: bool, beyond: int
@@ -39,7 +39,7 @@ def test_all_of_a_pass_is_in_it_once_and_fits(
         assert rows * length <= most or (rows, length) == (1, part[0].length)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LENGTHS, st.integers(20, 300), st.booleans())
 def test_there_are_as_few_as_hold_it(lengths: list[list[int]], most: int, mixed: bool) -> None:
     greedy = 0
@@ -57,7 +57,7 @@ def test_they_are_even(few_shapes: bool) -> None:
     assert [len(part) for part in cut] == [20, 20]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.lists(st.integers(17, 128), min_size=20, max_size=120), min_size=20, max_size=20))
 def test_many_passes_have_few_shapes(passes: list[list[int]]) -> None:
     """Whatever is learnt from: three octaves of lengths."""

@@ -22,7 +22,7 @@ from mlx_tandem.training.store.records import Added, Began, Dropped, Ended, Open
 from mlx_tandem.training.trajectories import Buffer, Trajectory
 from tests.faulty import FaultFiles, ForgetfulFiles
 
-SLOW = settings(max_examples=40, deadline=None)
+SLOW = settings(max_examples=40)
 
 
 def trajectory(id: str, group: str = "g", reward: float = 0.1) -> Trajectory:

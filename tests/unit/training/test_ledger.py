@@ -65,7 +65,7 @@ async def lived(folder: Path, steps: list[Any]) -> Ledger:
     return ledger
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(STEPS)
 def test_another_process_has_the_same_buffer_and_forgets_the_same_ids_next(steps: list[Any]) -> None:
     """Also when so many came that ids are forgotten: what is dropped counts as new then."""

@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from mlx_tandem.errors import Conflict
+from mlx_tandem.training.store import journal
 from mlx_tandem.training.trajectories import Trajectory
+from mlx_tandem.types import SamplingParams
 from tests.unit.learning_fakes import config, group
 from tests.unit.online_side import TRAINER, feed, on_a_loop, running
 
@@ -64,7 +66,10 @@ async def test_too_old_completions_are_dropped(tmp_path: Path) -> None:
         await side.until(lambda: side.learner.status().dropped_stale == 6)
         await asyncio.sleep(0.01)
         assert side.learner.status().updates == 2, "what is left is too little"
-        await side.learner.add(group(8, version=2), 2)
+        late = group(8, version=1, rewards=(0.0, 1.0, 1.0))[-1]
+        assert await side.learner.add([*group(8, version=2), late], 3) == {late.id}, (
+            "its siblings wait no longer for it"
+        )
         await side.until(lambda: side.learner.status().updates == 3)
         assert side.trained[-4:] == (700, 701, 800, 801)
     async with running(config(tmp_path)) as side:
@@ -77,8 +82,8 @@ async def test_old_versions_go_and_those_with_a_checkpoint_stay(tmp_path: Path) 
         for i in range(8):
             await feed(side, [2 * i + 1, 2 * i + 2], i + 1)
         await side.until(lambda: side.version == 9 and len(side.server.saves) == 2 and 6 in side.server.retired)
-        # 1 made all completions, so it is the best there is to go back to; 5 and 9 have checkpoints.
-        assert [e.ref.version for e in side.server.registry.versions(TRAINER)] == [1, 5, 7, 8, 9]
+        # 5 and 9 have checkpoints.
+        assert [e.ref.version for e in side.server.registry.versions(TRAINER)] == [5, 7, 8, 9]
         assert side.learner.status().available_checkpoints[:2] == ("checkpoint-8", "checkpoint-4")
 
 
@@ -116,3 +121,33 @@ async def test_without_training_everything_is_collected_and_nothing_learned(tmp_
             await side.learner.update()
     async with running(config(tmp_path)) as side:
         await side.until(lambda: side.learner.status().updates == 1)
+
+
+@on_a_loop
+async def test_the_journal_begins_again_also_while_nothing_is_learned(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "LARGE", 4000)
+        async with running(config(tmp_path, trajectory_buffer_size=8), start=False) as side:
+            for number in range(200):
+                await side.learner.add(group(number), 2)
+            folder = tmp_path / "journal"
+            await side.until(lambda: sum(f.stat().st_size for f in folder.iterdir()) < 60_000)
+            assert side.learner.status().trajectories_collected == 400
+            held = side.learner.status().buffered
+        async with running(config(tmp_path, trajectory_buffer_size=8), start=False) as side:
+            assert side.learner.status().buffered == held
+            await side.learner.add(group(1), 2)
+            assert side.learner.status().dropped_duplicate == 2, "what has gone from it is still known"
+
+
+@on_a_loop
+async def test_a_request_with_one_answer_gets_siblings_once(tmp_path: Path) -> None:
+    async with running(config(tmp_path, siblings=4, update_frequency=4), lambda shift: "yes") as side:
+        scoring = side.learner.rewards.check("exact_match", {"answer": "yes"})
+        side.learner.record_prompt((1, 2, 3), scoring, SamplingParams(8), alone=True)
+        await side.until(lambda: side.learner.status().updates == 1)
+        assert side.learner.history[-1].trajectories == 4
+        assert side.learner.status().trajectories_collected == 4
+        side.learner.record_prompt((1, 2, 4), scoring, SamplingParams(8), alone=False)
+        await side.learner.update()
+        assert side.learner.status().trajectories_collected == 4, "one with siblings of its own gets none"

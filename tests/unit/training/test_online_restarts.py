@@ -6,11 +6,11 @@ import asyncio
 import shutil
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from mlx_tandem.errors import EngineDied, EngineUnavailable, ModelError, NotFound
+from mlx_tandem.errors import EngineDied, EngineError, EngineUnavailable, ModelError, NotFound
 from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.records import Began, Record
@@ -278,3 +278,20 @@ async def test_a_damaged_checkpoint_loses_updates_and_nothing_is_learned_twice(t
     async with running(config(tmp_path, interval=2)) as side:
         await side.until(lambda: (side.version, side.trained) == (version, trained))
         assert trained[-4:] == (1100, 1101, 1200, 1201), "what came after the damage is exact again"
+
+
+@on_a_loop
+async def test_an_update_that_is_worth_another_attempt_is_made_by_the_next_process(tmp_path: Path) -> None:
+    """A last checkpoint would forget it."""
+    async with running(config(tmp_path), start=False) as side:
+        await side.learner.update(group(1))
+
+        async def fail(*args: object, **options: object) -> NoReturn:
+            raise EngineError("the pass failed")
+
+        side.client.run_pass = fail  # type: ignore[method-assign]
+        with pytest.raises(EngineError, match="the pass failed"):
+            await side.learner.update(group(2))
+    async with running(config(tmp_path), start=False) as side:
+        await side.learner.update(group(3))
+        assert side.trained == (100, 101, 200, 201, 300, 301)

@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from mlx_tandem import limits
 from mlx_tandem.config import RLTrainingConfig
-from mlx_tandem.decode import convert
 from mlx_tandem.dialects.training.bodies import UpdateBody
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.strict_json import convert
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.training.external import check_external
 from mlx_tandem.training.online.advantages import RECIPES, batches
@@ -105,7 +106,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert self.buffer.usable == sum(map(len, ready))
 
 
-BufferMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+BufferMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
 TestBuffer = BufferMachine.TestCase
 
 
@@ -267,7 +268,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(st.lists(st.fixed_dictionaries({}, optional=VALUES), min_size=1, max_size=3), st.sampled_from(list(RECIPES)))
 def test_whatever_is_accepted_the_trainer_takes(changes: list[dict[str, Any]], algorithm: str):
     """A post is refused with a name or passes the engine's own check: one trajectory cannot cost all their update."""
@@ -292,3 +293,10 @@ def test_how_many_may_come_at_once():
         with pytest.raises(InvalidRequest) as e:
             check(*items)
         assert e.value.param == "trajectories"
+
+
+def test_how_many_messages_a_prompt_may_have():
+    prompt = [{"role": "user", "content": "x"}] * (limits.MAX_MESSAGES + 1)
+    with pytest.raises(InvalidRequest, match="at most 4096 messages") as e:
+        check(GOOD, GOOD | {"prompt_token_ids": None, "prompt": prompt})
+    assert e.value.param == "trajectories[1].prompt"

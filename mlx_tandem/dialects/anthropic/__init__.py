@@ -1,0 +1,1 @@
+"""Anthropic's dialect: messages, their number of tokens, and models."""

@@ -1,0 +1,1 @@
+"""Ollama's dialect: chats, completions and models."""

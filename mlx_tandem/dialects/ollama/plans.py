@@ -1,0 +1,115 @@
+"""Making the plans of chats and completions from their bodies."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from mlx_tandem.dialects.ollama.bodies import ChatBody, Common, GenerateBody, Options, refuse_unsupported
+from mlx_tandem.dialects.ollama.messages import chat_form
+from mlx_tandem.dialects.ollama.names import select
+from mlx_tandem.dialects.ollama.renderer import ChatRenderer, GenerateRenderer, OllamaRenderer, now
+from mlx_tandem.dialects.plan import Plan
+from mlx_tandem.errors import renamed
+from mlx_tandem.generation.chats import Chat, ChatRequest, Thinking
+from mlx_tandem.generation.front import Front
+from mlx_tandem.generation.grammar.fields import json_constraint
+from mlx_tandem.generation.prompted_chats import prompted_chat
+from mlx_tandem.generation.sampling import Sampling, sampling_params, text_options
+from mlx_tandem.generation.tools.offer import tools_of
+
+REPEAT_LAST_N = 64
+"""Ollama's default of the option."""
+
+Loaded = dict[str, Any]
+"""The reply to a request that only asks to load the model."""
+
+
+async def plan_chat(front: Front, body: ChatBody) -> Plan | Loaded:
+    """Return the plan of a chat, or the reply without one for no messages. Raises InvalidRequest and NotFound."""
+    refuse_unsupported(body)
+    if not body.messages:
+        return await _loaded(front, body, ChatRenderer)
+    asked = ChatRequest(chat_form(body.messages), tools_of(body.tools, None, None), _thinking(body))
+    return await _plan(front, body, asked, ChatRenderer)
+
+
+async def plan_completion(front: Front, body: GenerateBody) -> Plan | Loaded:
+    """Return the plan of a completion, or the reply without one for no prompt. Raises InvalidRequest and NotFound."""
+    refuse_unsupported(body)
+    if not body.prompt:
+        return await _loaded(front, body, GenerateRenderer)
+    if body.raw:
+        return await _plan(front, body, body.prompt, GenerateRenderer)
+    messages = [{"role": "user", "content": body.prompt}]
+    if body.system:
+        messages.insert(0, {"role": "system", "content": body.system})
+    with renamed(messages="prompt"):
+        return await _plan(front, body, ChatRequest(messages, None, _thinking(body)), GenerateRenderer)
+
+
+async def _plan(front: Front, body: Common, asked: ChatRequest | str, renderer: type[OllamaRenderer]) -> Plan:
+    """Return the plan for a conversation, or for a text that is the prompt as it is."""
+    began = time.monotonic()
+    model = await select(front, body.model)
+    load_seconds = time.monotonic() - began
+    if isinstance(asked, str):
+        chat = Chat(await front.text_prompt(asked, "prompt"), None, None, frozenset())
+    else:
+        with renamed(enable_thinking="think", reasoning_effort="think"):
+            chat = await asked.chat(front)
+    options = body.options or Options()
+    sampling = _sampling(front, options, len(chat.prompt))
+    names = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
+    with renamed(**{inner: f"options.{names.get(inner, inner)}" for inner in (*names, "stop", "min_p", "top_k")}):
+        params = sampling_params(front, sampling, len(chat.prompt), "messages")
+        text = text_options(sampling)
+    constraint = None
+    if body.format:
+        constraint = json_constraint("format", None if body.format == "json" else body.format)
+    prompted = await prompted_chat(front, model, chat, params, text, constraint)
+    reply = renderer(front.models.label(model.ref), began, load_seconds)
+    return Plan(prompted, model, reply, body.stream is not False)
+
+
+def _sampling(front: Front, options: Options, prompt: int) -> Sampling:
+    """Return the sampling parameters for these options and a prompt of this many tokens.
+
+    As in Ollama, an answer ends where the context ends, whatever `num_predict` says.
+    """
+    most = options.num_predict
+    if most is not None:
+        room = max(front.room(front.client.check_ready()) - prompt, 1)
+        room = min(room, front.config.server.max_generation_tokens or room)
+        most = room if most < 1 else min(most, room)
+    penalty, window = options.repeat_penalty, options.repeat_last_n
+    if window is None:
+        window = REPEAT_LAST_N
+    return Sampling(
+        max_tokens=most,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        seed=None if options.seed == -1 else options.seed,
+        stop=options.stop,
+        repetition_penalty=None if window == 0 else penalty,
+        repetition_context_size=max(window, 0),
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+    )
+
+
+def _thinking(body: Common) -> Thinking:
+    """Return the wishes about thoughts."""
+    if isinstance(body.think, str):
+        return Thinking(True, body.think)
+    return Thinking(body.think)
+
+
+async def _loaded(front: Front, body: Common, renderer: type[OllamaRenderer]) -> Loaded:
+    """Return the reply to a request to load the model."""
+    model = await select(front, body.model)
+    name = front.models.label(model.ref)
+    said = renderer(name, 0.0, 0.0).said("", "", ())
+    return {"model": name, "created_at": now(), **said, "done": True, "done_reason": "load"}

@@ -1,0 +1,208 @@
+"""Converting the items and tools of responses into the form that chat templates and `generation` expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from mlx_tandem import limits
+from mlx_tandem.dialects.flat_tools import flat_tools
+from mlx_tandem.dialects.turns import Message, Turns
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.generation.tools.offer import Tools, tools_of
+from mlx_tandem.strict_json import check_nested, convert
+
+Item = dict[str, Any]
+
+
+class _Part(Struct):
+    """A part of the content of an item."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _Message(Struct):
+    """A message."""
+
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[_Part]
+
+
+class _Call(Struct):
+    """A call of a function in an earlier reply."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _Output(Struct):
+    """The result of a call."""
+
+    call_id: str
+    output: str | list[_Part]
+
+
+class _Reasoning(Struct):
+    """The thoughts of an earlier reply. `encrypted_content` comes from other servers and is left out."""
+
+    summary: list[_Part] | None = None
+    content: list[_Part] | None = None
+
+
+class _Reference(Struct):
+    """A reference to an item of a response in the store."""
+
+    id: str
+
+
+class _Function(Struct):
+    """A function of the client's own."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Allowed(Struct):
+    """A choice that allows some of the tools."""
+
+    mode: Literal["auto", "required"]
+    tools: list[dict[str, Any]]
+
+
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+"""Types of parts that are text."""
+
+_Item = _Message | _Call | _Output | _Reasoning | _Reference
+
+_ITEMS: dict[str, type[_Item]] = {
+    "message": _Message,
+    "function_call": _Call,
+    "function_call_output": _Output,
+    "reasoning": _Reasoning,
+    "item_reference": _Reference,
+}
+
+
+def input_items(given: str | Sequence[Any] | None, find: Callable[[str], Item | None]) -> list[Item]:
+    """Return the items of a request's input, of which a text is one. Raises InvalidRequest naming the item.
+
+    `find` returns the item of a stored response that a reference names.
+    """
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    if len(given) > limits.MAX_MESSAGES:
+        raise InvalidRequest(f"input has at most {limits.MAX_MESSAGES} items", param="input")
+    depth = 2 + limits.MAX_MESSAGE_DEPTH
+    check_nested(list(given), "input", depth=depth, values=limits.MAX_MESSAGE_VALUES)
+    items: list[Item] = []
+    for i, item in enumerate(given):
+        read = _item(item, f"input[{i}]")
+        if isinstance(read, _Reference):
+            item = find(read.id)
+            if item is None:
+                where = f"input[{i}].id"
+                raise InvalidRequest(f"{where}: no stored response has the item {read.id[:64]!a}", param=where)
+        items.append(item)
+    return items
+
+
+def chat_form(instructions: str | None, items: Sequence[Item], *, before: int = 0) -> list[Message]:
+    """Return the conversation in the form of OpenAI's chats. Raises InvalidRequest naming the item.
+
+    The first `before` items are those of earlier responses, which errors do not count.
+    """
+    turns = Turns(("system",))
+    if instructions:
+        turns.text("system", instructions)
+    for i, given in enumerate(items):
+        where = f"input[{i - before}]"
+        match _item(given, where):
+            case _Message(role, content):
+                turns.text("system" if role == "developer" else role, _text(content, f"{where}.content"))
+            case _Call(call_id, name, arguments):
+                turns.call(call_id, name, arguments)
+            case _Output(call_id, output):
+                turns.result(call_id, _text(output, f"{where}.output"))
+            case _Reasoning(summary, content):
+                turns.thought(_text(content or summary or [], f"{where}.content"))
+    return turns.messages
+
+
+def function_tools(given: Sequence[Any] | None, choice: Any, parallel: bool | None) -> Tools | None:
+    """Return the tools of a request; None if it offers none to the model. Raises InvalidRequest naming the tool."""
+    tools: list[Message] = []
+    for i, tool in enumerate(given or ()):
+        where = f"tools[{i}]"
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind != "function":
+            raise InvalidRequest(
+                f"{where}.type is {kind[:64]!a}: only tools of the type 'function' are available here",
+                param=f"{where}.type",
+                code="unsupported_parameter",
+            )
+        if kind is not None and tool.get("defer_loading"):
+            name = f"{where}.defer_loading"
+            raise InvalidRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
+        function = convert(tool, _Function, where)
+        described: Message = {"name": function.name}
+        for key in ("description", "parameters", "strict"):
+            if (value := getattr(function, key)) is not None:
+                described[key] = value
+        tools.append({"type": "function", "function": described})
+    if isinstance(choice, dict):
+        tools, choice = _chosen(tools, choice)
+    with flat_tools():
+        return tools_of(tools, choice, parallel)
+
+
+def _chosen(tools: list[Message], choice: dict[str, Any]) -> tuple[list[Message], Any]:
+    """Return the tools that a choice leaves, and OpenAI's choice for chats. Raises InvalidRequest."""
+    kind = choice.get("type")
+    if kind == "function":
+        return tools, {"type": "function", "function": {"name": choice.get("name")}}
+    if kind != "allowed_tools":
+        raise InvalidRequest(
+            "tool_choice.type must be 'function' or 'allowed_tools'", param="tool_choice.type", code="invalid_value"
+        )
+    allowed = convert(choice, _Allowed, "tool_choice")
+    names = {tool.get("name") for tool in allowed.tools if isinstance(tool.get("name"), str)}
+    return [tool for tool in tools if tool["function"]["name"] in names], allowed.mode
+
+
+def _item(given: Any, where: str) -> _Item:
+    """Return an item as a struct. Raises InvalidRequest naming the item."""
+    kind = given.get("type") or "message" if isinstance(given, dict) else "message"
+    if kind == "message" and isinstance(given, dict) and "role" not in given and set(given) == {"id"}:
+        kind = "item_reference"  # Its type may be absent.
+    if not isinstance(kind, str) or kind not in _ITEMS:
+        raise InvalidRequest(
+            f"{where}.type is {str(kind)[:64]!a}, which this server has no use for",
+            param=f"{where}.type",
+            code="unsupported_parameter",
+        )
+    return convert(given, _ITEMS[kind], where)
+
+
+def _text(content: str | Sequence[_Part], where: str) -> str:
+    """Return the text of an item's content. Raises InvalidRequest for a part that is no text."""
+    if isinstance(content, str):
+        return content
+    texts: list[str] = []
+    for i, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in (*_TEXTS, "refusal") or text is None:
+            name = f"{where}[{i}].type"
+            raise InvalidRequest(
+                f"{name} is {part.type[:64]!a}: this model reads text only", param=name, code="unsupported_parameter"
+            )
+        texts.append(text)
+    return "".join(texts)

@@ -1,0 +1,109 @@
+"""Making the plans of responses from their bodies, and handing out those in the store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec import to_builtins
+
+from mlx_tandem.dialects.front import ServerFront
+from mlx_tandem.dialects.openai.collect import check_metadata
+from mlx_tandem.dialects.plan import Plan
+from mlx_tandem.dialects.responses.bodies import Format, ResponseBody, Text
+from mlx_tandem.dialects.responses.items import chat_form, function_tools, input_items
+from mlx_tandem.dialects.responses.renderer import Item, ResponseRenderer, new_id
+from mlx_tandem.errors import InvalidRequest, renamed
+from mlx_tandem.generation.chats import ChatRequest, Thinking
+from mlx_tandem.generation.grammar.constraint import Constraint
+from mlx_tandem.generation.grammar.fields import json_constraint
+from mlx_tandem.generation.prompted_chats import prompted_chat
+from mlx_tandem.generation.sampling import Sampling, sampling_params, text_options
+from mlx_tandem.types import SamplingParams
+
+
+async def plan_response(front: ServerFront, body: ResponseBody) -> Plan:
+    """Return the plan of a response. Raises InvalidRequest and NotFound."""
+    model = await front.models.select(body.model, body.user)
+    check_metadata(body.metadata)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+    before = [] if body.previous_response_id is None else front.responses.conversation(body.previous_response_id)
+    items = [*before, *input_items(body.input, front.responses.item)]
+    if not items:
+        raise InvalidRequest("input is required", param="input", code="missing_required_parameter")
+    messages = chat_form(body.instructions, items, before=len(before))
+    tools = function_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    effort = None if body.reasoning is None else body.reasoning.effort
+    with renamed(messages="input", reasoning_effort="reasoning.effort"):
+        chat = await ChatRequest(messages, tools, Thinking(None, effort)).chat(front)
+        sampling = Sampling(max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p)
+        longest = None if body.max_output_tokens is None else ("max_output_tokens", body.max_output_tokens)
+        params = sampling_params(front, sampling, len(chat.prompt), "input", max_tokens=longest)
+    prompted = await prompted_chat(front, model, chat, params, text_options(sampling), _constraint(body))
+
+    def keep(id: str, whole: bytes, output: Sequence[Item]) -> None:
+        front.responses.put(id, whole, items, output)
+
+    settings = _settings(body, front.models.label(model.ref), params)
+    renderer = ResponseRenderer(new_id(), settings, None if body.store is False else keep)
+    return Plan(prompted, model, renderer, bool(body.stream))
+
+
+def stored(front: ServerFront, response_id: str) -> bytes:
+    """Return a response from the store. Raises NotFound."""
+    return front.responses.body(response_id)
+
+
+def delete(front: ServerFront, response_id: str) -> dict[str, Any]:
+    """Remove a response from the store. Raises NotFound."""
+    front.responses.delete(response_id)
+    return {"id": response_id, "object": "response", "deleted": True}
+
+
+def _constraint(body: ResponseBody) -> Constraint | None:
+    """Return what the answer must match; None for any text. Raises InvalidRequest for a schema that is missing."""
+    form = None if body.text is None else body.text.format
+    if form is None or form.type == "text":
+        return None
+    if form.type == "json_object":
+        return json_constraint("text.format")
+    if form.schema_ is None:
+        raise InvalidRequest(
+            "text.format.schema is required", param="text.format.schema", code="missing_required_parameter"
+        )
+    return json_constraint("text.format", form.schema_, ".schema")
+
+
+def _settings(body: ResponseBody, model: str, params: SamplingParams) -> dict[str, Any]:
+    """Return the members of a response that repeat its request."""
+    reasoning, text = body.reasoning, body.text or Text()
+    form = text.format or Format("text")
+    return {
+        "model": model,
+        "instructions": body.instructions,
+        "previous_response_id": body.previous_response_id,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_logprobs": 0,
+        "tools": body.tools or [],
+        "tool_choice": body.tool_choice or "auto",
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "text": {"format": _without_nulls(form), "verbosity": text.verbosity or "medium"},
+        "truncation": "disabled",
+        "background": False,
+        "store": body.store is not False,
+        "metadata": body.metadata or {},
+        "service_tier": "default",
+        "safety_identifier": body.safety_identifier,
+        "prompt_cache_key": body.prompt_cache_key,
+        "user": body.user,
+    }
+
+
+def _without_nulls(form: Format) -> dict[str, Any]:
+    """Return the form of an answer as a request gives it."""
+    return {name: value for name, value in to_builtins(form).items() if value is not None}

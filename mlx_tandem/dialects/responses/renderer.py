@@ -1,0 +1,266 @@
+"""Responses, as whole bodies and as stream events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mlx_tandem.dialects.plan import Renderer
+from mlx_tandem.dialects.sse import event as sse
+from mlx_tandem.errors import TandemError
+from mlx_tandem.generation.answers import Answers, Spoken
+from mlx_tandem.generation.events import (
+    Finish,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
+from mlx_tandem.strict_json import dumps
+from mlx_tandem.training.live.recorder import Outcome
+
+Item = dict[str, Any]
+
+Keep = Callable[[str, bytes, Sequence[Item]], None]
+"""A function that keeps a response, given its id, its body and the items of its output."""
+
+_PREFIXES = {"message": "msg", "reasoning": "rs"}
+"""The beginning of an item's id, by the type of the item."""
+
+_PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+"""The type of the one part of an item's content, by the type of the item."""
+
+
+@dataclass
+class _Open:
+    """The item of a stream that is not complete, and the pieces of its text or arguments so far."""
+
+    item: Item
+    pieces: list[str]
+
+    @property
+    def kind(self) -> str:
+        """The type of the item."""
+        return str(self.item["type"])
+
+
+class ResponseRenderer(Renderer):
+    """A writer of one response. A stream has one item of the output at a time, with its beginning, deltas and end."""
+
+    wants_details = False
+
+    def __init__(self, id: str, settings: dict[str, Any], keep: Keep | None):
+        """Begin the response with this id. `settings` are the members that repeat the request, and `keep` keeps it."""
+        self.id = id
+        self._settings = settings
+        self._keep = keep
+        self._created = int(time.time())
+        self._number = -1  # number of the last event
+        self._output: list[Item] = []
+        self._open: _Open | None = None
+        self._before_text = b""
+        self._end: Finish | None = None
+
+    # -- streams ------------------------------------------------------------------------------------------------
+
+    def open(self) -> bytes:
+        """Return the events before any output."""
+        response = self._response("in_progress", [], None)
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def text(self, event: TextDelta) -> bytes:
+        """Return the events for a piece of text."""
+        if not event.text:
+            return b""
+        opening = self._begun("message")
+        assert self._open is not None
+        self._open.pieces.append(event.text)
+        self._number += 1
+        return opening + self._before_text % (self._number, dumps(event.text))
+
+    def reasoning(self, event: ReasoningDelta) -> bytes:
+        """Return the events for a piece of reasoning."""
+        if not event.text:
+            return b""
+        opening = self._begun("reasoning")
+        assert self._open is not None
+        self._open.pieces.append(event.text)
+        return opening + self._event(
+            "response.reasoning_text.delta", **self._place(), content_index=0, delta=event.text
+        )
+
+    def call(self, event: ToolCallStart) -> bytes:
+        """Return the events for the beginning of a tool call."""
+        ending = self._done("completed")
+        return ending + self._begin(_call(self._item_id("fc", len(self._output)), event.id, event.name))
+
+    def arguments(self, event: ToolCallArguments) -> bytes:
+        """Return the event for a piece of a tool call's arguments."""
+        assert self._open is not None
+        self._open.pieces.append(event.arguments)
+        return self._event("response.function_call_arguments.delta", **self._place(), delta=event.arguments)
+
+    def finish(self, event: Finish) -> bytes:
+        """Return the end of the last item. The response's own end needs the usage."""
+        self._end = event
+        return self._done("incomplete" if event.reason == "length" else "completed")
+
+    def close(self, usage: Usage, outcomes: Sequence[Outcome]) -> bytes:
+        """Return the event with the whole response, which is kept if the request asked for that."""
+        assert self._end is not None
+        status = _status(self._end)
+        response = self._response(status, self._output, usage)
+        if self._keep is not None:
+            self._keep(self.id, dumps(response), self._output)
+        return self._event(f"response.{status}", response=response)
+
+    def error(self, error: TandemError) -> bytes:
+        """Return the event with the failed response."""
+        response = self._response("failed", self._output, None)
+        response["error"] = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=response)
+
+    def _begun(self, kind: str) -> bytes:
+        """Return the events that an item of this kind begins with; nothing if one is open."""
+        if self._open is not None and self._open.kind == kind:
+            return b""
+        ending = self._done("completed")
+        index = len(self._output)
+        make = _message if kind == "message" else _thought
+        return ending + self._begin(make(self._item_id(_PREFIXES[kind], index), None, "in_progress"))
+
+    def _begin(self, item: Item) -> bytes:
+        """Return the events that an item begins with. Its content or its arguments follow."""
+        self._open = _Open(item, [])
+        events = self._event("response.output_item.added", output_index=len(self._output), item=item)
+        if self._open.kind not in _PARTS:
+            return events
+        part = _part(self._open.kind, "")
+        events += self._event("response.content_part.added", **self._place(), content_index=0, part=part)
+        self._before_text = (
+            b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":%%d,'
+            b'"item_id":%b,"output_index":%d,"content_index":0,"delta":%%b,"logprobs":[]}\n\n'
+            % (dumps(item["id"]), len(self._output))
+        )
+        return events
+
+    def _done(self, status: str) -> bytes:
+        """Return the end of the item that is open; nothing if none is open."""
+        if self._open is None:
+            return b""
+        kind, item, text = self._open.kind, self._open.item, "".join(self._open.pieces)
+        place = self._place()
+        if kind == "function_call":
+            item = item | {"arguments": text or "{}", "status": status}
+            events = self._event("response.function_call_arguments.done", **place, arguments=item["arguments"])
+        else:
+            part = _part(kind, text)
+            item = item | {"content": [part], "status": status}
+            done: dict[str, Any] = {"text": text} | ({"logprobs": []} if kind == "message" else {})
+            events = self._event(f"response.{part['type']}.done", **place, content_index=0, **done)
+            events += self._event("response.content_part.done", **place, content_index=0, part=part)
+        events += self._event("response.output_item.done", output_index=len(self._output), item=item)
+        self._output.append(item)
+        self._open = None
+        return events
+
+    def _place(self) -> dict[str, Any]:
+        """Return the members that say to which item an event belongs."""
+        assert self._open is not None
+        return {"item_id": self._open.item["id"], "output_index": len(self._output)}
+
+    def _event(self, name: str, **members: Any) -> bytes:
+        """Return the next event."""
+        self._number += 1
+        return sse(name.encode(), dumps({"type": name, "sequence_number": self._number} | members))
+
+    # -- whole responses ----------------------------------------------------------------------------------------
+
+    def whole(self, answers: Answers, usage: Usage, outcomes: Sequence[Outcome]) -> bytes:
+        """Return the JSON body, which is kept if the request asked for that."""
+        (answer,) = answers.choices
+        for index, part in enumerate(answer.parts):
+            if isinstance(part, Spoken):
+                kind, make = ("message", _message) if part.kind == "text" else ("reasoning", _thought)
+                self._output.append(make(self._item_id(_PREFIXES[kind], index), part.text, "completed"))
+            else:
+                call = _call(self._item_id("fc", index), part.id, part.name)
+                arguments = "".join(part.pieces) or "{}"
+                self._output.append(call | {"arguments": arguments, "status": "completed"})
+        status = _status(answer.end)
+        if self._output:
+            self._output[-1]["status"] = status
+        body = dumps(self._response(status, self._output, usage))
+        if self._keep is not None:
+            self._keep(self.id, body, self._output)
+        return body
+
+    def _item_id(self, prefix: str, index: int) -> str:
+        """Return the id of the item with this index in the output."""
+        return f"{prefix}_{self.id.partition('_')[2]}{index:04d}"
+
+    def _response(self, status: str, output: list[Item], usage: Usage | None) -> dict[str, Any]:
+        """Return the response object."""
+        is_over = status in ("completed", "incomplete")
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if is_over else None,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": output,
+            "usage": None if usage is None else _usage(usage),
+        } | self._settings
+
+
+def new_id() -> str:
+    """Return the id of a new response."""
+    return "resp_" + secrets.token_hex(16)
+
+
+def _status(end: Finish) -> str:
+    """Return the status of a response that has ended."""
+    return "incomplete" if end.reason == "length" else "completed"
+
+
+def _part(kind: str, text: str) -> dict[str, Any]:
+    """Return the one part of the content of an item of this kind."""
+    part: dict[str, Any] = {"type": _PARTS[kind], "text": text}
+    return part | {"annotations": [], "logprobs": []} if kind == "message" else part
+
+
+def _message(id: str, text: str | None, status: str) -> Item:
+    """Return the item for a message. It has no content if `text` is None."""
+    content = [] if text is None else [_part("message", text)]
+    return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+
+def _thought(id: str, text: str | None, status: str) -> Item:
+    """Return the item for a thought. It has no content if `text` is None."""
+    content = [] if text is None else [_part("reasoning", text)]
+    return {"id": id, "type": "reasoning", "summary": [], "status": status, "content": content}
+
+
+def _call(id: str, call_id: str, name: str) -> Item:
+    """Return the item for a call that has begun."""
+    names = {"id": id, "type": "function_call", "call_id": call_id, "name": name}
+    return names | {"arguments": "", "status": "in_progress"}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Return the usage object."""
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }

@@ -1,0 +1,17 @@
+"""The routes of responses. Each of them also exists without /v1, for clients whose base URL leaves it out."""
+
+from __future__ import annotations
+
+from mlx_tandem.dialects.responses.bodies import ResponseBody
+from mlx_tandem.dialects.responses.plans import delete, plan_response, stored
+from mlx_tandem.dialects.route import Route
+
+ROUTES = tuple(
+    route
+    for prefix in ("/v1", "")
+    for route in (
+        Route("POST", f"{prefix}/responses", plan_response, ResponseBody, reads="prompts"),
+        Route("GET", f"{prefix}/responses/{{response_id}}", stored),
+        Route("DELETE", f"{prefix}/responses/{{response_id}}", delete),
+    )
+)

@@ -1,0 +1,289 @@
+"""The supervision of the engine: its process is launched, watched, and launched again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from mlx_tandem.engine.client.ending import explain_end
+from mlx_tandem.engine.client.link import Link
+from mlx_tandem.engine.client.process import EngineProcess, Launch
+from mlx_tandem.engine.messages import Drain, Fatal, Heartbeat, Note, Occupancy, Progress, Ready
+from mlx_tandem.errors import EngineDied, EngineError, EngineUnavailable, ModelError, TandemError
+from mlx_tandem.types import EngineInfo, EngineStats
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "restarting", "draining", "dead"]
+
+MAX_DEATHS = 3
+"""Number of deaths within DEATH_WINDOW seconds after which the engine is given up. When an engine that had become ready
+dies, the count begins anew."""
+
+DEATH_WINDOW = 60.0
+"""Seconds over which deaths are counted."""
+
+WATCH_SECONDS = 0.25
+"""Seconds between two looks at the process and its connection."""
+
+KILL_SECONDS = 5.0
+"""Seconds to wait for the end of a process that has hung up, or that was killed."""
+
+WHY_NOT: dict[State, str] = {
+    "starting": "the model is still loading",
+    "ready": "the engine is not ready",
+    "restarting": "the engine is restarting",
+    "draining": "the server is shutting down",
+    "dead": "the engine cannot be started",
+}
+"""Why requests are not accepted in each state."""
+
+
+class Supervisor(ABC):
+    """The lifetime of the engine, with what it has last said about itself, on one event loop.
+
+    `on_ready` runs each time an engine has sent Ready, before requests are accepted; it may call `load_adapter`. An
+    error that it raises on the first start is final, as a model that cannot be loaded is.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        *,
+        stall_seconds: float = 60.0,
+        backoff_seconds: float = 0.5,
+        on_ready: Callable[[], Awaitable[None]] | None = None,
+        on_progress: Callable[[Progress], None] | None = None,
+    ):
+        self._launch = launch
+        self._stall_seconds = stall_seconds
+        self._backoff_seconds = backoff_seconds
+        self._on_ready = on_ready
+        self._on_progress = on_progress
+        self.state: State = "starting"
+        self.info: EngineInfo | None = None
+        self.stats = EngineStats()
+        self.occupancy = Occupancy()  # sent more often than the stats
+        self.progress = Progress("starting", 0.0)
+        self.failure: TandemError | None = None  # the error behind the state "dead"
+        self.restarts = 0
+        self._link: Link | None = None
+        self._fatal: TandemError | None = None
+        self._settled = asyncio.Event()  # ready for the first time, or dead
+        self._dead = asyncio.Event()
+        self._was_ready = False
+        self._supervisor: asyncio.Task[None] | None = None
+
+    # -- start and end ------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Begin to launch and supervise the engine, and return at once."""
+        self._supervisor = asyncio.create_task(self._supervise())
+
+    async def wait_ready(self) -> None:
+        """Wait until requests are accepted. Raises the error that ended the engine when it cannot be started."""
+        await self._settled.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    async def wait_dead(self) -> None:
+        """Wait until the engine cannot be kept alive, and raise the error; never return."""
+        await self._dead.wait()
+        assert self.failure is not None
+        raise self.failure
+
+    def begin_drain(self) -> None:
+        """Accept no more requests; running ones continue."""
+        if self.state != "dead":
+            self.state = "draining"
+
+    async def drain(self, timeout: float) -> bool:
+        """Let the engine finish its requests for up to `timeout` seconds and end it; return False when some were cut
+        off.
+        """
+        self.begin_drain()
+        finished = True
+        if self._link is not None and self._supervisor is not None:
+            self._link.send(Drain())
+            done, _ = await asyncio.wait({self._supervisor}, timeout=timeout)
+            finished = bool(done)
+        await self.close()
+        return finished
+
+    async def close(self) -> None:
+        """End the engine now. Open streams end with EngineUnavailable."""
+        self.begin_drain()
+        self._fail_all(EngineUnavailable("the server is shutting down"))
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.wait({self._supervisor})
+
+    # -- supervision --------------------------------------------------------------------------------------------
+
+    async def _supervise(self) -> None:
+        """Run engines one after the other until draining, or until they have died too often."""
+        deaths: deque[float] = deque()
+        loop = asyncio.get_running_loop()
+        while True:
+            self._was_ready = False
+            reason = await self._run_once()
+            if self.state == "draining":
+                return
+            if self._fatal is not None and not self._settled.is_set():
+                self._die(self._fatal)  # the engine said that it cannot serve this; another would say the same
+                return
+            now = loop.time()
+            if self._was_ready:
+                deaths.clear()
+            deaths.append(now)
+            while now - deaths[0] > DEATH_WINDOW:
+                deaths.popleft()
+            log.error("engine ended", extra={"fields": {"reason": reason, "deaths": len(deaths)}})
+            if len(deaths) >= MAX_DEATHS:
+                problem = f"the engine ended {len(deaths)} times before it was ready; the last time: {reason}"
+                self._die(self._fatal or EngineError(problem))
+                return
+            if self._settled.is_set():
+                self.state = "restarting"
+            self.restarts += 1
+            self.progress = Progress("restarting", 0.0)
+            await asyncio.sleep(self._backoff_seconds * (2 ** (len(deaths) - 1) - 1))
+
+    async def _run_once(self) -> str:
+        """Run one engine from launch to end; return why it ended and its last words."""
+        self._fatal = None
+        self.info = None
+        self.occupancy = Occupancy()
+        process: EngineProcess | None = None
+        link: Link | None = None
+        status: int | None = None
+        try:
+            sock, process = self._launch()
+            _, link = await asyncio.get_running_loop().create_unix_connection(
+                lambda: Link(self._on_messages), sock=sock
+            )
+            self._link = link
+            why = await self._watch(process, link)
+        except OSError as e:
+            return f"it cannot be launched: {e}"
+        finally:
+            self._link = None
+            self.info = None
+            hung_up = link is not None and link.hung_up
+            if link is not None:
+                link.close()
+            if self.state == "ready":
+                self.state = "restarting"
+            self._fail_all(self._fatal_for_streams())
+            if process is not None:
+                status = await self._reap(process, KILL_SECONDS if hung_up else 0.0)
+        if status is not None:
+            ended, meaning = explain_end(status)
+            why = f"{ended} ({meaning})" if meaning else ended
+        words = await asyncio.to_thread(process.last_words)
+        return f"{why}: {words}" if words else why
+
+    async def _watch(self, process: EngineProcess, link: Link) -> str:
+        """Watch an engine until it ends and return why. When it is ready, begin to bring it up."""
+        raising: asyncio.Task[None] | None = None
+        try:
+            while not await link.ended(WATCH_SECONDS):
+                if raising is None and self._said_ready():
+                    raising = asyncio.create_task(self._bring_up())
+                if process.wait(0.0) is not None:  # the socket may stay open in a compiler that the engine had started
+                    await link.ended(WATCH_SECONDS)
+                    break
+                silent = asyncio.get_running_loop().time() - link.heard
+                if self._said_ready() and silent > self._stall_seconds:
+                    return f"no sign of life for {silent:.0f} s"
+            return link.why
+        finally:
+            if raising is not None:
+                raising.cancel()
+
+    def _said_ready(self) -> bool:
+        return self.info is not None
+
+    async def _reap(self, process: EngineProcess, wait: float) -> int | None:
+        """Return the exit status of a process that ends by itself within `wait` seconds; kill any other, returning
+        None.
+
+        The status of a killed process says nothing about why the engine ended.
+        """
+        status = await asyncio.to_thread(process.wait, wait)
+        if status is None:
+            process.kill()
+            await asyncio.to_thread(process.wait, KILL_SECONDS)
+        return status
+
+    async def _bring_up(self) -> None:
+        """Run `on_ready` and accept requests afterwards. An error of `on_ready` ends the engine."""
+        try:
+            if self._on_ready is not None:
+                await self._on_ready()
+        except EngineError:
+            return  # the engine died meanwhile, which the supervisor handles
+        except TandemError as e:
+            self._give_up(e)
+            return
+        except Exception:
+            log.exception("the engine could not be set up")
+            self._give_up(EngineError("the engine could not be set up"))
+            return
+        if self.state in ("starting", "restarting"):
+            self.state = "ready"
+            self._was_ready = True
+            self._settled.set()
+
+    def _give_up(self, error: TandemError) -> None:
+        """End the connection to an engine that cannot be brought up, and keep the error as the reason."""
+        self._fatal = error
+        if self._link is not None:
+            self._link.close()
+
+    def _die(self, failure: TandemError) -> None:
+        """Enter the state "dead" for good."""
+        self.state = "dead"
+        self.failure = failure
+        self._settled.set()
+        self._dead.set()
+
+    def _fatal_for_streams(self) -> TandemError:
+        if self.state == "draining":
+            return EngineUnavailable("the server is shutting down")
+        return EngineDied("the engine ended while the request was running")
+
+    # -- messages of the engine ---------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _on_messages(self, messages: list[Any]) -> None:
+        """Handle the messages of one frame. Those about the engine itself go to `_on_news`."""
+
+    @abstractmethod
+    def _fail_all(self, error: TandemError) -> None:
+        """End all streams and calls with an error."""
+
+    def _on_news(self, message: Any) -> None:
+        """Keep what the engine says about itself."""
+        if isinstance(message, Occupancy):
+            self.occupancy = message
+        elif isinstance(message, Heartbeat):
+            self.stats = message.stats
+        elif isinstance(message, Progress):
+            self.progress = message
+            if self._on_progress is not None:
+                self._on_progress(message)
+        elif isinstance(message, Note):
+            fields = {"trace": message.trace} if message.trace else {}
+            log.log(message.level, message.text, extra={"fields": fields})
+        elif isinstance(message, Ready):
+            self.info = message.info
+            if self._link is not None:
+                self._link.nudge()
+        elif isinstance(message, Fatal):
+            kind = EngineError if self._settled.is_set() else ModelError
+            self._fatal = kind(message.message, code=message.code)

@@ -1,0 +1,80 @@
+"""The drafts that rows verify: when a sequence drafts, and how many drafts there is room for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from itertools import takewhile
+
+from mlx_tandem.engine.block_manager import BlockManager
+from mlx_tandem.engine.plan import Row, StepPlan, StepResult
+from mlx_tandem.engine.proposers import Proposer
+from mlx_tandem.engine.sequence import Sequence
+from mlx_tandem.types import SpeculationStats
+
+
+class Drafting:
+    """The scheduler's side of a proposer. Without a proposer no sequence drafts."""
+
+    def __init__(self, blocks: BlockManager, vocab_size: int, most_tokens: int):
+        """Create it without a proposer. A step draws `most_tokens` at most."""
+        self._blocks = blocks
+        self._vocab_size = vocab_size
+        self.most_tokens = most_tokens
+        self._running = 0
+        self._proposes: Proposer | None = None
+        self.proposer: Proposer | None = None  # the owner sets it before the first request
+
+    def begin(self, running: Collection[Sequence]) -> None:
+        """Begin a plan in which these sequences run."""
+        self._running, self._proposes = len(running), None
+        if self.proposer is not None:
+            may_draft = any(s.request.speculate for s in running)
+            if self.proposer.is_on(len(running) if may_draft else 0):
+                self._proposes = self.proposer
+
+    def waits(self, s: Sequence) -> bool:
+        """Return whether `s`, whose newest token is on the device, has no row until the host knows that token."""
+        if s.slack and not self._blocks.floats:
+            return True
+        by = self._proposes
+        return by is not None and s.request.speculate and by.needs_newest(s.request, s.choice)
+
+    def drafts(self, s: Sequence, rows: list[Row]) -> tuple[int, ...]:
+        """Return drafts to follow the tokens of `s`, and take blocks for them.
+
+        They are as many as `s` may still have, as there are blocks for, and as are a fair part of the tokens that a
+        step may draw, of which `rows` have theirs.
+        """
+        if self._proposes is None or not s.request.speculate:
+            return ()
+        room = self.most_tokens - sum(len(row.tokens) for row in rows)
+        most = min(s.most_tokens - s.total, room // max(self._running - len(rows), 1)) - 1
+        if most < 1:
+            return ()
+        proposed = self._proposes.propose(s.request, s.choice, s.tokens, s.pending, most)[:most]
+        drafts = tuple(takewhile(lambda token: 0 <= token < self._vocab_size, proposed))
+        return drafts[: self._blocks.draft(s, len(drafts), self._running)] if drafts else ()
+
+    def settle(self, s: Sequence, row: Row, drawn: int) -> None:
+        """Take in how many tokens a VERIFY row of `s` brought, and give back what its rejected drafts had."""
+        s.pending -= len(row.tokens) - 1
+        s.slack -= len(row.tokens) - 1
+        if self.proposer is not None:
+            self.proposer.settle(s.request, s.choice, len(row.tokens) - 1, drawn - 1)
+        if s.seat >= 0:  # else it has already given its blocks back
+            s.scheduled -= len(row.tokens) - drawn
+            self._blocks.truncate(s, row.start, s.scheduled)
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """Show the proposer a step that was just read."""
+        if self.proposer is not None:
+            self.proposer.observe(plan, result)
+
+    def stats(self) -> SpeculationStats | None:
+        """Return the proposer's counters; None without a proposer."""
+        return None if self.proposer is None else self.proposer.stats()
+
+    def forget(self, s: Sequence) -> None:
+        """Tell the proposer that `s` has ended."""
+        if self.proposer is not None:
+            self.proposer.forget(s.request, s.choice)

@@ -1,0 +1,66 @@
+"""Compiling grammars with llguidance, within limits that are the same in the engine and in the front's check."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from tokenizers import Tokenizer as Backend
+
+from mlx_tandem.errors import InvalidRequest
+
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+"""Limits of one grammar. A lexer state takes up to 2 KB, and the fuel of one mask lasts for about 15 ms."""
+
+_QUOTED_LINE = re.compile(r"\d+ \|")
+
+MOST_REASON = 300
+"""Most characters that an error repeats of llguidance's own words."""
+
+
+def open_tokenizer(folder: Path, vocab_size: int, eos_token_ids: Collection[int]) -> LLTokenizer:
+    """Return llguidance's view of a model's tokenizer. It releases the interpreter, and takes a second for 65k tokens.
+
+    Raises InvalidRequest for a tokenizer that llguidance cannot use.
+    """
+    try:
+        backend = Backend.from_file(str(folder / "tokenizer.json"))
+        backend.no_truncation()
+        backend.no_padding()
+        tokens = max(vocab_size, backend.get_vocab_size(with_added_tokens=True))
+        return LLTokenizer(backend.to_str(), n_vocab=tokens, eos_token=sorted(eos_token_ids))
+    except BaseException as e:
+        if not isinstance(e, Exception) and type(e).__name__ != "PanicException":
+            raise
+        raise InvalidRequest(f"this model's tokenizer allows no structured output: {reason(str(e))}") from e
+
+
+def compiled(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
+    """Return a matcher at the beginning of a text. It releases the interpreter.
+
+    Raises InvalidRequest for a grammar that is not valid, is over LIMITS, or allows no text.
+    """
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise InvalidRequest(reason(matcher.get_error()))
+    matcher.compute_bitmask()  # a rule that never ends is found by the first mask
+    if matcher.is_error():
+        raise InvalidRequest(f"no text begins to match ({reason(matcher.get_error())})")
+    return matcher
+
+
+def reason(words: str) -> str:
+    """Return the part of an error of llguidance that says what is wrong, on one line."""
+    lines = [line.strip() for line in words.replace("<non-verbose/>", "").splitlines()]
+    said = " ".join(line for line in lines if line.strip("^ ") and not _QUOTED_LINE.match(line))
+    return said[:MOST_REASON]

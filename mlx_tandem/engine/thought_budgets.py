@@ -1,0 +1,108 @@
+"""Budgets of thoughts: a thought that has used up its tokens is ended by tokens that are forced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_tandem.engine.masks import MaskMaker
+from mlx_tandem.engine.plan import Mask
+from mlx_tandem.types import Request, ThoughtBudget
+
+MOST_DRAFTS = 64
+"""Most tokens at the end of an output that may differ from those of the mask before: drafts that were not accepted."""
+
+
+class _Thoughts:
+    """The thoughts of one choice so far.
+
+    `spent` counts the tokens inside of thoughts. `forced` is the number of tokens of the closing that have been drawn
+    since the budget was spent.
+    """
+
+    __slots__ = ("_recent", "budget", "forced", "is_open", "length", "spent")
+
+    def __init__(self, budget: ThoughtBudget):
+        self.budget = budget
+        self.is_open = budget.is_open
+        self.length = self.spent = self.forced = 0
+        self._recent: Sequence[int] = []
+
+    @property
+    def next_forced(self) -> int | None:
+        """The token that has to follow; None if any may."""
+        closing = self.budget.closing
+        if self.forced:
+            return closing[self.forced] if self.forced < len(closing) else None
+        return closing[0] if self.is_open and self.spent >= self.budget.tokens else None
+
+    def follows(self, output: Sequence[int]) -> bool:
+        """Return whether `output` continues what was read. Drafts that were not accepted differ at its end."""
+        return output[self.length - len(self._recent) : self.length] == self._recent
+
+    def read(self, output: Sequence[int]) -> None:
+        """Read the tokens of `output` behind those that were read before."""
+        budget = self.budget
+        for end in range(self.length + 1, len(output) + 1):
+            forced = self.next_forced
+            if forced is not None and output[end - 1] == forced:
+                self.forced += 1
+            elif self.forced >= len(budget.closing):
+                self.forced = 0
+            if self.is_open:
+                self.spent += 1
+                self.is_open = not _ends_with(output, end, budget.close)
+            else:
+                self.is_open = _ends_with(output, end, budget.open)
+        self.length = len(output)
+        self._recent = output[-MOST_DRAFTS:]
+
+
+class ThoughtBudgets:
+    """A maker of masks for requests whose thoughts have a budget, and for those that another maker constrains.
+
+    Its states belong to choices that have not ended.
+    """
+
+    def __init__(self, vocab_size: int, others: MaskMaker):
+        """Make masks for so many tokens, and ask `others` where no token is forced."""
+        self._others = others
+        self._size = -(-vocab_size // 32) * 4
+        self._everything = b"\xff" * self._size
+        self._choices: dict[tuple[int, int], _Thoughts] = {}
+
+    def constrains(self, request: Request) -> bool:
+        """Return whether the request has a budget or is constrained otherwise."""
+        return request.params.thoughts is not None or self._others.constrains(request)
+
+    def mask(self, request: Request, choice: int, tokens: Sequence[int]) -> Mask:
+        """Return which tokens may follow `tokens`: a single one where a thought has to end."""
+        forced = self._forced(request, choice, tokens)
+        if forced is None:
+            others = self._others
+            return others.mask(request, choice, tokens) if others.constrains(request) else self._everything
+        mask = bytearray(self._size)
+        mask[forced // 8] = 1 << forced % 8
+        return bytes(mask)
+
+    def _forced(self, request: Request, choice: int, tokens: Sequence[int]) -> int | None:
+        """Return the token that has to follow; None if the thoughts leave it open."""
+        budget = request.params.thoughts
+        if budget is None:
+            return None
+        output = list(tokens[len(request.prompt) :])
+        key = request.id, choice
+        thoughts = self._choices.get(key)
+        if thoughts is None or not thoughts.follows(output):
+            thoughts = self._choices[key] = _Thoughts(budget)
+        thoughts.read(output)
+        return thoughts.next_forced
+
+    def forget(self, request: int, choice: int) -> None:
+        """Drop the state of a choice that has ended."""
+        self._choices.pop((request, choice), None)
+        self._others.forget(request, choice)
+
+
+def _ends_with(tokens: Sequence[int], end: int, part: Sequence[int]) -> bool:
+    """Return whether `tokens` up to `end` end with `part`."""
+    return end >= len(part) and tuple(tokens[end - len(part) : end]) == tuple(part)

@@ -1,0 +1,1 @@
+"""Structured output: what the text of an answer must match, checked before anything is computed."""

@@ -1,0 +1,1 @@
+"""Reasoning: the forms in which models write their thoughts before an answer."""

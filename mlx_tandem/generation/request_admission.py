@@ -1,0 +1,106 @@
+"""Admission of requests by three limits: on requests, on their choices, and on the use of the KV pool."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from mlx_tandem.config import ServerConfig
+from mlx_tandem.engine.client import EngineClient
+from mlx_tandem.errors import InvalidRequest, Overloaded
+
+HISTORY = 256
+"""Number of the last ended requests over which the rate is measured."""
+
+
+class RequestAdmission:
+    """Counters of open requests and choices, on one event loop.
+
+    A refusal costs a few comparisons and no message to the engine.
+    """
+
+    def __init__(self, server: ServerConfig, client: EngineClient, clock: Callable[[], float] = time.monotonic):
+        self._server = server
+        self._client = client
+        self._clock = clock
+        self.open_requests = 0
+        self.open_choices = 0
+        self.refused: Counter[str] = Counter()  # by the setting that refused
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._busy = 0.0  # seconds before `_since` during which any request was open
+        self._since = 0.0  # when the current busy period began, by the clock
+        self._endings: deque[float] = deque([0.0], HISTORY)  # busy seconds until each of the last requests ended
+
+    @property
+    def utilization(self) -> float:
+        """The share of the pool's blocks in use, 0 to 1. It is 0 without open requests, whatever the engine reports."""
+        occupancy = self._client.occupancy
+        blocks = occupancy.used_blocks + occupancy.free_blocks
+        return occupancy.used_blocks / blocks if blocks and self.open_requests else 0.0
+
+    def check(self, choices: int = 1) -> None:
+        """Raise unless a request of `choices` choices would be admitted now.
+
+        Raises Overloaded when it may be admitted later, InvalidRequest when it never will be, and EngineUnavailable
+        while no request is.
+        """
+        server = self._server
+        capacity = self._client.check_ready().max_num_seqs + server.max_queue_size
+        if choices > capacity:
+            raise InvalidRequest(f"prompts × n is {choices}; this server takes {capacity} at most", param="prompt")
+        if 0 < server.max_concurrent_requests <= self.open_requests:
+            raise self._refusal("max_concurrent_requests", "the server has as many requests as it takes", 1.0)
+        over = self.open_choices + choices - capacity
+        if over > 0:
+            requests = over * self.open_requests / self.open_choices
+            raise self._refusal("max_queue_size", "the server's queue is full", requests)
+        if self.utilization >= server.memory_pressure_threshold:
+            occupancy = self._client.occupancy
+            limit = server.memory_pressure_threshold * (occupancy.used_blocks + occupancy.free_blocks)
+            requests = (occupancy.used_blocks - limit + 1) * self.open_requests / occupancy.used_blocks
+            message = "the cache for prompts and answers is nearly full"
+            raise self._refusal("memory_pressure_threshold", message, requests)
+
+    def _refusal(self, setting: str, message: str, requests: float) -> Overloaded:
+        """Count a refusal by `setting` and return its error, which advises a wait until `requests` have ended."""
+        self.refused[setting] += 1
+        wait = max(requests, 1.0) / self._rate()
+        if setting == "memory_pressure_threshold":
+            return Overloaded(message, retry_after=wait, status=503, code="memory_pressure")
+        return Overloaded(message, retry_after=wait)
+
+    def _rate(self) -> float:
+        """Return how many requests end per second, measured over the last HISTORY of them and busy time only.
+
+        Until the first request has ended, the result assumes that one ends now.
+        """
+        seconds = self._busy + self._clock() - self._since - self._endings[0]
+        return max(len(self._endings) - 1, 1) / max(seconds, 1e-3)
+
+    @contextmanager
+    def admitted(self, choices: int) -> Iterator[None]:
+        """Count one request while the block runs. Raises the errors of `check`."""
+        self.check(choices)
+        if not self.open_requests:
+            self._since = self._clock()
+            self._idle.clear()
+        self.open_requests += 1
+        self.open_choices += choices
+        try:
+            yield
+        finally:
+            self.open_requests -= 1
+            self.open_choices -= choices
+            busy = self._busy + self._clock() - self._since
+            self._endings.append(busy)
+            if not self.open_requests:
+                self._busy = busy
+                self._idle.set()
+
+    async def idle(self) -> None:
+        """Wait until no request is open."""
+        await self._idle.wait()

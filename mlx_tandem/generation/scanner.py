@@ -1,0 +1,276 @@
+"""Reading text that arrives in pieces, for parsers that must not depend on how it is cut.
+
+A parser is a routine: a generator that reads a scanner, yields events, and yields None where it needs more text. Each
+step of a routine is decided by the text alone, so the events are the same for every split. The work is linear in the
+text: a character is looked at once, except for the last ones of a piece that may still become a marker.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import TypeVar
+
+from mlx_tandem.generation.events import ReasoningDelta, Said, TextDelta, ToolCallArguments
+from mlx_tandem.generation.json_text import JsonText
+
+T = TypeVar("T")
+
+Routine = Generator[Said | None, None, T]
+"""A part of a parser. It yields events, and None where it needs more text."""
+
+SPACE = re.compile(r"[ \t\r\n]+")
+
+
+class Malformed(Exception):
+    """Raised inside a parser for text that does not have the form it should have."""
+
+
+class Markers:
+    """A set of texts to look for. Where several begin at the same character, the longest counts."""
+
+    def __init__(self, *texts: str):
+        self.texts = texts
+        ordered = sorted(set(texts), key=len, reverse=True)
+        self.pattern = re.compile("|".join(map(re.escape, ordered)))
+        self.firsts = frozenset(text[0] for text in ordered)
+        self.beginnings = frozenset(text[:n] for text in ordered for n in range(1, len(text)))
+        self.longest = len(ordered[0])
+
+
+class Scanner:
+    """The text of one choice that has arrived and was not read yet.
+
+    `scanned` counts the characters that were looked at. While text is held, the scanner keeps what is read, so that a
+    parser can give it back as plain text.
+    """
+
+    __slots__ = ("_at", "_held", "_text", "ended", "scanned")
+
+    def __init__(self) -> None:
+        self._text = ""
+        self._at = 0
+        self._held: list[str] | None = None
+        self.ended = False
+        self.scanned = 0
+
+    def feed(self, text: str) -> None:
+        """Add the next piece of text."""
+        self._text = self._text[self._at :] + text if self._at < len(self._text) else text
+        self._at = 0
+
+    def skips(self, text: str) -> bool:
+        """Return whether `text` can be passed over, because nothing is unread or held; count it if so."""
+        if self._held is not None or self._at < len(self._text):
+            return False
+        self.scanned += len(text)
+        return True
+
+    def hold(self, text: str = "") -> None:
+        """Keep `text` and everything that is read from here on."""
+        self._held = [text]
+
+    def release(self) -> str:
+        """Keep nothing any more; return what was kept."""
+        held, self._held = self._held or (), None
+        return "".join(held)
+
+    def upto(self, markers: Markers) -> tuple[str, str | None]:
+        """Read the text before the next marker and the marker; return both.
+
+        Without a whole marker, read and return the text that belongs to none, with None.
+        """
+        text, at, size = self._text, self._at, len(self._text)
+        if at == size:
+            return "", None
+        match = markers.pattern.search(text, at)
+        end = size if match is None else match.start()
+        self.scanned += end - at + 1
+        if not self.ended:
+            for start in range(max(at, size - markers.longest + 1), end + (match is not None)):
+                self.scanned += 1
+                if text[start] in markers.firsts and text[start:] in markers.beginnings:
+                    return self._take(start), None
+        read = self._take(end)
+        return (read, None) if match is None else (read, self._take(match.end()))
+
+    def peek(self) -> str:
+        """Return the next character without reading it; an empty string when there is none."""
+        return self._text[self._at : self._at + 1]
+
+    def span(self, pattern: re.Pattern[str], most: int) -> str:
+        """Read and return up to `most` of the next characters as far as `pattern` matches them."""
+        match = pattern.match(self._text, self._at, self._at + most)
+        if match is None:
+            return ""
+        self.scanned += match.end() - self._at
+        return self._take(match.end())
+
+    def skip(self) -> None:
+        """Read one character."""
+        self.scanned += 1
+        self._take(self._at + 1)
+
+    def rest(self) -> str:
+        """Read and return everything that is there."""
+        return self._take(len(self._text))
+
+    def json(self, value: JsonText) -> str:
+        """Read as much as belongs to a JSON value; return it as valid JSON."""
+        at = self._at
+        end, text = value.read(self._text, at)
+        rest = 1 if value.state in ("done", "broken") else len(self._text) - end
+        self.scanned += end - at + rest
+        self._take(end)
+        return text
+
+    def _take(self, end: int) -> str:
+        text = self._text[self._at : end]
+        self._at = end
+        if self._held is not None and text:
+            self._held.append(text)
+        return text
+
+
+class RoutineParser(ABC):
+    """A parser of one choice's text, whose routine is the method `read`."""
+
+    def __init__(self, choice: int):
+        self.choice = choice
+        self.scan = Scanner()
+        self._steps: Iterator[Said | None] = self.read()
+        self._waits: tuple[frozenset[str], Callable[[str], Iterable[Said]]] | None = None
+        """Where the routine waits for a marker: the characters that begin one, and what text before it becomes."""
+
+    @abstractmethod
+    def read(self) -> Routine[None]:
+        """Read the whole text of the choice."""
+
+    def push(self, text: str) -> list[Said]:
+        """Return the events that the next piece of text completes."""
+        waits = self._waits
+        if (
+            waits is not None and waits[0].isdisjoint(text) and self.scan.skips(text)
+        ):  # Fast path of almost every piece.
+            return [*waits[1](text)] if text else []
+        self.scan.feed(text)
+        return self._events()
+
+    def flush(self) -> list[Said]:
+        """Return the events for the text that was held back. The text of the choice is complete."""
+        self.scan.ended = True
+        return self._events()
+
+    def _events(self) -> list[Said]:
+        """Return the events up to the point where the routine needs more text. Adjacent pieces become one event."""
+        groups: list[tuple[Said, list[str]]] = []
+        for event in self._steps:
+            if event is None:
+                break
+            piece = _piece(event)
+            if groups and _continues(groups[-1][0], event):
+                groups[-1][1].append(piece)
+            else:
+                groups.append((event, [piece]))
+        return [event if len(pieces) == 1 else _joined(event, "".join(pieces)) for event, pieces in groups]
+
+    # -- parts of routines --------------------------------------------------------------------------------------
+
+    def text(self, text: str) -> Iterable[Said]:
+        """Return the events of text that belongs to the answer."""
+        return (TextDelta(self.choice, text),) if text else ()
+
+    def upto(self, markers: Markers, say: Callable[[str], Iterable[Said]]) -> Routine[str | None]:
+        """Read the text before the next marker and the marker; yield what `say` makes of the text.
+
+        Return the marker; None when the text has ended without one.
+        """
+        while True:
+            text, marker = self.scan.upto(markers)
+            if text:
+                yield from say(text)
+            if marker is not None or self.scan.ended:
+                return marker
+            self._waits = markers.firsts, say
+            yield None
+            self._waits = None
+
+    def peek(self) -> Routine[str]:
+        """Return the next character without reading it; an empty string at the end of the text."""
+        while not (character := self.scan.peek()) and not self.scan.ended:
+            yield None
+        return character
+
+    def span(self, pattern: re.Pattern[str], most: int) -> Routine[str]:
+        """Read and return characters as far as `pattern` matches. Raises Malformed for more than `most` of them."""
+        pieces: list[str] = []
+        while pattern.match((yield from self.peek())):
+            if not most:
+                raise Malformed
+            pieces.append(self.scan.span(pattern, most))
+            most -= len(pieces[-1])
+        return "".join(pieces)
+
+    def skip_space(self) -> Routine[None]:
+        """Read spaces and line breaks, any number of them."""
+        while (yield from self.peek()) and self.scan.span(SPACE, 1 << 30):
+            pass
+
+    def expect(self, text: str) -> Routine[None]:
+        """Read exactly `text`. Raises Malformed at the first character that differs, which is not read."""
+        for character in text:
+            if (yield from self.peek()) != character:
+                raise Malformed
+            self.scan.skip()
+
+    def json(self, say: Callable[[str], Iterable[Said]]) -> Routine[None]:
+        """Read one JSON value; yield what `say` makes of its text.
+
+        Raises Malformed at a character that breaks the value, and when the text ends inside of it.
+        """
+        value = JsonText()
+        while True:
+            text = self.scan.json(value)
+            if text:
+                yield from say(text)
+            if value.state == "done":
+                return
+            if value.state != "broken" and not self.scan.ended:
+                yield None
+                continue
+            if value.state != "broken" and (rest := self.scan.rest()):
+                yield from say(rest)
+            raise Malformed
+
+
+def nothing(text: str) -> Iterable[Said]:
+    """Return no events, for text that is read and not said."""
+    return ()
+
+
+def _piece(event: Said) -> str:
+    """Return the text of an event."""
+    match event:
+        case TextDelta() | ReasoningDelta():
+            return event.text
+        case ToolCallArguments():
+            return event.arguments
+    return ""
+
+
+def _continues(before: Said, event: Said) -> bool:
+    """Return whether both events are pieces of the same text."""
+    if isinstance(event, ToolCallArguments):
+        return isinstance(before, ToolCallArguments) and before.call == event.call
+    return type(event) is type(before) and isinstance(event, TextDelta | ReasoningDelta)
+
+
+def _joined(event: Said, text: str) -> Said:
+    """Return the event with all of the text of its pieces."""
+    match event:
+        case ToolCallArguments():
+            return ToolCallArguments(event.choice, event.call, text)
+        case ReasoningDelta():
+            return ReasoningDelta(event.choice, text)
+    return TextDelta(event.choice, text)

@@ -1,0 +1,92 @@
+"""Messages of gpt-oss in the harmony format: thoughts, calls and the answer are messages in channels of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from mlx_tandem.generation.events import ReasoningDelta, Said
+from mlx_tandem.generation.scanner import Malformed, Markers, Routine
+from mlx_tandem.generation.tools.calls import CallForm, CallParser
+
+_START, _CHANNEL, _MESSAGE, _CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+_LONGEST_HEADER = 256
+_HEADER_PART = re.compile(r"[^<]+")
+_RECIPIENT = re.compile(r"\bto=functions\.([A-Za-z0-9_.:/-]{1,128})")
+_CHANNEL_NAME = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+class HarmonyParser(CallParser):
+    """A parser of messages of the form start ROLE channel NAME to=functions.FUNCTION message TEXT end.
+
+    Parts of this may be missing: an answer begins behind the first ROLE, and models forget ends. A message of the
+    channel analysis is a thought, one to an offered function is a call, and any other is a part of the answer.
+    """
+
+    openers = Markers(_START, _CHANNEL, *_ENDS)
+    others = (_MESSAGE, _CONSTRAIN)
+    form = CallForm(f"{_CHANNEL}commentary to=functions.", f" {_CONSTRAIN}json{_MESSAGE}", "<|call|>")
+    _bodies = Markers(_START, _CHANNEL, *_ENDS)
+
+    def read(self) -> Routine[None]:
+        """Read the whole text of the choice."""
+        opener: str | None = ""
+        if (yield from self.peek()) != " ":  # else the first message may be to a function
+            opener = yield from self.upto(self.openers, self.text)
+        while opener is not None:
+            if opener in _ENDS:
+                opener = yield from self.upto(self.openers, self.text)
+                continue
+            self.scan.hold(opener)
+            try:
+                header = yield from self._header(opener)
+            except Malformed:
+                yield from self.text(self.scan.release())
+                opener = yield from self.upto(self.openers, self.text)
+                continue
+            self.scan.release()
+            opener = yield from self._body(header)
+
+    def calls(self, opener: str) -> Routine[None]:
+        """Read nothing, since calls are messages like others."""
+        yield from ()
+        raise Malformed
+
+    def _header(self, opener: str) -> Routine[str]:
+        """Read a message's header up to its text; return the header."""
+        header = opener
+        if not opener:
+            yield from self.expect(" to=functions.")
+            header = " to=functions."
+        while len(header) < _LONGEST_HEADER:
+            header += yield from self.span(_HEADER_PART, _LONGEST_HEADER)
+            marker = yield from self.choose(_CHANNEL, _MESSAGE, _CONSTRAIN)
+            if marker == _MESSAGE:
+                return header
+            header += marker
+        raise Malformed
+
+    def _body(self, header: str) -> Routine[str | None]:
+        """Read a message's text and the marker behind it; return the marker."""
+        recipient = _RECIPIENT.search(header)
+        channel = _CHANNEL_NAME.search(header)
+        if recipient is not None and recipient.group(1) in self.tools.functions:
+            self.scan.hold()
+            try:
+                if (yield from self.gap()) == "{":
+                    yield from self.begin(recipient.group(1))
+                    yield from self.json_arguments()
+                    yield from self.gap()
+                    self.end()
+            except Malformed:
+                pass
+            yield from self.text(self.scan.release())
+            return (yield from self.upto(self._bodies, self.text))
+        is_thought = channel is not None and channel.group(1) == "analysis"
+        return (yield from self.upto(self._bodies, self._thought if is_thought else self.text))
+
+    def _thought(self, text: str) -> Iterable[Said]:
+        """Return the event for a piece of a thought."""
+        return (ReasoningDelta(self.choice, text),)

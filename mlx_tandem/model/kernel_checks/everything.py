@@ -1,0 +1,170 @@
+"""All kernel checks in their order, which change the model's modules so that these use what was chosen.
+
+With the `KernelChoices` of another process nothing is checked or timed: the same functions are built from them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from mlx_tandem.config import EngineConfig
+from mlx_tandem.model import cpu, device, probe
+from mlx_tandem.model.attention import fused, hook
+from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.choices import (
+    AdapterLimits,
+    AttentionDivision,
+    FormsByShape,
+    GreedyKernel,
+    KernelChoices,
+    Products,
+)
+from mlx_tandem.model.kernel_checks import argmax, attention, blocks, lora
+from mlx_tandem.model.kernel_checks import skinny as skinny_check
+from mlx_tandem.model.kernel_checks.attention import AttentionChoice
+from mlx_tandem.model.kernel_checks.frame import Choice
+from mlx_tandem.model.kernels.skinny import Form
+from mlx_tandem.model.linears import skinny
+from mlx_tandem.model.linears.merged import Merged
+from mlx_tandem.model.linears.skinny import FewRows, Forms
+from mlx_tandem.model.loader import LoadedModel, Report
+from mlx_tandem.model.lora.grouped import GroupedDeltas
+from mlx_tandem.model.step.sampler import Greedy, by_argmax
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The functions that were chosen, and why."""
+
+    products: Choice[FewRows | None]
+    attention: AttentionChoice
+    own_blocks: str
+    """Why attention blocks run their own code; empty if they are on the fused path or cannot be."""
+
+    adapters: Choice[GroupedDeltas | None]
+    greedy: Choice[Greedy]
+
+    def choices(self) -> KernelChoices:
+        """Return the choices as plain data, from which `choose` builds the same functions."""
+        few, deltas = self.products.chosen, self.adapters.chosen
+        products, limits = Products(self.products.reason), AdapterLimits(self.adapters.reason)
+        if few is not None:
+            products = Products(self.products.reason, _by_shape(few.base), _by_shape(few.adapted))
+        if deltas is not None:
+            limits = AdapterLimits(self.adapters.reason, deltas.same, deltas.mixed)
+        kinds = {id(kernels): kernels for kernels in self.attention.layers if kernels is not None}
+        divisions = tuple(kernels.attention.division for kernels in kinds.values())
+        return KernelChoices(
+            store_problem=inplace.writing().problem,
+            products=products,
+            attention=AttentionDivision(self.attention.name, self.attention.reason, divisions),
+            own_blocks=self.own_blocks,
+            adapters=limits,
+            greedy=GreedyKernel(self.greedy.reason, self.greedy.chosen is not by_argmax),
+        )
+
+
+def choose(
+    config: EngineConfig,
+    model: LoadedModel,
+    merged: Sequence[Merged],
+    candidates: Sequence[fused.Fused],
+    report: Report,
+    given: KernelChoices | None = None,
+) -> tuple[probe.Examined, Kernels]:
+    """Check the model, choose its kernels by checks and by timing, and change its modules so that they use them.
+
+    With `given`, the choices of another process, the model and the kernels are not checked.
+    """
+    if given is not None:
+        return _install(config, model, merged, candidates, given)
+    report("checking products", 0.0)
+    modules = skinny.candidates(model.module, merged)
+    products = skinny_check.choose(modules)
+    if products.chosen is not None:
+        skinny.speed_up(modules, merged, products.chosen)
+    _prepare()
+    report("checking the model", 0.0)
+    found = examine(config, model)
+    report("checking attention", 0.0)
+    asked, block_size = config.cache.attention_backend, config.cache.block_size
+    chosen = attention.choose(asked, found.layers, block_size, probe.windows(model), candidates)
+    own_blocks = ""
+    if any(chosen.layers):
+        timed = asked == attention.AUTO
+        own_blocks = blocks.choose(
+            model, found.vocab_size, found.layers, chosen.layers, block_size, found.mask_axes, timed=timed
+        )
+    report("checking adapters", 0.0)
+    adapters = lora.choose(model.module, config.lora, model.dtype)
+    kernels = Kernels(products, chosen, own_blocks, adapters, argmax.choose(model.dtype, found.vocab_size))
+    _log(kernels)
+    return found, kernels
+
+
+def _install(
+    config: EngineConfig,
+    model: LoadedModel,
+    merged: Sequence[Merged],
+    candidates: Sequence[fused.Fused],
+    given: KernelChoices,
+) -> tuple[probe.Examined, Kernels]:
+    """Build the functions that another process chose, and change the model's modules so that they use them."""
+    inplace.given(given.store_problem)
+    products: Choice[FewRows | None] = Choice(None, given.products.reason)
+    if given.products.adapted:
+        few = skinny_check.made(_forms(given.products.base), _forms(given.products.adapted))
+        products = Choice(few, given.products.reason)
+        skinny.speed_up(skinny.candidates(model.module, merged), merged, few)
+    _prepare()
+    found = examine(config, model, evaluate=False)
+    chosen = attention.made(given.attention, found.layers, config.cache.block_size, candidates)
+    if any(chosen.layers) and not given.own_blocks:
+        blocks.use(model)
+    deltas = lora.made(model.module, given.adapters.same, given.adapters.mixed) if given.adapters.mixed else None
+    greedy = argmax.made() if given.greedy.is_used else by_argmax
+    kernels = Kernels(
+        products,
+        chosen,
+        given.own_blocks,
+        Choice(deltas, given.adapters.reason),
+        Choice(greedy, given.greedy.reason),
+    )
+    _log(kernels)
+    return found, kernels
+
+
+def examine(config: EngineConfig, model: LoadedModel, *, evaluate: bool = True) -> probe.Examined:
+    """Examine the model; the layers' shapes are those in the pool, where keys and values may be quantised."""
+    found = probe.examine(model, evaluate=evaluate)
+    if config.cache.kv_bits == 16:
+        return found
+    return found._replace(layers=[s.quantised(config.cache.kv_bits, config.cache.kv_group_size) for s in found.layers])
+
+
+def _prepare() -> None:
+    """Have the model's attention and its functions on a CPU go through this package."""
+    hook.install()
+    if device.is_cpu():
+        cpu.install()
+
+
+def _log(kernels: Kernels) -> None:
+    """Write the choices to the log."""
+    log.info("products of few rows: %s", kernels.products.reason)
+    log.info("attention by %s: %s", kernels.attention.name, kernels.attention.reason)
+    if kernels.own_blocks:
+        log.warning("attention blocks run their own code: %s", kernels.own_blocks)
+    log.info("greedy tokens: %s", kernels.greedy.reason)
+
+
+def _by_shape(forms: Forms) -> tuple[FormsByShape, ...]:
+    return tuple(FormsByShape(shape, dict(own)) for shape, own in forms.items())
+
+
+def _forms(kept: Sequence[FormsByShape]) -> Mapping[skinny.Shape, Mapping[int, Form]]:
+    return {one.shape: one.forms for one in kept}

@@ -1,0 +1,119 @@
+"""The numbers that tell a forward where its rows are: tokens, positions, places in the pool and tables of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mlx_tandem.engine.plan import Row
+from mlx_tandem.kv.pool import first_block
+from mlx_tandem.model.step.inputs import Numbers, constant, padded
+from mlx_tandem.model.step.seattables import SeatTables
+
+KEPT_ARRAYS = 64
+"""Most constant arrays of sets of rows that are kept: tables, tokens, seats."""
+
+
+class IndexArrays:
+    """The index arrays of rows in all pools of a model, which are made anew only where rows or tables have changed.
+
+    `firsts` and `windows` are each pool's first block and the longest window of its layers; None: they see everything.
+    """
+
+    def __init__(self, num_seats: int, block_size: int, firsts: Sequence[int], windows: Sequence[int | None]):
+        self._padding = num_seats
+        self._block_size = block_size
+        self._firsts = firsts
+        self._windows = windows
+        self._tables = [SeatTables(num_seats, first) for first in firsts]
+        self._cached: dict[Any, Numbers] = {}  # constants of the present sets of rows
+
+    def forget(self, seat: int) -> None:
+        """Forget the tables of a seat that has a new owner."""
+        for tables in self._tables:
+            tables.forget(seat)
+
+    def clear(self) -> None:
+        """Drop all constants."""
+        self._cached.clear()
+
+    def once(self, key: Any, make: Callable[[], Numbers]) -> Numbers:
+        """Return numbers that depend only on which rows run; `make` is called when these change."""
+        found = self._cached.get(key)
+        if found is None:
+            if len(self._cached) > KEPT_ARRAYS:
+                self._cached.clear()
+            found = self._cached[key] = constant(make())
+        return found
+
+    def of(
+        self, rows: list[Row], count: int, length: int, widths: Sequence[int], floats: bool
+    ) -> tuple[Numbers, Numbers, list[Numbers], Numbers]:
+        """Return tokens [rows, length], offset [rows], places and last [rows], the index of each row's last token.
+
+        Places are the slot mapping [rows, length] and the tables [rows, width] of each pool, or where a row `floats`
+        the first block [rows] of each row's table instead of the slot mapping.
+        """
+        offset = np.zeros(count, np.int32)
+        offset[: len(rows)] = [r.start for r in rows]
+        lengths = np.zeros(count, np.int32)
+        lengths[: len(rows)] = [len(r.tokens) for r in rows]
+        seats = [r.seat for r in rows]
+        places: list[Numbers] = []
+        for pool, width in enumerate(widths):
+            self._tables[pool].learn(seats, [r.tables[pool] for r in rows])
+            if floats:
+                least = offset.copy()
+                least[: len(rows)] -= np.array([r.slack for r in rows], np.int32)
+                places += self._cut_tables(seats, pool, least, width)
+            else:
+                places += self._places(seats, pool, offset, lengths, length, width)
+        if length == 1:
+            ids = [r.tokens[0] for r in rows] + [0] * (count - len(rows))
+            tokens = self.once(("tokens", tuple(ids)), lambda: np.array(ids, np.int32)[:, None])
+            return tokens, offset, places, self.once(("zeros", count), lambda: np.zeros(count, np.int32))
+        tokens = padded([r.tokens for r in rows], count, length)
+        return tokens, offset, places, np.maximum(lengths - 1, 0)
+
+    def _places(
+        self,
+        seats: list[int],
+        pool: int,
+        offset: Numbers,
+        lengths: Numbers,
+        length: int,
+        width: int,
+    ) -> tuple[Numbers, Numbers]:
+        """Return the slot mapping [rows, length] and the tables [rows, width] in one pool."""
+        bs = self._block_size
+        first, tables = self._cut_tables(seats, pool, offset, width)
+        if length == 1:
+            at = offset // bs if self._windows[pool] is None else offset // bs - first
+            return (tables[np.arange(len(at)), at] * bs + offset % bs)[:, None], tables
+        position = offset[:, None] + np.arange(length, dtype=np.int32)
+        real = np.arange(length) < lengths[:, None]
+        block = np.where(real, position // bs - first[:, None], 0)
+        slots = np.where(real, np.take_along_axis(tables, block, 1) * bs + position % bs, position % bs)
+        return slots.astype(np.int32), tables
+
+    def _cut_tables(self, seats: list[int], pool: int, offset: Numbers, width: int) -> tuple[Numbers, Numbers]:
+        """Return the first block [rows] that a token at `offset` sees, and the tables [rows, width] from it on."""
+        bs, window, rows = self._block_size, self._windows[pool], len(offset)
+        own = self._tables[pool]
+        padded_seats = seats + [self._padding] * (rows - len(seats))
+        if window is None:
+            first, begun = self.once(("zeros", rows), lambda: np.zeros(rows, np.int32)), None
+            key = ("tables", pool, own.generation, rows, width, tuple(seats), ())
+        else:
+            first = begun = np.maximum(offset + (1 - window), 0) // bs
+            key = ("tables", pool, own.generation, rows, width, tuple(seats), tuple(first.tolist()))
+        return first, self.once(key, lambda: own.cut(padded_seats, width, begun))
+
+    def table(self, row: Row, pool: int, blocks: int) -> list[int]:
+        """Return the first `blocks` of the row's block table that its window can see, by their numbers in the pool."""
+        window, begin = self._windows[pool], self._firsts[pool]
+        first = first_block(row.start, window, self._block_size)
+        table = row.tables[pool][first : first + blocks]
+        return [b - begin for b in table]

@@ -1,0 +1,31 @@
+"""The pages of the dialects say what becomes of every field of their bodies."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from msgspec import Struct
+
+from mlx_tandem.dialects.anthropic.bodies import MessagesBody
+from mlx_tandem.dialects.ollama.bodies import ChatBody, GenerateBody, Options
+from mlx_tandem.dialects.responses.bodies import ResponseBody
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+@pytest.mark.parametrize(
+    ("page", "kind"),
+    [
+        ("anthropic.md", MessagesBody),
+        ("ollama.md", ChatBody),
+        ("ollama.md", GenerateBody),
+        ("ollama.md", Options),
+        ("responses.md", ResponseBody),
+    ],
+)
+def test_every_field_is_in_a_table(page: str, kind: type[Struct]) -> None:
+    rows = [line for line in (DOCS / page).read_text(encoding="utf-8").splitlines() if line.startswith("|")]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    assert set(kind.__struct_fields__) <= named

@@ -1,0 +1,138 @@
+"""The engine process put together, in this one: what it makes ready where it serves from a CUDA device."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from mlx_tandem.cli.bench.shapes import SHAPES, write_model
+from mlx_tandem.config import DutyConfig, EngineConfig, ModelConfig
+from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec
+from mlx_tandem.engine.wire import EngineChannel, FrameReader, WireError, decode_outbound
+from mlx_tandem.engine_main import Notes, run, serve
+from mlx_tandem.model import build, device
+from mlx_tandem.training.device.trainers import MLXTrainers
+
+BATCH = Batch("a", (Datum((1, 2, 3, 4, 5), 2, (1.0, -1.0, 0.5)),), LossConfig("cross_entropy"))
+LESSON: list[m.Inbound] = [
+    m.OpenTrainer(1, TrainerSpec("a", 4, 8.0)),
+    m.ForwardBackward(2, (BATCH,)),
+    m.OptimStep(3, "a", AdamParams(0.1)),
+    m.PublishTrainer(4, "a"),
+]
+
+
+class Channel(EngineChannel):
+    """Hands in a lesson and closes when all of it is answered."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self._left = list(LESSON)
+
+    def receive(self, wait: float) -> list[m.Inbound]:
+        if any(isinstance(x, m.AdapterLoaded) for x in self.sent):
+            raise WireError("over")
+        handed, self._left = self._left, []
+        return handed
+
+    def send(self, messages: Sequence[m.Inbound | m.Outbound]) -> None:
+        self.sent += messages
+
+
+@pytest.fixture
+def learn(tmp_path: Path) -> Callable[[], list[Any]]:
+    """What an engine says that is given the lesson."""
+    model = ModelConfig(path=str(write_model(tmp_path / "model", SHAPES["0.13m"])))
+    config = EngineConfig(model, duty=DutyConfig(trainer_rank=4))
+
+    def run() -> list[Any]:
+        channel = Channel()
+
+        def engine() -> None:
+            with suppress(WireError):
+                serve(channel, config, False)
+
+        thread = Thread(target=engine)  # is done with the device after it
+        thread.start()
+        thread.join()
+        return channel.sent
+
+    return run
+
+
+def answers(sent: list[Any]) -> tuple[Any, str]:
+    (done,) = (x for x in sent if isinstance(x, m.PassDone))
+    (published,) = (x for x in sent if isinstance(x, m.AdapterLoaded))
+    return done.results, published.info.digest
+
+
+def test_learning_is_warmed_up_where_it_would_keep_streams_waiting(
+    learn: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And changes nothing of what is learned then."""
+    plain = learn()
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    warm = learn()
+    stages = [[x.stage for x in sent if isinstance(x, m.Progress)] for sent in (plain, warm)]
+    assert "warming up learning" in stages[1] and "warming up learning" not in stages[0]
+    assert answers(warm) == answers(plain)
+
+
+def test_a_model_that_cannot_be_trained_is_served_all_the_same(
+    learn: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: MLXTrainers, rank: int) -> None:
+        raise ValueError("this model does not call its layers one after the other")
+
+    monkeypatch.setattr(device, "is_cuda", lambda: True)
+    monkeypatch.setattr(MLXTrainers, "warm_up", fail)
+    assert any(isinstance(x, m.Ready) for x in learn())
+    assert "could not be warmed up" in caplog.text
+
+
+def test_what_is_logged_in_the_block_goes_to_the_front_from_one_thread_only() -> None:
+    channel, elsewhere = Channel(), []
+    log, root = logging.getLogger("mlx_tandem.test"), logging.getLogger()
+    before = list(root.handlers)
+    with Notes(channel):
+        thread = Thread(target=lambda: (log.warning("of %s", "another"), elsewhere.extend(channel.sent)))
+        thread.start()
+        thread.join()
+        assert not elsewhere
+        try:
+            raise ValueError("broken")
+        except ValueError:
+            log.warning("mine", exc_info=True)
+        assert [note.text for note in channel.sent] == ["of another", "mine"]
+        assert channel.sent[1].trace[-1] == "ValueError: broken"
+        thread = Thread(target=lambda: log.error("late"))
+        thread.start()
+        thread.join()
+    assert [(note.level, note.text) for note in channel.sent[2:]] == [(logging.ERROR, "late")]
+    assert root.handlers == before
+
+
+def test_what_nobody_expected_at_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one printable line, as the last thing that the engine says."""
+
+    def fail(*_: Any) -> None:
+        raise OSError("the driver\nis \ud800 gone")
+
+    monkeypatch.setattr(build, "build", fail)
+    # What a test logs goes to whoever runs it, who takes UTF-8 only.
+    monkeypatch.setattr(logging.getLogger("mlx_tandem.engine"), "disabled", True)
+    front, engine = socket.socketpair()
+    with front:
+        thread = Thread(target=run, args=(engine, EngineConfig(ModelConfig(str(tmp_path)))))
+        thread.start()
+        thread.join()
+        said = [message for frame in FrameReader().feed(front.recv(1 << 16)) for message in decode_outbound(frame)]
+    assert said[-1] == m.Fatal("engine_error", r"the engine could not be started: OSError: the driver\nis \ud800 gone")

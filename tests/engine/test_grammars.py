@@ -1,0 +1,377 @@
+"""Grammars on the reference runner: random rows say what they say alone, and what they say matches."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from random import Random
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+from msgspec import structs
+
+from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.grammars import masks
+from mlx_tandem.engine.grammars.compiling import compiled
+from mlx_tandem.engine.grammars.masks import Grammars
+from mlx_tandem.engine.plan import StepPlan, StepResult
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.types import Grammar, Request, SamplingParams
+from tests.engine.front import Front
+from tests.engine.reference import alone
+from tests.engine.workloads import VOCAB, digest_of, make_engine
+
+EOS = 0
+TOKENS = [b"", b"a", b"b", b"c", b"ab", b"abc", b"0", b"1", b"10", b"x", b"-", b"(", b")"]
+assert len(TOKENS) == VOCAB
+PATTERNS = ("[ab]{2,9}", "(ab|ba)*-[01]+", "a+b+c+", "(x[01]{1,3}-?){1,4}", "(abc|a|b)?1*")
+NESTED = 'start: "(" (start | ITEM)* ")"\nITEM: /[abc01]{1,3}/'
+
+
+def tokenizer() -> LLTokenizer:
+    class Spelling:
+        """Spells with one token for each byte, or an error for what has none."""
+
+        eos_token_id, bos_token_id, special_token_ids = EOS, None, [EOS]
+        tokens = TOKENS
+
+        def __call__(self, text: bytes | str) -> list[int]:
+            raw = text.encode() if isinstance(text, str) else text
+            return [TOKENS.index(bytes([b])) for b in raw if bytes([b]) in TOKENS]
+
+    return LLTokenizer(TokenizerWrapper(Spelling()), n_vocab=VOCAB)
+
+
+OPENED = tokenizer()
+
+
+def lark(pattern: str) -> bytes:
+    return (pattern if pattern.startswith("start") else f"start: /{pattern}/").encode()
+
+
+def store() -> Grammars:
+    return Grammars(lambda: OPENED, VOCAB, lambda: None)
+
+
+def admit(grammars: Grammars, request: Request) -> None:
+    """Wait until the grammar of a request is compiled, as the core does over its turns."""
+    while not grammars.hold(request):
+        while not list(grammars.poll()):
+            pass
+
+
+def mask_alone(request: Request) -> Callable[[Sequence[int]], bytes] | None:
+    """The oracle: a new matcher for each mask."""
+    grammar = request.grammar
+    if grammar is None:
+        return None
+
+    def mask_of(tokens: Sequence[int]) -> bytes:
+        matcher = compiled(OPENED, grammar.text.decode())
+        assert matcher.consume_tokens(list(tokens[len(request.prompt) :]))
+        return matcher.compute_bitmask()[:4]
+
+    return mask_of
+
+
+def expected(request: Request, choice: int) -> list[int]:
+    mask_of = mask_alone(request)
+    return alone(request.prompt, request.params, choice, digest_of(request), VOCAB, (EOS,), mask_of=mask_of)
+
+
+class Guesses:
+    """A proposer that is right as often as not."""
+
+    def __init__(self, rng: Random):
+        self._rng = rng
+
+    def is_on(self, rows: int) -> bool:
+        return True
+
+    def needs_newest(self, request: Request, choice: int) -> bool:
+        return self._rng.random() < 0.7
+
+    def propose(self, request: Request, choice: int, tokens: Sequence[int], unread: int, most: int) -> list[int]:
+        said = expected(request, choice)[len(tokens) + unread - len(request.prompt) :]
+        guesses = [t if self._rng.random() < 0.7 else self._rng.randrange(VOCAB) for t in said]
+        return guesses[: min(most, self._rng.randint(0, 5))]
+
+    def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
+        pass
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        pass
+
+    def forget(self, request: Request, choice: int) -> None:
+        pass
+
+
+def play(rng: Random) -> tuple[int, int, int, int]:
+    """One random workload; return how many choices ended, how many matched to the end, preemptions, and drafts."""
+    engine = make_engine(
+        num_blocks=rng.choice((9, 14, 60)),
+        block_size=rng.choice((1, 4)),
+        max_num_seqs=rng.randint(2, 6),
+        depth=rng.choice((0, 1, 1)),
+        eos=(EOS,),
+        piggybacked=rng.choice((0, 3)),
+        fail={rng.randrange(40): "wait"} if rng.random() < 0.3 else {},
+        again=frozenset(range(0, 40, 2)),
+    )
+    loop, grammars = engine.loop, store()
+    engine.scheduler.mask_maker = grammars
+    if rng.random() < 0.4:
+        engine.scheduler.drafting.proposer = Guesses(rng)
+    prompts = [tuple(rng.randrange(1, VOCAB) for _ in range(9)) for _ in range(2)]
+    total = rng.randint(2, 8)
+    while True:
+        while len(loop.requests) < total and rng.random() < 0.4:
+            made = draw(rng, len(loop.requests), prompts, engine.max_num_seqs, engine.room)
+            admit(grammars, made)
+            loop.add(made)
+        if rng.random() < 0.03 and (open_choices := loop.open_choices()):
+            key = rng.choice(open_choices)
+            loop.cancel(key[0], rng.choice((None, key[1])))
+        busy = loop.step()
+        assert loop.steps < 2000, "no progress"
+        if not busy and len(loop.requests) == total:
+            break
+    loop.assert_idle()
+    assert not grammars._states, "states of choices that have ended are kept"
+    matched = 0
+    for (request, choice), tokens in loop.tokens.items():
+        asked = loop.requests[request]
+        want = expected(asked, choice)
+        finish = loop.finished.get((request, choice))
+        assert tokens == (want if finish else want[: len(tokens)]), f"request {request}, choice {choice}"
+        if finish == "stop" and asked.grammar is not None:
+            text = b"".join(TOKENS[t] for t in tokens).decode()
+            pattern = asked.grammar.text.decode().removeprefix("start: /").removesuffix("/")
+            assert pattern.startswith("start") or re.fullmatch(pattern, text), text
+            matched += 1
+    grammars.close()
+    return len(loop.finished), matched, engine.scheduler.preemptions, engine.runner.drafted
+
+
+def draw(rng: Random, number: int, prompts: list[tuple[int, ...]], seats: int, room: int) -> Request:
+    prompt = rng.choice(prompts)[: min(rng.randint(1, 9), room - 2)]
+    params = SamplingParams(
+        max_tokens=min(rng.randint(2, 14), room - len(prompt)),
+        temperature=rng.choice((0.0, 1.0)),
+        seed=rng.randrange(9),
+        presence_penalty=rng.choice((0.0, 0.5)),
+        logprobs=rng.choice((None, 0)),
+    )
+    pattern = rng.choice((*PATTERNS, NESTED, None))
+    grammar = None if pattern is None else Grammar(lark(pattern), "guided_regex")
+    return Request(number, prompt, params, n=min(rng.choice((1, 2, 3)), seats), grammar=grammar)
+
+
+WORKLOADS = 60
+
+
+def test_constrained_rows_say_what_they_say_alone_and_match() -> None:
+    """Preemption, choices of one prompt, cached prefixes, drafts, failing steps and cancels change nothing."""
+    counts = [play(Random(seed)) for seed in range(WORKLOADS)]
+    ended, matched, preempted, drafted = map(sum, zip(*counts, strict=True))
+    assert ended > 300 and matched > 80 and min(preempted, drafted) > 20, counts
+
+
+def _no_rollback(patch: pytest.MonkeyPatch) -> None:
+    """Drafts that were not accepted stay in the matcher."""
+
+    def advance(self: masks._State, tokens: Sequence[int], begin: int) -> None:
+        new = list(tokens[begin + len(self.consumed) :])
+        if new:
+            self.matcher.consume_tokens(new)
+            self.consumed += new
+
+    patch.setattr(masks._State, "advance", advance)
+
+
+def _one_matcher(patch: pytest.MonkeyPatch) -> None:
+    """All choices of a request share one state."""
+    original = Grammars.mask
+    patch.setattr(Grammars, "mask", lambda self, request, choice, tokens: original(self, request, 0, tokens))
+
+
+def _one_token_late(patch: pytest.MonkeyPatch) -> None:
+    """Masks are those of the token before."""
+    original = Grammars.mask
+    patch.setattr(
+        Grammars,
+        "mask",
+        lambda self, request, choice, tokens: original(
+            self, request, choice, tokens[:-1] if len(tokens) > len(request.prompt) else tokens
+        ),
+    )
+
+
+def _prompt_is_matched(patch: pytest.MonkeyPatch) -> None:
+    """The prompt is taken for output."""
+    original = Grammars.mask
+    patch.setattr(
+        Grammars,
+        "mask",
+        lambda self, request, choice, tokens: original(self, structs.replace(request, prompt=()), choice, tokens),
+    )
+
+
+def _forget_all(patch: pytest.MonkeyPatch) -> None:
+    """The end of one choice forgets all choices."""
+
+    def forget(self: Grammars, request: int, choice: int) -> None:
+        for key in [key for key in self._states if key[0] == request]:
+            del self._states[key]
+
+    patch.setattr(Grammars, "forget", forget)
+
+
+def _never_forget(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Grammars, "forget", lambda self, request, choice: None)
+
+
+@pytest.mark.parametrize(
+    "plant", [_no_rollback, _one_matcher, _one_token_late, _prompt_is_matched, _forget_all, _never_forget]
+)
+def test_planted_bugs_are_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    found = False
+    for seed in range(WORKLOADS):
+        try:
+            play(Random(seed))
+        except Exception:
+            found = True
+            break
+    assert found
+
+
+def request(pattern: str, number: int = 0, n: int = 1) -> Request:
+    return Request(number, (1,), SamplingParams(5), n=n, grammar=Grammar(lark(pattern), "guided_regex"))
+
+
+def test_a_grammar_that_cannot_be_compiled_refuses_its_requests() -> None:
+    grammars = store()
+    with pytest.raises(InvalidRequest) as e:
+        admit(grammars, request("(a"))
+    assert e.value.param == "guided_regex"
+    assert grammars.is_idle and not grammars._states
+    admit(grammars, request("a", 1))  # others go on
+
+
+def test_requests_with_one_grammar_wait_for_one_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(masks, "compiled", lambda opened, text: (made.append(text), compiled(opened, text))[1])
+    grammars = store()
+    assert not grammars.hold(request("ab", 0))
+    assert not grammars.hold(request("ab", 1, n=2))
+    assert [r.id for r in grammars.waiting] == [0, 1]
+    ready: list[Request] = []
+    while len(ready) < 2:
+        ready += grammars.poll()
+    assert all(map(grammars.hold, ready)) and made == ["start: /ab/"]
+    assert grammars.hold(request("ab", 2)), "compiled grammars are kept"
+    assert len(grammars._states) == 4
+
+
+def test_a_request_that_is_cancelled_while_it_waits_is_gone() -> None:
+    grammars = store()
+    assert not grammars.hold(request("ab", 0)) and not grammars.hold(request("ab", 1))
+    grammars.cancel(0)
+    ready: list[Request] = []
+    while not ready:
+        ready += grammars.poll()
+    assert [r.id for r in ready] == [1] and grammars.is_idle
+
+
+def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "MOST_GRAMMARS", 2)
+    grammars = store()
+    for number, pattern in enumerate(("a", "b", "a", "c")):
+        admit(grammars, request(pattern, number))
+    assert len(grammars._cache) == 2
+    assert grammars.hold(request("a", 9)), "the last used ones are kept"
+    assert not grammars.hold(request("b", 10))
+
+
+def test_a_matcher_that_fails_says_why_once() -> None:
+    grammars = store()
+    asked = request("ab")
+    admit(grammars, asked)
+    assert grammars.failure(0) is None
+    assert not any(grammars.mask(asked, 0, (1, TOKENS.index(b"c")))), "nothing may follow a token that is not allowed"
+    error = grammars.failure(0)
+    assert error is not None and error.param == "guided_regex"
+    assert grammars.failure(0) is None
+
+
+def test_a_tokenizer_that_cannot_be_opened_refuses_requests_and_not_the_engine() -> None:
+    def fails() -> LLTokenizer:
+        raise InvalidRequest("no")
+
+    grammars = Grammars(fails, VOCAB, lambda: None)
+    for number in range(2):
+        with pytest.raises(InvalidRequest):
+            admit(grammars, request("a", number))
+
+
+def test_the_matchers_of_choices_share_nothing() -> None:
+    first = compiled(OPENED, "start: /ab/")
+    second = first.deep_copy()
+    assert isinstance(first, LLMatcher) and first.consume_token(1)
+    assert second.consume_token(TOKENS.index(b"ab")) and not first.is_accepting() and second.is_accepting()
+
+
+# --- the core ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def front(make_front: Callable[..., Front]) -> Front:
+    made = make_front(eos=(EOS,))
+    made.core._grammars._open_tokenizer = lambda: OPENED
+    return made
+
+
+def test_a_request_waits_for_its_grammar_and_others_do_not(front: Front) -> None:
+    constrained = structs.replace(request("[ab]{2,4}", 1, n=2), params=SamplingParams(6, temperature=1.0))
+    front.send(m.Submit(constrained), m.Submit(Request(2, (1, 2), SamplingParams(4, temperature=0.0))))
+    front.finish()
+    assert front.finished() == {1, 2}
+    for choice in range(2):
+        want = alone((1,), constrained.params, choice, "", VOCAB, (EOS,), mask_of=mask_alone(constrained))
+        assert front.tokens(1, choice) == want
+    front.assert_nothing_is_held()
+
+
+def test_masks_are_made_while_the_forward_runs_and_the_step_before_has_been_read(front: Front) -> None:
+    asked = structs.replace(request("[ab]{4}", 1), params=SamplingParams(3, temperature=0.0))
+    front.send(m.Submit(asked))
+    front.finish()
+    calls = ["launch 0", "sample 0", "launch 1", "wait 0", "sample 1", "launch 2", "wait 1", "sample 2", "wait 2"]
+    assert front.runner.calls == calls
+
+
+def test_a_request_is_refused_by_the_field_that_has_no_grammar(front: Front) -> None:
+    front.send(m.Submit(request("(a", 1)), m.Submit(request("ab", 2)))
+    front.finish()
+    (failed,) = front.got(m.Failed)
+    assert (failed.request, failed.param, failed.retryable) == (1, "guided_regex", False)
+    front.assert_nothing_is_held()
+
+
+def test_a_grammar_that_fails_while_the_text_grows_ends_its_request_alone(
+    front: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Grammars.mask
+
+    def mask(self: Grammars, asked: Request, choice: int, tokens: Sequence[int]) -> bytes:
+        wrong = asked.id == 1 and len(tokens) > 2
+        return original(self, asked, choice, [*tokens, TOKENS.index(b"x")] if wrong else tokens)
+
+    monkeypatch.setattr(Grammars, "mask", mask)
+    front.send(m.Submit(request("[ab]{4}", 1)), m.Submit(request("[ab]{4}", 2)))
+    front.finish()
+    (failed,) = front.got(m.Failed)
+    assert (failed.request, failed.code, failed.retryable) == (1, "grammar_too_complex", False)
+    assert failed.param == "guided_regex" and front.finished() == {2}
+    front.assert_nothing_is_held()

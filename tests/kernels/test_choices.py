@@ -1,0 +1,192 @@
+"""The choices that one process made by timing serve in another, which checks and times nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import mlx.core as mx
+import msgspec
+import pytest
+
+from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.engine.cost import CostModel
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model import warm_up
+from mlx_tandem.model.attention.fused_block import FusedBlock
+from mlx_tandem.model.build import Built, build
+from mlx_tandem.model.cache import inplace
+from mlx_tandem.model.choices import (
+    AdapterLimits,
+    AttentionDivision,
+    Choices,
+    FormsByShape,
+    GreedyKernel,
+    KernelChoices,
+    Pace,
+    Products,
+    Subject,
+)
+from mlx_tandem.model.kernel_checks import argmax, lora, machine, store
+from mlx_tandem.model.kernel_checks import attention as choice
+from mlx_tandem.model.kernel_checks import skinny as skinny_check
+from mlx_tandem.model.kernel_checks.everything import examine
+from mlx_tandem.model.kernels.division import Division
+from mlx_tandem.model.kernels.skinny import Form
+from mlx_tandem.model.linears.products import Meter
+from mlx_tandem.model.linears.skinny import FewRows, Shape
+from mlx_tandem.model.linears.tuning import Tuned
+from mlx_tandem.model.loader import load_unread
+from mlx_tandem.types import Request, SamplingParams
+from tests import tiny_models
+from tests.engine.mlx_engine import Engine, Oracle, assert_agrees
+from tests.kernels import gpu as fake
+from tests.kernels import shim
+
+pytestmark = pytest.mark.skipif(shim.COMPILER is None, reason="needs g++")
+
+ROOT = Path(__file__).resolve().parents[2]
+BEST = Division(24, queries=2, depth=2)
+"""A division that is not the one that is tried first."""
+
+
+def config_of(folder: Path, **cache: Any) -> EngineConfig:
+    return EngineConfig(
+        model=ModelConfig(path=str(folder)),
+        cache=CacheConfig(block_size=8, num_blocks=12, **cache),
+        scheduler=SchedulerConfig(max_num_seqs=4),
+        lora=LoraConfig(max_loras=1, max_lora_rank=8),
+    )
+
+
+def metal(patch: pytest.MonkeyPatch) -> fake.Gpu:
+    """A Metal device whose kernels are all faster than MLX's operations, attention with BEST more than others."""
+    gpu = fake.install("metal", shim.maker(), patch)
+    fake.time_by_clock(gpu, patch)
+    patch.setattr(choice, "STEPS", ((2, 64), (1, 192)))
+    patch.setattr(choice, "shorter", lambda *args: ())
+    patch.setattr(choice, "wider", lambda *args: (BEST,))
+    patch.setattr(choice, "_seconds", lambda shape, kernels, *rest: _attention_seconds(kernels))
+    patch.setattr(argmax, "ROWS", 2)
+    patch.setattr(lora, "_TOKENS", (1, 16))
+    mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
+    return gpu
+
+
+def _attention_seconds(kernels: Any) -> float:
+    return 2e-5 if kernels is None else 1e-6 if kernels.attention.division == BEST else 1e-5
+
+
+def serve(built: Built, folder: Path) -> None:
+    prompts = [(5, 6, 7, 8, 9), tuple(range(3, 23))]
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=3)
+    loop = Engine(built, {}).run([Request(i, prompt, params) for i, prompt in enumerate(prompts)], chunks=16)
+    assert_agrees(loop, Oracle.load(folder), "served")
+
+
+def refuse(*args: Any, **options: Any) -> NoReturn:
+    raise AssertionError("a process that was given its choices must not time or check anything")
+
+
+def serve_by_given(folder: Path, file: Path) -> None:
+    """What the other process does."""
+    forbidden: list[tuple[Any, str]] = [
+        (machine, "seconds"),
+        (warm_up.time, "perf_counter"),
+        (choice, "_problem"),
+        (choice, "_seconds"),
+        (lora, "wrong"),
+        (argmax, "wrong"),
+        (store, "problem"),
+        *((Meter, name) for name in ("seconds", "device_seconds", "host_seconds")),
+    ]
+    given = Choices.read(file)
+    with pytest.MonkeyPatch.context() as patch:
+        metal(patch)
+        with pytest.MonkeyPatch.context() as starting:
+            for owner, name in forbidden:
+                starting.setattr(owner, name, refuse)
+            built = build(config_of(folder), {}, lambda stage, fraction: None, given=given)
+            cost, first = CostModel(), CostModel()
+            made = built.warm_up(cost)
+        assert made == given  # read from the functions that were built
+        look(built, made)
+        first.fit(list(given.pace.chunks), list(given.pace.decodes))
+        assert cost.form == first.form and cost.decode(5) == first.decode(5)
+        serve(built, folder)
+    print("served")
+
+
+def look(built: Built, made: Choices) -> None:
+    """The functions are those of the kernels."""
+    assert built.info.attention_backend == "metal" and built.info.lora_backend == "fused"
+    assert made.kernels.attention.divisions == (BEST,)
+    assert made.kernels.greedy.is_used and made.kernels.adapters.mixed
+    assert any(isinstance(m, FusedBlock) for m in built.runner._model.modules())
+    assert inplace.writing().store is not None
+    assert not built.runner.one_at_a_time
+
+
+def test_another_process_builds_the_same_functions_without_a_trial(tmp_path: Path) -> None:
+    folder, file = tiny_models.make(tmp_path / "model", "llama"), tmp_path / "choices.json"
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            metal(patch)
+            built = build(config_of(folder), {}, lambda stage, fraction: None)
+            made = built.warm_up(CostModel())
+            look(built, made)
+        made.write(file)
+        assert Choices.read(file) == made
+        code = "import sys; from pathlib import Path; from tests.kernels.test_choices import serve_by_given as s; "
+        run = subprocess.run(
+            [sys.executable, "-c", f"{code}s(*map(Path, sys.argv[1:]))", str(folder), str(file)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run.stdout.endswith("served\n"), run.stderr
+    finally:
+        mx.enable_compile()
+        inplace.writing.cache_clear()
+
+
+def subject_of(config: EngineConfig) -> Subject:
+    model = load_unread(config.model, lambda stage, fraction: None)
+    found = examine(config, model, evaluate=False)
+    return Subject.of(config, model, found.layers, found.vocab_size)
+
+
+def test_choices_for_another_subject_are_refused(tmp_path: Path) -> None:
+    folders = [tiny_models.make(tmp_path / family, family) for family in ("llama", "qwen2")]
+    config = config_of(folders[0])
+    own = subject_of(config)
+    assert own == subject_of(config)
+    nothing = KernelChoices(
+        "", Products(""), AttentionDivision("portable", ""), "", AdapterLimits(""), GreedyKernel("")
+    )
+    made = Choices(own, nothing, Tuned(), Pace((), (), False))
+    for other in (config_of(folders[1]), config_of(folders[0], kv_bits=8, kv_group_size=16)):
+        with pytest.raises(ModelError, match="another model"):
+            build(other, {}, lambda stage, fraction: None, given=made)
+    made = msgspec.structs.replace(made, subject=msgspec.structs.replace(own, device="another GPU"))
+    with pytest.raises(ModelError, match="another device: another GPU"):
+        build(config, {}, lambda stage, fraction: None, given=made)
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b'{"subject": 3}', b"\xff"])
+def test_a_file_without_choices_is_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / "choices.json").write_bytes(text)
+    with pytest.raises(ModelError, match=r"choices.json holds no choices"):
+        Choices.read(tmp_path / "choices.json")
+
+
+def test_forms_of_products_come_back_as_they_were() -> None:
+    """These are of CUDA alone, which the device above is not."""
+    forms = {Shape(40, 64, False): {1: Form(1, 2, 3), 2: Form(2, 4, 2)}}
+    kept = tuple(FormsByShape(shape, own) for shape, own in forms.items())
+    read = msgspec.json.decode(msgspec.json.encode(kept), type=tuple[FormsByShape, ...])
+    few = skinny_check.made({}, {one.shape: one.forms for one in read})
+    assert isinstance(few, FewRows) and few.adapted == forms

@@ -1,0 +1,348 @@
+"""Anthropic's dialect without a server: what requests become, and that a stream tells what a whole message tells."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as example_settings
+from hypothesis import strategies as st
+
+from mlx_tandem.dialects.anthropic.bodies import MessagesBody, ToolChoice
+from mlx_tandem.dialects.anthropic.errors import error_body
+from mlx_tandem.dialects.anthropic.messages import chat_form, function_choice, function_tools, is_prefill
+from mlx_tandem.dialects.anthropic.renderer import AtLimit, MessageRenderer
+from mlx_tandem.errors import (
+    EngineDied,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    TandemError,
+    Timeout,
+    TooLarge,
+    Unauthorized,
+)
+from mlx_tandem.generation.events import (
+    Event,
+    Finish,
+    PromptRead,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallArguments,
+    ToolCallStart,
+    Usage,
+)
+from mlx_tandem.strict_json import decode
+from tests.answers import Said, said
+
+# --- streams and whole messages ------------------------------------------------------------------------------------
+
+
+def events(stream: bytes) -> list[dict[str, Any]]:
+    """The events of a stream, each with the name that its data repeats."""
+    found = []
+    for block in stream.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        value = json.loads(data.removeprefix("data: "))
+        assert value["type"] == name.removeprefix("event: ")
+        found.append(value)
+    return found
+
+
+def joined(stream: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client makes of a stream. Every event is where Anthropic's clients expect it."""
+    names = [event["type"] for event in stream]
+    assert names[:2] == ["message_start", "ping"] and names[-2:] == ["message_delta", "message_stop"]
+    message, is_open = stream[0]["message"], False
+    texts: list[str] = []
+    for event in stream[2:-2]:
+        assert is_open == (event["type"] != "content_block_start")
+        if event["type"] == "content_block_start":
+            is_open = True
+            assert event["index"] == len(message["content"])
+            message["content"].append(event["content_block"])
+            texts.append("")
+        elif event["type"] == "content_block_stop":
+            is_open = False
+        else:
+            block, delta = message["content"][event["index"]], event["delta"]
+            match delta["type"]:
+                case "text_delta":
+                    block["text"] += delta["text"]
+                case "thinking_delta":
+                    assert not block["signature"]
+                    block["thinking"] += delta["thinking"]
+                case "signature_delta":
+                    block["signature"] = delta["signature"]
+                case "input_json_delta":
+                    texts[event["index"]] += delta["partial_json"]
+    assert not is_open
+    for block, arguments in zip(message["content"], texts, strict=True):
+        if block["type"] == "tool_use" and arguments:
+            try:
+                block["input"] = json.loads(arguments)
+            except ValueError:
+                block["input"] = {"INVALID_JSON": arguments}
+    return message | stream[-2]["delta"] | {"usage": message["usage"] | stream[-2]["usage"]}
+
+
+@example_settings(max_examples=150)
+@given(said(), st.booleans())
+def test_a_stream_tells_what_a_whole_message_tells(answer: Said, shows: bool) -> None:
+    def renderer() -> MessageRenderer:
+        made = MessageRenderer("base", 7, "max_tokens", shows_thoughts=shows)
+        made.id = "msg_1"
+        return made
+
+    assert joined(events(answer.stream(renderer()))) == json.loads(answer.whole(renderer()))
+
+
+USAGE = Usage(prompt=7, cached=2, completion=5, reasoning=3)
+
+
+def message(*events: Event, at_limit: AtLimit = "max_tokens") -> dict[str, Any]:
+    return json.loads(Said([PromptRead(0, 2), *events], USAGE).whole(MessageRenderer("base", 7, at_limit)))
+
+
+def test_a_message_has_its_blocks_in_the_order_in_which_they_were_said() -> None:
+    found = message(
+        ReasoningDelta(0, "Hm"),
+        ReasoningDelta(0, "m."),
+        TextDelta(0, "Let me see."),
+        ToolCallStart(0, 0, "call_a", "add"),
+        ToolCallArguments(0, 0, '{"a": 1,'),
+        ToolCallArguments(0, 0, ' "b": 2}'),
+        ToolCallStart(0, 1, "call_b", "now"),
+        TextDelta(0, ""),
+        TextDelta(0, "Done."),
+        Finish(0, "stop"),
+    )
+    thought, text, first, second, last = found.pop("content")
+    assert (thought["type"], thought["thinking"], len(thought["signature"])) == ("thinking", "Hmm.", 44)
+    assert (text, last) == ({"type": "text", "text": "Let me see."}, {"type": "text", "text": "Done."})
+    assert first == {"type": "tool_use", "id": "call_a", "name": "add", "input": {"a": 1, "b": 2}}
+    assert second == {"type": "tool_use", "id": "call_b", "name": "now", "input": {}}
+    assert found.pop("id").startswith("msg_")
+    assert found == {
+        "type": "message",
+        "role": "assistant",
+        "model": "base",
+        "stop_reason": "tool_use",
+        "stop_sequence": None,
+        "usage": {
+            "input_tokens": 5,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": 2,
+            "output_tokens": 5,
+            "output_tokens_details": {"thinking_tokens": 3},
+        },
+    }
+
+
+def test_reasons() -> None:
+    def reason(*events: Event, **fields: Any) -> tuple[str, str | None]:
+        found = message(*events, **fields)
+        return found["stop_reason"], found["stop_sequence"]
+
+    assert reason(Finish(0, "stop")) == ("end_turn", None)
+    assert reason(Finish(0, "stop", "END")) == ("stop_sequence", "END")
+    assert reason(Finish(0, "length")) == ("max_tokens", None)
+    beyond: AtLimit = "model_context_window_exceeded"
+    assert reason(Finish(0, "length"), at_limit=beyond) == (beyond, None)
+    assert reason(ToolCallStart(0, 0, "c", "add"), Finish(0, "length")) == ("max_tokens", None)
+
+
+@pytest.mark.parametrize("arguments", ['{"a": 1', "[1]", "3", '{"a": NaN}', "[" * 100_000])
+def test_arguments_that_are_no_object_are_shown_as_they_are(arguments: str) -> None:
+    call = ToolCallStart(0, 0, "c", "add"), ToolCallArguments(0, 0, arguments)
+    (block,) = message(*call, Finish(0, "length"))["content"]
+    assert block["input"] == {"INVALID_JSON": arguments}
+
+
+def test_an_error_in_a_stream_has_its_event() -> None:
+    (event,) = events(MessageRenderer("base", 7, "max_tokens").error(EngineDied("it died")))
+    assert event == {"type": "error", "error": {"type": "overloaded_error", "message": "it died"}}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (InvalidRequest("x"), "invalid_request_error"),
+        (Unauthorized("x"), "authentication_error"),
+        (Forbidden("x"), "permission_error"),
+        (NotFound("x"), "not_found_error"),
+        (TooLarge("x"), "request_too_large"),
+        (Overloaded("x", retry_after=1), "rate_limit_error"),
+        (Overloaded("x", retry_after=1, status=503), "overloaded_error"),
+        (Timeout("x"), "timeout_error"),
+        (TandemError("x"), "api_error"),
+    ],
+)
+def test_the_types_of_errors(error: TandemError, kind: str) -> None:
+    assert json.loads(error_body(error)) == {"type": "error", "error": {"type": kind, "message": "x"}}
+
+
+# --- messages, tools and choices -----------------------------------------------------------------------------------
+
+
+def user(*blocks: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(blocks)}
+
+
+def text(said: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": said} | more
+
+
+CALL = {"type": "tool_use", "id": "t1", "name": "add", "input": {"a": 1}, "caller": {"type": "direct"}}
+
+
+def test_a_conversation_of_an_agent() -> None:
+    system = [text("Be brief.", cache_control={"type": "ephemeral"}), text("Be right.")]
+    thought = {"type": "thinking", "thinking": "Add.", "signature": "sig"}
+    sent = [
+        user(text("<context/>"), text("Add 1.", citations=None)),
+        {"role": "assistant", "content": [thought, {"type": "redacted_thinking", "data": "x"}, text("Sure."), CALL]},
+        user({"type": "tool_result", "tool_use_id": "t1", "content": [text("1"), text("2")]}, text("And?")),
+        {"role": "user", "content": "Well?"},
+        {"role": "system", "content": "Hurry."},
+        {"role": "assistant", "content": [text("It is"), text(" ")]},
+    ]
+    call = {"id": "t1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert chat_form(system, sent) == [
+        {"role": "system", "content": "Be brief.\nBe right."},
+        {"role": "user", "content": "<context/>\nAdd 1."},
+        {"role": "assistant", "content": "Sure.", "reasoning_content": "Add.", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "t1", "content": "1\n2"},
+        {"role": "user", "content": "And?\nWell?"},
+        {"role": "system", "content": "Hurry."},
+        {"role": "assistant", "content": "It is "},
+    ]
+    assert is_prefill(chat_form(None, sent))
+    assert not is_prefill(chat_form("s", sent[:1]))
+    with pytest.raises(InvalidRequest, match="no tool_result"):
+        is_prefill(chat_form(None, sent[:2]))
+
+
+@pytest.mark.parametrize(("content", "said"), [("no", "Error: no"), (None, "Error: "), ([], "Error: ")])
+def test_a_result_that_is_an_error_says_so(content: Any, said: str) -> None:
+    result = {"type": "tool_result", "tool_use_id": "t1", "is_error": True}
+    sent = [user(result if content is None else result | {"content": content})]
+    assert chat_form(None, sent) == [{"role": "tool", "tool_call_id": "t1", "content": said}]
+
+
+def test_results_are_messages_of_their_own() -> None:
+    results = [{"type": "tool_result", "tool_use_id": f"t{i}", "content": str(i)} for i in range(2)]
+    assert [m["content"] for m in chat_form(None, [user(*results)])] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("sent", "param"),
+    [
+        ([user({"type": "image", "source": {}})], "messages[0].content[0].type"),
+        ([user(text("a"), {"type": "document", "source": {}})], "messages[0].content[1].type"),
+        ([user(CALL)], "messages[0].content[0].type"),
+        ([{"role": "assistant", "content": [{"type": "server_tool_use"}]}], "messages[0].content[0].type"),
+        ([user({"text": "a"})], "messages[0].content[0].type"),
+        ([user({"type": "text"})], "messages[0].content[0].text"),
+        ([user({"type": 3})], "messages[0].content[0].type"),
+        ([user({"type": "tool_result"})], "messages[0].content[0].tool_use_id"),
+        (
+            [user({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]})],
+            "messages[0].content[0].content[0].type",
+        ),
+        ([{"role": "tool", "content": "a"}], "messages[0].role"),
+        ([{"role": "user"}], "messages[0].content"),
+        (["a"], "messages[0]"),
+    ],
+)
+def test_wrong_messages_are_refused_by_name(sent: list[Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as found:
+        chat_form(None, sent)
+    assert found.value.param == param
+    assert param in found.value.message
+
+
+def test_tools_and_choices() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    given = {"name": "add", "description": "Adds.", "input_schema": schema, "type": "custom", "cache_control": None}
+    plain = {"name": "now", "input_schema": {"type": "object"}, "allowed_callers": ["direct"], "strict": True}
+    assert function_tools([given, plain]) == [
+        {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": schema}},
+        {"type": "function", "function": {"name": "now", "parameters": {"type": "object"}, "strict": True}},
+    ]
+    assert function_choice(None) == (None, True)
+    assert function_choice(ToolChoice("auto")) == ("auto", True)
+    assert function_choice(ToolChoice("any", disable_parallel_tool_use=True)) == ("required", False)
+    assert function_choice(ToolChoice("none")) == ("none", True)
+    named = {"type": "function", "function": {"name": "add"}}
+    assert function_choice(ToolChoice("tool", "add")) == (named, True)
+    with pytest.raises(InvalidRequest, match=r"tool_choice\.name"):
+        function_choice(ToolChoice("tool"))
+
+
+@pytest.mark.parametrize(
+    ("tool", "param"),
+    [
+        ({"type": "web_search_20250305", "name": "web_search"}, "tools[0].type"),
+        ({"name": "f"}, "tools[0].input_schema"),
+        ({"input_schema": {}}, "tools[0].name"),
+        ({"name": "f", "input_schema": {}, "defer_loading": True}, "tools[0].defer_loading"),
+        ({"name": "f", "input_schema": {}, "input_examples": [{}]}, "tools[0].input_examples"),
+        ("f", "tools[0]"),
+    ],
+)
+def test_wrong_tools_are_refused_by_name(tool: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as found:
+        function_tools([tool])
+    assert found.value.param == param
+
+
+# --- fields --------------------------------------------------------------------------------------------------------
+
+REQUEST = {"model": "base", "messages": [], "max_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("cache_control", {"type": "ephemeral"}),
+        ("container", None),
+        ("context_management", {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+        ("diagnostics", {"previous_message_id": None}),
+        ("mcp_servers", []),
+        ("metadata", {"user_id": "u", "other": 1}),
+        ("output_config", {"effort": "low"}),
+        ("service_tier", "auto"),
+        ("speed", "fast"),
+        ("thinking", {"type": "adaptive", "display": "omitted"}),
+        ("thinking", {"type": "enabled", "budget_tokens": 1024}),
+    ],
+)
+def test_accepted(field: str, value: Any) -> None:
+    assert decode(json.dumps(REQUEST | {field: value}).encode(), MessagesBody)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("container", "c", "container"),
+        ("context_management", {"edits": [{"type": "clear_tool_uses_20250919"}]}, "context_management.edits[0].type"),
+        ("inference_geo", "eu", "inference_geo"),
+        ("mcp_servers", [{"type": "url"}], "mcp_servers"),
+        ("output_config", {"format": {"type": "json_schema"}}, "output_config.format.schema"),
+        ("thinking", {"type": "between_tools"}, "thinking.type"),
+        ("thinking", {"type": "enabled", "budget_tokens": 0}, "thinking.budget_tokens"),
+        ("max_tokens", -1, "max_tokens"),
+        ("max_tokens", 2.5, "max_tokens"),
+        ("stop_sequences", "a", "stop_sequences"),
+        ("nonsense", 1, "nonsense"),
+    ],
+)
+def test_refused_by_name(field: str, value: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as found:
+        decode(json.dumps(REQUEST | {field: value}).encode(), MessagesBody)
+    assert found.value.param == param
+    assert param in found.value.message

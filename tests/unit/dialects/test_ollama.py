@@ -1,0 +1,129 @@
+"""Ollama's dialect without a server: what requests become, and that a stream tells what a whole reply tells."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as example_settings
+
+from mlx_tandem.dialects.ollama.bodies import GenerateBody, Options, refuse_unsupported
+from mlx_tandem.dialects.ollama.messages import chat_form
+from mlx_tandem.dialects.ollama.renderer import ChatRenderer, GenerateRenderer, OllamaRenderer
+from mlx_tandem.errors import EngineDied, InvalidRequest
+from mlx_tandem.generation.answers import Spoken
+from tests.answers import Said, said
+
+VARYING = ("created_at", "total_duration")
+
+
+def joined(stream: bytes, place: str) -> dict[str, Any]:
+    """The reply that a client makes of a stream. Only its last line is done."""
+    parts = [json.loads(line) for line in stream.splitlines()]
+    assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
+    whole = parts[-1]
+    message: dict[str, Any] = {}
+    for part in parts:
+        own = part["message"] if place == "message" else {k: part[k] for k in ("response", "thinking") if k in part}
+        for key, value in own.items():
+            message[key] = value if key == "role" or key not in message else message[key] + value
+    return whole | ({"message": message} if place == "message" else message)
+
+
+@pytest.mark.parametrize(("kind", "place"), [(ChatRenderer, "message"), (GenerateRenderer, "response")])
+@example_settings(max_examples=100)
+@given(answer=said())
+def test_a_stream_tells_what_a_whole_reply_tells(kind: type[OllamaRenderer], place: str, answer: Said) -> None:
+    streamed = joined(answer.stream(kind("base", 0.0, 0.5)), place)
+    whole = json.loads(answer.whole(kind("base", 0.0, 0.5)))
+    for name in VARYING:
+        assert streamed.pop(name) and whole.pop(name)
+    assert streamed == whole
+    assert whole["load_duration"] == 500_000_000
+
+
+@example_settings(max_examples=60)
+@given(answer=said())
+def test_lines_are_in_the_order_of_the_answer(answer: Said) -> None:
+    *lines, _ = map(json.loads, answer.stream(ChatRenderer("base", 0.0, 0.0)).splitlines())
+    order: list[str] = []
+    for line in lines:
+        said = line["message"]
+        kind = "text" if said["content"] else "reasoning" if "thinking" in said else said["tool_calls"][0]["id"]
+        order += [kind] if order[-1:] != [kind] else []
+    (found,) = answer.answers.choices
+    assert order == [part.kind if isinstance(part, Spoken) else part.id for part in found.parts]
+
+
+def test_an_error_is_a_line_of_its_own() -> None:
+    assert ChatRenderer("base", 0.0, 0.0).error(EngineDied("it died")) == b'{"error":"it died"}\n'
+
+
+def test_messages() -> None:
+    call = {"function": {"name": "add", "arguments": {"a": 1}, "index": 0}, "extra": 1}
+    sent = [
+        {"role": "system", "content": "Be brief.", "images": None},
+        {"role": "user", "content": "Add.", "images": []},
+        {"role": "assistant", "content": "", "thinking": "Hm.", "tool_calls": [call, call | {"id": "c1"}]},
+        {"role": "tool", "tool_name": "add", "content": "1"},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {"role": "assistant"},
+    ]
+    made = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    assert chat_form(sent) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Add."},
+        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [made, {"id": "c1"} | made]},
+        {"role": "tool", "name": "add", "content": "1"},
+        {"role": "tool", "tool_call_id": "c1", "content": "2"},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user", "content": "a", "images": ["x"]}, "messages[0].images"),
+        ({"role": "robot", "content": "a"}, "messages[0].role"),
+        ({"role": "user", "content": 3}, "messages[0].content"),
+        ({"role": "assistant", "tool_calls": [{"function": {}}]}, "messages[0].tool_calls[0].function.name"),
+        (3, "messages[0]"),
+    ],
+)
+def test_wrong_messages_are_refused_by_name(message: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as found:
+        chat_form([message])
+    assert found.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("images", ["x"]), ("template", "x"), ("suffix", "x"), ("context", [1]), ("top_logprobs", 2)],
+)
+def test_what_is_not_supported_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequest) as found:
+        refuse_unsupported(GenerateBody(model="base", **{field: value}))
+    assert found.value.param == field
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"mirostat": 1}, "mirostat"),
+        ({"tfs_z": 0.5}, "tfs_z"),
+        ({"penalize_newline": False, "repeat_penalty": 1.1}, "penalize_newline"),
+        ({"repeat_last_n": 8, "frequency_penalty": 0.5}, "repeat_last_n"),
+    ],
+)
+def test_options_that_are_not_supported_are_refused_by_name(options: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as found:
+        refuse_unsupported(GenerateBody(model="base", options=Options(**options)))
+    assert found.value.param == f"options.{param}"
+
+
+def test_values_without_effect_are_accepted() -> None:
+    options = Options(mirostat=0, tfs_z=1.0, typical_p=1, penalize_newline=False, repeat_last_n=64, num_ctx=8192)
+    neutral = {"suffix": "", "template": "", "context": [], "images": [], "logprobs": False}
+    refuse_unsupported(GenerateBody(model="base", options=options, **neutral))

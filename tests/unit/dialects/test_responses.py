@@ -1,0 +1,291 @@
+"""The dialect of responses without a server: items, the store, and that a stream tells what a whole response tells."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as example_settings
+from hypothesis import strategies as st
+
+from mlx_tandem.dialects.response_store import ResponseStore
+from mlx_tandem.dialects.responses.bodies import ResponseBody
+from mlx_tandem.dialects.responses.items import chat_form, function_tools, input_items
+from mlx_tandem.dialects.responses.renderer import ResponseRenderer
+from mlx_tandem.errors import EngineDied, InvalidRequest, NotFound
+from mlx_tandem.strict_json import decode
+from tests.answers import Said, said
+
+# --- streams and whole responses -----------------------------------------------------------------------------------
+
+
+def events(stream: bytes) -> list[dict[str, Any]]:
+    """The events of a stream, which are numbered and each have the name that their data repeats."""
+    found = []
+    for number, block in enumerate(stream.decode().removesuffix("\n\n").split("\n\n")):
+        name, data = block.split("\n")
+        value = json.loads(data.removeprefix("data: "))
+        assert value["type"] == name.removeprefix("event: ")
+        assert value["sequence_number"] == number
+        found.append(value)
+    return found
+
+
+PARTS = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+def check_item(stream: list[dict[str, Any]], index: int) -> dict[str, Any]:
+    """Take the events of one item from the front of a stream; return the item as the deltas tell it."""
+    added = stream.pop(0)
+    assert (added["type"], added["output_index"]) == ("response.output_item.added", index)
+    item = added["item"]
+    assert item["status"] == "in_progress"
+    place = {"item_id": item["id"], "output_index": index}
+    if item["type"] == "function_call":
+        assert item["arguments"] == ""
+        name, key, more = "function_call_arguments", "arguments", {}
+    else:
+        name, key, more = PARTS[item["type"]], "text", {"content_index": 0}
+        assert item["content"] == []
+        begun = stream.pop(0)
+        assert begun.items() >= ({"type": "response.content_part.added"} | place | more).items()
+        assert (begun["part"]["type"], begun["part"]["text"]) == (name, "")
+    pieces = []
+    while (event := stream.pop(0))["type"] == f"response.{name}.delta":
+        assert event.items() >= (place | more).items()
+        pieces.append(event["delta"])
+    text = "".join(pieces) or ("{}" if key == "arguments" else "")
+    assert event.items() >= ({"type": f"response.{name}.done", key: text} | place | more).items()
+    if key == "text":
+        ended = stream.pop(0)
+        assert ended.items() >= ({"type": "response.content_part.done"} | place | more).items()
+        assert ended["part"] == begun["part"] | {"text": text}
+        item |= {"content": [ended["part"]]}
+    done = stream.pop(0)
+    assert (done["type"], done["output_index"]) == ("response.output_item.done", index)
+    expected = item | ({"arguments": text} if key == "arguments" else {})
+    assert done["item"] == expected | {"status": done["item"]["status"]}
+    return done["item"]
+
+
+@example_settings(max_examples=150)
+@given(said(stops=(None,)))
+def test_a_stream_tells_what_a_whole_response_tells(answer: Said) -> None:
+    kept: list[Any] = []
+
+    def renderer() -> ResponseRenderer:
+        made = ResponseRenderer("resp_1", {"model": "base"}, lambda *response: kept.append(response))
+        made._created = 5  # so that two of them are equal
+        return made
+
+    whole = json.loads(answer.whole(renderer()))
+    stream = events(answer.stream(renderer()))
+    for name in ("response.created", "response.in_progress"):
+        begun = stream.pop(0)
+        assert (begun["type"], begun["response"]["status"]) == (name, "in_progress")
+        assert (begun["response"]["output"], begun["response"]["usage"]) == ([], None)
+    output = []
+    while stream[0]["type"] == "response.output_item.added":
+        output.append(check_item(stream, len(output)))
+    (last,) = stream
+    assert last["type"] == f"response.{whole['status']}"
+    for response in (whole, last["response"]):
+        assert response.pop("completed_at") >= 5
+    assert last["response"] == whole
+    assert whole["output"] == output
+    assert [(id, out) for id, _, out in kept] == [("resp_1", output)] * 2
+    assert len({item["id"] for item in output}) == len(output)
+
+
+def test_a_failure_ends_the_stream_with_the_failed_response() -> None:
+    renderer = ResponseRenderer("resp_1", {"model": "base"}, lambda *_: pytest.fail("it is not kept"))
+    *_, last = events(renderer.open() + renderer.error(EngineDied("it died")))
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"] == {"code": "server_error", "message": "it died"}
+
+
+# --- items ---------------------------------------------------------------------------------------------------------
+
+
+def part(text: str, kind: str = "input_text") -> dict[str, Any]:
+    return {"type": kind, "text": text, "annotations": []}
+
+
+def test_a_conversation_of_an_agent() -> None:
+    sent = [
+        {"role": "developer", "content": [part("Be right.")]},
+        {"type": "message", "role": "user", "content": [part("a"), part("b")]},
+        {"role": "user", "content": "c"},
+        {"type": "reasoning", "id": "rs_1", "summary": [part("short", "summary_text")], "encrypted_content": "x"},
+        {"type": "message", "role": "assistant", "id": "m", "content": [part("Sure.", "output_text")]},
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": '{"a": 1}'},
+        {"type": "function_call", "call_id": "c2", "name": "now", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "1"},
+        {"type": "function_call_output", "call_id": "c2", "output": [part("noon")]},
+        {"type": "reasoning", "summary": [], "content": [part("long", "reasoning_text")]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    ]
+    calls = [
+        {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        for id, name, arguments in (("c1", "add", '{"a": 1}'), ("c2", "now", "{}"))
+    ]
+    items = input_items(sent, lambda _: None)
+    assert chat_form("Be brief.", items) == [
+        {"role": "system", "content": "Be brief.\nBe right."},
+        {"role": "user", "content": "ab"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "Sure.", "reasoning_content": "short", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "1"},
+        {"role": "tool", "tool_call_id": "c2", "content": "noon"},
+        {"role": "assistant", "content": "No.", "reasoning_content": "long"},
+    ]
+    assert chat_form(None, input_items("Hi", lambda _: None)) == [{"role": "user", "content": "Hi"}]
+
+
+def test_references_are_replaced_by_what_the_store_has() -> None:
+    item = {"type": "message", "role": "assistant", "id": "msg_1", "content": "a"}
+    for reference in ({"type": "item_reference", "id": "msg_1"}, {"id": "msg_1"}):
+        assert input_items([reference], {"msg_1": item}.get) == [item]
+    with pytest.raises(InvalidRequest, match=r"input\[0\]\.id"):
+        input_items([{"type": "item_reference", "id": "msg_2"}], {"msg_1": item}.get)
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input[0].content[0].type"),
+        ({"role": "user", "content": [{"type": "input_text"}]}, "input[0].content[0].type"),
+        ({"type": "web_search_call", "id": "x"}, "input[0].type"),
+        ({"type": "function_call_output", "output": "x"}, "input[0].call_id"),
+        ({"role": "robot", "content": "x"}, "input[0].role"),
+        ({"type": ["message"]}, "input[0].type"),
+        (3, "input[0]"),
+    ],
+)
+def test_wrong_items_are_refused_by_name(item: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as found:
+        chat_form(None, input_items([item], lambda _: None))
+    assert found.value.param == param
+
+
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": None}
+
+
+def test_tools_and_choices() -> None:
+    tools = [ADD, {"type": "function", "name": "now", "description": "Time."}]
+    made = function_tools(tools, None, None)
+    assert made is not None and [*made.functions] == ["add", "now"]
+    assert (made.choice, made.parallel, made.functions["now"].description) == ("auto", True, "Time.")
+    named = function_tools(tools, {"type": "function", "name": "now"}, False)
+    assert named is not None and ([*named.functions], named.choice, named.parallel) == (["now"], "required", False)
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
+    some = function_tools(tools, allowed, None)
+    assert some is not None and ([*some.functions], some.choice) == (["add"], "auto")
+    assert function_tools(tools, "none", None) is None
+
+
+@pytest.mark.parametrize(
+    ("tool", "choice", "param"),
+    [
+        ({"type": "web_search"}, None, "tools[0].type"),
+        ({"type": "custom", "name": "patch"}, None, "tools[0].type"),
+        ({"type": "function"}, None, "tools[0].name"),
+        (ADD | {"name": "a name"}, None, "tools[0].name"),
+        (ADD, {"type": "function"}, "tool_choice.name"),
+        (ADD | {"defer_loading": True}, None, "tools[0].defer_loading"),
+        (ADD, {"type": "mcp"}, "tool_choice.type"),
+        (ADD, {"type": "allowed_tools", "tools": []}, "tool_choice.mode"),
+    ],
+)
+def test_wrong_tools_are_refused_by_name(tool: Any, choice: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as found:
+        function_tools([tool], choice, None)
+    assert found.value.param == param
+
+
+# --- fields --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("include", ["reasoning.encrypted_content"]),
+        ("reasoning", {"effort": "low", "summary": "auto"}),
+        ("text", {"format": {"type": "text"}, "verbosity": "low"}),
+        ("truncation", "auto"),
+        ("background", False),
+        ("top_logprobs", 0),
+        ("prompt_cache_key", "k"),
+        ("conversation", None),
+    ],
+)
+def test_accepted(field: str, value: Any) -> None:
+    assert decode(json.dumps({"input": "x", field: value}).encode(), ResponseBody)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("include", ["message.output_text.logprobs"], "include[0]"),
+        ("text", {"format": {"type": "grammar"}}, "text.format.type"),
+        ("background", True, "background"),
+        ("top_logprobs", 3, "top_logprobs"),
+        ("conversation", "c", "conversation"),
+        ("prompt", {"id": "p"}, "prompt"),
+        ("max_output_tokens", 0, "max_output_tokens"),
+        ("nonsense", 1, "nonsense"),
+    ],
+)
+def test_refused_by_name(field: str, value: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as found:
+        decode(json.dumps({"input": "x", field: value}).encode(), ResponseBody)
+    assert found.value.param == param
+    assert param in found.value.message
+
+
+# --- the store -----------------------------------------------------------------------------------------------------
+
+
+@example_settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 60), st.booleans()), max_size=30), st.integers(1, 4))
+def test_the_store_keeps_the_newest_responses_that_fit(steps: list[tuple[int, int, bool]], most: int) -> None:
+    store, kept = ResponseStore(most, 600), {}
+    for number, (name, size, deletes) in enumerate(steps):
+        if deletes and kept:
+            gone = [*kept][name % len(kept)]
+            store.delete(gone)
+            del kept[gone]
+            continue
+        item = {"id": f"msg_{number}", "text": "y" * size}
+        body, asked = b"x" * size, [{"role": "user", "content": str(number)}]
+        store.put(f"resp_{number}", body, asked, [item])
+        kept[f"resp_{number}"] = body, [*asked, item]
+        bytes_of = {k: len(b) + len(_json(c)) + len(_json(c[-1])) for k, (b, c) in kept.items()}
+        while len(kept) > most or sum(bytes_of[k] for k in kept) > 600:
+            del kept[next(iter(kept))]
+    for number in range(len(steps)):
+        id = f"resp_{number}"
+        if id in kept:
+            body, conversation = kept[id]
+            assert store.body(id) == body
+            assert store.conversation(id) == conversation
+            assert store.item(f"msg_{number}") == conversation[-1]
+        else:
+            assert store.item(f"msg_{number}") is None
+            with pytest.raises(NotFound):
+                store.conversation(id)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+def test_a_response_over_the_limit_is_not_kept() -> None:
+    store = ResponseStore(5, 100)
+    store.put("a", b"x", [], [])
+    store.put("b", b"x" * 200, [], [])
+    assert store.body("a") == b"x"
+    with pytest.raises(NotFound, match="does not exist here, or no longer"):
+        store.body("b")

@@ -1,0 +1,197 @@
+"""Drafts from a sequence's own tokens: where they come from, how many there are, and when there are none."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_tandem.config import SpeculationConfig
+from mlx_tandem.engine.plan import Row, RowKind, StepPlan, StepResult
+from mlx_tandem.engine.proposers import ngram
+from mlx_tandem.engine.proposers.ngram import NgramIndex
+from mlx_tandem.engine.proposers.payoff import FIRST, LONGEST, PROBE, SHORTEST, SKIPPED, Payoff
+from mlx_tandem.engine.proposers.speculation import MOST_DRAFTS, Speculation
+from mlx_tandem.types import Request, SamplingParams
+
+PARAMS = SamplingParams(max_tokens=1000)
+
+
+def brute(tokens: list[int], shortest: int, longest: int) -> tuple[int, int]:
+    """The place after the longest earlier match of the end among the latest places, the latest of equals."""
+    places = [p for p in range(shortest, len(tokens)) if tokens[p - shortest : p] == tokens[-shortest:]]
+    best, length = -1, 0
+    for place in places[::-1][: ngram.CANDIDATES]:
+        agrees = next(
+            n for n in range(longest, 0, -1) if n <= place and tokens[place - n : place] == tokens[len(tokens) - n :]
+        )
+        if agrees > length:
+            best, length = place, agrees
+    return best, length
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 3), st.integers(0, 4), st.data())
+def test_the_longest_match_is_found_however_the_tokens_came(
+    tokens: list[int], shortest: int, more: int, data: st.DataObject
+) -> None:
+    index, longest = NgramIndex(shortest, shortest + more), shortest + more
+    for end in sorted(data.draw(st.sets(st.integers(1, len(tokens)), max_size=6)) | {len(tokens)}):
+        known = tokens[:end]
+        index.extend(known)
+        want = brute(known, shortest, longest) if end >= shortest else (-1, 0)
+        assert index.find(known) == want
+
+
+def test_a_long_prompt_is_indexed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "INDEXED_AT_ONCE", 10)
+    tokens = [*range(100), 98, 99]
+    index = NgramIndex(2, 4)
+    found = []
+    for _ in range(12):
+        index.extend(tokens)
+        found.append(index.find([*tokens[:-2], 7, 8])[0])
+    assert found[0] == 9 and index.find(tokens) == (100, 2)
+
+
+def test_tokens_before_the_first_are_not_looked_at() -> None:
+    tokens = [1, 2, 3, 9, 9, 1, 2]
+    index = NgramIndex(2, 4, first=3)
+    index.extend(tokens)
+    assert index.find(tokens) == (-1, 0)
+    index.extend([*tokens, 3, 1, 2])
+    assert index.find([*tokens, 3, 1, 2]) == (7, 2)
+
+
+def test_what_lies_behind_the_end_repeats() -> None:
+    assert NgramIndex.copy([7, 1, 2, 3], 1, 0, 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert NgramIndex.copy([7, 1, 2, 3], 1, 4, 3) == [2, 3, 1]
+
+
+def speculation(**options: object) -> Speculation:
+    return Speculation(SpeculationConfig(method="ngram", **options), clock=lambda: 0.0)  # type: ignore[arg-type]
+
+
+def test_a_copy_gets_more_drafts_until_one_is_rejected() -> None:
+    request, proposer = Request(0, (1, 2, 3, 4, 5, 6, 7, 8, 9) * 2, PARAMS), speculation()
+    tokens = list(request.prompt)
+    numbers = []
+    for _ in range(5):
+        drafts = proposer.propose(request, 0, tokens, 0, 100)
+        numbers.append(len(drafts))
+        proposer.settle(request, 0, len(drafts), len(drafts))
+    assert numbers == [3, 7, 15, 31, MOST_DRAFTS]
+    proposer.settle(request, 0, 63, 2)
+    assert len(proposer.propose(request, 0, tokens, 0, 100)) == 3
+    assert list(proposer.propose(request, 0, tokens, 0, 2)) == [1]
+    assert (proposer.counts.rows, proposer.counts.drafted, proposer.counts.accepted) == (6, 182, 121)
+
+
+def test_drafts_behind_drafts_go_on_only_while_all_are_accepted() -> None:
+    request, proposer = Request(0, (1, 2, 3, 4, 5, 6, 7, 8, 9) * 2, PARAMS), speculation()
+    assert list(proposer.propose(request, 0, request.prompt, 1, 100)) == [2, 3, 4]  # a decode is on the device
+    assert not proposer.propose(request, 0, request.prompt, 4, 100)
+    proposer.settle(request, 0, 3, 3)
+    assert list(proposer.propose(request, 0, request.prompt, 4, 100)) == [5, 6, 7, 8, 9, 1, 2]
+
+
+def test_whoever_misses_pauses_for_longer_each_time() -> None:
+    request, proposer = Request(0, (1, 2, 3, 4) * 4, PARAMS), speculation()
+    tokens, pauses = list(request.prompt), []
+    for _ in range(8):
+        pause = 0
+        while not proposer.propose(request, 0, tokens, 0, 100):
+            tokens += [1 + len(tokens) % 4]
+            pause += 1
+        pauses.append(pause)
+        proposer.settle(request, 0, 1, 0)
+    assert pauses == [0, 2, 4, 8, 16, 32, 64, 64]
+
+
+def test_a_fixed_number_of_drafts_stays() -> None:
+    request, proposer = Request(0, (1, 2, 3, 4) * 4, PARAMS), speculation(dynamic=False, num_tokens=5)
+    for accepted in (5, 0, 0, 3):
+        assert len(proposer.propose(request, 0, request.prompt, 0, 100)) == 5
+        proposer.settle(request, 0, 5, accepted)
+    assert proposer.is_on(1000)
+
+
+def test_sequences_that_ended_are_forgotten() -> None:
+    request, proposer = Request(0, (1, 2) * 4, PARAMS), speculation()
+    assert proposer.propose(request, 0, request.prompt, 0, 9)
+    proposer.forget(request, 0)
+    proposer.forget(request, 1)
+    assert not proposer._drafters
+
+
+@pytest.mark.parametrize(("rows", "on"), [(1, True), (8, True), (9, False)])
+def test_a_large_batch_does_not_draft(rows: int, on: bool) -> None:
+    assert speculation(disable_batch_size=8).is_on(rows) == on
+
+
+def run(payoff: Payoff, steps: int, gain: float, rows: int = 4) -> list[bool]:
+    """Steps of a millisecond that bring `gain` tokens a row with drafts; without them a token each."""
+    now, used = 0.0, []
+    for _ in range(steps):
+        drafts = payoff.uses_drafts(rows)
+        now += 1.0
+        payoff.note(now, round(rows * gain) if drafts else rows, usual=True)
+        used.append(drafts)
+    return used
+
+
+def test_drafts_are_used_where_they_bring_more() -> None:
+    used = run(Payoff(), 20_000, 1.5)
+    assert used.count(False) < 0.02 * len(used) and False in used
+
+
+def test_drafts_are_off_where_they_bring_less_and_probed_again() -> None:
+    used = run(Payoff(), 20_000, 0.75)
+    assert used.count(True) < 0.02 * len(used)
+    assert any(used[10 * SHORTEST :])
+    assert used[FIRST + 2 * SKIPPED + PROBE + 5 :][:SHORTEST].count(True) < PROBE
+    assert max(len(part) for part in "".join("x" if u else "." for u in used).split("x")) <= LONGEST + 2 * PROBE
+
+
+def test_a_change_is_noticed() -> None:
+    payoff = Payoff()
+    run(payoff, 1000, 0.5)
+    assert run(payoff, 10_000, 2.0)[-1]
+
+
+def test_only_usual_steps_are_measured() -> None:
+    payoff = Payoff()
+    for now in range(0, 10_000, 2):
+        payoff.uses_drafts(2)
+        payoff.note(float(now), 9, usual=True)
+        payoff.note(now + 1.0, 9, usual=False)
+    assert not payoff.state["tokens_per_s_with"]
+
+
+def test_steps_with_prompts_or_saves_are_not_usual() -> None:
+    proposer = speculation()
+    decode = Row(RowKind.DECODE, 0, 0, 0, 5, (1,), (), True)
+    noted: list[bool] = []
+    proposer.payoff.note = lambda now, tokens, *, usual: noted.append(usual)  # type: ignore[method-assign]
+    for plan, result in (
+        (StepPlan((decode,)), StepResult([(1,)])),
+        (StepPlan((decode, Row(RowKind.PROMPT, 1, 1, 0, 0, (1, 2), (), False))), StepResult([(1,), ()])),
+        (StepPlan((decode,), saves=(1,)), StepResult([(1,)])),
+    ):
+        proposer.observe(plan, result)
+    assert noted == [True, False, False]
+
+
+def test_random_tokens_are_hardly_drafted() -> None:
+    rng, proposer = Random(1), speculation()
+    request = Request(0, tuple(rng.randrange(300) for _ in range(500)), PARAMS)
+    tokens, drafted = list(request.prompt), 0
+    for _ in range(1000):
+        drafts = proposer.propose(request, 0, tokens, 0, 100)
+        if drafts:
+            proposer.settle(request, 0, len(drafts), 0)
+        drafted += len(drafts)
+        tokens.append(rng.randrange(300))
+    assert drafted < 60
