@@ -13,6 +13,9 @@ import httpx
 import pytest
 
 from mlx_tandem import demo
+from mlx_tandem.config import ModelConfig
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model.loader import load_unread
 from tests.serving import ROOT
 
 MODULES = (
@@ -118,14 +121,24 @@ def test_code_beside_the_model_is_not_run(folder: Folder) -> None:
     ],
 )
 def test_a_model_that_needs_its_code_is_refused_by_that_field(
-    folder: Folder, changes: dict[str, object], field: str
+    folder: Folder, changes: dict[str, object], field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Even where its modules could be imported by their names."""
     folder.change("config.json", **changes)
+    monkeypatch.syspath_prepend(folder.path)
+    with pytest.raises(ModelError) as raised:
+        load_unread(ModelConfig(path=str(folder.path)), lambda stage, fraction: None)
+    assert raised.value.message.startswith("config.json: ") and field in raised.value.message
+    assert not folder.has_run
+
+
+def test_a_server_does_not_start_with_a_model_that_needs_its_code(folder: Folder) -> None:
+    folder.change("config.json", model_file="evil.py")
     with start(folder) as server:
         _, errors = server.communicate(timeout=60)
     assert server.returncode == 1
     last = errors.splitlines()[-1]
-    assert last.startswith("tandem: config.json: ") and field in last
+    assert last.startswith("tandem: config.json: ") and "model_file" in last
     assert not folder.has_run
 
 

@@ -50,8 +50,8 @@ class Side:
         return 0 if ref is None else ref.version
 
     async def kill(self) -> None:
-        """Nothing of what was not on the drive is left, and nothing writes there any more: a cancelled task does not end
-        its thread."""
+        """Nothing of what was not on the drive is left, and nothing writes there any more, though threads outlive the
+        tasks that started them."""
         self._threads.shutdown(cancel_futures=True)
         last = ThreadPoolExecutor(4)
         asyncio.get_running_loop().set_default_executor(last)
