@@ -126,8 +126,9 @@ def test_a_model_that_needs_its_code_is_refused_by_that_field(
     """Even where its modules could be imported by their names."""
     folder.change("config.json", **changes)
     monkeypatch.syspath_prepend(folder.path)
+    monkeypatch.chdir(folder.path)
     with pytest.raises(ModelError) as raised:
-        load_unread(ModelConfig(path=str(folder.path)), lambda stage, fraction: None)
+        load_unread(ModelConfig(path="."), lambda stage, fraction: None)
     assert raised.value.message.startswith("config.json: ") and field in raised.value.message
     assert not folder.has_run
 

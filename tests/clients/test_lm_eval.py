@@ -44,7 +44,7 @@ TASKS = {
     },
 }
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # its libraries take long to load on a busy machine
 
 
 def documents(model: str) -> dict[str, list[dict[str, Any]]]:
@@ -115,7 +115,7 @@ def evaluations(server: RunningServer, tmp_path_factory: pytest.TempPathFactory)
             "TOKENIZERS_PARALLELISM": "false",
         },
         check=True,
-        timeout=150,
+        timeout=350,
     )
     return {model: evaluation(model, folder) for model, folder in folders.items()}
 
