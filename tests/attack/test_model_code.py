@@ -18,6 +18,7 @@ from mlx_tandem.errors import ModelError
 from mlx_tandem.model.loader import load_unread
 from tests.serving import ROOT
 
+SMALL = ("--num-blocks", "64", "--max-model-len", "256")
 MODULES = (
     "modeling_evil",  # what `auto_map` names
     "configuration_evil",
@@ -74,7 +75,7 @@ def folder(tmp_path: Path) -> Folder:
 def start(folder: Folder) -> subprocess.Popen[str]:
     """A server that is started within the model's folder, as people do."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "mlx_tandem", "serve", ".", "--port", "0", "--num-blocks", "64"],
+        [sys.executable, "-P", "-m", "mlx_tandem", "serve", ".", "--port", "0", *SMALL],
         cwd=folder.path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -148,7 +149,7 @@ def test_an_adapter_that_is_code_is_refused(tmp_path: Path) -> None:
     (folder.path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
     (folder.path / "adapter_model.bin").write_bytes((folder.path / "model.pt").read_bytes())
     done = subprocess.run(
-        [sys.executable, "-m", "mlx_tandem", "serve", "--port", "0", "--adapter", "mine", str(folder.path)],
+        [sys.executable, "-m", "mlx_tandem", "serve", *SMALL, "--port", "0", "--adapter", "mine", str(folder.path)],
         capture_output=True,
         text=True,
         check=False,
