@@ -7,7 +7,7 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,14 @@ from mlx_tandem.model import cpu, device  # before anything imports MLX: they pu
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.loader import load
 from mlx_tandem.training.device.trainers import MLXTrainers
+from mlx_tandem.training.fit import Course, Evaluation, Event, Step, evaluate
+from mlx_tandem.training.fit import fit as fit_course
 from mlx_tandem.training.sft import (
     LEAST_FALL,
     MOST_EPOCHS,
     PATIENCE_EPOCHS,
-    Evaluation,
     SftConfig,
-    Step,
     encode,
-    evaluate,
-    fit,
     read,
     split,
 )
@@ -45,6 +43,10 @@ from tests.engine.learning import finish
 from tests.unit.text_tools import render_with
 
 CONFIG = SftConfig(epochs=1, batch_size=8, learning_rate=2e-3, eval_every=5)
+
+
+def fit(learner: Any, train: Sequence[Datum], valid: Sequence[Datum], config: SftConfig) -> Iterator[Event]:
+    return fit_course(learner, Course(config, train, valid))
 
 
 class Direct:

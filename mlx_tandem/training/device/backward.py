@@ -18,7 +18,7 @@ from mlx_tandem.model.step.inputs import Numbers
 from mlx_tandem.training.device.layerwise import Layer, LayerwiseForward
 from mlx_tandem.training.device.logprobs import logprobs
 from mlx_tandem.training.device.slices import Slices, launched
-from mlx_tandem.training.device.tree import Pair, Segment, Tree
+from mlx_tandem.training.device.tree import Dropout, Pair, Segment, Tree
 
 HEAD_BYTES = 128 << 20
 """Bytes of logits that are made at a time: those of a whole micro-batch would be larger than everything else."""
@@ -31,6 +31,7 @@ class Weights(NamedTuple):
     stop: int
     pairs: Mapping[str, Pair]  # by path, as the tree multiplies by them: B is scaled
     gradients: dict[str, Pair]  # float32; those of the micro-batch are added
+    dropout: Dropout | None = None
 
 
 class Positions(NamedTuple):
@@ -161,7 +162,7 @@ class MicroBatch:
         segments: dict[str, list[Segment]] = {}
         for (adapter, path), a, b in zip(self._paths[i], arrays[::2], arrays[1::2], strict=True):
             own = self._adapters[adapter]
-            segments.setdefault(path, []).append(Segment(own.start, own.stop, (a, b)))
+            segments.setdefault(path, []).append(Segment(own.start, own.stop, (a, b), own.dropout))
         with self._tree.bound(self._rows, segments):
             return layer(h)
 

@@ -37,7 +37,7 @@ from mlx_tandem.training.device.cutting import Cutter, Item
 from mlx_tandem.training.device.layerwise import LayerwiseForward
 from mlx_tandem.training.device.slices import Slices, device_errors, finish, launched
 from mlx_tandem.training.device.trained_adapter import TRAINER, About, TrainedAdapter
-from mlx_tandem.training.device.tree import Pair, Tree
+from mlx_tandem.training.device.tree import Dropout, Pair, Tree
 
 Passes = Generator[Wait, None, tuple[BatchResult, ...]]
 
@@ -274,7 +274,8 @@ class MLXTrainers:
                 yield PAUSE
             own = completions.split(items, shares)
             parts += own
-            adapters = _adapters(own, cutter.shape(items)[0], served, sums)
+            drop = [None if forward_only else self._get(b.trainer).dropout() for b in batches]
+            adapters = _adapters(own, cutter.shape(items)[0], served, sums, drop)
             yield from self._micro_batch(batches, items, own, cutter.shape(items), adapters, forward_only, found)
         # Everything is read as one array: for each array that is read the host waits for the device.
         whole = mx.concatenate(found) if found else mx.zeros((0,))
@@ -334,14 +335,18 @@ def _rows(items: Sequence[Item], shape: tuple[int, int]) -> list[Numbers]:
 
 
 def _adapters(
-    own: Sequence[Part], rows: int, served: Sequence[dict[str, Pair]], sums: Sequence[dict[str, Pair]]
+    own: Sequence[Part],
+    rows: int,
+    served: Sequence[dict[str, Pair]],
+    sums: Sequence[dict[str, Pair]],
+    drop: Sequence[Dropout | None],
 ) -> list[Weights]:
     """Return which rows of a micro-batch go through which trainer's adapter."""
     adapters, start = [], 0
     for part in own:
         # Rows of padding go with the last trainer's: a part of their own would make a copy of all rows.
         stop = rows if part is own[-1] else start + len(part.items)
-        adapters.append(Weights(start, stop, served[part.batch], sums[part.batch]))
+        adapters.append(Weights(start, stop, served[part.batch], sums[part.batch], drop[part.batch]))
         start = stop
     return adapters
 
@@ -352,6 +357,8 @@ def _check_spec(spec: TrainerSpec) -> None:
         raise InvalidRequest(f"rank must be 1 to {limits.MAX_LORA_RANK}", param="rank")
     if not 0 < spec.alpha <= limits.MAX_LORA_ALPHA:
         raise InvalidRequest(f"alpha must be over 0 and at most {limits.MAX_LORA_ALPHA:g}", param="alpha")
+    limits.check("plus_ratio", spec.options.plus_ratio)
+    limits.check("dropout", spec.options.dropout)
 
 
 def _saved_spec(folder: Path, asked: TrainerSpec) -> TrainerSpec:

@@ -6,18 +6,33 @@ Adapter arrays are arguments of each call: what a trace captured would get no gr
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_tandem.adapters.formats import LinearShape
 from mlx_tandem.model.lora.adapted import Target, adapt, find_targets
 
 Pair = tuple[mx.array, mx.array]
+
+
+class Dropout(NamedTuple):
+    """The inputs of A that one micro-batch leaves out. The others are scaled up, so that the mean stays the same."""
+
+    rate: float  # probability that an input is left out; below 1
+    seed: tuple[int, ...]  # the same seed leaves out the same inputs, which the backward relies on
+
+    def apply(self, x: mx.array, path: str) -> mx.array:
+        """Return the inputs `x` of the linear at `path` with some of them zero. Each linear has its own."""
+        word = np.random.SeedSequence([*self.seed, zlib.crc32(path.encode())]).generate_state(1, np.uint64)[0]
+        kept = mx.random.bernoulli(1.0 - self.rate, x.shape, key=mx.random.key(int(word)))
+        return mx.where(kept, x / (1.0 - self.rate), mx.zeros((), x.dtype))
 
 
 class Segment(NamedTuple):
@@ -28,6 +43,7 @@ class Segment(NamedTuple):
     start: int
     stop: int
     pair: Pair
+    dropout: Dropout | None = None
 
 
 class Tree:
@@ -71,22 +87,28 @@ class Tree:
         if not segments:
             return y
         if len(segments) == 1 and segments[0].stop - segments[0].start == self._rows:
-            return self._add(y, x, *segments[0].pair)
+            return self._add(y, x, target.path, segments[0])
         # The rows of an adapter are neighbours, so that splitting copies nothing. Some rows may have no adapter here.
-        pairs = {segment.start: segment.pair for segment in segments}
+        known = {segment.start: segment for segment in segments}
         edges = sorted({0, self._rows}.union(*((segment.start, segment.stop) for segment in segments)))
         cuts = [edge * (x.shape[0] // self._rows) for edge in edges[1:-1]]  # rows and positions may be one axis
         shares = zip(edges, mx.split(y, cuts), mx.split(x, cuts), strict=False)
-        return mx.concatenate([self._add(y, x, *pairs[at]) if at in pairs else y for at, y, x in shares])
+        return mx.concatenate([self._add(y, x, target.path, known[at]) if at in known else y for at, y, x in shares])
 
     def changes(self, target: Target) -> bool:
         """Return whether an adapter is added to this linear now."""
         return target.path in self._bound
 
-    def _add(self, y: mx.array, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+    def _add(self, y: mx.array, x: mx.array, path: str, segment: Segment) -> mx.array:
         """Add an adapter's delta as the served linear does, so that both agree where the same kernels run."""
-        u = x.astype(self.dtype) @ a
+        a, b = segment.pair
+        u = self._inputs(x, path, segment) @ a
         return mx.addmm(y, u, b) if y.dtype == self.dtype else y + (u @ b).astype(y.dtype)
+
+    def _inputs(self, x: mx.array, path: str, segment: Segment) -> mx.array:
+        """Return the inputs of A."""
+        x = x.astype(self.dtype)
+        return x if segment.dropout is None else segment.dropout.apply(x, path)
 
     def switch(self, target: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
         """Add one adapter to the whole batch, by its matrices for the expert that each entry goes through."""
@@ -95,5 +117,5 @@ class Tree:
             return y
         (segment,) = segments
         a, b = segment.pair
-        u = mx.gather_mm(x.astype(self.dtype), a, rhs_indices=indices)
+        u = mx.gather_mm(self._inputs(x, target.path, segment), a, rhs_indices=indices)
         return y + mx.gather_mm(u, b, rhs_indices=indices).astype(y.dtype)
