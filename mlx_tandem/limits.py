@@ -165,6 +165,8 @@ SETTINGS |= {
     "engine.duty.trainer_rank": Range(0, 512, integer=True),
     "rl_training.lora_rank": LEARNING["rank"],
     "rl_training.lora_alpha": LEARNING["alpha"],
+    "rl_training.lora_plus_ratio": LEARNING["plus_ratio"],
+    "rl_training.metrics_samples": LEARNING["samples"],
     "rl_training.seed": LEARNING["trainer_seed"],
     "rl_training.trajectory_buffer_size": Range(1, 1_000_000, integer=True),
     "rl_training.update_frequency": Range(1, 1_000_000, integer=True),

@@ -134,10 +134,9 @@ class Job:
         """Train the adapter, and return all figures as plain data. Raise TandemError if that is impossible."""
         data, arguments = self.data, self._check()
         lines, held_lines = read(data.file), read(data.valid) if data.valid else []
-        self._run_folder = RunFolder(self.out)
         with files.storage(self.out):
             files.make_folder(self.out.absolute().parent)  # now, so that a failure does not show after hours
-        self._run_folder.begin(self.resume)
+        self._run_folder.begin()
         try:
             say(f"loading {'the built-in model' if self._is_demo else self.model} …")
             with self._engine(arguments) as engine:
@@ -158,6 +157,8 @@ class Job:
             if name in arguments:
                 limits.check(name, arguments[name])
         require(self.records.trackers)
+        self._run_folder = RunFolder(self.out)
+        self._run_folder.check(self.resume)
         if not self.resume and self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
             raise Conflict(f"{self.out} exists and is not an empty folder: choose another with --adapter-out")
         return arguments

@@ -41,22 +41,20 @@ class RunFolder:
         self.path = out.absolute().with_name(f"{out.absolute().name}.run")
         self._lock: files.FolderLock | None = None
 
-    def begin(self, resume: bool) -> None:
-        """Make the folder, or take over that of an unfinished run.
-
-        Raises Conflict when there is a run that is not to be resumed, InvalidRequest when there is none to resume, and
-        StorageError when another process uses it.
-        """
+    def check(self, resume: bool) -> None:
+        """Raise Conflict when there is a run that is not to be resumed, InvalidRequest when there is none to resume."""
         if resume and not self.path.is_dir():
             raise InvalidRequest(f"there is no unfinished run in {self.path} to be resumed", param="resume")
-        with files.storage(self.path):
-            files.make_folder(self.path)
-            self._lock = files.FolderLock(self.path)
         if not resume and self._states():
-            self.release()
             raise Conflict(
                 f"{self.path} has a run that was not finished: --resume continues it; else remove the folder"
             )
+
+    def begin(self) -> None:
+        """Make the folder, or take over that of an unfinished run. Raises StorageError when another process has it."""
+        with files.storage(self.path):
+            files.make_folder(self.path)
+            self._lock = files.FolderLock(self.path)
 
     def load(self, about: Mapping[str, Any]) -> tuple[Path, RunState] | None:
         """Return the folder of the newest state and the state; None when the run ended before the first was saved.
