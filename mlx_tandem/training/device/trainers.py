@@ -100,9 +100,11 @@ class MLXTrainers:
         """
         _check_spec(spec)
         linears = self._chosen(spec.targets)
+        if weights is not None and not spec.targets:
+            linears |= {path: shape for path, shape in self._tree.head.items() if path in weights.tensors}
         with device_errors():
             if folder:
-                trainer = self._restored(spec, linears, Path(folder))
+                trainer = self._restored(spec, self._tree.linears | self._tree.head, Path(folder))
             else:
                 trainer = (
                     TrainedAdapter.from_adapter(spec, linears, weights)
@@ -124,17 +126,20 @@ class MLXTrainers:
         del self._trainers[name]
 
     def _chosen(self, targets: Sequence[str]) -> dict[str, LinearShape]:
-        """Return the linears that `targets` name, by path. Raises InvalidRequest for a name that the model has not."""
+        """Return the linears that `targets` name, by path; none name all but the output head.
+
+        Raises InvalidRequest for a name that the model has not.
+        """
         if not targets:
             return dict(self._tree.linears)
         chosen = {
             path: shape
-            for path, shape in self._tree.linears.items()
+            for path, shape in (self._tree.linears | self._tree.head).items()
             if any(path == target or path.endswith("." + target) for target in targets)
         }
         for target in targets:
             if not any(path == target or path.endswith("." + target) for path in chosen):
-                known = sorted({path.rpartition(".")[2] for path in self._tree.linears})
+                known = sorted({path.rpartition(".")[2] for path in self._tree.linears | self._tree.head})
                 raise InvalidRequest(
                     f"the model has no linear layer {target[:80]!r}; it has {', '.join(known)}", param="targets"
                 )
@@ -346,7 +351,8 @@ def _adapters(
     for part in own:
         # Rows of padding go with the last trainer's: a part of their own would make a copy of all rows.
         stop = rows if part is own[-1] else start + len(part.items)
-        adapters.append(Weights(start, stop, served[part.batch], sums[part.batch], drop[part.batch]))
+        dropped = drop[part.batch]
+        adapters.append(Weights(start, stop, served[part.batch], sums[part.batch], part.span, dropped))
         start = stop
     return adapters
 

@@ -17,7 +17,7 @@ import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_tandem.adapters.formats import LinearShape
-from mlx_tandem.model.lora.adapted import Target, adapt, find_targets
+from mlx_tandem.model.lora.adapted import Target, adapt, find_head, find_targets
 
 Pair = tuple[mx.array, mx.array]
 
@@ -27,6 +27,10 @@ class Dropout(NamedTuple):
 
     rate: float  # probability that an input is left out; below 1
     seed: tuple[int, ...]  # the same seed leaves out the same inputs, which the backward relies on
+
+    def within(self, part: int) -> Dropout:
+        """Return the dropout of a part of the micro-batch, by a number that no other part has."""
+        return Dropout(self.rate, (*self.seed, part))
 
     def apply(self, x: mx.array, path: str) -> mx.array:
         """Return the inputs `x` of the linear at `path` with some of them zero. Each linear has its own."""
@@ -59,6 +63,7 @@ class Tree:
         self._rows = 1
         inside = {id(m): i for i, layer in enumerate(self.layers) for m in layer.modules()}
         self.linears: dict[str, LinearShape] = {}
+        self.head: dict[str, LinearShape] = {}  # the output head by its path, if an adapter may change it
         self.layer_of: dict[str, int] = {}
         for path, target in find_targets(model).items():
             layer = inside.get(id(target.module))
@@ -67,6 +72,10 @@ class Tree:
             self.linears[path], self.layer_of[path] = target.shape, layer
             adapt(target, self)
             self.has_experts |= bool(target.shape.experts)
+        head = find_head(model)
+        if head is not None:
+            self.head[head.path] = head.shape
+            adapt(head, self)
         for _, module in model.named_modules():
             if isinstance(module, (SwitchGLU, SwitchMLP)):
                 module._training = True  # its integer indices are kept out of the gradient then
@@ -86,6 +95,12 @@ class Tree:
         segments = self._bound.get(target.path)
         if not segments:
             return y
+        if target.is_head and len(x) == 1:  # the positions of all rows lie in one
+            return self._added(y.squeeze(0), x.squeeze(0), target, segments)[None]
+        return self._added(y, x, target, segments)
+
+    def _added(self, y: mx.array, x: mx.array, target: Target, segments: Sequence[Segment]) -> mx.array:
+        """Return `y`, what a linear makes of `x`, with the adapters of the rows added."""
         if len(segments) == 1 and segments[0].stop - segments[0].start == self._rows:
             return self._add(y, x, target.path, segments[0])
         # The rows of an adapter are neighbours, so that splitting copies nothing. Some rows may have no adapter here.
