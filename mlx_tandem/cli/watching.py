@@ -1,12 +1,15 @@
-"""The views of `tandem learn watch`: a screen that is drawn again and again, and plain lines where there is none."""
+"""`tandem learn watch`: asks a server again and again, and shows it on a screen, or in lines where there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from mlx_tandem.cli.adapters import message_of
 from mlx_tandem.cli.demo import chart
+from mlx_tandem.cli.http import Connection, HttpError
 from mlx_tandem.printable import printable
 
 if TYPE_CHECKING:
@@ -23,6 +26,52 @@ UPDATES, SAMPLES = 6, 3
 """Last updates and answers that are shown."""
 
 Data = Mapping[str, Any]
+
+
+STATUS, HISTORY = "/v1/training/status", "/v1/training/history"
+ANSWER_SECONDS = 15.0
+"""Time that a server has for an answer before it is treated as gone."""
+
+
+class Gone(Exception):
+    """The server cannot be watched, or no longer; the message says why."""
+
+
+async def looks(url: str, key: str, interval: float) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield a server's status and history again and again. Raises Gone.
+
+    The history is asked for when the status says that something was learned since.
+    """
+    try:
+        connection = Connection.to(url, {"Authorization": f"Bearer {key}"} if key else None)
+    except HttpError as e:
+        raise Gone(str(e)) from e
+
+    async def get(path: str) -> dict[str, Any]:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            code, answer = await connection.json("GET", path)
+        if code >= 300 or not isinstance(answer, dict):
+            raise Gone(f"{url} answered with {code}: {message_of(answer)}")
+        return answer
+
+    history: dict[str, Any] = {}
+    seen: tuple[Any, ...] = ()
+    try:
+        while True:
+            status = await get(STATUS)
+            if not status.get("training_enabled"):
+                raise Gone(f"{url} does not learn: start it with --enable-rl-training")
+            now = (status["step"], status["updates"], status["rollbacks"], status["last_update"])
+            if now != seen:
+                history, seen = await get(HISTORY), now
+            yield status, history
+            await asyncio.sleep(interval)
+    except HttpError as e:
+        raise Gone(str(e)) from e
+    except TimeoutError as e:
+        raise Gone(f"{url} has not answered for {ANSWER_SECONDS:g} seconds") from e
+    finally:
+        connection.close()
 
 
 class Lines:

@@ -76,7 +76,7 @@ class TrainerSpec(Struct, frozen=True):
     name: str
     rank: int
     alpha: float
-    targets: tuple[str, ...] = ()  # last parts of module paths; empty: every linear layer
+    targets: tuple[str, ...] = ()  # last parts of module paths; empty: every linear layer but the output head
     seed: int = 0
     options: LoraOptions = LoraOptions()
 
