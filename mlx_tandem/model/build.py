@@ -134,7 +134,7 @@ def build(
     return Built(
         runner=runner,
         info=info,
-        linears=adapters.linears(),
+        linears=adapters.linears() | adapters.head(),
         layers=len(found.layers),
         warm_up=run_first_steps,
         memory=lambda: MemoryInUse(
@@ -145,7 +145,9 @@ def build(
         adapter_dtype=adapters.dtype,
         uploads=adapters.uploads,
         step_limits=step_limits,
-        slot_room=SlotRoom(adapters.linears(), config.lora.max_loras, adapters.dtype.size, memory.adapter_slots),
+        slot_room=SlotRoom(
+            adapters.linears() | adapters.head(), config.lora.max_loras, adapters.dtype.size, memory.adapter_slots
+        ),
         trainer_budget=_trainer_budget(config, model, found, adapters, memory),
     )
 
