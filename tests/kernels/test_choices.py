@@ -124,7 +124,7 @@ def look(built: Built, made: Choices) -> None:
     assert built.info.attention_backend == "metal" and built.info.lora_backend == "fused"
     assert made.kernels.attention.divisions == (BEST,)
     assert made.kernels.greedy.is_used and made.kernels.adapters.mixed
-    assert any(isinstance(m, FusedBlock) for m in built.runner._model.modules())
+    assert any(isinstance(m, FusedBlock) for m in built.runner.module.modules())
     assert inplace.writing().store is not None
     assert not built.runner.one_at_a_time
 
