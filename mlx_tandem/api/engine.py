@@ -234,8 +234,8 @@ class Engine:
 
         By default the adapter changes nothing at first, and has rank 16 and an alpha of twice the rank. With
         `init_from` it begins with the weights, rank and scale of that adapter; with `resume`, in the state that was
-        saved in that folder. `targets` are last parts of module names, such as "q_proj"; none means all linear layers but
-        the output head, which is "lm_head".
+        saved in that folder. `targets` are last parts of module names, such as "q_proj"; none means all linear layers
+        but the output head, which is "lm_head".
 
         `rslora` scales by alpha / sqrt(rank) instead of alpha / rank. `plus_ratio` is the ratio of B's learning rate to
         A's (LoRA+). `dropout` is the share of A's inputs that `forward_backward` leaves out at random; `forward` and
