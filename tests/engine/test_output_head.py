@@ -9,9 +9,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.utils import load_model
+from msgspec import structs
 from safetensors.numpy import load_file
 
 from mlx_tandem import Engine
+from mlx_tandem.api import engine as api
+from mlx_tandem.config import SpeculationConfig
 from mlx_tandem.engine.learning import AdamParams, Batch, LoraOptions, LossConfig, TrainerSpec
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.model.lora.adapted import find_head
@@ -99,8 +102,18 @@ def test_what_is_saved_is_peft_s_formula_on_the_head(tied: bool, tmp_path: Path)
     assert again.logprobs == ours.logprobs
 
 
-def test_rows_with_and_without_an_adapted_head_share_a_batch() -> None:
-    """Prompts of several lengths, greedy: what is served says of each token what the trainer says."""
+@pytest.mark.parametrize("drafts", [False, True])
+def test_rows_with_and_without_an_adapted_head_share_a_batch(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of several lengths, greedy: what is served says of each token what the trainer says, also where drafts
+    are verified, whose steps draw for some of their rows only.
+    """
+    if drafts:
+        plain = api._engine_config
+        monkeypatch.setattr(
+            api,
+            "_engine_config",
+            lambda *given: structs.replace(plain(*given), speculation=SpeculationConfig("ngram", dynamic=False)),
+        )
     with Engine(max_num_seqs=16, max_model_len=256, num_blocks=400, max_loras=3, max_chunk_tokens=16) as engine:
         names = {"head": ("lm_head",), "both": ("lm_head", "q_proj"), "none": ("q_proj",)}
         trainers = {}
@@ -129,6 +142,9 @@ def test_rows_with_and_without_an_adapted_head_share_a_batch() -> None:
                 wanted = trainers[adapter].forward([pair]).model_logprobs[0]
                 assert np.abs(np.array(own) - np.array(wanted)).max() < 2e-3, adapter
         assert differ >= 3, "the adapters change what is answered"
+        assert (engine.stats.speculation is not None) is drafts
+        embedded = engine.embed(texts, adapter="head")
+        assert np.abs(np.array(embedded) - np.array(engine.embed(texts))).max() < 1e-5, "the states before the head"
 
 
 def test_the_head_is_found_where_there_is_one(tmp_path: Path) -> None:
