@@ -28,7 +28,7 @@ from mlx_tandem.model.step.draw import Undrawn, words_of
 from mlx_tandem.model.step.forward import Forward
 from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
-from mlx_tandem.model.step.inputs import Inputs, Sent, specs
+from mlx_tandem.model.step.inputs import Inputs, Sent
 from mlx_tandem.model.step.parts import Flight, Part, copying, loading, saving
 from mlx_tandem.model.step.rectangles import Rectangles
 from mlx_tandem.model.step.sampler import Greedy, by_argmax
@@ -215,7 +215,7 @@ class MLXRunner:
         given = self._builder.build(plan, indices)
         key, numbers = given.key, given.operands.flatten()
         pauses = self._may_pause and key.rows * key.length >= LONG_TOKENS
-        step = self.compiled.step(key, specs(numbers), given.in_place, mixed=given.mixed, pauses=pauses)
+        step = self.compiled.step(key, numbers, given.in_place, mixed=given.mixed, pauses=pauses)
         sent = self.inputs.send(numbers)
         drawn, scored, marker, self._last, moved, seen, self._pool.layers, self._order.zeros = step(
             sent.arrays,

@@ -129,6 +129,7 @@ def look(built: Built, made: Choices) -> None:
     assert not built.runner.one_at_a_time
 
 
+@pytest.mark.timeout(400)  # kernels may have to be compiled first, and two engines check them
 def test_another_process_builds_the_same_functions_without_a_trial(tmp_path: Path) -> None:
     folder, file = tiny_models.make(tmp_path / "model", "llama"), tmp_path / "choices.json"
     try:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from mlx_tandem.model.step.draw import Drawing
 from mlx_tandem.model.step.forward import Forward, Ranges, Step
-from mlx_tandem.model.step.inputs import ArraySpec
+from mlx_tandem.model.step.inputs import Numbers, specs
 from mlx_tandem.model.step.key import StepKey
 from mlx_tandem.model.step.sampler import SamplingFlags
 
@@ -51,17 +51,18 @@ class CompiledSteps:
         self._steps.clear()
         self._drawings.clear()
 
-    def step(self, key: StepKey, expected: Sequence[ArraySpec], in_place: Ranges, *, mixed: bool, pauses: bool) -> Step:
+    def step(self, key: StepKey, numbers: Sequence[Numbers], in_place: Ranges, *, mixed: bool, pauses: bool) -> Step:
         """Return the step with this key, compiled unless it pauses or is of one of too many kinds to trace each.
 
-        The arguments are those of `Forward.step`; mixed: whether prompts or drafts share the forward of decoding rows.
+        numbers: its inputs, whose specs follow from the key; mixed: whether prompts or drafts share the forward of
+        decoding rows; pauses: whether it waits for the device while it is built.
         """
         if any(in_place) or key.common_offset or pauses or (mixed and not self._is_usual(key)):
             self.first_uses += mixed
-            return self._forward.step(key, expected, in_place, pauses=pauses)
+            return self._forward.step(key, specs(numbers), in_place, pauses=pauses)
         found = self._steps.get(key)
         if found is None:
-            found = self._steps[key] = mx.compile(self._forward.step(key, expected, in_place, pauses=False))
+            found = self._steps[key] = mx.compile(self._forward.step(key, specs(numbers), in_place, pauses=False))
             self.first_uses += 1
             if len(self._steps) > MAX_COMPILED:
                 self._met.pop(self._steps.popitem(last=False)[0], None)
