@@ -31,7 +31,7 @@ CLIENTS: Mapping[str, tuple[str, ...]] = {
 }
 """The packages that each module of tests/clients tries."""
 
-OWN = ("test_loopback",)
+OWN = ("test_loopback", "test_refusals")
 """Modules of tests/clients that try no client."""
 
 HEAD = """\

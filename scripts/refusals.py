@@ -1,6 +1,6 @@
 """Write docs/refusals.md: what becomes of every field of the request schemas that OpenAI and Anthropic publish.
 
-python scripts/refusals.py URL   URL: a server with the built-in model
+python -m scripts.refusals
 
 The fields are those of the request types in the installed packages `openai` and `anthropic`, nested ones too. Each is
 sent to the server, with a value for every form that its type allows. NO_EFFECT below tells fields that do nothing from
@@ -23,6 +23,8 @@ from typing import Any, Literal, Union
 
 import httpx
 import typing_extensions
+
+from tests.serving import demo_config, serving
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "refusals.md"
 USER = {"role": "user", "content": "hi"}
@@ -72,7 +74,7 @@ _CLAUDE += ("*tool_use].caller", "*.toolset_name", "tools*.type")
 NO_EFFECT: Mapping[str, tuple[str, ...]] = {
     "Chats": (
         *_CACHES,
-        *("messages*.audio", "messages*.refusal", "modalities", "prediction", "store", "verbosity"),
+        *("messages*.audio", "messages[[]assistant].refusal", "modalities", "prediction*", "store", "verbosity"),
         *("response_format*.description", "response_format*.name", "response_format*.strict"),
         *("stream_options.include_obfuscation",),
     ),
@@ -89,7 +91,13 @@ NO_EFFECT: Mapping[str, tuple[str, ...]] = {
             "input*.phase",
         ),
         *("input[[]reasoning].encrypted_content", "input[[]function_call].id", "input[[]function_call_output].[in]*"),
-        *("input[[]message].id", "input[[]reasoning].id", "tools*.allowed_callers", "tools*.output_schema"),
+        *(
+            "input[[]message].id",
+            "input[[]message].status",
+            "input[[]reasoning].id",
+            "tools*.allowed_callers",
+            "tools*.output_schema",
+        ),
         *("tools[[]namespace].description", "*.annotations", "*.logprobs"),
     ),
     "Embeddings": (),
@@ -249,6 +257,7 @@ class Walk:
     client: httpx.Client
     lines: dict[str, Line] = field(default_factory=dict)
     unnamed: list[str] = field(default_factory=list)
+    seen: set[tuple[str, Any]] = field(default_factory=set)
 
     def run(self) -> Walk:
         """Send every field."""
@@ -280,10 +289,11 @@ class Walk:
         """Send an object, and its fields unless it is refused as a whole."""
         told = label(kind)
         inner = f"{name}[{told}]" if is_list else f"{name}({told})" if told else name
-        if inner in self.lines and inner != name:
+        if (inner, kind) in self.seen:
             return
+        self.seen.add((inner, kind))
         least = sample(kind)
-        whole: Build = (lambda value: build([value])) if is_list else build
+        whole = followed(told, (lambda value: build([value])) if is_list else build)
         ok = self._send(whole(least), inner.rpartition(".")[2])
         for line in {inner, name}:
             self._note(self.lines.setdefault(line, Line()), told or "an object", ok)
@@ -309,6 +319,19 @@ class Walk:
         if reply.status_code not in (400, 404) or not any(part in reply.text for part in named):
             self.unnamed.append(f"{self.api.path} {key} {body}: {reply.status_code} {reply.text[:300]}")
         return False
+
+
+def followed(told: str, build: Build) -> Build:
+    """Return what builds bodies that go on behind an object of this type, as Anthropic's calls need a result."""
+    if told != "tool_use":
+        return build
+
+    def made(value: Any) -> Body:
+        body = build(value)
+        result = {"type": "tool_result", "tool_use_id": value.get("id", "x"), "content": "x"}
+        return {**body, "messages": [*body["messages"], {"role": "user", "content": [result]}]}
+
+    return made
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
@@ -362,8 +385,8 @@ def walked(client: httpx.Client) -> list[Walk]:
 
 def main() -> None:
     """Write the page."""
-    with httpx.Client(base_url=sys.argv[1], timeout=60) as client:
-        walks = walked(client)
+    with serving(demo_config()) as server:
+        walks = walked(server.client)
     unnamed = [one for walk in walks for one in walk.unnamed]
     PAGE.write_text(page(walks), encoding="utf-8")
     print(f"{sum(len(walk.lines) for walk in walks)} fields; {len(unnamed)} answers name no field", *unnamed, sep="\n")

@@ -58,12 +58,12 @@ def odds(server, document: str, model: str = "base", instruction: str = INSTRUCT
 
 @pytest.mark.parametrize("model", ["base", "shout"])
 def test_scores_are_the_probabilities_of_yes_among_yes_and_no(reranker, model):
-    texts = [DOCUMENTS[0], DOCUMENTS[1], DOCUMENTS[3]]
+    texts = [DOCUMENTS[0], DOCUMENTS[1]]
     asked = {"model": model, "text_1": QUERY, "text_2": texts}
     found = reranker.client.post("/score", json=asked)
     assert found.status_code == 200, found.text
     reply = found.json()
-    assert [entry["index"] for entry in reply["data"]] == [0, 1, 2]
+    assert [entry["index"] for entry in reply["data"]] == [0, 1]
     expected = [odds(reranker, text, model) for text in texts]
     assert [entry["score"] for entry in reply["data"]] == pytest.approx([probability(o) for o in expected], abs=1e-4)
     assert reply["usage"]["prompt_tokens"] > 100
@@ -87,7 +87,9 @@ def test_documents_are_sorted(reranker, path):
     assert sorted(result["index"] for result in results) == [0, 1, 2, 3]
     assert all(result["document"] == {"text": DOCUMENTS[result["index"]]} for result in results)
     best = reranker.client.post(path, json=asked | {"top_n": 2, "return_documents": False}).json()["results"]
-    assert best == [{key: result[key] for key in ("index", "relevance_score")} for result in results[:2]]
+    assert [list(result) for result in best] == [["index", "relevance_score"]] * 2
+    assert [result["index"] for result in best] == [result["index"] for result in results[:2]]
+    assert [result["relevance_score"] for result in best] == pytest.approx(scores[:2], abs=1e-4)
 
 
 def test_a_document_cannot_answer_for_the_model(reranker):
