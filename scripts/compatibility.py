@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import platform
 import re
+import shutil
+import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
@@ -31,6 +33,14 @@ CLIENTS: Mapping[str, tuple[str, ...]] = {
 }
 """The packages that each module of tests/clients tries."""
 
+PROGRAMS: Mapping[str, tuple[str, str]] = {
+    "aider": ("aider", "aider"),
+    "claude code": ("Claude Code", "claude"),
+    "codex": ("Codex CLI", "codex"),
+    "continue": ("Continue CLI", "cn"),
+}
+"""The programs that tests/clients/test_programs.py tries where they are installed: their names, and their commands."""
+
 OWN = ("test_loopback", "test_refusals")
 """Modules of tests/clients that try no client."""
 
@@ -40,6 +50,12 @@ HEAD = """\
 Clients of others, run unmodified against a real server with the built-in model and its adapters. `make clients`
 runs them (`tests/clients`) and writes this page from the outcomes. What each client has to be told is in
 [Clients](clients.md).
+"""
+
+
+PROGRAMS_HEAD = """\
+Programs run a command or make an edit as they are told by prepared answers, with the real server between
+(`tests/clients/test_programs.py`), on machines where they are installed.
 """
 
 
@@ -72,6 +88,8 @@ def read(report: str) -> tuple[dict[str, Tried], str]:
         if module in OWN:
             continue
         kinds = {child.tag for child in case}
+        if module == "test_programs":
+            module = case.get("name", "").removeprefix("test_").replace("_", " ")
         outcome = "fail" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "pass"
         name = case.get("name", "").partition("[")[0].removeprefix("test_").replace("_", " ")
         found.setdefault(module, Tried()).add(name, outcome)
@@ -83,12 +101,15 @@ def page(found: Mapping[str, Tried], date: str, versions: Mapping[str, str], mac
     """Return the page. `versions` has the version of each package."""
     lines = [HEAD, f"Run on {date} with {machine}.", ""]
     lines += ["| client | version | date | what was tried | outcome |", "|---|---|---|---|---|"]
-    for module in sorted(found, key=lambda module: CLIENTS[module]):
+    for module in sorted(found.keys() & CLIENTS, key=lambda module: CLIENTS[module]):
         name, *others = CLIENTS[module]
         over = "".join(f", {other} {versions[other]}" for other in others)
         tried = found[module]
         said = "; ".join(tried.outcomes)
         lines.append(f"| `{name}` | {versions[name]}{over} | {date} | {said} | {tried.result} |")
+    lines += ["", PROGRAMS_HEAD, "| program | version | date | outcome |", "|---|---|---|---|"]
+    for key, (name, _) in PROGRAMS.items():
+        lines.append(f"| {name} | {versions.get(name, '')} | {date} | {found.get(key, Tried()).result} |")
     return "\n".join(lines) + "\n"
 
 
@@ -101,6 +122,7 @@ def form_of(text: str) -> list[str]:
     listed = [row[0] for row in rows]
     wrong += [f"{names[0]} is missing" for names in CLIENTS.values() if names[0] not in listed]
     wrong += [f"{row[0]}: {row[4]}" for row in rows if row[4] != "pass"]
+    wrong += [f"{name} is missing" for name, _ in PROGRAMS.values() if f"\n| {name} | " not in text]
     return wrong
 
 
@@ -108,6 +130,10 @@ def main() -> None:
     """Write the page."""
     found, date = read(Path(sys.argv[1]).read_text(encoding="utf-8"))
     versions = {name: version(name) for names in CLIENTS.values() for name in names}
+    for name, command in PROGRAMS.values():
+        if shutil.which(command):
+            said = subprocess.run([command, "--version"], capture_output=True, text=True, check=True).stdout
+            versions[name] = (re.search(r"\d+\.\d+\S*", said) or [said.strip()])[0]
     machine = f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"
     PAGE.write_text(page(found, date, versions, machine), encoding="utf-8")
     for module, tried in sorted(found.items()):
