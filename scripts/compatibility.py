@@ -1,6 +1,6 @@
 """Write docs/compatibility.md from the outcomes of tests/clients, as `make clients` does.
 
-python scripts/compatibility.py REPORT   REPORT: what `pytest --junitxml` wrote
+python scripts/compatibility.py REPORT …   REPORT: written by `pytest --junitxml`; later ones replace modules of earlier ones
 """
 
 from __future__ import annotations
@@ -128,7 +128,11 @@ def form_of(text: str) -> list[str]:
 
 def main() -> None:
     """Write the page."""
-    found, date = read(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    found: dict[str, Tried] = {}
+    date = ""
+    for path in sys.argv[1:]:
+        more, date = read(Path(path).read_text(encoding="utf-8"))
+        found |= more
     versions = {name: version(name) for names in CLIENTS.values() for name in names}
     for name, command in PROGRAMS.values():
         if shutil.which(command):
