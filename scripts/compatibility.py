@@ -1,6 +1,6 @@
 """Write docs/compatibility.md from the outcomes of tests/clients, as `make clients` does.
 
-python scripts/compatibility.py REPORT …   REPORT: written by `pytest --junitxml`; later ones replace modules of earlier ones
+python scripts/compatibility.py REPORT …   REPORT: by `pytest --junitxml`; later ones replace modules of earlier ones
 """
 
 from __future__ import annotations
