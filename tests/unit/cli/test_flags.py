@@ -65,6 +65,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--chat-template '{{ messages }}'", "server.chat_template", "{{ messages }}"),
     ("--tool-call-parser hermes", "server.tool_call_parser", "hermes"),
     ("--reasoning-parser none", "server.reasoning_parser", "none"),
+    ("--reranker qwen3", "server.reranker", "qwen3"),
     ("--generation-config vllm", "server.generation_config", "vllm"),
     ("--generation-config ./other", "server.generation_config", "./other"),
     ("--seed 0", "server.seed", 0),
