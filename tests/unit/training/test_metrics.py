@@ -154,7 +154,7 @@ def test_a_failure_to_report_an_update_stays_here(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     training = RLTrainingConfig(enabled=True, metrics_file=str(tmp_path / "m.jsonl"))
     config = Config(EngineConfig(ModelConfig(str(tmp_path / "model"))), rl_training=training)
-    fields = {name: 0 for name in UpdateReport.__struct_fields__[: UpdateReport.__struct_fields__.index("verdict")]}
+    fields = dict.fromkeys(UpdateReport.__struct_fields__[: UpdateReport.__struct_fields__.index("verdict")], 0)
     report = UpdateReport(**fields | {"step": 3, "loss": 0.5, "verdict": "ok", "outcome": "published"})  # type: ignore[arg-type]
     trajectory = Trajectory("t", "g", (1,), (2,), (-1.0,), (-1.0,), (1,), 1.0, 1.0)
     good, broken = Reporting(config, lambda tokens: "text"), Reporting(config, no_text)
