@@ -10,6 +10,7 @@ those that are served; the pages of the dialects explain them.
 from __future__ import annotations
 
 import fnmatch
+import functools
 import json
 import re
 import sys
@@ -113,6 +114,7 @@ What is inside of such a field has no effect either, and no line of its own.
 # -- the types of the packages ---------------------------------------------------------------------------------------
 
 
+@functools.cache  # to resolve the types takes long
 def hints(kind: Any) -> dict[str, Any]:
     """Return the fields of a TypedDict with their types."""
     return typing.get_type_hints(kind)
@@ -175,6 +177,7 @@ def sample(kind: Any) -> Body:
     return least | ESSENTIAL.get(kind.__name__, {})
 
 
+@functools.cache
 def required(kind: Any) -> set[str]:
     """Return the fields that an object has to have. Annotations that are text hide them from `__required_keys__`."""
     found = typing_extensions.get_type_hints(kind, include_extras=True)
