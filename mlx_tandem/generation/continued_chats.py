@@ -16,6 +16,10 @@ from mlx_tandem.generation.chats import ChatRequest
 from mlx_tandem.generation.front import Front
 
 
+THOUGHTS = frozenset(("reasoning_content", "reasoning", "thinking"))
+"""Fields of the assistant's messages that have its thoughts."""
+
+
 class Kept(NamedTuple):
     """A conversation up to an answer: its tokens with the answer's, and how the prompt of the answer was written."""
 
@@ -58,8 +62,11 @@ async def continued(front: Front, asked: ChatRequest, whole: Sequence[int], kept
     if digest(before) != kept.prompt:
         raise _conflict(f"the {place} messages before the last answer, or the tools, are not those of the trajectory")
     _check_answer(front, answer, kept.answer, place)
-    through = await rendered(front, asked, place + 1, asks=False)
-    if list(whole[: len(through)]) != through:
+    # Many templates leave out thoughts once the user has spoken again. The kept tokens have them anyway.
+    plain = replace(asked, messages=[_without_thoughts(message) for message in asked.messages])
+    whole = await rendered(front, plain, len(plain.messages), asks=True)
+    through = await rendered(front, plain, place + 1, asks=False)
+    if whole[: len(through)] != through:
         raise _conflict(
             "this model's chat template writes earlier messages differently once the conversation has gone on: end the "
             "trajectory with its reward, and begin another one"
@@ -69,6 +76,13 @@ async def continued(front: Front, asked: ChatRequest, whole: Sequence[int], kept
     if end < len(through) and kept.tokens[-1] in ends:
         end += 1  # the answer has its end already
     return [*kept.tokens, *whole[end:]]
+
+
+def _without_thoughts(message: object) -> object:
+    """Return a message without the reasoning of the assistant."""
+    if not isinstance(message, dict) or message.get("role") != "assistant":
+        return message
+    return {key: value for key, value in message.items() if key not in THOUGHTS}
 
 
 def _check_answer(front: Front, message: dict[str, object], tokens: Sequence[int], place: int) -> None:
