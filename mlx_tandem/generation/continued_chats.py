@@ -15,7 +15,6 @@ from mlx_tandem.errors import Conflict
 from mlx_tandem.generation.chats import ChatRequest
 from mlx_tandem.generation.front import Front
 
-
 THOUGHTS = frozenset(("reasoning_content", "reasoning", "thinking"))
 """Fields of the assistant's messages that have its thoughts."""
 

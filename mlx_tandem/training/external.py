@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.training.examples import Turn
+from mlx_tandem.training.messages import Turn, for_template
 from mlx_tandem.training.trajectories import Trajectory, check_label, new_id, same_prompt
 
 Prompt = str | list[dict[str, Any]]
@@ -121,7 +121,7 @@ def _encoded(prompt: str | list[Turn], at: str, encode: Callable[[Prompt], Seque
     if not isinstance(prompt, str) and len(prompt) > limits.MAX_MESSAGES:
         raise InvalidRequest(f"{at} has at most {limits.MAX_MESSAGES} messages", param=at)
     with _within(at):
-        return encode(prompt if isinstance(prompt, str) else [turn.turn() for turn in prompt])
+        return encode(prompt if isinstance(prompt, str) else for_template(prompt))
 
 
 @contextmanager

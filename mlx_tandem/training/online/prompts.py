@@ -17,7 +17,7 @@ from msgspec import Struct
 from mlx_tandem import limits
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.errors import EngineUnavailable, InvalidRequest
-from mlx_tandem.training.examples import Turn
+from mlx_tandem.training.messages import Turn, as_text, for_template
 from mlx_tandem.training.online.serving import Sampled, Serving
 from mlx_tandem.training.rewards import Sample, Scoring
 from mlx_tandem.training.trajectories import Trajectory, new_id
@@ -158,12 +158,12 @@ def _prompt(line: bytes, serving: Serving, rewards: Scorer, default_scoring: str
     scoring = rewards.check(said.scoring_function or default_scoring, said.metadata)
     if not scoring.parts:
         raise InvalidRequest("a validation prompt needs a function that scores its answers", param="scoring_function")
-    prompt = said.prompt if isinstance(said.prompt, str) else [turn.turn() for turn in said.prompt]
+    prompt = said.prompt if isinstance(said.prompt, str) else for_template(said.prompt)
     tokens = serving.encode(prompt)
     room = max_len - len(tokens)
     if not tokens or room < 1:
         raise InvalidRequest(f"the prompt has {len(tokens)} tokens; the model takes {max_len}", param="prompt")
-    text = said.prompt if isinstance(said.prompt, str) else "\n".join(turn.content for turn in said.prompt)
+    text = said.prompt if isinstance(said.prompt, str) else as_text(said.prompt)
     return Prompt(tokens, scoring, SamplingParams(min(said.max_tokens, room), temperature=said.temperature), text)
 
 
