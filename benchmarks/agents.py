@@ -2,7 +2,7 @@
 
 python benchmarks/agents.py --json-out benchmarks/results/agents.json
 
-Turn 1: the built-in model is asked for the scores of a city and has to call the tool that knows them. The tool returns
+Turn 1: the built-in model is asked for the score of a city and has to call the tool that knows them. The tool returns
 digits, and the user wants them sorted downwards, which the model is bad at. Turn 2: it answers. Both turns are one
 trajectory; what the tool and the user say between them has no weight. The reward is 1 when the right tool was called
 and the answer is right, and comes as `POST /v1/trajectories/{id}/reward`. In the control, rewards change places within
@@ -33,8 +33,8 @@ CITIES = ("Oslo", "Paris", "Rome", "Madrid", "Berlin", "Vienna", "Lisbon", "Athe
 TOOL = {
     "type": "function",
     "function": {
-        "name": "get_scores",
-        "description": "get scores",
+        "name": "get_score",
+        "description": "get score",
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
@@ -65,7 +65,7 @@ class Agent:
         """Play a task `count` times, and return the rewards, each with its trajectory."""
         digits, wanted = question(rng)
         city = rng.choice(CITIES)
-        asked: list[Message] = [{"role": "user", "content": f"What is the scores in {city}?"}]
+        asked: list[Message] = [{"role": "user", "content": f"What is the score in {city}?"}]
         first = await self._chat(asked, n=count, max_tokens=48, seed=rng.getrandbits(62), **fields)
         rest = (self._rest(asked, choice, city, digits, wanted, rng.getrandbits(62)) for choice in first)
         return list(await asyncio.gather(*rest))
@@ -75,7 +75,7 @@ class Agent:
     ) -> tuple[float, str | None]:
         said, id = first["message"], first.get("trajectory_id")
         calls = [call["function"] for call in said.get("tool_calls", ())]
-        right = [(call["name"], json.loads(call["arguments"])) for call in calls] == [("get_scores", {"city": city})]
+        right = [(call["name"], json.loads(call["arguments"])) for call in calls] == [("get_score", {"city": city})]
         result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"] if calls else "none", "content": digits}
         then = [*asked, said, result, {"role": "user", "content": SKILL.format(digits)}]
         more = {} if id is None else {"trajectory_id": id}
