@@ -40,7 +40,7 @@ TOOL = {
 }
 GROUPS, ANSWERS = 4, 8
 EVERY = 10  # updates between two evaluations
-EXAM = 64  # episodes of an evaluation
+EXAM = 32  # episodes of an evaluation
 WANTED = 0.8
 ROOM = ("--max-model-len", "1024", "--num-blocks", "1025")
 
@@ -155,7 +155,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="learning a task of two turns with a tool over HTTP")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=40)
+    parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--runs", default=",".join(RUNS))
     parser.add_argument("--json-out", type=Path)
     args = parser.parse_args()

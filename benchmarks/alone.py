@@ -119,7 +119,7 @@ def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="learning from single answers to different prompts")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=40)
+    parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--runs", default=",".join(RUNS))
     parser.add_argument("--json-out", type=Path)
     args = parser.parse_args()

@@ -49,10 +49,10 @@ async def continued(front: Front, asked: ChatRequest, whole: Sequence[int], kept
     place = kept.messages
     if not place:
         raise _conflict("the prompt must begin with the tokens of the trajectory so far: its prompt, then its answer")
-    if len(asked.messages) < place + 2:
+    if len(asked.messages) <= place:
         raise _conflict(
-            f"messages has {len(asked.messages)} entries; the {place} from before the last answer, the answer, and at "
-            "least one that is new are needed"
+            f"messages has {len(asked.messages)} entries; needed are the {place} from before the last answer, the answer, "
+            "and what is new"
         )
     answer = asked.messages[place]
     if not isinstance(answer, dict) or answer.get("role") != "assistant":
