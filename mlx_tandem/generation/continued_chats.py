@@ -51,7 +51,7 @@ async def continued(front: Front, asked: ChatRequest, whole: Sequence[int], kept
         raise _conflict("the prompt must begin with the tokens of the trajectory so far: its prompt, then its answer")
     if len(asked.messages) <= place:
         raise _conflict(
-            f"messages has {len(asked.messages)} entries; needed are the {place} from before the last answer, the answer, "
+            f"messages has {len(asked.messages)} entries; needed are the {place} before the last answer, the answer, "
             "and what is new"
         )
     answer = asked.messages[place]
