@@ -53,6 +53,10 @@ class OpenTrajectory:
         """What was given and said, in order."""
         return [_DECODER.decode(piece) for piece in self.pieces]
 
+    def add(self, exchange: Exchange) -> None:
+        """Add what was given and said next."""
+        self.pieces.append(_ENCODER.encode(exchange))
+
     def rewarded(self, id: str, reward: float, turn_rewards: Sequence[float], created: float) -> Trajectory:
         """Return the trajectory with its reward: that of the whole, or one for each turn."""
         first, *later = self.exchanges
@@ -123,7 +127,7 @@ class OpenTrajectories:
             return False
         entry = self._open[id]
         entry.touched = now
-        entry.pieces.append(_ENCODER.encode(exchange))
+        entry.add(exchange)
         self._bytes += len(entry.pieces[-1])
         self._open.move_to_end(id)
         return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import secrets
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
 
 SEEN_IDS = 1 << 17
@@ -83,6 +85,29 @@ def check_label(value: str, param: str) -> str:
             f"{param} must be 1 to 128 letters, digits and '._:/@-', starting with a letter or digit", param=param
         )
     return value
+
+
+def check_rewards(
+    reward: float | None, turn_rewards: Sequence[float], turns: int, at: str = ""
+) -> tuple[float, tuple[float, ...]]:
+    """Return the reward of a whole trajectory of so many turns, and those of its turns; () where all is for the whole.
+
+    Raises InvalidRequest naming the field; `at` is the name of what holds it.
+    """
+    if reward is None and not turn_rewards:
+        raise InvalidRequest(
+            f"give {at}reward, {at}turn_rewards, or both", param=f"{at}reward", code="missing_required_parameter"
+        )
+    whole = 0.0 if reward is None else float(limits.check("reward", reward, f"{at}reward"))
+    if not turn_rewards:
+        return whole, ()
+    if len(turn_rewards) != turns:
+        raise InvalidRequest(
+            f"{at}turn_rewards has {len(turn_rewards)} entries for {turns} answers", param=f"{at}turn_rewards"
+        )
+    each = [float(limits.check("reward", r, f"{at}turn_rewards[{i}]")) for i, r in enumerate(turn_rewards)]
+    each[-1] += whole
+    return math.fsum(each), tuple(each)
 
 
 def staleness(versions: Iterable[int], current_version: int) -> int:

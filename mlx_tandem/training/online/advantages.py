@@ -80,9 +80,9 @@ def batches(groups: Sequence[Group], config: RLTrainingConfig, baselines: Baseli
     """
     recipe = RECIPES[config.algorithm]
     data = [
-        datum
+        each
         for group, found in zip(groups, _all(groups, config, baselines or {}), strict=True)
-        for datum in _data(group, found)
+        for each in _data(group, found)
     ]
     cuts = _cut(data, config.update_frequency)
     tokens = sum(sum(d.trained) for d in data)
@@ -147,10 +147,11 @@ def _worth(t: Trajectory) -> list[float]:
 
 
 def _data(group: Group, found: Sequence[Turns]) -> list[Datum]:
-    return [_datum(t, turns) for t, turns in zip(group, found, strict=True)]
+    return [datum(t, turns) for t, turns in zip(group, found, strict=True)]
 
 
-def _datum(t: Trajectory, found: Turns) -> Datum:
+def datum(t: Trajectory, found: Turns) -> Datum:
+    """Return a trajectory as data for a trainer, with one advantage for each turn or one for all."""
     # A greedy choice was not drawn: it counts as if it had been, from the model's own distribution. What something else
     # has drawn counts as if the trainer had.
     logprobs = None if t.external else t.logprobs if t.temperature else t.model_logprobs
@@ -167,10 +168,10 @@ def _datum(t: Trajectory, found: Turns) -> Datum:
 def _cut(data: Sequence[Datum], size: int) -> list[list[Datum]]:
     cuts: list[list[Datum]] = []
     tokens = 0
-    for datum in data:
-        tokens += len(datum.tokens)
+    for each in data:
+        tokens += len(each.tokens)
         if not cuts or len(cuts[-1]) >= size or tokens > PASS_TOKENS:
             cuts.append([])
-            tokens = len(datum.tokens)
-        cuts[-1].append(datum)
+            tokens = len(each.tokens)
+        cuts[-1].append(each)
     return cuts

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Sequence
 
-from mlx_tandem import limits
-from mlx_tandem.errors import Conflict, EngineUnavailable, InvalidRequest, NotFound
+from mlx_tandem.errors import Conflict, EngineUnavailable, NotFound
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.open_trajectories import Beginning, Exchange, OpenTrajectory
 from mlx_tandem.training.store.records import Kept
-from mlx_tandem.training.trajectories import Trajectory
+from mlx_tandem.training.trajectories import Trajectory, check_rewards
 
 Add = Callable[[Sequence[Trajectory], int], Awaitable[frozenset[str]]]
 
@@ -65,26 +63,3 @@ class Later:
         self.get(id)
         self._ledger.forget([id])
         await self._ledger.flush()
-
-
-def check_rewards(
-    reward: float | None, turn_rewards: Sequence[float], turns: int, at: str = ""
-) -> tuple[float, tuple[float, ...]]:
-    """Return the reward of a whole trajectory of so many turns, and those of its turns; () where all is for the whole.
-
-    Raises InvalidRequest naming the field; `at` is the name of what holds it.
-    """
-    if reward is None and not turn_rewards:
-        raise InvalidRequest(
-            f"give {at}reward, {at}turn_rewards, or both", param=f"{at}reward", code="missing_required_parameter"
-        )
-    whole = 0.0 if reward is None else float(limits.check("reward", reward, f"{at}reward"))
-    if not turn_rewards:
-        return whole, ()
-    if len(turn_rewards) != turns:
-        raise InvalidRequest(
-            f"{at}turn_rewards has {len(turn_rewards)} entries for {turns} answers", param=f"{at}turn_rewards"
-        )
-    each = [float(limits.check("reward", r, f"{at}turn_rewards[{i}]")) for i, r in enumerate(turn_rewards)]
-    each[-1] += whole
-    return math.fsum(each), tuple(each)
