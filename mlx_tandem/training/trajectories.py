@@ -96,7 +96,9 @@ def check_rewards(
     """
     if reward is None and not turn_rewards:
         raise InvalidRequest(
-            f"give {at}reward, {at}turn_rewards, or both", param=f"{at}reward", code="missing_required_parameter"
+            f"{at}reward is missing: give it, {at}turn_rewards, or both",
+            param=f"{at}reward",
+            code="missing_required_parameter",
         )
     whole = 0.0 if reward is None else float(limits.check("reward", reward, f"{at}reward"))
     if not turn_rewards:

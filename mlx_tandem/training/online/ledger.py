@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from mlx_tandem.config import Config
+from mlx_tandem.config import Config, RLTrainingConfig
 from mlx_tandem.training.online import advantages, baselines, recovery
 from mlx_tandem.training.online.recovery import Counters
 from mlx_tandem.training.online.update import Pending
@@ -51,7 +51,7 @@ class Ledger:
         self.listed: Sequence[CheckpointInfo] = ()
         """Newest first."""
         self.buffer = Buffer(training.trajectory_buffer_size)
-        self.waiting = self._nothing_waits()
+        self.waiting = _nothing_waits(self._config.rl_training)
         """Trajectories whose reward is still missing."""
         self.counters = Counters()
         self.pending: Pending | None = None
@@ -105,7 +105,7 @@ class Ledger:
         assert isinstance(opened, Opened)
         held = recovery.held_already(records, manifest)
         counters = recovery.counters(manifest)
-        empty = Buffer(self.buffer.capacity), self._nothing_waits()
+        empty = Buffer(self.buffer.capacity), _nothing_waits(self._config.rl_training)
         rebuilt = recovery.rebuild(records, *empty, held, counters.counts)
         counts = self.buffer.counts
         for late in self._late or ():
@@ -120,7 +120,7 @@ class Ledger:
         counters.follows, counters.began = opened.checkpoint, rebuilt.begun
         counters.course.begin(self._config.rl_training.learning_rate)
         if held is not None:
-            self._follow(counters, records, held, saved)
+            _follow(self._config.rl_training, counters, records, held, saved)
         if keep_counts:
             self.buffer.counts = counts
             self.counters.follows, self.counters.began = counters.follows, counters.began
@@ -128,31 +128,6 @@ class Ledger:
         else:
             self.counters = counters
             self._told = msgspec.structs.replace(self.buffer.counts)
-
-    def _follow(self, counters: Counters, records: Sequence[Record], held: int, compared: int) -> None:
-        """Bring counters from a checkpoint to where the journal ends. The checkpoint has `held` updates and `compared`
-        comparisons of the journal.
-        """
-        begun = seen = 0
-        for record in records:
-            if isinstance(record, Began):
-                begun += 1
-                if begun > held:
-                    baselines.note(counters.baselines, record.rewards)
-            elif isinstance(record, Ended) and begun > held:
-                self._note(counters, record)
-            elif isinstance(record, Compared):
-                seen += 1
-                if seen > compared:
-                    counters.trial.compare(
-                        record.difference, record.tolerated, self._config.rl_training.guard_false_accept
-                    )
-
-    def _note(self, counters: Counters, end: Ended) -> None:
-        counters.note(end)
-        trial = counters.trial
-        if end.outcome == "rolled_back" and trial.is_worse(self._config.rl_training.guard_false_rollback):
-            trial.begin(trial.accepted)
 
     async def add(self, trajectories: Sequence[tuple[Trajectory, int]]) -> None:
         """Take those trajectories that are new, each with the size of its group (0: nobody knows); they are on the
@@ -165,7 +140,7 @@ class Ledger:
                 journal.append(Added(t, size))
                 if self._late is not None:
                     self._late.append((t, size))
-        self._log_dropped("overflow", self.buffer.counts.dropped_overflow - overflow)
+        _log_dropped("overflow", self.buffer.counts.dropped_overflow - overflow)
         await journal.flush()
 
     def is_stale(self, versions: Sequence[int], version: int) -> bool:
@@ -180,7 +155,7 @@ class Ledger:
             self._opened().append(Dropped(ids))
             self.buffer.remember(ids)
             self.buffer.counts.dropped_stale += len(ids)
-            self._log_dropped("stale", len(ids))
+            _log_dropped("stale", len(ids))
 
     async def keep(self, answers: Sequence[Kept]) -> None:
         """Keep answers whose reward comes later; they are on the drive when this returns. Those that there is no room
@@ -199,23 +174,19 @@ class Ledger:
             self._forget(ids)
             self._opened().append(Forgotten(tuple(ids)))
             self.buffer.counts.dropped_no_reward += len(ids)
-            self._log_dropped("no_reward", len(ids))
+            _log_dropped("no_reward", len(ids))
 
     def _forget(self, ids: Sequence[str]) -> None:
         groups = recovery.forget(ids, self.buffer, self.waiting)
         if self._late is not None:
             self._late += groups
 
-    def _nothing_waits(self) -> OpenTrajectories:
-        training = self._config.rl_training
-        return OpenTrajectories(training.open_trajectories, training.open_trajectory_s)
-
     def take(self, count: int, version: int) -> list[list[Trajectory]]:
         """Return groups to learn from, about `count` completions; fewer when there are no more."""
         taken = self.buffer.take(count, version, self._config.rl_training.max_staleness)
         if taken.stale:
             self._opened().append(Dropped(taken.stale))
-            self._log_dropped("stale", len(taken.stale))
+            _log_dropped("stale", len(taken.stale))
         return [list(group) for group in taken.groups]
 
     def accept(self, trajectories: Sequence[Trajectory], version: int) -> Accepted:
@@ -240,7 +211,7 @@ class Ledger:
         counts.dropped_duplicate += len(dropped.get("duplicate", ()))
         counts.dropped_stale += len(dropped.get("stale", ()))
         counts.skipped_groups += len(same)
-        self._log_dropped("stale", len(dropped.get("stale", ())))
+        _log_dropped("stale", len(dropped.get("stale", ())))
         return Accepted([group for group in groups if advantages.varies(group)], dropped)
 
     def untold(self) -> Counts:
@@ -248,11 +219,6 @@ class Ledger:
         found = self.buffer.counts.since(self._told)
         self._told = msgspec.structs.replace(self.buffer.counts)
         return found
-
-    def _log_dropped(self, reason: DropReason, count: int) -> None:
-        """Say where it happens that so many trajectories are not learned from."""
-        if count:
-            log.warning("trajectories dropped", extra={"fields": {"reason": reason, "count": count}})
 
     def begin(self, pending: Pending) -> None:
         """Note that this update will be done, whatever happens; durable with the next `flush`."""
@@ -265,7 +231,7 @@ class Ledger:
     def end(self, end: Ended) -> None:
         """Note that the pending update has come to its end."""
         self._opened().append(end)
-        self._note(self.counters, end)
+        _note(self._config.rl_training, self.counters, end)
         self.pending = None
 
     def compared(self, difference: float, tolerated: float) -> None:
@@ -352,3 +318,41 @@ class Ledger:
         if self._journal is None:
             raise RuntimeError("the journal is not open")
         return self._journal
+
+
+def _follow(
+    training: RLTrainingConfig, counters: Counters, records: Sequence[Record], held: int, compared: int
+) -> None:
+    """Bring counters from a checkpoint to where the journal ends. The checkpoint has `held` updates and `compared`
+    comparisons of the journal.
+    """
+    begun = seen = 0
+    for record in records:
+        if isinstance(record, Began):
+            begun += 1
+            if begun > held:
+                baselines.note(counters.baselines, record.rewards)
+        elif isinstance(record, Ended) and begun > held:
+            _note(training, counters, record)
+        elif isinstance(record, Compared):
+            seen += 1
+            if seen > compared:
+                counters.trial.compare(record.difference, record.tolerated, training.guard_false_accept)
+
+
+def _note(training: RLTrainingConfig, counters: Counters, end: Ended) -> None:
+    """Count an update that has ended; what is shown to be worse is compared afresh."""
+    counters.note(end)
+    trial = counters.trial
+    if end.outcome == "rolled_back" and trial.is_worse(training.guard_false_rollback):
+        trial.begin(trial.accepted)
+
+
+def _nothing_waits(training: RLTrainingConfig) -> OpenTrajectories:
+    return OpenTrajectories(training.open_trajectories, training.open_trajectory_s)
+
+
+def _log_dropped(reason: DropReason, count: int) -> None:
+    """Say where it happens that so many trajectories are not learned from."""
+    if count:
+        log.warning("trajectories dropped", extra={"fields": {"reason": reason, "count": count}})
