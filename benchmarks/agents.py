@@ -42,7 +42,7 @@ GROUPS, ANSWERS = 4, 8
 EVERY = 10  # updates between two evaluations
 EXAM = 32  # episodes of an evaluation
 WANTED = 0.8
-ROOM = ("--max-model-len", "1024", "--num-blocks", "1025")
+ROOM = ("--max-model-len", "1024", "--num-blocks", "1025", "--stall-seconds", "600")  # on a busy machine
 
 Message = dict[str, Any]
 
@@ -154,7 +154,7 @@ def run(name: str, seed: int, updates: int) -> dict[str, Any]:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="learning a task of two turns with a tool over HTTP")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--runs", default=",".join(RUNS))
     parser.add_argument("--json-out", type=Path)
@@ -162,7 +162,7 @@ def main() -> None:
     stop_cleanly()
     results = Results(args.json_out, settings=SETTINGS, wanted=WANTED)
     found: list[dict[str, Any]] = []
-    for seed in range(args.seeds):
+    for seed in map(int, args.seeds.split(",")):
         for name in args.runs.split(","):
             found.append(run(name, seed, args.updates))
             results.add(results=found)

@@ -5,7 +5,7 @@ python benchmarks/alone.py --json-out benchmarks/results/alone.json
 A client asks 32 different questions at a time, each once, and no siblings are drawn (`siblings: 0`): answers are
 compared across prompts. Runs: "scored" by the server's function; "sent" later by the client, as
 `POST /v1/trajectories/{id}/reward`; "shuffled", sent as well, after the rewards of a batch have changed places, from
-which nothing must be learned. Every few updates the served version is asked 32 other questions.
+which nothing must be learned. Every few updates the served version is asked 16 other questions, each four times.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ RUNS = ("scored", "sent", "shuffled")
 BATCH = SETTINGS["update_frequency"]
 EVERY = 10  # updates between two evaluations
 WANTED = 0.8
-QUESTIONS = [question(random.Random(f"asked {i}")) for i in range(32)]
-ROOM = ("--max-model-len", "1024", "--num-blocks", "513")
+QUESTIONS = [question(random.Random(f"asked {i}")) for i in range(16)]
+ROOM = ("--max-model-len", "1024", "--num-blocks", "513", "--stall-seconds", "600")  # on a busy machine
 
 
 class Client:
@@ -118,7 +118,7 @@ def run(name: str, seed: int, updates: int) -> dict[str, Any]:
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description="learning from single answers to different prompts")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--runs", default=",".join(RUNS))
     parser.add_argument("--json-out", type=Path)
@@ -126,7 +126,7 @@ def main() -> None:
     stop_cleanly()
     results = Results(args.json_out, settings=SETTINGS | {"siblings": 0}, wanted=WANTED)
     found: list[dict[str, Any]] = []
-    for seed in range(args.seeds):
+    for seed in map(int, args.seeds.split(",")):
         for name in args.runs.split(","):
             found.append(run(name, seed, args.updates))
             results.add(results=found)
