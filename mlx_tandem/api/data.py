@@ -76,6 +76,10 @@ class ServedCodec:
         _check_characters(text)
         return self._tokenizer.encode(text, add_special_tokens=begins)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids without special tokens."""
+        return self._tokenizer.decode(ids)
+
     def chat(self, messages: Turns, *, asks: bool, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the token ids of a conversation in which these tools are offered.
 

@@ -13,6 +13,7 @@ ROUTES = (
     Route("POST", "/v1/trajectories/{id}/reward", handlers.reward, RewardBody),
     Route("DELETE", "/v1/trajectories/{id}", handlers.forget),
     Route("GET", "/v1/training/status", handlers.status),
+    Route("GET", "/v1/training/history", handlers.history),
     Route("POST", "/v1/training/start", handlers.start, NoBody, reads="steering"),
     Route("POST", "/v1/training/stop", handlers.stop, NoBody, reads="steering"),
     Route("POST", "/v1/training/checkpoint", handlers.checkpoint, CheckpointBody, reads="steering"),
