@@ -132,6 +132,7 @@ async def learned(agent: Agent, updates: int) -> dict[str, Any]:
         "updates_to_wanted": next((at for at, share in accuracy.items() if share >= WANTED), None),
         "tokens_of_a_trajectory": agent.tokens,
         "tokens_of_its_answers": agent.trained,
+        "rewards": [round(report["mean_reward"], 4) for report in debug["history"]],
         "largest_mismatch_k3": max(report["mismatch_k3"] for report in debug["history"]),
         **{key: status[key] for key in ("updates", "rollbacks", "trajectories_collected", "dropped_no_reward")},
     }
