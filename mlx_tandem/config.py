@@ -190,6 +190,8 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     reward_timeout_s: float = 5.0
     reward_memory_mb: int = 512
     siblings: int = 8  # answers that the server adds to a request that has one answer and no group; 0: none
+    open_trajectories: int = 1024  # most trajectories that wait for a reward; the oldest go first
+    open_trajectory_s: float = 86_400.0  # seconds after the last answer in which the reward has to come
     group_size: int = 0  # over 1: each recorded prompt is sampled again so many times, in training's share
 
     algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "importance_sampling", "dro"] = "grpo"

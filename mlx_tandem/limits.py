@@ -178,6 +178,8 @@ SETTINGS |= {
     "rl_training.reward_memory_mb": Range(64, 1_048_576, integer=True),
     "rl_training.siblings": Range(0, 1024, integer=True),
     "rl_training.group_size": Range(0, 1024, integer=True),
+    "rl_training.open_trajectories": Range(1, 1_000_000, integer=True),
+    "rl_training.open_trajectory_s": Range(1.0, 31_536_000.0),
     "rl_training.learning_rate": LEARNING["learning_rate"],
     "rl_training.warmup_steps": Range(0, 1_000_000, integer=True),
     "rl_training.max_grad_norm": LEARNING["grad_norm"],
@@ -245,6 +247,7 @@ MAX_TOOL_DEPTH = 64  # levels of lists and objects in the list of tools
 MAX_TEMPLATE_VARIABLES = 64  # variables of the chat template that one request may set
 MAX_PROMPTS = 64
 MAX_TRAJECTORIES = 4096  # trajectories in one body
+MAX_OPEN_TRAJECTORY_BYTES = 64 << 20  # bytes of all trajectories whose reward is still missing
 MAX_TRAINING_JOBS = 16  # training jobs that wait for their turn
 MAX_METADATA_BYTES = 65_536  # metadata of one request, as JSON
 MAX_METADATA_DEPTH = 16

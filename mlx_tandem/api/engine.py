@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from mlx_tandem import engine_main, limits
+from mlx_tandem.api.conversations import Conversation
 from mlx_tandem.api.data import Data, ServedCodec
 from mlx_tandem.api.generation import Adapters, ChatOptions, Completion, Generation, Tokens, is_one
 from mlx_tandem.api.trainer import OpenTrainers, Trainer, open_trainer, run_pass
@@ -146,6 +147,17 @@ class Engine:
             raise InvalidRequest("chat gives one answer; use generate for several", param="n")
         own = {name: options.pop(name) for name in ChatOptions.__struct_fields__ if name in options}
         return self._call(self._generation.chat(messages, adapter, own, options))
+
+    def conversation(self, *, adapter: str | None = None, **options: Any) -> Conversation:
+        """Begin a conversation of several turns whose answers a trainer can learn from.
+
+        `options` are those of `chat` about tools and thoughts.
+        """
+        known = set(ChatOptions.__struct_fields__)
+        for name in options:
+            if name not in known:
+                raise InvalidRequest(f"a conversation has no option {name}", param=name, code="unknown_parameter")
+        return Conversation(self._call, self._generation, adapter, options)
 
     def stream(
         self, prompt: str | Tokens | Sequence[Mapping[str, Any]], *, adapter: str | None = None, **sampling: Any

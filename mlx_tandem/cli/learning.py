@@ -102,10 +102,10 @@ def _with_room(config: Config) -> Config:
 
 def _scored(config: Config) -> Config:
     """Return the settings with the environment's name as scoring function, if it is one and no other is set."""
-    from mlx_tandem.training.rewards import RewardPool
+    from mlx_tandem.training.rewards import LATER, RewardPool
 
     training = config.rl_training
-    names = RewardPool(training).names
+    names = [*RewardPool(training).names, LATER]
     if training.scoring_function:
         if training.scoring_function not in names:
             raise InvalidRequest(

@@ -11,7 +11,14 @@ import msgspec
 
 from mlx_tandem import limits
 from mlx_tandem.dialects.front import ServerFront
-from mlx_tandem.dialects.training.bodies import CheckpointBody, NoBody, RollbackBody, SwitchBody, UpdateBody
+from mlx_tandem.dialects.training.bodies import (
+    CheckpointBody,
+    NoBody,
+    RewardBody,
+    RollbackBody,
+    SwitchBody,
+    UpdateBody,
+)
 from mlx_tandem.errors import NotFound
 from mlx_tandem.training.external import check_external
 from mlx_tandem.training.trajectories import Trajectory
@@ -56,6 +63,36 @@ async def update(front: ServerFront, body: UpdateBody) -> tuple[int, dict[str, A
         return 202, job.describe()
     await learning.jobs.wait(job)
     return 200, job.describe()
+
+
+async def reward(front: ServerFront, id: str, body: RewardBody) -> dict[str, Any]:
+    """Give a trajectory its reward, with which it is learned from; return whether it was too old for that."""
+    learner = front.check_learning(WHAT).check_up()
+    fresh = await learner.later.reward(id, body.reward, body.turn_rewards)
+    return {"trajectory_id": id} | ({"status": "collected"} if fresh else {"status": "dropped", "dropped": "stale"})
+
+
+def trajectory(front: ServerFront, id: str) -> dict[str, Any]:
+    """Return what is known of a trajectory whose reward is still missing."""
+    found = front.check_learning(WHAT).check_up().later.get(id)
+    exchanges = found.exchanges
+    return {
+        "id": id,
+        "object": "trajectory",
+        "answers": len(exchanges),
+        "tokens": sum(len(e.given) + len(e.tokens) for e in exchanges),
+        "trained_tokens": sum(len(e.tokens) for e in exchanges),
+        "versions": sorted({v for e in exchanges for v in e.versions}),
+        "metadata": found.begun.metadata,
+        "last_answer": int(found.touched),
+        "expires": int(found.touched + front.config.rl_training.open_trajectory_s),
+    }
+
+
+async def forget(front: ServerFront, id: str) -> dict[str, Any]:
+    """Give up a trajectory that will have no reward; its siblings wait for it no longer."""
+    await front.check_learning(WHAT).check_up().later.forget(id)
+    return {"id": id, "object": "trajectory", "deleted": True}
 
 
 def job(front: ServerFront, id: str) -> dict[str, Any]:

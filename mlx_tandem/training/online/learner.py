@@ -21,7 +21,7 @@ from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.learning import AdamParams
 from mlx_tandem.errors import EngineError, EngineUnavailable, ModelError, TandemError
 from mlx_tandem.files import StorageError
-from mlx_tandem.training.online import advantages, update
+from mlx_tandem.training.online import advantages, baselines, update
 from mlx_tandem.training.online.judging import Judging
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.policy import Behind, PolicyTrainer
@@ -137,10 +137,11 @@ class Learner:
         began = Began(
             step=self.trainer.step + 1,
             trajectories=tuple(t.id for t in trajectories),
-            batches=advantages.batches(groups, config),
+            batches=advantages.batches(groups, config, self.ledger.counters.baselines),
             adam=update.adam(config, self.trainer.step + 1, self.ledger.counters.course.rate_scale),
             micro_batch_tokens=self.client.check_ready().micro_batch_tokens,
             publish=publish,
+            rewards=baselines.rewards_across(groups),
         )
         self.ledger.begin(Pending(began, trajectories, self.ledger.untold()))
         return await self.finish()

@@ -27,6 +27,7 @@ class Sampled:
     model_logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     text: str
+    finish_reason: str = ""
 
 
 class Serving(Protocol):
@@ -137,6 +138,8 @@ class TrainingStatus(Struct, frozen=True):
     dropped_stale: int
     dropped_duplicate: int
     dropped_overflow: int
+    dropped_no_reward: int
+    open_trajectories: int  # whose reward is still missing
     skipped_groups: int
     advice: str  # what to do about trajectories that are dropped; empty: none are
     last_update: str | None  # ISO 8601
