@@ -28,6 +28,9 @@ from mlx_tandem.types import AdapterRef, AdapterSource
 
 log = logging.getLogger(__name__)
 
+TOLERATED = 1 / 3
+"""Share of `guard_reward_drop` by which validation prompts may be answered worse."""
+
 
 class Judging:
     """Compares versions with the accepted one. What follows from the comparisons is the learner's business."""
@@ -111,7 +114,7 @@ class Judging:
         head, accepted = self._versions.head, self.accepted
         if head is None or accepted is None or self._versions.switched or asked.digest != head.ref.digest:
             return None
-        return self.arms.choose(head.ref, accepted, self.trial.comparison.harm.suspicion)
+        return self.arms.choose(head.ref, accepted, self.trial.comparison.effort)
 
     def see(self, group: Sequence[Trajectory]) -> None:
         """Count live answers to one prompt in the mean of the version that made them."""
@@ -172,18 +175,19 @@ class Judging:
 
         None: fewer than half of its answers could be scored. Raises EngineError.
         """
-        new = await self.validation.rewards(candidate, self._config.validation_answers)
+        n = round(self._config.validation_answers * self.trial.comparison.effort)
+        new = await self.validation.rewards(candidate, n)
         known = [mean for mean in new if mean is not None]
         if 2 * len(known) < len(new):
             return None
         accepted = self.accepted
         if accepted is not None and accepted.digest != candidate.digest:
-            old = await self.validation.rewards(accepted, self._config.validation_answers)
+            old = await self.validation.rewards(accepted, n)
             self.validation.drawn()
             for a, b in zip(new, old, strict=True):
                 if a is not None and b is not None:
                     # The same few prompts come again each time, and a version may be lucky with some of them.
-                    self.compare(a - b, self._config.guard_reward_drop / 2)
+                    self.compare(a - b, self._config.guard_reward_drop * TOLERATED)
         return _mean(known)
 
 

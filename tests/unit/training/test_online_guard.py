@@ -102,6 +102,29 @@ async def test_a_version_that_answers_much_worse_is_never_current(tmp_path: Path
 
 
 @on_a_loop
+async def test_validation_prompts_are_answered_more_often_while_versions_look_worse(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def answer(shift: float) -> str:
+        return "yes" if shift < 0.9 else "no"
+
+    settings = config(tmp_path / "c", validation_prompts=str(validated(tmp_path, 4)), validation_answers=2)
+    async with running(settings, answer) as side:
+        original = side.server.sample
+
+        async def sample(prompts: Any, n: int, *rest: Any) -> Any:
+            asked.append(n)
+            return await original(prompts, n, *rest)
+
+        side.server.sample = sample  # type: ignore[method-assign]
+        for i in range(3):
+            await feed(side, [2 * i + 1, 2 * i + 2], i + 1)
+    assert asked[:4] == [2] * 4, "nothing has looked worse so far"
+    assert 2 < asked[4] <= 8
+    assert asked[4] == asked[5], "both versions alike"
+
+
+@on_a_loop
 async def test_the_control_arm_takes_back_what_is_worse_and_keeps_the_optimiser(tmp_path: Path) -> None:
     """The rewards of the client stay the same: only the comparison sees that the prompts became easier."""
 
