@@ -34,9 +34,11 @@ from unittest.mock import patch
 
 from benchmarks.simulated import HOPELESS, KINDS, LEVELS, POLICY, Server, Weights
 from mlx_tandem import files
+from mlx_tandem.adapters import registry
 from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.cli.bench.serve import write
 from mlx_tandem.config import CheckpointingConfig, Config, EngineConfig, ModelConfig, RLTrainingConfig
+from mlx_tandem.errors import TandemError
 from mlx_tandem.training import trajectories
 from mlx_tandem.training.online import learner, loop, prompts
 from mlx_tandem.training.store import journal
@@ -46,8 +48,10 @@ RATE = 0.03
 TOO_FAST = 8.0
 """So many times the rate the operator sets for some hours, which destroys the policy."""
 
-FEW = {"LARGE": 64 << 10, "SEEN_IDS": 1024, "RECORDED": 64, "HISTORY": 50}
-"""Bounds of the server, made smaller so that a day reaches them: bytes of a journal, ids, prompts, reports."""
+FEW = {"LARGE": 64 << 10, "BEHIND": 32 << 10, "SEEN_IDS": 1024, "RECORDED": 64, "HISTORY": 50, "REMEMBERED": 16}
+"""Bounds of the server, made smaller so that a day reaches them: bytes of a journal, and of what waits for the drive,
+ids, prompts, reports, names of adapters that are gone.
+"""
 
 BUFFER = 256
 KEEP = 3
@@ -60,15 +64,15 @@ MOST: dict[str, float] = {
     "reports": FEW["HISTORY"],
     "versions": 3 + KEEP + 5,
     "names": 1 + KEEP + 4,
-    "names remembered": 64,
+    "names remembered": FEW["REMEMBERED"] + KEEP + 6,
     "means": 3 + KEEP + 5,
     "adapters in the engine": 3 + KEEP + 6,
     "checkpoints": KEEP + 4,
     "files": 4 * (KEEP + 4) + 8,
     "journal bytes": 2 * FEW["LARGE"] + 400 * BUFFER + 100 * FEW["SEEN_IDS"],
-    "bytes not written": 2 << 20,
+    "bytes not written": 2 * FEW["BEHIND"],
     "manifest bytes": 16 << 10,
-    "tasks": 8,
+    "tasks": 40,
     "descriptors": 40,
 }
 """The most of each thing that there may ever be."""
@@ -107,7 +111,10 @@ class Plan:
         rng = random.Random(f"hour {self._seed} {hour}")
         weights = tuple(rng.random() ** 2 + 0.02 for _ in range(KINDS))
         low = rng.randrange(LEVELS // 2)
-        levels = (HOPELESS, HOPELESS) if rng.random() < 0.1 else (low, rng.randrange(low + 3, LEVELS))
+        # What the rate has destroyed shows when some answers are right.
+        tells = self._fast[0] - HOUR < hour * HOUR < self._fast[1] + HOUR
+        hopeless = rng.random() < 0.15 and not tells
+        levels = (HOPELESS, HOPELESS) if hopeless else (low, rng.randrange(low + 3, LEVELS))
         return Traffic(weights, levels, seconds=rng.choice((20, 40, 80)), single=rng.random() < 0.3)
 
 
@@ -134,10 +141,10 @@ class Found:
     engine_deaths: int = 0
     refusals: int = 0  # requests while no engine was there
     requests: int = 0
-    hours_full: float = 0.0
+    full: int = 0  # requests while the drive was full
     updates: int = 0
     rollbacks: int = 0
-    rotations: int = 0
+    journals: int = 0
     scale: float = 0.0
 
     def see(self, life: dict[str, Any]) -> None:
@@ -186,7 +193,7 @@ class Life:
         self._engine_left = 0  # points until the engine dies; 0: it does not
         self._config = settings(folder, plan.rate(now), validated)
         self._server: Server | None = None
-        self._written: dict[str, Any] = {"requests": 0, "engine_deaths": 0, "refusals": 0}
+        self._written: dict[str, Any] = {"requests": 0, "engine_deaths": 0, "refusals": 0, "full": 0}
 
     # -- what goes wrong --------------------------------------------------------------------------------------------
 
@@ -217,9 +224,12 @@ class Life:
         """Serve until the day is over or the operator restarts the server."""
         server = self._server = Server(self._config, lambda: self.now, self.point)
         while server.learning.learner.newest_version == 0:
-            with contextlib.suppress(files.StorageError):
+            try:
                 await server.bring_up()
-            self.now += 1.0  # a server that cannot start for want of room is started again
+            except TandemError:  # it is started again until there is room on the drive
+                await server.learning.close()
+                self.now += 60.0
+                server = self._server = Server(self._config, lambda: self.now, self.point)
         first: dict[str, float] | None = None
         while self.now < self._plan.hours * HOUR:
             before = self.now
@@ -249,6 +259,7 @@ class Life:
         low, high = traffic.levels
         level = self._random.randrange(low, max(high, low + 1))
         self._written["requests"] += 1
+        self._written["full"] += self._plan.is_full(self.now)
         try:
             serial = self._random.randrange(1 << 30)
             await server.ask(kind, level, serial, 1 if traffic.single else 8, self._random.getrandbits(40))
@@ -278,7 +289,11 @@ class Life:
             "grown": {name: size[name] / first[name] for name in size} if first is not None else {},
             "updates": status.updates,
             "rollbacks": status.rollbacks,
-            "running": status.running,
+            "accepted": status.accepted,
+            "compared": status.compared,
+            "difference": status.difference,
+            "stopped": "" if status.running else status.reason or "for no reason",
+            "journals": journal_number(self._folder / "checkpoints" / "journal"),
             "scale": status.learning_rate / self._config.rl_training.learning_rate,
         }
         self._write("hour", about)
@@ -303,8 +318,8 @@ async def settle(server: Server, turns: int = 4000) -> None:
 def counted(server: Server, folder: Path) -> dict[str, float]:
     """Return how much there is of everything that could grow."""
     learning, inner = server.learning, server.learning.learner
-    ledger, judging, registry = inner._learner.ledger, inner._learner.judging, server.models.registry
-    there = [p for p in folder.rglob("*") if p.is_file()]
+    ledger, judging, names = inner._learner.ledger, inner._learner.judging, server.models.registry
+    there = sizes_of(folder)
     log = ledger._journal
     return {
         "buffered": len(ledger.buffer),
@@ -313,18 +328,33 @@ def counted(server: Server, folder: Path) -> dict[str, float]:
         "prompts waiting": len(judging.arms.waiting),
         "reports": len(inner.history),
         "versions": len(list(inner._learner.versions)),
-        "names": len(registry),
-        "names remembered": max(len(registry._folded), len(registry._retired), len(learning._named)),
+        "names": len(names),
+        "names remembered": max(len(names._folded), len(names._retired), len(learning._named)),
         "means": len(judging.live.means),
         "adapters in the engine": max(len(server.engine.memory), len(server.engine.known)),
         "checkpoints": sum(p.name == "manifest.json" for p in there),
         "files": len(there),
-        "journal bytes": sum(p.stat().st_size for p in there if p.parent.name == "journal"),
+        "journal bytes": sum(size for p, size in there.items() if p.parent.name == "journal"),
         "bytes not written": sum(map(len, log._pending)) if log is not None else 0,
-        "manifest bytes": max((p.stat().st_size for p in there if p.name == "manifest.json"), default=0),
+        "manifest bytes": max((size for p, size in there.items() if p.name == "manifest.json"), default=0),
         "tasks": len(asyncio.all_tasks()),
         "descriptors": len(os.listdir("/dev/fd")),
     }
+
+
+def sizes_of(folder: Path) -> dict[Path, int]:
+    """Return the sizes of all files under a folder, which may come and go meanwhile."""
+    found: dict[Path, int] = {}
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                found[Path(place) / name] = (Path(place) / name).stat().st_size
+    return found
+
+
+def journal_number(folder: Path) -> int:
+    """Return how many journals there have been; each begins with what its predecessor left."""
+    return max(int(p.stem.removeprefix("journal-")) for p in folder.glob("journal-*.log"))
 
 
 def sizes() -> dict[str, float]:
@@ -340,6 +370,8 @@ def small(life: Life) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name in (
             (journal, "LARGE"),
+            (journal, "BEHIND"),
+            (registry, "REMEMBERED"),
             (trajectories, "SEEN_IDS"),
             (prompts, "RECORDED"),
             (learner, "HISTORY"),
@@ -353,7 +385,7 @@ def small(life: Life) -> Iterator[None]:
 
 def live(folder: Path, seed: int, hours: float, kills: int, now: float, kill: float, validated: bool) -> None:
     """Be one process. `kill` is when it is killed; 0: never."""
-    logging.disable(logging.CRITICAL)
+    logging.basicConfig(filename=folder / "errors.log", level=logging.ERROR)
     life = Life(folder, seed, Plan(seed, hours, kills), now, kill or None, validated)
     with small(life):
         asyncio.run(life.live())
@@ -387,14 +419,15 @@ def day(folder: Path, seed: int, hours: float, kills: int, validated: bool = Fal
 def _take(found: Found, lines: Sequence[dict[str, Any]]) -> None:
     """Add what one process has written."""
     found.lives += 1
-    for name in ("requests", "engine_deaths", "refusals"):
+    for name in ("requests", "engine_deaths", "refusals", "full"):
         setattr(found, name, getattr(found, name) + lines[-1][name])
     for line in lines:
         if line["what"] == "hour":
             found.see(line)
-            found.updates, found.rollbacks, found.scale = line["updates"], line["rollbacks"], line["scale"]
-            if not line["running"]:
-                found.faults.append(f"learning had stopped at {line['now'] / HOUR:.2f} hours")
+            for name in ("updates", "rollbacks", "scale", "journals"):
+                setattr(found, name, line[name])
+            if line["stopped"]:
+                found.faults.append(f"learning had stopped at {line['now'] / HOUR:.2f} hours: {line['stopped']}")
     hours = [line for line in lines if line["what"] == "hour" and line["grown"]]
     for name, factor in hours[-1]["grown"].items() if hours else ():
         found.grown[name] = max(found.grown.get(name, 0.0), factor)
@@ -435,7 +468,12 @@ def main() -> None:
             runs.append({"seed": seed, "validation prompts": validated} | asdict(found))
             print(json.dumps(runs[-1]), flush=True)
             if args.json_out:
-                about = describe() | {"hours": args.hours, "kills": args.kills, "most": MOST, "growth": GROWTH}
+                command = " ".join(["-m benchmarks.fast_forward", *sys.argv[1:]])
+                about = (
+                    describe()
+                    | {"command": command}
+                    | {"hours": args.hours, "kills": args.kills, "most": MOST, "growth": GROWTH}
+                )
                 write(args.json_out, about | {"runs": runs})
     if any(run["faults"] for run in runs):
         sys.exit("; ".join(fault for run in runs for fault in run["faults"]))

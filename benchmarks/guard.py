@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -251,7 +252,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     settings = {k: v for k, v in asdict_of(SETTINGS).items() if k.startswith(("guard", "validation"))}
-    result = describe() | {"runs": args.runs, "updates": UPDATES, "group": GROUP, "settings": settings}
+    result = describe() | {"command": " ".join(["-m benchmarks.guard", *sys.argv[1:]])}
+    result |= {"runs": args.runs, "updates": UPDATES, "group": GROUP, "settings": settings}
     result["scenarios"] = figures(args.runs, args.workers)
     text = json.dumps(result, indent=1)
     print(text)

@@ -89,7 +89,7 @@ def run(kind: Kind, seed: int, dtype: str, progress: Callable[[Course], None]) -
             "checkpointing": {"checkpoint_dir": f"{scratch}/checkpoints"},
         }
         file.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        with tandem("--config", str(file), "--dtype", dtype).started(demo.MODEL_PATH) as server:
+        with tandem("--config", str(file), "--dtype", dtype).started(demo.MODEL_PATH, 600.0) as server:
             return asyncio.run(Client(server.url, kind, random.Random(seed)).learn(progress))
 
 
@@ -143,7 +143,7 @@ class Client:
 
     async def _why(self) -> str:
         """Return the reason of the last update that was taken back by itself; empty: there was none."""
-        reports = (await self._call("GET", "/debug/training"))["updates"]
+        reports = (await self._call("GET", "/debug/training"))["history"]
         return next((r["reason"] for r in reversed(reports[-3:]) if r["outcome"] == "rolled_back"), "worse")
 
     async def _call(self, method: str, path: str, body: object = None) -> Any:

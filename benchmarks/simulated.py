@@ -21,7 +21,7 @@ from msgspec import Struct
 from mlx_tandem import files
 from mlx_tandem.config import Config
 from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
-from mlx_tandem.errors import EngineDied, EngineUnavailable, NotFound
+from mlx_tandem.errors import EngineDied, EngineUnavailable, InvalidRequest, NotFound
 from mlx_tandem.generation.adapters.model_names import Models
 from mlx_tandem.generation.answers import Answer
 from mlx_tandem.generation.events import Finish
@@ -50,6 +50,9 @@ SAFE = 0.06
 DAMAGE = 4.0
 
 POLICY = "policy"
+
+INFO = SimpleNamespace(max_model_len=100, micro_batch_tokens=64)
+"""What an engine says of itself, as far as learning wants to know it."""
 
 
 def level_of(index: int) -> float:
@@ -131,7 +134,7 @@ class Engine:
     def __init__(self, point: Callable[[], None]) -> None:
         self.restarts, self.state = 0, "ready"
         self.stats = EngineStats()
-        self.info = SimpleNamespace(max_model_len=100, micro_batch_tokens=64)
+        self.info: Any = INFO
         self.memory: dict[str, Weights] = {}
         self.known: dict[str, AdapterSource] = {}
         self._trainers: dict[str, Trainer] = {}
@@ -139,13 +142,13 @@ class Engine:
 
     def kill(self) -> None:
         """End the engine with everything in its memory."""
-        self.state = "restarting"
+        self.state, self.info = "restarting", None
         self.memory, self.known, self._trainers = {}, {}, {}
 
     def revive(self) -> None:
         """Start another engine."""
         self.restarts += 1
-        self.state = "ready"
+        self.state, self.info = "ready", INFO
 
     def check_ready(self) -> Any:
         """Return the description of the engine. Raises EngineUnavailable."""
@@ -163,6 +166,8 @@ class Engine:
         """Return the content of a version, read from its folder where it is not in memory."""
         self._call()
         if ref.digest not in self.memory:
+            if ref.digest not in self.known:
+                raise InvalidRequest(f"the adapter {ref.label} is not there", param="model")
             self.memory[ref.digest] = _read(self.known[ref.digest].path)
         return self.memory[ref.digest]
 

@@ -112,7 +112,9 @@ class Judging:
     def choose(self, asked: AdapterRef) -> Pair | None:
         """Return who answers a prompt for which the version `asked` was asked; None: that version alone."""
         head, accepted = self._versions.head, self.accepted
-        if head is None or accepted is None or self._versions.switched or asked.digest != head.ref.digest:
+        if head is None or accepted is None or self._versions.switched or self._ledger.is_behind:
+            return None
+        if asked.digest != head.ref.digest:
             return None
         return self.arms.choose(head.ref, accepted, self.trial.comparison.effort)
 
@@ -155,6 +157,8 @@ class Judging:
         accepted, pair = self.accepted, waiting.pair
         if accepted is None or accepted.digest not in (pair.first.digest, pair.second.digest):
             return []  # another version has been accepted meanwhile
+        if self._versions.get(pair.second.version) is None:
+            return []  # it has gone meanwhile
         [group] = await prompts.groups(
             self._serving, self._rewards, [waiting.prompt], waiting.n, pair.second, self._clock
         )

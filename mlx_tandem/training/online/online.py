@@ -154,6 +154,7 @@ class OnlineLearner:
 
     async def _keep(self, trajectories: Sequence[Trajectory], size: int) -> frozenset[str]:
         ledger = self._learner.ledger
+        await ledger.catch_up()
         stale = [t for t in trajectories if self.is_stale(t.versions)]
         gone = Counter(t.group for t in stale)
         ids = frozenset(t.id for t in stale)
