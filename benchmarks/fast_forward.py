@@ -236,17 +236,14 @@ class Life:
             await self._request(server)
             if any(before < at <= self.now for at in self._plan.engine_kills):
                 self._engine_left = self._random.randrange(1, 60)
-            if server.engine.state != "ready":
-                await self._revive(server)
+            await self._revived(server)
             if int(before / HOUR) < int(self.now / HOUR):
-                await settle(server)
+                await self._revived(server)
                 first = self._tell(server, first)
             if self._plan.restarts(before, self.now):
                 break
         self._killed, self._engine_left = None, 0
-        if server.engine.state != "ready":
-            await self._revive(server)
-        await settle(server)
+        await self._revived(server)
         self._tell(server, first)
         with contextlib.suppress(files.StorageError):
             await server.learning.close()
@@ -268,11 +265,14 @@ class Life:
             self._written["refusals"] += 1
         await settle(server, 40 if self._plan.is_full(self.now) else 4000)
 
-    async def _revive(self, server: Server) -> None:
-        server.engine.revive()
-        with contextlib.suppress(files.StorageError):  # the learner tries again at its next use
-            await server.bring_up()
+    async def _revived(self, server: Server) -> None:
+        """Start another engine where the last one has ended, and let the server do what is due."""
         await settle(server)
+        while server.engine.state != "ready":
+            server.engine.revive()
+            with contextlib.suppress(TandemError):  # the learner tries again at its next use
+                await server.bring_up()
+            await settle(server)
 
     # -- what is seen of it -----------------------------------------------------------------------------------------
 
@@ -284,7 +284,7 @@ class Life:
         assert ref is not None
         status = server.learning.learner.status()
         about = {
-            "reward": server.engine.weights(ref).reward,
+            "reward": server.engine.seen(ref).reward,
             "counts": counts,
             "grown": {name: size[name] / first[name] for name in size} if first is not None else {},
             "updates": status.updates,
@@ -412,7 +412,7 @@ def day(folder: Path, seed: int, hours: float, kills: int, validated: bool = Fal
             break
         now = max(lines[-1]["now"], now + 1.0)
         _take(found, lines)
-    _judge(found, plan)
+    found.faults += judged(found, plan)
     return found
 
 
@@ -433,19 +433,21 @@ def _take(found: Found, lines: Sequence[dict[str, Any]]) -> None:
         found.grown[name] = max(found.grown.get(name, 0.0), factor)
 
 
-def _judge(found: Found, plan: Plan) -> None:
-    """Note what should not have been."""
+def judged(found: Found, plan: Plan) -> list[str]:
+    """Return what should not have been."""
+    faults = []
     end = found.rewards[-1] if found.rewards else 0.0
     if end < found.start:
-        found.faults.append(f"the reward fell from {found.start:.3f} to {end:.3f}")
+        faults.append(f"the reward fell from {found.start:.3f} to {end:.3f}")
     for name, most in MOST.items():
         if found.most.get(name, 0) > most:
-            found.faults.append(f"{name}: {found.most[name]}, and {most} is the most there may be")
+            faults.append(f"{name}: {found.most[name]}, and {most} is the most there may be")
     for name, factor in found.grown.items():
         if factor > GROWTH:
-            found.faults.append(f"{name} grew by the factor {factor:.2f}")
+            faults.append(f"{name} grew by the factor {factor:.2f}")
     if found.lives < len(plan.kills) / 2:
-        found.faults.append("it was not killed as often as planned")
+        faults.append("it was not killed as often as planned")
+    return faults
 
 
 def main() -> None:

@@ -98,6 +98,7 @@ class Client:
 
     def __init__(self, url: str, kind: Kind, rng: random.Random):
         self._url, self._kind, self._random = url, kind, rng
+        self._retries = 1000
 
     async def learn(self, progress: Callable[[Course], None]) -> Course:
         """Ask until the run is over."""
@@ -147,7 +148,12 @@ class Client:
         return next((r["reason"] for r in reversed(reports[-3:]) if r["outcome"] == "rolled_back"), "worse")
 
     async def _call(self, method: str, path: str, body: object = None) -> Any:
+        """Return the reply. While the server starts another engine, ask again like any client."""
         status, reply = await once(self._url, method, path, body)
+        while status == 503 and self._retries:
+            self._retries -= 1
+            await asyncio.sleep(0.5)
+            status, reply = await once(self._url, method, path, body)
         if status >= 300:
             raise Refused(f"{method} {path}: {status} {reply}")
         return reply

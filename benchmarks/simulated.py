@@ -163,8 +163,12 @@ class Engine:
             raise EngineDied("the engine ended")
 
     def weights(self, ref: AdapterRef) -> Weights:
-        """Return the content of a version, read from its folder where it is not in memory."""
+        """Return the content of a version. Raises EngineDied, EngineUnavailable and InvalidRequest."""
         self._call()
+        return self.seen(ref)
+
+    def seen(self, ref: AdapterRef) -> Weights:
+        """Return the content of a version, read from its folder where it is not in memory, as an onlooker."""
         if ref.digest not in self.memory:
             if ref.digest not in self.known:
                 raise InvalidRequest(f"the adapter {ref.label} is not there", param="model")
