@@ -170,7 +170,13 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     lora_rank: int = 16
     lora_alpha: float = 32.0
     lora_target_modules: tuple[str, ...] = ()  # last parts of module paths; empty: all linear layers
+    use_rslora: bool = False  # scale the delta by lora_alpha / sqrt(lora_rank) instead of lora_alpha / lora_rank
+    lora_plus_ratio: float = 1.0  # learning rate of B over that of A (LoRA+)
     seed: int = 0
+
+    metrics_file: str = ""  # JSONL file of metrics and samples; empty: none
+    metrics_samples: int = 2  # answers per update that are recorded as samples
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # local files are in checkpoint_dir
 
     trajectory_buffer_size: int = 1000  # completions
     update_frequency: int = 100  # completions per update

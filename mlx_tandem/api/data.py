@@ -75,6 +75,10 @@ class ServedCodec:
         _check_characters(text)
         return self._tokenizer.encode(text, add_special_tokens=begins)
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids without special tokens."""
+        return self._tokenizer.decode(ids)
+
     def chat(self, messages: Turns, *, asks: bool) -> list[int]:
         """Return the token ids of a conversation. With `asks` it ends with the beginning of an answer."""
         assert self._render is not None

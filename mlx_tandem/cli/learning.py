@@ -13,6 +13,7 @@ from mlx_tandem.cli.flags import FLAGS
 from mlx_tandem.cli.options import LEARNING
 from mlx_tandem.config import Config
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.training.metrics.writer import require
 
 ALONE = ("enable_rl_training", "mode")
 """Options that mean something whether or not an adapter is trained."""
@@ -66,6 +67,7 @@ def _check(config: Config) -> None:
         )
     if source and source not in adapters and not config.adapter_root:
         raise InvalidRequest(f"'rl_training.init_from' is '{source}', but no adapter of this name is served")
+    require(training.report_to)
     _check_checkpoints(config)
 
 

@@ -331,6 +331,13 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "JSONL file whose mean reward each version must keep to be published.",
             "FILE",
         ),
+        Option("rl_training.metrics_file", "--metrics-file", "JSONL file of metrics and samples of updates.", "FILE"),
+        Option(
+            "rl_training.report_to",
+            "--report-to",
+            "Trackers that get them: tensorboard, wandb, trackio (repeatable, or with commas).",
+            "NAME,NAME",
+        ),
         Option("checkpointing.checkpoint_dir", "--checkpoint-dir", "Folder of checkpoints (./checkpoints).", "FOLDER"),
         Option("checkpointing.interval", "--checkpoint-interval", "Updates between two checkpoints (500)."),
         Option("checkpointing.keep_n_checkpoints", "--keep-n-checkpoints", "How many checkpoints are kept (10)."),

@@ -19,6 +19,9 @@ from mlx_tandem.training.trajectories import Trajectory
 if TYPE_CHECKING:
     from mlx_tandem.training.online.serving import UpdateReport
 
+HISTORY = 200
+"""Updates in the history that is sent."""
+
 WHAT = "this route"
 """The subject of the error on a server that does not learn."""
 
@@ -73,6 +76,13 @@ def status(front: ServerFront) -> dict[str, Any]:
         }
     found: dict[str, Any] = msgspec.to_builtins(front.learning.learner.status())
     return found
+
+
+def history(front: ServerFront) -> dict[str, Any]:
+    """Return the last updates, oldest first, and answers that they learned from."""
+    learning = front.check_learning(WHAT)
+    updates = list(learning.learner.history)[-HISTORY:]
+    return {"updates": msgspec.to_builtins(updates), "samples": msgspec.to_builtins(list(learning.reporting.samples))}
 
 
 def start(front: ServerFront, body: NoBody) -> dict[str, Any]:

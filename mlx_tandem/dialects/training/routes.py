@@ -10,6 +10,7 @@ ROUTES = (
     Route("POST", "/v1/training/update", handlers.update, UpdateBody, status=202),
     Route("GET", "/v1/training/jobs/{id}", handlers.job),
     Route("GET", "/v1/training/status", handlers.status),
+    Route("GET", "/v1/training/history", handlers.history),
     Route("POST", "/v1/training/start", handlers.start, NoBody, reads="steering"),
     Route("POST", "/v1/training/stop", handlers.stop, NoBody, reads="steering"),
     Route("POST", "/v1/training/checkpoint", handlers.checkpoint, CheckpointBody, reads="steering"),

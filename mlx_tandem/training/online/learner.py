@@ -233,6 +233,7 @@ class Learner:
         self.ledger.end(Ended(self.trainer.step, report.outcome, digest, report.version))
         counters.last_update = self._clock()
         self.history.append(report)
+        self._serving.updated(report, pending.trajectories)
         bad = report.outcome in ("rolled_back", "refused", "skipped")
         log.log(logging.WARNING if bad else logging.INFO, f"update {report.outcome}", extra={"fields": asdict(report)})
         return report

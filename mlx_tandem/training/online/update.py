@@ -133,6 +133,7 @@ def report(pending: Pending, finding: Finding, seconds: float, validation: float
         reason=finding.reason,
         seconds=seconds,
         validation=validation,
+        learning_rate=pending.began.adam.learning_rate,
     )
 
 

@@ -17,7 +17,8 @@ from mlx_tandem.engine.learning import Datum, LossConfig
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.training.examples import conversation, cut, parse
-from mlx_tandem.training.sft import SftConfig, batches, encode, rate, read, split
+from mlx_tandem.training.fit import rate
+from mlx_tandem.training.sft import SftConfig, batches, encode, read, split
 from tests.unit.text_tools import render_with
 
 TOKENIZER = Tokenizer.load(demo.MODEL_PATH)
