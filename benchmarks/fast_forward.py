@@ -89,7 +89,7 @@ class Plan:
         rng = random.Random(f"plan {seed}")
         self.kills = sorted(rng.uniform(0.02, 0.98) * hours * HOUR for _ in range(kills))
         self.engine_kills = sorted(rng.uniform(0.02, 0.98) * hours * HOUR for _ in range(2 * kills))
-        full = [rng.uniform(0.05, 0.95) * hours * HOUR for _ in range(max(kills // 3, 1))]
+        full = [rng.uniform(0.05, 0.85) * hours * HOUR for _ in range(max(kills // 3, 1))]
         self._full = [(at, at + HOUR / 4) for at in full]
         self._fast = (0.4 * hours * HOUR, 0.5 * hours * HOUR)
 
@@ -149,7 +149,8 @@ class Found:
 
     def see(self, life: dict[str, Any]) -> None:
         """Take what a process has written about an hour."""
-        self.rewards.append(life["reward"])
+        if life["reward"] is not None:
+            self.rewards.append(life["reward"])
         for name, value in life["counts"].items():
             self.most[name] = max(self.most.get(name, 0), value)
 
@@ -283,8 +284,10 @@ class Life:
         ref = server.learning.current()
         assert ref is not None
         status = server.learning.learner.status()
+        there = ref.digest in server.engine.memory or ref.digest in server.engine.known
         about = {
-            "reward": server.engine.seen(ref).reward,
+            # A version that went with its engine cannot be made again while the drive is full.
+            "reward": server.engine.seen(ref).reward if there else None,
             "counts": counts,
             "grown": {name: size[name] / first[name] for name in size} if first is not None else {},
             "updates": status.updates,

@@ -291,7 +291,8 @@ class Server:
     def __init__(self, config: Config, clock: Callable[[], float], point: Callable[[], None]) -> None:
         self.engine = Engine(point)
         self.models = Models(config, cast(Any, self.engine))
-        front = SimpleNamespace(config=config, client=self.engine, models=self.models)
+        tokenizer = SimpleNamespace(decode=lambda tokens: " ".join(map(str, tokens)))
+        front = SimpleNamespace(config=config, client=self.engine, models=self.models, tokenizer=tokenizer)
         self.learning = SimulatedLearning(cast(Front, front), self.engine, clock)
 
     async def bring_up(self) -> None:
