@@ -3,7 +3,7 @@
     python -m benchmarks.fast_forward --json-out benchmarks/results/fast_forward.json
 
 Learner, journal, checkpoints, guard, recorder, registry and reward workers are the server's own classes, in processes
-of their own that are killed (SIGKILL) at random moments and started again; `benchmarks/simulated.py` has the engine,
+of their own that are killed (SIGKILL) at random moments and started again; `tests/simulated.py` has the engine,
 which dies at random moments, too. The clock is given, and nothing sleeps. The server's bounds are made smaller so that
 a day reaches all of them. Prompts change by the hour: their kind, how hard they are, how often they come, whether one
 or eight answers are wanted; there are hours in which every answer gets the same reward. For some hours the operator
@@ -32,7 +32,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.simulated import HOPELESS, KINDS, LEVELS, POLICY, Server, Weights
 from mlx_tandem import files
 from mlx_tandem.adapters import registry
 from mlx_tandem.cli.bench.machine import describe
@@ -42,7 +41,9 @@ from mlx_tandem.errors import TandemError
 from mlx_tandem.training import trajectories
 from mlx_tandem.training.online import learner, loop, prompts
 from mlx_tandem.training.store import journal
+from tests.simulated import HOPELESS, KINDS, LEVELS, POLICY, Server, Weights
 
+ROOT = Path(__file__).resolve().parents[1]
 HOUR = 3600.0
 RATE = 0.03
 TOO_FAST = 8.0
@@ -406,9 +407,8 @@ def day(folder: Path, seed: int, hours: float, kills: int, validated: bool = Fal
         kill = due[0] if due else 0.0
         given: Sequence[object] = (folder, seed, hours, kills, now, kill, int(validated))
         seen.unlink(missing_ok=True)
-        done = subprocess.run(
-            [sys.executable, "-m", __spec__.name if __spec__ else __name__, "--live", *map(str, given)]
-        )
+        words = [sys.executable, "-m", "benchmarks.fast_forward", "--live", *map(str, given)]
+        done = subprocess.run(words, cwd=ROOT, check=False)
         lines = [json.loads(line) for line in seen.read_text().splitlines()] if seen.exists() else []
         if not lines or lines[-1]["what"] == "hour" or done.returncode not in (0, -signal.SIGKILL):
             found.faults.append(f"a process ended with status {done.returncode} at {now / HOUR:.2f} hours")
@@ -453,11 +453,15 @@ def judged(found: Found, plan: Plan) -> list[str]:
     return faults
 
 
+def _live(folder: str, seed: str, hours: str, kills: str, now: str, kill: str, validated: str) -> None:
+    """Be the process that `day` has started with these words."""
+    live(Path(folder), int(seed), float(hours), int(kills), float(now), float(kill), validated == "1")
+
+
 def main() -> None:
     """Run days, and write what they have shown."""
     if sys.argv[1:2] == ["--live"]:
-        folder, seed, hours, kills, now, kill, validated = sys.argv[2:]
-        live(Path(folder), int(seed), float(hours), int(kills), float(now), float(kill), validated == "1")
+        _live(*sys.argv[2:])
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=24.0)
