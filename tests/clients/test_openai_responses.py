@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import typing
 
 import openai
 import pydantic
@@ -195,6 +194,6 @@ def test_refusals(client, asked, param):
 
 def test_every_field_of_the_published_api_is_known():
     published = openai.types.responses.response_create_params.ResponseCreateParamsStreaming
-    fields = set(typing.get_type_hints(published))
+    fields = set(published.__annotations__)  # resolving what they are would take half a minute
     assert len(fields) > 25
     assert fields <= set(ResponseBody.__struct_fields__)
