@@ -10,6 +10,7 @@ from benchmarks.fast_forward import Found, Plan, day, judged
 
 
 @pytest.mark.slow
+@pytest.mark.restarts
 def test_two_hours_with_kills_and_a_full_drive_lose_nothing_and_let_nothing_grow(tmp_path: Path) -> None:
     found = day(tmp_path, seed=0, hours=2.0, kills=2, validated=True)
     assert found.faults == []

@@ -63,11 +63,6 @@ class Ledger:
         """Whether the drive has taken nothing for so long that nothing more should be collected."""
         return self._journal is not None and self._journal.is_behind
 
-    async def catch_up(self) -> None:
-        """Let the drive take what waits for it if that is much. Raises StorageError."""
-        if self.is_behind:
-            await self.flush()
-
     async def open(self) -> tuple[Manifest | None, Sequence[Record], int | None]:
         """Bring buffer, counters and `pending` to where checkpoint and journal say.
 
@@ -136,7 +131,7 @@ class Ledger:
             if isinstance(record, Began):
                 begun += 1
             elif isinstance(record, Ended) and begun > held:
-                self._note(counters, record)
+                _note(counters, record, self._config)
             elif isinstance(record, Compared):
                 seen += 1
                 if seen > compared:
@@ -144,24 +139,19 @@ class Ledger:
                         record.difference, record.tolerated, self._config.rl_training.guard_false_accept
                     )
 
-    def _note(self, counters: Counters, end: Ended) -> None:
-        counters.note(end)
-        trial = counters.trial
-        if end.outcome == "rolled_back" and trial.is_worse(self._config.rl_training.guard_false_rollback):
-            trial.begin(trial.accepted)
-
     async def add(self, trajectories: Sequence[tuple[Trajectory, int]]) -> None:
         """Take those trajectories that are new, each with the size of its group (0: nobody knows); they are on the
         drive when this returns.
         """
-        await self.catch_up()
+        if self.is_behind:
+            await self.flush()
         journal, overflow = self._opened(), self.buffer.counts.dropped_overflow
         for t, size in trajectories:
             if self.buffer.add(t, size):
                 journal.append(Added(t, size))
                 if self._late is not None:
                     self._late.append((t, size))
-        self._log_dropped("overflow", self.buffer.counts.dropped_overflow - overflow)
+        _log_dropped("overflow", self.buffer.counts.dropped_overflow - overflow)
         await journal.flush()
 
     def is_stale(self, versions: Sequence[int], version: int) -> bool:
@@ -175,14 +165,14 @@ class Ledger:
             self._opened().append(Dropped(ids))
             self.buffer.remember(ids)
             self.buffer.counts.dropped_stale += len(ids)
-            self._log_dropped("stale", len(ids))
+            _log_dropped("stale", len(ids))
 
     def take(self, count: int, version: int) -> list[list[Trajectory]]:
         """Return groups to learn from, about `count` completions; fewer when there are no more."""
         taken = self.buffer.take(count, version, self._config.rl_training.max_staleness)
         if taken.stale:
             self._opened().append(Dropped(taken.stale))
-            self._log_dropped("stale", len(taken.stale))
+            _log_dropped("stale", len(taken.stale))
         return [list(group) for group in taken.groups]
 
     def accept(self, trajectories: Sequence[Trajectory], version: int) -> Accepted:
@@ -207,7 +197,7 @@ class Ledger:
         counts.dropped_duplicate += len(dropped.get("duplicate", ()))
         counts.dropped_stale += len(dropped.get("stale", ()))
         counts.skipped_groups += len(same)
-        self._log_dropped("stale", len(dropped.get("stale", ())))
+        _log_dropped("stale", len(dropped.get("stale", ())))
         return Accepted([group for group in groups if advantages.varies(group)], dropped)
 
     def untold(self) -> Counts:
@@ -215,11 +205,6 @@ class Ledger:
         found = self.buffer.counts.since(self._told)
         self._told = msgspec.structs.replace(self.buffer.counts)
         return found
-
-    def _log_dropped(self, reason: DropReason, count: int) -> None:
-        """Say where it happens that so many trajectories are not learned from."""
-        if count:
-            log.warning("trajectories dropped", extra={"fields": {"reason": reason, "count": count}})
 
     def begin(self, pending: Pending) -> None:
         """Note that this update will be done, whatever happens; durable with the next `flush`."""
@@ -231,7 +216,7 @@ class Ledger:
     def end(self, end: Ended) -> None:
         """Note that the pending update has come to its end."""
         self._opened().append(end)
-        self._note(self.counters, end)
+        _note(self.counters, end, self._config)
         self.pending = None
 
     def compared(self, difference: float, tolerated: float) -> None:
@@ -318,3 +303,17 @@ class Ledger:
         if self._journal is None:
             raise RuntimeError("the journal is not open")
         return self._journal
+
+
+def _log_dropped(reason: DropReason, count: int) -> None:
+    """Say where it happens that so many trajectories are not learned from."""
+    if count:
+        log.warning("trajectories dropped", extra={"fields": {"reason": reason, "count": count}})
+
+
+def _note(counters: Counters, end: Ended, config: Config) -> None:
+    """Count the end of an update; comparisons begin again after one that was worse."""
+    counters.note(end)
+    trial = counters.trial
+    if end.outcome == "rolled_back" and trial.is_worse(config.rl_training.guard_false_rollback):
+        trial.begin(trial.accepted)

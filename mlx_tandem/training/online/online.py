@@ -154,7 +154,8 @@ class OnlineLearner:
 
     async def _keep(self, trajectories: Sequence[Trajectory], size: int) -> frozenset[str]:
         ledger = self._learner.ledger
-        await ledger.catch_up()
+        if ledger.is_behind:
+            await ledger.flush()  # raises StorageError while the drive takes nothing
         stale = [t for t in trajectories if self.is_stale(t.versions)]
         gone = Counter(t.group for t in stale)
         ids = frozenset(t.id for t in stale)
