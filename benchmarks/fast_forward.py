@@ -448,6 +448,8 @@ def judged(found: Found, plan: Plan) -> list[str]:
     for name, factor in found.grown.items():
         if factor > GROWTH:
             faults.append(f"{name} grew by the factor {factor:.2f}")
+    if found.refusals > found.full + 3 * found.engine_deaths:
+        faults.append(f"{found.refusals} requests were refused")
     if found.lives < len(plan.kills) / 2:
         faults.append("it was not killed as often as planned")
     return faults

@@ -75,8 +75,11 @@ class OnlineLearner:
 
         Where updates have to be computed again before it is where it was, that is done while everything else goes on.
         """
-        async with self._lock:
-            await self._learner.bring_up()
+        try:
+            async with self._lock:
+                await self._learner.bring_up()
+        finally:
+            self._loop.wake()  # what has failed is tried again by the loop
         if self._learner.trainer.left:
             log.warning("recovering", extra={"fields": {"updates": self._learner.trainer.left}})
 
@@ -84,7 +87,6 @@ class OnlineLearner:
                 log.info("recovered", extra={"fields": {"step": self._learner.trainer.step}})
 
             self._begin(caught_up).add_done_callback(self._after_recovery)
-        self._loop.wake()
 
     def _after_recovery(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
