@@ -194,7 +194,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--enable-rl-training --group-size 8", "rl_training.group_size", 8),
     ("--enable-rl-training --validation-prompts v.jsonl", "rl_training.validation_prompts", "v.jsonl"),
     ("--enable-rl-training --metrics-file m.jsonl", "rl_training.metrics_file", "m.jsonl"),
-    ("--enable-rl-training --report-to tensorboard", "rl_training.report_to", ("tensorboard",)),
+    ("--enable-rl-training --report-to tensorboard,wandb", "rl_training.report_to", ("tensorboard", "wandb")),
     ("--enable-rl-training --checkpoint-dir c", "checkpointing.checkpoint_dir", "c"),
     ("--enable-rl-training --checkpoint-interval 9", "checkpointing.interval", 9),
     ("--enable-rl-training --keep-n-checkpoints 9", "checkpointing.keep_n_checkpoints", 9),
