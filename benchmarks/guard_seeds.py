@@ -17,7 +17,7 @@ from typing import Any
 
 from partial import Results
 
-from mlx_tandem import Engine
+from mlx_tandem.api import Engine
 from mlx_tandem.cli.demo.learner import MAX_TOKENS, SKILL, question
 
 ANSWERS = 4
@@ -31,7 +31,7 @@ def drawn(engine: Engine, adapter: str, seed: int, questions: list[tuple[str, st
     found = []
     for digits, answer in questions:
         prompt = engine.codec.chat([{"role": "user", "content": SKILL.format(digits)}], asks=True)
-        made = engine.generate(prompt, adapter=adapter, n=ANSWERS, max_tokens=MAX_TOKENS, temperature=1, seed=seed)
+        made = engine.generate([prompt], adapter=adapter, n=ANSWERS, max_tokens=MAX_TOKENS, temperature=1, seed=seed)
         found.append([(c.text, float(c.text.strip() == answer)) for c in made])
     return found
 
@@ -77,14 +77,14 @@ def learn(engine: Engine, trainer: Any, rng: random.Random, update: int) -> None
         digits, answer = question(rng)
         prompt = engine.codec.chat([{"role": "user", "content": SKILL.format(digits)}], asks=True)
         made = engine.generate(
-            prompt, adapter="policy", n=8, max_tokens=MAX_TOKENS, temperature=1, logprobs=0, seed=100 * update + k
+            [prompt], adapter="policy", n=8, max_tokens=MAX_TOKENS, temperature=1, logprobs=0, seed=100 * update + k
         )
         rewards = [float(c.text.strip() == answer) for c in made]
         data += [
             {
                 "prompt": prompt,
                 "completion": c.token_ids,
-                "logprobs": [logprob.sampled for logprob in c.logprobs],
+                "logprobs": [logprob.sampled for logprob in c.logprobs or ()],
                 "advantages": reward - fmean(rewards),
             }
             for c, reward in zip(made, rewards, strict=True)
