@@ -29,7 +29,7 @@ def say(**line: Any) -> None:
     print(json.dumps(line), flush=True)
 
 
-class Curve(TrainerCallback):  # type: ignore[misc]  # an environment without TRL has no type for it
+class Curve(TrainerCallback):
     """Reports each batch, and begins the next one when it is told to."""
 
     def __init__(self) -> None:

@@ -6,13 +6,14 @@ import hashlib
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from mlx_tandem.engine.learning import WHOLE, Truncation
 from mlx_tandem.errors import InvalidRequest
 
 SEEN_IDS = 1 << 17
@@ -41,6 +42,8 @@ class Trajectory(Struct, frozen=True, array_like=True):
     external: bool = False  # made by something else: logprobs are computed again, never believed
     created: float = 0.0  # seconds since the epoch
     metadata: dict[str, Any] = {}
+    truncation: Truncation = WHOLE  # of the draw
+    finish_reason: str = ""  # why the completion ended; empty: unknown
 
 
 def new_id() -> str:
@@ -63,9 +66,12 @@ def check_label(value: str, param: str) -> str:
     return value
 
 
-def staleness(versions: Iterable[int], current_version: int) -> int:
-    """Return how many versions lie between `current_version` and the farthest of those that made a completion."""
-    return max((abs(current_version - v) for v in versions), default=0)
+def staleness(versions: Iterable[int], current_version: int, exempt: Container[int] = (0,)) -> int:
+    """Return how many versions lie between `current_version` and the farthest of those that made a completion.
+
+    The number of the base, and of other versions in `exempt`, says nothing of how far they are: only the logprobs do.
+    """
+    return max((abs(current_version - v) for v in versions if v not in exempt), default=0)
 
 
 @dataclass
@@ -189,7 +195,7 @@ class Buffer:
         while len(self._seen) > max(SEEN_IDS, 2 * self.capacity):
             self._seen.popitem(last=False)
 
-    def take(self, count: int, current_version: int, max_staleness: int) -> Taken:
+    def take(self, count: int, current_version: int, max_staleness: int, exempt: Container[int] = (0,)) -> Taken:
         """Whole groups in the order in which they began, until there are `count` trajectories or no usable group is
         left; the last group may go beyond `count`. What is more than `max_staleness` versions away goes first, and its
         ids are remembered from now on as those of an update are: they may be the oldest that are known.
@@ -198,7 +204,7 @@ class Buffer:
             t.id
             for g in self._groups.values()
             for t in g.members
-            if staleness(t.versions, current_version) > max_staleness
+            if staleness(t.versions, current_version, exempt) > max_staleness
         ]
         self.remove(stale)
         self.remember(stale)

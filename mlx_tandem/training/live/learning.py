@@ -239,6 +239,7 @@ def _sampled(answer: Answer) -> Sampled:
         model_logprobs=tuple(lp.model for lp in answer.logprobs),
         versions=tuple(answer.versions),
         text=answer.text,
+        finish_reason=answer.reason,
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from mlx_tandem.config import RLTrainingConfig
-from mlx_tandem.engine.learning import Batch, Datum, LossConfig, LossKind
+from mlx_tandem.engine.learning import WHOLE, Batch, Datum, LossConfig, LossKind
 from mlx_tandem.training.trajectories import Trajectory
 
 PASS_TOKENS = 1 << 20
@@ -74,15 +74,19 @@ def batches(groups: Sequence[Group], config: RLTrainingConfig) -> tuple[Batch, .
     The sum of the batches' losses is the mean over all of the update, however it was cut. Groups must vary.
     """
     recipe = RECIPES[config.algorithm]
-    data = [datum for group, found in zip(groups, _all(groups, config), strict=True) for datum in _data(group, found)]
+    data = [
+        datum
+        for group, found in zip(groups, _all(groups, config), strict=True)
+        for datum in _data(group, found, config.mask_truncated)
+    ]
     cuts = _cut(data, config.update_frequency)
-    tokens = sum(len(d.weights) for d in data)
+    tokens, learned = max(_tokens(data), 1), max(_learned(data), 1)
     made = []
     for part in cuts:
         share = {
             "token_sum": 1.0 / (len(data) * config.loss_tokens),
-            "token_mean": sum(len(d.weights) for d in part) / tokens,
-            "sequence_mean": len(part) / len(data),
+            "token_mean": _tokens(part) / tokens,
+            "sequence_mean": _learned(part) / learned,
         }[recipe.normalize]
         loss = LossConfig(
             kind=recipe.kind,
@@ -93,6 +97,8 @@ def batches(groups: Sequence[Group], config: RLTrainingConfig) -> tuple[Batch, .
             clip_high=config.clip_high or recipe.clip_high,
             kl_coef=config.kl_coef,
             max_importance_ratio=config.max_importance_ratio,
+            decoupled=config.decoupled,
+            max_divergence=config.max_divergence,
         )
         made.append(Batch(config.adapter, tuple(part), loss))
     return tuple(made)
@@ -111,18 +117,33 @@ def _all(groups: Sequence[Group], config: RLTrainingConfig) -> list[list[float]]
     return [[a / each for a in own] for own, each in zip(found, by, strict=True)]
 
 
-def _data(group: Group, found: Sequence[float]) -> list[Datum]:
-    return [_datum(t, advantage) for t, advantage in zip(group, found, strict=True)]
+def _tokens(data: Sequence[Datum]) -> int:
+    """Return how many tokens are trained on."""
+    return sum(sum(d.trained) for d in data)
 
 
-def _datum(t: Trajectory, advantage: float) -> Datum:
+def _learned(data: Sequence[Datum]) -> int:
+    """Return how many completions have a token that is trained on."""
+    return sum(any(d.trained) for d in data)
+
+
+def _data(group: Group, found: Sequence[float], mask_truncated: bool) -> list[Datum]:
+    return [
+        _datum(t, advantage, left_out=mask_truncated and t.finish_reason == "length")
+        for t, advantage in zip(group, found, strict=True)
+    ]
+
+
+def _datum(t: Trajectory, advantage: float, left_out: bool) -> Datum:
     # A greedy choice was not drawn: it counts as if it had been, from the model's own distribution. What something else
     # has drawn counts as if the trainer had.
     logprobs = None if t.external else t.logprobs if t.temperature else t.model_logprobs
     n = len(t.tokens)
     # A completion that is just average has no weight, and yet it counts in means and keeps to the reference.
-    mask = () if advantage else (1,) * n
-    return Datum(t.prompt + t.tokens, len(t.prompt), (advantage,) * n, logprobs, t.temperature or 1.0, mask)
+    mask = (0,) * n if left_out else () if advantage else (1,) * n
+    drawn = t.truncation if t.temperature and not t.external else WHOLE
+    weights = (advantage,) * n
+    return Datum(t.prompt + t.tokens, len(t.prompt), weights, logprobs, t.temperature or 1.0, mask, truncation=drawn)
 
 
 def _cut(data: Sequence[Datum], size: int) -> list[list[Datum]]:

@@ -27,6 +27,7 @@ class Sampled:
     model_logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     text: str
+    finish_reason: str = ""
 
 
 class Serving(Protocol):
