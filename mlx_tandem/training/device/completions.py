@@ -89,16 +89,14 @@ def loss(
     if config.kl_coef:
         reference = given if micro.base is None else filled(given, 2, micro.base[part.span])
     whole = micro.whole[part.span]
-    given_by = (p, whole) if truncated else (p,)
     value, gradients = mx.value_and_grad(
-        lambda *flat: losses.loss(spread(flat[0]), batch, config, reference, spread(flat[-1])),
-        argnums=tuple(range(len(given_by))),
-    )(*given_by)
+        lambda flat: losses.loss(spread(flat[0]), batch, config, reference, spread(flat[-1]))
+    )([p, whole] if truncated else [p])
     kl = mx.array(0.0)
     if reference is not None:
         d = reference - spread(whole)
         kl = ((mx.exp(d) - 1.0 - d) * batch.mask).sum()
-    return mx.concatenate([value.reshape(1), kl.reshape(1), p, micro.plain[part.span]]), gradients
+    return mx.concatenate([value.reshape(1), kl.reshape(1), p, micro.plain[part.span]]), tuple(gradients)
 
 
 def results(batches: Sequence[Batch], parts: Sequence[Part], found: npt.NDArray[np.float32]) -> tuple[BatchResult, ...]:
