@@ -152,12 +152,7 @@ class Ledger:
 
         The base's and checkpoints' are judged by their logprobs instead, when they are learned from.
         """
-        return staleness(versions, version, self._exempt) > self._config.rl_training.max_staleness
-
-    @property
-    def _exempt(self) -> frozenset[int]:
-        """Versions that are asked for by name, however old: the base and checkpoints."""
-        return frozenset((0, *(info.version for info in self.listed)))
+        return staleness(versions, version, _exempt(self.listed)) > self._config.rl_training.max_staleness
 
     def drop_stale(self, trajectories: Sequence[Trajectory]) -> None:
         """Count these, which were too old when they came, and take none of them; durable with the next `flush`."""
@@ -170,7 +165,7 @@ class Ledger:
 
     def take(self, count: int, version: int) -> list[list[Trajectory]]:
         """Return groups to learn from, about `count` completions; fewer when there are no more."""
-        taken = self.buffer.take(count, version, self._config.rl_training.max_staleness, self._exempt)
+        taken = self.buffer.take(count, version, self._config.rl_training.max_staleness, _exempt(self.listed))
         if taken.stale:
             self._opened().append(Dropped(taken.stale))
             self._log_dropped("stale", len(taken.stale))
@@ -309,3 +304,8 @@ class Ledger:
         if self._journal is None:
             raise RuntimeError("the journal is not open")
         return self._journal
+
+
+def _exempt(listed: Sequence[CheckpointInfo]) -> frozenset[int]:
+    """Return the versions that are asked for by name, however old: the base and checkpoints."""
+    return frozenset((0, *(info.version for info in listed)))
