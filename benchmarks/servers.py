@@ -95,8 +95,9 @@ class Server:
 
 
 def tandem(*options: str) -> Server:
-    """Return this project's server."""
-    command = (sys.executable, "-m", "mlx_tandem", "serve", "{model}", "--port", "{port}", *options)
+    """Return this project's server, with the options in the variable BENCHMARK_SERVER_OPTIONS besides."""
+    more = shlex.split(os.environ.get("BENCHMARK_SERVER_OPTIONS", ""))
+    command = (sys.executable, "-m", "mlx_tandem", "serve", "{model}", "--port", "{port}", *options, *more)
     return Server("tandem", command, preload_blas=False)
 
 

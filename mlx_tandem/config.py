@@ -131,6 +131,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     chat_template: str = ""  # a file, or the template itself; empty: the model's own
     tool_call_parser: str = "auto"  # form of the model's tool calls; auto: by the chat template; none: unknown
     reasoning_parser: str = "auto"  # form of the model's thoughts; auto: by the chat template; none: they are text
+    reranker: str = "auto"  # whether the model scores documents; auto: by its folder; none; qwen3: as Qwen 3's do
     generation_config: str = "auto"  # sampling defaults: auto: the model folder's; vllm or none: none; or a folder
     seed: int | None = None  # seed of the generator that gives requests without a seed theirs; None: random
     force_include_usage: bool = False  # end every stream with its usage, asked for or not
@@ -170,7 +171,13 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     lora_rank: int = 16
     lora_alpha: float = 32.0
     lora_target_modules: tuple[str, ...] = ()  # last parts of module paths; empty: all linear layers
+    use_rslora: bool = False  # scale the delta by lora_alpha / sqrt(lora_rank) instead of lora_alpha / lora_rank
+    lora_plus_ratio: float = 1.0  # learning rate of B over that of A (LoRA+)
     seed: int = 0
+
+    metrics_file: str = ""  # JSONL file of metrics and samples; empty: none
+    metrics_samples: int = 2  # answers per update that are recorded as samples
+    report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()  # local files are in checkpoint_dir
 
     trajectory_buffer_size: int = 1000  # completions
     update_frequency: int = 100  # completions per update
@@ -183,6 +190,8 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     reward_timeout_s: float = 5.0
     reward_memory_mb: int = 512
     siblings: int = 8  # answers that the server adds to a request that has one answer and no group; 0: none
+    open_trajectories: int = 1024  # most trajectories that wait for a reward; the oldest go first
+    open_trajectory_s: float = 86_400.0  # seconds after the last answer in which the reward has to come
     group_size: int = 0  # over 1: each recorded prompt is sampled again so many times, in training's share
 
     algorithm: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "ppo", "importance_sampling", "dro"] = "grpo"

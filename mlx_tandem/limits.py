@@ -124,6 +124,8 @@ SETTINGS: dict[str, Range] = {  # by the path of the setting in config.py
 LEARNING: dict[str, Range] = {  # settings of trainers and of fine-tuning from a file
     "rank": Range(1, 512, integer=True),
     "alpha": Range(1e-3, 1e6),
+    "plus_ratio": Range(1e-3, 1e3),
+    "dropout": Range(0.0, 0.95),
     "trainer_seed": Range(0, 2**63 - 1, integer=True),
     "learning_rate": Range(0.0, 10.0),
     "beta1": Range(0.0, 0.9999999),
@@ -146,6 +148,11 @@ LEARNING: dict[str, Range] = {  # settings of trainers and of fine-tuning from a
     "batch_tokens": Range(0, 2**30, integer=True),
     "accumulate": Range(1, 65_536, integer=True),
     "warmup_share": Range(0.0, 1.0),
+    "rate_floor": Range(0.0, 1.0),
+    "samples": Range(0, 64, integer=True),
+    "save_every": Range(0, 2**31 - 1, integer=True),
+    "patience": Range(0, 100_000, integer=True),
+    "least_fall": Range(0.0, 1e6),
     "eval_every": Range(0, 2**31 - 1, integer=True),
     "valid_share": Range(0.0, 0.5),
     "max_length": Range(2, 4_194_304, integer=True),
@@ -159,6 +166,8 @@ SETTINGS |= {
     "engine.duty.trainer_rank": Range(0, 512, integer=True),
     "rl_training.lora_rank": LEARNING["rank"],
     "rl_training.lora_alpha": LEARNING["alpha"],
+    "rl_training.lora_plus_ratio": LEARNING["plus_ratio"],
+    "rl_training.metrics_samples": LEARNING["samples"],
     "rl_training.seed": LEARNING["trainer_seed"],
     "rl_training.trajectory_buffer_size": Range(1, 1_000_000, integer=True),
     "rl_training.update_frequency": Range(1, 1_000_000, integer=True),
@@ -170,6 +179,8 @@ SETTINGS |= {
     "rl_training.reward_memory_mb": Range(64, 1_048_576, integer=True),
     "rl_training.siblings": Range(0, 1024, integer=True),
     "rl_training.group_size": Range(0, 1024, integer=True),
+    "rl_training.open_trajectories": Range(1, 1_000_000, integer=True),
+    "rl_training.open_trajectory_s": Range(1.0, 31_536_000.0),
     "rl_training.learning_rate": LEARNING["learning_rate"],
     "rl_training.warmup_steps": Range(0, 1_000_000, integer=True),
     "rl_training.decay_steps": Range(0, 1_000_000, integer=True),
@@ -241,6 +252,7 @@ MAX_TOOL_DEPTH = 64  # levels of lists and objects in the list of tools
 MAX_TEMPLATE_VARIABLES = 64  # variables of the chat template that one request may set
 MAX_PROMPTS = 64
 MAX_TRAJECTORIES = 4096  # trajectories in one body
+MAX_OPEN_TRAJECTORY_BYTES = 64 << 20  # bytes of all trajectories whose reward is still missing
 MAX_TRAINING_JOBS = 16  # training jobs that wait for their turn
 MAX_METADATA_BYTES = 65_536  # metadata of one request, as JSON
 MAX_METADATA_DEPTH = 16

@@ -19,6 +19,12 @@ hypothesis.settings.register_profile("tests", deadline=None)
 hypothesis.settings.load_profile("tests")
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Half as many workers again as there are cores: a test of a server waits for most of its time, for a start, a
+    time-out or an answer, and leaves its core to others."""
+    return (os.cpu_count() or 1) * 3 // 2
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[RunningServer]:
     """One server on the built-in model, shared by all tests that do not harm it."""

@@ -167,12 +167,17 @@ def _to_peft(adapter: _Adapter) -> tuple[dict[str, Any], Tensors]:
 
 
 def to_peft(
-    modules: Mapping[str, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]], rank: int, alpha: float
+    modules: Mapping[str, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]],
+    rank: int,
+    alpha: float,
+    *,
+    rslora: bool = False,
+    dropout: float = 0.0,
 ) -> tuple[dict[str, Any], Tensors]:
     """Return PEFT's configuration and tensors of an adapter.
 
-    `modules[path]` is (A [inputs, r], B [r, outputs]), unscaled, or with a leading expert axis. Raise ModelError for
-    modules that PEFT has no name for.
+    `modules[path]` is (A [inputs, r], B [r, outputs]), unscaled, or with a leading expert axis. With `rslora` the scale
+    is alpha / sqrt(rank). Raise ModelError for modules that PEFT has no name for.
     """
     tensors: Tensors = {}
     paths = []
@@ -184,7 +189,8 @@ def to_peft(
             turned = values.swapaxes(-1, -2)
             for name, matrix in zip(names, turned if experts else [turned], strict=True):
                 tensors[f"{peft.PREFIX}{name}.lora_{side}.weight"] = np.ascontiguousarray(matrix)
-    return _peft_config("", rank, int(alpha) if float(alpha).is_integer() else alpha, 0.0, paths), tensors
+    config = _peft_config("", rank, int(alpha) if float(alpha).is_integer() else alpha, dropout, paths)
+    return config | {"use_rslora": rslora}, tensors
 
 
 def _peft_config(base: str, rank: int, alpha: float, dropout: float, paths: list[str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ from mlx_tandem.training.examples import FORMS, Turns, parse
 Data = Sequence["Datum | Mapping[str, Any]"]
 """The examples of a batch."""
 
-Render = Callable[["Turns", Mapping[str, bool]], "list[Part]"]
+Render = Callable[["Turns", Mapping[str, Any]], "list[Part]"]
 """A function that renders a conversation with the chat template."""
 
 EXTRAS = ("weights", "advantages", "logprobs", "temperature")
@@ -59,7 +60,7 @@ class ServedCodec:
         """Return the codec of the model that `front` serves. Raises EngineUnavailable while there is no engine."""
         info, prompts = front.client.check_ready(), front.prompts
 
-        def render(messages: Turns, options: Mapping[str, bool]) -> list[Part]:
+        def render(messages: Turns, options: Mapping[str, Any]) -> list[Part]:
             return front.from_thread(prompts.rendered(messages, options))
 
         return cls(
@@ -75,13 +76,20 @@ class ServedCodec:
         _check_characters(text)
         return self._tokenizer.encode(text, add_special_tokens=begins)
 
-    def chat(self, messages: Turns, *, asks: bool) -> list[int]:
-        """Return the token ids of a conversation. With `asks` it ends with the beginning of an answer."""
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids without special tokens."""
+        return self._tokenizer.decode(ids)
+
+    def chat(self, messages: Turns, *, asks: bool, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the token ids of a conversation in which these tools are offered.
+
+        With `asks` it ends with the beginning of an answer.
+        """
         assert self._render is not None
-        for message in messages:
-            for value in message.values():
-                _check_characters(value)
-        return self._tokenizer.encode_parts(self._render(messages, {"add_generation_prompt": asks}))
+        for value in (*(value for message in messages for value in message.values()), *tools):
+            _check_characters(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False))
+        options = {"add_generation_prompt": asks} | ({"tools": list(tools)} if tools else {})
+        return self._tokenizer.encode_parts(self._render(messages, options))
 
 
 def _check_characters(text: str) -> None:
@@ -116,7 +124,7 @@ def _datum(value: Mapping[str, Any], codec: ServedCodec) -> Datum:
     """Return the datum of an example that is given as a mapping."""
     if not isinstance(value, Mapping):
         raise InvalidRequest("must be a mapping or a Datum", code="invalid_type")
-    known = {key for keys in FORMS for key in keys} | {*EXTRAS}
+    known = {key for keys in FORMS for key in keys} | {"tools", *EXTRAS}
     for key in value:
         if key not in known:
             raise InvalidRequest(f"{key} is not known here", param=str(key), code="unknown_parameter")

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from mlx_tandem import engine_main, limits
+from mlx_tandem.api.conversations import Conversation
 from mlx_tandem.api.data import Data, ServedCodec
 from mlx_tandem.api.generation import Adapters, ChatOptions, Completion, Generation, Tokens, is_one
 from mlx_tandem.api.trainer import OpenTrainers, Trainer, open_trainer, run_pass
@@ -31,7 +32,7 @@ from mlx_tandem.config import (
     ServerConfig,
 )
 from mlx_tandem.engine.client.process import EngineProcess, Launch
-from mlx_tandem.engine.learning import BatchResult, LossConfig, LossKind
+from mlx_tandem.engine.learning import BatchResult, LoraOptions, LossConfig, LossKind
 from mlx_tandem.errors import EngineError, InvalidRequest
 from mlx_tandem.generation.front import Front
 from mlx_tandem.strict_json import convert
@@ -147,6 +148,17 @@ class Engine:
         own = {name: options.pop(name) for name in ChatOptions.__struct_fields__ if name in options}
         return self._call(self._generation.chat(messages, adapter, own, options))
 
+    def conversation(self, *, adapter: str | None = None, **options: Any) -> Conversation:
+        """Begin a conversation of several turns whose answers a trainer can learn from.
+
+        `options` are those of `chat` about tools and thoughts.
+        """
+        known = set(ChatOptions.__struct_fields__)
+        for name in options:
+            if name not in known:
+                raise InvalidRequest(f"a conversation has no option {name}", param=name, code="unknown_parameter")
+        return Conversation(self._call, self._generation, adapter, options)
+
     def stream(
         self, prompt: str | Tokens | Sequence[Mapping[str, Any]], *, adapter: str | None = None, **sampling: Any
     ) -> Iterator[str]:
@@ -224,6 +236,9 @@ class Engine:
         alpha: float | None = None,
         targets: Sequence[str] = (),
         seed: int = 0,
+        rslora: bool = False,
+        plus_ratio: float = 1.0,
+        dropout: float = 0.0,
         init_from: str | None = None,
         resume: str | Path | None = None,
     ) -> Trainer:
@@ -231,11 +246,17 @@ class Engine:
 
         By default the adapter changes nothing at first, and has rank 16 and an alpha of twice the rank. With
         `init_from` it begins with the weights, rank and scale of that adapter; with `resume`, in the state that was
-        saved in that folder. `targets` are last parts of module names, such as "q_proj"; none means all linear layers.
+        saved in that folder. `targets` are last parts of module names, such as "q_proj"; none means all linear layers
+        but the output head, which is "lm_head".
+
+        `rslora` scales by alpha / sqrt(rank) instead of alpha / rank. `plus_ratio` is the ratio of B's learning rate to
+        A's (LoRA+). `dropout` is the share of A's inputs that `forward_backward` leaves out at random; `forward` and
+        what is published leave out none.
         """
+        options = convert({"rslora": rslora, "plus_ratio": plus_ratio, "dropout": dropout}, LoraOptions)
         opening = open_trainer(
             self._call, self._front, self._trainers, name, rank=rank, alpha=alpha, targets=targets, seed=seed,
-            init_from=init_from, resume=resume,
+            options=options, init_from=init_from, resume=resume,
         )  # fmt: skip
         return self._call(opening)
 

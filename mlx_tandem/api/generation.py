@@ -15,6 +15,7 @@ from mlx_tandem.generation.adapters.model_names import Selection
 from mlx_tandem.generation.answers import Answers
 from mlx_tandem.generation.chat_constraints import chat_constraint
 from mlx_tandem.generation.chats import Chat, ChatRequest, Effort, Thinking
+from mlx_tandem.generation.continued_chats import Kept, continued
 from mlx_tandem.generation.embeddings import EmbeddingOptions, embedding_request, vectors
 from mlx_tandem.generation.events import TextDelta
 from mlx_tandem.generation.front import Front
@@ -132,6 +133,24 @@ class Generation:
         chat = await _chat(self._front, messages, options)
         return (await self._complete([chat.prompt], await self._select(adapter), sampling, chat))[0]
 
+    async def go_on(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        adapter: str | None,
+        options: dict[str, Any],
+        sampling: dict[str, Any],
+        kept: Kept | None,
+    ) -> tuple[list[int], list[int], Completion]:
+        """Return a conversation as the template writes it, its prompt after the tokens that are kept, and the answer.
+
+        Raises InvalidRequest and NotFound, and Conflict for a conversation that does not go on after its last answer.
+        """
+        asked = _chat_request(messages, options)
+        chat = await asked.chat(self._front)
+        prompt = chat.prompt if kept is None else await continued(self._front, asked, chat.prompt, kept)
+        (completion,) = await self._complete([prompt], await self._select(adapter), sampling, chat)
+        return chat.prompt, prompt, completion
+
     async def embed(
         self,
         prompt: str | Tokens | Sequence[str] | Sequence[Tokens],
@@ -200,15 +219,19 @@ class Generation:
 
 async def _chat(front: Front, messages: Any, options: dict[str, Any]) -> Chat:
     """Return a conversation as a prompt. A text is one message of the user. Raises InvalidRequest."""
+    return await _chat_request(messages, options).chat(front)
+
+
+def _chat_request(messages: Any, options: dict[str, Any]) -> ChatRequest:
+    """Return a conversation with everything that decides how it is rendered. Raises InvalidRequest."""
     given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
     asked = convert(options, ChatOptions)
-    request = ChatRequest(
+    return ChatRequest(
         convert({"messages": given}, Conversation).messages,
         tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls),
         Thinking(asked.enable_thinking, asked.reasoning_effort, asked.thinking_token_budget),
         asked.chat_template_kwargs or {},
     )
-    return await request.chat(front)
 
 
 async def _prompted(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
+
+from msgspec import structs
 
 from mlx_tandem import files, limits
 from mlx_tandem.api.data import Data, ServedCodec, check_data, check_loss
@@ -14,6 +17,7 @@ from mlx_tandem.engine.learning import (
     AdamParams,
     Batch,
     BatchResult,
+    LoraOptions,
     LossConfig,
     LossKind,
     StepDone,
@@ -198,6 +202,7 @@ async def open_trainer(
     alpha: float | None,
     targets: Sequence[str],
     seed: int,
+    options: LoraOptions,
     init_from: str | None,
     resume: str | Path | None,
 ) -> Trainer:
@@ -205,15 +210,19 @@ async def open_trainer(
     if name not in front.models.registry:
         front.models.rules.check_free(name)
     limits.check("trainer_seed", seed, "seed")
+    if isinstance(targets, str):
+        raise InvalidRequest("targets must be a list of names", param="targets", code="invalid_type")
     if opened.get(name) == front.client.restarts:
         raise Conflict(f"a trainer {name!r} is open; close it first, or choose another name", param="name")
     opened[name] = front.client.restarts
     try:
         if resume is not None:
             spec = TrainerSpec(name, 1, 1.0, seed=seed)  # The folder has the real rank and alpha.
-            info = await _resumed(front, spec, resume, rank=rank, alpha=alpha, targets=targets, init_from=init_from)
+            asked = {"options": None if options == LoraOptions() else options, "init_from": init_from}
+            info = await _resumed(front, spec, resume, rank=rank, alpha=alpha, targets=targets, **asked)
         else:
-            info = await _begun(front, name, rank=rank, alpha=alpha, targets=targets, seed=seed, init_from=init_from)
+            spec = TrainerSpec(name, 1, 1.0, tuple(targets), seed, options)
+            info = await _begun(front, spec, rank=rank, alpha=alpha, init_from=init_from)
     except BaseException:
         opened.pop(name, None)
         raise
@@ -229,18 +238,12 @@ async def _resumed(front: Front, spec: TrainerSpec, folder: str | Path, **given:
 
 
 async def _begun(
-    front: Front,
-    name: str,
-    *,
-    rank: int | None,
-    alpha: float | None,
-    targets: Sequence[str],
-    seed: int,
-    init_from: str | None,
+    front: Front, spec: TrainerSpec, *, rank: int | None, alpha: float | None, init_from: str | None
 ) -> TrainerInfo:
-    """Open a trainer with a new adapter, or with the weights of the adapter `init_from`. Raises InvalidRequest."""
-    if isinstance(targets, str):
-        raise InvalidRequest("targets must be a list of names", param="targets", code="invalid_type")
+    """Open a trainer with a new adapter, or with the weights of the adapter `init_from`. Raises InvalidRequest.
+
+    `spec` has everything but the rank and alpha.
+    """
     digest = ""
     if init_from is not None:
         try:
@@ -254,7 +257,8 @@ async def _begun(
             )
         digest = entry.ref.digest
         rank = entry.info.rank if rank is None else rank
-        alpha = entry.info.scale * rank if alpha is None else alpha
+        if alpha is None:
+            alpha = entry.info.scale * (math.sqrt(rank) if spec.options.rslora else rank)
     rank = int(limits.check("rank", RANK if rank is None else rank))
     alpha = float(limits.check("alpha", 2.0 * rank if alpha is None else alpha))
-    return await front.client.open_trainer(TrainerSpec(name, rank, alpha, tuple(targets), seed), digest=digest)
+    return await front.client.open_trainer(structs.replace(spec, rank=rank, alpha=alpha), digest=digest)

@@ -168,11 +168,11 @@ def ask(
     except (HttpError, InvalidRequest) as e:
         fail(str(e))
     if status >= 300 or not isinstance(answer, dict):
-        fail(f"{url} answered with {status}: {_message(answer)}")
+        fail(f"{url} answered with {status}: {message_of(answer)}")
     return cast("dict[str, Any]", answer)
 
 
-def _message(answer: object) -> str:
+def message_of(answer: object) -> str:
     """Return the message of OpenAI's error object without characters that would control the terminal."""
     if isinstance(answer, dict) and isinstance(answer.get("error"), dict):
         answer = answer["error"].get("message")

@@ -15,6 +15,7 @@ from mlx_tandem.cli.checkpoints import checkpoints
 from mlx_tandem.cli.command import Background, DryRun, File, Folder, Root, ServeCommand, run, with_every_setting
 from mlx_tandem.cli.demo.commands import demo
 from mlx_tandem.cli.help import Command, group
+from mlx_tandem.cli.learn import learn
 from mlx_tandem.cli.train import train
 
 app = group("One base model in memory, many LoRA adapters served from it in one batch.")
@@ -22,6 +23,7 @@ app.add_typer(adapters, name="adapters")
 app.add_typer(checkpoints, name="checkpoints")
 app.add_typer(cache, name="cache")
 app.add_typer(train, name="train")
+app.add_typer(learn, name="learn")
 app.add_typer(bench, name="bench")
 app.add_typer(demo, name="demo")
 

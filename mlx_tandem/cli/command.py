@@ -91,6 +91,7 @@ def run(
         "adapter": split_pairs(given["adapter"]),
         "alias": split_arms(given["alias"]),
         "lora_target_modules": split_words(given["lora_target_modules"]),
+        "report_to": split_words(given["report_to"]),
         "allowed_origins": split_words(given["allowed_origins"]),
     }
     if dry_run:

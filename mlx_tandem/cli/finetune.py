@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec import structs
 
 from mlx_tandem import demo, files, limits
 from mlx_tandem.adapters.convert import inspect
 from mlx_tandem.api import Engine, Trainer
 from mlx_tandem.cli.console import say, warn
-from mlx_tandem.errors import Conflict
-from mlx_tandem.training.sft import Evaluation, SftConfig, Step, encode, fit, read, split
-from mlx_tandem.types import EngineInfo
+from mlx_tandem.engine.learning import Datum
+from mlx_tandem.errors import Conflict, InvalidRequest
+from mlx_tandem.training.fit import Course, Evaluation, Event, Step, fit
+from mlx_tandem.training.metrics.recorder import Recorder, openers
+from mlx_tandem.training.metrics.writer import Sample, Tracker, require
+from mlx_tandem.training.sft import Encoded, Line, SftConfig, encode, read, split
+from mlx_tandem.training.sft_runs import RunFolder, RunState, digest
 
 MANIFEST = "manifest.json"
 """File in the adapter's folder that says how it was made."""
@@ -26,89 +30,235 @@ MANIFEST = "manifest.json"
 BLOCK = 16
 """Positions per block of the pool, which only has to hold one sequence here."""
 
+RANK = 16
+"""Rank of an adapter if none is asked for."""
+
+START = "start"
+"""Name in the engine of the adapter that training begins with."""
+
+SAMPLE_TOKENS = 128
+"""Most tokens of an answer to a held-out example."""
+
+STEP_METRICS = ("loss", "learning_rate", "grad_norm", "tokens", "tokens_per_s")
+"""Numbers of a step that are recorded."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The examples of a run, and how they become tokens."""
+
+    file: Path
+    valid: Path | None
+    valid_share: float
+    max_length: int
+    raw: bool
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The adapter to train: its shape where something else than the default is asked for, and what it begins as.
+
+    `asked` are arguments of `Engine.trainer`.
+    """
+
+    asked: dict[str, Any]
+    init_from: Path | None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `Engine.trainer`. Raises InvalidRequest for an adapter that nothing can begin as.
+
+        What is not asked for is that of the adapter that it begins as: the rank, the scale and the modules.
+        """
+        given = {name: value for name, value in self.asked.items() if value is not None}
+        if self.init_from is None:
+            return {"rank": RANK} | given
+        found = inspect(self.init_from)
+        if found.problems:
+            raise InvalidRequest(f"{self.init_from} cannot be used: {found.problems[0]}", param="init_from")
+        return {"rank": max(found.ranks), "targets": found.targets, "init_from": START} | given
+
+
+@dataclass(frozen=True)
+class Records:
+    """What is recorded of a run, and where."""
+
+    file: Path | None  # None: metrics.jsonl in the adapter's folder
+    trackers: tuple[Tracker, ...]
+    samples: int  # held-out examples that are answered at every evaluation
+
+
+class Log:
+    """What has happened in a run so far."""
+
+    def __init__(self, events: Sequence[Event] = ()):
+        self.events: list[Event] = []
+        self.steps: list[Step] = []
+        self.evaluations: list[Evaluation] = []
+        self.tokens = 0
+        self.seconds = 0.0
+        for event in events:
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        """Append an event."""
+        self.events.append(event)
+        if isinstance(event, Step):
+            self.steps.append(event)
+            self.tokens += event.tokens
+            self.seconds += event.seconds
+        else:
+            self.evaluations.append(event)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second, over all steps."""
+        return self.tokens / max(self.seconds, 1e-9)
+
 
 @dataclass
 class Job:
     """One fine-tuning run, with everything checked that can be before the model is loaded."""
 
-    data: Path
+    data: Data
     model: str
     out: Path
-    valid: Path | None
-    valid_share: float
-    max_length: int
-    raw: bool
-    adapter: dict[str, Any]
+    adapter: Adapter
     dtype: str
     config: SftConfig
-    steps: list[Step] = field(default_factory=list)
-    evaluations: list[Evaluation] = field(default_factory=list)
+    records: Records
+    resume: bool = False
+    save_every: int = 0  # steps between saved states; 0: a state is saved at each evaluation
+    log: Log = field(default_factory=Log)
 
     def run(self) -> dict[str, Any]:
         """Train the adapter, and return all figures as plain data. Raise TandemError if that is impossible."""
-        limits.check("max_length", self.max_length)
-        limits.check("valid_share", self.valid_share)
-        limits.check("rank", self.adapter["rank"])
-        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
-            raise Conflict(f"{self.out} exists and is not an empty folder: choose another with --adapter-out")
-        lines, held_lines = read(self.data), read(self.valid) if self.valid else []
+        data, arguments = self.data, self._check()
+        lines, held_lines = read(data.file), read(data.valid) if data.valid else []
         with files.storage(self.out):
             files.make_folder(self.out.absolute().parent)  # now, so that a failure does not show after hours
-        say(f"loading {'the built-in model' if self._is_demo else self.model} …")
-        blocks = -(-self.max_length // BLOCK) + 1
-        with Engine(
-            self.model, {}, dtype=self.dtype, max_loras=0, max_lora_rank=self.adapter["rank"], num_blocks=blocks,
-            block_size=BLOCK, max_num_seqs=1,
-        ) as engine:  # fmt: skip
-            longest = min(self.max_length, engine.info.max_model_len)
-            found = encode(lines, engine.codec, max_length=longest, raw=self.raw)
-            train, held = split(found.data, self.valid_share, self.config.seed)
-            if held_lines:
-                held = encode(held_lines, engine.codec, max_length=longest, raw=self.raw).data
-            trainer = engine.trainer("sft", seed=self.config.seed, **self.adapter)
-            if found.shortened or found.left_out:
-                warn(
-                    f"{found.shortened} examples were cut to {longest} tokens, and {found.left_out} left out, of which "
-                    "nothing to teach would have been left"
-                )
-            say(f"{len(train)} examples to learn, {len(held)} held out, {trainer.info.parameters:,} parameters")
-            counts = {
-                "learned": len(train),
-                "held_out": len(held),
-                "shortened": found.shortened,
-                "left_out": found.left_out,
-            }
-            about = self._about(engine.info, trainer, counts)
-            with _progress() as show:
-                for event in fit(trainer, train, held, self.config):
-                    if isinstance(event, Step):
-                        self.steps.append(event)
-                    else:
-                        self.evaluations.append(event)
-                        if event.best:
-                            self._keep(trainer, about)
-                    show(self)
-            if not held:
-                self._keep(trainer, about)
+        self._run_folder.begin()
+        try:
+            say(f"loading {'the built-in model' if self._is_demo else self.model} …")
+            with self._engine(arguments) as engine:
+                found, course = self._encoded(engine, lines, held_lines)
+                self._learn(engine, arguments, found, course)
+        finally:
+            self._run_folder.release()
         return self._report()
+
+    def _check(self) -> dict[str, Any]:
+        """Return the trainer's arguments. Raise TandemError for settings that cannot be used."""
+        limits.check("max_length", self.data.max_length)
+        limits.check("valid_share", self.data.valid_share)
+        limits.check("samples", self.records.samples)
+        limits.check("save_every", self.save_every)
+        arguments = self.adapter.arguments()
+        for name in ("rank", "plus_ratio", "dropout"):
+            if name in arguments:
+                limits.check(name, arguments[name])
+        require(self.records.trackers)
+        self._run_folder = RunFolder(self.out)
+        self._run_folder.check(self.resume)
+        if not self.resume and self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise Conflict(f"{self.out} exists and is not an empty folder: choose another with --adapter-out")
+        return arguments
+
+    def _engine(self, arguments: dict[str, Any]) -> Engine:
+        """Load the model with room for one sequence and, where it is answered for samples, for the adapter."""
+        start = self.adapter.init_from
+        answers = self.records.samples > 0
+        most = self.data.max_length + (SAMPLE_TOKENS if answers else 0)
+        return Engine(
+            self.model, {} if start is None else {START: start}, dtype=self.dtype,
+            max_loras=int(answers or start is not None), max_lora_rank=arguments["rank"],
+            num_blocks=-(-most // BLOCK) + 1, block_size=BLOCK, max_num_seqs=1,
+        )  # fmt: skip
+
+    def _encoded(self, engine: Engine, lines: list[Line], held_lines: list[Line]) -> tuple[Encoded, Course]:
+        """Return the examples as data, and the course over those that are learned and those that are held out."""
+        longest = min(self.data.max_length, engine.info.max_model_len)
+        found = encode(lines, engine.codec, max_length=longest, raw=self.data.raw)
+        train, held = split(found.data, self.data.valid_share, self.config.seed)
+        if held_lines:
+            held = encode(held_lines, engine.codec, max_length=longest, raw=self.data.raw).data
+        if found.shortened or found.left_out:
+            warn(
+                f"{found.shortened} examples were cut to {longest} tokens, and {found.left_out} left out, of which "
+                "nothing to teach would have been left"
+            )
+        return found, Course(self.config, train, held)
+
+    def _learn(self, engine: Engine, arguments: dict[str, Any], found: Encoded, course: Course) -> None:
+        """Train from the beginning or from the saved state on, and keep the best adapter and the newest state."""
+        train, held = course.train, course.valid
+        decides = {
+            "model": self.model,
+            "dtype": engine.info.dtype,
+            "data": digest(train, held),
+            "adapter": arguments | {"init_from": str(self.adapter.init_from)},
+            "settings": self.config,
+        }
+        saved = self._run_folder.load(decides) if self.resume else None
+        if saved is None:
+            trainer = engine.trainer("sft", seed=self.config.seed, **arguments)
+        else:
+            trainer = engine.trainer("sft", resume=saved[0])
+            self.log = Log(saved[1].events)
+            say(f"resuming after step {len(self.log.steps)}")
+        say(f"{len(train)} examples to learn, {len(held)} held out, {trainer.info.parameters:,} parameters")
+        about = self._about(engine, trainer, found, course)
+        recorder = self._recorder(about)
+        questions = _questions(engine, held, self.records.samples)
+        try:
+            with _progress() as show:
+                for event in fit(trainer, course, tuple(self.log.events)):
+                    self.log.add(event)
+                    _record(recorder, event)
+                    if isinstance(event, Evaluation) and event.best:
+                        self._keep(trainer, about)
+                    if self._is_saved_after(event, course):
+                        self._run_folder.save(trainer.save, RunState(_plain(decides), self.log.events))
+                    if isinstance(event, Evaluation) and questions:
+                        recorder.samples(event.step, _answers(engine, trainer, questions))
+                    show(self.log)
+        finally:
+            recorder.close()
+        if not held:
+            self._keep(trainer, about)
+
+    def _is_saved_after(self, event: Event, course: Course) -> bool:
+        """Return whether the state after this event is saved: at evaluations, or else at the ends of epochs."""
+        if isinstance(event, Evaluation):
+            return not self.save_every
+        if course.valid and not self.save_every:
+            return False
+        return event.step % (self.save_every or len(course.groups(0))) == 0
+
+    def _recorder(self, about: dict[str, Any]) -> Recorder:
+        """Return the recorder of the run. Its files are in the run's folder, which is at last the adapter's."""
+        folder, records = self._run_folder.path, self.records
+        file = folder / "metrics.jsonl" if records.file is None else records.file
+        return Recorder(openers(file, records.trackers, folder, self.out.absolute().name, about), warn)
 
     @property
     def _is_demo(self) -> bool:
         return self.model == str(demo.MODEL_PATH)
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second, over all steps."""
-        return sum(s.tokens for s in self.steps) / max(sum(s.seconds for s in self.steps), 1e-9)
-
-    def _about(self, info: EngineInfo, trainer: Trainer, counts: dict[str, int]) -> dict[str, Any]:
-        more = {"max_length": self.max_length, "valid_share": self.valid_share, "raw": self.raw}
+    def _about(self, engine: Engine, trainer: Trainer, found: Encoded, course: Course) -> dict[str, Any]:
+        data, info = self.data, engine.info
+        counts = {
+            "learned": len(course.train),
+            "held_out": len(course.valid),
+            "shortened": found.shortened,
+            "left_out": found.left_out,
+        }
+        more = {"max_length": data.max_length, "valid_share": data.valid_share, "raw": data.raw}
         return {
             "format": 1,
             "kind": "sft",
             "base": {"path": self.model, "model_type": info.model_type, "dtype": info.dtype},
             "adapter": msgspec.to_builtins(trainer.info),
-            "data": {"file": str(self.data), "valid": str(self.valid) if self.valid else None, **counts},
+            "data": {"file": str(data.file), "valid": str(data.valid) if data.valid else None, **counts},
             "settings": msgspec.to_builtins(self.config) | more,
         }
 
@@ -118,10 +268,11 @@ class Job:
         Except for the moment between two renames, the name leads to a whole adapter or to none yet.
         """
         new, old = (self.out.with_name(f".{self.out.name}.{word}") for word in ("new", "old"))
+        judged = self.log.evaluations
         now = {
-            "step": self.steps[-1].step,
-            "held_out_loss": self.evaluations[-1].loss if self.evaluations else None,
-            "held_out_loss_before": self.evaluations[0].loss if self.evaluations else None,
+            "step": self.log.steps[-1].step,
+            "held_out_loss": judged[-1].loss if judged else None,
+            "held_out_loss_before": judged[0].loss if judged else None,
         }
         with files.storage(self.out):
             files.remove_tree(new)
@@ -137,45 +288,81 @@ class Job:
             files.remove_tree(old)
 
     def _report(self) -> dict[str, Any]:
+        self._run_folder.end(self.out)
         kept: dict[str, Any] = json.loads((self.out / MANIFEST).read_text(encoding="utf-8"))
-        if self.evaluations:
+        judged, steps = self.log.evaluations, self.log.steps
+        if judged:
             before, after = kept["held_out_loss_before"], kept["held_out_loss"]
-            print(f"held-out loss {before:.4f} → {after:.4f} nats per token (step {kept['step']} of {len(self.steps)})")
+            print(f"held-out loss {before:.4f} → {after:.4f} nats per token (step {kept['step']} of {len(steps)})")
             if after >= before:
                 warn("what is held out is not predicted better than before: this adapter is of no use")
-            if self.evaluations[-1].fell:
+            if judged[-1].fell:
                 warn("the held-out loss was still falling at the end: more epochs (--epochs) would teach more")
         base = "" if self._is_demo else f" --model {self.model}"
         print(f"wrote {self.out}; try it: tandem serve{base} --adapter {self.out.resolve().name} {self.out}")
         return kept | {
-            "tokens_per_s": self.rate,
-            "seconds": sum(s.seconds for s in self.steps),
-            "steps": [dataclasses.asdict(s) for s in self.steps],
-            "evaluations": [dataclasses.asdict(e) for e in self.evaluations],
+            "tokens_per_s": self.log.rate,
+            "seconds": self.log.seconds,
+            "steps": [structs.asdict(s) for s in steps],
+            "evaluations": [structs.asdict(e) for e in judged],
         }
 
 
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(value)
+    return found
+
+
+def _record(recorder: Recorder, event: Event) -> None:
+    """Record one event."""
+    if isinstance(event, Step):
+        rate = event.tokens / max(event.seconds, 1e-9)
+        numbers = structs.asdict(event) | {"tokens_per_s": rate}
+        recorder.scalars("step", event.step, {name: numbers[name] for name in STEP_METRICS})
+    else:
+        recorder.scalars("evaluation", event.step, {"loss": event.loss})
+
+
+def _questions(engine: Engine, held: Sequence[Datum], count: int) -> list[tuple[tuple[int, ...], str, str]]:
+    """Return the first held-out examples: the tokens of the prompt, its text and the expected answer."""
+    text = engine.codec.decode
+    return [(d.tokens[: d.prompt_length], text(d.tokens[: d.prompt_length]), text(d.tokens[d.prompt_length :]))
+            for d in held[:count]]  # fmt: skip
+
+
+def _answers(engine: Engine, trainer: Trainer, questions: Sequence[tuple[tuple[int, ...], str, str]]) -> list[Sample]:
+    """Return what the adapter answers now, without sampling."""
+    label = trainer.publish()
+    prompts = [tokens for tokens, _, _ in questions]
+    done = engine.generate(prompts, adapter=label, temperature=0, max_tokens=SAMPLE_TOKENS)
+    return [
+        Sample(prompt, answer.text, expected=expected)
+        for (_, prompt, expected), answer in zip(questions, done, strict=True)
+    ]
+
+
 @contextmanager
-def _progress() -> Iterator[Callable[[Job], None]]:
+def _progress() -> Iterator[Callable[[Log], None]]:
     """Yield a function that shows progress: a bar on a terminal, elsewhere a line at every evaluation."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
 
-    def text(job: Job) -> str:
-        loss = f"loss {job.steps[-1].loss:.4f}   " if job.steps else ""
-        held = f"held out {job.evaluations[-1].loss:.4f}   " if job.evaluations else ""
-        return f"{loss}{held}{job.rate:,.0f} tokens/s"
+    def text(log: Log) -> str:
+        steps, judged = log.steps, log.evaluations
+        loss = f"loss {steps[-1].loss:.4f}   " if steps else ""
+        held = f"held out {judged[-1].loss:.4f}   " if judged else ""
+        return f"{loss}{held}{log.rate:,.0f} tokens/s"
 
     if not console.is_terminal:
         said = 0
 
-        def line(job: Job) -> None:
+        def line(log: Log) -> None:
             nonlocal said
-            if len(job.evaluations) > said:
-                said = len(job.evaluations)
-                say(f"step {len(job.steps)}   {text(job)}")
+            if len(log.evaluations) > said:
+                said = len(log.evaluations)
+                say(f"step {len(log.steps)}   {text(log)}")
 
         yield line
         return
@@ -183,12 +370,12 @@ def _progress() -> Iterator[Callable[[Job], None]]:
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("", total=None)
 
-        def show(job: Job) -> None:
+        def show(log: Log) -> None:
             bar.update(
                 task,
-                description=text(job),
-                total=job.steps[-1].steps if job.steps else None,
-                completed=len(job.steps),
+                description=text(log),
+                total=log.steps[-1].steps if log.steps else None,
+                completed=len(log.steps),
             )
 
         yield show

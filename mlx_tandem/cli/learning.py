@@ -13,6 +13,7 @@ from mlx_tandem.cli.flags import FLAGS
 from mlx_tandem.cli.options import LEARNING
 from mlx_tandem.config import Config
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.training.metrics.writer import require
 
 ALONE = ("enable_rl_training", "mode")
 """Options that mean something whether or not an adapter is trained."""
@@ -66,6 +67,7 @@ def _check(config: Config) -> None:
         )
     if source and source not in adapters and not config.adapter_root:
         raise InvalidRequest(f"'rl_training.init_from' is '{source}', but no adapter of this name is served")
+    require(training.report_to)
     _check_checkpoints(config)
 
 
@@ -100,10 +102,10 @@ def _with_room(config: Config) -> Config:
 
 def _scored(config: Config) -> Config:
     """Return the settings with the environment's name as scoring function, if it is one and no other is set."""
-    from mlx_tandem.training.rewards import RewardPool
+    from mlx_tandem.training.rewards import LATER, RewardPool
 
     training = config.rl_training
-    names = RewardPool(training).names
+    names = [*RewardPool(training).names, LATER]
     if training.scoring_function:
         if training.scoring_function not in names:
             raise InvalidRequest(

@@ -60,6 +60,12 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "NAME",
         ),
         Option(
+            "server.reranker",
+            "--reranker",
+            "Whether the model scores documents: by its folder (auto), never (none), or as Qwen 3's rerankers (qwen3).",
+            "NAME",
+        ),
+        Option(
             "server.generation_config",
             "--generation-config",
             "Where sampling defaults come from: the model's folder (auto), nowhere (vllm, none), or another folder.",
@@ -330,6 +336,13 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "--validation-prompts",
             "JSONL file whose mean reward each version must keep to be published.",
             "FILE",
+        ),
+        Option("rl_training.metrics_file", "--metrics-file", "JSONL file of metrics and samples of updates.", "FILE"),
+        Option(
+            "rl_training.report_to",
+            "--report-to",
+            "Trackers that get them: tensorboard, wandb, trackio (repeatable, or with commas).",
+            "NAME,NAME",
         ),
         Option("checkpointing.checkpoint_dir", "--checkpoint-dir", "Folder of checkpoints (./checkpoints).", "FOLDER"),
         Option("checkpointing.interval", "--checkpoint-interval", "Updates between two checkpoints (500)."),

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from mlx_tandem.cli.console import fail
+from mlx_tandem.cli.console import fail, say
+from mlx_tandem.training.schedules import ScheduleKind
 
 _DATA, _ADAPTER, _COURSE, _REPORT = "Data", "Adapter", "Course", "Report"
 
@@ -36,13 +37,29 @@ def sft(
         bool,
         typer.Option("--raw", help="Prompts and completions are plain text, not chat turns.", rich_help_panel=_DATA),
     ] = False,
-    rank: Annotated[int, typer.Option("--rank", "--lora-rank", rich_help_panel=_ADAPTER)] = 16,
+    init_from: Annotated[
+        Path | None,
+        typer.Option(help="Adapter folder to begin with; its rank, scale and layers apply.", rich_help_panel=_ADAPTER),
+    ] = None,
+    rank: Annotated[
+        int | None, typer.Option("--rank", "--lora-rank", help="Rank of the adapter (16).", rich_help_panel=_ADAPTER)
+    ] = None,
     alpha: Annotated[
         float | None, typer.Option("--alpha", "--lora-alpha", help="Default: twice the rank.", rich_help_panel=_ADAPTER)
     ] = None,
     targets: Annotated[
         str, typer.Option(help="Linear layers such as q_proj,v_proj (all).", rich_help_panel=_ADAPTER)
     ] = "",
+    rslora: Annotated[
+        bool,
+        typer.Option("--rslora", help="Scale by alpha / sqrt(rank), not alpha / rank.", rich_help_panel=_ADAPTER),
+    ] = False,
+    plus_ratio: Annotated[
+        float, typer.Option(help="LoRA+: learning rate of B over that of A.", rich_help_panel=_ADAPTER)
+    ] = 1.0,
+    dropout: Annotated[
+        float, typer.Option(help="Share of A's inputs left out at random.", rich_help_panel=_ADAPTER)
+    ] = 0.0,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
         typer.Option(help="Type of the base model.", rich_help_panel=_ADAPTER),
@@ -60,6 +77,13 @@ def sft(
     ] = 0,
     accumulate: Annotated[int, typer.Option(help="Batches per step.", rich_help_panel=_COURSE)] = 1,
     learning_rate: Annotated[float, typer.Option("--learning-rate", "--lr", rich_help_panel=_COURSE)] = 2e-4,
+    schedule: Annotated[
+        ScheduleKind | None,
+        typer.Option(help="Course of the learning rate (cosine; constant without --epochs).", rich_help_panel=_COURSE),
+    ] = None,
+    rate_floor: Annotated[
+        float, typer.Option(help="Share of the learning rate that a schedule ends at.", rich_help_panel=_COURSE)
+    ] = 0.0,
     warmup_share: Annotated[
         float,
         typer.Option(
@@ -71,7 +95,31 @@ def sft(
     eval_every: Annotated[
         int, typer.Option(help="Steps between evaluations of held-out examples (an epoch).", rich_help_panel=_COURSE)
     ] = 0,
+    patience: Annotated[
+        int,
+        typer.Option(help="End after so many evaluations without a fall of the loss.", rich_help_panel=_COURSE),
+    ] = 0,
+    least_fall: Annotated[
+        float, typer.Option(help="Nats per token that count as a fall.", rich_help_panel=_COURSE)
+    ] = 1e-3,
     seed: Annotated[int, typer.Option(rich_help_panel=_COURSE)] = 0,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the unfinished run of --adapter-out.", rich_help_panel=_COURSE)
+    ] = False,
+    save_every: Annotated[
+        int,
+        typer.Option(help="Steps between saved states for --resume (each evaluation).", rich_help_panel=_COURSE),
+    ] = 0,
+    metrics_file: Annotated[
+        Path | None,
+        typer.Option(help="JSONL file of metrics (metrics.jsonl in the adapter's folder).", rich_help_panel=_REPORT),
+    ] = None,
+    report_to: Annotated[
+        str, typer.Option(help="Trackers: tensorboard, wandb, trackio; with commas.", rich_help_panel=_REPORT)
+    ] = "",
+    samples: Annotated[
+        int, typer.Option(help="Held-out examples answered at each evaluation.", rich_help_panel=_REPORT)
+    ] = 0,
     json_out: Annotated[Path | None, typer.Option(help="Write all figures here.", rich_help_panel=_REPORT)] = None,
     plot: Annotated[
         Path | None,
@@ -84,8 +132,9 @@ def sft(
     from mlx_tandem import demo
     from mlx_tandem.cli import hub
     from mlx_tandem.cli.bench.plot import SUFFIXES, MissingLibrary, require
-    from mlx_tandem.cli.finetune import Job, draw
+    from mlx_tandem.cli.finetune import Adapter, Data, Job, Records, draw
     from mlx_tandem.errors import TandemError
+    from mlx_tandem.training.metrics.writer import trackers
     from mlx_tandem.training.sft import SftConfig
 
     if plot is not None and plot.suffix not in SUFFIXES:
@@ -97,20 +146,26 @@ def sft(
             require()
         base = str(demo.MODEL_PATH) if model is None else str(hub.find(model, "model").folder)
         config = SftConfig(
-            epochs, batch_size, batch_tokens, accumulate, learning_rate, warmup_share, weight_decay, max_grad_norm,
-            eval_every, seed,
+            epochs=epochs, batch_size=batch_size, batch_tokens=batch_tokens, accumulate=accumulate,
+            learning_rate=learning_rate, schedule=schedule, rate_floor=rate_floor, warmup_share=warmup_share,
+            weight_decay=weight_decay, grad_norm=max_grad_norm, eval_every=eval_every, patience=patience,
+            least_fall=least_fall, seed=seed,
         )  # fmt: skip
+        asked = {
+            "rank": rank, "alpha": alpha, "targets": tuple(targets.split(",")) if targets else None,
+            "rslora": rslora, "plus_ratio": plus_ratio, "dropout": dropout,
+        }  # fmt: skip
+        share = 0.0 if valid is not None else 0.1 if valid_share is None else valid_share
         job = Job(
-            data,
+            Data(data, valid, share, max_length, raw),
             base,
             adapter_out or Path(f"{data.stem}-adapter"),
-            valid,
-            0.0 if valid is not None else 0.1 if valid_share is None else valid_share,
-            max_length,
-            raw,
-            {"rank": rank, "alpha": alpha, "targets": tuple(targets.split(",")) if targets else ()},
+            Adapter(asked, init_from),
             dtype,
             config,
+            Records(metrics_file, trackers(report_to), samples),
+            resume,
+            save_every,
         )
         found = job.run()
         if json_out is not None:
@@ -121,3 +176,6 @@ def sft(
             draw(found, plot)
     except (TandemError, hub.HubError, MissingLibrary, OSError) as e:
         fail(str(e))
+    except KeyboardInterrupt:
+        say("stopped; the same command with --resume continues")
+        raise SystemExit(130) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from msgspec import Struct
@@ -80,14 +81,28 @@ class AdamParams(Struct, frozen=True):
     grad_norm: float = 0.0
 
 
+class LoraOptions(Struct, frozen=True):
+    """Ways in which an adapter is trained that differ from plain LoRA."""
+
+    rslora: bool = False  # the delta is scaled by alpha / sqrt(rank) (Kalajdzievski 2023) instead of alpha / rank
+    plus_ratio: float = 1.0  # B's learning rate over A's (LoRA+, Hayou et al. 2024)
+    dropout: float = 0.0  # share of A's inputs that passes with gradients leave out
+
+
 class TrainerSpec(Struct, frozen=True):
-    """The shape of a new trainer. A is uniform in ±1/sqrt(inputs), B is zero; the delta is scaled by alpha / rank."""
+    """The shape of a new trainer. A is uniform in ±1/sqrt(inputs), B is zero."""
 
     name: str
     rank: int
     alpha: float
-    targets: tuple[str, ...] = ()  # last parts of module paths; empty: every linear layer
+    targets: tuple[str, ...] = ()  # last parts of module paths; empty: every linear layer but the output head
     seed: int = 0
+    options: LoraOptions = LoraOptions()
+
+    @property
+    def scale(self) -> float:
+        """Factor of the adapter's delta."""
+        return self.alpha / (math.sqrt(self.rank) if self.options.rslora else self.rank)
 
 
 class TrainerInfo(Struct, frozen=True):

@@ -33,7 +33,7 @@ from mlx_tandem.model.loader import LoadedModel, Report, load_unread, read_weigh
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.uploads import Uploads
 from mlx_tandem.model.memory import Limit
-from mlx_tandem.model.runner import MLXRunner
+from mlx_tandem.model.runner import MLXRunner, RunnerSizes
 from mlx_tandem.model.warm_up import warm_up
 from mlx_tandem.types import EngineInfo, MemoryBudget, MemoryInUse
 
@@ -134,7 +134,7 @@ def build(
     return Built(
         runner=runner,
         info=info,
-        linears=adapters.linears(),
+        linears=adapters.linears() | adapters.head(),
         layers=len(found.layers),
         warm_up=run_first_steps,
         memory=lambda: MemoryInUse(
@@ -145,7 +145,9 @@ def build(
         adapter_dtype=adapters.dtype,
         uploads=adapters.uploads,
         step_limits=step_limits,
-        slot_room=SlotRoom(adapters.linears(), config.lora.max_loras, adapters.dtype.size, memory.adapter_slots),
+        slot_room=SlotRoom(
+            adapters.linears() | adapters.head(), config.lora.max_loras, adapters.dtype.size, memory.adapter_slots
+        ),
         trainer_budget=_trainer_budget(config, model, found, adapters, memory),
     )
 
@@ -167,15 +169,17 @@ def _runner(
         found.layers,
         adapters,
         weights,
-        vocab_size=found.vocab_size,
-        num_blocks=[pool.num_blocks for pool in memory.pools],
-        block_size=config.cache.block_size,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        mask_axes=found.mask_axes,
-        limits=limits,
-        attention=kernels.attention.layers,
-        row_counts=tuned.rows,
-        greedy=kernels.greedy.chosen,
+        RunnerSizes(
+            found.vocab_size,
+            [pool.num_blocks for pool in memory.pools],
+            config.cache.block_size,
+            config.scheduler.max_num_seqs,
+            found.mask_axes,
+            limits,
+            tuned.rows,
+        ),
+        kernels.attention.layers,
+        kernels.greedy.chosen,
     )
 
 

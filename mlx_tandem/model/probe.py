@@ -11,7 +11,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, ProbeCache, StepView
+from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, PoolLayout, ProbeCache, StepView
 from mlx_tandem.model.cache.pools import KVPools, windows_of
 from mlx_tandem.model.kernel_checks import machine
 from mlx_tandem.model.loader import CONFIG, LoadedModel, blamed_on, first_line, not_finite, suspects
@@ -219,10 +219,7 @@ class _Paged:
                 mx.array(offset.astype(np.int32)),
                 mx.array(slots.astype(np.int32)),
                 mx.array(seen.astype(np.int32)),
-                num_blocks=self._blocks,
-                block_size=self._block,
-                mask_axes=self._axes,
-                kept=window,
+                PoolLayout(self._blocks, self._block, self._axes, window),
                 common_offset=common_offset,
             )
             views.append(view)

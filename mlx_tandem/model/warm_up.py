@@ -15,7 +15,8 @@ from mlx_tandem.model import device
 from mlx_tandem.model.choices import Pace
 from mlx_tandem.model.loader import Report
 from mlx_tandem.model.overlap import decide_overlap, tables_of
-from mlx_tandem.model.runner import USUAL, MLXRunner
+from mlx_tandem.model.runner import MLXRunner
+from mlx_tandem.model.step.compiled import USUAL
 from mlx_tandem.types import EngineInfo, SamplingParams
 
 log = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ def families(learning: Learning) -> Iterator[Metric]:
         "stale": status.dropped_stale,
         "duplicate": status.dropped_duplicate,
         "overflow": status.dropped_overflow,
+        "no_reward": status.dropped_no_reward,
     }
     pace = learning.updates_per_second()
 

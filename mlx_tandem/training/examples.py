@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -17,6 +17,7 @@ from msgspec import Struct
 from mlx_tandem.engine.learning import Datum
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.explain import explain
+from mlx_tandem.training.messages import Message, for_template, tools_for_template
 
 Turns = Sequence[Mapping[str, Any]]
 S = TypeVar("S", bound=Struct)
@@ -33,44 +34,20 @@ class Codec(Protocol):
         """Return the ids of a text. `begins`: with what the model expects in front of a text."""
         ...
 
-    def chat(self, messages: Turns, *, asks: bool) -> list[int]:
-        """Return the ids of a conversation. `asks`: up to where the assistant speaks."""
+    def chat(self, messages: Turns, *, asks: bool, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the ids of a conversation with tools on offer. `asks`: up to where the assistant speaks."""
         ...
-
-
-class Turn(Struct, forbid_unknown_fields=True):
-    """A message of a conversation, as people write it."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_call_id: str | None = None
-
-    def turn(self) -> dict[str, Any]:
-        """Return the message as chat templates expect it; "system" is the older name of "developer"."""
-        more = {"name": self.name, "reasoning_content": self.reasoning_content, "tool_call_id": self.tool_call_id}
-        return {
-            "role": "system" if self.role == "developer" else self.role,
-            "content": self.content,
-            **{key: value for key, value in more.items() if value is not None},
-        }
-
-
-class Message(Turn, forbid_unknown_fields=True):
-    """A message of a conversation that is taught."""
-
-    weight: Literal[0, 1] = 1  # of an assistant's message: whether it is taught
 
 
 class Chat(Struct):
     """An example that is a conversation, of which the assistant's messages are taught."""
 
     messages: list[Message]
+    tools: list[Any] = []  # that are offered in it
 
     def datum(self, codec: Codec) -> Datum:
         """Return the example as data for a trainer. Raises InvalidRequest."""
-        return conversation(codec, self.messages)
+        return conversation(codec, self.messages, self.tools)
 
 
 class Pair(Struct):
@@ -101,20 +78,24 @@ class Plain(Struct):
 
 Example = Chat | Pair | Plain
 FORMS: dict[tuple[str, ...], type[Example]] = {("messages",): Chat, ("prompt", "completion"): Pair, ("text",): Plain}
-UNSUPPORTED = ("tools", "functions", "parallel_tool_calls")
-"""Would change how a conversation is written, and are not here yet."""
+UNSUPPORTED = ("functions", "function_call")
+"""Older names of tools, in a form of their own."""
 
 
 def parse(value: Mapping[str, Any]) -> Example:
     """Return one example from plain data. Other keys are left alone. Raises InvalidRequest naming the field."""
     for key in UNSUPPORTED:
         if value.get(key):
-            raise InvalidRequest(f"{key} is not supported", param=key, code="unsupported_parameter")
+            raise InvalidRequest(f"{key} is not supported; give tools", param=key, code="unsupported_parameter")
     found = [keys for keys in FORMS if any(key in value for key in keys)]
     if len(found) != 1:
         what = " beside ".join(keys[0] for keys in found) if found else "none of them"
         raise InvalidRequest(f"an example has messages, prompt and completion, or text; here is {what}")
-    return decode({key: value[key] for key in found[0] if key in value}, FORMS[found[0]])
+    form = FORMS[found[0]]
+    if value.get("tools") and form is not Chat:
+        raise InvalidRequest("tools belong to messages", param="tools")
+    keys = (*found[0], "tools") if form is Chat and value.get("tools") is not None else found[0]
+    return decode({key: value[key] for key in keys if key in value}, form)
 
 
 def decode(value: Any, kind: type[S]) -> S:
@@ -135,8 +116,8 @@ def continuation(codec: Codec, prompt: Sequence[int], completion: Sequence[int])
     return Datum((*prompt, *taught), len(prompt), (1.0,) * len(taught))
 
 
-def conversation(codec: Codec, messages: Sequence[Message]) -> Datum:
-    """Return a datum that teaches what the assistant says.
+def conversation(codec: Codec, messages: Sequence[Message], tools: Sequence[Any] = ()) -> Datum:
+    """Return a datum that teaches what the assistant says, its calls of tools among it, and not what they return.
 
     Not taught are the first message of all, messages of weight 0, and earlier ones that the template writes differently
     once the conversation has gone on. Raises InvalidRequest when nothing is left to teach, or when the template hides
@@ -144,25 +125,43 @@ def conversation(codec: Codec, messages: Sequence[Message]) -> Datum:
     """
     if not codec.chats:
         raise InvalidRequest("this model has no chat template; give prompt and completion", param="messages")
+    turns = for_template(messages)
     taught = [i for i, m in enumerate(messages) if i and m.role == "assistant" and m.weight]
     if not taught:
         raise InvalidRequest("no answer of the assistant is to be learned", param="messages")
-    turns = [m.turn() for m in messages[: taught[-1] + 1]]
-    ids = codec.chat(turns, asks=False)
+    turns = turns[: taught[-1] + 1]
+    offered = tools_for_template(tools)
+
+    def written_up_to(count: int, *, asks: bool) -> list[int]:
+        return codec.chat(turns[:count], asks=asks, tools=offered)
+
+    ids = written_up_to(len(turns), asks=False)
+    _check_written(codec, turns, offered, ids)
     weights = [0.0] * len(ids)
     for i in taught:
-        written = ids if i == taught[-1] else codec.chat(turns[: i + 1], asks=False)
-        before = codec.chat(turns[:i], asks=False)
-        start = _common(codec.chat(turns[:i], asks=True), ids)
+        written = ids if i == taught[-1] else written_up_to(i + 1, asks=False)
+        before = written_up_to(i, asks=False)
+        start = _common(written_up_to(i, asks=True), ids)
         if _common(written, ids) < len(written) or start < max(len(before) - 1, 1):  # the border may be one token
             continue
         stop = len(written)
         last = max((at for at in range(start, stop) if ids[at] in codec.ends), default=stop - 1)
         weights[start : last + 1] = [1.0] * (last + 1 - start)
-    if not any(weights[_common(codec.chat(turns[:-1], asks=True), ids) :]):
+    if not any(weights[_common(written_up_to(len(turns) - 1, asks=True), ids) :]):
         raise InvalidRequest("the model's chat template does not show where the last answer begins", param="messages")
     first, last = weights.index(1.0), len(weights) - weights[::-1].index(1.0)
     return Datum(tuple(ids[:last]), first, tuple(weights[first:last]))
+
+
+def _check_written(codec: Codec, turns: Turns, tools: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> None:
+    """Raise InvalidRequest where the template leaves out tools or calls, which would then be taught without a word."""
+    if tools and codec.chat(turns, asks=False) == ids:
+        raise InvalidRequest("this model's chat template has no place for tools", param="tools")
+    place = next((i for i, turn in enumerate(turns) if turn.get("tool_calls")), None)
+    silent = [{key: value for key, value in turn.items() if key != "tool_calls"} for turn in turns]
+    if place is not None and codec.chat(silent, asks=False, tools=tools) == ids:
+        where = f"messages[{place}].tool_calls"
+        raise InvalidRequest("this model's chat template has no place for tool calls", param=where)
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:

@@ -6,14 +6,15 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from itertools import groupby
+from typing import Any, Literal
 
 from msgspec import Struct
 
 from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.training.examples import Turn
-from mlx_tandem.training.trajectories import Trajectory, check_label, new_id, same_prompt
+from mlx_tandem.training.messages import Turn, for_template
+from mlx_tandem.training.trajectories import Trajectory, check_label, check_rewards, new_id, same_prompt
 
 Prompt = str | list[dict[str, Any]]
 """A text, or chat messages for the model's template."""
@@ -22,7 +23,7 @@ Prompt = str | list[dict[str, Any]]
 class External(Struct, forbid_unknown_fields=True):
     """A trajectory as a client writes it: prompt and completion each as text or as token ids."""
 
-    reward: float
+    reward: float | None = None  # of the whole; this or `turn_rewards` is required
     prompt: str | list[Turn] | None = None  # chat messages go through the template
     prompt_token_ids: list[int] | None = None
     completion: str | None = None
@@ -32,6 +33,8 @@ class External(Struct, forbid_unknown_fields=True):
     logprobs: list[float] | None = None  # checked, and not believed
     versions: list[int] | None = None  # of the trained adapter, one for each token of the completion; 0: the base
     temperature: float = 1.0  # that the completion was drawn at
+    mask: list[Literal[0, 1]] | None = None  # one for each of `token_ids`; 0: said by a tool or a user, not trained on
+    turn_rewards: list[float] = []  # one for each run of 1 in `mask`
 
 
 def check_external(
@@ -81,7 +84,9 @@ def _check(
     tokens = _ids(completion_ids, item.token_ids, f"{at}.completion", f"{at}.token_ids", vocab_size)
     if len(prompt) + len(tokens) > max_tokens:
         raise InvalidRequest(f"{at} has {len(prompt) + len(tokens)} tokens; at most {max_tokens} fit", param=at)
-    limits.check("reward", item.reward, f"{at}.reward")
+    mask = _mask(item, f"{at}.mask")
+    turns = sum(own for own, _ in groupby(mask)) if mask else 1
+    reward, turn_rewards = check_rewards(item.reward, item.turn_rewards, turns, f"{at}.")
     # Nothing can be learned from greedy choices: they have no logprobs. Nor from what was drawn nearly so.
     limits.check("example_temperature", item.temperature, f"{at}.temperature")
     for name, values in (("logprobs", item.logprobs), ("versions", item.versions)):
@@ -109,9 +114,11 @@ def _check(
         model_logprobs=(),
         versions=tuple(item.versions or ()),
         temperature=item.temperature,
-        reward=float(item.reward),
+        reward=reward,
         external=True,
         created=time.time(),
+        mask=mask,
+        turn_rewards=turn_rewards,
     )
 
 
@@ -121,13 +128,26 @@ def _group(prompt: tuple[int, ...], named: str | None, at: str) -> str:
     return own if named is None else f"named:{check_label(named, at)}:{own}"
 
 
+def _mask(item: External, at: str) -> tuple[int, ...]:
+    """Return which tokens of the completion are trained on; () for all of them."""
+    if item.mask is None:
+        return ()
+    if item.token_ids is None:
+        raise InvalidRequest(f"{at} is for token_ids", param=at)
+    if len(item.mask) != len(item.token_ids):
+        raise InvalidRequest(f"{at} has {len(item.mask)} entries for {len(item.token_ids)} tokens", param=at)
+    if not any(item.mask):
+        raise InvalidRequest(f"{at} leaves no token to train on", param=at)
+    return tuple(item.mask)
+
+
 def _encoded(prompt: str | list[Turn], at: str, encode: Callable[[Prompt], Sequence[int]]) -> Sequence[int]:
     if not prompt:
         raise InvalidRequest(f"{at} is empty", param=at)
     if not isinstance(prompt, str) and len(prompt) > limits.MAX_MESSAGES:
         raise InvalidRequest(f"{at} has at most {limits.MAX_MESSAGES} messages", param=at)
     with _within(at):
-        return encode(prompt if isinstance(prompt, str) else [turn.turn() for turn in prompt])
+        return encode(prompt if isinstance(prompt, str) else for_template(prompt))
 
 
 @contextmanager

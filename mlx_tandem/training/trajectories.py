@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import secrets
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, groupby
 from typing import Any, Literal
 
 from msgspec import Struct
 from msgspec.structs import asdict
 
+from mlx_tandem import limits
 from mlx_tandem.engine.learning import WHOLE, Truncation
 from mlx_tandem.errors import InvalidRequest
 
 SEEN_IDS = 1 << 17
 """So many ids are remembered after their trajectories have gone."""
 
-DropReason = Literal["duplicate", "stale", "overflow", "equal_rewards"]
+DropReason = Literal["duplicate", "stale", "overflow", "equal_rewards", "no_reward"]
 """Why a trajectory is not learned from. duplicate: its id was seen before; stale: it is too many versions away;
-overflow: the buffer was full; equal_rewards: no sibling of its group has another reward."""
+overflow: the buffer was full; equal_rewards: no sibling of its group has another reward; no_reward: none came in time.
+"""
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 """Ids and groups that come from outside."""
@@ -31,7 +35,7 @@ class Trajectory(Struct, frozen=True, array_like=True):
     """One completion and its reward. Logprobs are natural logarithms, one for each of `tokens`."""
 
     id: str  # the same id twice is taken once
-    group: str  # siblings for one prompt share it
+    group: str  # siblings for one prompt share it, or all answers that are scored alike (ACROSS)
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]  # the completion, stop token included
     logprobs: tuple[float, ...]  # of the distribution drawn from
@@ -44,6 +48,26 @@ class Trajectory(Struct, frozen=True, array_like=True):
     metadata: dict[str, Any] = {}
     truncation: Truncation = WHOLE  # of the draw
     finish_reason: str = ""  # why the completion ended; empty: unknown
+    mask: tuple[int, ...] = ()  # 1: the policy's own token, 0: what a tool or a user said; empty: all are its own
+    turn_rewards: tuple[float, ...] = ()  # one for each turn, part of `reward`; empty: the reward is for the whole
+
+    @property
+    def turns(self) -> list[slice]:
+        """The places in `tokens` of the policy's turns."""
+        if not self.mask:
+            return [slice(0, len(self.tokens))]
+        runs = [(own, len(list(run))) for own, run in groupby(self.mask)]
+        ends = list(accumulate(length for _, length in runs))
+        return [slice(end - length, end) for (own, length), end in zip(runs, ends, strict=True) if own]
+
+
+ACROSS = "across:"
+"""How the names of groups across prompts begin, whose members are answers to any prompts that are scored alike."""
+
+
+def is_across(group: str) -> bool:
+    """Return whether this is the name of a group across prompts."""
+    return group.startswith(ACROSS)
 
 
 def new_id() -> str:
@@ -64,6 +88,31 @@ def check_label(value: str, param: str) -> str:
             f"{param} must be 1 to 128 letters, digits and '._:/@-', starting with a letter or digit", param=param
         )
     return value
+
+
+def check_rewards(
+    reward: float | None, turn_rewards: Sequence[float], turns: int, at: str = ""
+) -> tuple[float, tuple[float, ...]]:
+    """Return the reward of a whole trajectory of so many turns, and those of its turns; () where all is for the whole.
+
+    Raises InvalidRequest naming the field; `at` is the name of what holds it.
+    """
+    if reward is None and not turn_rewards:
+        raise InvalidRequest(
+            f"{at}reward is missing: give it, {at}turn_rewards, or both",
+            param=f"{at}reward",
+            code="missing_required_parameter",
+        )
+    whole = 0.0 if reward is None else float(limits.check("reward", reward, f"{at}reward"))
+    if not turn_rewards:
+        return whole, ()
+    if len(turn_rewards) != turns:
+        raise InvalidRequest(
+            f"{at}turn_rewards has {len(turn_rewards)} entries for {turns} answers", param=f"{at}turn_rewards"
+        )
+    each = [float(limits.check("reward", r, f"{at}turn_rewards[{i}]")) for i, r in enumerate(turn_rewards)]
+    each[-1] += whole
+    return math.fsum(each), tuple(each)
 
 
 def staleness(versions: Iterable[int], current_version: int, exempt: Container[int] = (0,)) -> int:
@@ -92,6 +141,11 @@ class _Group:
     def usable(self) -> bool:
         return self.varies and (self.complete or not self.size)
 
+    def first(self, count: int) -> list[Trajectory]:
+        """Return the first `count` members, or as many as it takes until their rewards vary."""
+        last = next(i for i, t in enumerate(self.members) if t.reward != self.members[0].reward)
+        return self.members[: max(count, last + 1)]
+
 
 class Counts(Struct):
     """What happened to trajectories, since the very beginning unless something else is said."""
@@ -102,11 +156,17 @@ class Counts(Struct):
     dropped_overflow: int = 0
     dropped_duplicate: int = 0
     skipped_groups: int = 0  # complete, and every reward the same: nothing to learn from
+    dropped_no_reward: int = 0
 
     @property
     def dropped(self) -> dict[DropReason, int]:
         """How many were dropped one by one, by reason."""
-        return {"stale": self.dropped_stale, "duplicate": self.dropped_duplicate, "overflow": self.dropped_overflow}
+        return {
+            "stale": self.dropped_stale,
+            "duplicate": self.dropped_duplicate,
+            "overflow": self.dropped_overflow,
+            "no_reward": self.dropped_no_reward,
+        }
 
     def since(self, before: Counts) -> Counts:
         """Return what was counted after `before`."""
@@ -126,6 +186,8 @@ class Buffer:
     A group whose size is known is handed out when it is complete, and goes, counted, when it is complete and its
     rewards do not vary. One of unknown size is handed out as soon as its rewards vary; what arrives later begins a new
     group of that name. For lack of room the groups that began first go first, whole.
+
+    A group across prompts never ends: its oldest members are handed out, and go for lack of room, one by one.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -143,6 +205,11 @@ class Buffer:
     def usable(self) -> int:
         """Trajectories in groups that `take` would hand out now, stale ones among them."""
         return self._usable
+
+    @property
+    def alike(self) -> int:
+        """Answers in groups across prompts all of whose rewards are the same so far."""
+        return sum(len(g.members) for name, g in self._groups.items() if is_across(name) and not g.varies)
 
     @property
     def held(self) -> list[tuple[Trajectory, int]]:
@@ -174,8 +241,12 @@ class Buffer:
         while len(self) >= self.capacity:
             # Its own group last: the rest of that is still to come.
             oldest = next((name for name in self._groups if name != trajectory.group), trajectory.group)
-            self.counts.dropped_overflow += len(self._groups[oldest].members)
-            self._remove(oldest)
+            before = len(self)
+            if is_across(oldest):
+                self.remove([self._groups[oldest].members[0].id])
+            else:
+                self._remove(oldest)
+            self.counts.dropped_overflow += before - len(self)
         group = self._groups.setdefault(trajectory.group, _Group(size))
         self._usable -= len(group.members) if group.usable else 0
         group.members.append(trajectory)
@@ -214,11 +285,24 @@ class Buffer:
         for name in [name for name, group in self._groups.items() if group.usable]:
             if total >= count:
                 break
-            groups.append(tuple(self._groups[name].members))
+            group = self._groups[name]
+            groups.append(tuple(group.first(count - total) if is_across(name) else group.members))
             total += len(groups[-1])
-            self._remove(name)
+            self.remove([t.id for t in groups[-1]])
         self.counts.taken += total
         return Taken(tuple(groups), tuple(stale))
+
+    def shrink(self, name: str) -> None:
+        """Note that one member of a group of known size will never come."""
+        group = self._groups.get(name)
+        if group is None or not group.size:
+            return
+        self._usable -= len(group.members) if group.usable else 0
+        group.size -= 1
+        self._usable += len(group.members) if group.usable else 0
+        if group.complete and not group.varies:
+            self.counts.skipped_groups += 1
+            self._remove(name)
 
     def remove(self, ids: Iterable[str]) -> None:
         """Take out those of `ids` that wait here; their siblings stay, unless nothing can be learned from them."""
@@ -238,6 +322,8 @@ class Buffer:
             elif group.complete and not group.varies:
                 self.counts.skipped_groups += 1
                 self._remove(name)
+            elif is_across(name):
+                self._groups.move_to_end(name)  # it never ends: others have their turn, too
 
     def _remove(self, name: str) -> None:
         group = self._groups.pop(name)

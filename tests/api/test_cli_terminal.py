@@ -64,10 +64,12 @@ def test_a_list_of_adapters_shows_names_and_folders_whole(columns: int, tmp_path
     assert max(map(len, lines)) <= columns
 
 
-@pytest.mark.parametrize(("columns", "updates"), [(80, 2), (120, 1)])
-def test_the_demo_that_learns_draws_each_row_of_its_chart_on_a_line(columns: int, updates: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("columns", "updates", "streams"), [(80, 2, 0), (120, 1, 1)])
+def test_the_demo_that_learns_draws_each_row_of_its_chart_on_a_line(
+    columns: int, updates: int, streams: int, tmp_path: Path
+) -> None:
     plot = tmp_path / "curve.svg"
-    words = ("demo", "learn", "--updates", str(updates), "--streams", "1", "--plot", str(plot))
+    words = ("demo", "learn", "--updates", str(updates), "--streams", str(streams), "--plot", str(plot))
     with on_terminal(*words, columns=columns) as terminal:
         lines = terminal.read_to_end()
         assert terminal.process.wait(30) == 0

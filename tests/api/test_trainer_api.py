@@ -45,6 +45,36 @@ def test_it_learns_and_is_served(engine):
         trainer.forward(LESSON)
 
 
+def test_a_conversation_is_trained_on_as_it_was_drawn(engine):
+    """With a tool's result between its answers, which has no weight."""
+    function = {"name": "get_score", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+    trainer = engine.trainer("agent", rank=4)
+    trainer.publish()
+    talk = engine.conversation(adapter="agent", tools=[{"type": "function", "function": function}])
+    call = talk.ask("What is the score in Oslo?", temperature=0.9, seed=1, max_tokens=40)
+    result = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "3 to 1"}
+    with pytest.raises(InvalidRequest, match="temperature must be"):
+        talk.ask(result, temperature=1)
+    answer = talk.ask(result, seed=2, max_tokens=20)
+    assert [m["role"] for m in talk.messages] == ["user", "assistant", "tool", "assistant"]
+    datum = talk.datum([1.0, -0.5])
+    assert datum.tokens == talk.tokens and datum.temperature == 0.9
+    own = [t for t, m in zip(datum.tokens[datum.prompt_length :], datum.mask, strict=True) if m]
+    assert own == [*call.token_ids, *answer.token_ids]
+    assert {w for w, m in zip(datum.weights, datum.mask, strict=True) if not m} == {0.0}
+    assert sorted(set(datum.weights)) == [-0.5, 0.0, 1.0]
+    found = trainer.forward_backward([datum], "ppo")
+    assert found.tokens == len(own)
+    apart = np.abs(np.array(found.logprobs[0]) - datum.logprobs)[np.array(datum.mask) == 1].max()
+    assert apart < 1e-4, "the trainer agrees with the sampler about every answer"
+    with pytest.raises(InvalidRequest) as e:
+        talk.datum([1.0, 2.0, 3.0])
+    assert e.value.param == "advantages"
+    with pytest.raises(InvalidRequest, match="no option"):
+        engine.conversation(colour="red")
+    trainer.close()
+
+
 def test_what_is_served_is_what_was_trained(engine):
     trainer = engine.trainer("agree", rank=4)
     trainer.forward_backward(LESSON)

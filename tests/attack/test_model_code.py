@@ -13,8 +13,12 @@ import httpx
 import pytest
 
 from mlx_tandem import demo
+from mlx_tandem.config import ModelConfig
+from mlx_tandem.errors import ModelError
+from mlx_tandem.model.loader import load_unread
 from tests.serving import ROOT
 
+SMALL = ("--num-blocks", "64", "--max-model-len", "256")
 MODULES = (
     "modeling_evil",  # what `auto_map` names
     "configuration_evil",
@@ -71,7 +75,7 @@ def folder(tmp_path: Path) -> Folder:
 def start(folder: Folder) -> subprocess.Popen[str]:
     """A server that is started within the model's folder, as people do."""
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "mlx_tandem", "serve", ".", "--port", "0", "--num-blocks", "64"],
+        [sys.executable, "-P", "-m", "mlx_tandem", "serve", ".", "--port", "0", *SMALL],
         cwd=folder.path,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -118,14 +122,25 @@ def test_code_beside_the_model_is_not_run(folder: Folder) -> None:
     ],
 )
 def test_a_model_that_needs_its_code_is_refused_by_that_field(
-    folder: Folder, changes: dict[str, object], field: str
+    folder: Folder, changes: dict[str, object], field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Even where its modules could be imported by their names."""
     folder.change("config.json", **changes)
+    monkeypatch.syspath_prepend(folder.path)
+    monkeypatch.chdir(folder.path)
+    with pytest.raises(ModelError) as raised:
+        load_unread(ModelConfig(path="."), lambda stage, fraction: None)
+    assert raised.value.message.startswith("config.json: ") and field in raised.value.message
+    assert not folder.has_run
+
+
+def test_a_server_does_not_start_with_a_model_that_needs_its_code(folder: Folder) -> None:
+    folder.change("config.json", model_file="evil.py")
     with start(folder) as server:
         _, errors = server.communicate(timeout=60)
     assert server.returncode == 1
     last = errors.splitlines()[-1]
-    assert last.startswith("tandem: config.json: ") and field in last
+    assert last.startswith("tandem: config.json: ") and "model_file" in last
     assert not folder.has_run
 
 
@@ -134,7 +149,7 @@ def test_an_adapter_that_is_code_is_refused(tmp_path: Path) -> None:
     (folder.path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "lora_alpha": 8}')
     (folder.path / "adapter_model.bin").write_bytes((folder.path / "model.pt").read_bytes())
     done = subprocess.run(
-        [sys.executable, "-m", "mlx_tandem", "serve", "--port", "0", "--adapter", "mine", str(folder.path)],
+        [sys.executable, "-m", "mlx_tandem", "serve", *SMALL, "--port", "0", "--adapter", "mine", str(folder.path)],
         capture_output=True,
         text=True,
         check=False,

@@ -77,7 +77,8 @@ def test_wrong_requests_are_refused_in_the_one_shape(server: RunningServer, tmp_
     pytest.importorskip("schemathesis")
     tool = [str(Path(sys.executable).parent / "st"), "run", f"{server.url}/openapi.json", "--no-color"]
     data = ["--mode", "negative", "--generation-allow-x00", "true", "--generation-database", "none", "--seed", "19"]
-    effort = ["--phases", "coverage,fuzzing,stateful", "--max-examples", "12", "--no-shrink", "--warnings", "off"]
+    # Stateful tests would follow links between operations, of which the document has none that they reach.
+    effort = ["--phases", "coverage,fuzzing", "--max-examples", "12", "--no-shrink", "--warnings", "off"]
     done = subprocess.run(
         [*tool, *data, *effort, "--suppress-health-check", "all", "--checks", ",".join(CHECKS)],
         cwd=tmp_path,
@@ -87,5 +88,5 @@ def test_wrong_requests_are_refused_in_the_one_shape(server: RunningServer, tmp_
         timeout=170,  # a hang
     )
     cases = re.search(r"(\d+) generated", done.stdout)
-    assert cases is not None and int(cases[1]) > 1000
+    assert cases is not None and int(cases[1]) > 3000
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]

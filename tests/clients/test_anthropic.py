@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import typing
 
 import pydantic
 import pytest
@@ -216,6 +215,6 @@ def test_every_field_of_the_published_api_is_known():
         (TokensBody, types.MessageCountTokensParams),
         (TokensBody, beta.message_count_tokens_params.MessageCountTokensParams),
     ):
-        fields = set(typing.get_type_hints(published)) - {"betas"}  # a header
+        fields = set(published.__annotations__) - {"betas"}  # a header
         assert len(fields) > 8
         assert fields <= set(kind.__struct_fields__), kind

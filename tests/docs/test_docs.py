@@ -27,7 +27,8 @@ from starlette.routing import Route
 
 from mlx_tandem import demo
 from mlx_tandem.adapters.convert import convert
-from mlx_tandem.cli import hub, learning
+from mlx_tandem.cli import hub, learning, main
+from mlx_tandem.cli.doctor import checks
 from mlx_tandem.cli.options import OPTIONS
 from mlx_tandem.cli.settings import build
 from mlx_tandem.config import Config, Mode, RLTrainingConfig
@@ -48,11 +49,7 @@ TANDEM = [sys.executable, "-m", "mlx_tandem"]
 SHORT = {
     "bench serve": ["--num-requests", "2", "--repeats", "1", "--concurrency", "2", "--max-tokens", "4"],
     "bench engine": ["--batch", "1", "--max-tokens", "4", "--prompt-tokens", "8", "--repeats", "1"],
-    "bench report": ["--repeats", "1"],
-    "doctor --report": [],
     "doctor": ["--only", "packages"],  # all of it is run by test_doctor.py
-    "demo learn": ["--updates", "1", "--streams", "0"],
-    "demo": ["--seconds", "1"],
     "train sft": ["--epochs", "1", "--batch-size", "2", "--max-length", "64"],
     "benchmarks/peers.py": [*("--shapes", "0.13m", "--concurrency", "1", "--repeats", "1", "--max-tokens", "4")],
     "benchmarks/adapters.py": [
@@ -95,8 +92,17 @@ SHORT = {
     "benchmarks/learn_device.py": ["--streams", "1", "--seconds", "0.2", "--repeats", "1", "--completions", "2"],
 }
 
+ELSEWHERE = {
+    "tandem demo": "tests/api/test_cli_serve.py",
+    "tandem demo --seconds 5": "tests/api/test_cli_serve.py",
+    "tandem demo learn": "tests/api/test_cli_terminal.py",
+    "tandem bench report": "tests/unit/cli/test_bench_report.py",
+    "tandem doctor --report": "tests/unit/cli/test_doctor.py",
+}
+"""Commands that take seconds, and the tests that run them and look at all that they print."""
+
 SMALL = {"--max-model-len": "1024", "--num-blocks": "512"}
-"""Beside servers with options of their own, so that they start quickly; those without any start as they stand."""
+"""Given to every server but those that are started without any option or argument, so that they start quickly."""
 
 SETTINGS = {"command-line.md": "tandem.yaml", "learning.md": "learning.yaml"}
 """What the page calls the file that its yaml block is."""
@@ -176,8 +182,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     where = tmp_path_factory.mktemp("served")
     shutil.copytree(demo.ADAPTER_PATHS["shout"], where / "my-adapter")
     port = free_port()
-    learns = ["--enable-rl-training", "--lora-rank", "4"]
-    with running([*TANDEM, "serve", "--port", str(port), "--adapter-root", ".", *learns], port, where) as server:
+    options = ["--enable-rl-training", "--lora-rank", "4", *(w for pair in SMALL.items() for w in pair)]
+    with running([*TANDEM, "serve", "--port", str(port), "--adapter-root", ".", *options], port, where) as server:
         yield Served(port, where)
         assert server.stop() == 0
 
@@ -252,7 +258,7 @@ def serves(words: list[str]) -> bool:
 def test_tandem_serve(line: str, folder: Path) -> None:
     words = commands()[line][1:]
     port = free_port()
-    small = [w for option, value in SMALL.items() if len(words) > 2 and option not in words for w in (option, value)]
+    small = [w for option, value in SMALL.items() if len(words) > 1 and option not in words for w in (option, value)]
     with (
         fake_hub({word: demo.MODEL_PATH for word in words if hub.ID.fullmatch(word)}) as fake,
         running([*TANDEM, *words, *small, "--port", str(port)], port, folder, fake.environment(folder)) as server,
@@ -290,7 +296,12 @@ def make_checkpoint(place: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     lines(
-        lambda words: words[0] in ("tandem", "python") and not serves(words) and not in_the_background(words),
+        lambda words: (
+            words[0] in ("tandem", "python")
+            and not serves(words)
+            and not in_the_background(words)
+            and " ".join(words) not in ELSEWHERE
+        ),
     ),
 )
 def test_commands_that_end(line: str, folder: Path, served: Served, ran: set[tuple[str, ...]]) -> None:
@@ -322,9 +333,18 @@ def test_commands_that_end(line: str, folder: Path, served: Served, ran: set[tup
     if tuple(words) in ran:
         return
     ran.add(tuple(words))
-    assert run(words, folder)
+    assert run(words, folder, BENCHMARK_SERVER_OPTIONS=" ".join(w for pair in SMALL.items() for w in pair))
     if "--json-out" in words:
         assert json.loads((folder / words[words.index("--json-out") + 1]).read_text())["machine"]
+
+
+def test_the_doctor_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """By one check."""
+    monkeypatch.setattr(checks, "CHECKS", checks.chosen("packages"))
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--report"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("<details><summary>tandem doctor: ")
 
 
 def test_make() -> None:
@@ -338,6 +358,10 @@ def test_make() -> None:
 
 def test_every_command_is_run() -> None:
     assert {words[0] for words in commands().values()} == {"curl", "tandem", "python", "make"}
+    for line, place in ELSEWHERE.items():
+        assert shlex.split(line) in commands().values()
+        command = ", ".join(f'"{word}"' for word in shlex.split(line)[1:] if word.isalpha())
+        assert command in (ROOT / place).read_text(encoding="utf-8"), f"{place} does not run {line}"
 
 
 @pytest.mark.restarts

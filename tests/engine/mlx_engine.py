@@ -156,7 +156,8 @@ class Oracle:
     model: nn.Module
     kv_bits: int = 0  # what its cache keeps of keys and values, rounded before anything reads them
     kv_group_size: int = 64
-    _known: dict[Any, tuple[list[int], list[np.ndarray[Any, Any]]]] = field(default_factory=dict)
+    _known: dict[tuple[int, ...], np.ndarray[Any, Any]] = field(default_factory=dict)
+    _said: dict[tuple[int, ...], tuple[list[int], list[np.ndarray[Any, Any]], list[Any]]] = field(default_factory=dict)
 
     @staticmethod
     def load(folder: Path, *, kv_bits: int = 0, kv_group_size: int = 64) -> Oracle:
@@ -173,31 +174,41 @@ class Oracle:
             model: Any = self.model
             logits = model(mx.array([prompt]), cache=self.cache())[0].astype(mx.float32)
             self._known[prompt] = np.array(logits - mx.logsumexp(logits, -1, keepdims=True))
-        known: Any = self._known[prompt]
-        return known
+        return self._known[prompt]
 
     def greedy(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[list[int], list[np.ndarray[Any, Any]]]:
         """The tokens and, at each, the logprobs of the whole vocabulary."""
-        key = prompt, max_tokens
-        if key not in self._known:
-            self._known[key] = self.follow(prompt, max_tokens)
-        return self._known[key]
+        if prompt not in self._said:
+            self._said[prompt] = [], [], self.cache()
+        tokens, logprobs, cache = self._said[prompt]
+        self._go_on(prompt, tokens, logprobs, cache, max_tokens - len(tokens))
+        return tokens[:max_tokens], logprobs[:max_tokens]
 
     def follow(
         self, prompt: tuple[int, ...], max_tokens: int, forced: Sequence[int] | None = None
     ) -> tuple[list[int], list[np.ndarray[Any, Any]]]:
         """As `greedy`, or with the tokens that are given."""
-        model: Any = self.model
-        cache = self.cache()
         tokens: list[int] = []
         logprobs: list[np.ndarray[Any, Any]] = []
-        step = mx.array([prompt])
-        for i in range(max_tokens):
+        self._go_on(prompt, tokens, logprobs, self.cache(), max_tokens, forced)
+        return tokens, logprobs
+
+    def _go_on(
+        self,
+        prompt: tuple[int, ...],
+        tokens: list[int],
+        logprobs: list[np.ndarray[Any, Any]],
+        cache: list[Any],
+        count: int,
+        forced: Sequence[int] | None = None,
+    ) -> None:
+        """Append so many tokens and their logprobs to those that `cache` has but for the last."""
+        model: Any = self.model
+        for _ in range(count):
+            step = mx.array([prompt if not tokens else tokens[-1:]])
             logits = model(step, cache=cache)[0, -1].astype(mx.float32)
             logprobs.append(np.array(logits - mx.logsumexp(logits)))
-            tokens.append(int(logprobs[-1].argmax()) if forced is None else forced[i])
-            step = mx.array([[tokens[-1]]])
-        return tokens, logprobs
+            tokens.append(int(logprobs[-1].argmax()) if forced is None else forced[len(tokens)])
 
 
 def assert_agrees(

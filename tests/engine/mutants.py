@@ -1018,3 +1018,19 @@ OF_SPOILS = {"blocks are published before their step is read"}
 
 OF_STATES = {"each group is asked once what it knows", "a state is not copied"}
 """Plants that only show where layers keep a state."""
+
+FOUND_BY = {
+    "embeddings keep the sum of a preempted run": 409,
+    "settled drafts take the blocks of the row behind them": 172,
+    "a draft is no token": 115,
+    "any number of prompts is read at once": 113,
+    "each group is asked once what it knows": 106,
+    "blocks are published before their step is read": 90,
+    "what is known of a prompt is taken in twice": 87,
+    "whoever waits for a slot waits for ever": 65,
+    "a hit is written to": 64,
+    "an upload that was lost is trusted": 55,
+    "a fork copies what is not there yet": 46,
+}
+"""The first workload that found a plant when that was last looked up, for plants that few find. It is tried before the
+others: one that finds it no longer costs time and nothing else."""

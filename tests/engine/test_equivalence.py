@@ -14,10 +14,10 @@ import pytest
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.plan import CARRY, DeviceError, Row, RowKind, Seating, StepPlan
-from mlx_tandem.model import runner
 from mlx_tandem.model.build import build
 from mlx_tandem.model.runner import MLXRunner
-from mlx_tandem.model.step.parts import Flight
+from mlx_tandem.model.step import compiled
+from mlx_tandem.model.step.parts import Flight, loading, saving
 from mlx_tandem.types import AdapterRef, Request, SamplingParams
 from tests import tiny_models
 from tests.engine.harness import Choice, Loop
@@ -99,8 +99,8 @@ def test_adapters_in_one_batch_say_what_each_says_merged(
     ties += assert_agrees(batch, oracles, "one prompt, every adapter")
     ties += assert_agrees(engine.run(mixed), oracles, "mixed")
     ties += assert_agrees(engine.run(mixed, chunks=5, stagger=1, depth=0), oracles, "mixed and chunked")
-    for usual in (runner.USUAL, 0):  # traced when first met
-        monkeypatch.setattr(runner, "USUAL", usual)
+    for usual in (compiled.USUAL, 0):  # traced when first met
+        monkeypatch.setattr(compiled, "USUAL", usual)
         beside = engine.run(mixed, stagger=1, piggybacked=7)
         assert beside.piggybacked
         ties += assert_agrees(beside, oracles, "mixed, prompts beside those that decode")
@@ -200,8 +200,8 @@ def test_seeded_draws_do_not_depend_on_what_runs_beside_them(
     assert choices(engine.run(requests)) == alone
     assert choices(engine.run(requests[::-1], depth=0)) == alone
     assert choices(engine.run(requests, chunks=5, stagger=1)) == alone
-    for usual in (runner.USUAL, 0):
-        monkeypatch.setattr(runner, "USUAL", usual)
+    for usual in (compiled.USUAL, 0):
+        monkeypatch.setattr(compiled, "USUAL", usual)
         beside = engine.run(requests, stagger=1, piggybacked=6)
         assert beside.piggybacked
         assert choices(beside) == alone
@@ -340,13 +340,13 @@ def test_usual_steps_with_prompts_beside_are_traced(sampling_engine: Engine) -> 
         )
     )
     traced = device.compiled_steps
-    for met in range(runner.USUAL + 2):
+    for met in range(compiled.USUAL + 2):
         stream = Row(RowKind.DECODE, 0, 0, 0, 2 + met, (7,), [[1, 2]], True)
         table = list(range(3, 3 + -(-10 // size)))
         prompt = Row(RowKind.PROMPT, 1, 1, 0, 0, (9,) * (9 + met % 2), [table], False, piggybacked=True)
         flight = device.launch(StepPlan((stream, prompt)))
         device.wait(flight)
-        assert flight.first_use == (met <= runner.USUAL) and device.compiled_steps == traced + (met >= runner.USUAL)
+        assert flight.first_use == (met <= compiled.USUAL) and device.compiled_steps == traced + (met >= compiled.USUAL)
 
 
 def test_prompts_are_scored_in_chunks_beside_others(sampling_engine: Engine, tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ BROKEN = 250
 def broken(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Engine, Oracle]:
     folder = tiny_models.make(tmp_path / "model", "llama", tie_word_embeddings=False)
     engine = make_engine(folder, kv_bits=request.param)
-    embedding: Any = engine.built.runner._model.model.embed_tokens
+    embedding: Any = engine.built.runner.module.model.embed_tokens
     weight = np.array(embedding.weight)
     weight[BROKEN] = np.nan
     embedding.weight = mx.array(weight)
@@ -524,20 +524,18 @@ def test_steps_write_the_pool_in_place(large_pool: MLXRunner) -> None:
         """Between two steps that are in flight; what was saved is what is loaded."""
         row = Row(RowKind.DECODE, 0, 0, 0, 40, (CARRY,), [list(range(1, 9))], True)
         before = runner.launch(StepPlan((row,)))
-        saving = runner._save_blocks([2, 30])
-        runner._built.extend(saving)
-        runner._dispatch()
+        saved_parts = saving(runner._pool, [2, 30])
+        runner.queue.add(*saved_parts)
         runner.wait(before)
-        runner.wait(Flight(StepPlan(()), saving, False))
-        saved = runner._pool.bytes_of(saving[0].marker, saving[0].saves)
+        runner.wait(Flight(StepPlan(()), saved_parts, False))
+        saved = runner._pool.bytes_of(saved_parts[0].marker, saved_parts[0].saves)
         assert any(saved[0])
-        loading = runner._load_blocks([(30, saved[0]), (2, saved[1])])
-        runner._built.extend(loading)
-        runner._dispatch()
+        loaded_parts = loading(runner._pool, [(30, saved[0]), (2, saved[1])])
+        runner.queue.add(*loaded_parts)
         after = runner.launch(StepPlan((row,)))
-        runner.wait(Flight(StepPlan(()), loading, False))
+        runner.wait(Flight(StepPlan(()), loaded_parts, False))
         runner.wait(after)
-        again = runner._save_blocks([30, 2])
+        again = saving(runner._pool, [30, 2])
         mx.eval(again[0].marker)
         assert runner._pool.bytes_of(again[0].marker, again[0].saves) == saved
 

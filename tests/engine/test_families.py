@@ -15,8 +15,9 @@ import pytest
 
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import runner as runner_module
-from mlx_tandem.model.runner import MLXRunner
-from mlx_tandem.model.step import shapes
+from mlx_tandem.model.step import forward, forward_inputs, rectangles, shapes
+from mlx_tandem.model.step.forward_inputs import InputBuilder
+from mlx_tandem.model.step.rectangles import Rectangles
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import Engine, Oracle, assert_agrees, make_engine
@@ -96,17 +97,17 @@ def test_a_prompt_that_lies_in_one_run_is_read_in_place(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long prompts whose blocks are contiguous are not gathered; from two blocks on here."""
-    monkeypatch.setattr(runner_module, "VIEW_BLOCKS", 2)
+    monkeypatch.setattr(forward_inputs, "VIEW_BLOCKS", 2)
     folder = tiny_models.make(tmp_path / family, family)
     engine, oracle = make_engine(folder), Oracle.load(folder)
     contiguous: list[tuple[int, int] | None] = []
-    find = MLXRunner._contiguous
+    find = InputBuilder._contiguous
 
-    def watched(self: MLXRunner, rows: Any, pool: int) -> tuple[int, int] | None:
+    def watched(self: InputBuilder, rows: Any, pool: int) -> tuple[int, int] | None:
         contiguous.append(find(self, rows, pool))
         return contiguous[-1]
 
-    monkeypatch.setattr(MLXRunner, "_contiguous", watched)
+    monkeypatch.setattr(InputBuilder, "_contiguous", watched)
     assert_agrees(engine.run([ask(0, PROMPTS[1] * 3), ask(1, PROMPTS[3])], chunks=20), oracle, "in place")
     assert any(contiguous), "nothing was read in place"
 
@@ -114,21 +115,21 @@ def test_a_prompt_that_lies_in_one_run_is_read_in_place(
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3", "qwen3_moe", "gemma3_text", "gpt_oss"])
 def test_chunks_that_begin_together_need_no_mask(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPUs read prompts; from two tokens on here."""
-    monkeypatch.setattr(runner_module, "COMMON_OFFSET_TOKENS", 2)
-    monkeypatch.setattr(runner_module, "VIEW_BLOCKS", 2)
+    monkeypatch.setattr(rectangles, "COMMON_OFFSET_TOKENS", 2)
+    monkeypatch.setattr(forward_inputs, "VIEW_BLOCKS", 2)
     folder = tiny_models.make(tmp_path / family, family)
     offsets: list[int | None] = []
-    find = MLXRunner._common_offset
+    find = Rectangles.common_offset
 
-    def watched(self: MLXRunner, rows: Any) -> int | None:
+    def watched(self: Rectangles, rows: Any) -> int | None:
         offsets.append(find(self, rows))
         return offsets[-1]
 
-    monkeypatch.setattr(MLXRunner, "_common_offset", watched)
+    monkeypatch.setattr(Rectangles, "common_offset", watched)
     monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
-    monkeypatch.setattr(runner_module, "PAUSE", 2)
+    monkeypatch.setattr(forward, "PAUSE", 2)
     engine, oracle = make_engine(folder), Oracle.load(folder)
-    engine.built.runner.common_offsets = engine.built.runner.pauses = True
+    engine.built.runner.rectangles.common_offsets = engine.built.runner.pauses = True
     everyone = [ask(i, p, max_tokens=12) for i, p in enumerate((*PROMPTS, PROMPTS[1] * 3))]
     assert_agrees(engine.run(everyone, chunks=7), oracle, "common offset")
     assert 0 in offsets

@@ -21,9 +21,9 @@ from mlx_tandem.engine.time_share import TimeShare
 from mlx_tandem.kv.groups.attention import AttentionGroup
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.model import build as build_module
-from mlx_tandem.model import runner as runner_module
 from mlx_tandem.model.build import Built, build
 from mlx_tandem.model.linears.tuning import Tuned
+from mlx_tandem.model.step.forward_inputs import InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.shapes import SPLIT_GAIN
 from mlx_tandem.types import Request, SamplingParams
@@ -88,7 +88,7 @@ def test_long_and_short_prompts_together_equal_each_alone(
     rng = np.random.default_rng(3)
     prompts = [rng.integers(3, tiny_models.VOCAB, n).tolist() for n in (1500, 9, 700, 40)]
     in_place: list[tuple[int, int]] = []
-    contiguous = runner_module.MLXRunner._contiguous
+    contiguous = InputBuilder._contiguous
 
     def watch(self: Any, rows: Any, pool: int) -> tuple[int, int] | None:
         found = contiguous(self, rows, pool)
@@ -96,7 +96,7 @@ def test_long_and_short_prompts_together_equal_each_alone(
             in_place.append(found)
         return found
 
-    monkeypatch.setattr(runner_module.MLXRunner, "_contiguous", watch)
+    monkeypatch.setattr(InputBuilder, "_contiguous", watch)
     drawn, _ = serve(folder, prompts, scatter)
     assert drawn == [alone(folder, p) for p in prompts]
     assert bool(in_place) is not scatter
@@ -106,14 +106,14 @@ def test_one_long_context_does_not_pad_the_short_ones(folder: Path, monkeypatch:
     rng = np.random.default_rng(4)
     prompts = [rng.integers(3, tiny_models.VOCAB, n).tolist() for n in (3000, *range(20, 34))]
     widths: set[tuple[int, int]] = set()
-    build_part = runner_module.MLXRunner._build_part
+    build = InputBuilder.build
 
     def watch(self: Any, plan: Any, rows: list[int]) -> Any:
         if all(plan.rows[i].kind is RowKind.DECODE for i in rows):
             widths.add((len(rows), max(len(plan.rows[i].tables[0]) for i in rows)))
-        return build_part(self, plan, rows)
+        return build(self, plan, rows)
 
-    monkeypatch.setattr(runner_module.MLXRunner, "_build_part", watch)
+    monkeypatch.setattr(InputBuilder, "build", watch)
     drawn, _ = serve(folder, prompts, scatter=False)
     assert drawn == [alone(folder, p) for p in prompts]
     long = [(rows, width) for rows, width in widths if width > 100]

@@ -17,8 +17,8 @@ from mlx_tandem.engine.learning import AdamParams, Batch, LossConfig, TrainerSpe
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device, memory
-from mlx_tandem.model import runner as runner_module
 from mlx_tandem.model.build import Built, build, plan
+from mlx_tandem.model.step import compiled, seats
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.types import SamplingParams
 from tests import tiny_models
@@ -111,7 +111,7 @@ def test_what_a_position_takes_holds_for_other_families_and_few_bits(
     )
     built = build(config, {}, lambda stage, fraction: None)
     position = built.info.memory.activations / built.step_limits.positions
-    built.runner._limits = UNLIMITED
+    built.runner.rectangles.limits = UNLIMITED
     most = needed(built, *decodes(rows, context, shared=True))
     assert 0.4 <= most / (position * rows * (context + 16)) <= 0.95
 
@@ -121,11 +121,11 @@ def test_the_largest_steps_are_cut(built: Built) -> None:
     runner, limits = built.runner, built.step_limits
     rows = decodes(16, 4000, shared=True)
     whole = needed(built, *rows)
-    runner._limits = limits._replace(positions=4 * 5120)
+    runner.rectangles.limits = limits._replace(positions=4 * 5120)
     try:
         assert needed(built, *rows) < whole / 2
     finally:
-        runner._limits = limits
+        runner.rectangles.limits = limits
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "spark2_5"])
@@ -192,14 +192,14 @@ def test_an_update_stays_within_what_learning_has(built: Built) -> None:
 
 def test_what_is_kept_of_steps_is_bounded(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever shapes and sampling come: compiled steps, and arrays as wide as the vocabulary."""
-    monkeypatch.setattr(runner_module, "MAX_COMPILED", 3)
+    monkeypatch.setattr(compiled, "MAX_COMPILED", 3)
     runner = built.runner
     runner.reset()
     for rows in (1, 2, 3, 4, 6, 1):
         needed(built, *decodes(rows, 8, shared=False), params=EVERYTHING)
-    assert built.memory().compiled_steps == len(runner._steps) <= 3
-    assert next(reversed(runner._steps)).rows == 1, "the last used is the last to go"
-    assert len(runner._recent) <= runner_module.KEPT_SAMPLING
+    assert built.memory().compiled_steps == len(runner.compiled.kept()) <= 3
+    assert runner.compiled.kept()[-1].rows == 1, "the last used is the last to go"
+    assert len(runner._seats._recent_sampling) <= seats.KEPT_SAMPLING
 
 
 def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.model import runner as runner_module
+from mlx_tandem.model.step import forward
 from mlx_tandem.types import SamplingParams
 from tests import tiny_models
 from tests.engine.mlx_engine import make_engine
@@ -24,10 +25,10 @@ def test_the_device_knows_of_what_comes_before(
 ) -> None:
     """Where kernels write the pool, nothing else orders a chunk behind the blocks that are copied and read."""
     monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
-    monkeypatch.setattr(runner_module, "PAUSE", 1)
+    monkeypatch.setattr(forward, "PAUSE", 1)
     engine = make_engine(tiny_models.make(tmp_path / "model", "llama"))
     runner, size = engine.built.runner, engine.built.info.block_size
-    runner.common_offsets = runner.pauses = True
+    runner.rectangles.common_offsets = runner.pauses = True
     runner.one_at_a_time = False
     table = [1, 2, 3, 4, 5, 6, 7, 8]
     first = StepPlan(

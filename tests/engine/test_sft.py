@@ -5,16 +5,19 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from mlx_tandem import Engine, demo
 from mlx_tandem.adapters.convert import convert, inspect
@@ -22,29 +25,33 @@ from mlx_tandem.api.data import ServedCodec
 from mlx_tandem.cli import main
 from mlx_tandem.config import ModelConfig
 from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, Datum, LossConfig, StepDone, TrainerSpec
-from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.errors import Conflict, InvalidRequest
+from mlx_tandem.files import StorageError
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.model import cpu, device  # before anything imports MLX: they put a fast BLAS in front of it
 from mlx_tandem.model.clone import clone
 from mlx_tandem.model.loader import load
 from mlx_tandem.training.device.trainers import MLXTrainers
+from mlx_tandem.training.fit import Course, Evaluation, Event, Step, evaluate
+from mlx_tandem.training.fit import fit as fit_course
 from mlx_tandem.training.sft import (
     LEAST_FALL,
     MOST_EPOCHS,
     PATIENCE_EPOCHS,
-    Evaluation,
     SftConfig,
-    Step,
     encode,
-    evaluate,
-    fit,
     read,
     split,
 )
+from mlx_tandem.training.sft_runs import RunFolder, RunState, digest
 from tests.engine.learning import finish
 from tests.unit.text_tools import render_with
 
 CONFIG = SftConfig(epochs=1, batch_size=8, learning_rate=2e-3, eval_every=5)
+
+
+def fit(learner: Any, train: Sequence[Datum], valid: Sequence[Datum], config: SftConfig) -> Iterator[Event]:
+    return fit_course(learner, Course(config, train, valid))
 
 
 class Direct:
@@ -245,6 +252,61 @@ def test_open_epochs_have_an_end_and_known_ones_are_obeyed():
     assert [e.steps for e in fit(unseen, [ONE], [], SftConfig())] == [3] * 3
 
 
+@settings(max_examples=200, derandomize=True)
+@given(
+    st.lists(st.integers(0, 12).map(lambda n: n * LEAST_FALL / 2), min_size=2, max_size=12),
+    st.integers(1, 14),
+    st.sampled_from([0, 1, 3]),
+    st.sampled_from([None, 1, 4]),
+    st.integers(0, 3),
+    st.booleans(),
+    st.data(),
+)
+def test_a_run_that_stopped_after_any_event_goes_on_as_if_it_had_not(losses, n, every, epochs, patience, held, data):
+    config = SftConfig(epochs=epochs, batch_size=3, eval_every=every, patience=patience if held else 0)
+    course = Course(config, [ONE] * n, [ONE] if held else [])
+    whole = Scripted(losses, -(-n // 3))
+    events = [*timeless(fit_course(whole, course))]
+    stop = data.draw(st.integers(0, len(events)))
+    learner = Scripted(losses, -(-n // 3))
+    learner.steps = sum(isinstance(e, Step) for e in events[:stop])
+    assert [*timeless(fit_course(learner, course, events[:stop]))] == events[stop:]
+    assert learner.rates == whole.rates[learner.steps - len(learner.rates) :] or not learner.rates
+
+
+def timeless(events: Iterator[Event]) -> Iterator[Event]:
+    return (structs.replace(e, seconds=0.0) if isinstance(e, Step) else e for e in events)
+
+
+def test_patience_ends_training_with_any_number_of_epochs():
+    for epochs in (None, 50):
+        learner = Scripted([5.0, 4.0, 3.0, 3.0 - LEAST_FALL / 2], 1)
+        judged = [
+            e for e in fit(learner, [ONE], [ONE], SftConfig(epochs=epochs, patience=2)) if isinstance(e, Evaluation)
+        ]
+        assert [e.fell for e in judged] == [False, True, True, False, False]
+    strict = Scripted([5.0, 4.9, 4.8, 4.7], 1)
+    list(fit(strict, [ONE], [ONE], SftConfig(epochs=50, patience=1, least_fall=0.5)))
+    assert strict.steps == 1
+
+
+def test_the_learning_rate_follows_the_schedule_that_is_asked_for():
+    learner = Scripted([1.0], 1)
+    config = SftConfig(epochs=10, learning_rate=1.0, schedule="linear", rate_floor=0.5, warmup_share=0.2)
+    list(fit(learner, [ONE], [], config))
+    assert learner.rates == pytest.approx([0.5, 1.0, *(1.0 - 0.5 * i / 8 for i in range(8))])
+
+
+@pytest.mark.parametrize(
+    ("config", "held", "param"),
+    [(SftConfig(patience=1), [], "patience"), (SftConfig(schedule="linear"), [ONE], "schedule")],
+)
+def test_a_course_that_cannot_be_is_refused(config, held, param):
+    with pytest.raises(InvalidRequest) as refused:
+        Course(config, [ONE], held)
+    assert refused.value.param == param
+
+
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +337,9 @@ def test_the_command_keeps_the_best_adapter_and_says_what_it_found(tmp_path):
     assert (manifest["data"]["learned"], manifest["data"]["held_out"]) == (54, 6)
     assert (tmp_path / "out.svg").read_text().startswith("<?xml")
     assert {p.name for p in tmp_path.iterdir()} == {"down.jsonl", "down-adapter", "out.json", "out.svg"}
+    rows = [json.loads(line) for line in (tmp_path / "down-adapter" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["loss"] for r in rows if r["kind"] == "step"] == [s["loss"] for s in found["steps"]]
+    assert [r["loss"] for r in rows if r["kind"] == "evaluation"] == [e["loss"] for e in found["evaluations"]]
 
 
 def test_the_command_without_anything_held_out_keeps_the_last_state(tmp_path):
@@ -321,6 +386,13 @@ def test_the_defaults_teach_a_simple_skill_from_60_examples(tmp_path):
         ("--max-length 1", "max_length must be"),
         ("--valid-share 0.9", "valid_share must be"),
         ("--model nowhere", "there is no model folder nowhere"),
+        ("--dropout 1", "dropout must be"),
+        ("--plus-ratio 0", "plus_ratio must be"),
+        ("--rate-floor 2", "rate_floor must be"),
+        ("--samples 1000", "samples must be"),
+        ("--report-to paper", "there is no tracker 'paper'"),
+        ("--init-from nowhere", "nowhere cannot be used"),
+        ("--resume", "there is no unfinished run in "),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line_before_the_model_is_loaded(tmp_path, monkeypatch, capsys, words, said):
@@ -335,3 +407,91 @@ def test_what_is_wrong_is_said_in_one_line_before_the_model_is_loaded(tmp_path, 
     assert printed.err.startswith("tandem: ") and printed.err.count("\n") == 1
     assert said in printed.err
     assert {p.name for p in tmp_path.iterdir()} == {"down.jsonl", "bad.jsonl"}
+
+
+def inside(words: str) -> int:
+    """Run the command in this process, whose folder is the test's; return its status."""
+    try:
+        main(["train", "sft", "down.jsonl", *words.split()])
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+COURSE = "--rank 4 --targets q_proj,v_proj --lr 2e-3 --epochs 2 --eval-every 3 --dropout 0.1 --plus-ratio 4 --rslora"
+RECORDS = "--samples 1 --save-every 2"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """A folder with a run from beginning to end, of 8 steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    lessons(folder, 36)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert inside(f"{COURSE} {RECORDS} --adapter-out whole --json-out whole.json") == 0
+    return folder
+
+
+def test_a_killed_run_goes_on_to_the_same_losses_and_weights(whole, monkeypatch, capsys):
+    """SIGKILL at whatever the process is doing when it says that step 3 is judged."""
+    monkeypatch.chdir(whole)
+    words = f"train sft down.jsonl {COURSE} {RECORDS} --adapter-out cut".split()
+    start = [sys.executable, "-m", "mlx_tandem", *words]
+    with subprocess.Popen(start, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
+        assert run.stderr is not None
+        assert any(line.startswith("tandem: step 3 ") for line in run.stderr)
+        run.kill()
+    assert inside(f"{COURSE} --adapter-out cut") == 1
+    assert "--resume" in capsys.readouterr().err
+    assert inside(f"{COURSE} {RECORDS} --adapter-out cut --json-out cut.json --resume") == 0
+    assert re.search("resuming after step [2-8]", capsys.readouterr().err)
+    found = [json.loads(Path(f"{name}.json").read_text()) for name in ("whole", "cut")]
+    courses = [[(s["loss"], s["grad_norm"], s["learning_rate"]) for s in each["steps"]] for each in found]
+    assert courses[0] == courses[1] and len(courses[0]) == 8
+    assert found[0]["evaluations"] == found[1]["evaluations"]
+    assert found[0]["digest"] == found[1]["digest"]
+    assert not Path("cut.run").exists()
+    rows = [json.loads(line) for line in Path("cut/metrics.jsonl").read_text().splitlines()]
+    last = {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
+    assert [last[n] for n in range(1, 9)] == [loss for loss, *_ in courses[0]]
+    samples = [row for row in rows if row["kind"] == "sample"]
+    assert {row["step"] for row in samples} == {0, 3, 6, 8} and all(row["expected"] for row in samples)
+
+
+def test_training_begins_with_an_adapter(whole, monkeypatch):
+    """Its rank, scale and modules; the held-out loss before learning is the one that it ended with."""
+    monkeypatch.chdir(whole)
+    assert inside("--init-from whole --lr 1e-3 --epochs 1 --adapter-out two --json-out two.json") == 0
+    one, two = (json.loads(Path(f"{name}.json").read_text()) for name in ("whole", "two"))
+    assert two["held_out_loss_before"] == pytest.approx(one["held_out_loss"], abs=1e-4)
+    assert two["held_out_loss_before"] < 0.9 * one["held_out_loss_before"]
+    assert (two["adapter"]["rank"], two["adapter"]["targets"]) == (4, ["q_proj", "v_proj"])
+
+
+def test_a_state_that_belongs_to_another_run_is_refused(tmp_path):
+    folder = RunFolder(tmp_path / "out")
+    folder.begin()
+    about = {"data": digest([ONE], []), "settings": msgspec.to_builtins(SftConfig(epochs=2))}
+    folder.save(lambda new: new.mkdir(), RunState(about, [Step(1, 2, 0.5, 3, 1.0, 1.0, 0.1)]))
+    half = folder.path / "state-9-9"
+    half.mkdir()  # what a kill leaves of a state that was being written
+    with pytest.raises(StorageError, match="in use by process"):
+        RunFolder(tmp_path / "out").begin()
+    folder.release()
+    again = RunFolder(tmp_path / "out")
+    with pytest.raises(Conflict, match="--resume"):
+        again.check(False)
+    again.begin()
+    found = again.load(about)
+    assert found is not None and found[0].name == "state-1-1" and found[1].events[0].loss == 0.5
+    for other, said in (
+        (about | {"data": digest([ONE], [ONE])}, "begun with data "),
+        (about | {"settings": SftConfig(epochs=3)}, "begun with settings epochs 2, not 3"),
+    ):
+        with pytest.raises(InvalidRequest, match=said):
+            again.load(other)
+    (tmp_path / "out").mkdir()
+    (folder.path / "metrics.jsonl").write_text("{}")
+    again.end(tmp_path / "out")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["metrics.jsonl"] and not folder.path.exists()

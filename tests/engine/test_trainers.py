@@ -508,7 +508,7 @@ def test_serving_and_training_share_the_weights(tmp_path: Path) -> None:
     assert served
     from mlx.utils import tree_flatten
 
-    own: Any = tree_flatten(engine.built.runner._model.parameters())
+    own: Any = tree_flatten(engine.built.runner.module.parameters())
     assert served == {id(p) for _, p in own}
 
 

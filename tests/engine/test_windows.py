@@ -290,6 +290,6 @@ def test_a_step_reads_no_more_than_the_window(tmp_path: Path) -> None:
     folder = tiny_models.make(tmp_path / "gemma3_text", "gemma3_text")
     engine, oracle = mlx_engine.make_engine(folder, num_blocks=64, max_chunk_tokens=32), Oracle.load(folder)
     assert_agrees(engine.run([greedy(1, LONG[2], 4)]), oracle, "compiled")
-    decodes = [key.widths for key in engine.built.runner._steps if key.length == 1]
+    decodes = [key.widths for key in engine.built.runner.compiled.kept() if key.length == 1]
     assert max(width for width, _ in decodes) >= 14
     assert max(width for _, width in decodes) <= 3

@@ -28,6 +28,8 @@ from tests.serving import RunningServer, demo_config, serving
 from tests.unit.text_tools import byte_level, model_folder, sentencepiece
 
 MB = 1_000_000
+REFUSED = "7 " * 50_000
+"""A text for which there is no room beside long ones, and that is tokenised in milliseconds where there is."""
 WORST = {
     "one letter": "a",
     "spaces": " ",
@@ -97,7 +99,7 @@ def test_too_many_are_refused_and_told_when_to_come_again(served: RunningServer)
                 b"Content-Length: %d\r\n\r\n{" % size
             )
             waiting.append(sock)
-        while (refused := served.client.post("/tokenize", json={"prompt": "7 " * (MB // 2)})).status_code == 200:
+        while (refused := served.client.post("/tokenize", json={"prompt": REFUSED})).status_code == 200:
             pass
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(refused.headers["retry-after"]) >= 1
@@ -106,7 +108,7 @@ def test_too_many_are_refused_and_told_when_to_come_again(served: RunningServer)
     finally:
         for sock in waiting:
             sock.close()
-    while served.client.post("/tokenize", json={"prompt": "7 " * (MB // 2)}).status_code == 429:
+    while served.client.post("/tokenize", json={"prompt": REFUSED}).status_code == 429:
         pass
     metrics = served.client.get("/metrics").text
     found = re.search(r'^tandem_refused_total\{reason="waiting_text"\} (\d+)', metrics, re.MULTILINE)

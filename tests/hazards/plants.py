@@ -18,6 +18,8 @@ from mlx_tandem.model.cache.kvcache import PagedCache
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.lora.writer import SlotWriter
 from mlx_tandem.model.runner import MLXRunner
+from mlx_tandem.model.step.forward import Forward
+from mlx_tandem.model.step.forward_inputs import InputBuilder
 from tests.hazards import steps
 from tests.hazards.steps import Metal, Step
 
@@ -62,8 +64,8 @@ def _apart(*orders: str) -> Take:
 
 def _in_place(metal: Metal, patch: pytest.MonkeyPatch) -> None:
     """Read contiguous blocks where they lie, without an index that an order could be in."""
-    patch.setattr("mlx_tandem.model.runner.VIEW_BLOCKS", 2)
-    text(MLXRunner, "_contiguous", "if by_outputs or (store", "if (store")(metal, patch)
+    patch.setattr("mlx_tandem.model.step.forward_inputs.VIEW_BLOCKS", 2)
+    text(InputBuilder, "_contiguous", "if by_outputs or (store", "if (store")(metal, patch)
 
 
 decode, others = steps.decode, steps.decode_others
@@ -72,22 +74,22 @@ adapted = steps.KINDS["decode under adapters"]
 PLANTS: dict[str, Plant] = {
     # A step and the one before it.
     "a step is not made of the order": Plant(
-        text(MLXRunner, "_make_step", "tokens = after(order, tokens)", "tokens = tokens"),
+        text(Forward, "step", "tokens = after(order, given.tokens)", "tokens = given.tokens"),
         "short blocks",
         (decode, others),
     ),
     "a step of own blocks is not made of the order": Plant(
-        text(MLXRunner, "_make_step", "tokens = after(order, tokens)", "tokens = tokens"),
+        text(Forward, "step", "tokens = after(order, given.tokens)", "tokens = given.tokens"),
         "own blocks",
         (decode, others),
     ),
     "a step leaves the order that it found": Plant(
-        text(MLXRunner, "_make_step", "order = [zero_of([logits])] if order else []", "pass"),
+        text(Forward, "step", "order = [zero_of([logits])] if order else []", "pass"),
         "short blocks",
         (others, others),
     ),
     "a step leaves an order of its tokens alone": Plant(
-        text(MLXRunner, "_make_step", "zero_of([logits])", "zero_of([tokens])"), "short blocks", (others, others)
+        text(Forward, "step", "zero_of([logits])", "zero_of([tokens])"), "short blocks", (others, others)
     ),
     "the next step finds an older order": Plant(
         text(

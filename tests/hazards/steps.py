@@ -80,7 +80,7 @@ class Metal:
         """Record steps that are all in flight together, and whatever else is called between them."""
         before, lora = self.state(), self.runner._lora
         stacks, rank = dict(lora._stacks), lora.rank
-        self.runner._steps.clear()
+        self.runner.compiled.clear()
         marks = {f"mark {i}": mx.zeros((1,)) for i in range(len(steps))}
 
         def work(given: dict[str, mx.array]) -> None:
@@ -102,9 +102,8 @@ class Metal:
             self.gpu.records = False
             lora._stacks, lora.rank = stacks, rank
             self.bind(before)
-            self.runner._seats.forget_counts()
-            self.runner._built.clear()
-            self.runner._running = None
+            self.runner._seats.reset()
+            self.runner.queue.clear()
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ def engine(kind: Kind, folder: Path) -> Iterator[Metal]:
         forget = inplace.writing.cache_clear
         fake.time_by_clock(gpu, patch)
         patch.setattr("mlx_tandem.model.kernel_checks.lora._TOKENS", (1, 16))
-        patch.setattr("mlx_tandem.model.runner.COMMON_OFFSET_TOKENS", 16 if kind.common_offset else 1 << 20)
+        patch.setattr("mlx_tandem.model.step.rectangles.COMMON_OFFSET_TOKENS", 16 if kind.common_offset else 1 << 20)
         mx.disable_compile()  # the shim computes at once; while a step is traced there are no numbers
         try:
             made = make_engine(

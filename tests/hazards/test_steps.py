@@ -15,6 +15,7 @@ from mlx_tandem.model import runner as runner_module
 from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import Writing
 from mlx_tandem.model.runner import MLXRunner
+from mlx_tandem.model.step import forward
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
 from tests.hazards import steps
@@ -66,7 +67,7 @@ def test_a_chunk_that_waits_on_the_way_is_safe(metal: Metal, monkeypatch: pytest
     """Metal has no need of pauses (see `MLXRunner.pauses`), but a step that has them is in order there, too."""
     monkeypatch.setattr(metal.runner, "pauses", True)
     monkeypatch.setattr(runner_module, "LONG_TOKENS", 16)
-    monkeypatch.setattr(runner_module, "PAUSE", 1)
+    monkeypatch.setattr(forward, "PAUSE", 1)
     launched = steps.decode(metal), steps.first_chunk(metal), steps.decode_others(metal)
     metal.launch(*launched)  # constants are computed when they are first met
     graph = metal.launch(*launched)
@@ -154,10 +155,9 @@ def test_mlx_s_own_writes_are_in_place_one_at_a_time(metal: Metal, monkeypatch: 
         def launch(metal: Metal) -> None:
             runner = metal.runner
             runner.launch(step)
-            while runner._running is not None:
+            while runner.queue._running is not None:
                 mx.synchronize()
-                runner._running = None
-                runner._dispatch()
+                runner.queue.done(runner.queue._running)
 
         return launch
 

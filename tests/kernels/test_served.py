@@ -84,8 +84,8 @@ def test_it_says_what_mlx_lm_says(
     folder = tiny_models.make(tmp_path / "model", family, **changes)
     backends = [Fused("cuda", shim.maker())]
     engine = make_engine(folder, kv_bits=kv_bits, kv_group_size=16, attention_backend="cuda", backends=backends)
-    engine.built.runner.common_offsets = engine.built.runner.inputs.packed = True
-    assert any(isinstance(m, FusedBlock) for m in engine.built.runner._model.modules()) == (family != "gemma")
+    engine.built.runner.rectangles.common_offsets = engine.built.runner.inputs.packed = True
+    assert any(isinstance(m, FusedBlock) for m in engine.built.runner.module.modules()) == (family != "gemma")
     info = engine.built.info
     assert (info.attention_backend, info.attention_reason) == ("cuda", "asked for")
     calls.clear()
@@ -116,7 +116,7 @@ def test_blocks_run_their_own_code_where_the_short_way_is_wrong(
     folder = tiny_models.make(tmp_path / "model", "llama")
     broken = Broken(shim.maker(), right, wrong)
     engine = make_engine(folder, attention_backend="cuda", backends=[Fused("cuda", broken)])
-    assert not any(isinstance(m, FusedBlock) for m in engine.built.runner._model.modules())
+    assert not any(isinstance(m, FusedBlock) for m in engine.built.runner.module.modules())
     calls.clear()
     assert_agrees(engine.run(ask()), Oracle.load(folder), "blocks as they are")
     assert calls

@@ -64,7 +64,7 @@ def assert_serves(engine: Engine, tmp_path: Path) -> None:
 
 
 def short_blocks(engine: Engine) -> bool:
-    return any(isinstance(m, FusedBlock) for m in engine.built.runner._model.modules())
+    return any(isinstance(m, FusedBlock) for m in engine.built.runner.module.modules())
 
 
 def test_all_kernels_are_taken_where_they_are_right_and_faster(metal: Gpu, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from mlx_tandem.adapters.registry import Registry
 from mlx_tandem.config import CheckpointingConfig, Config, DutyConfig, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone, TrainerInfo, TrainerSpec
 from mlx_tandem.errors import EngineDied, EngineUnavailable, NotFound
-from mlx_tandem.training.online.serving import Sampled
+from mlx_tandem.training.online.serving import Sampled, UpdateReport
 from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats, SamplingParams
 
@@ -213,6 +213,9 @@ class Server:
         await asyncio.sleep(0)
         self.registry.retire(ref)
         self.retired.append(ref.version)
+
+    def updated(self, report: UpdateReport, trajectories: Sequence[Trajectory]) -> None:
+        pass
 
     def saved(self, info: AdapterInfo, folder: str, name: str) -> None:
         self.client.points()

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,6 +34,7 @@ class Side:
         self.client = Client(self.points)
         self.server = Server(self.client, answer)
         self.learner = OnlineLearner(config, cast(EngineClient, self.client), self.server, clock=lambda: 5.0)
+        self._threads = ThreadPoolExecutor(4)
 
     @property
     def trained(self) -> tuple[int, ...]:
@@ -48,7 +50,11 @@ class Side:
         return 0 if ref is None else ref.version
 
     async def kill(self) -> None:
-        """Nothing of what was not on the drive is left."""
+        """Nothing of what was not on the drive is left, and nothing writes there any more, though threads outlive the
+        tasks that started them."""
+        self._threads.shutdown(cancel_futures=True)
+        loop, last = asyncio.get_running_loop(), ThreadPoolExecutor(4)
+        loop.set_default_executor(last)
         ledger = self.learner._learner.ledger
         ledger.checkpoints.close()
         if ledger._journal is not None and ledger._journal._fd >= 0:
@@ -59,9 +65,12 @@ class Side:
             task.cancel()
         await self.learner.rewards.close()
         await asyncio.gather(*tasks, self.learner._loop.task or asyncio.sleep(0), return_exceptions=True)
+        last.shutdown()
+        loop.set_default_executor(ThreadPoolExecutor(4))  # of the next process
 
     async def bring_up(self) -> None:
         """To where it was."""
+        asyncio.get_running_loop().set_default_executor(self._threads)
         await self.learner.bring_up()
         await self.until(lambda: not self.learner.status().recovering)
 

@@ -146,11 +146,6 @@ LARGE: dict[str, str] = {
     "mlx_tandem/engine/block_manager.py: BlockManager": NOT_YET,
     "mlx_tandem/engine/scheduler.py: Scheduler": NOT_YET,
     "mlx_tandem/engine/kv_offload.py: KVOffload": NOT_YET,
-    "mlx_tandem/model/cache/kvcache.py: StepView()": NOT_YET,
-    "mlx_tandem/model/runner.py: MLXRunner": NOT_YET,
-    "mlx_tandem/model/runner.py: MLXRunner()": NOT_YET,
-    "mlx_tandem/model/runner.py: MLXRunner._build_part": NOT_YET,
-    "mlx_tandem/model/runner.py: MLXRunner._make_step": NOT_YET,
 }
 """What may be larger, and why."""
 

@@ -37,6 +37,7 @@ class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
     lora_adapter: str | None = None  # the adapter, for callers who name the base in `model`
     # Fields for learning.
     collect_trajectory: bool | None = None
+    trajectory_id: str | None = None  # the trajectory that this request goes on with
     scoring_function: str | dict[str, Any] | list[Any] | None = None
     metadata: dict[str, Any] | None = None  # for reward functions; it has no effect without one
     swap_policy: Literal["pin", "inflight_keep"] | None = None
@@ -99,7 +100,7 @@ def chat_tools(body: ChatBody) -> Tools | None:
     choice = body.function_call
     if isinstance(choice, dict):
         choice = {"type": "function", "function": choice}
-    with renamed(tool_choice="function_call"):
+    with renamed(**{"tool_choice": "function_call", "tool_choice.function.name": "function_call.name"}):
         return tools_of(tools, choice, False, param="functions")
 
 

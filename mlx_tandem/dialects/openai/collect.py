@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from mlx_tandem import limits
 from mlx_tandem.dialects.front import ServerFront
@@ -12,9 +15,12 @@ from mlx_tandem.dialects.openai.bodies import Common
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.adapters.model_names import Selection
 from mlx_tandem.strict_json import check_nested, dumps
-from mlx_tandem.training.live.recorder import Collect
-from mlx_tandem.training.trajectories import check_label, new_id, same_prompt
+from mlx_tandem.training.live.recorder import Collect, Talk
+from mlx_tandem.training.trajectories import ACROSS, check_label, new_id, same_prompt
 from mlx_tandem.types import SamplingParams
+
+if TYPE_CHECKING:
+    from mlx_tandem.training.rewards import Scoring
 
 
 def check_metadata(given: dict[str, Any] | None) -> dict[str, Any]:
@@ -39,6 +45,7 @@ def collect_fields(
     *,
     n: int,
     silent: bool,
+    talk: Talk | None,
 ) -> Collect | None:
     """Return the request's task for learning; None if it has none.
 
@@ -46,14 +53,15 @@ def collect_fields(
     InvalidRequest naming the field.
     """
     metadata = check_metadata(body.metadata)
-    keep, shown = bool(body.collect_trajectory), body.scoring_function is not None
+    going = None if talk is None else talk.continued
+    keep, shown = bool(body.collect_trajectory) or going is not None, body.scoring_function is not None
     if not keep and not shown:
         return None
-    field = "collect_trajectory" if keep else "scoring_function"
+    field = "trajectory_id" if going is not None else "collect_trajectory" if keep else "scoring_function"
     learning = front.check_learning(field, field)
     if silent:
         raise InvalidRequest(f"{field} needs a completion, and max_tokens is 0", param=field)
-    function = body.scoring_function if shown else front.config.rl_training.scoring_function
+    function = body.scoring_function if shown else "later" if going else front.config.rl_training.scoring_function
     if not function:
         raise InvalidRequest(
             f"scoring_function is required, one of {', '.join(learning.learner.rewards.names)}: "
@@ -65,30 +73,50 @@ def collect_fields(
         limits.check("example_temperature", params.temperature, "temperature")  # Greedy choices have no logprobs.
         if params.greedy:
             raise InvalidRequest("top_p must be over 0 where trajectories are collected", param="top_p")
+        if going is not None and params.temperature != going.temperature:
+            raise InvalidRequest(
+                f"temperature must be {going.temperature:g}, as in the trajectory so far", param="temperature"
+            )
         if learning.version_of(model.ref) is None:
             raise InvalidRequest(
                 f"trajectories are collected of {front.config.rl_training.adapter} and of the base", param=field
             )
+    training = front.config.rl_training
+    later = function == "later"
+    if later and not keep:
+        raise InvalidRequest("scoring_function later needs collect_trajectory", param="scoring_function")
+    scoring = learning.learner.rewards.check(function, metadata)
+    alone = later or (not training.siblings and training.group_size < 2)
     return Collect(
         keep=keep,
-        shown=shown,
-        scoring=learning.learner.rewards.check(function, metadata),
+        shown=shown and not later,
+        scoring=scoring,
         metadata=metadata,
-        groups=_groups(metadata, function, prompts, n),
+        groups=_groups(metadata, scoring, prompts, n, alone=alone),
         shared="group" in metadata,
         prompts=tuple(texts),
         params=params,
+        later=later,
+        talk=talk,
     )
 
 
-def _groups(metadata: dict[str, Any], function: Any, prompts: Sequence[Sequence[int]], n: int) -> tuple[str, ...]:
+def _groups(
+    metadata: dict[str, Any], scoring: Scoring, prompts: Sequence[Sequence[int]], n: int, *, alone: bool
+) -> tuple[str, ...]:
     """Return the group of each prompt. A group that a request names never equals one that is made here.
 
-    Single answers to equal prompts, which are scored alike, are one group.
+    Single answers to equal prompts, which are scored alike, are one group. `alone`: the server adds no answers to them,
+    so that they are compared with answers to other prompts.
     """
     if "group" not in metadata:
+        parts = msgspec.to_builtins(scoring.parts)
+        if n == 1 and alone:
+            return (f"{ACROSS}{scoring.function}:{hashlib.blake2b(dumps(parts), digest_size=8).hexdigest()}",) * len(
+                prompts
+            )
         if n == 1:
-            rest = dumps([metadata, function])
+            rest = dumps([metadata, parts])
             return tuple(f"single:{same_prompt(prompt, rest)}:{k}" for k, prompt in enumerate(prompts))
         own = new_id()
         return tuple(f"request:{own}:{k}" for k in range(len(prompts)))
@@ -106,7 +134,7 @@ def control_arm(front: ServerFront, body: Common, model: Selection, collect: Col
     Some requests for the trained adapter, without a version, are answered by its accepted version, and some by both.
     """
     asked = body.model if body.lora_adapter is None else body.lora_adapter
-    if not collect.keep or model.ref is None or model.arm is not None or asked != front.config.rl_training.adapter:
+    if not collect.compared or model.ref is None or model.arm is not None or asked != front.config.rl_training.adapter:
         return model, collect
     pair = front.check_learning("collect_trajectory").learner.choose(model.ref)
     if pair is None:
@@ -131,7 +159,7 @@ def follows(front: ServerFront, body: Common, model: Selection) -> bool:
 
 def shown_version(front: ServerFront, body: Common, model: Selection) -> int | None:
     """Return the version that the reply names for each token; None if the reply names no versions."""
-    if front.learning is None or not (body.return_token_ids or body.collect_trajectory):
+    if front.learning is None or not (body.return_token_ids or body.collect_trajectory or body.trajectory_id):
         return None
     number = front.learning.version_of(model.ref)
     return number if number is not None or model.ref is None else model.ref.version

@@ -20,6 +20,7 @@ from mlx_tandem.dialects.openai.bodies import (
 )
 from mlx_tandem.dialects.openai.collect import collect_fields, control_arm, follows, shown_version
 from mlx_tandem.dialects.openai.renderer import ChatRenderer, OpenAIRenderer, Shown, TextRenderer
+from mlx_tandem.dialects.openai.trajectories import chat_prompt, text_prompt
 from mlx_tandem.dialects.plan import Plan
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.adapters.model_names import Selection
@@ -39,6 +40,7 @@ from mlx_tandem.generation.sampling import (
     text_options,
 )
 from mlx_tandem.training.draws import altered
+from mlx_tandem.training.live.recorder import Talk
 from mlx_tandem.types import Grammar, SamplingParams
 
 
@@ -53,13 +55,13 @@ async def plan_chat(front: ServerFront, body: ChatBody) -> Plan:
     kept = kept_tokens(front, body.truncate_prompt_tokens, longest[1] if longest else body.max_tokens)
     asked = chat_request(body)
     chat = await asked.chat(front, cut=kept is not None)
-    prompt = _last(chat.prompt, kept)
+    prompt, talk = await chat_prompt(front, body, asked, _last(chat.prompt, kept))
     params = sampling_params(front, body, len(prompt), "messages", logprobs=logprobs, max_tokens=longest)
     params = chat.params(params)
     texts = (front.tokenizer.decode(prompt, show_special=True),) if _learns(body) else ()
     echo = _echoed(asked) if body.echo else None
     grammar = await _grammar(front, chat_constraint(front, chat, constraint))
-    generates = _Generates([prompt], params, n, chat.text(text), chat.parser, chat.most_calls, grammar)
+    generates = _Generates([prompt], params, n, chat.text(text), chat.parser, chat.most_calls, grammar, talk)
     return _plan(front, body, ChatRenderer, model, generates, texts, echo)
 
 
@@ -76,7 +78,8 @@ async def plan_completion(front: ServerFront, body: CompletionBody) -> Plan:
     prompts = [_last(prompt, kept) for prompt in whole]
     params = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs, echo=echo)
     texts = prompt_texts(front, body, whole, prompts) if echo or _learns(body) else ()
-    generates = _Generates(prompts, params, n, text, grammar=await _grammar(front, constraint))
+    talk = await text_prompt(front, body, prompts)
+    generates = _Generates(prompts, params, n, text, grammar=await _grammar(front, constraint), talk=talk)
     return _plan(front, body, TextRenderer, model, generates, texts, texts if echo else None)
 
 
@@ -90,6 +93,7 @@ class _Generates(NamedTuple):
     parser: MakeParser | None = None
     most_calls: int | None = None
     grammar: Grammar | None = None
+    talk: Talk | None = None
 
 
 def _plan(
@@ -106,10 +110,10 @@ def _plan(
     `texts` are the prompts as the reward functions see them. `echo` has the text that the replies to each prompt begin
     with; None means none.
     """
-    prompts, params, n, text, parser, most_calls, grammar = generates
+    prompts, params, n, text, parser, most_calls, grammar, talk = generates
     stream, with_usage, always_usage = streaming(body)
     follow = follows(front, body, model)
-    collect = collect_fields(front, body, model, params, prompts, texts, n=n, silent=text.silent)
+    collect = collect_fields(front, body, model, params, prompts, texts, n=n, silent=text.silent, talk=talk)
     forced = grammar.param if grammar is not None else altered(params)
     if collect is not None and collect.keep and forced:
         # Its tokens were drawn from another distribution than the policy's, which is what is trained.
@@ -175,7 +179,7 @@ async def _selected(front: ServerFront, body: Common) -> Selection:
 
 def _learns(body: Common) -> bool:
     """Return whether a reward function will score the completions, and so needs the prompt as text."""
-    return bool(body.collect_trajectory) or body.scoring_function is not None
+    return bool(body.collect_trajectory or body.trajectory_id) or body.scoring_function is not None
 
 
 def _check_streaming(body: Common) -> None:

@@ -16,6 +16,13 @@ class UpdateBody(Struct, forbid_unknown_fields=True):
     wait: bool = False  # answer only when the update has ended
 
 
+class RewardBody(Struct, forbid_unknown_fields=True):
+    """The body of a request that says what a trajectory is worth."""
+
+    reward: float | None = None  # of the whole
+    turn_rewards: list[float] = []  # one for each answer; `reward` counts for the last one then
+
+
 class NoBody(Struct, forbid_unknown_fields=True):
     """A body without any field."""
 

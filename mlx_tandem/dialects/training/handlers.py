@@ -11,13 +11,23 @@ import msgspec
 
 from mlx_tandem import limits
 from mlx_tandem.dialects.front import ServerFront
-from mlx_tandem.dialects.training.bodies import CheckpointBody, NoBody, RollbackBody, SwitchBody, UpdateBody
+from mlx_tandem.dialects.training.bodies import (
+    CheckpointBody,
+    NoBody,
+    RewardBody,
+    RollbackBody,
+    SwitchBody,
+    UpdateBody,
+)
 from mlx_tandem.errors import NotFound
 from mlx_tandem.training.external import check_external
 from mlx_tandem.training.trajectories import Trajectory
 
 if TYPE_CHECKING:
     from mlx_tandem.training.online.serving import UpdateReport
+
+HISTORY = 200
+"""Updates in the history that is sent."""
 
 WHAT = "this route"
 """The subject of the error on a server that does not learn."""
@@ -55,6 +65,36 @@ async def update(front: ServerFront, body: UpdateBody) -> tuple[int, dict[str, A
     return 200, job.describe()
 
 
+async def reward(front: ServerFront, id: str, body: RewardBody) -> dict[str, Any]:
+    """Give a trajectory its reward, with which it is learned from; return whether it was too old for that."""
+    learner = front.check_learning(WHAT).check_up()
+    fresh = await learner.later.reward(id, body.reward, body.turn_rewards)
+    return {"trajectory_id": id} | ({"status": "collected"} if fresh else {"status": "dropped", "dropped": "stale"})
+
+
+def trajectory(front: ServerFront, id: str) -> dict[str, Any]:
+    """Return what is known of a trajectory whose reward is still missing."""
+    found = front.check_learning(WHAT).check_up().later.get(id)
+    exchanges = found.exchanges
+    return {
+        "id": id,
+        "object": "trajectory",
+        "answers": len(exchanges),
+        "tokens": sum(len(e.given) + len(e.tokens) for e in exchanges),
+        "trained_tokens": sum(len(e.tokens) for e in exchanges),
+        "versions": sorted({v for e in exchanges for v in e.versions}),
+        "metadata": found.begun.metadata,
+        "last_answer": int(found.touched),
+        "expires": int(found.touched + front.config.rl_training.open_trajectory_s),
+    }
+
+
+async def forget(front: ServerFront, id: str) -> dict[str, Any]:
+    """Give up a trajectory that will have no reward; its siblings wait for it no longer."""
+    await front.check_learning(WHAT).check_up().later.forget(id)
+    return {"id": id, "object": "trajectory", "deleted": True}
+
+
 def job(front: ServerFront, id: str) -> dict[str, Any]:
     """Return the state of an update's job. Raises NotFound for an unknown id."""
     return front.check_learning(WHAT).jobs.get(id).describe()
@@ -73,6 +113,13 @@ def status(front: ServerFront) -> dict[str, Any]:
         }
     found: dict[str, Any] = msgspec.to_builtins(front.learning.learner.status())
     return found
+
+
+def history(front: ServerFront) -> dict[str, Any]:
+    """Return the last updates, oldest first, and answers that they learned from."""
+    learning = front.check_learning(WHAT)
+    updates = list(learning.learner.history)[-HISTORY:]
+    return {"updates": msgspec.to_builtins(updates), "samples": msgspec.to_builtins(list(learning.reporting.samples))}
 
 
 def start(front: ServerFront, body: NoBody) -> dict[str, Any]:

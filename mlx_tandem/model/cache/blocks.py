@@ -28,14 +28,14 @@ class KVArrays:
     def __init__(self, shapes: Sequence[LayerShape], num_blocks: int, block_size: int, order: Order | None = None):
         self._shapes = shapes
         self.num_blocks = num_blocks
-        self._block_size = block_size
+        self.block_size = block_size
         self._order = order or Order()
         self.clear()
 
     def clear(self) -> None:
         """Make all arrays anew, filled with zeros."""
         self.layers: list[list[mx.array]] = []  # frees the old arrays first
-        tokens = self.num_blocks * self._block_size
+        tokens = self.num_blocks * self.block_size
         self.layers = [
             [mx.zeros((half.heads * tokens, w), dtype) for half in shape.halves for w, dtype in half.lines()]
             for shape in self._shapes
@@ -87,7 +87,7 @@ class KVArrays:
         written = []
         for array, heads in self._each():
             width = array.shape[1] * array.dtype.size // 2
-            end = start + heads * self._block_size * width
+            end = start + heads * self.block_size * width
             lines = whole[:, start:end].reshape(len(loads), heads, -1).swapaxes(0, 1).reshape(-1, width)
             written.append(mx.array(lines).view(array.dtype))
             start = end
@@ -112,8 +112,8 @@ class KVArrays:
         """Return by number of heads the indices of these blocks' lines, ordered after all earlier
         uses of the arrays.
         """
-        at = np.array(blocks)[:, None] * self._block_size + np.arange(self._block_size)
-        stride = self.num_blocks * self._block_size
+        at = np.array(blocks)[:, None] * self.block_size + np.arange(self.block_size)
+        stride = self.num_blocks * self.block_size
         return {
             n: after(
                 self._order.zeros,

@@ -76,6 +76,23 @@ class LayerKernels(NamedTuple):
     rotary: Rotary
 
 
+class PoolLayout(NamedTuple):
+    """The properties of a pool that are the same in every forward."""
+
+    num_blocks: int
+    block_size: int
+    """Positions of a block."""
+
+    mask_axes: int
+    """Axes of a mask between rows and queries: 1, or 2 for families that group queries by KV head."""
+
+    kept: int | None = None
+    """The longest window of a pool whose layers all see a window; else None. Tables, keys, values and masks then begin
+    with the block of the first position that a row's first token sees, which is block
+    max(offset + 1 - kept, 0) // block_size of its sequence.
+    """
+
+
 class StepView:
     """The inputs that all layers of one pool share in one forward of rows [rows, length].
 
@@ -90,16 +107,11 @@ class StepView:
         common_offset: The position at which all rows begin, where they begin at one; else None. The keys are then only
             those before it, read from the pool, and the new ones as they were computed. The mask is "causal", for which
             fused attention is fastest.
-        kept: The longest window of a pool whose layers all see a window; else None. Tables, keys, values and masks then
-            begin with the block of the first position that a row's first token sees, which is block
-            max(offset + 1 - kept, 0) // block_size of its sequence.
-        block_size: Positions of a block.
+        kept, block_size: As in `PoolLayout`.
 
     pause: after how many layers the host waits for the device; 0: never. MLX keeps the inputs of every operation until
     its graph is done, and the host issues a whole forward long before that, so that of a long chunk the numbers of all
     layers would be in memory at once. A forward that is traced cannot pause.
-
-    mask_axes: axes of a mask between rows and queries: 1, or 2 for families that group queries by KV head.
     """
 
     def __init__(
@@ -107,26 +119,22 @@ class StepView:
         offset: mx.array,
         slot_mapping: mx.array,
         tables: mx.array,
-        *,
-        num_blocks: int,
-        block_size: int,
-        mask_axes: int,
-        kept: int | None = None,
+        pool: PoolLayout,
         in_place: tuple[int, int] | None = None,
         common_offset: int | None = None,
         pause: int = 0,
     ):
         self.offset = offset
         self.tables = tables
-        self.kept = kept
+        self.kept = pool.kept
         self.in_place = in_place
         self.common_offset = common_offset
-        self.block_size = block_size
+        self.block_size = pool.block_size
         self.slot_mapping = slot_mapping
         self._pause = pause
         self._layers = 0
-        self._num_blocks = num_blocks
-        self._mask_axes = mask_axes
+        self._num_blocks = pool.num_blocks
+        self._mask_axes = pool.mask_axes
         self._blocks = in_place[1] - in_place[0] if in_place else tables.shape[1]
         self._real: mx.array | None = None
         self._angles: dict[Rotation, tuple[mx.array, mx.array]] = {}

@@ -18,7 +18,7 @@ import numpy as np
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model.attention import fused, portable
 from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
+from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, PoolLayout, StepView
 from mlx_tandem.model.choices import AttentionDivision
 from mlx_tandem.model.kernel_checks import attention_cases as cases
 from mlx_tandem.model.kernel_checks.frame import Rejected, checked
@@ -266,9 +266,7 @@ def _seconds(shape: LayerShape, attention: LayerKernels | None, block_size: int,
         mx.full((rows,), last, mx.int32),
         mx.array(slots),
         mx.array(tables),
-        num_blocks=blocks,
-        block_size=block_size,
-        mask_axes=1,
+        PoolLayout(blocks, block_size, mask_axes=1),
     )
     new = mx.random.normal((rows, form.heads, 1, form.dim)).astype(form.dtype)
     sinks = mx.zeros((asks.heads,), form.dtype) if asks.sinks else None

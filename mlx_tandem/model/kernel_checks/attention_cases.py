@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from mlx_tandem.model.attention import fused, portable
 from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, StepView
+from mlx_tandem.model.cache.kvcache import LayerKernels, LayerShape, PagedCache, PoolLayout, StepView
 from mlx_tandem.model.cache.kvformat import RowFormat
 
 TYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -194,10 +194,7 @@ def answer(case: Case, attention: LayerKernels | None = None) -> mx.array:
             mx.array(offset),
             mx.array(slots),
             mx.array(seen),
-            num_blocks=blocks,
-            block_size=block,
-            mask_axes=1,
-            kept=case.window,
+            PoolLayout(blocks, block, mask_axes=1, kept=case.window),
         )
 
     if before := int(case.starts.max()):

@@ -18,11 +18,12 @@ from mlx_tandem.model.mixin import mix_in
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """One linear of a model, or one with a matrix per expert (`shape.experts`)."""
+    """One linear of a model, or one with a matrix per expert (`shape.experts`), or its output head."""
 
     path: str
     module: nn.Module
     shape: LinearShape
+    is_head: bool = False
 
 
 class Deltas(Protocol):
@@ -44,8 +45,7 @@ class Deltas(Protocol):
 def find_targets(model: nn.Module) -> dict[str, Target]:
     """Return all linears that can be adapted, by path.
 
-    A module reachable by two paths counts under the first. The output head is left out, since the runner may call it
-    for some of the positions only.
+    A module reachable by two paths counts under the first. The output head is left out: `find_head` finds it.
     """
     blocks = {id(c) for m in model.modules() if isinstance(m, (SwitchGLU, SwitchMLP)) for c in m.children().values()}
     found: dict[str, Target] = {}
@@ -67,11 +67,34 @@ def find_targets(model: nn.Module) -> dict[str, Target]:
     return found
 
 
+def find_head(model: nn.Module) -> Target | None:
+    """Return the model's output head: its `lm_head`, or the one embedding of a model that uses it as the head.
+
+    The path is the one that PEFT has for it, `lm_head` in both cases. None for a model of neither kind.
+    """
+    modules = model.named_modules()
+    for path, module in modules:
+        if path.rpartition(".")[2] == "lm_head" and isinstance(module, (nn.Linear, nn.QuantizedLinear)):
+            return Target(path, module, _head_shape(module), True)
+    tables = [(p, m) for p, m in modules if isinstance(m, (nn.Embedding, nn.QuantizedEmbedding))]
+    if len(tables) != 1 or any(path.rpartition(".")[2] == "lm_head" for path, _ in modules):
+        return None
+    path, table = tables[0]
+    return Target(".".join([*path.split(".")[:-2], "lm_head"]), table, _head_shape(table), True)
+
+
+def _head_shape(module: Any) -> LinearShape:
+    outputs, inputs = module.weight.shape
+    packed = isinstance(module, (nn.QuantizedLinear, nn.QuantizedEmbedding))
+    return LinearShape(inputs * 32 // module.bits if packed else inputs, outputs)
+
+
 def adapt(target: Target, deltas: Deltas) -> None:
     """Send the linear's calls through `deltas` from here on."""
     module: Any = target.module
     module._deltas, module._target = deltas, target
-    mix_in(module, AdaptedSwitch if target.shape.experts else AdaptedDense)
+    table = isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))
+    mix_in(module, AdaptedSwitch if target.shape.experts else AdaptedTable if table else AdaptedDense)
 
 
 class AdaptedDense:
@@ -92,6 +115,22 @@ class AdaptedDense:
     def plain(self, x: mx.array) -> mx.array:
         """Return the output of the linear without adapters."""
         out: mx.array = super().__call__(x)  # type: ignore[misc]
+        return out
+
+
+class AdaptedTable:
+    """Mixin of an embedding that is the output head, too, and has an adapter as such in some slot."""
+
+    _deltas: Deltas
+    _target: Target
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Return the logits with each row's adapter."""
+        return self._deltas.dense(self._target, x, self.plain)
+
+    def plain(self, x: mx.array) -> mx.array:
+        """Return the logits without adapters."""
+        out: mx.array = super().as_linear(x)  # type: ignore[misc]
         return out
 
 

@@ -25,7 +25,7 @@ from mlx_tandem.model.cache import inplace
 from mlx_tandem.model.cache.inplace import Order
 from mlx_tandem.model.footprint import bucket
 from mlx_tandem.model.linears.skinny import FewRows
-from mlx_tandem.model.lora.adapted import Target, adapt, find_targets
+from mlx_tandem.model.lora.adapted import Target, adapt, find_head, find_targets
 from mlx_tandem.model.lora.grouped import GroupedDeltas
 from mlx_tandem.model.lora.routes import WINDOW, Ids, Ints, Layout, lay_out, read
 from mlx_tandem.model.lora.stack import Stack
@@ -93,6 +93,9 @@ class LoraState:
         plain = config.backend if config.backend in ("gather", "windows") else "windows" if on_cpu else "gather"
         self.backend = "fused" if fused is not None else plain
         self._targets = find_targets(model)
+        self._head = find_head(model)
+        if self._head is not None:
+            self._targets[self._head.path] = self._head
         self._blocks = [m for m in model.modules() if isinstance(m, (SwitchGLU, SwitchMLP))]
         self._stacks: dict[str, Stack] = {}  # by path, in the model's order
         self.order = Order()  # orders all uses of arrays that kernels write: these, and those of the KV pool
@@ -102,8 +105,12 @@ class LoraState:
         self._bound: _Bound | None = None
 
     def linears(self) -> dict[str, LinearShape]:
-        """Return every linear that an adapter may target, by path."""
-        return {path: t.shape for path, t in self._targets.items()}
+        """Return every linear that an adapter may target, by path, except the output head."""
+        return {path: t.shape for path, t in self._targets.items() if not t.is_head}
+
+    def head(self) -> dict[str, LinearShape]:
+        """Return the output head by its path, if adapters may target it."""
+        return {} if self._head is None else {self._head.path: self._head.shape}
 
     # --- Contents of the slots -----------------------------------------------------------------------------------
 
@@ -257,6 +264,8 @@ class LoraState:
         bound = self._bound
         if bound is None or target.path not in bound.arrays:
             return plain(x)
+        if target.is_head:
+            return self._logits(bound, target, x, plain)
         if self._fused is not None:
             given = self._fused.give(target, x)
             if given is not None:
@@ -288,6 +297,25 @@ class LoraState:
         if delta.shape != y.shape:
             delta = delta.reshape(y.shape)
         return y + delta.astype(y.dtype)
+
+    def _logits(self, bound: _Bound, target: Target, x: mx.array, plain: Callable[[mx.array], mx.array]) -> mx.array:
+        """Return the logits of the positions of x [rows, length, inputs] that are wanted, with each row's adapter."""
+        module: Any = target.module
+        positions, slots = getattr(module, "_positions", None), bound.ids.slots
+        if positions is not None:
+            x = positions.narrow(x)
+            slots = slots if positions.picked is None or bound.layout.kind == "uniform" else slots[positions.picked]
+        y = plain(x)
+        a, b = bound.arrays[target.path]
+        x = x.astype(self.dtype)
+        if bound.layout.kind == "uniform":
+            delta = (x @ a) @ b
+        else:
+            rows = slots.shape[0]
+            order = mx.arange(rows, dtype=mx.uint32)
+            u = mx.gather_mm(x.reshape(rows, -1, x.shape[-1]), a, lhs_indices=order, rhs_indices=slots)
+            delta = mx.gather_mm(u, b, lhs_indices=order, rhs_indices=slots)
+        return y + delta.reshape(y.shape).astype(y.dtype)
 
     def switch(self, target: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
         """Return y + delta for a linear with one matrix per expert; entry i of x goes through expert indices[i]."""

@@ -21,6 +21,9 @@ class HeadPositions:
     def __init__(self, model: nn.Module):
         self._last: mx.array | None = None
         self._rows: mx.array | None = None  # None once they have been picked
+        self._narrowed: mx.array | None = None
+        self.picked: mx.array | None = None
+        """Rows of the step that `narrow` has picked since `keep`; None: all of them."""
         self._keeps_hidden = False
         self._hidden: mx.array | None = None
         self.width = 0  # of the head's input; 0 until a forward has passed through the head
@@ -42,6 +45,7 @@ class HeadPositions:
         rows that are sampled, all of which have one position; None: all rows.
         """
         self._last, self._rows, self._keeps_hidden = last, rows, hidden
+        self._narrowed = self.picked = None
 
     def logits(self, output: mx.array, last: mx.array) -> mx.array:
         """Return [sampled rows, vocabulary] of the output that the model returned since `keep`."""
@@ -62,15 +66,16 @@ class HeadPositions:
         return [mx.where(real[..., None], h, 0.0).sum(1), _pick(h, last)[:, 0]]
 
     def narrow(self, h: mx.array) -> mx.array:
-        """Return the kept rows and positions of the head's input [rows, length, dim]."""
-        if h.ndim != 3:
+        """Return the kept rows and positions of the head's input [rows, length, dim]. Of its own result: the same."""
+        if h.ndim != 3 or h is self._narrowed:
             return h
         self.width = h.shape[-1]
         if self._keeps_hidden:
             self._hidden = h
         if self._rows is not None:
-            h, self._rows = h[self._rows], None
-        return h if self._last is None or h.shape[1] == 1 else _pick(h, self._last)
+            h, self.picked, self._rows = h[self._rows], self._rows, None
+        self._narrowed = h if self._last is None or h.shape[1] == 1 else _pick(h, self._last)
+        return self._narrowed
 
     def _adapt(self, model: nn.Module) -> None:
         """Wrap the model's `lm_head`, or all of its embeddings if it has none."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
-from mlx_tandem.engine.plan import StepPlan
+from mlx_tandem.engine.plan import Bytes, StepPlan
+from mlx_tandem.model.cache.pools import KVPools
 from mlx_tandem.model.step.draw import Undrawn
 from mlx_tandem.model.step.inputs import Sent
 from mlx_tandem.model.step.sampler import SamplingFlags
+from mlx_tandem.model.step.verify import take_verified
 from mlx_tandem.types import TokenLogprob
 
 
@@ -36,6 +39,16 @@ class Part:
     verifies: bool = False  # whether rows have drafts; each token of such a row has an entry in `rows`
     is_pooled: bool = False  # whether `scored` has pooled hidden states and not scores
     saves: tuple[int, ...] = ()  # blocks whose contents the marker holds
+
+    def take_drawn(self, plan: StepPlan, tokens: list[tuple[int, ...]]) -> None:
+        """Set the entries of the part's rows in `tokens`, which has the drawn tokens of each row of the plan."""
+        drawn: Any = self.drawn[0].tolist()
+        if self.verifies:
+            take_verified(plan, self.rows, drawn, tokens)
+            return
+        for i, token in zip(self.rows, drawn, strict=False):
+            if plan.rows[i].sample:
+                tokens[i] = (token,)
 
     def logprobs(self, plan: StepPlan) -> dict[int, tuple[TokenLogprob, ...]]:
         """Return the logprobs of the drawn tokens by the row of the plan, for rows that want them."""
@@ -76,6 +89,21 @@ class Part:
                 for at in range(len(plan.rows[i].targets))
             ]
         return found
+
+
+def copying(pool: KVPools, copies: Sequence[tuple[int, int]]) -> list[Part]:
+    """Return a part that reads blocks and one that writes them; in a single part, the write would copy the pool."""
+    return [Part([], SamplingFlags(), [], arrays) for arrays in pool.copy(copies)]
+
+
+def saving(pool: KVPools, blocks: Sequence[int]) -> list[Part]:
+    """Return a part that reads blocks; `KVPools.bytes_of` makes bytes of its marker when it is done."""
+    return [Part([], SamplingFlags(), [], pool.read(blocks), saves=tuple(blocks))]
+
+
+def loading(pool: KVPools, loads: Sequence[tuple[int, Bytes]]) -> list[Part]:
+    """Return a part that writes the contents of blocks."""
+    return [Part([], SamplingFlags(), [], pool.write(loads))]
 
 
 @dataclass(frozen=True, slots=True)

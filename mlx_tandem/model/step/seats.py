@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -10,10 +12,13 @@ import numpy.typing as npt
 
 from mlx_tandem.engine.plan import Seating
 from mlx_tandem.model.step.sampler import SamplingArrays, SamplingFlags, row_key
-from mlx_tandem.model.step.shapes import row_count
+from mlx_tandem.model.step.shapes import coarse_count, row_count
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition", "presence", "frequency")
 _XTC = ("xtc_probability", "xtc_threshold")
+
+KEPT_SAMPLING = 4
+"""Most sets of seats whose sampling arrays are kept: those of a step's parts. Some are as wide as the vocabulary."""
 
 
 class Seats:
@@ -37,6 +42,7 @@ class Seats:
         self._window = np.zeros(n, np.int32)  # of the repetition penalty; 0: all tokens
         self.generation = 0
         """Number that changes whenever a seat changes: arrays made before are stale."""
+        self._recent_sampling: OrderedDict[Any, tuple[SamplingFlags, list[mx.array]]] = OrderedDict()
         self.prompt_seen: mx.array | None = None  # [seats, vocabulary] bool, made when a penalty first needs it
         self.output_count: mx.array | None = None  # [seats, vocabulary] float32
         self.recent: mx.array | None = None  # [seats, length] int32 as in `TokenCounts`, made for the first window
@@ -78,9 +84,27 @@ class Seats:
         if self._has_penalty(np.array([i])):
             self._count(seating)
 
-    def forget_counts(self) -> None:
-        """Drop the token counts of all seats; sequences take their seats again before they continue."""
+    def reset(self) -> None:
+        """Drop the token counts of all seats and all sampling arrays; sequences take their seats again before they
+        continue.
+        """
         self.prompt_seen = self.output_count = self.recent = None
+        self._recent_sampling.clear()
+
+    def sampling(self, seats: tuple[int, ...], *, coarse: bool) -> tuple[SamplingFlags, list[mx.array]]:
+        """Return sampling flags and arrays of these seats, which are made anew only when a seat changes.
+
+        coarse: whether the rows that have a top_p are padded as in mixed steps.
+        """
+        key = (self.generation, seats, coarse)
+        made = self._recent_sampling.get(key)
+        if made is None:
+            flags = self.flags(seats, coarse_count if coarse else row_count)
+            made = self._recent_sampling[key] = flags, self.arrays(seats, flags).flatten()
+            if len(self._recent_sampling) > KEPT_SAMPLING:
+                self._recent_sampling.popitem(last=False)
+        self._recent_sampling.move_to_end(key)
+        return made
 
     def flags(self, seats: Sequence[int], padded: Callable[[int], int] = row_count) -> SamplingFlags:
         """Return what a step with these seats needs. `padded` pads the number of rows that have a top_p."""

@@ -46,11 +46,17 @@ def ends(sizes: Iterable[int]) -> list[int]:
     return list(accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes))
 
 
-def update(p: mx.array, g: mx.array, moments: Moments, step: int, adam: AdamParams) -> tuple[mx.array, Moments]:
-    """Return weights and moments after step number `step`, from 1 on, with gradients `g`."""
+def update(
+    p: mx.array, g: mx.array, moments: Moments, step: int, adam: AdamParams, ratio: mx.array | float = 1.0
+) -> tuple[mx.array, Moments]:
+    """Return weights and moments after step number `step`, from 1 on, with gradients `g`.
+
+    The learning rate of each weight is that of `adam` times its `ratio`.
+    """
     m = adam.beta1 * moments.m + (1.0 - adam.beta1) * g
     v = adam.beta2 * moments.v + (1.0 - adam.beta2) * g.square()
-    rate = adam.learning_rate / (1.0 - adam.beta1**step)
+    learning_rate = adam.learning_rate * ratio
+    rate = learning_rate / (1.0 - adam.beta1**step)
     root = (1.0 - adam.beta2**step) ** -0.5
-    moved = p * (1.0 - adam.learning_rate * adam.weight_decay) - rate * m / (v.sqrt() * root + adam.eps)
+    moved = p * (1.0 - learning_rate * adam.weight_decay) - rate * m / (v.sqrt() * root + adam.eps)
     return moved, Moments(m, v)

@@ -18,7 +18,7 @@ from mlx_tandem.model.step.inputs import Numbers
 from mlx_tandem.training.device.layerwise import Layer, LayerwiseForward
 from mlx_tandem.training.device.logprobs import logprobs
 from mlx_tandem.training.device.slices import Slices, launched
-from mlx_tandem.training.device.tree import Pair, Segment, Tree
+from mlx_tandem.training.device.tree import Dropout, Pair, Segment, Tree
 
 HEAD_BYTES = 128 << 20
 """Bytes of logits that are made at a time: those of a whole micro-batch would be larger than everything else."""
@@ -31,6 +31,8 @@ class Weights(NamedTuple):
     stop: int
     pairs: Mapping[str, Pair]  # by path, as the tree multiplies by them: B is scaled
     gradients: dict[str, Pair]  # float32; those of the micro-batch are added
+    span: slice = slice(0, 0)  # its part of the completion tokens of the micro-batch
+    dropout: Dropout | None = None
 
 
 class Positions(NamedTuple):
@@ -40,6 +42,7 @@ class Positions(NamedTuple):
     target: mx.array  # [n] int32
     temperature: mx.array | None  # [n] float32; None: 1 for all
     truncation: mx.array | None  # [n, 3] float32: top_p, top_k, min_p; None: no draw was truncated
+    first: int = 0  # number of completion tokens of the micro-batch before these
 
 
 Draw = tuple[float, float, float, float]
@@ -76,9 +79,11 @@ class MicroBatch:
         self._entry, self._layers = layerwise.enter(tokens)
         self._leave = layerwise.leave
         self._paths: list[list[tuple[int, str]]] = [[] for _ in self._layers]  # (adapter, path) in each layer
+        self._head_paths: list[tuple[int, str]] = []  # (adapter, path) of those that change the output head
         for i, weights in enumerate(adapters):
             for path in weights.pairs:
-                self._paths[tree.layer_of[path]].append((i, path))
+                places = self._head_paths if path in tree.head else self._paths[tree.layer_of[path]]
+                places.append((i, path))
         self._lowest = next((i for i, paths in enumerate(self._paths) if paths), len(self._layers))
         self._inputs: list[mx.array] = []
         self._states: mx.array | None = None
@@ -98,7 +103,7 @@ class MicroBatch:
                     yield launched(h)
             parts = []
             for chunk in self._chunks():
-                parts.append(self._head(self._flat(h)[chunk.at], chunk)[1])
+                parts.append(self._head(self._flat(h)[chunk.at], chunk, [])[1])
                 yield launched(parts[-1])
             self.base = mx.concatenate(parts)
         h = self._entry
@@ -111,7 +116,7 @@ class MicroBatch:
         self._states = h
         found = []
         for chunk in self._chunks():
-            found.append(self._head(self._flat(h)[chunk.at], chunk))
+            found.append(self._head(self._flat(h)[chunk.at], chunk, self._head_arrays()))
             yield launched(*found[-1])
         self.logprobs, self.whole, self.plain = (mx.concatenate(list(kind)) for kind in zip(*found, strict=True))
 
@@ -127,25 +132,61 @@ class MicroBatch:
         for chunk in self._chunks():
             here = [own[done : done + chunk.at.size] for own in cotangents]
             done += chunk.at.size
-            gradient = gradient.at[chunk.at].add(self._head_backward(flat[chunk.at], chunk, here))
-            yield launched(gradient)
+            below, sums = self._head_backward(flat[chunk.at], chunk, here)
+            gradient = gradient.at[chunk.at].add(below)
+            yield launched(gradient, sums)
         del flat, states
         gradient = gradient.reshape(self._rows, self._length, -1)
         for i in reversed(range(self._lowest, len(self._layers))):
             gradient, wait = self._layer_backward(i, self._inputs.pop(), gradient)
             yield wait
 
-    def _head(self, h: mx.array, chunk: Positions) -> tuple[mx.array, mx.array, mx.array]:
-        """Return the logprobs of a chunk from the states there: as drawn, at its temperature and at 1."""
-        logits, (_, target, temperature, truncation) = self._leave(h), chunk
+    def _head(self, h: mx.array, chunk: Positions, arrays: list[mx.array]) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the logprobs of a chunk from the states there: as drawn, at its temperature and at 1.
+
+        `arrays` are A and B of the adapters that change the head; none: the head is the base's.
+        """
+        n = chunk.at.size
+        segments: dict[str, list[Segment]] = {}
+        for (adapter, path), a, b in zip(self._head_paths, arrays[::2], arrays[1::2], strict=bool(arrays)):
+            own = self._adapters[adapter]
+            start, stop = max(own.span.start - chunk.first, 0), min(own.span.stop - chunk.first, n)
+            if start < stop:
+                dropout = own.dropout and own.dropout.within(chunk.first)
+                segments.setdefault(path, []).append(Segment(start, stop, (a, b), dropout))
+        with self._tree.bound(n, segments):
+            logits = self._leave(h)
+        target, temperature, truncation = chunk.target, chunk.temperature, chunk.truncation
         plain = logprobs(logits, target, None)
         whole = plain if temperature is None else logprobs(logits, target, temperature)
         return (whole if truncation is None else logprobs(logits, target, temperature, truncation)), whole, plain
 
-    def _head_backward(self, h: mx.array, chunk: Positions, cotangents: Sequence[mx.array]) -> mx.array:
-        """Return the gradient by the states of a chunk, computing its logits again: they are too large to be kept."""
-        _, (gradient,) = mx.vjp(lambda x: self._head(x, chunk)[: len(cotangents)], [h], list(cotangents))
-        return gradient
+    def _head_arrays(self) -> list[mx.array]:
+        return [x for adapter, path in self._head_paths for x in self._adapters[adapter].pairs[path]]
+
+    def _head_backward(
+        self, h: mx.array, chunk: Positions, cotangents: Sequence[mx.array]
+    ) -> tuple[mx.array, list[Pair]]:
+        """Return the gradient by the states of a chunk and the sums of those by the adapters of the head.
+
+        The logits are computed again: they are too large to be kept.
+        """
+        _, (gradient, *own) = mx.vjp(
+            lambda x, *ab: self._head(x, chunk, list(ab))[: len(cotangents)],
+            [h, *self._head_arrays()],
+            list(cotangents),
+        )
+        return gradient, self._add(self._head_paths, own)
+
+    def _add(self, paths: Sequence[tuple[int, str]], own: Sequence[mx.array]) -> list[Pair]:
+        """Add gradients of these paths, A and B in turn, to those of their adapters, and return the sums."""
+        sums: list[Pair] = []
+        for (adapter, path), a, b in zip(paths, own[::2], own[1::2], strict=True):
+            gradients = self._adapters[adapter].gradients
+            known = gradients.get(path)
+            sums.append((a.astype(mx.float32), b.astype(mx.float32)) if known is None else (known[0] + a, known[1] + b))
+            gradients[path] = sums[-1]
+        return sums
 
     def _layer_backward(self, i: int, h: mx.array, gradient: mx.array) -> tuple[mx.array, Wait]:
         """Launch layer i backward from its input `h`; return the gradient by `h`, and what waits for the slice."""
@@ -157,20 +198,14 @@ class MicroBatch:
         else:
             _, (below, *own) = mx.vjp(lambda x, *ab: self._run(i, layer, x, list(ab)), [h, *arrays], [gradient])
         # Gradients are added layer by layer: to add all of a model's in one slice takes as long as a step.
-        sums = []
-        for (adapter, path), a, b in zip(self._paths[i], own[::2], own[1::2], strict=True):
-            gradients = self._adapters[adapter].gradients
-            known = gradients.get(path)
-            sums.append((a.astype(mx.float32), b.astype(mx.float32)) if known is None else (known[0] + a, known[1] + b))
-            gradients[path] = sums[-1]
-        return below, launched(below, sums)
+        return below, launched(below, self._add(self._paths[i], own))
 
     def _run(self, i: int, layer: Layer, h: mx.array, arrays: list[mx.array]) -> mx.array:
         """Run layer i with the arrays of its adapters, A and B in the order of its paths."""
         segments: dict[str, list[Segment]] = {}
         for (adapter, path), a, b in zip(self._paths[i], arrays[::2], arrays[1::2], strict=True):
             own = self._adapters[adapter]
-            segments.setdefault(path, []).append(Segment(own.start, own.stop, (a, b)))
+            segments.setdefault(path, []).append(Segment(own.start, own.stop, (a, b), own.dropout))
         with self._tree.bound(self._rows, segments):
             return layer(h)
 
@@ -188,10 +223,16 @@ class MicroBatch:
         """Return the positions in pieces whose logits fit HEAD_BYTES."""
         n = self._where.at.size
         size = max(HEAD_BYTES // (4 * self._vocabulary()), 16)
-        at, target, *draws = self._where
+        at, target, warm, cut, _ = self._where
         spans = [slice(k, k + size) for k in range(0, n, size)]
         return [
-            Positions(at[own], target[own], *(None if field is None else field[own] for field in draws))
+            Positions(
+                at[own],
+                target[own],
+                None if warm is None else warm[own],
+                None if cut is None else cut[own],
+                own.start,
+            )
             for own in spans
         ]
 

@@ -22,7 +22,7 @@ from mlx_tandem.model import device
 from mlx_tandem.training.device.adamw import Moments, ends, flat, parts, update
 from mlx_tandem.training.device.copies import Copy
 from mlx_tandem.training.device.slices import device_errors, joined, launched
-from mlx_tandem.training.device.tree import Pair
+from mlx_tandem.training.device.tree import Dropout, Pair
 
 HostPairs = dict[str, tuple[Array, Array]]
 _T = TypeVar("_T")
@@ -77,6 +77,7 @@ class TrainedAdapter:
         self._gradients: dict[str, Pair] | None = None
         self._before: _State | None = None  # before the last step, or before the first of several that belong together
         self._more = False  # whether the next step belongs to the last one
+        self._masks = 0  # that `dropout` has given since the last step
 
     @classmethod
     def fresh(cls, spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> TrainedAdapter:
@@ -99,7 +100,7 @@ class TrainedAdapter:
                 raise ModelError(f"the adapter has rank {a.shape[-1]}, the trainer {spec.rank}", param="rank")
             fresh_a, fresh_b = pairs[path]
             wide_b = np.zeros(fresh_b.shape, np.float32)
-            wide_b[..., : b.shape[-2], :] = b / np.float32(_scale(spec))
+            wide_b[..., : b.shape[-2], :] = b / np.float32(spec.scale)
             pairs[path] = (mx.concatenate([mx.array(a), fresh_a[..., a.shape[-1] :]], -1), mx.array(wide_b))
         return cls(spec, linears, pairs)
 
@@ -117,7 +118,7 @@ class TrainedAdapter:
     @property
     def scale(self) -> float:
         """Factor of the adapter's delta."""
-        return _scale(self.spec)
+        return self.spec.scale
 
     @property
     def pairs(self) -> dict[str, Pair]:
@@ -147,9 +148,20 @@ class TrainedAdapter:
     def gradients(self, sums: dict[str, Pair]) -> None:
         self._gradients = sums
 
+    def dropout(self) -> Dropout | None:
+        """Return the dropout of the next micro-batch, which depends on the seed, the step and the micro-batches since.
+
+        None: this adapter has none.
+        """
+        options = self.spec.options
+        if not options.dropout:
+            return None
+        self._masks += 1
+        return Dropout(options.dropout, (self.spec.seed, self.step_count, self._masks))
+
     def drop_gradients(self) -> None:
         """Forget all gradients."""
-        self._gradients = None
+        self._gradients, self._masks = None, 0
 
     def begin_pass(self) -> None:
         """Keep the last step unless others follow that belong to it: a step back has no room beside a pass."""
@@ -166,6 +178,7 @@ class TrainedAdapter:
         if not self._more:
             self._before = None
         self._more = more
+        self._masks = 0
         self._now.served.clear()
         if gradients is None:
             return StepDone(self.spec.name, self.step_count, 0.0, True)
@@ -199,18 +212,26 @@ class TrainedAdapter:
     def _moved(self, flats: list[mx.array], share: float, after: _State, adam: AdamParams) -> Iterator[Wait]:
         """Fill in `after` from the gradients in `flats` times `share`, and empty `flats`."""
         for chunk, old, known in zip(self._chunks, self._now.flats, self._now.moments, strict=True):
-            new, moments = update(old, flats.pop(0) * share, known, after.step_count, adam)
+            ratio = self._ratio(chunk, old.size)
+            new, moments = update(old, flats.pop(0) * share, known, after.step_count, adam, ratio)
             own = _pairs(new, chunk, self._now.pairs)
             after.flats.append(new)
             after.pairs.update(own)
             after.moments.append(moments)
             yield launched(own, moments)
 
+    def _ratio(self, chunk: Sequence[str], size: int) -> mx.array | float:
+        """Return the learning rate of each of a chunk's `size` weights, relative to that of A."""
+        if self.spec.options.plus_ratio == 1.0:
+            return 1.0
+        border = ends(a.size for a, _ in (self.pairs[path] for path in chunk))[-1]
+        return mx.where(mx.arange(size) < border, 1.0, self.spec.options.plus_ratio)
+
     def settle(self, keep: bool) -> None:
         """Keep the last step, or take it back, and all gradients with it."""
         before, self._before, self._more = self._before, None, False
         if not keep:
-            self._gradients = None
+            self.drop_gradients()
             if before is not None:
                 self._now = before
 
@@ -313,10 +334,6 @@ def _fresh(spec: TrainerSpec, linears: Mapping[str, LinearShape]) -> dict[str, P
     return pairs
 
 
-def _scale(spec: TrainerSpec) -> float:
-    return spec.alpha / spec.rank
-
-
 def _chunks(pairs: Mapping[str, Pair]) -> list[list[str]]:
     """Return the paths in order, in groups whose arrays lie end to end."""
     chunks: list[list[str]] = []
@@ -351,7 +368,8 @@ def _name(path: str, side: str, kind: str) -> str:
 
 
 def _peft(chunks: Sequence[HostPairs], spec: TrainerSpec) -> tuple[dict[str, Any], dict[str, Array]]:
-    return convert.to_peft({path: pair for pairs in chunks for path, pair in pairs.items()}, spec.rank, spec.alpha)
+    modules = {path: pair for pairs in chunks for path, pair in pairs.items()}
+    return convert.to_peft(modules, spec.rank, spec.alpha, rslora=spec.options.rslora, dropout=spec.options.dropout)
 
 
 def _write(folder: Path, chunks: Sequence[Sequence[HostPairs]], about: About) -> None:

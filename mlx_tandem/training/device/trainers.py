@@ -38,7 +38,7 @@ from mlx_tandem.training.device.cutting import Cutter, Item
 from mlx_tandem.training.device.layerwise import LayerwiseForward
 from mlx_tandem.training.device.slices import Slices, device_errors, finish, launched
 from mlx_tandem.training.device.trained_adapter import TRAINER, About, TrainedAdapter
-from mlx_tandem.training.device.tree import Pair, Tree
+from mlx_tandem.training.device.tree import Dropout, Pair, Tree
 
 Passes = Generator[Wait, None, tuple[BatchResult, ...]]
 
@@ -101,9 +101,11 @@ class MLXTrainers:
         """
         _check_spec(spec)
         linears = self._chosen(spec.targets)
+        if weights is not None and not spec.targets:
+            linears |= {path: shape for path, shape in self._tree.head.items() if path in weights.tensors}
         with device_errors():
             if folder:
-                trainer = self._restored(spec, linears, Path(folder))
+                trainer = self._restored(spec, self._tree.linears | self._tree.head, Path(folder))
             else:
                 trainer = (
                     TrainedAdapter.from_adapter(spec, linears, weights)
@@ -125,17 +127,20 @@ class MLXTrainers:
         del self._trainers[name]
 
     def _chosen(self, targets: Sequence[str]) -> dict[str, LinearShape]:
-        """Return the linears that `targets` name, by path. Raises InvalidRequest for a name that the model has not."""
+        """Return the linears that `targets` name, by path; none name all but the output head.
+
+        Raises InvalidRequest for a name that the model has not.
+        """
         if not targets:
             return dict(self._tree.linears)
         chosen = {
             path: shape
-            for path, shape in self._tree.linears.items()
+            for path, shape in (self._tree.linears | self._tree.head).items()
             if any(path == target or path.endswith("." + target) for target in targets)
         }
         for target in targets:
             if not any(path == target or path.endswith("." + target) for path in chosen):
-                known = sorted({path.rpartition(".")[2] for path in self._tree.linears})
+                known = sorted({path.rpartition(".")[2] for path in self._tree.linears | self._tree.head})
                 raise InvalidRequest(
                     f"the model has no linear layer {target[:80]!r}; it has {', '.join(known)}", param="targets"
                 )
@@ -283,7 +288,8 @@ class MLXTrainers:
                 yield PAUSE
             own = completions.split(items, shares)
             parts += own
-            adapters = _adapters(own, cutter.shape(items)[0], served, sums)
+            drop = [None if forward_only else self._get(b.trainer).dropout() for b in batches]
+            adapters = _adapters(own, cutter.shape(items)[0], served, sums, drop)
             yield from self._micro_batch(batches, items, own, cutter.shape(items), adapters, forward_only, found)
         # Everything is read as one array: for each array that is read the host waits for the device.
         whole = mx.concatenate(found) if found else mx.zeros((0,))
@@ -350,14 +356,19 @@ def _rows(items: Sequence[Item], shape: tuple[int, int], vocabulary: int) -> lis
 
 
 def _adapters(
-    own: Sequence[Part], rows: int, served: Sequence[dict[str, Pair]], sums: Sequence[dict[str, Pair]]
+    own: Sequence[Part],
+    rows: int,
+    served: Sequence[dict[str, Pair]],
+    sums: Sequence[dict[str, Pair]],
+    drop: Sequence[Dropout | None],
 ) -> list[Weights]:
     """Return which rows of a micro-batch go through which trainer's adapter."""
     adapters, start = [], 0
     for part in own:
         # Rows of padding go with the last trainer's: a part of their own would make a copy of all rows.
         stop = rows if part is own[-1] else start + len(part.items)
-        adapters.append(Weights(start, stop, served[part.batch], sums[part.batch]))
+        dropped = drop[part.batch]
+        adapters.append(Weights(start, stop, served[part.batch], sums[part.batch], part.span, dropped))
         start = stop
     return adapters
 
@@ -368,6 +379,8 @@ def _check_spec(spec: TrainerSpec) -> None:
         raise InvalidRequest(f"rank must be 1 to {limits.MAX_LORA_RANK}", param="rank")
     if not 0 < spec.alpha <= limits.MAX_LORA_ALPHA:
         raise InvalidRequest(f"alpha must be over 0 and at most {limits.MAX_LORA_ALPHA:g}", param="alpha")
+    limits.check("plus_ratio", spec.options.plus_ratio)
+    limits.check("dropout", spec.options.dropout)
 
 
 def _saved_spec(folder: Path, asked: TrainerSpec) -> TrainerSpec:

@@ -6,18 +6,37 @@ Adapter arrays are arguments of each call: what a trace captured would get no gr
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.switch_layers import SwitchGLU, SwitchMLP
 
 from mlx_tandem.adapters.formats import LinearShape
-from mlx_tandem.model.lora.adapted import Target, adapt, find_targets
+from mlx_tandem.model.lora.adapted import Target, adapt, find_head, find_targets
 
 Pair = tuple[mx.array, mx.array]
+
+
+class Dropout(NamedTuple):
+    """The inputs of A that one micro-batch leaves out. The others are scaled up, so that the mean stays the same."""
+
+    rate: float  # probability that an input is left out; below 1
+    seed: tuple[int, ...]  # the same seed leaves out the same inputs, which the backward relies on
+
+    def within(self, part: int) -> Dropout:
+        """Return the dropout of a part of the micro-batch, by a number that no other part has."""
+        return Dropout(self.rate, (*self.seed, part))
+
+    def apply(self, x: mx.array, path: str) -> mx.array:
+        """Return the inputs `x` of the linear at `path` with some of them zero. Each linear has its own."""
+        word = np.random.SeedSequence([*self.seed, zlib.crc32(path.encode())]).generate_state(1, np.uint64)[0]
+        kept = mx.random.bernoulli(1.0 - self.rate, x.shape, key=mx.random.key(int(word)))
+        return mx.where(kept, x / (1.0 - self.rate), mx.zeros((), x.dtype))
 
 
 class Segment(NamedTuple):
@@ -28,6 +47,7 @@ class Segment(NamedTuple):
     start: int
     stop: int
     pair: Pair
+    dropout: Dropout | None = None
 
 
 class Tree:
@@ -43,6 +63,7 @@ class Tree:
         self._rows = 1
         inside = {id(m): i for i, layer in enumerate(self.layers) for m in layer.modules()}
         self.linears: dict[str, LinearShape] = {}
+        self.head: dict[str, LinearShape] = {}  # the output head by its path, if an adapter may change it
         self.layer_of: dict[str, int] = {}
         for path, target in find_targets(model).items():
             layer = inside.get(id(target.module))
@@ -51,6 +72,10 @@ class Tree:
             self.linears[path], self.layer_of[path] = target.shape, layer
             adapt(target, self)
             self.has_experts |= bool(target.shape.experts)
+        head = find_head(model)
+        if head is not None:
+            self.head[head.path] = head.shape
+            adapt(head, self)
         for _, module in model.named_modules():
             if isinstance(module, (SwitchGLU, SwitchMLP)):
                 module._training = True  # its integer indices are kept out of the gradient then
@@ -70,23 +95,35 @@ class Tree:
         segments = self._bound.get(target.path)
         if not segments:
             return y
+        if target.is_head and len(x) == 1:  # the positions of all rows lie in one
+            return self._added(y.squeeze(0), x.squeeze(0), target, segments)[None]
+        return self._added(y, x, target, segments)
+
+    def _added(self, y: mx.array, x: mx.array, target: Target, segments: Sequence[Segment]) -> mx.array:
+        """Return `y`, what a linear makes of `x`, with the adapters of the rows added."""
         if len(segments) == 1 and segments[0].stop - segments[0].start == self._rows:
-            return self._add(y, x, *segments[0].pair)
+            return self._add(y, x, target.path, segments[0])
         # The rows of an adapter are neighbours, so that splitting copies nothing. Some rows may have no adapter here.
-        pairs = {segment.start: segment.pair for segment in segments}
+        known = {segment.start: segment for segment in segments}
         edges = sorted({0, self._rows}.union(*((segment.start, segment.stop) for segment in segments)))
         cuts = [edge * (x.shape[0] // self._rows) for edge in edges[1:-1]]  # rows and positions may be one axis
         shares = zip(edges, mx.split(y, cuts), mx.split(x, cuts), strict=False)
-        return mx.concatenate([self._add(y, x, *pairs[at]) if at in pairs else y for at, y, x in shares])
+        return mx.concatenate([self._add(y, x, target.path, known[at]) if at in known else y for at, y, x in shares])
 
     def changes(self, target: Target) -> bool:
         """Return whether an adapter is added to this linear now."""
         return target.path in self._bound
 
-    def _add(self, y: mx.array, x: mx.array, a: mx.array, b: mx.array) -> mx.array:
+    def _add(self, y: mx.array, x: mx.array, path: str, segment: Segment) -> mx.array:
         """Add an adapter's delta as the served linear does, so that both agree where the same kernels run."""
-        u = x.astype(self.dtype) @ a
+        a, b = segment.pair
+        u = self._inputs(x, path, segment) @ a
         return mx.addmm(y, u, b) if y.dtype == self.dtype else y + (u @ b).astype(y.dtype)
+
+    def _inputs(self, x: mx.array, path: str, segment: Segment) -> mx.array:
+        """Return the inputs of A."""
+        x = x.astype(self.dtype)
+        return x if segment.dropout is None else segment.dropout.apply(x, path)
 
     def switch(self, target: Target, x: mx.array, y: mx.array, indices: mx.array, in_order: bool) -> mx.array:
         """Add one adapter to the whole batch, by its matrices for the expert that each entry goes through."""
@@ -95,5 +132,5 @@ class Tree:
             return y
         (segment,) = segments
         a, b = segment.pair
-        u = mx.gather_mm(x.astype(self.dtype), a, rhs_indices=indices)
+        u = mx.gather_mm(self._inputs(x, target.path, segment), a, rhs_indices=indices)
         return y + mx.gather_mm(u, b, rhs_indices=indices).astype(y.dtype)

@@ -26,10 +26,12 @@ from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.log import log, log_exception
 from mlx_tandem.training.external import Prompt
 from mlx_tandem.training.live.jobs import Jobs
+from mlx_tandem.training.live.reporting import Reporting
 from mlx_tandem.training.online.online import OnlineLearner
 from mlx_tandem.training.online.serving import Outcome, Sampled, UpdateReport
 from mlx_tandem.training.store import manifests
 from mlx_tandem.training.store.checkpoints import AUTOMATIC, BEST, CheckpointInfo, Checkpoints
+from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, EngineStats, SamplingParams
 
 PACE_SECONDS = 300.0
@@ -198,6 +200,10 @@ class Serving(ABC):
         return AdapterSource(os.path.join(self._folder, name))
 
     @abstractmethod
+    def updated(self, report: UpdateReport, trajectories: Sequence[Trajectory]) -> None:
+        """Report an update that has ended."""
+
+    @abstractmethod
     def relist(self) -> None:
         """Start to bring the served checkpoints in line with the folder."""
 
@@ -250,6 +256,7 @@ class Learning(Serving):
         """Create the learner, which `bring_up` starts. `clock` returns the time in Unix seconds."""
         super().__init__(front)
         self.clock = clock
+        self.reporting = Reporting(front.config, front.tokenizer.decode)
         self.learner = OnlineLearner(front.config, front.client, self, clock=clock)
         self.jobs = Jobs(clock)
         front.models.rules.is_checkpoint = self.is_checkpoint
@@ -259,6 +266,10 @@ class Learning(Serving):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._was_up = False
         self._closed = False
+
+    def updated(self, report: UpdateReport, trajectories: Sequence[Trajectory]) -> None:
+        """Report an update that has ended."""
+        self.reporting.updated(report, trajectories)
 
     def text_of(self, tokens: Sequence[int]) -> str:
         """Return the text of these tokens without control tokens."""
@@ -304,6 +315,7 @@ class Learning(Serving):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.learner.close()
+        await asyncio.to_thread(self.reporting.close)
 
     async def settled(self) -> None:
         """Wait until all tasks in the background have ended."""

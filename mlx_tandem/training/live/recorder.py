@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mlx_tandem.errors import TandemError
 from mlx_tandem.generation.answers import Answer
 from mlx_tandem.log import log
 from mlx_tandem.training.draws import truncation
-from mlx_tandem.training.trajectories import Trajectory, new_id
+from mlx_tandem.training.open_trajectories import Beginning, Exchange
+from mlx_tandem.training.trajectories import Trajectory, is_across, new_id
 from mlx_tandem.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -26,12 +27,29 @@ Outcome = dict[str, Any]
 have been collected was not.
 """
 
-Reason = Literal["stale", "no_score", "empty", "storage_error"]
+Reason = Literal["stale", "no_score", "empty", "storage_error", "superseded"]
 """The reason why a choice is not collected.
 
 stale: the versions that made it are too old. no_score: the reward function gave it no score. empty: it has no tokens.
-storage_error: the journal could not be written.
+storage_error: the journal could not be written. superseded: another request has gone on with its trajectory meanwhile.
 """
+
+
+class Continued(NamedTuple):
+    """The trajectory that a request goes on with, as it was when the request came."""
+
+    id: str
+    exchanges: int
+    tokens: int
+    temperature: float
+
+
+class Talk(NamedTuple):
+    """A prompt in its conversation."""
+
+    messages: int  # before the answer; 0: it is no conversation that can be recognised
+    rendered: bytes  # digest of the prompt as the chat template writes it
+    continued: Continued | None = None
 
 
 @dataclass(frozen=True)
@@ -46,7 +64,19 @@ class Collect:
     shared: bool  # other requests may add to these groups
     prompts: tuple[str, ...]  # as text, for the reward functions
     params: SamplingParams
+    later: bool = False  # the reward comes later: the choices are kept until then
+    talk: Talk | None = None  # the conversation, where the prompt is one or goes on after a trajectory
     pair: Pair | None = None  # both versions that answer each prompt, where the request is part of the control arm
+
+    @property
+    def going(self) -> Continued | None:
+        """The trajectory that the request goes on with, if there is one."""
+        return None if self.talk is None else self.talk.continued
+
+    @property
+    def compared(self) -> bool:
+        """Whether another version may answer, too: only where this answer alone is collected and scored here."""
+        return self.keep and not self.later and self.going is None
 
 
 class Recorder:
@@ -66,11 +96,13 @@ class Recorder:
         scoring runs in the background.
         """
         collect, learner = self._collect, self._learning.learner
-        if collect.keep:
+        if collect.compared:
             for prompt, text in zip(self._prompts, collect.prompts, strict=True):
                 alone = self._n == 1 and not collect.shared
                 learner.record_prompt(tuple(prompt), collect.scoring, collect.params, text, alone=alone)
         ids = [new_id() for _ in said]
+        if collect.later or collect.going is not None:
+            return await self._keep(ids, said)
         if not collect.shown:
             # A choice without a score is dropped later, when the reply has been sent already.
             gone = {id: self._doomed(answer) for id, answer in zip(ids, said, strict=True)}
@@ -92,51 +124,102 @@ class Recorder:
             return "empty"
         return "stale" if self._learning.learner.is_stale(said.versions) else None
 
-    async def _settle(self, ids: Sequence[str], said: Sequence[Answer]) -> tuple[list[float | None], dict[str, Reason]]:
-        """Score and collect the choices. Return the scores, and the reasons for those not collected, by id."""
+    async def _keep(self, ids: Sequence[str], said: Sequence[Answer]) -> list[Outcome]:
+        """Keep the choices until their rewards come, or score the only one as the end of a trajectory."""
+        collect, learner = self._collect, self._learning.learner
+        going = collect.going
+        dropped: dict[str, Reason] = {
+            id: reason for id, a in zip(ids, said, strict=True) if (reason := self._doomed(a))
+        }
+        kept = [(i, id, answer) for i, (id, answer) in enumerate(zip(ids, said, strict=True)) if id not in dropped]
+        try:
+            if going is None:
+                begun = self._beginnings([i for i, _, _ in kept])
+                await learner.later.keep([(id, begun[i // self._n], self._exchange(i, a)) for i, id, a in kept])
+            elif len(learner.later.get(going.id).pieces) == going.exchanges:
+                await learner.later.keep([(going.id, None, self._exchange(i, a)) for i, _, a in kept])
+            else:
+                dropped = dict.fromkeys(ids, "superseded")
+            if going is None or collect.later or dropped:
+                return [_collected(id if going is None else going.id, dropped.get(id)) for id in ids]
+            (score,) = await self._scores(said)
+            fresh = score is None or await learner.later.reward(going.id, score)
+        except TandemError as e:  # Serving continues without a journal.
+            log("trajectories not kept", error=e.message)
+            return [_collected(id, "storage_error") for id in ids]
+        return [_collected(going.id, None if fresh else "stale") | {"score": score}]
+
+    def _beginnings(self, kept: Sequence[int]) -> list[Beginning]:
+        """Return the beginning of each prompt's trajectories, when the choices with the numbers `kept` are kept."""
+        collect = self._collect
+        known = self._n > 1 and not collect.shared
+        sizes = [sum(i // self._n == k for i in kept) if known else 0 for k in range(len(collect.groups))]
+        return [
+            Beginning(group, size, collect.params.temperature, collect.metadata)
+            for group, size in zip(collect.groups, sizes, strict=True)
+        ]
+
+    async def _scores(self, said: Sequence[Answer]) -> list[float | None]:
+        """Return the score of each choice; None where there is none."""
         from mlx_tandem.training.rewards import Sample
 
-        collect, learner = self._collect, self._learning.learner
+        collect = self._collect
         samples = [
-            Sample(collect.prompts[i // self._n], self._written(answer), collect.metadata, len(answer.tokens))
-            for i, answer in enumerate(said)
+            Sample(collect.prompts[i // self._n], self._written(a), collect.metadata, len(a.tokens), a.reason)
+            for i, a in enumerate(said)
         ]
-        scores = await learner.rewards.score([collect.scoring] * len(samples), samples)
+        return await self._learning.learner.rewards.score([collect.scoring] * len(samples), samples)
+
+    def _exchange(self, index: int, own: Answer) -> Exchange:
+        """Return what choice number `index` was given and has said."""
+        talk, prompt = self._collect.talk, self._prompts[index // self._n]
+        going = self._collect.going
+        return Exchange(
+            given=tuple(prompt if going is None else prompt[going.tokens :]),
+            tokens=tuple(own.tokens),
+            logprobs=tuple(lp.sampled for lp in own.logprobs),
+            model_logprobs=tuple(lp.model for lp in own.logprobs),
+            versions=tuple(own.versions),
+            messages=0 if talk is None else talk.messages,
+            rendered=b"" if talk is None else talk.rendered,
+        )
+
+    async def _settle(self, ids: Sequence[str], said: Sequence[Answer]) -> tuple[list[float | None], dict[str, Reason]]:
+        """Score and collect the choices. Return the scores, and the reasons for those not collected, by id."""
+        collect, learner = self._collect, self._learning.learner
+        scores = await self._scores(said)
         dropped: dict[str, Reason] = {}
         if not collect.keep:
             return scores, dropped
         now = self._learning.clock()
-        scored: dict[str, list[Trajectory]] = {group: [] for group in collect.groups}
+        scored: list[list[Trajectory]] = [[] for _ in collect.groups]
         for i, (id, score) in enumerate(zip(ids, scores, strict=True)):
             if not said[i].tokens:
                 dropped[id] = "empty"
             elif score is None:
                 dropped[id] = "no_score"
             else:
-                scored[collect.groups[i // self._n]].append(self._trajectory(i, said[i], id, score, now))
+                scored[i // self._n].append(self._trajectory(i, said[i], id, score, now))
         self._compare(scored)
         try:
             stale = await asyncio.gather(
-                *(
-                    learner.add(group, 0 if collect.shared or self._n == 1 else len(group))
-                    for group in scored.values()
-                    if group
-                )
+                *(learner.add(group, 0 if collect.shared or self._n == 1 else len(group)) for group in scored if group)
             )
         except TandemError as e:  # Serving continues without a journal.
             log("trajectories not collected", error=e.message)
-            return scores, dropped | {t.id: "storage_error" for group in scored.values() for t in group}
+            return scores, dropped | {t.id: "storage_error" for group in scored for t in group}
         return scores, dropped | dict.fromkeys(frozenset[str]().union(*stale), "stale")
 
-    def _compare(self, scored: dict[str, list[Trajectory]]) -> None:
+    def _compare(self, scored: Sequence[Sequence[Trajectory]]) -> None:
         """Have the prompts of a request in the control arm answered by the other version, too."""
         collect = self._collect
         if collect.pair is None:
             return
         from mlx_tandem.training.online.prompts import Prompt
 
-        for prompt, text, group in zip(self._prompts, collect.prompts, scored.values(), strict=True):
-            asked = Prompt(tuple(prompt), collect.scoring, collect.params, text)
+        for prompt, text, name, group in zip(self._prompts, collect.prompts, collect.groups, scored, strict=True):
+            own = name if is_across(name) else ""
+            asked = Prompt(tuple(prompt), collect.scoring, collect.params, text, own)
             self._learning.learner.wait(asked, [t.reward for t in group], self._n, collect.pair)
 
     def _trajectory(self, index: int, own: Answer, id: str, score: float, created: float) -> Trajectory:

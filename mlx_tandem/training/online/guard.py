@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Literal
 
 from msgspec import Struct
@@ -44,8 +45,8 @@ def mismatch(trajectories: Sequence[Trajectory], own: Sequence[Sequence[float]],
         p - q
         for t, ps in zip(trajectories, own, strict=True)
         if not t.external
-        for p, q, v in zip(ps, t.model_logprobs, t.versions, strict=False)
-        if v == version
+        for p, q, v, own in zip(ps, t.model_logprobs, t.versions, t.mask or repeat(1), strict=False)
+        if v == version and own
     )
 
 

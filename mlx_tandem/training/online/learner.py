@@ -21,7 +21,7 @@ from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.learning import AdamParams
 from mlx_tandem.errors import EngineError, EngineUnavailable, ModelError, TandemError
 from mlx_tandem.files import StorageError
-from mlx_tandem.training.online import advantages, update
+from mlx_tandem.training.online import advantages, baselines, update
 from mlx_tandem.training.online.judging import Judging
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.policy import Behind, PolicyTrainer
@@ -137,11 +137,12 @@ class Learner:
         began = Began(
             step=self.trainer.step + 1,
             trajectories=tuple(t.id for t in trajectories),
-            batches=advantages.batches(groups, config),
+            batches=advantages.batches(groups, config, self.ledger.counters.baselines),
             adam=update.adam(config, self.trainer.step + 1, self.ledger.counters.course.rate_scale),
             micro_batch_tokens=self.client.check_ready().micro_batch_tokens,
             publish=publish,
             steps=config.steps_per_update,
+            rewards=baselines.rewards_across(groups),
         )
         self.ledger.begin(Pending(began, trajectories, self.ledger.untold()))
         return await self.finish()
@@ -234,6 +235,7 @@ class Learner:
         self.ledger.end(Ended(self.trainer.step, report.outcome, digest, report.version))
         counters.last_update = self._clock()
         self.history.append(report)
+        self._serving.updated(report, pending.trajectories)
         bad = report.outcome in ("rolled_back", "refused", "skipped")
         log.log(logging.WARNING if bad else logging.INFO, f"update {report.outcome}", extra={"fields": asdict(report)})
         return report

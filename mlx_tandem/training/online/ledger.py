@@ -10,14 +10,25 @@ from typing import NamedTuple
 
 import msgspec
 
-from mlx_tandem.config import Config
-from mlx_tandem.training.online import advantages, recovery
+from mlx_tandem.config import Config, RLTrainingConfig
+from mlx_tandem.training.online import advantages, baselines, recovery
 from mlx_tandem.training.online.recovery import Counters
 from mlx_tandem.training.online.update import Pending
+from mlx_tandem.training.open_trajectories import OpenTrajectories
 from mlx_tandem.training.store.checkpoints import CheckpointInfo, Checkpoints
 from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.manifests import Manifest
-from mlx_tandem.training.store.records import Added, Began, Compared, Dropped, Ended, Opened, Record
+from mlx_tandem.training.store.records import (
+    Added,
+    Began,
+    Compared,
+    Dropped,
+    Ended,
+    Forgotten,
+    Kept,
+    Opened,
+    Record,
+)
 from mlx_tandem.training.trajectories import Buffer, Counts, DropReason, Trajectory, staleness
 
 log = logging.getLogger(__name__)
@@ -34,18 +45,20 @@ class Ledger:
     """Belongs to one event loop. `open` comes before everything else, and again for each new engine."""
 
     def __init__(self, config: Config) -> None:
+        self._config = config
         checkpointing, training = config.checkpointing, config.rl_training
         self.checkpoints = Checkpoints(Path(checkpointing.checkpoint_dir), checkpointing.keep_n_checkpoints)
         self.listed: Sequence[CheckpointInfo] = ()
         """Newest first."""
         self.buffer = Buffer(training.trajectory_buffer_size)
+        self.waiting = _nothing_waits(self._config.rl_training)
+        """Trajectories whose reward is still missing."""
         self.counters = Counters()
         self.pending: Pending | None = None
         """The update that has begun and not ended."""
-        self._config = config
         self._journal: Journal | None = None
         self._saving: asyncio.Task[CheckpointInfo] | None = None
-        self._late: list[tuple[Trajectory, int]] | None = None  # what comes in while the journal is read
+        self._late: list[tuple[Trajectory, int] | str] | None = None  # what comes in while the journal is read
         self._told = Counts()  # what reports of updates have told
 
     @property
@@ -92,17 +105,22 @@ class Ledger:
         assert isinstance(opened, Opened)
         held = recovery.held_already(records, manifest)
         counters = recovery.counters(manifest)
-        rebuilt = recovery.rebuild(records, self.buffer.capacity, held, counters.counts)
+        empty = Buffer(self.buffer.capacity), _nothing_waits(self._config.rl_training)
+        rebuilt = recovery.rebuild(records, *empty, held, counters.counts)
         counts = self.buffer.counts
-        for trajectory, size in self._late or ():
-            rebuilt.buffer.add(trajectory, size)
+        for late in self._late or ():
+            if isinstance(late, str):
+                rebuilt.buffer.shrink(late)
+            else:
+                rebuilt.buffer.add(*late)
+        self.waiting = self.waiting if keep_counts else rebuilt.waiting
         self.buffer, self.pending = rebuilt.buffer, rebuilt.pending
         saved = counters.compared if counters.follows == opened.checkpoint else 0
         counters.compared = sum(isinstance(record, Compared) for record in records)
         counters.follows, counters.began = opened.checkpoint, rebuilt.begun
         counters.course.begin(self._config.rl_training.learning_rate)
         if held is not None:
-            self._follow(counters, records, held, saved)
+            _follow(self._config.rl_training, counters, records, held, saved)
         if keep_counts:
             self.buffer.counts = counts
             self.counters.follows, self.counters.began = counters.follows, counters.began
@@ -111,29 +129,6 @@ class Ledger:
             self.counters = counters
             self._told = msgspec.structs.replace(self.buffer.counts)
 
-    def _follow(self, counters: Counters, records: Sequence[Record], held: int, compared: int) -> None:
-        """Bring counters from a checkpoint to where the journal ends. The checkpoint has `held` updates and `compared`
-        comparisons of the journal.
-        """
-        begun = seen = 0
-        for record in records:
-            if isinstance(record, Began):
-                begun += 1
-            elif isinstance(record, Ended) and begun > held:
-                self._note(counters, record)
-            elif isinstance(record, Compared):
-                seen += 1
-                if seen > compared:
-                    counters.trial.compare(
-                        record.difference, record.tolerated, self._config.rl_training.guard_false_accept
-                    )
-
-    def _note(self, counters: Counters, end: Ended) -> None:
-        counters.note(end)
-        trial = counters.trial
-        if end.outcome == "rolled_back" and trial.is_worse(self._config.rl_training.guard_false_rollback):
-            trial.begin(trial.accepted)
-
     async def add(self, trajectories: Sequence[tuple[Trajectory, int]]) -> None:
         """Take those trajectories that are new, each with the size of its group (0: nobody knows); they are on the
         drive when this returns.
@@ -141,10 +136,11 @@ class Ledger:
         journal, overflow = self._opened(), self.buffer.counts.dropped_overflow
         for t, size in trajectories:
             if self.buffer.add(t, size):
+                self.waiting.close(t.id)
                 journal.append(Added(t, size))
                 if self._late is not None:
                     self._late.append((t, size))
-        self._log_dropped("overflow", self.buffer.counts.dropped_overflow - overflow)
+        _log_dropped("overflow", self.buffer.counts.dropped_overflow - overflow)
         await journal.flush()
 
     def is_stale(self, versions: Sequence[int], version: int) -> bool:
@@ -158,17 +154,42 @@ class Ledger:
         """Count these, which were too old when they came, and take none of them; durable with the next `flush`."""
         ids = tuple(t.id for t in trajectories)
         if ids:
+            self._forget(ids)
             self._opened().append(Dropped(ids))
             self.buffer.remember(ids)
             self.buffer.counts.dropped_stale += len(ids)
-            self._log_dropped("stale", len(ids))
+            _log_dropped("stale", len(ids))
+
+    async def keep(self, answers: Sequence[Kept]) -> None:
+        """Keep answers whose reward comes later; they are on the drive when this returns. Those that there is no room
+        for any longer go.
+        """
+        journal = self._opened()
+        for each in answers:
+            if self.waiting.put(each.id, each.begun, each.exchange, each.at):
+                journal.append(each)
+        self.forget(self.waiting.superfluous(max((each.at for each in answers), default=0.0)))
+        await journal.flush()
+
+    def forget(self, ids: Sequence[str]) -> None:
+        """Count these, which will have no reward, and keep them no longer; durable with the next `flush`."""
+        if ids:
+            self._forget(ids)
+            self._opened().append(Forgotten(tuple(ids)))
+            self.buffer.counts.dropped_no_reward += len(ids)
+            _log_dropped("no_reward", len(ids))
+
+    def _forget(self, ids: Sequence[str]) -> None:
+        groups = recovery.forget(ids, self.buffer, self.waiting)
+        if self._late is not None:
+            self._late += groups
 
     def take(self, count: int, version: int) -> list[list[Trajectory]]:
         """Return groups to learn from, about `count` completions; fewer when there are no more."""
         taken = self.buffer.take(count, version, self._config.rl_training.max_staleness, _exempt(self.listed))
         if taken.stale:
             self._opened().append(Dropped(taken.stale))
-            self._log_dropped("stale", len(taken.stale))
+            _log_dropped("stale", len(taken.stale))
         return [list(group) for group in taken.groups]
 
     def accept(self, trajectories: Sequence[Trajectory], version: int) -> Accepted:
@@ -193,7 +214,7 @@ class Ledger:
         counts.dropped_duplicate += len(dropped.get("duplicate", ()))
         counts.dropped_stale += len(dropped.get("stale", ()))
         counts.skipped_groups += len(same)
-        self._log_dropped("stale", len(dropped.get("stale", ())))
+        _log_dropped("stale", len(dropped.get("stale", ())))
         return Accepted([group for group in groups if advantages.varies(group)], dropped)
 
     def untold(self) -> Counts:
@@ -202,22 +223,18 @@ class Ledger:
         self._told = msgspec.structs.replace(self.buffer.counts)
         return found
 
-    def _log_dropped(self, reason: DropReason, count: int) -> None:
-        """Say where it happens that so many trajectories are not learned from."""
-        if count:
-            log.warning("trajectories dropped", extra={"fields": {"reason": reason, "count": count}})
-
     def begin(self, pending: Pending) -> None:
         """Note that this update will be done, whatever happens; durable with the next `flush`."""
         self._opened().append(pending.began)
         self.buffer.remember(pending.began.trajectories)
+        baselines.note(self.counters.baselines, pending.began.rewards)
         self.counters.began += 1
         self.pending = pending
 
     def end(self, end: Ended) -> None:
         """Note that the pending update has come to its end."""
         self._opened().append(end)
-        self._note(self.counters, end)
+        _note(self._config.rl_training, self.counters, end)
         self.pending = None
 
     def compared(self, difference: float, tolerated: float) -> None:
@@ -288,7 +305,7 @@ class Ledger:
         self.counters.checkpoint_saves += 1
         self.counters.since_checkpoint = self.counters.since_checkpoint if guards else 0
         self.pending = None
-        await self._opened().rotate(info.label, manifest.step, self.buffer.held, self.buffer.seen)
+        await self._opened().rotate(info.label, manifest.step, self.buffer.held, self.buffer.seen, self.waiting)
         self.counters.follows, self.counters.began, self.counters.compared = info.label, 0, 0
         return info
 
@@ -309,3 +326,41 @@ class Ledger:
 def _exempt(listed: Sequence[CheckpointInfo]) -> frozenset[int]:
     """Return the versions that are asked for by name, however old: the base and checkpoints."""
     return frozenset((0, *(info.version for info in listed)))
+
+
+def _follow(
+    training: RLTrainingConfig, counters: Counters, records: Sequence[Record], held: int, compared: int
+) -> None:
+    """Bring counters from a checkpoint to where the journal ends. The checkpoint has `held` updates and `compared`
+    comparisons of the journal.
+    """
+    begun = seen = 0
+    for record in records:
+        if isinstance(record, Began):
+            begun += 1
+            if begun > held:
+                baselines.note(counters.baselines, record.rewards)
+        elif isinstance(record, Ended) and begun > held:
+            _note(training, counters, record)
+        elif isinstance(record, Compared):
+            seen += 1
+            if seen > compared:
+                counters.trial.compare(record.difference, record.tolerated, training.guard_false_accept)
+
+
+def _note(training: RLTrainingConfig, counters: Counters, end: Ended) -> None:
+    """Count an update that has ended; what is shown to be worse is compared afresh."""
+    counters.note(end)
+    trial = counters.trial
+    if end.outcome == "rolled_back" and trial.is_worse(training.guard_false_rollback):
+        trial.begin(trial.accepted)
+
+
+def _nothing_waits(training: RLTrainingConfig) -> OpenTrajectories:
+    return OpenTrajectories(training.open_trajectories, training.open_trajectory_s)
+
+
+def _log_dropped(reason: DropReason, count: int) -> None:
+    """Say where it happens that so many trajectories are not learned from."""
+    if count:
+        log.warning("trajectories dropped", extra={"fields": {"reason": reason, "count": count}})

@@ -21,12 +21,13 @@ from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.errors import Conflict, EngineDied, EngineUnavailable, TandemError
 from mlx_tandem.training.online import advantages, prompts, status
 from mlx_tandem.training.online.arms import Pair
+from mlx_tandem.training.online.later import Later
 from mlx_tandem.training.online.learner import Learner
 from mlx_tandem.training.online.loop import Loop
 from mlx_tandem.training.online.prompts import Prompt, Recorded
 from mlx_tandem.training.online.serving import Sampled, Serving, TrainingStatus, UpdateReport
 from mlx_tandem.training.rewards import RewardPool, Scoring
-from mlx_tandem.training.trajectories import DropReason, Trajectory
+from mlx_tandem.training.trajectories import DropReason, Trajectory, is_across
 from mlx_tandem.types import AdapterRef, SamplingParams
 
 __all__ = ["OnlineLearner", "Sampled", "Serving", "TrainingStatus", "UpdateReport"]
@@ -54,6 +55,7 @@ class OnlineLearner:
         self._learner = Learner(config, client, serving, self.rewards, clock)
         self._recorded = Recorded()
         self._lock = asyncio.Lock()
+        self.later = Later(self._learner.ledger, self.add, clock)
         self._loop = Loop(config, client, self._learner, self._alone, self._compare, self._sample)
         self._work: set[asyncio.Task[Any]] = set()
         self._closed = False
@@ -290,7 +292,7 @@ class OnlineLearner:
         groups = await self._learner.judging.draw()
         for group in groups:
             if not self.is_stale(group[0].versions):
-                await self._keep(group, len(group))
+                await self._keep(group, 0 if is_across(group[0].group) else len(group))
         return bool(groups)
 
     async def _sample(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.engine.learning import TrainerSpec
+from mlx_tandem.engine.learning import LoraOptions, TrainerSpec
 from mlx_tandem.training.online import recovery
 from mlx_tandem.training.online.versions import RECENT, Version, Versions
 from mlx_tandem.training.store.manifests import Manifest
@@ -60,7 +60,10 @@ class PolicyTrainer:
     async def open(self, folder: str, digest: str) -> None:
         """Open the trainer from a checkpoint, else from an adapter in the engine's memory, else fresh."""
         config = self._config.rl_training
-        spec = TrainerSpec(self.name, config.lora_rank, config.lora_alpha, config.lora_target_modules, config.seed)
+        options = LoraOptions(rslora=config.use_rslora, plus_ratio=config.lora_plus_ratio)
+        spec = TrainerSpec(
+            self.name, config.lora_rank, config.lora_alpha, config.lora_target_modules, config.seed, options
+        )
         # What lies in a folder need not be in the engine's memory.
         opening = self._client.open_trainer(spec, folder=folder, digest="" if folder else digest)
         self.step = (await opening).step

@@ -18,7 +18,7 @@ from mlx_tandem import limits
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.errors import EngineUnavailable, InvalidRequest
 from mlx_tandem.training.draws import truncation
-from mlx_tandem.training.examples import Turn
+from mlx_tandem.training.messages import Turn, as_text, for_template
 from mlx_tandem.training.online.serving import Sampled, Serving
 from mlx_tandem.training.rewards import Sample, Scoring
 from mlx_tandem.training.trajectories import Trajectory, new_id
@@ -54,6 +54,7 @@ class Prompt(Struct, frozen=True):
     scoring: Scoring
     params: SamplingParams
     text: str = ""
+    group: str = ""  # of its answers; empty: a new one
 
 
 @dataclass
@@ -156,12 +157,14 @@ def _prompt(line: bytes, serving: Serving, rewards: Scorer, default_scoring: str
     limits.check("max_tokens", said.max_tokens)
     limits.check("temperature", said.temperature)
     scoring = rewards.check(said.scoring_function or default_scoring, said.metadata)
-    prompt = said.prompt if isinstance(said.prompt, str) else [turn.turn() for turn in said.prompt]
+    if not scoring.parts:
+        raise InvalidRequest("a validation prompt needs a function that scores its answers", param="scoring_function")
+    prompt = said.prompt if isinstance(said.prompt, str) else for_template(said.prompt)
     tokens = serving.encode(prompt)
     room = max_len - len(tokens)
     if not tokens or room < 1:
         raise InvalidRequest(f"the prompt has {len(tokens)} tokens; the model takes {max_len}", param="prompt")
-    text = said.prompt if isinstance(said.prompt, str) else "\n".join(turn.content for turn in said.prompt)
+    text = said.prompt if isinstance(said.prompt, str) else as_text(said.prompt)
     return Prompt(tokens, scoring, SamplingParams(min(said.max_tokens, room), temperature=said.temperature), text)
 
 
@@ -194,7 +197,7 @@ async def score(
     """Return the reward of each completion; None where there is none."""
     scoring = [p.scoring for p, own in zip(prompts, sampled, strict=True) for _ in own]
     samples = [
-        Sample(p.text, s.text, p.scoring.metadata, len(s.tokens))
+        Sample(p.text, s.text, p.scoring.metadata, len(s.tokens), s.finish_reason)
         for p, own in zip(prompts, sampled, strict=True)
         for s in own
     ]
@@ -250,7 +253,7 @@ async def groups(
     scores = await score(rewards, prompts, sampled)
     made = []
     for prompt, completions, own in zip(prompts, sampled, scores, strict=True):
-        group = f"again-{secrets.token_hex(12)}"
+        group = prompt.group or f"again-{secrets.token_hex(12)}"
         made.append(
             [
                 Trajectory(

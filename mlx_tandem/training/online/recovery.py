@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -10,12 +10,14 @@ from msgspec import Struct, field
 
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.training.online import update
+from mlx_tandem.training.online.baselines import Baselines
 from mlx_tandem.training.online.guard import Course
 from mlx_tandem.training.online.live_rewards import Mean
 from mlx_tandem.training.online.trial import Trial
 from mlx_tandem.training.online.update import Pending
+from mlx_tandem.training.open_trajectories import OpenTrajectories
 from mlx_tandem.training.store.manifests import Manifest
-from mlx_tandem.training.store.records import Added, Began, Dropped, Ended, Opened, Record, Seen
+from mlx_tandem.training.store.records import Added, Began, Dropped, Ended, Forgotten, Kept, Opened, Record, Seen
 from mlx_tandem.training.trajectories import Buffer, Counts
 
 GOOD = ("published", "kept")
@@ -38,6 +40,7 @@ class Counters(Struct):
     counts: Counts = field(default_factory=Counts)
     trial: Trial = field(default_factory=Trial)
     means: dict[int, Mean] = {}
+    baselines: Baselines = {}
 
     def note(self, end: Ended) -> None:
         """Count an update that has come to its end."""
@@ -78,13 +81,18 @@ class Rebuilt(Struct):
     """What the records of a journal come to."""
 
     buffer: Buffer
+    waiting: OpenTrajectories
     pending: Pending | None  # the update that has begun and not ended
     begun: int  # updates in the journal
 
 
-def rebuild(records: Sequence[Record], capacity: int, held: int | None, counts: Counts) -> Rebuilt:
-    """Return the buffer as it was after the last record. `counts`: at the checkpoint."""
-    buffer = Buffer(capacity)
+def rebuild(
+    records: Sequence[Record], buffer: Buffer, waiting: OpenTrajectories, held: int | None, counts: Counts
+) -> Rebuilt:
+    """Return the buffer and the trajectories without a reward, both empty so far, as they were after the last record.
+
+    `counts`: at the checkpoint.
+    """
     last: Began | None = None
     begun = 0
     counted = False
@@ -92,7 +100,14 @@ def rebuild(records: Sequence[Record], capacity: int, held: int | None, counts: 
         match record:
             case Added():
                 buffer.add(record.trajectory, record.size)
+                waiting.close(record.trajectory.id)
+            case Kept():
+                waiting.put(record.id, record.begun, record.exchange, record.at)
+            case Forgotten():
+                forget(record.ids, buffer, waiting)
+                buffer.counts.dropped_no_reward += len(record.ids)
             case Seen() | Dropped():
+                forget(record.ids if isinstance(record, Dropped) else (), buffer, waiting)
                 buffer.remove(record.ids if isinstance(record, Dropped) else ())
                 buffer.remember(record.ids)
                 buffer.counts.dropped_stale += len(record.ids) if isinstance(record, Dropped) else 0
@@ -106,10 +121,18 @@ def rebuild(records: Sequence[Record], capacity: int, held: int | None, counts: 
         if not counted and isinstance(record, (Seen, Began)) and begun == (held or 0):
             buffer.counts, counted = msgspec.structs.replace(counts), True
     if held is None or begun <= held or last is None:
-        return Rebuilt(buffer, None, begun)
+        return Rebuilt(buffer, waiting, None, begun)
     wanted = set(last.trajectories)
     known = {r.trajectory.id: r.trajectory for r in records if isinstance(r, Added) and r.trajectory.id in wanted}
-    return Rebuilt(buffer, Pending(last, [known[i] for i in last.trajectories if i in known]), begun)
+    return Rebuilt(buffer, waiting, Pending(last, [known[i] for i in last.trajectories if i in known]), begun)
+
+
+def forget(ids: Iterable[str], buffer: Buffer, waiting: OpenTrajectories) -> list[str]:
+    """Take out trajectories that will have no reward, and return the groups that wait for them no longer."""
+    groups = [group for id in ids if (group := waiting.forget(id)) is not None]
+    for group in groups:
+        buffer.shrink(group)
+    return groups
 
 
 def ended(records: Sequence[Record], held: int) -> Iterator[tuple[Began, Ended]]:

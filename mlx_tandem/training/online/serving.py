@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from mlx_tandem.config import Mode
 from mlx_tandem.training.online.guard import Verdict
-from mlx_tandem.training.trajectories import DropReason
+from mlx_tandem.training.trajectories import DropReason, Trajectory
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource, SamplingParams
 
 Outcome = Literal["published", "kept", "rolled_back", "refused", "skipped"]
@@ -73,6 +73,10 @@ class Serving(Protocol):
         """Take note that checkpoints have gone, or that another one is the best."""
         ...
 
+    def updated(self, report: UpdateReport, trajectories: Sequence[Trajectory]) -> None:
+        """Take note of an update that has come to its end, and of what it learned from as far as that is known."""
+        ...
+
     async def sample(
         self, prompts: Sequence[tuple[int, ...]], n: int, params: SamplingParams, adapter: AdapterRef | None
     ) -> list[list[Sampled]]:
@@ -111,6 +115,7 @@ class UpdateReport(Struct, frozen=True):
     validation: float | None = None  # mean reward on the validation prompts, where there are any
     ready_ms: float = 0.0
     swap_ms: float = 0.0
+    learning_rate: float = 0.0
     dropped: dict[DropReason, int] = {}  # trajectories
     dropped_at: dict[DropReason, tuple[int, ...]] = {}  # positions in the `trajectories` of who asked for the update
 
@@ -133,6 +138,8 @@ class TrainingStatus(Struct, frozen=True):
     dropped_stale: int
     dropped_duplicate: int
     dropped_overflow: int
+    dropped_no_reward: int
+    open_trajectories: int  # whose reward is still missing
     skipped_groups: int
     advice: str  # what to do about trajectories that are dropped; empty: none are
     last_update: str | None  # ISO 8601

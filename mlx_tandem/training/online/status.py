@@ -33,6 +33,8 @@ def of(config: Config, learner: Learner, loop: Loop, current: AdapterRef | None,
         dropped_stale=counts.dropped_stale,
         dropped_duplicate=counts.dropped_duplicate,
         dropped_overflow=counts.dropped_overflow,
+        dropped_no_reward=counts.dropped_no_reward,
+        open_trajectories=len(ledger.waiting),
         skipped_groups=counts.skipped_groups,
         advice=_advice(learner, training),
         last_update=None if when is None else datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -71,15 +73,20 @@ def _advice(learner: Learner, training: RLTrainingConfig) -> str:
             f"{counts.dropped_overflow} trajectories were not learned from because the buffer was full: raise "
             "rl_training.trajectory_buffer_size or learning's share of the device, or collect fewer."
         )
+    if counts.dropped_no_reward:
+        said.append(
+            f"{counts.dropped_no_reward} trajectories were not learned from because no reward came for them: send one "
+            "for each, also after a failure, or raise rl_training.open_trajectories or open_trajectory_s."
+        )
     if counts.skipped_groups > 2 * learner.ledger.counters.updates:
         said.append(
             f"{counts.skipped_groups} groups taught nothing, since all answers of each got the same reward: ask "
             "prompts that the adapter answers right sometimes, not always or never, or score parts of an answer."
         )
-    waiting = len(learner.ledger.buffer) - learner.ledger.buffer.usable
-    if waiting > training.update_frequency and not training.siblings and training.group_size < 2:
+    alike = learner.ledger.buffer.alike
+    if alike > training.update_frequency:
         said.append(
-            f"{waiting} answers wait for others to the same prompt, since they are compared with those: ask for "
-            "several answers with n, name a group in metadata, or set rl_training.siblings to let the server add them."
+            f"{alike} answers to different prompts wait, since all of them got the same reward and are compared with "
+            "one another: ask prompts that the adapter answers right sometimes, or score parts of an answer."
         )
     return " ".join(said)

@@ -5,6 +5,7 @@ Everything that an update depends on is in its Began record, so that it can be c
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -146,7 +147,7 @@ def report(pending: Pending, finding: Finding, seconds: float, validation: float
         step=finding.step,
         version=0,
         trajectories=len(pending.began.trajectories),
-        tokens=sum(len(d.weights) for b in pending.began.batches for d in b.data),
+        tokens=sum(sum(d.trained) for b in pending.began.batches for d in b.data),
         groups=len(advantages.by_group(pending.trajectories)),
         skipped_groups=pending.left_out.skipped_groups,
         dropped={reason: count for reason, count in pending.left_out.dropped.items() if count},
@@ -161,6 +162,7 @@ def report(pending: Pending, finding: Finding, seconds: float, validation: float
         reason=finding.reason,
         seconds=seconds,
         validation=validation,
+        learning_rate=pending.began.adam.learning_rate,
     )
 
 
@@ -194,9 +196,14 @@ async def _moved(client: EngineClient, began: Began, results: Sequence[BatchResu
         if count:
             part = Batch(batch.trainer, batch.data[:count], replace(batch.loss, kl_coef=0.0))
             (now,) = await client.run_pass([part], forward_only=True, micro_batch_tokens=began.micro_batch_tokens)
-            before += result.model_logprobs[:count]
-            after += now.model_logprobs
+            trained = [datum.trained for datum in part.data]
+            before += map(_chosen, result.model_logprobs, trained)
+            after += map(_chosen, now.model_logprobs, trained)
     return guard.movement(before, after)
+
+
+def _chosen(values: Sequence[float], chosen: Sequence[bool]) -> tuple[float, ...]:
+    return tuple(itertools.compress(values, chosen))
 
 
 def _mean(values: Sequence[float], weights: Sequence[int]) -> float:

@@ -6,5 +6,6 @@ composites in the configuration. Nothing that comes over the network is ever run
 
 from mlx_tandem.training.rewards.messages import KINDS, Kind, Sample, Scoring
 from mlx_tandem.training.rewards.pool import RewardPool
+from mlx_tandem.training.rewards.scoring import LATER
 
-__all__ = ["KINDS", "Kind", "RewardPool", "Sample", "Scoring"]
+__all__ = ["KINDS", "LATER", "Kind", "RewardPool", "Sample", "Scoring"]

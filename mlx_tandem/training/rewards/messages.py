@@ -22,6 +22,7 @@ class Sample(Struct, frozen=True):
     completion: str
     metadata: dict[str, Any] = {}
     tokens: int = 0  # of the completion
+    finish_reason: str = ""  # why it ended, such as "stop" or "length"; empty: nobody knows
 
 
 class Scoring(Struct, frozen=True):

@@ -17,6 +17,9 @@ from mlx_tandem.training.rewards.own import own_names
 
 PARAM = "scoring_function"
 
+LATER = "later"
+"""The name that says that the reward is not computed here: somebody sends it."""
+
 
 class Catalogue:
     """The names that may be asked for: built in, installed, and the configuration's composites."""
@@ -25,6 +28,8 @@ class Catalogue:
         own = own_names()
         if taken := sorted(BUILTINS.keys() & set(own)):
             raise InvalidRequest(f"an installed package gives the reward function '{taken[0]}', which is built in")
+        if LATER in own or LATER in composites:
+            raise InvalidRequest(f"no reward function can be named '{LATER}': that says that the reward comes later")
         self._functions = BUILTINS.keys() | set(own)
         self._composites: dict[str, tuple[RewardSpec, ...]] = {}
         for name, parts in composites.items():
@@ -40,7 +45,13 @@ class Catalogue:
         return sorted(self._functions | self._composites.keys())
 
     def check(self, scoring: str | Mapping[str, Any] | Sequence[Any], metadata: Mapping[str, Any]) -> Scoring:
-        """Return how completions are scored. Raises InvalidRequest naming `scoring_function` or a field of metadata."""
+        """Return how completions are scored; LATER gives no parts, and nothing is scored by it.
+
+        Raises InvalidRequest naming `scoring_function` or a field of metadata.
+        """
+        if scoring == LATER:
+            _check_size(metadata)
+            return Scoring(LATER, (), dict(metadata))
         parts = self._parts(scoring)
         for part in parts:
             if builtin := BUILTINS.get(part.function):

@@ -18,6 +18,7 @@ from typing import Any
 
 from mlx_tandem import files
 from mlx_tandem.files import DISK, FileOps, StorageError
+from mlx_tandem.training.open_trajectories import OpenTrajectories
 from mlx_tandem.training.store import records
 from mlx_tandem.training.store.records import Record, Records
 from mlx_tandem.training.trajectories import Trajectory
@@ -105,15 +106,21 @@ class Journal:
                 await asyncio.wait([self._work])
 
     async def rotate(
-        self, checkpoint: str, step: int, carried: Iterable[tuple[Trajectory, int]], seen: Sequence[str]
+        self,
+        checkpoint: str,
+        step: int,
+        carried: Iterable[tuple[Trajectory, int]],
+        seen: Sequence[str],
+        waiting: OpenTrajectories | None = None,
     ) -> None:
         """Begin a new file after `checkpoint`, which is durable and holds all that was trained until now, and remove
-        the old one. `carried` and `seen` are a buffer's `held` and `seen` at this moment: with the checkpoint they
-        stand for every record appended before this call. Those appended later follow in the new file.
+        the old one. `carried` and `seen` are a buffer's `held` and `seen` at this moment, and `waiting` the
+        trajectories without a reward: with the checkpoint they stand for every record appended before this call. Those
+        appended later follow in the new file.
 
         Raises StorageError; the old file then goes on.
         """
-        bodies = records.head(checkpoint, step, carried, seen)
+        bodies = records.head(checkpoint, step, carried, seen, waiting)
         covered = self._appended
         while self._work is not None:
             await asyncio.wait([self._work])

@@ -20,6 +20,7 @@ from msgspec import Struct
 
 from mlx_tandem.engine.learning import AdamParams, Batch
 from mlx_tandem.files import StorageError
+from mlx_tandem.training.open_trajectories import Beginning, Exchange, OpenTrajectories
 from mlx_tandem.training.trajectories import Trajectory
 
 FORMAT = 1
@@ -34,7 +35,7 @@ class Opened(Struct, frozen=True, array_like=True, tag="opened"):
     format: int
     checkpoint: str  # the label of its manifest; empty: it came after the very beginning
     step: int
-    carried: int  # so many Added, then one Seen, came with it and are there or the file is damaged
+    carried: int  # so many Added and Kept, then one Seen, came with it and are there or the file is damaged
 
 
 class Added(Struct, frozen=True, array_like=True, tag="added"):
@@ -67,6 +68,7 @@ class Began(Struct, frozen=True, array_like=True, tag="began"):
     adam: AdamParams
     micro_batch_tokens: int
     publish: bool = True  # what is learned, should it stand
+    rewards: dict[str, tuple[float, ...]] = {}  # of groups across prompts, by name: later baselines have them
     steps: int = 1
 
 
@@ -86,7 +88,22 @@ class Compared(Struct, frozen=True, array_like=True, tag="compared"):
     tolerated: float = 0.0
 
 
-Record = Opened | Added | Seen | Dropped | Began | Ended | Compared
+class Kept(Struct, frozen=True, array_like=True, tag="kept"):
+    """An answer of a trajectory whose reward is still missing. `begun` is that of a new trajectory."""
+
+    id: str
+    at: float  # seconds since the epoch
+    exchange: Exchange
+    begun: Beginning | None = None
+
+
+class Forgotten(Struct, frozen=True, array_like=True, tag="forgotten"):
+    """These trajectories will have no reward."""
+
+    ids: tuple[str, ...]
+
+
+Record = Opened | Added | Seen | Dropped | Began | Ended | Compared | Kept | Forgotten
 
 encode = msgspec.msgpack.Encoder().encode
 _DECODER: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
@@ -118,9 +135,17 @@ class Records(Sequence[Record]):
             raise _damaged(self._path, offset, f"a record that this version cannot read ({e})") from e
 
 
-def head(checkpoint: str, step: int, carried: Iterable[tuple[Trajectory, int]], seen: Sequence[str]) -> list[bytes]:
+def head(
+    checkpoint: str,
+    step: int,
+    carried: Iterable[tuple[Trajectory, int]],
+    seen: Sequence[str],
+    waiting: OpenTrajectories | None = None,
+) -> list[bytes]:
     """Return the first records of a file that begins after a checkpoint: what was carried over and what was seen."""
     added = [encode(Added(t, size)) for t, size in carried]
+    for id, at, begun, exchanges in waiting.held if waiting is not None else ():
+        added += [encode(Kept(id, at, each, None if i else begun)) for i, each in enumerate(exchanges)]
     opened = Opened(FORMAT, checkpoint, step, len(added))
     return [encode(opened), *added, encode(Seen(tuple(seen)))]
 

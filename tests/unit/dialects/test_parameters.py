@@ -30,6 +30,7 @@ SERVED = {f.name for body in BODIES.values() for f in fields(body)}
 
 def test_what_only_this_project_knows_has_no_row() -> None:
     own = {"lora_adapter", "collect_trajectory", "scoring_function", "swap_policy", "enable_thinking", "speculation"}
+    own |= {"trajectory_id"}
     assert own == SERVED - NAMES
 
 

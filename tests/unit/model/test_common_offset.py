@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlx_tandem.model.cache.blocks import KVArrays
-from mlx_tandem.model.cache.kvcache import LayerShape, PagedCache, StepView
+from mlx_tandem.model.cache.kvcache import LayerShape, PagedCache, PoolLayout, StepView
 from mlx_tandem.model.cache.kvformat import RowFormat
 
 BLOCK, HEADS, DIM, LENGTH = 4, 2, 16, 8
@@ -31,7 +31,7 @@ def test_a_level_chunk_sees_what_a_table_shows(bits: int, in_place: bool, start:
         run = (2 + passed, 6) if in_place and common_offset is not None else None
         view = StepView(
             mx.array([first], mx.int32), slots, mx.array(table[:, passed:]),
-            num_blocks=9, block_size=BLOCK, mask_axes=1, in_place=run, common_offset=common_offset, kept=kept,
+            PoolLayout(9, BLOCK, mask_axes=1, kept=kept), run, common_offset,
         )  # fmt: skip
         cache.bind(pool.layers[0], view)
         seen = cache.update_and_fetch(keys[:, :, first:end], values[:, :, first:end])
@@ -64,7 +64,7 @@ def test_a_level_mask_is_made_where_one_is_asked_for() -> None:
     """Of families that do their own softmax, and of a window that is shorter than the context."""
     cache = PagedCache(LayerShape(*[RowFormat(1, 4, mx.float32)] * 2))
     cache.bind([], StepView(mx.array([3], mx.int32), mx.zeros((1, 5), mx.int32), mx.zeros((1, 2), mx.int32),
-                            num_blocks=3, block_size=4, mask_axes=1, common_offset=3))  # fmt: skip
+                            PoolLayout(3, 4, mask_axes=1), common_offset=3))  # fmt: skip
     key, query = np.arange(8)[None], 3 + np.arange(5)[:, None]
     asked, windowed = cache.make_mask(5, return_array=True), cache.make_mask(5, window_size=4)
     assert isinstance(asked, mx.array)

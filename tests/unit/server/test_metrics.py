@@ -188,7 +188,8 @@ def test_each_counter_of_an_arm_has_its_own_number(front: ServerFront) -> None:
 
 def test_each_family_of_learning_has_its_own_number() -> None:
     status = SimpleNamespace(
-        trajectories_collected=1, dropped_stale=2, dropped_duplicate=3, dropped_overflow=4, skipped_groups=5,
+        trajectories_collected=1, dropped_stale=2, dropped_duplicate=3, dropped_overflow=4, dropped_no_reward=21,
+        open_trajectories=22, skipped_groups=5,
         publishes=6, rollbacks=7, checkpoint_saves=8, buffered=9, recovering=10, running=True, step=11, version=12,
         loss=0.1, mean_reward=0.2, kl=0.3, grad_norm=0.4,
     )  # fmt: skip
@@ -208,6 +209,7 @@ def test_each_family_of_learning_has_its_own_number() -> None:
         ("tandem_training_trajectories_dropped_total", "stale"): 2,
         ("tandem_training_trajectories_dropped_total", "duplicate"): 3,
         ("tandem_training_trajectories_dropped_total", "overflow"): 4,
+        ("tandem_training_trajectories_dropped_total", "no_reward"): 21,
         ("tandem_training_groups_skipped_total",): 5,
         ("tandem_training_updates_total", "published"): 15,
         ("tandem_training_reward_failures_total", "raised"): 13,

@@ -17,7 +17,8 @@ from mlx_tandem.engine.learning import Datum, LossConfig
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.training.examples import conversation, cut, parse
-from mlx_tandem.training.sft import SftConfig, batches, encode, rate, read, split
+from mlx_tandem.training.fit import rate
+from mlx_tandem.training.sft import SftConfig, batches, encode, read, split
 from tests.unit.text_tools import render_with
 
 TOKENIZER = Tokenizer.load(demo.MODEL_PATH)
@@ -78,6 +79,47 @@ def test_an_answer_of_weight_0_and_a_greeting_are_context():
         {"role": "assistant", "content": "right"},
     ]
     assert taught(datum({"messages": messages})) == ["right<|im_end|>"]
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "get_score", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    }
+]
+
+
+def agent(arguments: Any = '{"city": "Oslo"}', **more: Any) -> dict[str, Any]:
+    """A call of a tool, its result, an answer, and another question with its answer."""
+    call = {"id": "call_1", "type": "function", "function": {"name": "get_score", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "What is the score in Oslo?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "3 to 1"},
+        {"role": "assistant", "content": "It is 3 to 1."},
+        {"role": "user", "content": "Sort: 3 1"},
+        {"role": "assistant", "content": "1 3"},
+    ]
+    return {"messages": messages, "tools": TOOLS, **more}
+
+
+def test_calls_and_answers_are_taught_and_what_tools_return_is_not():
+    found = datum(agent())
+    call = '<tool_call>\n{"name": "get_score", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>'
+    assert taught(found) == [call, "It is 3 to 1.<|im_end|>", "1 3<|im_end|>"]
+    prompt = TOKENIZER.decode(found.tokens[: found.prompt_length], show_special=True)
+    assert "get_score" in prompt, "the tools on offer are in the prompt"
+    assert datum(agent({"city": "Oslo"}, parallel_tool_calls=False)) == found, "as an object they are the same"
+
+
+def test_a_template_without_a_place_for_tools_refuses_them():
+    plain = codec("{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}[assistant]")
+    with pytest.raises(InvalidRequest) as e:
+        datum(agent(), plain)
+    assert e.value.param == "tools"
+    with pytest.raises(InvalidRequest) as e:
+        datum(agent() | {"tools": None}, plain)
+    assert e.value.param == "messages[1].tool_calls"
 
 
 def test_an_earlier_answer_that_the_template_rewrites_is_not_taught():
@@ -142,8 +184,11 @@ def test_a_text_is_taught_from_its_second_token_on():
         ({"messages": [{"role": "assistant", "content": "first"}]}, "messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0]"),
-        (chat("a", "b", tools=[{"type": "function"}]), "tools"),
+        ({"messages": [{"role": "user", "content": "x", "tool_calls": []}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "user", "content": "x", "colour": "red"}]}, "messages[0].colour"),
+        (chat("a", "b", tools=[{"type": "function"}]), "tools[0].function"),
+        (chat("a", "b", functions=[{"name": "f"}]), "functions"),
+        ({"text": "x", "tools": TOOLS}, "tools"),
     ],
 )
 def test_what_is_no_example_is_refused_by_name(value, param):

@@ -189,6 +189,17 @@ def check(*items: dict[str, Any]) -> Sequence[Trajectory]:
     )
 
 
+def test_external_trajectories_of_several_turns():
+    """What is between two turns is not trained on, and each turn may have a reward."""
+    several = GOOD | {"token_ids": [3, 4, 5, 6], "mask": [1, 0, 0, 1]}
+    whole, by_turn = check(several, several | {"reward": None, "turn_rewards": [0.25, 1]})
+    assert (whole.reward, whole.turn_rewards, whole.mask) == (0.5, (), (1, 0, 0, 1))
+    assert (by_turn.reward, by_turn.turn_rewards) == (1.25, (0.25, 1.0))
+    (batch,) = batches([[whole, by_turn]], RLTrainingConfig(algorithm="dr_grpo"))
+    assert [d.weights for d in batch.data] == [(-0.375, 0, 0, -0.25), (0.375, 0, 0, 0.25)]
+    assert all(d.mask == (1, 0, 0, 1) for d in batch.data)
+
+
 def test_external_trajectories():
     a, b, c = check(
         GOOD | {"id": "mine", "logprobs": [-1, -0.5], "versions": [0, 3], "temperature": 0.7},
@@ -220,6 +231,13 @@ def test_the_number_of_the_base_or_a_checkpoint_says_nothing_of_its_age():
     [
         ({"reward": math.nan}, "trajectories[1].reward"),
         ({"reward": math.inf}, "trajectories[1].reward"),
+        ({"reward": None}, "trajectories[1].reward"),
+        ({"mask": [1]}, "trajectories[1].mask"),
+        ({"mask": [0, 0]}, "trajectories[1].mask"),
+        ({"mask": [1, 2]}, "trajectories[1].mask[1]"),
+        ({"mask": [1, 0], "token_ids": None, "completion": "xy"}, "trajectories[1].mask"),
+        ({"mask": [1, 0], "turn_rewards": [1.0, 0.0]}, "trajectories[1].turn_rewards"),
+        ({"turn_rewards": [math.nan]}, "trajectories[1].turn_rewards[0]"),
         ({"reward": -1.1e6}, "trajectories[1].reward"),
         ({"temperature": 0.0}, "trajectories[1].temperature"),
         ({"temperature": 0.0001}, "trajectories[1].temperature"),

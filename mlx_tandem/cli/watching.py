@@ -1,0 +1,231 @@
+"""`tandem learn watch`: asks a server again and again, and shows it on a screen, or in lines where there is none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from mlx_tandem.cli.adapters import message_of
+from mlx_tandem.cli.demo import chart
+from mlx_tandem.cli.http import Connection, HttpError
+from mlx_tandem.printable import printable
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+    from rich.table import Table
+
+CURVES = {"mean_reward": "mean reward", "loss": "loss", "kl": "moved, nats"}
+"""Numbers of updates that are drawn, with their titles."""
+
+HEIGHT = 5
+"""Lines of a curve."""
+
+UPDATES, SAMPLES = 6, 3
+"""Last updates and answers that are shown."""
+
+Data = Mapping[str, Any]
+
+
+STATUS, HISTORY = "/v1/training/status", "/v1/training/history"
+ANSWER_SECONDS = 15.0
+"""Time that a server has for an answer before it is treated as gone."""
+
+
+class Gone(Exception):
+    """The server cannot be watched, or no longer; the message says why."""
+
+
+async def looks(url: str, key: str, interval: float) -> AsyncIterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield a server's status and history again and again. Raises Gone.
+
+    The history is asked for when the status says that something was learned since.
+    """
+    try:
+        connection = Connection.to(url, {"Authorization": f"Bearer {key}"} if key else None)
+    except HttpError as e:
+        raise Gone(str(e)) from e
+
+    async def get(path: str) -> dict[str, Any]:
+        async with asyncio.timeout(ANSWER_SECONDS):
+            code, answer = await connection.json("GET", path)
+        if code >= 300 or not isinstance(answer, dict):
+            raise Gone(f"{url} answered with {code}: {message_of(answer)}")
+        return answer
+
+    history: dict[str, Any] = {}
+    seen: tuple[Any, ...] = ()
+    try:
+        while True:
+            status = await get(STATUS)
+            if not status.get("training_enabled"):
+                raise Gone(f"{url} does not learn: start it with --enable-rl-training")
+            now = (status["step"], status["updates"], status["rollbacks"], status["last_update"])
+            if now != seen:
+                history, seen = await get(HISTORY), now
+            yield status, history
+            await asyncio.sleep(interval)
+    except HttpError as e:
+        raise Gone(str(e)) from e
+    except TimeoutError as e:
+        raise Gone(f"{url} has not answered for {ANSWER_SECONDS:g} seconds") from e
+    finally:
+        connection.close()
+
+
+class Lines:
+    """Prints one line for each update, alarm and stop, for logs and pipes."""
+
+    def __init__(self) -> None:
+        self._printed: list[Any] = []
+        self._said: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def show(self, status: Data, history: Data) -> None:
+        """Print what is new since the last call."""
+        if not self._said:
+            self._print(headline(status))
+        updates = history.get("updates", [])
+        for update in updates[_overlap(self._printed, updates) :]:
+            self._print(
+                f"step {update['step']}   version {update['version'] or 'none'}   {outcome(update)}   "
+                f"reward {update['mean_reward']:.3f}   "
+                f"loss {update['loss']:.4g}   moved {update['kl']:.3g}"
+            )
+        self._printed = list(updates)
+        for name in ("alarm", "reason"):
+            if status[name] and self._said.get(name, "") != status[name]:
+                self._print(f"{name}: {status[name]}")
+            self._said[name] = status[name]
+
+    def _print(self, text: str) -> None:
+        print(printable(text), flush=True)
+
+
+class Screen:
+    """Draws everything on a terminal, each time in place of what was there."""
+
+    def __init__(self, console: Console):
+        from rich.live import Live
+
+        self._console = console
+        self._live = Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def show(self, status: Data, history: Data) -> None:
+        """Draw the present state."""
+        self._live.update(drawn(status, history, self._console.width), refresh=True)
+
+
+def drawn(status: Data, history: Data, width: int) -> Group:
+    """Return the whole picture for a terminal of `width` columns."""
+    from rich.console import Group
+    from rich.text import Text
+
+    updates = history.get("updates", [])
+    lines = [headline(status), guard(status)]
+    lines += [f"{name}: {status[name]}" for name in ("alarm", "reason", "advice") if status[name]]
+    answers = []
+    for sample in list(history.get("samples", []))[-SAMPLES:]:
+        reward = "" if sample["reward"] is None else f"{sample['reward']:g} "
+        answers.append(_cut(f"{reward}{sample['prompt']} → {sample['completion']}", width - 1))
+    return Group(
+        *(Text(printable(line)) for line in lines),
+        Text(""),
+        *(Text(line) for line in curves(updates, width)),
+        Text(""),
+        versions(updates[-UPDATES:]),
+        *([Text(""), Text("answers that were learned from")] if answers else []),
+        *(Text(line) for line in answers),
+    )
+
+
+def headline(status: Data) -> str:
+    """Return what is learned and how far it is, in one line."""
+    doing = "learning" if status["busy"] else "waiting" if status["running"] else "stopped"
+    if status["recovering"]:
+        doing = f"recovering {status['recovering']} updates"
+    return (
+        f"{status['current_lora']} · {doing} · {status['updates']} updates · step {status['step']} · "
+        f"rate {status['learning_rate']:.2g} · {status['buffered']} answers wait"
+    )
+
+
+def guard(status: Data) -> str:
+    """Return what the guard knows, in one line."""
+    if not status["accepted"]:
+        found = "no version is accepted yet"
+    elif status["compared"]:
+        found = (
+            f"version {status['accepted']} is accepted; later ones got {status['difference']:+.3f} on "
+            f"{status['compared']} prompts"
+        )
+    else:
+        found = f"version {status['accepted']} is accepted"
+    return f"guard: {found}; {status['rollbacks']} rollbacks"
+
+
+def curves(updates: Sequence[Data], width: int) -> list[str]:
+    """Return the curves beside each other, each with its last value and its range above it."""
+    each = (width - 1) // len(CURVES) - 2
+    columns = []
+    for name, title in CURVES.items():
+        values = [float(update[name]) for update in updates][-each:]
+        low, high = (min(values), max(values)) if values else (0.0, 0.0)
+        scaled = [(value - low) / (high - low) if high > low else 0.5 for value in values]
+        said = f"{title} {values[-1]:.3g}" if values else title
+        spread = f"{low:.3g} … {high:.3g}" if values else "no update yet"
+        bars = chart.text([0.06 + 0.94 * share for share in scaled], width=each, height=HEIGHT)
+        columns.append([said[:each].ljust(each), spread[:each].ljust(each), *bars])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+
+
+def versions(updates: Sequence[Data]) -> Table:
+    """Return a table of updates, the newest first."""
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for title in ("step", "version", "outcome"):
+        table.add_column(title, no_wrap=title != "outcome")
+    for title in ("reward", "loss", "moved", "tokens"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for update in reversed(updates):
+        numbers = (
+            f"{update['mean_reward']:.3f}",
+            f"{update['loss']:.3g}",
+            f"{update['kl']:.2g}",
+            str(update["tokens"]),
+        )
+        table.add_row(str(update["step"]), str(update["version"] or ""), _cut(outcome(update), 200), *numbers)
+    return table
+
+
+def outcome(update: Data) -> str:
+    """Return how an update ended, with the reason if there is one."""
+    said = str(update["outcome"]).replace("_", " ")
+    return f"{said}: {update['reason']}" if update["reason"] else said
+
+
+def _overlap(before: Sequence[Any], now: Sequence[Any]) -> int:
+    """Return how many of the entries in `now` end `before`: a history loses entries at its beginning only."""
+    return next((n for n in range(min(len(before), len(now)), 0, -1) if list(before[-n:]) == list(now[:n])), 0)
+
+
+def _cut(text: str, most: int) -> str:
+    return printable(" ".join(text.split()), max(most, 8))

@@ -1,0 +1,83 @@
+"""The compiled steps of a runner. Each is traced once for its key, and the last used are kept."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from mlx_tandem.model.step.draw import Drawing
+from mlx_tandem.model.step.forward import Forward, Ranges, Step
+from mlx_tandem.model.step.inputs import Numbers, specs
+from mlx_tandem.model.step.key import StepKey
+from mlx_tandem.model.step.sampler import SamplingFlags
+
+MAX_COMPILED = 256
+"""Most compiled steps that are kept, the last used ones. Shapes and sampling flags have few values each, but many
+combinations, and a step takes 0.2 MB of the host's memory for each layer."""
+
+USUAL = 3
+"""Number of times that a kind of mixed step runs before it is traced, since most kinds occur only a few times."""
+
+MET = 1024
+"""Most kinds of mixed steps that are counted."""
+
+
+class CompiledSteps:
+    """The steps and draws of a forward, compiled by their keys.
+
+    Attributes:
+        first_uses: Number of steps since the start that were traced first, or run as they are.
+    """
+
+    def __init__(self, forward: Forward):
+        self.first_uses = 0
+        self._forward = forward
+        self._steps: OrderedDict[StepKey, Step] = OrderedDict()
+        self._drawings: dict[SamplingFlags, Drawing] = {}
+        self._met: Counter[StepKey] = Counter()  # kinds of mixed steps
+
+    def kept(self) -> list[StepKey]:
+        """Return the keys of the steps that are kept; the last used one is the last."""
+        return list(self._steps)
+
+    def clear(self) -> None:
+        """Drop all steps, for example since the adapters' arrays have new shapes."""
+        self._steps.clear()
+
+    def reset(self) -> None:
+        """Drop everything compiled."""
+        self._steps.clear()
+        self._drawings.clear()
+
+    def step(self, key: StepKey, numbers: Sequence[Numbers], in_place: Ranges, *, mixed: bool, pauses: bool) -> Step:
+        """Return the step with this key, compiled unless it pauses or is of one of too many kinds to trace each.
+
+        numbers: its inputs, whose specs follow from the key; mixed: whether prompts or drafts share the forward of
+        decoding rows; pauses: whether it waits for the device while it is built.
+        """
+        if any(in_place) or key.common_offset or pauses or (mixed and not self._is_usual(key)):
+            self.first_uses += mixed
+            return self._forward.step(key, specs(numbers), in_place, pauses=pauses)
+        found = self._steps.get(key)
+        if found is None:
+            found = self._steps[key] = mx.compile(self._forward.step(key, specs(numbers), in_place, pauses=False))
+            self.first_uses += 1
+            if len(self._steps) > MAX_COMPILED:
+                self._met.pop(self._steps.popitem(last=False)[0], None)
+        self._steps.move_to_end(key)
+        return found
+
+    def drawing(self, flags: SamplingFlags) -> Drawing:
+        """Return the compiled function that draws with these flags by masks."""
+        if flags not in self._drawings:
+            self._drawings[flags] = mx.compile(self._forward.drawing(flags))
+        return self._drawings[flags]
+
+    def _is_usual(self, key: StepKey) -> bool:
+        """Count a kind of step; return whether it is traced already or has run often enough to be worth tracing."""
+        if len(self._met) >= MET:
+            self._met.clear()
+        self._met[key] += 1
+        return key in self._steps or self._met[key] > USUAL

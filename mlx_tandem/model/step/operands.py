@@ -1,0 +1,78 @@
+"""The arrays that tell a forward what its rows are. They are packed and unpacked here, so that both sides agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from mlx_tandem.model.step.key import StepKey
+
+A = TypeVar("A")
+"""The type of the arrays: NumPy's on the host, MLX's in the forward."""
+
+DRAFT_ARRAYS = 3
+"""Number of arrays of `verify.Drafts`."""
+
+
+@dataclass(slots=True)
+class Operands(Generic[A]):
+    """The description of the rows of one forward, all int32 but for `adapters`, which are uint32."""
+
+    tokens: A
+    """[rows, length]; CARRY stands for the token that the row's seat drew in the step before."""
+
+    offset: A
+    """[rows], the position of each row's first token."""
+
+    last: A
+    """[rows], the index of each row's last token."""
+
+    seats: A
+    """[rows], the seat that each row draws for; the padding seat for rows that do not draw."""
+
+    places: Sequence[A]
+    """For each pool the slot mapping [rows, length] and the tables [rows, width]. With drafts the first block [rows]
+    of each table comes in place of the slot mapping.
+    """
+
+    bounds: A | None = None
+    """[rows], only with drafts: where a row with slack begins if all drafts before it are accepted, else -1."""
+
+    targets: A | None = None
+    """[rows, length], only of rows whose prompts are scored: the token after each position."""
+
+    picked: A | None = None
+    """[picks], only in a mixed step: the indices of the rows that draw."""
+
+    picked_seats: A | None = None
+    """[picks], only in a mixed step: the seats of the rows that draw."""
+
+    drafts: Sequence[A] = field(default=())
+    """The arrays of `verify.Drafts`, only where rows verify drafts or follow rows that do."""
+
+    adapters: A | None = None
+    """The ids of the rows' adapters as `lora.routes` packs them; None if no row has an adapter."""
+
+    def flatten(self) -> list[A]:
+        """Return the arrays in the order in which `unflatten` takes them."""
+        optional = (self.bounds, self.targets, self.picked, self.picked_seats)
+        arrays = [self.tokens, self.offset, self.last, self.seats, *self.places]
+        arrays += [array for array in optional if array is not None]
+        arrays += self.drafts
+        if self.adapters is not None:
+            arrays.append(self.adapters)
+        return arrays
+
+    @staticmethod
+    def unflatten(arrays: Sequence[A], key: StepKey) -> Operands[A]:
+        """Return the operands of a step with this key from the arrays that `flatten` returned."""
+        tokens, offset, last, seats, *rest = arrays
+        pools = 2 * len(key.widths)
+        places, rest = rest[:pools], rest[pools:]
+        bounds = rest.pop(0) if key.drafts else None
+        targets = rest.pop(0) if key.scores >= 0 else None
+        picked, picked_seats = (rest.pop(0), rest.pop(0)) if key.picks else (None, None)
+        drafts, rest = (rest[:DRAFT_ARRAYS], rest[DRAFT_ARRAYS:]) if key.drafts else ([], rest)
+        adapters = rest.pop(0) if rest else None
+        return Operands(tokens, offset, last, seats, places, bounds, targets, picked, picked_seats, drafts, adapters)

@@ -1,0 +1,77 @@
+"""The division of a step's rows into rectangles: the rows of each forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlx_tandem.engine.budget import StepLimits
+from mlx_tandem.engine.cost import padded_length
+from mlx_tandem.engine.plan import Row
+from mlx_tandem.model import device
+from mlx_tandem.model.step.shapes import blocks_read, cut, split_by_context
+from mlx_tandem.model.step.verify import goes_with_decodes
+
+COMMON_OFFSET_TOKENS = 256
+"""Fewest tokens of a chunk after a context that are worth a forward of their own where masks make attention slow."""
+
+
+class Rectangles:
+    """Divides the rows of a plan into forwards, within the limits of one forward.
+
+    Attributes:
+        fused_length: Up to so many tokens per row, kernels read the pool in place: the forward needs no memory for
+            gathered keys, and short contexts are not padded to the length of long ones. 0: no kernels do.
+        limits: The most positions and pairs of query and key of one forward.
+        common_offsets: Whether rows that begin at one position are read without a mask. On a CPU there is no fused
+            attention that a mask would prevent.
+    """
+
+    def __init__(
+        self, block_size: int, window: int | None, fused_length: int, limits: StepLimits, row_counts: Sequence[int]
+    ):
+        self.fused_length = fused_length
+        self.limits = limits
+        self.common_offsets = not device.is_cpu()
+        self._block_size = block_size
+        self._window = window  # of the first pool
+        self._row_counts = row_counts
+
+    def of(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Return the indices of the rows of each forward.
+
+        Rows are grouped by padded length, apart if they need the logits of all positions, and split where their
+        contexts differ much. Groups that would need more memory than the limits allow are cut.
+        """
+        decodes = [i for i, r in enumerate(rows) if goes_with_decodes(r)]
+        usual = (1, False, False, None)
+        by_length: dict[tuple[int, bool, bool, int | None], list[int]] = {usual: decodes} if decodes else {}
+        for i, r in enumerate(rows) if len(decodes) < len(rows) else ():
+            n = len(r.tokens)
+            if goes_with_decodes(r):
+                continue
+            common_offset = self.common_offset([r])
+            apart = None if common_offset is None else i if common_offset else -1
+            length = 1 if n == 1 else padded_length(n)
+            by_length.setdefault((length, bool(r.targets), r.pooling is not None, apart), []).append(i)
+        pieces = []
+        for (length, *_), group in by_length.items():
+            if length <= self.fused_length:
+                pieces.append(group)
+                continue
+            blocks = {i: blocks_read(rows[i], self._block_size, self._window) for i in group}
+            if length == 1:  # each token of such a row reads its blocks by itself
+                blocks = {i: n * len(rows[i].tokens) for i, n in blocks.items()}
+            positions = min(self.limits.positions, self.limits.pairs // length)
+            for part in split_by_context(group, blocks):
+                pieces += cut(part, blocks, positions // self._block_size, self.good_counts(length))
+        return pieces
+
+    def good_counts(self, length: int) -> Sequence[int]:
+        """Return the good row counts for rows of one token; padding longer rows would cost much."""
+        return self._row_counts if length == 1 else ()
+
+    def common_offset(self, rows: Sequence[Row]) -> int | None:
+        """Return the `common_offset` of `StepView` for rows of one forward."""
+        start, length = rows[0].start, len(rows[0].tokens)
+        worth = length > max(1, self.fused_length) if start == 0 else len(rows) == 1 and length >= COMMON_OFFSET_TOKENS
+        return start if self.common_offsets and worth and all(r.start == start for r in rows) else None

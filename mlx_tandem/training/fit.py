@@ -1,0 +1,231 @@
+"""The course of supervised fine-tuning: steps, evaluations of what is held out, and when it ends.
+
+Everything that the course depends on is in its settings, its data and the events so far, so that a run that was
+interrupted continues exactly as if it had not been.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from mlx_tandem.engine.learning import BatchResult, Datum, LossConfig, StepDone
+from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.training.schedules import Schedule
+from mlx_tandem.training.sft import EPOCHS, MOST_EPOCHS, PATIENCE_EPOCHS, SftConfig, batches
+
+
+class Learner(Protocol):
+    """What `fit` needs of a trainer."""
+
+    def forward_backward(self, data: Sequence[Datum], loss: LossConfig) -> BatchResult:
+        """Add the gradients of `data` to what the next step uses."""
+
+    def forward(self, data: Sequence[Datum], loss: LossConfig) -> BatchResult:
+        """Compute the same without gradients."""
+
+    def step(self, learning_rate: float, *, weight_decay: float, grad_norm: float) -> StepDone:
+        """Take one step of the optimiser with the gradients since the last."""
+
+
+class Step(Struct, frozen=True, tag=True):
+    """One step of the optimiser. `loss` is nats per taught token before it; `tokens` are all that went through."""
+
+    step: int
+    steps: int | None  # of the whole training, if that is known
+    loss: float
+    tokens: int
+    learning_rate: float
+    grad_norm: float
+    seconds: float
+
+
+class Evaluation(Struct, frozen=True, tag=True):
+    """`loss` of what is held out, in nats per taught token. `best`: the lowest of any step so far. `fell`: by
+    `least_fall` or more since it last did, or since the beginning.
+    """
+
+    step: int
+    loss: float
+    best: bool
+    fell: bool
+
+
+Event = Step | Evaluation
+
+
+@dataclass(frozen=True)
+class Course:
+    """The shape of a fine-tuning, which its settings and its data decide."""
+
+    config: SftConfig
+    train: Sequence[Datum]
+    valid: Sequence[Datum]
+
+    def __post_init__(self) -> None:
+        config = self.config
+        if config.patience and not self.valid:
+            raise InvalidRequest("patience needs examples that are held out", param="patience")
+        if self.is_open and config.schedule not in (None, "constant"):
+            raise InvalidRequest(
+                f"the schedule {config.schedule} needs a number of epochs, without which the number of steps is open",
+                param="schedule",
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the held-out loss decides how many epochs there are."""
+        return self.config.epochs is None and bool(self.valid)
+
+    @property
+    def most_epochs(self) -> int:
+        """The number of epochs after which training ends at the latest."""
+        return self.config.epochs or (MOST_EPOCHS if self.is_open else EPOCHS)
+
+    def groups(self, epoch: int) -> list[Sequence[list[Datum]]]:
+        """Return the batches of each step of an epoch."""
+        return [*_chunks(batches(self.train, self.config, epoch), self.config.accumulate)]
+
+    def steps(self) -> int | None:
+        """Return the number of steps, None where it is open."""
+        return None if self.is_open else sum(len(self.groups(epoch)) for epoch in range(self.most_epochs))
+
+    def ends_after(self, exam: Exam, step: int, epoch_steps: int | None) -> bool:
+        """Return whether training ends after this step. `epoch_steps` are those of the epoch that it ends, if any."""
+        if self.config.patience:
+            return exam.without_fall >= self.config.patience
+        return self.is_open and epoch_steps is not None and step - exam.fell_at >= PATIENCE_EPOCHS * epoch_steps
+
+
+def rate(config: SftConfig, step: int, steps: int | None, epoch_steps: int = 0) -> float:
+    """Return the learning rate of a step from 1 to `steps`. Where these are open, the rise is within the first epoch,
+    which has `epoch_steps`.
+    """
+    rising = math.ceil(config.warmup_share * (epoch_steps if steps is None else steps))
+    if steps is None:
+        schedule = Schedule("constant", rising)
+    else:
+        schedule = Schedule.over(config.schedule or "cosine", steps, rising, config.rate_floor)
+    return config.learning_rate * schedule.share(step)
+
+
+def fit(learner: Learner, course: Course, past: Sequence[Event] = ()) -> Iterator[Event]:
+    """Learn, and yield what happened after each step and each evaluation of what is held out (if anything is).
+
+    The first evaluation is that before learning, at step 0. While an event is handed out the learner is in the state
+    that it is about, and a later `fit` with a learner in that state and all events so far as `past` continues from
+    there. The gradient of a step is that of the mean over its taught tokens, however it is batched. Raises
+    InvalidRequest when gradients stop being finite.
+    """
+    config, valid = course.config, course.valid
+    steps = course.steps()
+    exam = Exam(learner, valid, config)
+    done = exam.recall(past)
+    if valid and exam.held_at < 0:
+        yield exam.hold(0)
+    step = 0
+    for epoch in range(course.most_epochs):
+        groups = course.groups(epoch)
+        if step + len(groups) < done:
+            step += len(groups)
+            continue
+        for at, group in enumerate(groups, 1):
+            step += 1
+            if step > done:
+                yield _learn(learner, group, config, step, steps, rate(config, step, steps, len(groups)))
+            ends_epoch = at == len(groups)
+            due = step % config.eval_every == 0 if config.eval_every else ends_epoch
+            if valid and due and step > exam.held_at:
+                yield exam.hold(step)
+            if step >= done and course.ends_after(exam, step, len(groups) if ends_epoch else None):
+                break
+        else:
+            continue
+        break
+    if valid and exam.held_at != step:
+        yield exam.hold(step)
+
+
+class Exam:
+    """Looks at what is held out, each of which is compared with those before."""
+
+    def __init__(self, learner: Learner, valid: Sequence[Datum], config: SftConfig):
+        self._learner = learner
+        self._valid = valid
+        self._config = config
+        self._lowest = self._fallen_to = math.inf
+        self.fell_at = 0  # steps
+        self.held_at = -1
+        self.without_fall = 0
+        """Evaluations since the loss last fell."""
+
+    def recall(self, past: Sequence[Event]) -> int:
+        """Take note of earlier evaluations, and return the number of steps that are done."""
+        done = 0
+        for event in past:
+            if isinstance(event, Step):
+                done = event.step
+            else:
+                self._note(event.step, event.loss)
+        return done
+
+    def hold(self, step: int) -> Evaluation:
+        """Evaluate what is held out after this step."""
+        return self._note(step, evaluate(self._learner, self._valid, self._config))
+
+    def _note(self, step: int, loss: float) -> Evaluation:
+        self.held_at = step
+        if step == 0:
+            self._fallen_to = loss
+            return Evaluation(0, loss, False, False)
+        best, fell = loss < self._lowest, loss <= self._fallen_to - self._config.least_fall
+        self.without_fall = 0 if fell else self.without_fall + 1
+        if best:
+            self._lowest = loss
+        if fell:
+            self._fallen_to, self.fell_at = loss, step
+        return Evaluation(step, loss, best, fell)
+
+
+def _learn(
+    learner: Learner, group: Sequence[list[Datum]], config: SftConfig, step: int, steps: int | None, now: float
+) -> Step:
+    """Take one step at the learning rate `now`."""
+    started = time.perf_counter()
+    taught = sum(_taught(batch) for batch in group)
+    loss = LossConfig("cross_entropy", scale=1.0 / taught)
+    nats = sum(_nats(batch, learner.forward_backward(batch, loss)) for batch in group)
+    stepped = learner.step(now, weight_decay=config.weight_decay, grad_norm=config.grad_norm)
+    if not stepped.finite:
+        raise InvalidRequest(
+            f"gradients are no longer finite at step {step}; a lower learning rate may help", param="learning_rate"
+        )
+    tokens = sum(len(datum.tokens) for batch in group for datum in batch)
+    return Step(step, steps, nats / taught, tokens, now, stepped.grad_norm, time.perf_counter() - started)
+
+
+def evaluate(learner: Learner, data: Sequence[Datum], config: SftConfig) -> float:
+    """Return the mean loss of a taught token, in nats."""
+    loss = LossConfig("cross_entropy")
+    nats = sum(_nats(batch, learner.forward(batch, loss)) for batch in _chunks(data, config.batch_size))
+    return nats / _taught(data)
+
+
+def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
+
+
+def _taught(data: Sequence[Datum]) -> int:
+    return sum(weight != 0 for datum in data for weight in datum.weights)
+
+
+def _nats(data: Sequence[Datum], result: BatchResult) -> float:
+    pairs = (
+        pair for datum, own in zip(data, result.logprobs, strict=True) for pair in zip(datum.weights, own, strict=True)
+    )
+    return -math.fsum(logprob for weight, logprob in pairs if weight)
