@@ -201,8 +201,13 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     leave_one_out: bool = False  # compare each answer with the mean of its siblings alone
     least_spread: float = 0.01  # least standard deviation that advantages are divided by
     loss_tokens: int = 256  # tokens that dr_grpo divides each completion's loss by
+    mask_truncated: bool = False  # learn nothing from answers that were cut off, but compare their siblings with them
     learning_rate: float = 1e-5
-    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of the learning rate after the rise
+    warmup_steps: int = 0  # of the optimiser, over which the rate rises in a line
+    decay_steps: int = 0  # of the optimiser after that, over which the rate falls
+    rate_floor: float = 0.0  # share of the rate at which the fall ends
+    steps_per_update: int = 1  # of the optimiser, all with the same answers
     max_grad_norm: float = 1.0
     weight_decay: float = 0.0
     beta1: float = 0.9
@@ -212,6 +217,8 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     clip_high: float = 0.0
     kl_coef: float = 0.0  # weight of the KL divergence from the base model
     max_importance_ratio: float = 2.0  # trainer's probability over the sampler's, truncated here
+    decoupled: bool = False  # clip against the policy before the update, and weigh by its ratio to the sampler
+    max_divergence: float = 0.5  # nats per token from which nothing is learned from bad answers of others; 0: no limit
     refuse_mismatch: float = 0.1  # mean k3 in nats between sampler and trainer from which an update is refused
     guard_kl: float = 0.5  # most mean k3 in nats by which one update may move the policy
     guard_prompts: int = 6  # live prompts per update that the accepted version answers, too; 0: none

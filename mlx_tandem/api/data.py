@@ -202,7 +202,7 @@ def check_loss(loss: LossKind | LossConfig, switches: Mapping[str, Any]) -> Loss
         raise InvalidRequest(f"loss must be one of {', '.join(get_args(LossKind))}", param="loss")
     else:
         config = convert({"kind": loss, **_known(switches)}, LossConfig)
-    for name in ("scale", "clip_low", "clip_high", "kl_coef", "beta", "max_importance_ratio"):
+    for name in ("scale", "clip_low", "clip_high", "kl_coef", "beta", "max_importance_ratio", "max_divergence"):
         limits.check(name, getattr(config, name))
     return config
 

@@ -22,9 +22,23 @@ class LossConfig(Struct, frozen=True):
     scale: float = 1.0  # factor of the loss, after normalisation; Dr. GRPO: 1 / (completions x longest)
     clip_low: float = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]
     clip_high: float = 0.2
-    kl_coef: float = 0.0  # weight of k3 to the base model
+    kl_coef: float = 0.0  # weight of k3 to the reference: a datum's own, else the base model
     beta: float = 0.05  # of dro
     max_importance_ratio: float = 0.0  # p/q of sampler and trainer is truncated there; 0: not corrected
+    decoupled: bool = False  # ratios are those to the anchor, and its ratio to the sampler is a weight
+    max_divergence: float = 0.0  # mean q - p over a completion from which what counts against it is left out; 0: none
+
+
+class Truncation(Struct, frozen=True, array_like=True):
+    """Which tokens a draw left out, in the order of the sampler: min_p, top_k, then top_p of the rest."""
+
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0
+
+
+WHOLE = Truncation()
+"""Of a draw from the whole vocabulary."""
 
 
 class Datum(Struct, frozen=True, array_like=True):
@@ -36,6 +50,11 @@ class Datum(Struct, frozen=True, array_like=True):
     logprobs: tuple[float, ...] | None = ()  # of the policy that drew the tokens; None: of the trainer before the pass
     temperature: float = 1.0  # at which p is computed, to be comparable with `logprobs`
     mask: tuple[int, ...] = ()  # 1: the token is trained on; empty: tokens whose weight is not 0 are
+    anchor: tuple[float, ...] = ()  # logprobs before the update; empty: of the trainer before the pass
+    truncation: Truncation = (
+        WHOLE  # of the draw: p is that of the same tokens, and tokens that are not among them count not
+    )
+    reference: tuple[float, ...] = ()  # logprobs of the model that kl_coef keeps to; empty: of the base
 
     @property
     def trained(self) -> tuple[bool, ...]:

@@ -93,12 +93,14 @@ class ForwardBackward(Struct, frozen=True, array_like=True, tag="pass"):
 class OptimStep(Struct, frozen=True, array_like=True, tag="step"):
     """Take one step of the optimiser with the gradients so far, which are dropped afterwards; answered by Stepped.
 
-    The state before the step is kept until SettleTrainer or the next OptimStep.
+    The state before the step is kept until SettleTrainer or the next OptimStep. With `more` it is kept beyond the next
+    pass and OptimStep, so that both steps are kept or taken back together.
     """
 
     call: int
     trainer: str
     adam: AdamParams
+    more: bool = False
 
 
 class SettleTrainer(Struct, frozen=True, array_like=True, tag="settle"):

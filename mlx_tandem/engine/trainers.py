@@ -50,8 +50,11 @@ class TrainerBackend(Protocol):
     ) -> Generator[Wait, None, tuple[BatchResult, ...]]:
         """Run a pass. Each `next` launches one slice, while the slice before may still run, or yields PAUSE."""
 
-    def step(self, name: str, adam: AdamParams) -> Generator[Wait, None, StepDone]:
-        """Take one step of the optimiser, in slices. Nothing has changed until the last of them is done."""
+    def step(self, name: str, adam: AdamParams, more: bool) -> Generator[Wait, None, StepDone]:
+        """Take one step of the optimiser, in slices. Nothing has changed until the last of them is done.
+
+        With `more` the step is kept or taken back together with the next one.
+        """
 
     def settle(self, name: str, keep: bool) -> None:
         """Keep the last step of the optimiser, or take it back."""
@@ -311,6 +314,6 @@ class TrainerHost:
 def _slices(backend: TrainerBackend, message: m.ForwardBackward | m.OptimStep) -> Generator[Wait, None, m.Outbound]:
     """Yield the slices of a pass or of an optimiser's step; return its answer."""
     if isinstance(message, m.OptimStep):
-        return m.Stepped(message.call, (yield from backend.step(message.trainer, message.adam)))
+        return m.Stepped(message.call, (yield from backend.step(message.trainer, message.adam, message.more)))
     passing = backend.run(message.batches, message.forward_only, message.micro_batch_tokens)
     return m.PassDone(message.call, (yield from passing))

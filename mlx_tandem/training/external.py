@@ -107,7 +107,7 @@ def _check(
             )
     return Trajectory(
         id=new_id() if item.id is None else check_label(item.id, f"{at}.id"),
-        group=same_prompt(prompt) if item.group is None else check_label(item.group, f"{at}.group"),
+        group=_group(prompt, item.group, f"{at}.group"),
         prompt=prompt,
         tokens=tokens,
         logprobs=(),
@@ -120,6 +120,12 @@ def _check(
         mask=mask,
         turn_rewards=turn_rewards,
     )
+
+
+def _group(prompt: tuple[int, ...], named: str | None, at: str) -> str:
+    """Return the group of answers to this prompt. The same name with another prompt is another group."""
+    own = same_prompt(prompt)
+    return own if named is None else f"named:{check_label(named, at)}:{own}"
 
 
 def _mask(item: External, at: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import math
 import re
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import asdict
 
 from mlx_tandem import limits
+from mlx_tandem.engine.learning import WHOLE, Truncation
 from mlx_tandem.errors import InvalidRequest
 
 SEEN_IDS = 1 << 17
@@ -45,6 +46,8 @@ class Trajectory(Struct, frozen=True, array_like=True):
     external: bool = False  # made by something else: logprobs are computed again, never believed
     created: float = 0.0  # seconds since the epoch
     metadata: dict[str, Any] = {}
+    truncation: Truncation = WHOLE  # of the draw
+    finish_reason: str = ""  # why the completion ended; empty: unknown
     mask: tuple[int, ...] = ()  # 1: the policy's own token, 0: what a tool or a user said; empty: all are its own
     turn_rewards: tuple[float, ...] = ()  # one for each turn, part of `reward`; empty: the reward is for the whole
 
@@ -112,9 +115,12 @@ def check_rewards(
     return math.fsum(each), tuple(each)
 
 
-def staleness(versions: Iterable[int], current_version: int) -> int:
-    """Return how many versions lie between `current_version` and the farthest of those that made a completion."""
-    return max((abs(current_version - v) for v in versions), default=0)
+def staleness(versions: Iterable[int], current_version: int, exempt: Container[int] = (0,)) -> int:
+    """Return how many versions lie between `current_version` and the farthest of those that made a completion.
+
+    The number of the base, and of other versions in `exempt`, says nothing of how far they are: only the logprobs do.
+    """
+    return max((abs(current_version - v) for v in versions if v not in exempt), default=0)
 
 
 @dataclass
@@ -260,7 +266,7 @@ class Buffer:
         while len(self._seen) > max(SEEN_IDS, 2 * self.capacity):
             self._seen.popitem(last=False)
 
-    def take(self, count: int, current_version: int, max_staleness: int) -> Taken:
+    def take(self, count: int, current_version: int, max_staleness: int, exempt: Container[int] = (0,)) -> Taken:
         """Whole groups in the order in which they began, until there are `count` trajectories or no usable group is
         left; the last group may go beyond `count`. What is more than `max_staleness` versions away goes first, and its
         ids are remembered from now on as those of an update are: they may be the oldest that are known.
@@ -269,7 +275,7 @@ class Buffer:
             t.id
             for g in self._groups.values()
             for t in g.members
-            if staleness(t.versions, current_version) > max_staleness
+            if staleness(t.versions, current_version, exempt) > max_staleness
         ]
         self.remove(stale)
         self.remember(stale)

@@ -95,7 +95,7 @@ class Backend:
             self.under_way.discard(key)
             raise self.fail_wait[key, number]
 
-    def step(self, name: str, adam: AdamParams) -> Generator[Wait, None, StepDone]:
+    def step(self, name: str, adam: AdamParams, more: bool = False) -> Generator[Wait, None, StepDone]:
         used, self.gradients[name] = self.gradients[name], []
         self.steps[name].append(used)
         yield lambda: None

@@ -102,7 +102,8 @@ def plain_gradients(
             base = mx.stop_gradient(logprobs(pairs, d, False))[None] if config.kl_coef else None
             full = mx.full((1, p.size), share)
             trained = mx.array([d.trained]).astype(mx.float32)
-            batch = TokenBatch(mx.array([d.logprobs]), mx.array([d.weights]), full, trained)
+            sampled = mx.array([d.logprobs])
+            batch = TokenBatch(sampled, mx.array([d.weights]), full, trained, sampled)
             value = value + loss(p[None], batch, config, base)
         return value
 

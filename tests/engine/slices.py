@@ -79,7 +79,7 @@ class Slices:
 
         return slices()
 
-    def step(self, name: str, adam: AdamParams) -> Generator[Wait, None, StepDone]:
+    def step(self, name: str, adam: AdamParams, more: bool = False) -> Generator[Wait, None, StepDone]:
         self._note(f"step {name}")
         self.open_[name] = self._version(name) + 1
         return StepDone(name, self.open_[name], 1.0, True)

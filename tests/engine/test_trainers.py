@@ -16,7 +16,7 @@ import pytest
 from mlx_tandem.adapters import formats
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
-from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, LossKind, TrainerSpec
+from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, LossKind, TrainerSpec, Truncation
 from mlx_tandem.engine.plan import DeviceError, OutOfMemory, Slice
 from mlx_tandem.errors import InvalidRequest, ModelError, NotFound
 from mlx_tandem.model.build import build
@@ -130,6 +130,71 @@ def test_nothing_is_kept_of_a_step_that_was_taken_back(trainers: MLXTrainers) ->
     trainers.settle("a", False)
     mx.synchronize()  # what was published is launched, and nobody has waited for it
     assert mx.get_active_memory() - before < 4 * trainers._trainers["a"].info.parameters
+
+
+def test_steps_that_belong_together_are_kept_or_taken_back_together(trainers: MLXTrainers) -> None:
+    learn(trainers, 1)
+    batch = Batch("a", tuple(some_data(2)), LossConfig("cross_entropy"))
+    before = weights_of(trainers)
+    for keep in (False, True):
+        for count in (1, 2, 3):
+            finish(trainers.run([batch], False, 0))
+            assert finish(trainers.step("a", ADAM, count < 3)).step == 1 + count
+        trainers.settle("a", keep)
+        assert same(weights_of(trainers), before) != keep
+    last = weights_of(trainers)
+    finish(trainers.run([batch], False, 0))
+    finish(trainers.step("a", ADAM))
+    trainers.settle("a", False)
+    assert same(weights_of(trainers), last), "what was kept is not taken back with the next step"
+
+
+def truncated(logits: Any, temperature: float, cut: Truncation) -> Any:
+    """The logprobs of one position's tokens, by sorting: min_p, top_k, then top_p of the rest."""
+    p = np.exp((logits - logits.max()) / temperature)
+    order = np.argsort(-p)
+    kept = [t for t in order if p[t] >= cut.min_p][: cut.top_k or None]
+    inside, mass = [], 0.0
+    for t in kept:
+        if mass < cut.top_p * p[kept].sum():
+            inside.append(t)
+            mass += p[t]
+    found = np.full(len(p), -np.inf)
+    found[inside] = np.log(p[inside] / p[inside].sum())
+    return found
+
+
+@pytest.mark.parametrize(
+    "cut", [Truncation(0.5), Truncation(top_k=7), Truncation(min_p=0.3), Truncation(0.8, 20, 0.05)]
+)
+def test_truncated_draws_are_compared_with_the_same_truncation(trainers: MLXTrainers, cut: Truncation) -> None:
+    """The logprobs are those of the draw; a token that it could not take is not trained."""
+    learn(trainers, 1)
+    plain = msgspec.structs.replace(some_data(3)[0], temperature=0.7, logprobs=None)
+    every = []
+    for token in range(tiny_models.VOCAB):
+        data = msgspec.structs.replace(
+            plain, tokens=(*plain.tokens[: plain.prompt_length], token), weights=(1.0,), mask=(1,)
+        )
+        every.append(data)
+    results = finish(trainers.run([Batch("a", tuple(every), LossConfig("ppo"))], True, 0))[0]
+    logits = np.array([own[0] for own in results.model_logprobs], np.float64)
+    wanted = truncated(logits, 0.7, cut)
+    cutting = tuple(msgspec.structs.replace(d, truncation=cut) for d in every)
+    found = finish(trainers.run([Batch("a", cutting, LossConfig("ppo"))], True, 0))[0]
+    assert np.array([own[0] for own in found.logprobs]) == pytest.approx(wanted, abs=2e-5)
+    assert np.isinf(wanted).any()
+    best, worst = int(np.argmax(logits)), int(np.argmin(logits))
+    for token, trained in ((best, cut.top_p != 0.5), (worst, False)):
+        for kl in (0.0, 0.1):
+            batch = Batch("a", (cutting[token],), LossConfig("ppo", kl_coef=kl))
+            finish(trainers.run([batch], False, 0))
+            norm = finish(trainers.step("a", AdamParams(0.0))).grad_norm
+            assert np.isfinite(norm)
+            if token == worst and not kl:
+                assert norm == 0.0, "a token that could not be drawn has no gradient"
+            elif trained:
+                assert norm > 0.0
 
 
 def test_a_pass_without_data_finds_nothing(trainers: MLXTrainers) -> None:

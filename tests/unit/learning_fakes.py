@@ -50,6 +50,7 @@ class Trainer:
         self.step, self.shift, self.trained = 0, 0.0, ()
         self.gradients: tuple[Any, ...] = ()
         self.before: tuple[Any, ...] | None = None
+        self.more = False
 
     @property
     def state(self) -> tuple[Any, ...]:
@@ -125,13 +126,14 @@ class Client:
         self.points()
         return tuple(results)
 
-    async def step_trainer(self, trainer: str, adam: AdamParams) -> StepDone:
+    async def step_trainer(self, trainer: str, adam: AdamParams, *, more: bool = False) -> StepDone:
         await self._call()
         own = self._get(trainer)
         gradients, own.gradients = own.gradients, ()
         if self.broken_gradients:
             return StepDone(trainer, own.step, math.nan, False)
-        own.before = own.state
+        own.before = own.before if own.more and own.before is not None else own.state
+        own.more = more
         own.step, own.shift, own.trained = own.step + 1, own.shift + adam.learning_rate, own.trained + gradients
         self.rates.append(adam.learning_rate)
         self.points()
@@ -144,7 +146,7 @@ class Client:
             own.gradients = ()
             if own.before is not None:
                 own.step, own.shift, own.trained = own.before
-        own.before = None
+        own.before, own.more = None, False
         self.points()
 
     async def publish_trainer(self, trainer: str) -> AdapterInfo:

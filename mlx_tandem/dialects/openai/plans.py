@@ -39,6 +39,7 @@ from mlx_tandem.generation.sampling import (
     sampling_params,
     text_options,
 )
+from mlx_tandem.training.draws import altered
 from mlx_tandem.training.live.recorder import Talk
 from mlx_tandem.types import Grammar, SamplingParams
 
@@ -113,7 +114,7 @@ def _plan(
     stream, with_usage, always_usage = streaming(body)
     follow = follows(front, body, model)
     collect = collect_fields(front, body, model, params, prompts, texts, n=n, silent=text.silent, talk=talk)
-    forced = grammar.param if grammar is not None else "thinking_token_budget" if params.thoughts is not None else ""
+    forced = grammar.param if grammar is not None else altered(params)
     if collect is not None and collect.keep and forced:
         # Its tokens were drawn from another distribution than the policy's, which is what is trained.
         raise InvalidRequest(f"trajectories are not collected beside {forced}", param="collect_trajectory")

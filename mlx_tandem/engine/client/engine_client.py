@@ -156,9 +156,12 @@ class EngineClient(Supervisor):
         assert isinstance(results, tuple)
         return results
 
-    async def step_trainer(self, trainer: str, adam: AdamParams) -> StepDone:
-        """Take one step of the optimiser, which `settle_trainer` can still take back."""
-        done = await self._call(lambda call: OptimStep(call, trainer, adam))
+    async def step_trainer(self, trainer: str, adam: AdamParams, *, more: bool = False) -> StepDone:
+        """Take one step of the optimiser, which `settle_trainer` can still take back.
+
+        With `more` it is taken back together with the next one.
+        """
+        done = await self._call(lambda call: OptimStep(call, trainer, adam, more))
         assert isinstance(done, StepDone)
         return done
 

@@ -296,6 +296,18 @@ def _keep_likely(p: mx.array, a: SamplingArrays, flags: SamplingFlags) -> mx.arr
     return p
 
 
+def kept(p: mx.array, top_p: mx.array, top_k: mx.array, min_p: mx.array) -> mx.array:
+    """Return [rows, vocabulary] bool: the tokens that a draw with this truncation may take.
+
+    p: [rows, vocabulary], relative to the peak's 1; the others [rows, 1], top_k the size of the vocabulary where off.
+    """
+    p = mx.where(p >= min_p, p, 0.0)
+    p = mx.where(p >= _highest(p, lambda t: (p >= t).sum(-1, keepdims=True) >= top_k), p, 0.0)
+    most = top_p * p.sum(-1, keepdims=True)
+    nucleus = p >= _highest(p, lambda t: mx.where(p >= t, p, 0.0).sum(-1, keepdims=True) >= most)
+    return (p > 0.0) & nucleus
+
+
 def _within_top_p(race: mx.array, p: mx.array, tokens: mx.array, a: SamplingArrays, flags: SamplingFlags) -> mx.array:
     """Return the tokens [rows], redrawn within the nucleus in rows that have a top_p.
 

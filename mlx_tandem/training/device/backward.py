@@ -41,14 +41,20 @@ class Positions(NamedTuple):
     at: mx.array  # [n] int32, row · length + position
     target: mx.array  # [n] int32
     temperature: mx.array | None  # [n] float32; None: 1 for all
+    truncation: mx.array | None  # [n, 3] float32: top_p, top_k, min_p; None: no draw was truncated
     first: int = 0  # number of completion tokens of the micro-batch before these
+
+
+Draw = tuple[float, float, float, float]
+"""The temperature, top_p, top_k and min_p of a draw; top_k is the size of the vocabulary where off."""
 
 
 class MicroBatch:
     """Rows of tokens on their way through the model.
 
-    After `forward` it has `logprobs` [n] at the tokens' temperatures, `plain` [n] at temperature 1 and, if asked for,
-    `base` [n] of the model without adapters.
+    After `forward` it has `logprobs` [n] of the distributions that the tokens were drawn from, `whole` [n] of the same
+    without truncation, `plain` [n] at temperature 1 and, if asked for, `base` [n], as `whole`, of the model without
+    adapters.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class MicroBatch:
         self._inputs: list[mx.array] = []
         self._states: mx.array | None = None
         self.logprobs: mx.array = mx.zeros((0,))
+        self.whole: mx.array = mx.zeros((0,))
         self.plain: mx.array = mx.zeros((0,))
         self.base: mx.array | None = None
 
@@ -96,7 +103,7 @@ class MicroBatch:
                     yield launched(h)
             parts = []
             for chunk in self._chunks():
-                parts.append(self._head(self._flat(h)[chunk.at], chunk, [])[0])
+                parts.append(self._head(self._flat(h)[chunk.at], chunk, [])[1])
                 yield launched(parts[-1])
             self.base = mx.concatenate(parts)
         h = self._entry
@@ -107,22 +114,23 @@ class MicroBatch:
             if self._ends_slice(i):
                 yield launched(h)
         self._states = h
-        sampled, plain = [], []
+        found = []
         for chunk in self._chunks():
-            own, unscaled = self._head(self._flat(h)[chunk.at], chunk, self._head_arrays())
-            sampled.append(own)
-            plain.append(unscaled)
-            yield launched(own, unscaled)
-        self.logprobs, self.plain = mx.concatenate(sampled), mx.concatenate(plain)
+            found.append(self._head(self._flat(h)[chunk.at], chunk, self._head_arrays()))
+            yield launched(*found[-1])
+        self.logprobs, self.whole, self.plain = (mx.concatenate(list(kind)) for kind in zip(*found, strict=True))
 
-    def backward(self, cotangents: mx.array) -> Slices:
-        """Run backward, in slices, from the gradient of the loss by `logprobs` [n], after `forward` with `backward`."""
+    def backward(self, *cotangents: mx.array) -> Slices:
+        """Run backward, in slices, after `forward` with `backward`.
+
+        `cotangents` are the gradients of the loss by `logprobs` and, if draws were truncated, by `whole`, [n] each.
+        """
         assert self._states is not None
         states, self._states = self._states, None
         flat, gradient = self._flat(states), mx.zeros((self._rows * self._length, states.shape[-1]), states.dtype)
         done = 0
         for chunk in self._chunks():
-            here = cotangents[done : done + chunk.at.size]
+            here = [own[done : done + chunk.at.size] for own in cotangents]
             done += chunk.at.size
             below, sums = self._head_backward(flat[chunk.at], chunk, here)
             gradient = gradient.at[chunk.at].add(below)
@@ -133,8 +141,8 @@ class MicroBatch:
             gradient, wait = self._layer_backward(i, self._inputs.pop(), gradient)
             yield wait
 
-    def _head(self, h: mx.array, chunk: Positions, arrays: list[mx.array]) -> tuple[mx.array, mx.array]:
-        """Return the logprobs of a chunk from the states there, at its temperature and at 1.
+    def _head(self, h: mx.array, chunk: Positions, arrays: list[mx.array]) -> tuple[mx.array, mx.array, mx.array]:
+        """Return the logprobs of a chunk from the states there: as drawn, at its temperature and at 1.
 
         `arrays` are A and B of the adapters that change the head; none: the head is the base's.
         """
@@ -148,19 +156,25 @@ class MicroBatch:
                 segments.setdefault(path, []).append(Segment(start, stop, (a, b), dropout))
         with self._tree.bound(n, segments):
             logits = self._leave(h)
-        plain = logprobs(logits, chunk.target, None)
-        return (plain if chunk.temperature is None else logprobs(logits, chunk.target, chunk.temperature)), plain
+        target, temperature, truncation = chunk.target, chunk.temperature, chunk.truncation
+        plain = logprobs(logits, target, None)
+        whole = plain if temperature is None else logprobs(logits, target, temperature)
+        return (whole if truncation is None else logprobs(logits, target, temperature, truncation)), whole, plain
 
     def _head_arrays(self) -> list[mx.array]:
         return [x for adapter, path in self._head_paths for x in self._adapters[adapter].pairs[path]]
 
-    def _head_backward(self, h: mx.array, chunk: Positions, cotangent: mx.array) -> tuple[mx.array, list[Pair]]:
+    def _head_backward(
+        self, h: mx.array, chunk: Positions, cotangents: Sequence[mx.array]
+    ) -> tuple[mx.array, list[Pair]]:
         """Return the gradient by the states of a chunk and the sums of those by the adapters of the head.
 
         The logits are computed again: they are too large to be kept.
         """
         _, (gradient, *own) = mx.vjp(
-            lambda x, *ab: self._head(x, chunk, list(ab))[0], [h, *self._head_arrays()], [cotangent]
+            lambda x, *ab: self._head(x, chunk, list(ab))[: len(cotangents)],
+            [h, *self._head_arrays()],
+            list(cotangents),
         )
         return gradient, self._add(self._head_paths, own)
 
@@ -209,9 +223,18 @@ class MicroBatch:
         """Return the positions in pieces whose logits fit HEAD_BYTES."""
         n = self._where.at.size
         size = max(HEAD_BYTES // (4 * self._vocabulary()), 16)
-        at, target, warm, _ = self._where
+        at, target, warm, cut, _ = self._where
         spans = [slice(k, k + size) for k in range(0, n, size)]
-        return [Positions(at[own], target[own], None if warm is None else warm[own], own.start) for own in spans]
+        return [
+            Positions(
+                at[own],
+                target[own],
+                None if warm is None else warm[own],
+                None if cut is None else cut[own],
+                own.start,
+            )
+            for own in spans
+        ]
 
     def _vocabulary(self) -> int:
         if not hasattr(self, "_width"):
@@ -219,9 +242,7 @@ class MicroBatch:
         return self._width
 
 
-def positions(
-    prompts: Sequence[int], lengths: Sequence[int], temperatures: Sequence[float], tokens: Numbers
-) -> list[Numbers]:
+def positions(prompts: Sequence[int], lengths: Sequence[int], draws: Sequence[Draw], tokens: Numbers) -> list[Numbers]:
     """Return the fields of `Positions`, row after row.
 
     The completion of row i of `tokens` begins at prompts[i], which is 1 or more, and ends before lengths[i].
@@ -232,5 +253,6 @@ def positions(
     return [
         at.astype(np.int32),
         tokens.reshape(-1)[at + 1],
-        np.repeat(np.array(temperatures, np.float32), [len(own) for own in rows]),
+        np.repeat(np.array([draw[0] for draw in draws], np.float32), [len(own) for own in rows]),
+        np.repeat(np.array([draw[1:] for draw in draws], np.float32), [len(own) for own in rows], axis=0),
     ]

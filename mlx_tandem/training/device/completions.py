@@ -26,7 +26,7 @@ class Part(NamedTuple):
     batch: int
     items: list[Item]
     span: slice
-    numbers: list[Numbers]  # fields of `TokenBatch`, where each token lies in them, and which rows lack logprobs
+    numbers: list[Numbers]  # fields of `TokenBatch`, references, where each token lies in them, and what rows lack
 
 
 def split(items: Sequence[Item], shares: Sequence[Sequence[float]]) -> list[Part]:
@@ -45,42 +45,58 @@ def split(items: Sequence[Item], shares: Sequence[Sequence[float]]) -> list[Part
 def _numbers(items: Sequence[Item], shares: Sequence[float]) -> list[Numbers]:
     """Return the numbers of a part, which are [rows, longest completion] each; the last are indices and flags."""
     lengths = [len(item.datum.weights) for item in items]
-    filled = np.zeros((4, len(items), max(lengths)), np.float32)
-    logprobs, weights, counts, mask = filled
+    filled = np.zeros((6, len(items), max(lengths)), np.float32)
+    logprobs, weights, counts, mask, anchor, reference = filled
     for row, (item, n) in enumerate(zip(items, lengths, strict=True)):
         logprobs[row, :n] = item.datum.logprobs or 0.0
         weights[row, :n] = item.datum.weights
         counts[row, :n] = shares[item.index]
         mask[row, :n] = item.datum.trained
+        anchor[row, :n] = item.datum.anchor or 0.0
+        reference[row, :n] = item.datum.reference or 0.0
     place = np.flatnonzero(np.arange(max(lengths)) < np.array(lengths)[:, None]).astype(np.int32)
-    own = np.array([[item.datum.logprobs is None] for item in items], np.int32)
-    return [*filled, place, own]
+    lacks = [(item.datum.logprobs is None, not item.datum.anchor, not item.datum.reference) for item in items]
+    return [*filled, place, np.array(lacks, np.int32)]
 
 
-def loss(micro: MicroBatch, part: Part, arrays: Sequence[mx.array], config: LossConfig) -> tuple[mx.array, mx.array]:
-    """Return what `results` reads of a part, [2 + 2 n], and the gradient [n] of its loss by the logprobs.
+def loss(
+    micro: MicroBatch, part: Part, arrays: Sequence[mx.array], config: LossConfig, truncated: bool
+) -> tuple[mx.array, tuple[mx.array, ...]]:
+    """Return what `results` reads of a part, [2 + 2 n], and the gradients [n] of its loss by the logprobs.
 
-    `arrays` are the part's numbers, on the device. The first array has the loss, the sum of k3 to the base, and each
-    token's logprob at its own temperature and at 1.
+    With `truncated` the gradient by the logprobs as drawn is followed by the one by those of the whole vocabulary.
+
+    `arrays` are the numbers of the part, on the device. The first array has the loss, the sum of k3 to the reference,
+    and each token's logprob as it was drawn and at temperature 1.
     """
-    *fields, place, own = arrays
+    *fields, given, place, lacks = arrays
     batch = TokenBatch(*fields)
 
     def spread(flat: mx.array) -> mx.array:
         return mx.zeros((batch.mask.size,)).at[place].add(flat).reshape(batch.mask.shape)
 
+    def filled(known: mx.array, column: int, flat: mx.array) -> mx.array:
+        """Return numbers of the data, with those of this pass in rows that have none."""
+        return mx.where(lacks[:, column : column + 1] != 0, spread(flat), known)
+
     p = micro.logprobs[part.span]
-    if any(item.datum.logprobs is None for item in part.items):
-        batch = batch._replace(logprobs=mx.where(own != 0, spread(p), batch.logprobs))
-    base = micro.base[part.span] if micro.base is not None and config.kl_coef else None
-    value, gradient = mx.value_and_grad(
-        lambda flat: losses.loss(spread(flat), batch, config, None if base is None else spread(base))
-    )(p)
+    data = [item.datum for item in part.items]
+    if any(datum.logprobs is None for datum in data):
+        batch = batch._replace(logprobs=filled(batch.logprobs, 0, p))
+    if config.decoupled and not all(datum.anchor for datum in data):
+        batch = batch._replace(anchor=filled(batch.anchor, 1, p))
+    reference = None
+    if config.kl_coef:
+        reference = given if micro.base is None else filled(given, 2, micro.base[part.span])
+    whole = micro.whole[part.span]
+    value, gradients = mx.value_and_grad(
+        lambda flat: losses.loss(spread(flat[0]), batch, config, reference, spread(flat[-1]))
+    )([p, whole] if truncated else [p])
     kl = mx.array(0.0)
-    if base is not None:
-        d = base - p
-        kl = ((mx.exp(d) - 1.0 - d) * batch.mask.reshape(-1)[place]).sum()
-    return mx.concatenate([value.reshape(1), kl.reshape(1), p, micro.plain[part.span]]), gradient
+    if reference is not None:
+        d = reference - spread(whole)
+        kl = ((mx.exp(d) - 1.0 - d) * batch.mask).sum()
+    return mx.concatenate([value.reshape(1), kl.reshape(1), p, micro.plain[part.span]]), tuple(gradients)
 
 
 def results(batches: Sequence[Batch], parts: Sequence[Part], found: npt.NDArray[np.float32]) -> tuple[BatchResult, ...]:

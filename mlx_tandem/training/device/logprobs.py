@@ -11,12 +11,24 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlx_tandem.model.step.sampler import kept
 
-def logprobs(logits: mx.array, target: mx.array, temperature: mx.array | None) -> mx.array:
-    """Return the logprobs [n] of `target` [n] under logits [1, n, vocabulary], float32. `temperature` [n]; None: 1."""
+
+def logprobs(
+    logits: mx.array, target: mx.array, temperature: mx.array | None, truncation: mx.array | None = None
+) -> mx.array:
+    """Return the logprobs [n] of `target` [n] under logits [1, n, vocabulary], float32. `temperature` [n]; None: 1.
+
+    `truncation` [n, 3] has top_p, top_k and min_p of each draw; None: none is truncated. Then the logprobs are those of
+    the tokens that such a draw may take, and -inf for others. Which these are has no gradient.
+    """
     scores = logits.squeeze(0)  # an index would copy it
     if temperature is not None:
         scores = scores / temperature[:, None]
+    if truncation is not None:
+        fixed = mx.stop_gradient(scores)
+        p = mx.exp(fixed - fixed.max(-1, keepdims=True))
+        scores = mx.where(kept(p, truncation[:, :1], truncation[:, 1:2], truncation[:, 2:]), scores, -mx.inf)
     picked: mx.array = _picked(scores, target)[0]
     return picked
 

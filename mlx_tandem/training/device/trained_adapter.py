@@ -75,7 +75,8 @@ class TrainedAdapter:
             self._now.moments.append(Moments(mx.zeros(whole.shape), mx.zeros(whole.shape)))
         mx.eval(self._now.pairs, self._now.moments)
         self._gradients: dict[str, Pair] | None = None
-        self._before: _State | None = None  # before the last step
+        self._before: _State | None = None  # before the last step, or before the first of several that belong together
+        self._more = False  # whether the next step belongs to the last one
         self._masks = 0  # that `dropout` has given since the last step
 
     @classmethod
@@ -162,13 +163,22 @@ class TrainedAdapter:
         """Forget all gradients."""
         self._gradients, self._masks = None, 0
 
-    def step(self, adam: AdamParams) -> Generator[Wait, None, StepDone]:
+    def begin_pass(self) -> None:
+        """Keep the last step unless others follow that belong to it: a step back has no room beside a pass."""
+        if not self._more:
+            self._before = None
+
+    def step(self, adam: AdamParams, more: bool = False) -> Generator[Wait, None, StepDone]:
         """Take one step with the gradients there are, in slices of some chunks each; they are gone then.
 
-        With gradients that are not finite, or none, nothing is changed.
+        With gradients that are not finite, or none, nothing is changed. With `more` the next step belongs to this one:
+        `settle` keeps both or takes both back.
         """
         gradients, self._gradients = self._gradients, None
-        self._before, self._masks = None, 0
+        if not self._more:
+            self._before = None
+        self._more = more
+        self._masks = 0
         self._now.served.clear()
         if gradients is None:
             return StepDone(self.spec.name, self.step_count, 0.0, True)
@@ -185,7 +195,7 @@ class TrainedAdapter:
         yield from joined(self._moved(flats, share, after, adam), count)
         with device_errors():
             mx.eval(after.pairs, after.moments)  # before it counts
-        self._before, self._now = now, after
+        self._before, self._now = self._before or now, after
         return StepDone(self.spec.name, self.step_count, size, True)
 
     def _flattened(self, gradients: dict[str, Pair], flats: list[mx.array], squares: list[mx.array]) -> Iterator[Wait]:
@@ -219,7 +229,7 @@ class TrainedAdapter:
 
     def settle(self, keep: bool) -> None:
         """Keep the last step, or take it back, and all gradients with it."""
-        before, self._before = self._before, None
+        before, self._before, self._more = self._before, None, False
         if not keep:
             self.drop_gradients()
             if before is not None:

@@ -16,6 +16,7 @@ from mlx_tandem import limits
 from mlx_tandem.adapters import formats
 from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.engine.learning import (
+    WHOLE,
     AdamParams,
     Batch,
     BatchResult,
@@ -151,9 +152,12 @@ class MLXTrainers:
             raise NotFound(f"there is no trainer {name[:80]!r}", param="trainer", code="trainer_not_found")
         return trainer
 
-    def step(self, name: str, adam: AdamParams) -> Generator[Wait, None, StepDone]:
-        """Take one step of the optimiser, in slices. Raises NotFound, DeviceError."""
-        return self._get(name).step(adam)
+    def step(self, name: str, adam: AdamParams, more: bool = False) -> Generator[Wait, None, StepDone]:
+        """Take one step of the optimiser, in slices. Raises NotFound, DeviceError.
+
+        With `more` the step is kept or taken back together with the next one.
+        """
+        return self._get(name).step(adam, more)
 
     def settle(self, name: str, keep: bool) -> None:
         """Keep the last step of a trainer, or take it back with all gradients. Raises NotFound."""
@@ -240,7 +244,7 @@ class MLXTrainers:
             raise InvalidRequest("a trainer has one batch in a pass", param="batches")
         if not forward_only:
             for batch in batches:
-                self._get(batch.trainer).settle(True)  # what a step back would need has no room beside a pass
+                self._get(batch.trainer).begin_pass()
         return self._run(batches, forward_only, micro_batch_tokens or self.micro_batch_tokens)
 
     def _check(self, datum: Datum, batch: Batch, where: str) -> None:
@@ -252,10 +256,12 @@ class MLXTrainers:
             )
         limits.check_token_ids(datum.tokens, self._vocab_size, f"{where}.tokens")
         needs = batch.loss.kind != "cross_entropy"
-        for name, values in (("weights", datum.weights), ("logprobs", datum.logprobs)):
+        for name in ("weights", "logprobs", "anchor", "reference"):
+            values = getattr(datum, name)
             if values is None:
                 continue
-            if len(values) != n - p and (name == "weights" or needs or values):
+            must = name == "weights" or (name == "logprobs" and needs)
+            if len(values) != n - p and (must or values):
                 raise InvalidRequest(f"{where}.{name} has {len(values)} entries for {n - p} tokens", param=where)
             if not np.isfinite(np.array(values, np.float32)).all():
                 raise InvalidRequest(f"{where}.{name} holds what is not finite", param=where)
@@ -263,6 +269,9 @@ class MLXTrainers:
             raise InvalidRequest(f"{where}.mask has {len(datum.mask)} entries for {n - p} tokens", param=where)
         if not 1e-3 <= datum.temperature <= 100.0:
             raise InvalidRequest(f"{where}.temperature must be 0.001 to 100", param=where)
+        cut = datum.truncation
+        if not (0.0 < cut.top_p <= 1.0 and cut.top_k >= 0 and 0.0 <= cut.min_p <= 1.0):
+            raise InvalidRequest(f"{where}.truncation is out of range", param=where)
 
     def _run(self, batches: tuple[Batch, ...], forward_only: bool, tokens: int) -> Passes:
         shares = [losses.shares([d.trained for d in b.data], b.loss) for b in batches]
@@ -304,21 +313,24 @@ class MLXTrainers:
         found: list[mx.array],
     ) -> Slices:
         """Run one micro-batch, padded to `shape`, and append what it found of each of its parts to `found`."""
-        numbers = [*_rows(items, shape), *(n for part in own for n in part.numbers)]
+        numbers = [*_rows(items, shape, self._vocab_size), *(n for part in own for n in part.numbers)]
         sent = self._inputs.send(numbers)
-        rows, at, target, temperature, *rest = receive(sent.arrays, specs(numbers))
+        rows, at, target, temperature, truncation, *rest = receive(sent.arrays, specs(numbers))
         warm = any(item.datum.temperature != 1.0 for item in items)
-        where = Positions(at, target, temperature if warm else None)
+        cut = any(item.datum.truncation != WHOLE for item in items)
+        where = Positions(at, target, temperature if warm else None, truncation if cut else None)
         micro = MicroBatch(self._tree, self._layerwise, rows, where, adapters, self._forward_layers)
-        with_base = any(batches[part.batch].loss.kl_coef for part in own)
+        with_base = any(
+            batches[part.batch].loss.kl_coef and not all(item.datum.reference for item in part.items) for part in own
+        )
         yield from micro.forward(backward=not forward_only, base=with_base)
-        cotangents = []
+        cotangents: list[tuple[mx.array, ...]] = []
         made = []
         for part in own:
             arrays, rest = rest[: len(part.numbers)], rest[len(part.numbers) :]
-            values, gradient = completions.loss(micro, part, arrays, batches[part.batch].loss)
+            values, gradients = completions.loss(micro, part, arrays, batches[part.batch].loss, cut)
             made.append(values)
-            cotangents.append(gradient)
+            cotangents.append(gradients)
         found += made
         # They are computed now, so that the arrays that they are made from need not be kept.
         if forward_only:
@@ -326,17 +338,21 @@ class MLXTrainers:
         else:
             with device_errors():
                 mx.async_eval(made)
-            yield from micro.backward(mx.concatenate(cotangents))
+            yield from micro.backward(*(mx.concatenate(list(kind)) for kind in zip(*cotangents, strict=True)))
         self._inputs.done(sent)  # the first of several slices has copied it
 
 
-def _rows(items: Sequence[Item], shape: tuple[int, int]) -> list[Numbers]:
+def _rows(items: Sequence[Item], shape: tuple[int, int], vocabulary: int) -> list[Numbers]:
     """Return a micro-batch's tokens [rows, length], and the fields of its `Positions`."""
     tokens = np.zeros(shape, np.int32)
     for row, item in enumerate(items):
         tokens[row, : item.length] = item.datum.tokens
     prompts, lengths = [item.datum.prompt_length for item in items], [item.length for item in items]
-    return [tokens, *positions(prompts, lengths, [item.datum.temperature for item in items], tokens)]
+    draws = [
+        (d.temperature, d.truncation.top_p, float(d.truncation.top_k or vocabulary), d.truncation.min_p)
+        for d in (item.datum for item in items)
+    ]
+    return [tokens, *positions(prompts, lengths, draws, tokens)]
 
 
 def _adapters(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from mlx_tandem.errors import TandemError
 from mlx_tandem.generation.answers import Answer
 from mlx_tandem.log import log
+from mlx_tandem.training.draws import truncation
 from mlx_tandem.training.open_trajectories import Beginning, Exchange
 from mlx_tandem.training.trajectories import Trajectory, is_across, new_id
 from mlx_tandem.types import SamplingParams
@@ -236,6 +237,8 @@ class Recorder:
             reward=score,
             created=created,
             metadata=collect.metadata,
+            truncation=truncation(collect.params),
+            finish_reason=own.reason,
         )
 
 

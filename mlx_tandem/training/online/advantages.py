@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from mlx_tandem.config import RLTrainingConfig
-from mlx_tandem.engine.learning import Batch, Datum, LossConfig, LossKind
+from mlx_tandem.engine.learning import WHOLE, Batch, Datum, LossConfig, LossKind
 from mlx_tandem.training.online.baselines import Baseline, Baselines
 from mlx_tandem.training.trajectories import Trajectory, is_across
 
@@ -82,16 +82,16 @@ def batches(groups: Sequence[Group], config: RLTrainingConfig, baselines: Baseli
     data = [
         each
         for group, found in zip(groups, _all(groups, config, baselines or {}), strict=True)
-        for each in _data(group, found)
+        for each in _data(group, found, config.mask_truncated)
     ]
     cuts = _cut(data, config.update_frequency)
-    tokens = sum(sum(d.trained) for d in data)
+    tokens, learned = max(_tokens(data), 1), max(_learned(data), 1)
     made = []
     for part in cuts:
         share = {
             "token_sum": 1.0 / (len(data) * config.loss_tokens),
-            "token_mean": sum(sum(d.trained) for d in part) / tokens,
-            "sequence_mean": len(part) / len(data),
+            "token_mean": _tokens(part) / tokens,
+            "sequence_mean": _learned(part) / learned,
         }[recipe.normalize]
         loss = LossConfig(
             kind=recipe.kind,
@@ -102,6 +102,8 @@ def batches(groups: Sequence[Group], config: RLTrainingConfig, baselines: Baseli
             clip_high=config.clip_high or recipe.clip_high,
             kl_coef=config.kl_coef,
             max_importance_ratio=config.max_importance_ratio,
+            decoupled=config.decoupled,
+            max_divergence=config.max_divergence,
         )
         made.append(Batch(config.adapter, tuple(part), loss))
     return tuple(made)
@@ -118,6 +120,16 @@ def _all(groups: Sequence[Group], config: RLTrainingConfig, baselines: Baselines
     elif scaled == "batch":
         by = [spread([a for own in found for turns in own for a in turns], config.least_spread)] * len(groups)
     return [[tuple(a / each for a in turns) for turns in own] for own, each in zip(found, by, strict=True)]
+
+
+def _tokens(data: Sequence[Datum]) -> int:
+    """Return how many tokens are trained on."""
+    return sum(sum(d.trained) for d in data)
+
+
+def _learned(data: Sequence[Datum]) -> int:
+    """Return how many completions have a token that is trained on."""
+    return sum(any(d.trained) for d in data)
 
 
 def _group(group: Group, baselines: Baselines, *, leave_one_out: bool) -> list[Turns]:
@@ -146,23 +158,32 @@ def _worth(t: Trajectory) -> list[float]:
     return [math.fsum(t.turn_rewards[k:]) for k in range(len(t.turn_rewards))]
 
 
-def _data(group: Group, found: Sequence[Turns]) -> list[Datum]:
-    return [datum(t, turns) for t, turns in zip(group, found, strict=True)]
+def _data(group: Group, found: Sequence[Turns], mask_truncated: bool) -> list[Datum]:
+    return [
+        datum(t, turns, left_out=mask_truncated and t.finish_reason == "length")
+        for t, turns in zip(group, found, strict=True)
+    ]
 
 
-def datum(t: Trajectory, found: Turns) -> Datum:
-    """Return a trajectory as data for a trainer, with one advantage for each turn or one for all."""
+def datum(t: Trajectory, found: Turns, *, left_out: bool = False) -> Datum:
+    """Return a trajectory as data for a trainer, with one advantage for each turn or one for all.
+
+    Nothing is learned from one that is `left_out`.
+    """
     # A greedy choice was not drawn: it counts as if it had been, from the model's own distribution. What something else
     # has drawn counts as if the trainer had.
     logprobs = None if t.external else t.logprobs if t.temperature else t.model_logprobs
     n = len(t.tokens)
     # A completion that is just average has no weight, and yet it counts in means and keeps to the reference.
-    mask = t.mask or (() if all(found) else (1,) * n)
+    mask = (0,) * n if left_out else t.mask or (() if all(found) else (1,) * n)
     weights = [0.0] * n
     places = t.turns
     for place, advantage in zip(places, found if len(found) == len(places) else found * len(places), strict=True):
         weights[place] = [advantage] * (place.stop - place.start)
-    return Datum(t.prompt + t.tokens, len(t.prompt), tuple(weights), logprobs, t.temperature or 1.0, mask)
+    drawn = t.truncation if t.temperature and not t.external else WHOLE
+    return Datum(
+        t.prompt + t.tokens, len(t.prompt), tuple(weights), logprobs, t.temperature or 1.0, mask, truncation=drawn
+    )
 
 
 def _cut(data: Sequence[Datum], size: int) -> list[list[Datum]]:

@@ -141,6 +141,7 @@ class Learner:
             adam=update.adam(config, self.trainer.step + 1, self.ledger.counters.course.rate_scale),
             micro_batch_tokens=self.client.check_ready().micro_batch_tokens,
             publish=publish,
+            steps=config.steps_per_update,
             rewards=baselines.rewards_across(groups),
         )
         self.ledger.begin(Pending(began, trajectories, self.ledger.untold()))

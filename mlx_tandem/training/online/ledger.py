@@ -157,8 +157,11 @@ class Ledger:
         await journal.flush()
 
     def is_stale(self, versions: Sequence[int], version: int) -> bool:
-        """Return whether a completion by these versions is too old to be learned from, when `version` is trained."""
-        return staleness(versions, version) > self._config.rl_training.max_staleness
+        """Return whether a completion by these versions is too old to be learned from, when `version` is trained.
+
+        The base's and checkpoints' are judged by their logprobs instead, when they are learned from.
+        """
+        return staleness(versions, version, _exempt(self.listed)) > self._config.rl_training.max_staleness
 
     def drop_stale(self, trajectories: Sequence[Trajectory]) -> None:
         """Count these, which were too old when they came, and take none of them; durable with the next `flush`."""
@@ -198,7 +201,7 @@ class Ledger:
 
     def take(self, count: int, version: int) -> list[list[Trajectory]]:
         """Return groups to learn from, about `count` completions; fewer when there are no more."""
-        taken = self.buffer.take(count, version, self._config.rl_training.max_staleness)
+        taken = self.buffer.take(count, version, self._config.rl_training.max_staleness, _exempt(self.listed))
         if taken.stale:
             self._opened().append(Dropped(taken.stale))
             _log_dropped("stale", len(taken.stale))
@@ -333,6 +336,11 @@ class Ledger:
         if self._journal is None:
             raise RuntimeError("the journal is not open")
         return self._journal
+
+
+def _exempt(listed: Sequence[CheckpointInfo]) -> frozenset[int]:
+    """Return the versions that are asked for by name, however old: the base and checkpoints."""
+    return frozenset((0, *(info.version for info in listed)))
 
 
 def _follow(

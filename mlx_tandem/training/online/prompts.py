@@ -17,6 +17,7 @@ from msgspec import Struct
 from mlx_tandem import limits
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.errors import EngineUnavailable, InvalidRequest
+from mlx_tandem.training.draws import truncation
 from mlx_tandem.training.messages import Turn, as_text, for_template
 from mlx_tandem.training.online.serving import Sampled, Serving
 from mlx_tandem.training.rewards import Sample, Scoring
@@ -267,6 +268,8 @@ async def groups(
                     reward=reward,
                     created=clock(),
                     metadata=prompt.scoring.metadata,
+                    truncation=truncation(prompt.params),
+                    finish_reason=s.finish_reason,
                 )
                 for s, reward in zip(completions, own, strict=True)
                 if reward is not None and s.tokens

@@ -15,9 +15,10 @@ from msgspec.structs import replace
 
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.engine.client import EngineClient
-from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult
+from mlx_tandem.engine.learning import AdamParams, Batch, BatchResult, StepDone
 from mlx_tandem.training.online import advantages, guard
 from mlx_tandem.training.online.serving import Outcome, UpdateReport
+from mlx_tandem.training.schedules import Schedule
 from mlx_tandem.training.store.records import Began
 from mlx_tandem.training.trajectories import Counts, Trajectory
 
@@ -50,10 +51,10 @@ class Finding(Struct, frozen=True):
 
 
 def adam(config: RLTrainingConfig, step: int, scale: float) -> AdamParams:
-    """Return the numbers of the optimiser's step `step`, from 1 on; the rate rises in a line over `warmup_steps`."""
-    warm = min(1.0, step / config.warmup_steps) if config.warmup_steps else 1.0
+    """Return the numbers of the optimiser's step `step`, from 1 on. `scale` is the guard's."""
+    schedule = Schedule(config.schedule, config.warmup_steps, config.decay_steps, config.rate_floor)
     return AdamParams(
-        learning_rate=config.learning_rate * warm * scale,
+        learning_rate=config.learning_rate * schedule.share(step) * scale,
         beta1=config.beta1,
         beta2=config.beta2,
         eps=config.eps,
@@ -62,18 +63,44 @@ def adam(config: RLTrainingConfig, step: int, scale: float) -> AdamParams:
     )
 
 
-async def gradients(client: EngineClient, began: Began) -> list[BatchResult]:
-    """Run the passes of an update, one batch after the other. Raises what the engine raises."""
+async def gradients(client: EngineClient, began: Began, first: Sequence[BatchResult] = ()) -> list[BatchResult]:
+    """Run the passes of one step, one batch after the other. Raises what the engine raises.
+
+    `first` are the results of the update's first step; empty: this is the first.
+    """
+    batches = [_anchored(b, r) for b, r in zip(began.batches, first, strict=True)] if first else began.batches
     results: list[BatchResult] = []
-    for batch in began.batches:
+    for batch in batches:
         results += await client.run_pass([batch], micro_batch_tokens=began.micro_batch_tokens)
     return results
 
 
+def _anchored(batch: Batch, first: BatchResult) -> Batch:
+    """Return a batch for the later steps of its update, whose anchor is the policy of the first one."""
+    data = []
+    for datum, logprobs in zip(batch.data, first.logprobs, strict=True):
+        inside = [math.isfinite(x) for x in logprobs]  # what a truncated draw could take then
+        before = tuple(x if ok else 0.0 for x, ok in zip(logprobs, inside, strict=True))
+        mask = tuple(int(on and ok) for on, ok in zip(datum.trained, inside, strict=True))
+        drawn = before if datum.logprobs is None else datum.logprobs
+        data.append(replace(datum, logprobs=drawn, anchor=before if batch.loss.decoupled else (), mask=mask))
+    return Batch(batch.trainer, tuple(data), batch.loss)
+
+
+async def further(client: EngineClient, began: Began, first: Sequence[BatchResult], done: StepDone) -> StepDone:
+    """Take the steps of an update after its first, which is `done`; end at gradients that are not finite."""
+    for count in range(2, began.steps + 1):
+        if done.finite:
+            await gradients(client, began, first)
+            done = await client.step_trainer(began.batches[0].trainer, began.adam, more=count < began.steps)
+    return done
+
+
 async def again(client: EngineClient, trainer: str, began: Began) -> int:
     """Compute an update whose end is known to have been good, and return the optimiser's step."""
-    await gradients(client, began)
-    done = await client.step_trainer(trainer, began.adam)
+    results = await gradients(client, began)
+    done = await client.step_trainer(trainer, began.adam, more=began.steps > 1)
+    done = await further(client, began, results, done)
     await client.settle_trainer(trainer, keep=True)
     return done.step
 
@@ -99,7 +126,8 @@ async def attempt(client: EngineClient, pending: Pending, version: int, config: 
     if not math.isfinite(finding.loss):
         reason = "the loss is not finite"
         return await _take_back(client, config.adapter, replace(finding, outcome="rolled_back", reason=reason))
-    done = await client.step_trainer(config.adapter, began.adam)
+    done = await client.step_trainer(config.adapter, began.adam, more=began.steps > 1)
+    done = await further(client, began, results, done)
     finding = replace(finding, grad_norm=done.grad_norm, step=done.step)
     reason = "the gradients are not finite"
     if done.finite:

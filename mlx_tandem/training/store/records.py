@@ -58,17 +58,18 @@ class Dropped(Struct, frozen=True, array_like=True, tag="dropped"):
 
 
 class Began(Struct, frozen=True, array_like=True, tag="began"):
-    """An update: `batches`, one pass each, then one step of the optimiser with `adam`. Everything that the result
-    depends on is here. The trajectories it is made of have left the buffer.
+    """An update: `batches`, one pass each, then one step of the optimiser with `adam`, and all of it `steps` times.
+    Everything that the result depends on is here. The trajectories it is made of have left the buffer.
     """
 
-    step: int  # the optimiser's, once it is done
+    step: int  # the optimiser's, once the first of its steps is done
     trajectories: tuple[str, ...]
     batches: tuple[Batch, ...]
     adam: AdamParams
     micro_batch_tokens: int
     publish: bool = True  # what is learned, should it stand
     rewards: dict[str, tuple[float, ...]] = {}  # of groups across prompts, by name: later baselines have them
+    steps: int = 1
 
 
 class Ended(Struct, frozen=True, array_like=True, tag="ended"):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from mlx_tandem.config import RLTrainingConfig
-from mlx_tandem.engine.learning import Batch
+from mlx_tandem.engine.learning import WHOLE, Batch, Truncation
 from mlx_tandem.training.online.advantages import RECIPES, advantages, batches, by_group, spread, varies
 from mlx_tandem.training.trajectories import Trajectory
 
@@ -146,3 +146,33 @@ def test_groups() -> None:
     mixed = [groups[1][0], groups[0][0], groups[1][1], groups[0][1]]
     assert by_group(mixed) == [groups[1], groups[0]]
     assert [varies(g) for g in groups] == [True, False]
+
+
+def test_answers_that_were_cut_off_are_compared_with_and_not_learned_from() -> None:
+    (group,) = made([[(0, 2), (1, 4)]])
+    cut = [replace(group[0], finish_reason="length"), replace(group[1], finish_reason="stop")]
+    (batch,) = batches([cut], RLTrainingConfig(algorithm="dapo", mask_truncated=True))
+    assert [d.weights[0] for d in batch.data] == pytest.approx([-1, 1])
+    assert [sum(d.trained) for d in batch.data] == [0, 4]
+    assert batch.loss.scale == 1.0, "the mean is over what is learned"
+    (batch,) = batches([cut], RLTrainingConfig(algorithm="dapo"))
+    assert [sum(d.trained) for d in batch.data] == [2, 4]
+
+
+def test_means_over_several_batches_count_only_what_is_learned() -> None:
+    groups = made([[(0, 2), (1, 4)], [(0, 3), (1, 5)]])
+    cut = [
+        [replace(t, finish_reason="length") if t.reward == 0 and g == 0 else t for t in own]
+        for g, own in enumerate(groups)
+    ]
+    for algorithm, wanted in (("grpo", [1 / 3, 2 / 3]), ("dapo", [4 / 12, 8 / 12])):
+        config = RLTrainingConfig(algorithm=algorithm, mask_truncated=True, update_frequency=2)  # type: ignore[arg-type]
+        assert [b.loss.scale for b in batches(cut, config)] == pytest.approx(wanted)
+
+
+def test_truncation_goes_with_the_draw() -> None:
+    (group,) = made([[(0, 1), (1, 1)]])
+    cut = Truncation(0.5, 10, 0.1)
+    own = [replace(group[0], truncation=cut), replace(group[1], truncation=cut, temperature=0.0)]
+    (batch,) = batches([own], RLTrainingConfig())
+    assert [d.truncation for d in batch.data] == [cut, WHOLE], "a greedy choice counts as drawn from the whole"

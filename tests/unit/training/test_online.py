@@ -179,3 +179,26 @@ async def test_what_waits_for_a_full_drive_is_bounded(tmp_path: Path) -> None:
             side.learner._loop.running = False
         async with running(config(tmp_path, update_frequency=1000), start=False) as side:
             assert side.learner.status().buffered == held + 2, "what was taken is not lost"
+
+
+@on_a_loop
+async def test_several_steps_an_update_have_one_anchor_and_are_taken_back_together(tmp_path: Path) -> None:
+    async with running(config(tmp_path, steps_per_update=3, decoupled=True), start=False) as side:
+        report = await side.learner.update(group(1))
+        assert (report.outcome, report.step, side.learner.status().step) == ("published", 3, 3)
+        first, second, third = (batch.data for batch in side.client.passes)
+        assert all(d.anchor == () for d in first)
+        assert [d.anchor for d in second] == [d.anchor for d in third] == [(-1.0,) * len(d.weights) for d in first]
+        state = side.client.trainers["policy"].state
+        side.client.broken_gradients = True
+        assert (await side.learner.update(group(2))).outcome == "rolled_back"
+        assert side.client.trainers["policy"].state == state
+
+
+@on_a_loop
+async def test_the_rate_follows_its_schedule(tmp_path: Path) -> None:
+    settings = config(tmp_path, schedule="linear", warmup_steps=2, decay_steps=2, rate_floor=0.5, learning_rate=1.0)
+    async with running(settings, start=False) as side:
+        for number in range(1, 6):
+            await side.learner.update(group(number))
+        assert side.client.rates == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5])

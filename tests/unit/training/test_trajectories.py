@@ -208,9 +208,22 @@ def test_external_trajectories():
     )
     assert (a.id, a.prompt, a.tokens, a.versions, a.temperature, a.reward) == ("mine", (1, 2), (3, 4), (0, 3), 0.7, 0.5)
     assert a.external and a.logprobs == () == a.model_logprobs, "never believed"
-    assert a.group == b.group != c.group == "g/1", "the same prompt is one group unless it says otherwise"
+    assert a.group == b.group != c.group, "the same prompt is one group unless it says otherwise"
     assert b.id.startswith("traj-") and b.id != c.id and b.reward == -2.0
     assert (c.prompt, c.tokens) == ((9, 5, 5), (6, 6))
+
+
+def test_a_named_group_belongs_to_one_prompt():
+    """Answers to another prompt are no siblings, whatever their group is called."""
+    same, again, other = check(
+        GOOD | {"group": "g"}, GOOD | {"group": "g"}, {"prompt": "ab", "completion": "xy", "reward": 1, "group": "g"}
+    )
+    assert same.group == again.group != other.group
+
+
+def test_the_number_of_the_base_or_a_checkpoint_says_nothing_of_its_age():
+    assert staleness((0, 0), 99) == 0 and staleness((0, 97), 99) == 2
+    assert staleness((3, 97), 99) == 96 and staleness((3, 97), 99, {0, 3}) == 2
 
 
 @pytest.mark.parametrize(
