@@ -1,6 +1,7 @@
 # make install   a virtual environment in .venv with everything the project needs, from the lock for this machine
 # make serve     the server with the built-in model and its adapters (ARGS="…" are passed on to `tandem serve`)
 # make test      all tests, on all cores (ARGS="…" are passed on to pytest), with the clients that they try installed
+# make clients   try every client of tests/clients and write docs/compatibility.md and docs/refusals.md
 # make quick     the tests of what differs from the branch main, without slow ones (ARGS="…" as above)
 # make check     format, lint, types, import rules, the map of the modules
 # make format    rewrite the sources in the project's format, the map of modules and the table of parameters
@@ -16,12 +17,13 @@ CLIENTS := $(VENV)/.clients
 ARGS ?=
 VLLM_MLX ?=
 RESULTS := benchmarks/results
+REPORT := $(VENV)/clients.xml
 
 # A run of the tests starts hundreds of processes; each would compile the sources for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := serve
-.PHONY: install serve test quick check format lock bench figures demo-svg
+.PHONY: install serve test clients quick check format lock bench figures demo-svg
 
 install: $(STAMP)
 
@@ -38,6 +40,11 @@ serve: $(STAMP)
 
 test: $(CLIENTS)
 	$(BIN)/python -m pytest -n auto --dist loadscope --no-loadscope-reorder $(ARGS)
+
+clients: $(CLIENTS)
+	$(BIN)/python -m scripts.refusals
+	$(BIN)/python -m pytest tests/clients --junitxml=$(REPORT) $(ARGS); status=$$?; \
+	    $(BIN)/python scripts/compatibility.py $(REPORT) && exit $$status
 
 quick: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m "not slow and not restarts" $$($(BIN)/python scripts/quick_tests.py) $(ARGS)

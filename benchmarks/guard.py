@@ -4,8 +4,9 @@
 
 Live traffic asks prompts whose probability of a right answer is drawn from Beta(0.4, 0.6), in groups of eight. An
 update comes when as many answers of groups whose rewards differ have come as `update_frequency` says. Validation
-prompts are answered four times by both versions. Answers of the two versions are drawn independently here, which is
-the worst case: a server draws both with the same seeds.
+prompts are answered four times by both versions, and more often while the later one looks worse. A server draws the
+answers of both with the same seeds, so that versions which differ little give the same answers: `alike` is the share of
+the answers for which that is so. Where nothing else is said it is 0, which is the worst case.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +24,10 @@ from typing import Any
 
 import numpy as np
 
+from mlx_tandem.cli.bench.machine import describe
 from mlx_tandem.config import RLTrainingConfig
 from mlx_tandem.training.online.arms import Arms
+from mlx_tandem.training.online.judging import TOLERATED
 from mlx_tandem.training.online.trial import Reference, Trial
 from mlx_tandem.types import AdapterRef
 
@@ -112,7 +116,7 @@ def live(
         while usable < frequency:
             p = guard.rng.beta(0.4, 0.6) * traffic(guard.update)
             newest, accepted = ref(guard.version), ref(guard.accepted)
-            pair = guard.arms.choose(newest, accepted, guard.trial.comparison.harm.suspicion)
+            pair = guard.arms.choose(newest, accepted, guard.trial.comparison.effort)
             prompts += 1
             rewards = {}
             for version in {guard.version} if pair is None else {guard.version, guard.accepted}:
@@ -127,28 +131,43 @@ def live(
     return guard.run
 
 
-def drifting(seed: int, prompts: int = 32, drift: float = 4.0, flips: float = 0.1, at: int = UPDATES) -> Run:
-    """Run with validation prompts only, under a policy whose logits rise by `drift` over the run. Each version answers
+@dataclass(frozen=True)
+class Validated:
+    """A policy that only validation prompts judge. Its logits rise by `drift` over the run, and each version answers
     a share of the prompts, another one each time, the other way round. From update `at` on it is worse by 0.10.
     """
+
+    prompts: int = 32
+    drift: float = 4.0
+    flips: float = 0.1
+    at: int = UPDATES
+    alike: float = 0.0
+
+
+def drifting(seed: int, policy: Validated = Validated()) -> Run:
+    """Run with validation prompts only."""
+    prompts, drift, at = policy.prompts, policy.drift, policy.at
     guard = Simulated(seed, 0)
     base = guard.rng.logistic(-1.0, 1.5, prompts)
     gained = {1: 0.0}
     turned = {1: np.zeros(prompts, bool)}
 
-    def answered(version: int) -> Any:
+    def right(version: int) -> Any:
         p = 1 / (1 + np.exp(-(base + gained[version])))
-        p = np.maximum(np.where(turned[version], 1 - p, p) - 0.1 * (version > at + 1), 0.0)
-        return guard.rng.binomial(SETTINGS.validation_answers, p) / SETTINGS.validation_answers
+        p = np.where(turned[version], 1 - p, p) - 0.1 * (version > at + 1)
+        return np.maximum(p, 0.0)[:, None]
 
     while guard.update < min(UPDATES, at + WITHIN):
         candidate = guard.last + 1
         gained[candidate] = gained[guard.version] + drift / UPDATES
-        turned[candidate] = guard.rng.random(prompts) < flips
-        differences = answered(candidate) - answered(guard.accepted)
+        turned[candidate] = guard.rng.random(prompts) < policy.flips
+        n = round(SETTINGS.validation_answers * guard.trial.comparison.effort)
+        noise, other = guard.rng.random((2, prompts, n))
+        other = np.where(guard.rng.random((prompts, n)) < policy.alike, noise, other)
+        new, old = (noise < right(candidate)).mean(1), (other < right(guard.accepted)).mean(1)
         before = guard.run.rollbacks
-        for difference in differences:
-            if guard.compare(float(difference), SETTINGS.guard_reward_drop / 2):
+        for difference in new - old:
+            if guard.compare(float(difference), SETTINGS.guard_reward_drop * TOLERATED):
                 break
         if guard.run.rollbacks == before:
             guard.publish()
@@ -175,12 +194,12 @@ def fallen(seed: int, frequency: int, at: int) -> Run:
 
 def still_validated(seed: int) -> Run:
     """A policy that stays as it is, with validation prompts only."""
-    return drifting(seed, drift=1e-9, flips=0.0)
+    return drifting(seed, Validated(drift=1e-9, flips=0.0))
 
 
-def fallen_validated(seed: int) -> Run:
-    """A policy that is worse by 0.10 from update 50 on, with validation prompts only."""
-    return drifting(seed, drift=1e-9, flips=0.0, at=50)
+def fallen_validated(seed: int, at: int, alike: float) -> Run:
+    """A policy that is worse by 0.10 from one update on, with validation prompts only."""
+    return drifting(seed, Validated(drift=1e-9, flips=0.0, at=at, alike=alike))
 
 
 def figures(runs: int, workers: int) -> dict[str, Any]:
@@ -200,26 +219,29 @@ def figures(runs: int, workers: int) -> dict[str, Any]:
                 }
             for at in (5, 50, 150):
                 made = all_of(partial(fallen, frequency=frequency, at=at))
-                hit = [r.first - at for r in made if r.first is not None and r.first >= at]
-                found[f"worse by 0.10 from update {at}, {frequency}"] = {
-                    f"found within {WITHIN} updates": len(hit) / runs,
-                    "median updates": float(np.median(hit)) if hit else None,
-                }
+                found[f"worse by 0.10 from update {at}, {frequency}"] = _found(made, at)
         made = all_of(drifting)
         found["drift by 4 logits, 32 validation prompts"] = {
             "drift kept, median": round(float(np.median([r.kept for r in made])), 3),
             "drift kept, 5th percentile": round(float(np.quantile([r.kept for r in made], 0.05)), 3),
             "runs with a rollback": sum(r.rollbacks > 0 for r in made) / runs,
         }
-        made = all_of(fallen_validated)
-        hit = [r.first - 50 for r in made if r.first is not None and r.first >= 50]
-        found["worse by 0.10 from update 50, 32 validation prompts"] = {
-            f"found within {WITHIN} updates": len(hit) / runs,
-            "median updates": float(np.median(hit)) if hit else None,
-        }
+        for at in (5, 50, 150):
+            for alike in (0.0, 0.5):
+                made = all_of(partial(fallen_validated, at=at, alike=alike))
+                found[f"worse by 0.10 from update {at}, 32 validation prompts, {alike:.0%} alike"] = _found(made, at)
         made = all_of(still_validated)
         found["constant, 32 validation prompts"] = {"runs with a rollback": sum(r.rollbacks > 0 for r in made) / runs}
     return found
+
+
+def _found(made: Sequence[Run], at: int) -> dict[str, Any]:
+    """Return how often a version that is worse from update `at` on was found, and how soon."""
+    hit = [r.first - at for r in made if r.first is not None and r.first >= at]
+    return {
+        f"found within {WITHIN} updates": len(hit) / len(made),
+        "median updates": float(np.median(hit)) if hit else None,
+    }
 
 
 def main() -> None:
@@ -230,7 +252,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     settings = {k: v for k, v in asdict_of(SETTINGS).items() if k.startswith(("guard", "validation"))}
-    result = {"runs": args.runs, "updates": UPDATES, "group": GROUP, "settings": settings}
+    result = describe() | {"command": " ".join(["-m benchmarks.guard", *sys.argv[1:]])}
+    result |= {"runs": args.runs, "updates": UPDATES, "group": GROUP, "settings": settings}
     result["scenarios"] = figures(args.runs, args.workers)
     text = json.dumps(result, indent=1)
     print(text)

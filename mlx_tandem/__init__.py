@@ -1,5 +1,10 @@
 """mlx-tandem: one base model in memory, many LoRA adapters served from it in one batch."""
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlx_tandem.api import Engine
+
 __all__ = ["Engine", "__version__"]
 
 __version__: str

@@ -131,6 +131,7 @@ class ServerConfig(Struct, frozen=True, forbid_unknown_fields=True):
     chat_template: str = ""  # a file, or the template itself; empty: the model's own
     tool_call_parser: str = "auto"  # form of the model's tool calls; auto: by the chat template; none: unknown
     reasoning_parser: str = "auto"  # form of the model's thoughts; auto: by the chat template; none: they are text
+    reranker: str = "auto"  # whether the model scores documents; auto: by its folder; none; qwen3: as Qwen 3's do
     generation_config: str = "auto"  # sampling defaults: auto: the model folder's; vllm or none: none; or a folder
     seed: int | None = None  # seed of the generator that gives requests without a seed theirs; None: random
     force_include_usage: bool = False  # end every stream with its usage, asked for or not

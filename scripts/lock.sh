@@ -7,22 +7,26 @@ uv=${1:-uv}
 shift || true
 
 # bash 3.2, which macOS has, takes an empty array for an unset variable: hence ${array[@]+"${array[@]}"}.
-compile() { # name, then the extras
-    local name=$1 extras=()
+compile() { # file, then the extras
+    local file=$1 extras=()
     shift
     for extra in "$@"; do extras+=(--extra "$extra"); done
     "$uv" pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes --no-header \
         --no-annotate --no-emit-index-url --no-emit-find-links ${extras[@]+"${extras[@]}"} ${options[@]+"${options[@]}"} \
-        -o "locks/$name.txt"
-    echo "locks/$name.txt: $(grep -c '==' "locks/$name.txt") packages"
+        -o "$file"
+    echo "$file: $(grep -c '==' "$file") packages"
 }
 
 options=("$@")
 mkdir -p locks
-compile macos dev
 # One version of each package everywhere: locks/clients.txt is installed on top of any of the others.
-options+=(--constraint locks/macos.txt)
-compile cpu dev cpu
-compile cuda12 dev cuda12
-compile cuda13 dev cuda13
-compile clients clients
+everything=$(mktemp)
+trap 'rm -f "$everything"' EXIT
+cat locks/macos.txt locks/clients.txt >"$everything" 2>/dev/null || true # versions that stay unless something forbids
+compile "$everything" dev clients
+options+=(--constraint "$everything")
+compile locks/macos.txt dev
+compile locks/cpu.txt dev cpu
+compile locks/cuda12.txt dev cuda12
+compile locks/cuda13.txt dev cuda13
+compile locks/clients.txt clients

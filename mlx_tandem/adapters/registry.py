@@ -17,6 +17,9 @@ from mlx_tandem import limits
 from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
+REMEMBERED = 1 << 16
+"""Most removed names whose numbers are remembered one by one. Names that are new after that begin above all others."""
+
 
 @dataclass
 class Counters:
@@ -60,6 +63,7 @@ class Registry:
         self._unread: dict[str, AdapterSource] = {}  # announced names without a version
         self._folded: dict[str, str] = {}  # casefolded -> every name ever seen: see `check`
         self._retired: dict[str, int] = {}  # removed name -> highest number given
+        self._highest = 0  # number that was given to a name which is no longer remembered
         self._holders: dict[str, list[Entry]] = {}  # by digest
 
     def check(self, name: str) -> str:
@@ -119,7 +123,7 @@ class Registry:
         self._unread.pop(name, None)
         book = self._names.get(name)
         if book is None:
-            book = self._names[name] = _Name(last=self._retired.pop(name, 0))
+            book = self._names[name] = _Name(last=self._retired.pop(name, self._highest))
             self._folded[name.casefold()] = name
         number = book.by_digest.get(info.digest)
         if number is None:
@@ -140,7 +144,7 @@ class Registry:
         if book is not None:
             book.last = max(book.last, number)
         else:
-            self._retired[name] = max(self._retired.get(name, 0), number)
+            self._retired[name] = max(self._retired.get(name, self._highest), number)
 
     def retire(self, ref: AdapterRef) -> None:
         """Forget one version if it still exists. Raise Conflict if it is the current version of its name.
@@ -182,15 +186,25 @@ class Registry:
         The engine should then be told to unload those that have no `holders` any more.
         """
         if self._unread.pop(name, None) is not None:
-            self._retired.setdefault(name, 0)
+            self._retire(name, self._retired.get(name, self._highest))
             return []
         book = self._names.pop(name, None)
         if book is None:
             raise NotFound(f"the adapter {name[:140]!r} does not exist", param="name", code="adapter_not_found")
-        self._retired[name] = book.last
+        self._retire(name, book.last)
         for entry in book.versions.values():
             self._let_go(entry)
         return [entry.ref for entry in book.versions.values()]
+
+    def _retire(self, name: str, last: int) -> None:
+        """Remember the highest number of a removed name, and forget the name that was removed first for it."""
+        self._retired.pop(name, None)
+        self._retired[name] = last
+        while len(self._retired) > REMEMBERED:
+            oldest = next(iter(self._retired))
+            self._highest = max(self._highest, self._retired.pop(oldest))
+            if oldest not in self:
+                del self._folded[oldest.casefold()]
 
     def _let_go(self, entry: Entry) -> None:
         holders = self._holders[entry.ref.digest]

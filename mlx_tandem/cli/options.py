@@ -60,6 +60,12 @@ PANELS: dict[str, tuple[Option, ...]] = {
             "NAME",
         ),
         Option(
+            "server.reranker",
+            "--reranker",
+            "Whether the model scores documents: by its folder (auto), never (none), or as Qwen 3's rerankers (qwen3).",
+            "NAME",
+        ),
+        Option(
             "server.generation_config",
             "--generation-config",
             "Where sampling defaults come from: the model's folder (auto), nowhere (vllm, none), or another folder.",

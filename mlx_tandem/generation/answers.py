@@ -26,10 +26,14 @@ from mlx_tandem.types import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class Spoken:
-    """A stretch of a choice's text or reasoning, which is never empty."""
+    """A stretch of a choice's text or reasoning, which is never empty.
+
+    `tokens` are the places of a text's tokens among those of the choice, if they are kept.
+    """
 
     kind: Literal["text", "reasoning"]
     text: str
+    tokens: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -46,6 +50,7 @@ class Answer:
     """The output of one choice so far. `tokens`, `logprobs` and `versions` cover all of its tokens, in order."""
 
     texts: list[str] = field(default_factory=list)
+    places: list[range] = field(default_factory=list)  # of each piece of text, where its tokens are
     thoughts: list[str] = field(default_factory=list)
     calls: list[ToolCall] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
@@ -58,19 +63,20 @@ class Answer:
     @property
     def parts(self) -> list[Spoken | ToolCall]:
         """The stretches of text and reasoning, and the calls, in the order in which the model wrote them."""
-        pieces: list[tuple[str, str | ToolCall]] = []
+        pieces: list[tuple[str, str | ToolCall, range]] = []
         done = 0
         for before, mark in [*self.marks, (len(self.texts), "")]:
-            pieces += [("text", text) for text in self.texts[done:before]]
-            pieces.append(("reasoning", mark) if isinstance(mark, str) else ("call", mark))
+            texts = zip(self.texts[done:before], self.places[done:before], strict=True)
+            pieces += [("text", text, place) for text, place in texts]
+            pieces.append(("reasoning" if isinstance(mark, str) else "call", mark, range(0)))
             done = before
         parts: list[Spoken | ToolCall] = []
-        for kind, group in groupby((piece for piece in pieces if piece[1]), key=itemgetter(0)):
-            said: list[Any] = [mark for _, mark in group]
+        for kind, group in groupby((piece for piece in pieces if piece[1] or piece[2]), key=itemgetter(0)):
+            said: list[Any] = [*group]
             if kind == "call":
-                parts += said
-            else:
-                parts.append(Spoken(kind, "".join(said)))
+                parts += [call for _, call, _ in said]
+            elif text := "".join(text for _, text, _ in said):
+                parts.append(Spoken(kind, text, tuple(i for _, _, place in said for i in place)))
         return parts
 
     @property
@@ -111,6 +117,8 @@ class Answers:
             if isinstance(event, TextDelta):
                 answer = self.choices[event.choice]
                 answer.texts.append(event.text)
+                begin = len(answer.tokens)
+                answer.places.append(range(begin, begin + len(event.tokens) * self._details))
                 if self._details:
                     answer.tokens += event.tokens
                     answer.logprobs += event.logprobs

@@ -29,6 +29,7 @@ from mlx_tandem.generation.parsers import MakeParser
 from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.generation.prompts import LONG_TEXT, Prompts
 from mlx_tandem.generation.request_admission import RequestAdmission
+from mlx_tandem.generation.reranking import Reranker, reranker_of
 from mlx_tandem.generation.templates.client import Message
 from mlx_tandem.generation.text_admission import TextAdmission
 from mlx_tandem.types import EngineInfo
@@ -61,6 +62,8 @@ class Front:
         self.defaults = {} if source is None else sampling_defaults(source)
         self.pooling = default_pooling(folder)
         """The pooling of embeddings where a request does not name one."""
+        self.reranker: Reranker | None = reranker_of(server.reranker, folder, self.tokenizer)
+        """What scores documents for a query; None for a model that is no reranker."""
         self._seeds = None if server.seed is None else random.Random(server.seed)
         self.metrics = Metrics()
         self.client = EngineClient(
@@ -92,6 +95,8 @@ class Front:
     async def close(self) -> None:
         """End the worker processes."""
         await self.prompts.close()
+        if self.reranker is not None:
+            await self.reranker.template.close()
         await self.constraints.close()
 
     def from_thread(self, work: Coroutine[Any, Any, T]) -> T:
@@ -136,15 +141,18 @@ class Front:
 
     def _check_length(self, prompt: int, param: str) -> None:
         """Raise InvalidRequest naming `param` for a prompt of too many tokens."""
-        server = self.config.server
-        room = self.room(self.client.check_ready())
-        most = min(server.max_prompt_tokens or room, room - 1)
+        room, most = self.room(self.client.check_ready()), self.longest_prompt()
         if prompt > most:
             raise InvalidRequest(
                 f"the prompt has {prompt} tokens; {most} are allowed, and {room} with the output",
                 param=param,
                 code="context_length_exceeded",
             )
+
+    def longest_prompt(self) -> int:
+        """Return how many tokens a prompt may have; at least one token of output follows it."""
+        room = self.room(self.client.check_ready())
+        return min(self.config.server.max_prompt_tokens or room, room - 1)
 
     def room(self, info: EngineInfo) -> int:
         """Return how many tokens one request may have, prompt and output together."""

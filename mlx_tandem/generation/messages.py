@@ -16,18 +16,23 @@ NO_EFFECT = frozenset({"annotations", "audio", "refusal"})
 """Keys of earlier replies that clients send back and that mean nothing to a text model."""
 
 
-class TextPart(Struct):
+class TextPart(Struct, tag="text", tag_field="type"):
     """One text part of a message whose content is a list."""
 
-    type: Literal["text"]
     text: str
+
+
+class RefusalPart(Struct, tag="refusal", tag_field="type"):
+    """One part of an earlier answer in which the model refused to answer."""
+
+    refusal: str
 
 
 class ChatMessage(Struct):
     """The keys of a message that this module reads. All other keys reach the template unchanged."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -60,7 +65,7 @@ def _message(given: Any, where: str) -> dict[str, Any]:
     entry = {key: value for key, value in given.items() if value is not None and key not in NO_EFFECT}
     # Templates know the role "system" only. "developer" is a newer name for it.
     entry["role"] = "system" if message.role == "developer" else message.role
-    entry["content"] = content if isinstance(content, str) else "".join(part.text for part in content)
+    entry["content"] = content if isinstance(content, str) else "".join(map(_text, content))
     entry.pop("tool_calls", None)
     if message.role == "function":  # OpenAI's older form of calls and results
         entry["role"] = "tool"
@@ -71,8 +76,17 @@ def _message(given: Any, where: str) -> dict[str, Any]:
         if not (message.tool_calls and entry["content"]):  # Some refuse a call with both.
             entry.setdefault("thinking", thought)
     if message.tool_calls:
+        for i, call in enumerate(message.tool_calls):
+            if call.get("type", "function") != "function":
+                name = f"{where}.tool_calls[{i}].type"
+                raise InvalidRequest(f"{name} must be 'function'", param=name, code="unsupported_parameter")
         entry["tool_calls"] = [_with_arguments(call) for call in message.tool_calls]
     return entry
+
+
+def _text(part: TextPart | RefusalPart) -> str:
+    """Return the text of a part."""
+    return part.text if isinstance(part, TextPart) else part.refusal
 
 
 def _name_results(messages: list[dict[str, Any]]) -> None:

@@ -59,7 +59,7 @@ class Prompts:
 
     async def chat(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> Sequence[int]:
         """Return the token ids of a conversation with the beginning of the answer, unless `options` say otherwise."""
-        return await self._ids(await self.rendered(messages, options), "messages")
+        return await self.tokens(await self.rendered(messages, options), "messages")
 
     async def rendered(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> list[Part]:
         """Return the text of a conversation. Only the template's own parts may encode to special tokens."""
@@ -68,6 +68,10 @@ class Prompts:
         if self.tokenizer.has_normalized_specials:
             await self._refuse_hidden_specials(messages, options or {})
         return await self.template.render(messages, options)
+
+    async def tokens(self, parts: Sequence[Part], param: str) -> Sequence[int]:
+        """Return the token ids of a text in parts."""
+        return await self._ids(parts, param)
 
     async def listing(self, parts: Sequence[Part], param: str, *, begins: bool, pieces: bool) -> Listing:
         """Return the token ids of a text as JSON, with their pieces of the vocabulary if `pieces` is set."""

@@ -40,7 +40,7 @@ def until(holds: Callable[[], object]) -> None:
         time.sleep(0.005)  # the server has the core meanwhile
 
 
-def collect(server: RunningServer, **fields: object) -> list[dict[str, Any]]:
+def collect(server: RunningServer, prompt: str = SORT, **fields: object) -> list[dict[str, Any]]:
     """The choices of a completion that is collected."""
     asked = {
         "model": "policy",
@@ -51,7 +51,7 @@ def collect(server: RunningServer, **fields: object) -> list[dict[str, Any]]:
         "scoring_function": "contains",
         "metadata": {"answer": ["3", "e", "a", "1"]},
     }
-    reply = server.complete(SORT, **asked | fields)
+    reply = server.complete(prompt, **asked | fields)
     assert reply.status_code == 200, reply.text
     choices: list[dict[str, Any]] = reply.json()["choices"]
     return choices

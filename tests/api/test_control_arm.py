@@ -34,3 +34,31 @@ def test_live_prompts_are_answered_by_both_versions(tmp_path: Path) -> None:
         assert (now["rollbacks"], now["alarm"]) == (0, "")
         (one,) = collect(server, n=1, model=f"policy@{newest}")
         assert set(one["versions"]) == {newest}, "a request that names a version gets it"
+
+
+def test_a_policy_that_cannot_move_is_left_alone(tmp_path: Path) -> None:
+    """Two kinds of prompts, one of which gets more; `benchmarks/guard_live.py` goes on for longer."""
+    settings = {"guard_prompts": 1000, "learning_rate": 1e-9, "update_frequency": 4, "siblings": 0}
+    with serving(learning_config(tmp_path, **settings)) as server:
+        for seed in range(24):
+            collect(server, seed=seed, prompt=("Sort down: 3 1 2", "Sort: 1 2 3")[seed % 2], max_tokens=4)
+            until(lambda: not status(server)["busy"])
+        now = status(server)
+        assert now["updates"] > 5 and now["compared"] > 5
+        assert (now["rollbacks"], now["learning_rate"], now["running"]) == (0, 1e-9, True)
+        assert now["version"] == now["updates"] + 1
+
+
+def test_a_rate_that_is_too_high_is_taken_back_and_finds_its_place_by_itself(tmp_path: Path) -> None:
+    with serving(learning_config(tmp_path, learning_rate=0.5)) as server:
+        outcomes, rates = [], []
+        while "published" not in outcomes[-2:-1] and len(outcomes) < 20:
+            body = {"trajectories": trajectories(), "wait": True}
+            reply = server.client.post("/v1/training/update", json=body)
+            outcomes.append(reply.json()["report"]["outcome"])
+            rates.append(status(server)["learning_rate"])
+        assert outcomes[0] == "rolled_back" and rates[0] == 0.25, "the first step went too far"
+        back = outcomes.index("published")
+        assert set(outcomes[:back]) == {"rolled_back"} and rates[back - 1] == 0.5 / 2**back
+        assert rates[back] > rates[back - 1], "it recovers with each update that stands"
+        assert status(server)["rollbacks"] >= back

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import signal
@@ -26,8 +27,9 @@ def metrics(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def learner(tmp_path_factory: pytest.TempPathFactory, metrics: Path) -> Iterator[RunningServer]:
-    config = learning_config(tmp_path_factory.mktemp("watched"), metrics_file=str(metrics), use_rslora=True)
+def learner(metrics: Path) -> Iterator[RunningServer]:
+    report_to = ("tensorboard",) if importlib.util.find_spec("tensorboard") else ()
+    config = learning_config(metrics.parent, metrics_file=str(metrics), report_to=report_to, use_rslora=True)
     with serving(structs.replace(config, server=structs.replace(config.server, api_key=KEY))) as running:
         running.client.headers["Authorization"] = f"Bearer {KEY}"
         for i in range(2):
@@ -94,6 +96,17 @@ def test_metrics_and_samples_are_recorded(learner: RunningServer, metrics: Path)
     assert len(samples) == 2 * len(updates)
     assert "Sort down: 0 1 2" in samples[0]["prompt"] and samples[0]["reward"] in (0, 1)
     assert history["samples"][-1]["completion"] == samples[-1]["completion"]
+
+
+def test_tensorboard_has_the_updates_of_a_server(learner: RunningServer, metrics: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(metrics.parent / "checkpoints" / "tensorboard"))
+    found.Reload()
+    history = learner.client.get("/v1/training/history").json()
+    assert [event.step for event in found.Scalars("update/mean_reward")] == [u["step"] for u in history["updates"]]
+    assert found.Tensors("samples")
 
 
 def test_a_wrong_key_is_one_line(learner: RunningServer) -> None:

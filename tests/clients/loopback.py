@@ -1,14 +1,10 @@
-"""Keeps a process to this machine: `python -m tests.clients.loopback MODULE …` runs a module that must not leave it.
-Behind THEN comes the next one."""
+"""Keeps a process to this machine: `python -m tests.clients.loopback MODULE …` runs a module that must not leave it."""
 
 from __future__ import annotations
 
 import ipaddress
 import runpy
 import sys
-
-THEN = "--then-run"
-"""Stands between the arguments of one module and the name of the next."""
 
 tried: list[str] = []
 """Hosts elsewhere that something in this process tried to reach, in order."""
@@ -46,12 +42,9 @@ if __name__ == "__main__":
     from tests.clients import loopback  # the module under its own name: there is one list
 
     loopback.guard()
-    words = sys.argv[1:]
+    sys.argv = sys.argv[1:]
     try:
-        while words:
-            end = words.index(THEN) if THEN in words else len(words)
-            sys.argv, words = words[:end], words[end + 1 :]
-            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
     finally:
         if loopback.tried:
             sys.exit(f"tried to reach {loopback.tried}")

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -19,10 +18,8 @@ from mlx_lm.utils import load_model
 from tokenizers import Tokenizer
 
 from mlx_tandem import demo
-from tests.clients import loopback
-from tests.serving import ROOT, RunningServer
+from tests.serving import ROOT
 
-MODELS = ("base", "shout")
 CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Italy": "Rome", "Spain": "Madrid", "Norway": "Oslo"}
 SUMS = [(17, 25), (31, 4), (12, 5)]
 TURN = "<|im_start|>user\n{{question}}<|im_end|>\n<|im_start|>assistant\n"
@@ -44,7 +41,7 @@ TASKS = {
     },
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # its libraries take long to load on a busy machine
+pytestmark = pytest.mark.slow
 
 
 def documents(model: str) -> dict[str, list[dict[str, Any]]]:
@@ -73,8 +70,10 @@ class Evaluation:
     samples: list[dict[str, Any]]  # of the task "capitals"
 
 
-def command(model: str, folder: Path, url: str) -> list[str]:
-    """Write the tasks of a model into `folder`; return the command that evaluates it."""
+@pytest.fixture(scope="module", params=["base", "shout"])
+def evaluation(request, server, tmp_path_factory) -> Evaluation:
+    pytest.importorskip("lm_eval", reason="the extra `clients` is not installed")
+    model, folder = request.param, tmp_path_factory.mktemp(request.param)
     for name, rows in documents(model).items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -82,32 +81,23 @@ def command(model: str, folder: Path, url: str) -> list[str]:
         (folder / f"{name}.yaml").write_text(yaml.safe_dump({"task": name} | source | TASKS[name]))
     arguments = {
         "model": model,
-        "base_url": f"{url}/v1/completions",
+        "base_url": f"{server.url}/v1/completions",
         "tokenizer": demo.MODEL_PATH,
         "num_concurrent": 4,
         "max_length": 1024,
         "max_retries": 1,
     }
-    return [
-        *("lm_eval", "run", "--model", "local-completions"),
-        *("--model_args", ",".join(f"{k}={v}" for k, v in arguments.items())),
-        *("--tasks", ",".join(TASKS), "--include_path", str(folder), "--batch_size", "3"),
-        *("--output_path", str(folder / "out"), "--log_samples"),
-    ]
-
-
-@pytest.fixture(scope="module")
-def evaluations(server: RunningServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Evaluation]:
-    """Of each model, one after the other in a process, since its libraries take longer to load than it takes to run."""
-    pytest.importorskip("lm_eval", reason="the extra `clients` is not installed")
-    folders = {model: tmp_path_factory.mktemp(model) for model in MODELS}
-    commands = [command(model, folder, server.url) for model, folder in folders.items()]
     subprocess.run(
-        [sys.executable, "-m", "tests.clients.loopback", *commands[0], loopback.THEN, *commands[1]],
+        [
+            *(sys.executable, "-m", "tests.clients.loopback", "lm_eval", "run", "--model", "local-completions"),
+            *("--model_args", ",".join(f"{k}={v}" for k, v in arguments.items())),
+            *("--tasks", ",".join(TASKS), "--include_path", str(folder), "--batch_size", "3"),
+            *("--output_path", str(folder / "out"), "--log_samples"),
+        ],
         cwd=ROOT,
         env=os.environ
         | {
-            "HF_HOME": str(folders["base"] / "home"),
+            "HF_HOME": str(folder / "home"),
             "HF_HUB_OFFLINE": "1",
             "HF_DATASETS_OFFLINE": "1",
             "HF_EVALUATE_OFFLINE": "1",
@@ -115,12 +105,8 @@ def evaluations(server: RunningServer, tmp_path_factory: pytest.TempPathFactory)
             "TOKENIZERS_PARALLELISM": "false",
         },
         check=True,
-        timeout=350,
+        timeout=150,
     )
-    return {model: evaluation(model, folder) for model, folder in folders.items()}
-
-
-def evaluation(model: str, folder: Path) -> Evaluation:
     (results,) = (folder / "out").rglob("results_*.json")
     (samples,) = (folder / "out").rglob("samples_capitals_*.jsonl")
     return Evaluation(
@@ -148,9 +134,7 @@ def computed(model: str, pairs: list[tuple[str, str]]) -> list[tuple[float, bool
     return found
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_log_likelihoods_are_those_of_the_model(evaluations, model):
-    evaluation = evaluations[model]
+def test_log_likelihoods_are_those_of_the_model(evaluation):
     pairs, told = [], []
     for sample in evaluation.samples:
         for i, ((value, greedy),) in enumerate(sample["resps"]):
@@ -163,8 +147,7 @@ def test_log_likelihoods_are_those_of_the_model(evaluations, model):
     assert {g for _, g in told} == {True, False}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_scores(evaluations, model):
+def test_scores(evaluation):
     """All right, by likelihood and by generation, with answers in the style of each model."""
-    assert evaluations[model].results["capitals"]["acc,none"] == 1
-    assert evaluations[model].results["sums"]["exact_match,none"] == 1
+    assert evaluation.results["capitals"]["acc,none"] == 1
+    assert evaluation.results["sums"]["exact_match,none"] == 1

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from mlx_tandem.dialects.ollama.bodies import ChatBody, GenerateBody, Options
+from mlx_tandem.dialects.ollama.bodies import ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, Options
 
 ollama = pytest.importorskip("ollama", reason="the extra `clients` is not installed")
 
@@ -135,7 +135,8 @@ def test_options(client):
         ({"options": {"stop": [""]}}, "options.stop"),
         ({"options": {"repeat_last_n": 9, "presence_penalty": 1}}, "options.repeat_last_n"),
         ({"options": {"num_predict": -3}}, "options.num_predict"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
     ],
 )
 def test_refusals(client, more, named):
@@ -155,6 +156,43 @@ def test_other_refusals(client):
     for more in ({"suffix": "x"}, {"template": "x"}, {"context": [1]}, {"images": ["iVBORw0KGgo="]}):
         with pytest.raises(ollama.ResponseError, match=next(iter(more))):
             client.generate(model="base", prompt="x", **more)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(client, stream):
+    found = client.chat(model="base", messages=[SUM], stream=stream, logprobs=True, top_logprobs=2, options=GREEDY)
+    lines = list(found) if stream else [found]
+    told = [one for line in lines for one in line.logprobs or ()]
+    assert "".join(one.token for one in told).startswith("17 + 25 = 42.")
+    assert len(told) == lines[-1].eval_count
+    assert all(len(one.top_logprobs) == 2 and one.logprob == one.top_logprobs[0].logprob for one in told)
+
+
+def test_embeddings(client):
+    texts = ["What is 17 + 25?", "The capital of France is Paris."]
+    reply = client.embed(model="base", input=texts)
+    one, other = reply.embeddings
+    assert sum(x * x for x in one) == pytest.approx(1.0, abs=1e-4)
+    assert reply.prompt_eval_count > 10
+    assert client.embed(model="base:latest", input=texts[1]).embeddings[0] == pytest.approx(other, abs=2e-3)
+    raw = client.embeddings(model="base", prompt=texts[0]).embedding
+    length = sum(x * x for x in raw) ** 0.5
+    assert abs(length - 1) > 0.1
+    assert [x / length for x in raw] == pytest.approx(one, abs=2e-3)
+    short = client.embed(model="shout", input=texts[0], dimensions=8).embeddings[0]
+    assert len(short) == 8
+    assert sum(x * x for x in short) == pytest.approx(1.0, abs=1e-4)
+    assert client.embed(model="base", input="").embeddings == []
+
+
+def test_a_text_to_embed_that_is_too_long(client):
+    long = "fox " * 3000
+    cut = client.embed(model="base", input=long)
+    assert cut.prompt_eval_count == 1023
+    with pytest.raises(ollama.ResponseError, match="tokens"):
+        client.embed(model="base", input=long, truncate=False)
+    with pytest.raises(ollama.ResponseError, match="dimensions"):
+        client.embed(model="base", input="x", dimensions=100_000)
 
 
 def test_loading(client):
@@ -193,3 +231,5 @@ def test_every_field_of_the_published_api_is_known():
     assert set(types.Options.model_fields) <= set(Options.__struct_fields__)
     assert set(types.ChatRequest.model_fields) <= set(ChatBody.__struct_fields__)
     assert set(types.GenerateRequest.model_fields) <= set(GenerateBody.__struct_fields__)
+    assert set(types.EmbedRequest.model_fields) <= set(EmbedBody.__struct_fields__)
+    assert set(types.EmbeddingsRequest.model_fields) <= set(EmbeddingsBody.__struct_fields__)

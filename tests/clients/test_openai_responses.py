@@ -167,10 +167,59 @@ def test_thoughts(client):
     assert [item.type for item in off.output] == ["message"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("asked", [{"top_logprobs": 2}, {"include": ["message.output_text.logprobs"]}])
+def test_logprobs(client, stream, asked):
+    """Of the message's tokens and of those that end the thought before it, and not of the thought."""
+    if stream:
+        with client.responses.stream(model="base", input=THINK, **asked, **GREEDY) as events:
+            deltas = [one for e in events if e.type == "response.output_text.delta" for one in e.logprobs]
+            reply = events.get_final_response()
+    else:
+        reply = client.responses.create(model="base", input=THINK, **asked, **GREEDY)
+    (part,) = reply.output[1].content
+    assert "".join(one.token for one in part.logprobs).removeprefix("</think>").strip() == part.text
+    assert all(len(one.top_logprobs) == asked.get("top_logprobs", 0) for one in part.logprobs)
+    assert all(one.logprob <= 0 for one in part.logprobs)
+    if stream:
+        assert [one.token for one in deltas] == [one.token for one in part.logprobs]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_namespace(client, stream):
+    """A group of functions, as Codex offers them: the call names its group."""
+    group = {"type": "namespace", "name": "world", "description": "The world.", "tools": [TOOL]}
+    options = {"model": "base", "input": WEATHER, "tools": [group], **GREEDY}
+    if stream:
+        with client.responses.stream(**options) as events:
+            reply = events.get_final_response()
+    else:
+        reply = client.responses.create(**options)
+    (call,) = reply.output
+    assert (call.name, call.namespace, call.arguments) == ("get_weather", "world", '{"city": "Oslo"}')
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny, 21 degrees"}
+    options["input"] = [{"role": "user", "content": WEATHER}, call, result]
+    answer = client.responses.create(**options)
+    assert answer.output_text == "The weather for Oslo is sunny, 21 degrees."
+
+
+def test_what_is_wrong_in_a_namespace_is_named(client):
+    for inner, param in (
+        ({"type": "custom", "name": "x"}, "tools[1].tools[0].type"),
+        (TOOL | {"name": "a b"}, "tools[1].tools[0].name"),
+        (TOOL, "tools[1].tools[0].name"),
+    ):
+        group = {"type": "namespace", "name": "world", "description": "The world.", "tools": [inner]}
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.responses.create(model="base", input=SUM, tools=[TOOL, group])
+        assert refused.value.param == param
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"top_logprobs": 99}, "top_logprobs"),
         ({"text": {"format": {"type": "nonsense"}}}, "text.format.type"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),

@@ -28,7 +28,6 @@ from starlette.routing import Route
 from mlx_tandem import demo
 from mlx_tandem.adapters.convert import convert
 from mlx_tandem.cli import hub, learning, main
-from mlx_tandem.cli.bench.shapes import SHAPES, write_model
 from mlx_tandem.cli.doctor import checks
 from mlx_tandem.cli.options import OPTIONS
 from mlx_tandem.cli.settings import build
@@ -50,10 +49,7 @@ TANDEM = [sys.executable, "-m", "mlx_tandem"]
 SHORT = {
     "bench serve": ["--num-requests", "2", "--repeats", "1", "--concurrency", "2", "--max-tokens", "4"],
     "bench engine": ["--batch", "1", "--max-tokens", "4", "--prompt-tokens", "8", "--repeats", "1"],
-    "bench report": ["--repeats", "1", "./small-model"],
     "doctor": ["--only", "packages"],  # all of it is run by test_doctor.py
-    "demo learn": ["--updates", "1", "--streams", "0"],
-    "demo": ["--seconds", "1"],
     "train sft": ["--epochs", "1", "--batch-size", "2", "--max-length", "64"],
     "benchmarks/peers.py": [*("--shapes", "0.13m", "--concurrency", "1", "--repeats", "1", "--max-tokens", "4")],
     "benchmarks/adapters.py": [
@@ -95,6 +91,15 @@ SHORT = {
     "benchmarks/step_parts.py": ["--batch", "2", "--context", "20", "--steps", "4", "--repeats", "1"],
     "benchmarks/learn_device.py": ["--streams", "1", "--seconds", "0.2", "--repeats", "1", "--completions", "2"],
 }
+
+ELSEWHERE = {
+    "tandem demo": "tests/api/test_cli_serve.py",
+    "tandem demo --seconds 5": "tests/api/test_cli_serve.py",
+    "tandem demo learn": "tests/api/test_cli_terminal.py",
+    "tandem bench report": "tests/unit/cli/test_bench_report.py",
+    "tandem doctor --report": "tests/unit/cli/test_doctor.py",
+}
+"""Commands that take seconds, and the tests that run them and look at all that they print."""
 
 SMALL = {"--max-model-len": "1024", "--num-blocks": "512"}
 """Given to every server but those that are started without any option or argument, so that they start quickly."""
@@ -295,7 +300,7 @@ def make_checkpoint(place: Path) -> None:
             words[0] in ("tandem", "python")
             and not serves(words)
             and not in_the_background(words)
-            and words[1:] != ["doctor", "--report"]
+            and " ".join(words) not in ELSEWHERE
         ),
     ),
 )
@@ -328,16 +333,13 @@ def test_commands_that_end(line: str, folder: Path, served: Served, ran: set[tup
     if tuple(words) in ran:
         return
     ran.add(tuple(words))
-    if "./small-model" in words:
-        write_model(folder / "small-model", SHAPES["0.13m"])
     assert run(words, folder, BENCHMARK_SERVER_OPTIONS=" ".join(w for pair in SMALL.items() for w in pair))
     if "--json-out" in words:
         assert json.loads((folder / words[words.index("--json-out") + 1]).read_text())["machine"]
 
 
 def test_the_doctor_reports(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """By one check; all of them are run by test_doctor.py."""
-    assert ["tandem", "doctor", "--report"] in commands().values()
+    """By one check."""
     monkeypatch.setattr(checks, "CHECKS", checks.chosen("packages"))
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--report"])
@@ -356,6 +358,10 @@ def test_make() -> None:
 
 def test_every_command_is_run() -> None:
     assert {words[0] for words in commands().values()} == {"curl", "tandem", "python", "make"}
+    for line, place in ELSEWHERE.items():
+        assert shlex.split(line) in commands().values()
+        command = ", ".join(f'"{word}"' for word in shlex.split(line)[1:] if word.isalpha())
+        assert command in (ROOT / place).read_text(encoding="utf-8"), f"{place} does not run {line}"
 
 
 @pytest.mark.restarts

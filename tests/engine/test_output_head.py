@@ -9,12 +9,18 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.utils import load_model
+from msgspec import structs
 from safetensors.numpy import load_file
 
 from mlx_tandem import Engine
+from mlx_tandem.api import engine as api
+from mlx_tandem.config import LoraConfig, ModelConfig, SpeculationConfig
 from mlx_tandem.engine.learning import AdamParams, Batch, LoraOptions, LossConfig, TrainerSpec
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.model.loader import load
 from mlx_tandem.model.lora.adapted import find_head
+from mlx_tandem.model.lora.state import LoraState
+from mlx_tandem.model.step.head import HeadPositions
 from tests import tiny_models
 from tests.engine.learning import finish, largest_difference, plain_gradients, some_data, strengthen, trainers_of
 
@@ -99,8 +105,18 @@ def test_what_is_saved_is_peft_s_formula_on_the_head(tied: bool, tmp_path: Path)
     assert again.logprobs == ours.logprobs
 
 
-def test_rows_with_and_without_an_adapted_head_share_a_batch() -> None:
-    """Prompts of several lengths, greedy: what is served says of each token what the trainer says."""
+@pytest.mark.parametrize("drafts", [False, True])
+def test_rows_with_and_without_an_adapted_head_share_a_batch(drafts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of several lengths, greedy: what is served says of each token what the trainer says, also where drafts
+    are verified, whose steps draw for some of their rows only.
+    """
+    if drafts:
+        plain = api._engine_config
+        monkeypatch.setattr(
+            api,
+            "_engine_config",
+            lambda *given: structs.replace(plain(*given), speculation=SpeculationConfig("ngram", dynamic=False)),
+        )
     with Engine(max_num_seqs=16, max_model_len=256, num_blocks=400, max_loras=3, max_chunk_tokens=16) as engine:
         names = {"head": ("lm_head",), "both": ("lm_head", "q_proj"), "none": ("q_proj",)}
         trainers = {}
@@ -129,6 +145,47 @@ def test_rows_with_and_without_an_adapted_head_share_a_batch() -> None:
                 wanted = trainers[adapter].forward([pair]).model_logprobs[0]
                 assert np.abs(np.array(own) - np.array(wanted)).max() < 2e-3, adapter
         assert differ >= 3, "the adapters change what is answered"
+        assert (engine.stats.speculation is not None) is drafts
+        embedded = engine.embed(texts, adapter="head")
+        assert np.abs(np.array(embedded) - np.array(engine.embed(texts))).max() < 1e-5, "the states before the head"
+
+
+@TIED
+@pytest.mark.parametrize("rows", [5, 32])
+def test_rows_that_are_picked_keep_their_adapters(tied: bool, rows: int, tmp_path: Path) -> None:
+    """The logits of some rows of a step, and of the last positions of some, are those of a step that computes all."""
+    folder = tiny_models.make(tmp_path / "m", "qwen3", tie_word_embeddings=tied)
+    trainers = trainers_of(folder)
+    module = load(ModelConfig(str(folder), "float32"), lambda *_: None).module
+    state = LoraState(module, LoraConfig(max_loras=2, max_lora_rank=8), mx.float32)
+    positions = HeadPositions.of(module)
+    for slot in (1, 2):
+        trainers.open(TrainerSpec("a", 4, 8.0, ("lm_head", "q_proj"), seed=slot), "", None)
+        strengthen(trainers, "a", seed=slot)
+        state.install(slot, trainers.publish("a")())
+    g = np.random.default_rng(0)
+    for slots in ([int(s) for s in g.integers(0, 3, rows)], [1] * rows):
+        for length in (1, 6):
+            tokens = mx.array(g.integers(3, tiny_models.VOCAB, (rows, length)).astype(np.int32))
+            route = state.route(slots, length)
+
+            def logits(last: mx.array | None = None, picked: mx.array | None = None) -> np.ndarray:
+                state.bind(route.arrays, mx.array(route.ids), route.layout)  # noqa: B023
+                positions.keep(last, picked)
+                found = np.array(module(tokens))  # noqa: B023
+                positions.keep(None)
+                state.unbind()
+                return found
+
+            whole = logits()
+            assert np.abs(whole - np.array(module(tokens))).max() > 0.1, "the adapters change something"
+            last = g.integers(0, length, rows)
+            if length > 1:
+                wanted = whole[np.arange(rows), last][:, None]
+                assert np.abs(logits(mx.array(last.astype(np.int32))) - wanted).max() < 1e-4
+            else:
+                picked = np.array([rows - 1, 2, 0])
+                assert np.abs(logits(None, mx.array(picked.astype(np.int32))) - whole[picked]).max() < 1e-4
 
 
 def test_the_head_is_found_where_there_is_one(tmp_path: Path) -> None:

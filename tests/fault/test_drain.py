@@ -18,6 +18,8 @@ from tests.serving import ROOT, RunningServer, demo_config, serving
 pytestmark = pytest.mark.restarts
 
 CANARY = "canary-7d1f"
+DRAIN = 150.0
+"""Seconds in which even a busy machine ends a stream."""
 
 
 def stream(server: RunningServer, tokens: int, begun: threading.Event, result: list[str]) -> None:
@@ -44,7 +46,7 @@ def start(server: RunningServer, tokens: int) -> tuple[threading.Thread, list[st
 
 
 def test_sigterm_finishes_what_runs_and_refuses_the_rest():
-    with serving(demo_config()) as server:
+    with serving(demo_config(drain_seconds=DRAIN)) as server:
         server.client.get("/health")  # an open connection
         engine = server.engine_pid()
         thread, lines = start(server, 600)
@@ -68,7 +70,7 @@ def test_sigterm_finishes_what_runs_and_refuses_the_rest():
 
 def test_new_connections_are_answered_until_the_last_stream_has_ended():
     """A liveness probe opens a connection for each question: one that is refused would kill the server in mid-drain."""
-    with serving(demo_config()) as server:
+    with serving(demo_config(drain_seconds=DRAIN)) as server:
         engine = server.engine_pid()
         thread, lines = start(server, 600)
         os.kill(engine, signal.SIGSTOP)

@@ -53,8 +53,8 @@ class Side:
         """Nothing of what was not on the drive is left, and nothing writes there any more, though threads outlive the
         tasks that started them."""
         self._threads.shutdown(cancel_futures=True)
-        last = ThreadPoolExecutor(4)
-        asyncio.get_running_loop().set_default_executor(last)
+        loop, last = asyncio.get_running_loop(), ThreadPoolExecutor(4)
+        loop.set_default_executor(last)
         ledger = self.learner._learner.ledger
         ledger.checkpoints.close()
         if ledger._journal is not None and ledger._journal._fd >= 0:
@@ -66,6 +66,7 @@ class Side:
         await self.learner.rewards.close()
         await asyncio.gather(*tasks, self.learner._loop.task or asyncio.sleep(0), return_exceptions=True)
         last.shutdown()
+        loop.set_default_executor(ThreadPoolExecutor(4))  # of the next process
 
     async def bring_up(self) -> None:
         """To where it was."""

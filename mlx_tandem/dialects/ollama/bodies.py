@@ -67,7 +67,7 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
     shift: bool | None = None  # no effect: an answer ends where the context ends
     format: Literal["", "json"] | dict[str, Any] | None = None  # json: any object; an object: a JSON schema
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, bounds("top_logprobs")] | None = None
 
 
 class ChatBody(Common, forbid_unknown_fields=True, kw_only=True):
@@ -92,6 +92,26 @@ class GenerateBody(Common, forbid_unknown_fields=True, kw_only=True):
     steps: int | None = None
 
 
+class EmbedBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of a request for the vectors of texts. Without a text it asks to load the model."""
+
+    model: str
+    input: str | list[str] | None = None
+    truncate: bool | None = None  # true by default: the beginning of a text that is too long is read
+    dimensions: Annotated[int, bounds("dimensions")] | None = None
+    options: Options | None = None  # no effect
+    keep_alive: float | str | None = None  # no effect
+
+
+class EmbeddingsBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of a request for the vector of one text, in the older form."""
+
+    model: str
+    prompt: str | None = None
+    options: Options | None = None  # no effect
+    keep_alive: float | str | None = None  # no effect
+
+
 class ShowBody(Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of a request for the description of a model."""
 
@@ -104,8 +124,6 @@ class ShowBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "suffix": ("",),
     "template": ("",),
     "context": ([],),

@@ -9,13 +9,14 @@ from mlx_tandem.dialects.ollama.bodies import ChatBody, Common, GenerateBody, Op
 from mlx_tandem.dialects.ollama.messages import chat_form
 from mlx_tandem.dialects.ollama.names import select
 from mlx_tandem.dialects.ollama.renderer import ChatRenderer, GenerateRenderer, OllamaRenderer, now
+from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.plan import Plan
-from mlx_tandem.errors import renamed
+from mlx_tandem.errors import InvalidRequest, renamed
 from mlx_tandem.generation.chats import Chat, ChatRequest, Thinking
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.grammar.fields import json_constraint
 from mlx_tandem.generation.prompted_chats import prompted_chat
-from mlx_tandem.generation.sampling import Sampling, sampling_params, text_options
+from mlx_tandem.generation.sampling import Sampling, check_logprobs, sampling_params, text_options
 from mlx_tandem.generation.tools.offer import tools_of
 
 REPEAT_LAST_N = 64
@@ -60,15 +61,18 @@ async def _plan(front: Front, body: Common, asked: ChatRequest | str, renderer: 
             chat = await asked.chat(front)
     options = body.options or Options()
     sampling = _sampling(front, options, len(chat.prompt))
+    logprobs = _logprobs(body)
     names = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
     with renamed(**{inner: f"options.{names.get(inner, inner)}" for inner in (*names, "stop", "min_p", "top_k")}):
-        params = sampling_params(front, sampling, len(chat.prompt), "messages")
+        check_logprobs(front, "top_logprobs", logprobs)
+        params = sampling_params(front, sampling, len(chat.prompt), "messages", logprobs=logprobs)
         text = text_options(sampling)
     constraint = None
     if body.format:
         constraint = json_constraint("format", None if body.format == "json" else body.format)
     prompted = await prompted_chat(front, model, chat, params, text, constraint)
-    reply = renderer(front.models.label(model.ref), began, load_seconds)
+    shapes = None if logprobs is None else ChatLogprobs(front.tokenizer)
+    reply = renderer(front.models.label(model.ref), began, load_seconds, shapes)
     return Plan(prompted, model, reply, body.stream is not False)
 
 
@@ -98,6 +102,13 @@ def _sampling(front: Front, options: Options, prompt: int) -> Sampling:
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,
     )
+
+
+def _logprobs(body: Common) -> int | None:
+    """Return how many alternatives to report for each token; None if no logprobs are wanted."""
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+    return (body.top_logprobs or 0) if body.logprobs else None
 
 
 def _thinking(body: Common) -> Thinking:

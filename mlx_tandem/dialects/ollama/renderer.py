@@ -10,6 +10,7 @@ from typing import Any
 
 from mlx_tandem.dialects.arguments import arguments_object
 from mlx_tandem.dialects.ollama.errors import error_body
+from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.plan import Renderer
 from mlx_tandem.errors import TandemError
 from mlx_tandem.generation.answers import Answers, ToolCall
@@ -36,15 +37,20 @@ class OllamaRenderer(Renderer):
     A call is written when its arguments are complete, since Ollama's clients get them as an object.
     """
 
-    wants_details = False
     media = b"application/x-ndjson"
 
-    def __init__(self, model: str, began: float, load_seconds: float):
-        """Begin a reply of the model with this name. `began` is the time of the monotonic clock at its start."""
+    def __init__(self, model: str, began: float, load_seconds: float, logprobs: ChatLogprobs | None = None):
+        """Begin a reply of the model with this name. `began` is the time of the monotonic clock at its start.
+
+        `logprobs` writes those of all tokens, if they are wanted.
+        """
         self.id = "ollama-" + secrets.token_hex(12)
         self._model = model
         self._began = began
         self._load_seconds = load_seconds
+        self._logprobs = logprobs
+        self.wants_details = logprobs is not None
+        self._waiting: list[dict[str, Any]] = []  # the logprobs of tokens since the last line
         self._call: ToolCall | None = None  # the call whose arguments are not complete
         self._reason = "stop"
 
@@ -56,15 +62,20 @@ class OllamaRenderer(Renderer):
 
     def text(self, event: TextDelta) -> bytes:
         """Return the lines for a piece of text."""
-        return self._end_call() + (self._line(text=event.text) if event.text else b"")
+        ending = self._end_call()
+        self._take(event)
+        return ending + (self._line(text=event.text) if event.text else b"")
 
     def reasoning(self, event: ReasoningDelta) -> bytes:
         """Return the lines for a piece of reasoning."""
-        return self._end_call() + (self._line(thinking=event.text) if event.text else b"")
+        ending = self._end_call()
+        self._take(event)
+        return ending + (self._line(thinking=event.text) if event.text else b"")
 
     def call(self, event: ToolCallStart) -> bytes:
         """Keep a tool call until it is complete. Return the line of the one before."""
         ending = self._end_call()
+        self._take(event)
         self._call = ToolCall(event.id, event.name)
         return ending
 
@@ -72,16 +83,20 @@ class OllamaRenderer(Renderer):
         """Keep a piece of a tool call's arguments."""
         assert self._call is not None
         self._call.pieces.append(event.arguments)
+        self._take(event)
         return b""
 
     def finish(self, event: Finish) -> bytes:
         """Return the line of the last call. The last line of the stream needs the usage."""
         self._reason = event.reason
-        return self._end_call()
+        ending = self._end_call()
+        self._take(event)
+        return ending
 
     def close(self, usage: Usage, outcomes: Sequence[Outcome]) -> bytes:
         """Return the last line, which has the counts and durations."""
-        return dumps(self._head() | self.said("", "", ()) | self._end(self._reason, usage)) + b"\n"
+        said = self.said("", "", ()) | self._taken()
+        return dumps(self._head() | said | self._end(self._reason, usage)) + b"\n"
 
     def error(self, error: TandemError) -> bytes:
         """Return the line with the error object."""
@@ -89,7 +104,17 @@ class OllamaRenderer(Renderer):
 
     def _line(self, text: str = "", thinking: str = "", calls: Sequence[ToolCall] = ()) -> bytes:
         """Return the line for a piece of the answer."""
-        return dumps(self._head() | self.said(text, thinking, calls) | {"done": False}) + b"\n"
+        return dumps(self._head() | self.said(text, thinking, calls) | self._taken() | {"done": False}) + b"\n"
+
+    def _take(self, event: TextDelta | ReasoningDelta | ToolCallStart | ToolCallArguments | Finish) -> None:
+        """Keep the logprobs of an event's tokens for the next line, if they are wanted."""
+        if self._logprobs is not None:
+            self._waiting += self._logprobs.take(event.tokens, event.logprobs)["content"]
+
+    def _taken(self) -> dict[str, Any]:
+        """Return the member of a line with the logprobs of the tokens since the last one, if there are any."""
+        found, self._waiting = self._waiting, []
+        return {"logprobs": found} if found else {}
 
     def _end_call(self) -> bytes:
         """Return the line of the call that is complete now; nothing if there is none."""
@@ -104,6 +129,8 @@ class OllamaRenderer(Renderer):
         """Return the JSON body."""
         (answer,) = answers.choices
         said = self.said(answer.text, answer.reasoning, answer.calls)
+        if self._logprobs is not None:
+            said["logprobs"] = self._logprobs.take(answer.tokens, answer.logprobs)["content"]
         return dumps(self._head() | said | self._end(answer.reason, usage))
 
     def _head(self) -> dict[str, Any]:
@@ -119,7 +146,9 @@ class OllamaRenderer(Renderer):
             "prompt_eval_duration": waited,
             "eval_duration": generated,
         }
-        counts = {"prompt_eval_count": usage.prompt, "eval_count": usage.completion}
+        counts: dict[str, Any] = {"prompt_eval_count": usage.prompt, "eval_count": usage.completion}
+        counts["prompt_eval_cached_count"] = usage.cached
+        counts["eval_reasoning_count"] = usage.reasoning
         return {"done": True, "done_reason": reason} | counts | {k: int(v * 1e9) for k, v in seconds.items()}
 
 

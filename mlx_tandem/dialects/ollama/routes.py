@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from mlx_tandem.dialects.ollama import models
-from mlx_tandem.dialects.ollama.bodies import ChatBody, GenerateBody, ShowBody
+from mlx_tandem.dialects.ollama.bodies import ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, ShowBody
+from mlx_tandem.dialects.ollama.embeddings import plan_embed, plan_embeddings
 from mlx_tandem.dialects.ollama.errors import ERRORS
 from mlx_tandem.dialects.ollama.plans import plan_chat, plan_completion
 from mlx_tandem.dialects.route import Route
@@ -11,6 +12,8 @@ from mlx_tandem.dialects.route import Route
 ROUTES = (
     Route("POST", "/api/chat", plan_chat, ChatBody, reads="prompts", plain=True, errors=ERRORS),
     Route("POST", "/api/generate", plan_completion, GenerateBody, reads="prompts", plain=True, errors=ERRORS),
+    Route("POST", "/api/embed", plan_embed, EmbedBody, reads="prompts", plain=True, errors=ERRORS),
+    Route("POST", "/api/embeddings", plan_embeddings, EmbeddingsBody, reads="prompts", plain=True, errors=ERRORS),
     Route("GET", "/api/tags", models.tags, errors=ERRORS),
     Route("GET", "/api/ps", models.running, errors=ERRORS),
     Route("POST", "/api/show", models.show, ShowBody, plain=True, errors=ERRORS),

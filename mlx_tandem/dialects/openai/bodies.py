@@ -100,7 +100,7 @@ def chat_tools(body: ChatBody) -> Tools | None:
     choice = body.function_call
     if isinstance(choice, dict):
         choice = {"type": "function", "function": choice}
-    with renamed(tool_choice="function_call"):
+    with renamed(**{"tool_choice": "function_call", "tool_choice.function.name": "function_call.name"}):
         return tools_of(tools, choice, False, param="functions")
 
 

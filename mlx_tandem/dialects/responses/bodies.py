@@ -55,8 +55,9 @@ Include = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
     "reasoning.encrypted_content",
+    "message.output_text.logprobs",
 ]
-"""Parts of replies that this server never has, or, for reasoning, always has in plain."""
+"""Parts of replies. Logprobs are served; the others this server never has, or, for reasoning, always has in plain."""
 
 
 class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -79,7 +80,7 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     text: Text | None = None
     metadata: dict[str, Any] | None = None
     user: str | None = None  # keeps a caller on the same arm of an alias
-    include: list[Include] | None = None  # no effect
+    include: list[Include] | None = None
     truncation: Literal["auto", "disabled"] | None = None  # no effect: a prompt that is too long is refused
     max_tool_calls: int | None = None  # no effect: it is about tools of OpenAI's own
     service_tier: str | None = None  # no effect
@@ -88,10 +89,18 @@ class ResponseBody(Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: Any = None  # no effect
     prompt_cache_retention: str | None = None  # no effect
     access_programs: Any = None  # no effect
+    client_metadata: Any = None  # no effect; Codex sends it, and it is no part of the published API
     image: Any = None  # no effect without images
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: Annotated[int, bounds("top_logprobs")] | None = None
     background: Literal[False] | None = None
     conversation: None = None
     context_management: None = None
     moderation: None = None
     prompt: None = None
+
+
+def logprobs_of(body: ResponseBody) -> int | None:
+    """Return how many alternatives to report for each token of a message; None if no logprobs are wanted."""
+    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
+        return body.top_logprobs or 0
+    return None

@@ -1,4 +1,4 @@
-"""Converting the items and tools of responses into the form that chat templates and `generation` expect."""
+"""Converting the items of responses into the form that chat templates and `generation` expect."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from mlx_tandem import limits
-from mlx_tandem.dialects.flat_tools import flat_tools
 from mlx_tandem.dialects.turns import Message, Turns
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.generation.tools.offer import Tools, tools_of
 from mlx_tandem.strict_json import check_nested, convert
 
 Item = dict[str, Any]
@@ -58,22 +56,6 @@ class _Reference(Struct):
     """A reference to an item of a response in the store."""
 
     id: str
-
-
-class _Function(Struct):
-    """A function of the client's own."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class _Allowed(Struct):
-    """A choice that allows some of the tools."""
-
-    mode: Literal["auto", "required"]
-    tools: list[dict[str, Any]]
 
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -135,47 +117,6 @@ def chat_form(instructions: str | None, items: Sequence[Item], *, before: int = 
             case _Reasoning(summary, content):
                 turns.thought(_text(content or summary or [], f"{where}.content"))
     return turns.messages
-
-
-def function_tools(given: Sequence[Any] | None, choice: Any, parallel: bool | None) -> Tools | None:
-    """Return the tools of a request; None if it offers none to the model. Raises InvalidRequest naming the tool."""
-    tools: list[Message] = []
-    for i, tool in enumerate(given or ()):
-        where = f"tools[{i}]"
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            raise InvalidRequest(
-                f"{where}.type is {kind[:64]!a}: only tools of the type 'function' are available here",
-                param=f"{where}.type",
-                code="unsupported_parameter",
-            )
-        if kind is not None and tool.get("defer_loading"):
-            name = f"{where}.defer_loading"
-            raise InvalidRequest(f"{name} is not supported", param=name, code="unsupported_parameter")
-        function = convert(tool, _Function, where)
-        described: Message = {"name": function.name}
-        for key in ("description", "parameters", "strict"):
-            if (value := getattr(function, key)) is not None:
-                described[key] = value
-        tools.append({"type": "function", "function": described})
-    if isinstance(choice, dict):
-        tools, choice = _chosen(tools, choice)
-    with flat_tools():
-        return tools_of(tools, choice, parallel)
-
-
-def _chosen(tools: list[Message], choice: dict[str, Any]) -> tuple[list[Message], Any]:
-    """Return the tools that a choice leaves, and OpenAI's choice for chats. Raises InvalidRequest."""
-    kind = choice.get("type")
-    if kind == "function":
-        return tools, {"type": "function", "function": {"name": choice.get("name")}}
-    if kind != "allowed_tools":
-        raise InvalidRequest(
-            "tool_choice.type must be 'function' or 'allowed_tools'", param="tool_choice.type", code="invalid_value"
-        )
-    allowed = convert(choice, _Allowed, "tool_choice")
-    names = {tool.get("name") for tool in allowed.tools if isinstance(tool.get("name"), str)}
-    return [tool for tool in tools if tool["function"]["name"] in names], allowed.mode
 
 
 def _item(given: Any, where: str) -> _Item:

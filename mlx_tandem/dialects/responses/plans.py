@@ -9,16 +9,18 @@ from msgspec import to_builtins
 
 from mlx_tandem.dialects.front import ServerFront
 from mlx_tandem.dialects.openai.collect import check_metadata
+from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.plan import Plan
-from mlx_tandem.dialects.responses.bodies import Format, ResponseBody, Text
-from mlx_tandem.dialects.responses.items import chat_form, function_tools, input_items
+from mlx_tandem.dialects.responses.bodies import Format, ResponseBody, Text, logprobs_of
+from mlx_tandem.dialects.responses.items import chat_form, input_items
 from mlx_tandem.dialects.responses.renderer import Item, ResponseRenderer, new_id
+from mlx_tandem.dialects.responses.tools import function_tools, namespaces
 from mlx_tandem.errors import InvalidRequest, renamed
 from mlx_tandem.generation.chats import ChatRequest, Thinking
 from mlx_tandem.generation.grammar.constraint import Constraint
 from mlx_tandem.generation.grammar.fields import json_constraint
 from mlx_tandem.generation.prompted_chats import prompted_chat
-from mlx_tandem.generation.sampling import Sampling, sampling_params, text_options
+from mlx_tandem.generation.sampling import Sampling, check_logprobs, sampling_params, text_options
 from mlx_tandem.types import SamplingParams
 
 
@@ -39,14 +41,22 @@ async def plan_response(front: ServerFront, body: ResponseBody) -> Plan:
         chat = await ChatRequest(messages, tools, Thinking(None, effort)).chat(front)
         sampling = Sampling(max_tokens=body.max_output_tokens, temperature=body.temperature, top_p=body.top_p)
         longest = None if body.max_output_tokens is None else ("max_output_tokens", body.max_output_tokens)
-        params = sampling_params(front, sampling, len(chat.prompt), "input", max_tokens=longest)
+        logprobs = logprobs_of(body)
+        check_logprobs(front, "top_logprobs", logprobs)
+        params = sampling_params(front, sampling, len(chat.prompt), "input", logprobs=logprobs, max_tokens=longest)
     prompted = await prompted_chat(front, model, chat, params, text_options(sampling), _constraint(body))
 
     def keep(id: str, whole: bytes, output: Sequence[Item]) -> None:
         front.responses.put(id, whole, items, output)
 
     settings = _settings(body, front.models.label(model.ref), params)
-    renderer = ResponseRenderer(new_id(), settings, None if body.store is False else keep)
+    renderer = ResponseRenderer(
+        new_id(),
+        settings,
+        None if body.store is False else keep,
+        namespaces=namespaces(body.tools),
+        logprobs=None if logprobs is None else ChatLogprobs(front.tokenizer),
+    )
     return Plan(prompted, model, renderer, bool(body.stream))
 
 
@@ -87,7 +97,7 @@ def _settings(body: ResponseBody, model: str, params: SamplingParams) -> dict[st
         "max_tool_calls": body.max_tool_calls,
         "temperature": params.temperature,
         "top_p": params.top_p,
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "tools": body.tools or [],
         "tool_choice": body.tool_choice or "auto",
         "parallel_tool_calls": body.parallel_tool_calls is not False,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.dialects.plan import Renderer
 from mlx_tandem.dialects.sse import event as sse
 from mlx_tandem.errors import TandemError
@@ -22,6 +23,7 @@ from mlx_tandem.generation.events import (
 )
 from mlx_tandem.strict_json import dumps
 from mlx_tandem.training.live.recorder import Outcome
+from mlx_tandem.types import TokenLogprob
 
 Item = dict[str, Any]
 
@@ -41,6 +43,7 @@ class _Open:
 
     item: Item
     pieces: list[str]
+    logprobs: list[Item] = field(default_factory=list)
 
     @property
     def kind(self) -> str:
@@ -51,13 +54,26 @@ class _Open:
 class ResponseRenderer(Renderer):
     """A writer of one response. A stream has one item of the output at a time, with its beginning, deltas and end."""
 
-    wants_details = False
+    def __init__(
+        self,
+        id: str,
+        settings: dict[str, Any],
+        keep: Keep | None,
+        *,
+        namespaces: Mapping[str, str] | None = None,
+        logprobs: ChatLogprobs | None = None,
+    ):
+        """Begin the response with this id. `settings` are the members that repeat the request, and `keep` keeps it.
 
-    def __init__(self, id: str, settings: dict[str, Any], keep: Keep | None):
-        """Begin the response with this id. `settings` are the members that repeat the request, and `keep` keeps it."""
+        `namespaces` has the namespace of each function that is in one. `logprobs` writes those of messages, if they are
+        wanted.
+        """
         self.id = id
         self._settings = settings
         self._keep = keep
+        self._namespaces = namespaces or {}
+        self._logprobs = logprobs
+        self.wants_details = logprobs is not None
         self._created = int(time.time())
         self._number = -1  # number of the last event
         self._output: list[Item] = []
@@ -76,13 +92,15 @@ class ResponseRenderer(Renderer):
 
     def text(self, event: TextDelta) -> bytes:
         """Return the events for a piece of text."""
-        if not event.text:
+        logprobs = self._taken(event.tokens, event.logprobs)
+        if not event.text and not logprobs:
             return b""
         opening = self._begun("message")
         assert self._open is not None
         self._open.pieces.append(event.text)
+        self._open.logprobs += logprobs
         self._number += 1
-        return opening + self._before_text % (self._number, dumps(event.text))
+        return opening + self._before_text % (self._number, dumps(event.text), dumps(logprobs))
 
     def reasoning(self, event: ReasoningDelta) -> bytes:
         """Return the events for a piece of reasoning."""
@@ -98,7 +116,7 @@ class ResponseRenderer(Renderer):
     def call(self, event: ToolCallStart) -> bytes:
         """Return the events for the beginning of a tool call."""
         ending = self._done("completed")
-        return ending + self._begin(_call(self._item_id("fc", len(self._output)), event.id, event.name))
+        return ending + self._begin(self._call(len(self._output), event.id, event.name))
 
     def arguments(self, event: ToolCallArguments) -> bytes:
         """Return the event for a piece of a tool call's arguments."""
@@ -145,7 +163,7 @@ class ResponseRenderer(Renderer):
         events += self._event("response.content_part.added", **self._place(), content_index=0, part=part)
         self._before_text = (
             b'event: response.output_text.delta\ndata: {"type":"response.output_text.delta","sequence_number":%%d,'
-            b'"item_id":%b,"output_index":%d,"content_index":0,"delta":%%b,"logprobs":[]}\n\n'
+            b'"item_id":%b,"output_index":%d,"content_index":0,"delta":%%b,"logprobs":%%b}\n\n'
             % (dumps(item["id"]), len(self._output))
         )
         return events
@@ -160,15 +178,23 @@ class ResponseRenderer(Renderer):
             item = item | {"arguments": text or "{}", "status": status}
             events = self._event("response.function_call_arguments.done", **place, arguments=item["arguments"])
         else:
-            part = _part(kind, text)
+            logprobs = self._open.logprobs
+            part = _part(kind, text, logprobs)
             item = item | {"content": [part], "status": status}
-            done: dict[str, Any] = {"text": text} | ({"logprobs": []} if kind == "message" else {})
+            done: dict[str, Any] = {"text": text} | ({"logprobs": logprobs} if kind == "message" else {})
             events = self._event(f"response.{part['type']}.done", **place, content_index=0, **done)
             events += self._event("response.content_part.done", **place, content_index=0, part=part)
         events += self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
         self._open = None
         return events
+
+    def _taken(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> list[Item]:
+        """Return OpenAI's objects for the logprobs of tokens, if they are wanted."""
+        if self._logprobs is None:
+            return []
+        taken: list[Item] = self._logprobs.take(tokens, logprobs)["content"]
+        return taken
 
     def _place(self) -> dict[str, Any]:
         """Return the members that say to which item an event belongs."""
@@ -188,9 +214,13 @@ class ResponseRenderer(Renderer):
         for index, part in enumerate(answer.parts):
             if isinstance(part, Spoken):
                 kind, make = ("message", _message) if part.kind == "text" else ("reasoning", _thought)
-                self._output.append(make(self._item_id(_PREFIXES[kind], index), part.text, "completed"))
+                item = make(self._item_id(_PREFIXES[kind], index), part.text, "completed")
+                if part.tokens:
+                    tokens = [answer.tokens[i] for i in part.tokens]
+                    item["content"][0]["logprobs"] = self._taken(tokens, [answer.logprobs[i] for i in part.tokens])
+                self._output.append(item)
             else:
-                call = _call(self._item_id("fc", index), part.id, part.name)
+                call = self._call(index, part.id, part.name)
                 arguments = "".join(part.pieces) or "{}"
                 self._output.append(call | {"arguments": arguments, "status": "completed"})
         status = _status(answer.end)
@@ -200,6 +230,13 @@ class ResponseRenderer(Renderer):
         if self._keep is not None:
             self._keep(self.id, body, self._output)
         return body
+
+    def _call(self, index: int, call_id: str, name: str) -> Item:
+        """Return the item for a call that has begun."""
+        item: Item = {"id": self._item_id("fc", index), "type": "function_call", "call_id": call_id, "name": name}
+        if name in self._namespaces:
+            item["namespace"] = self._namespaces[name]
+        return item | {"arguments": "", "status": "in_progress"}
 
     def _item_id(self, prefix: str, index: int) -> str:
         """Return the id of the item with this index in the output."""
@@ -231,10 +268,10 @@ def _status(end: Finish) -> str:
     return "incomplete" if end.reason == "length" else "completed"
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[Item] = ()) -> dict[str, Any]:
     """Return the one part of the content of an item of this kind."""
     part: dict[str, Any] = {"type": _PARTS[kind], "text": text}
-    return part | {"annotations": [], "logprobs": []} if kind == "message" else part
+    return part | {"annotations": [], "logprobs": list(logprobs)} if kind == "message" else part
 
 
 def _message(id: str, text: str | None, status: str) -> Item:
@@ -247,12 +284,6 @@ def _thought(id: str, text: str | None, status: str) -> Item:
     """Return the item for a thought. It has no content if `text` is None."""
     content = [] if text is None else [_part("reasoning", text)]
     return {"id": id, "type": "reasoning", "summary": [], "status": status, "content": content}
-
-
-def _call(id: str, call_id: str, name: str) -> Item:
-    """Return the item for a call that has begun."""
-    names = {"id": id, "type": "function_call", "call_id": call_id, "name": name}
-    return names | {"arguments": "", "status": "in_progress"}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from msgspec import Struct
+from msgspec import Meta, Struct
+
+from mlx_tandem.limits import MAX_PROMPTS, bounds
 
 
 class LoadBody(Struct, forbid_unknown_fields=True):
@@ -41,3 +43,40 @@ class DetokenizeBody(Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: str | None = None
     tokens: list[int]
+
+
+class ScoringBody(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields that requests for scores share. `instruction` says what a document has to do for the query."""
+
+    model: str | None = None
+    instruction: str | None = None
+    use_activation: bool | None = None  # false: the logarithm of the odds instead of the probability
+    priority: Annotated[int, bounds("priority")] | None = None
+    user: str | None = None  # keeps a caller on the same arm of an alias
+    truncate_prompt_tokens: None = None  # what is cut off might be the question
+
+
+class ScoreBody(ScoringBody, forbid_unknown_fields=True, kw_only=True):
+    """The body of a request for the scores of pairs."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    encoding_format: None = None
+
+
+class Document(Struct):
+    """A document as an object."""
+
+    text: str
+
+
+class RerankBody(ScoringBody, forbid_unknown_fields=True, kw_only=True):
+    """The body of a request that sorts documents."""
+
+    query: str
+    documents: list[str | Document]
+    top_n: Annotated[int, Meta(ge=0, le=MAX_PROMPTS)] | None = None  # 0: all
+    return_documents: bool | None = None  # true by default
+    max_tokens_per_doc: None = None
+    max_chunks_per_doc: None = None
+    rank_fields: None = None

@@ -10,6 +10,7 @@ from typing import Any
 from mlx_tandem import small_files
 from mlx_tandem.errors import InvalidRequest, ModelError
 from mlx_tandem.generation.parts import Part
+from mlx_tandem.generation.templates.call_forms import CONVERSATION, FORMS, TOOLS, CallForm, prints_call
 from mlx_tandem.generation.templates.messages import Failed, Rendered, Setup, decode_answer
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.isolation.frames import encode
@@ -65,6 +66,7 @@ class ChatTemplate:
             setup,
         )
         self._pool = WorkerPool("chat templates", program, WORKERS, BOUNDS)
+        self._calls = CallForm()
 
     @classmethod
     def given(cls, given: str, tokenizer: Tokenizer, *, seconds: float = 1.0) -> ChatTemplate:
@@ -102,7 +104,9 @@ class ChatTemplate:
         return cls(source, tokenizer, seconds=seconds, where=str(path))
 
     async def check(self) -> None:
-        """Raise ModelError when the text is not a valid template, or when rendering a greeting exceeds the limits.
+        """Find the form in which the template reads calls, once, before it renders conversations.
+
+        Raises ModelError when the text is not a valid template, or when rendering a greeting exceeds the limits.
 
         The template may refuse the greeting or fail at it, since it may be made for other conversations.
         """
@@ -111,6 +115,7 @@ class ChatTemplate:
             raise ModelError(f"{self._where}: the chat template {self._lost(answer.kind)}", param="chat_template")
         if isinstance(answer, Failed) and answer.kind == "syntax":
             raise ModelError(f"{self._where} is not a valid template: {answer.detail}", param="chat_template")
+        self._calls = await self._call_form()
 
     async def render(self, messages: Sequence[Message], options: Mapping[str, Any] | None = None) -> list[Part]:
         """Return the text of a prompt with the beginning of the answer, unless `options` say otherwise.
@@ -118,7 +123,7 @@ class ChatTemplate:
         Raises InvalidRequest naming `messages` when the template refuses them, fails at them, or exceeds its limits.
         """
         try:
-            item = encode(_values(messages, options or {}))
+            item = encode(_values(self._calls.messages(messages), options or {}))
         except (TypeError, ValueError, OverflowError, RecursionError) as e:  # Half a surrogate pair is a ValueError.
             raise InvalidRequest("messages hold a value that is no plain data", param="messages") from e
         answer = await self._pool.ask(item)
@@ -134,6 +139,14 @@ class ChatTemplate:
     async def close(self) -> None:
         """End the processes."""
         await self._pool.close()
+
+    async def _call_form(self) -> CallForm:
+        """Return the first form in which the template prints a call; the usual one if it prints none."""
+        for form in FORMS:
+            answer = await self._pool.ask(encode(_values(form.messages(CONVERSATION), {"tools": TOOLS})))
+            if isinstance(answer, Rendered) and prints_call(answer.parts):
+                return form
+        return CallForm()
 
     def _why(self, answer: Failed | Lost) -> str:
         """Return the end of an error message, which explains why there is no prompt."""

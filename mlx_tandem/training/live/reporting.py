@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from mlx_tandem.training.metrics.recorder import Recorder, openers
 from mlx_tandem.training.metrics.writer import Sample
 from mlx_tandem.training.online.serving import UpdateReport
 from mlx_tandem.training.trajectories import Trajectory
+
+log = logging.getLogger(__name__)
 
 NUMBERS = (
     "loss", "mean_reward", "grad_norm", "kl", "kl_base", "mismatch_k3", "learning_rate", "trajectories", "tokens",
@@ -51,7 +54,13 @@ class Reporting:
         """The newest samples."""
 
     def updated(self, report: UpdateReport, trajectories: Sequence[Trajectory]) -> None:
-        """Record an update that has ended, and some of the answers that it learned from."""
+        """Record an update that has ended, and some of the answers that it learned from. Raises nothing."""
+        try:
+            self._record(report, trajectories)
+        except Exception:
+            log.exception("an update was not reported")
+
+    def _record(self, report: UpdateReport, trajectories: Sequence[Trajectory]) -> None:
         numbers = {name: getattr(report, name) for name in NUMBERS}
         ended = {"published": float(report.outcome == "published"), "undone": float(report.outcome == "rolled_back")}
         self._recorder.scalars("update", report.step, numbers | ended)

@@ -19,9 +19,6 @@ WAITING = 64
 AT_ONCE = 4
 """Prompts that are answered a second time between two updates."""
 
-MOST_SUSPICION = 4.0
-"""So many times as many prompts are compared, at most, while the newest versions look worse."""
-
 
 class Pair(NamedTuple):
     """The two versions that answer one prompt: `first` the client, `second` in the background."""
@@ -49,13 +46,14 @@ class Arms:
         self._seen = 0  # prompts since the last update
         self._pace = float(per_update)  # prompts per update, so far
 
-    def choose(self, newest: AdapterRef, accepted: AdapterRef, suspicion: float) -> Pair | None:
-        """Return who answers the next prompt; None: only the newest version.
+    def choose(self, newest: AdapterRef, accepted: AdapterRef, effort: float) -> Pair | None:
+        """Return who answers the next prompt; None: only the newest version. `effort` is by which factor more prompts
+        than usual should be compared.
 
         The choice depends on earlier prompts alone, which the test's error rates require.
         """
         self._seen += 1
-        wanted = self._per_update * min(max(suspicion, 1.0), MOST_SUSPICION)
+        wanted = self._per_update * effort
         if newest.digest == accepted.digest or self._rng.random() * max(self._pace, 1.0) >= wanted:
             return None
         return Pair(newest, accepted) if self._rng.random() < 0.5 else Pair(accepted, newest)

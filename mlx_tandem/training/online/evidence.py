@@ -22,6 +22,9 @@ PATIENCE = 60
 SPREAD = 3.0
 """A difference counts fully from this many times the root of the mean square of the differences before it."""
 
+MOST_EFFORT = 4.0
+"""So many times as much is compared, at most, while versions look worse."""
+
 RICHEST = 1e12
 """Bound of the wealth, which keeps the sums finite in a long run."""
 
@@ -77,6 +80,14 @@ class Comparison(Struct):
         self.seen += 1
         self.count += 1
         self.total += difference
+
+    @property
+    def effort(self) -> float:
+        """By which factor more should be compared now, from 1 to MOST_EFFORT: the worse versions look, the more.
+
+        It depends on earlier comparisons alone, which the test's error rates require.
+        """
+        return min(max(self.harm.suspicion, 1.0), MOST_EFFORT)
 
     @property
     def mean(self) -> float:

@@ -28,6 +28,9 @@ from mlx_tandem.types import AdapterRef, AdapterSource
 
 log = logging.getLogger(__name__)
 
+TOLERATED = 1 / 3
+"""Share of `guard_reward_drop` by which validation prompts may be answered worse."""
+
 
 class Judging:
     """Compares versions with the accepted one. What follows from the comparisons is the learner's business."""
@@ -109,9 +112,11 @@ class Judging:
     def choose(self, asked: AdapterRef) -> Pair | None:
         """Return who answers a prompt for which the version `asked` was asked; None: that version alone."""
         head, accepted = self._versions.head, self.accepted
-        if head is None or accepted is None or self._versions.switched or asked.digest != head.ref.digest:
+        if head is None or accepted is None or self._versions.switched or self._ledger.is_behind:
             return None
-        return self.arms.choose(head.ref, accepted, self.trial.comparison.harm.suspicion)
+        if asked.digest != head.ref.digest:
+            return None
+        return self.arms.choose(head.ref, accepted, self.trial.comparison.effort)
 
     def see(self, group: Sequence[Trajectory]) -> None:
         """Count live answers to one prompt in the mean of the version that made them."""
@@ -152,6 +157,8 @@ class Judging:
         accepted, pair = self.accepted, waiting.pair
         if accepted is None or accepted.digest not in (pair.first.digest, pair.second.digest):
             return []  # another version has been accepted meanwhile
+        if self._versions.get(pair.second.version) is None:
+            return []  # it has gone meanwhile
         [group] = await prompts.groups(
             self._serving, self._rewards, [waiting.prompt], waiting.n, pair.second, self._clock
         )
@@ -172,18 +179,19 @@ class Judging:
 
         None: fewer than half of its answers could be scored. Raises EngineError.
         """
-        new = await self.validation.rewards(candidate, self._config.validation_answers)
+        n = round(self._config.validation_answers * self.trial.comparison.effort)
+        new = await self.validation.rewards(candidate, n)
         known = [mean for mean in new if mean is not None]
         if 2 * len(known) < len(new):
             return None
         accepted = self.accepted
         if accepted is not None and accepted.digest != candidate.digest:
-            old = await self.validation.rewards(accepted, self._config.validation_answers)
+            old = await self.validation.rewards(accepted, n)
             self.validation.drawn()
             for a, b in zip(new, old, strict=True):
                 if a is not None and b is not None:
                     # The same few prompts come again each time, and a version may be lucky with some of them.
-                    self.compare(a - b, self._config.guard_reward_drop / 2)
+                    self.compare(a - b, self._config.guard_reward_drop * TOLERATED)
         return _mean(known)
 
 

@@ -19,9 +19,9 @@ from msgspec.structs import asdict, replace
 from mlx_tandem.config import Config
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.learning import AdamParams
-from mlx_tandem.errors import EngineError, EngineUnavailable, ModelError, TandemError
+from mlx_tandem.errors import EngineError, EngineUnavailable, ModelError, NotFound, TandemError
 from mlx_tandem.files import StorageError
-from mlx_tandem.training.online import advantages, baselines, update
+from mlx_tandem.training.online import advantages, baselines, recovery, update
 from mlx_tandem.training.online.judging import Judging
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.policy import Behind, PolicyTrainer
@@ -32,7 +32,7 @@ from mlx_tandem.training.online.serving import Serving, UpdateReport
 from mlx_tandem.training.online.update import Finding, Pending
 from mlx_tandem.training.online.versions import Versions
 from mlx_tandem.training.store.checkpoints import BEST, CheckpointInfo
-from mlx_tandem.training.store.records import Began, Ended
+from mlx_tandem.training.store.records import Began, Ended, Record
 from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
 
@@ -284,17 +284,45 @@ class Learner:
         accepted = trial.accepted
         trial.begin(accepted)
         if accepted is not None and (head is None or head.ref.digest != accepted.digest):
-            await self._go_to(accepted.checkpoint)
+            await self._go(await self._way_to(accepted.checkpoint))
 
     async def rollback(self, to: str | None) -> AdapterRef:
         """Take trainer and serving back to a version that somebody has chosen, durably. Raises NotFound."""
+        way = await self._way_to(to)
         self.ledger.counters.trial.begin(None)  # whoever wants it back does not want it compared with another
-        return await self._go_to(to)
+        return await self._go(way)
 
-    async def _go_to(self, to: str | None) -> AdapterRef:
-        folder, digest = await asyncio.to_thread(self._target, to)
+    async def _way_to(self, to: str | None) -> _Way:
+        """Return how the trainer gets to what `to` names, with the optimiser of that time. Raises NotFound.
+
+        A version lies in a checkpoint, or the journal's updates since the newest checkpoint lead to it. None names the
+        accepted version, or the newest one before this one.
+        """
+        names = await asyncio.to_thread(self._before) if to is None else [to]
+        for name in names:
+            folder, digest = await asyncio.to_thread(self._find, name)
+            if folder:
+                return _Way(folder, digest)
+            manifest, records, held = await self.ledger.read()
+            most = recovery.updates_to(records, held, digest) if held is not None else 0
+            if held is not None and most:
+                folder = "" if manifest is None else str(self.ledger.checkpoints.path(manifest.name))
+                return _Way(folder, digest, records, held, most)
+        raise NotFound(
+            f"the optimiser of version {names[-1]} is gone, since a later one was saved as a checkpoint: POST "
+            "/model/switch-lora serves that version; training can go back to a checkpoint or to a later version",
+            param="to",
+            code="version_not_found",
+        )
+
+    async def _go(self, way: _Way) -> AdapterRef:
+        folder, digest = way.folder, way.digest
         self._is_open = False  # until both sides tell the same story again
-        await self.trainer.open(folder, digest)
+        if way.most:
+            await self.trainer.go_back(folder, way.records, way.held, way.most)
+            folder = ""
+        else:
+            await self.trainer.open(folder, digest)
         self.saver.saved = _twin(self.ledger.listed, Path(folder).name, digest, self.trainer.step) if folder else ""
         info = await self.client.publish_trainer(self.trainer.name)
         ref = self.versions.publish(info, folder)
@@ -306,22 +334,24 @@ class Learner:
 
     async def switch(self, to: str) -> AdapterRef:
         """Serve a version; the trainer goes on with its own. Raises NotFound."""
-        folder, digest = await asyncio.to_thread(self._target, to)
+        folder, digest = await asyncio.to_thread(self._find, to)
         known = next((v for v in self.versions if v.ref.digest == digest), None)
         info = known.info if known is not None else await self.client.load_adapter(AdapterSource(folder))
         return self.versions.show(info, folder)
 
-    def _target(self, to: str | None) -> tuple[str, str]:
-        """Return folder (empty: there is none) and digest of what `to` names.
-
-        None names the accepted version, or the one before this one where none is accepted.
+    def _before(self) -> list[str]:
+        """Return what may be gone back to when nobody says to what, best first: the accepted version, else those before
+        this one.
         """
         head, accepted = self.versions.head, self.judging.accepted
-        if to is None:
-            at = self.versions.last + 1 if head is None else head.ref.version
-            older = [v.ref.version for v in self.versions if v.ref.version < at]
-            known = accepted is not None and accepted.version != at
-            to = str(accepted.version if accepted is not None and known else max(older, default=0))
+        at = self.versions.last + 1 if head is None else head.ref.version
+        if accepted is not None and accepted.version != at:
+            return [str(accepted.version)]
+        older = sorted((v.ref.version for v in self.versions if v.ref.version < at), reverse=True)
+        return [str(number) for number in older] or ["0"]
+
+    def _find(self, to: str) -> tuple[str, str]:
+        """Return folder (empty: there is none) and digest of what `to` names. Raises NotFound."""
         return self.versions.find(to, self.trainer.name, self.ledger.checkpoints, self.ledger.listed)
 
 
@@ -333,6 +363,18 @@ def _twin(listed: Sequence[CheckpointInfo], name: str, digest: str, step: int) -
     if name != BEST:
         return name
     return next((i.name for i in listed if i.name != BEST and (i.digest, i.step) == (digest, step)), "")
+
+
+class _Way(NamedTuple):
+    """How the trainer gets back to some content: from the checkpoint in `folder` (empty: from the very beginning), by
+    the first `most` updates of the journal that the checkpoint does not hold.
+    """
+
+    folder: str
+    digest: str
+    records: Sequence[Record] = ()
+    held: int = 0
+    most: int = 0
 
 
 class _Ready(NamedTuple):

@@ -71,6 +71,11 @@ class Ledger:
         """Whether the journal should begin again, which a checkpoint lets it do."""
         return self._journal is not None and self._journal.is_large
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether the drive has taken nothing for so long that nothing more should be collected."""
+        return self._journal is not None and self._journal.is_behind
+
     async def open(self) -> tuple[Manifest | None, Sequence[Record], int | None]:
         """Bring buffer, counters and `pending` to where checkpoint and journal say.
 
@@ -98,6 +103,12 @@ class Ledger:
         ):
             self.pending = before  # which knows how often it was tried, and more
         self.listed = await asyncio.to_thread(self.checkpoints.list)
+        return manifest, records, recovery.held_already(records, manifest)
+
+    async def read(self) -> tuple[Manifest | None, Sequence[Record], int | None]:
+        """Return what `open` does and change nothing. Raises StorageError."""
+        manifest = await asyncio.to_thread(self.checkpoints.newest)
+        records = await self._opened().replay()
         return manifest, records, recovery.held_already(records, manifest)
 
     def _rebuild(self, manifest: Manifest | None, records: Sequence[Record], keep_counts: bool) -> None:
@@ -133,6 +144,8 @@ class Ledger:
         """Take those trajectories that are new, each with the size of its group (0: nobody knows); they are on the
         drive when this returns.
         """
+        if self.is_behind:
+            await self.flush()
         journal, overflow = self._opened(), self.buffer.counts.dropped_overflow
         for t, size in trajectories:
             if self.buffer.add(t, size):
@@ -161,6 +174,8 @@ class Ledger:
         """Keep answers whose reward comes later; they are on the drive when this returns. Those that there is no room
         for any longer go.
         """
+        if self.is_behind:
+            await self.flush()
         journal = self._opened()
         for each in answers:
             if self.waiting.put(each.id, each.begun, each.exchange, each.at):

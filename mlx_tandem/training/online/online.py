@@ -77,8 +77,11 @@ class OnlineLearner:
 
         Where updates have to be computed again before it is where it was, that is done while everything else goes on.
         """
-        async with self._lock:
-            await self._learner.bring_up()
+        try:
+            async with self._lock:
+                await self._learner.bring_up()
+        finally:
+            self._loop.wake()  # what has failed is tried again by the loop
         if self._learner.trainer.left:
             log.warning("recovering", extra={"fields": {"updates": self._learner.trainer.left}})
 
@@ -86,7 +89,6 @@ class OnlineLearner:
                 log.info("recovered", extra={"fields": {"step": self._learner.trainer.step}})
 
             self._begin(caught_up).add_done_callback(self._after_recovery)
-        self._loop.wake()
 
     def _after_recovery(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -156,6 +158,8 @@ class OnlineLearner:
 
     async def _keep(self, trajectories: Sequence[Trajectory], size: int) -> frozenset[str]:
         ledger = self._learner.ledger
+        if ledger.is_behind:
+            await ledger.flush()  # raises StorageError while the drive takes nothing
         stale = [t for t in trajectories if self.is_stale(t.versions)]
         gone = Counter(t.group for t in stale)
         ids = frozenset(t.id for t in stale)

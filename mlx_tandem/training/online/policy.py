@@ -110,6 +110,17 @@ class PolicyTrainer:
         await versions.recovered()
         self.left = 0
 
+    async def go_back(self, folder: str, records: Sequence[Record], held: int, most: int) -> None:
+        """Take the trainer to where it was after `most` updates since the checkpoint in `folder`, or since the very
+        beginning: weights, optimiser and step.
+        """
+        await self.open(folder, "" if folder else await self._initial())
+
+        async def done(end: Ended, step: int | None) -> None:
+            self.step = self.step if step is None else step
+
+        await recovery.replay(self._client, self.name, records, held, done, most)
+
     def _same(self, number: int, digest: str, info: AdapterInfo) -> int:
         """Return the number, unless the content is another one now; 0 then."""
         if digest in ("", info.digest):

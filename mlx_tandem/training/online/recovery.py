@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -148,16 +149,26 @@ def ended(records: Sequence[Record], held: int) -> Iterator[tuple[Began, Ended]]
             began = None
 
 
+def updates_to(records: Sequence[Record], held: int, digest: str) -> int:
+    """Return how many updates after the first `held` lead to the version of this content; 0: none do."""
+    count = 0
+    for number, (_, end) in enumerate(ended(records, held), 1):
+        if end.digest == digest:
+            count = number
+    return count
+
+
 async def replay(
     client: EngineClient,
     trainer: str,
     records: Sequence[Record],
     held: int,
     done: Callable[[Ended, int | None], Awaitable[None]],
+    most: int | None = None,
 ) -> None:
-    """Compute the updates after the first `held` again; the trainer is then as it was. `done` is called when it is as
-    it was at the end of each, with the optimiser's step when that has moved.
+    """Compute the updates after the first `held` again, or the first `most` of these; the trainer is then as it was.
+    `done` is called when it is as it was at the end of each, with the optimiser's step when that has moved.
     """
-    for began, end in ended(records, held):
+    for began, end in islice(ended(records, held), most):
         step = await update.again(client, trainer, began) if end.outcome in GOOD else None
         await done(end, step)

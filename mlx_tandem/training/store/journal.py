@@ -26,6 +26,9 @@ from mlx_tandem.training.trajectories import Trajectory
 LARGE = 64 << 20
 """Bytes from which a file is worth beginning again."""
 
+BEHIND = 64 << 20
+"""Bytes that may wait in memory for a drive that takes none, before nothing more is collected."""
+
 _NAME = re.compile(r"journal-(\d{6,})\.log")
 
 
@@ -44,6 +47,7 @@ class Journal:
         self._carried = 0  # bytes that the file began with
         self._broken = ""  # why nothing may be written any more
         self._pending: deque[bytes] = deque()
+        self._waiting = 0  # bytes of these
         self._appended = 0  # records, by this object; the last of them are in _pending
         self._work: asyncio.Task[None] | None = None  # whatever writes
 
@@ -91,9 +95,15 @@ class Journal:
         """Whether the file has grown so much that it should begin again."""
         return self._size > max(LARGE, 4 * self._carried)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much waits for the drive that nothing more should be appended before a `flush` has returned."""
+        return self._waiting > BEHIND
+
     def append(self, record: Record) -> None:
         """Append a record, which is durable once a `flush` that is called from now on has returned."""
         self._pending.append(records.encode(record))
+        self._waiting += len(self._pending[-1])
         self._appended += 1
 
     async def flush(self) -> None:
@@ -169,7 +179,7 @@ class Journal:
         bodies = list(self._pending)
         self._size = await asyncio.to_thread(self._extend, bodies)
         for _ in bodies:
-            self._pending.popleft()
+            self._waiting -= len(self._pending.popleft())
 
     def _extend(self, bodies: list[bytes]) -> int:
         self._refuse_broken()
@@ -190,7 +200,7 @@ class Journal:
                 self._broken = f"{new} could be neither finished nor removed ({e.strerror or e}); restart the server"
             raise
         for _ in range(covered - (self._appended - len(self._pending))):
-            self._pending.popleft()
+            self._waiting -= len(self._pending.popleft())
         self._number, self._size, self._carried = self._number + 1, size, size
         os.close(self._fd)
         self._fd = fd

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mlx_tandem.adapters import registry as module
 from mlx_tandem.adapters.registry import Registry
 from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
 from mlx_tandem.types import AdapterInfo, AdapterRef, AdapterSource
@@ -193,3 +194,21 @@ def test_numbers_of_an_earlier_server_are_kept(registry: Registry) -> None:
     registry.count_from("p", 2)
     assert registry.reserve("p", info("d21")).version == 21
     assert registry.publish("p", None, info("d7")).version == 7  # it has one
+
+
+def test_names_that_come_and_go_are_forgotten_and_no_number_is_given_twice(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "REMEMBERED", 3)
+    given: dict[str, int] = {}
+    for i in range(40):
+        name = f"Name-{i * 3 % 7}"
+        for k in range(2):
+            version = registry.publish(name, None, info(f"{i} {k}")).version
+            assert version > given.get(name, 0)
+            given[name] = version
+        registry.remove(name)
+        assert max(len(registry._retired), len(registry._folded)) <= 3
+    assert registry.publish(name, None, info("again")).version == given[name] + 1, "still remembered"
+    with pytest.raises(InvalidRequest):
+        registry.publish(name.upper(), None, info("upper"))

@@ -100,7 +100,7 @@ def test_wrong_messages_are_refused_by_name(message: Any, param: str) -> None:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("images", ["x"]), ("template", "x"), ("suffix", "x"), ("context", [1]), ("top_logprobs", 2)],
+    [("images", ["x"]), ("template", "x"), ("suffix", "x"), ("context", [1])],
 )
 def test_what_is_not_supported_is_refused_by_name(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest) as found:

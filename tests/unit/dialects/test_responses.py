@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from mlx_tandem.dialects.response_store import ResponseStore
 from mlx_tandem.dialects.responses.bodies import ResponseBody
-from mlx_tandem.dialects.responses.items import chat_form, function_tools, input_items
+from mlx_tandem.dialects.responses.items import chat_form, input_items
 from mlx_tandem.dialects.responses.renderer import ResponseRenderer
+from mlx_tandem.dialects.responses.tools import function_tools
 from mlx_tandem.errors import EngineDied, InvalidRequest, NotFound
 from mlx_tandem.strict_json import decode
 from tests.answers import Said, said
@@ -228,10 +229,10 @@ def test_accepted(field: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("field", "value", "param"),
     [
-        ("include", ["message.output_text.logprobs"], "include[0]"),
+        ("include", ["nonsense"], "include[0]"),
         ("text", {"format": {"type": "grammar"}}, "text.format.type"),
         ("background", True, "background"),
-        ("top_logprobs", 3, "top_logprobs"),
+        ("top_logprobs", 99, "top_logprobs"),
         ("conversation", "c", "conversation"),
         ("prompt", {"id": "p"}, "prompt"),
         ("max_output_tokens", 0, "max_output_tokens"),

@@ -278,3 +278,41 @@ def test_a_message_that_the_template_does_not_print_cannot_be_continued():
     assert e.value.param == "continue_final_message"
     ids = in_a_process("{{ messages[0].content }}", byte_level(), user("hi"), continue_final_message=True)
     assert ids == byte_level().encode("hi")
+
+
+# Templates that read calls in different forms, in the manner of DeepSeek 3, DeepSeek 3 of March, Qwen 3 and Llama 3.
+_TEXT = "{% for c in m.tool_calls %}[{{ c.type + ' ' + c.function.name + ' ' + c.function.arguments }}]{% endfor %}"
+CALLS = {
+    "text and null": "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}"
+    + _TEXT
+    + "{% else %}"
+    "{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}",
+    "text": "{% for m in messages %}{% if m.tool_calls %}" + _TEXT + "{% else %}{{ m.role }}: {{ m.content }}\n"
+    "{% endif %}{% endfor %}",
+    "text or Python": "{% for m in messages %}{% for c in m.tool_calls or [] %}[function {{ c.function.name }} "
+    "{{ c.function.arguments }}]{% else %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% endfor %}",
+    "object": "{% for m in messages %}{% for c in m.tool_calls or [] %}[function {{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}]{% else %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% endfor %}",
+    "object and null": "{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}[function "
+    "{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}{% else %}{{ m.role }}: {{ m.content }}\n"
+    "{% endif %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", CALLS.values(), ids=list(CALLS))
+def test_calls_reach_each_template_in_the_form_that_it_reads(source: str) -> None:
+    tokenizer = byte_level()
+    function = {"name": "add", "arguments": {"a": 17, "é": ["x", None]}}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"id": "1", "type": "function", "function": function}]}
+    said = {"role": "assistant", "content": "42"}
+    ids = in_a_process(source, tokenizer, [*user("hi"), called, {"role": "tool", "content": "42"}, said])
+    text = tokenizer.decode(ids)
+    assert text == 'user: hi\n[function add {"a": 17, "é": ["x", null]}]tool: 42\nassistant: 42\n'
+
+
+def test_a_template_that_prints_no_calls_gets_the_usual_form() -> None:
+    tokenizer = byte_level()
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    assert tokenizer.decode(in_a_process(CHATML, tokenizer, [*user("hi"), called], add_generation_prompt=False)) == (
+        "user\nhi\nassistant\n\n"
+    )

@@ -16,11 +16,15 @@ from typing import Any
 
 import pytest
 
+from mlx_tandem.config import Config, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.errors import InvalidRequest
+from mlx_tandem.training.live.reporting import Reporting
 from mlx_tandem.training.metrics import recorder
 from mlx_tandem.training.metrics.jsonl import JsonLines
 from mlx_tandem.training.metrics.recorder import Recorder, openers
 from mlx_tandem.training.metrics.writer import MAX_TEXT, MissingExtra, Sample, require, trackers
+from mlx_tandem.training.online.serving import UpdateReport
+from mlx_tandem.training.trajectories import Trajectory
 
 LOSSES = [2.0, 1.0, 0.5]
 SAMPLES = [Sample("2 + 3\n= ?", "5", reward=1.0), Sample("7", "8", expected="9")]
@@ -141,6 +145,28 @@ def test_who_records_never_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     hang.set()
     assert "did not end in time" in said[0]
     assert "entries were lost" in said[1]
+
+
+def test_a_failure_to_report_an_update_stays_here(tmp_path: Path) -> None:
+    def no_text(tokens: Sequence[int]) -> str:
+        raise IndexError("no such token")
+
+    (tmp_path / "model").mkdir()
+    training = RLTrainingConfig(enabled=True, metrics_file=str(tmp_path / "m.jsonl"))
+    config = Config(EngineConfig(ModelConfig(str(tmp_path / "model"))), rl_training=training)
+    fields = dict.fromkeys(UpdateReport.__struct_fields__[: UpdateReport.__struct_fields__.index("verdict")], 0)
+    report = UpdateReport(**fields | {"step": 3, "loss": 0.5, "verdict": "ok", "outcome": "published"})  # type: ignore[arg-type]
+    trajectory = Trajectory("t", "g", (1,), (2,), (-1.0,), (-1.0,), (1,), 1.0, 1.0)
+    good, broken = Reporting(config, lambda tokens: "text"), Reporting(config, no_text)
+    for reporting in (broken, good):
+        reporting.updated(report, [trajectory])
+        reporting.close()
+    assert [(row["kind"], row["step"]) for row in rows(tmp_path / "m.jsonl")] == [
+        ("update", 3),
+        ("update", 3),
+        ("sample", 3),
+    ]
+    assert (len(broken.samples), len(good.samples)) == (0, 1)
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ import msgspec
 import pytest
 
 from mlx_tandem.errors import Conflict
+from mlx_tandem.files import DISK, StorageError
 from mlx_tandem.training.store import journal
 from mlx_tandem.training.trajectories import Trajectory
 from mlx_tandem.types import SamplingParams
+from tests.faulty import FaultFiles
 from tests.unit.learning_fakes import config, group
 from tests.unit.online_side import TRAINER, feed, on_a_loop, running
 
@@ -151,3 +153,29 @@ async def test_a_request_with_one_answer_gets_siblings_once(tmp_path: Path) -> N
         side.learner.record_prompt((1, 2, 4), scoring, SamplingParams(8), alone=False)
         await side.learner.update()
         assert side.learner.status().trajectories_collected == 4, "one with siblings of its own gets none"
+
+
+@on_a_loop
+async def test_what_waits_for_a_full_drive_is_bounded(tmp_path: Path) -> None:
+    """Nothing more is taken then, and nothing more compared, until the drive takes what waits."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(journal, "BEHIND", 2000)
+        async with running(config(tmp_path, guard_prompts=1000, update_frequency=1000), start=False) as side:
+            await side.learner.update(group(0))
+            ledger, current = side.learner._learner.ledger, side.server.current()
+            assert ledger._journal is not None and current is not None
+            side.learner._loop.running = True
+            patch.setattr(ledger._journal, "_ops", FaultFiles(1, repeat=1000))
+            for number in range(1, 200):
+                with pytest.raises(StorageError):
+                    await side.learner.add(group(number), 2)
+            assert sum(map(len, ledger._journal._pending)) < 3000
+            held = side.learner.status().buffered
+            assert held < 60
+            assert side.learner.choose(current) is None
+            patch.setattr(ledger._journal, "_ops", DISK)
+            await side.learner.add(group(999), 2)
+            assert side.learner.choose(current) is not None
+            side.learner._loop.running = False
+        async with running(config(tmp_path, update_frequency=1000), start=False) as side:
+            assert side.learner.status().buffered == held + 2, "what was taken is not lost"

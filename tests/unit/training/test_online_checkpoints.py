@@ -55,7 +55,8 @@ async def act(side: Side, number: int, kind: str, which: int) -> None:
         places = [*side.learner.status().available_checkpoints]
         places += [str(v.ref.version) for v in learner._learner.versions]
         place = places[which % len(places)]
-        await (learner.switch(place) if kind == "switch" else learner.rollback(place))
+        with contextlib.suppress(NotFound):  # the optimiser of that time is gone
+            await (learner.switch(place) if kind == "switch" else learner.rollback(place))
 
 
 @settings(max_examples=60)
@@ -97,16 +98,16 @@ async def test_two_are_two(tmp_path: Path) -> None:
         assert (await side.learner.rollback("checkpoint-4")).version == 5
         assert [i.name for i in unnamed(tmp_path)] == ["checkpoint-4", "checkpoint-5"], "the newest again"
         assert files == {p: p.stat().st_ino for p in files}, "nothing was written again"
-        assert (await side.learner.rollback("4")).version == 4
-        assert [i.name for i in listed(tmp_path) if i.name != BEST] == ["guard-0", "checkpoint-4", "checkpoint-5"], (
-            "beside the others"
-        )
+        with pytest.raises(NotFound, match="the optimiser of version 4 is gone"):
+            await side.learner.rollback("4")
+        assert [i.name for i in unnamed(tmp_path)] == ["checkpoint-4", "checkpoint-5"], "as they were"
+        await side.learner.update(group(6, version=5), publish=False)
         assert await side.learner.checkpoint("mine") == "mine"
-        await side.learner.update(group(6, version=4))
+        await side.learner.update(group(8, version=5))
         await side.learner.rollback("mine")
-        assert [i.name for i in listed(tmp_path) if i.name != BEST] == ["mine", "checkpoint-1", "checkpoint-4"]
+        assert next(i.name for i in listed(tmp_path) if i.name != BEST) == "mine"
         assert await side.learner.checkpoint() == "mine", "which is just that"
-        await side.learner.update(group(7, version=4))
+        await side.learner.update(group(7, version=5))
         trained, version = side.trained, side.version
     async with running(config(tmp_path, interval=1, keep=2), start=False) as side:
         assert (side.trained, side.version) == (trained, version)

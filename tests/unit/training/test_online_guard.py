@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from mlx_tandem.errors import InvalidRequest, NotFound
+from mlx_tandem.training.online.arms import Pair
 from mlx_tandem.training.online.guard import GIVE_UP, RECOVERY
 from mlx_tandem.training.online.prompts import Prompt
 from mlx_tandem.training.online.trial import CANDIDATE_UPDATES
@@ -102,6 +103,29 @@ async def test_a_version_that_answers_much_worse_is_never_current(tmp_path: Path
 
 
 @on_a_loop
+async def test_validation_prompts_are_answered_more_often_while_versions_look_worse(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def answer(shift: float) -> str:
+        return "yes" if shift < 0.9 else "no"
+
+    settings = config(tmp_path / "c", validation_prompts=str(validated(tmp_path, 4)), validation_answers=2)
+    async with running(settings, answer) as side:
+        original = side.server.sample
+
+        async def sample(prompts: Any, n: int, *rest: Any) -> Any:
+            asked.append(n)
+            return await original(prompts, n, *rest)
+
+        side.server.sample = sample  # type: ignore[method-assign]
+        for i in range(3):
+            await feed(side, [2 * i + 1, 2 * i + 2], i + 1)
+    assert asked[:4] == [2] * 4, "nothing has looked worse so far"
+    assert 2 < asked[4] <= 8
+    assert asked[4] == asked[5], "both versions alike"
+
+
+@on_a_loop
 async def test_the_control_arm_takes_back_what_is_worse_and_keeps_the_optimiser(tmp_path: Path) -> None:
     """The rewards of the client stay the same: only the comparison sees that the prompts became easier."""
 
@@ -140,6 +164,27 @@ async def ask(side: Side, number: int) -> None:
         side.learner.wait(prompt, [0.5, 0.5] if shift < 0.9 else [0.0, 0.0], 2, pair)
         count = side.learner.status().compared
         await side.until(lambda: side.learner.status().compared != count)
+
+
+@on_a_loop
+async def test_a_prompt_that_waits_for_a_version_that_has_gone_is_given_up_alone(tmp_path: Path) -> None:
+    async with running(config(tmp_path, guard_prompts=1000), lambda _: "yes", start=False) as side:
+        await side.learner.checkpoint()
+        scoring = side.learner.rewards.check("exact_match", {"answer": "yes"})
+        for number in range(1, 6):
+            await side.learner.update(group(number, version=side.version))
+            newest, accepted = side.server.current(), side.learner._learner.judging.accepted
+            assert newest is not None and accepted is not None
+            prompt = Prompt((1, number), scoring, SamplingParams(8, seed=number))
+            side.learner.wait(prompt, [0.5, 0.5], 2, Pair(accepted, newest))
+        assert 2 in side.server.retired
+        side.client.memory = {
+            d: w for d, w in side.client.memory.items() if d in side.learner._learner.versions.digests
+        }
+        side.learner.start()
+        await side.until(lambda: not side.learner._learner.judging.arms.waiting)
+        await side.until(lambda: side.learner.status().compared == 3)
+        assert side.learner.status().running
 
 
 @on_a_loop
@@ -255,18 +300,39 @@ async def test_rollback_and_switch(tmp_path: Path) -> None:
         ref = await side.learner.rollback("mine")
         assert (ref.version, side.version, len(side.trained)) == (4, 4, 12)
         assert side.client.followed[-1] == ref
-        ref = await side.learner.rollback("3")
-        assert (ref.version, len(side.trained)) == (3, 8)
+        with pytest.raises(NotFound, match="the optimiser of version 3 is gone"):
+            await side.learner.rollback("3")
+        assert (side.version, len(side.trained)) == (4, 12), "where it was"
         for wrong in ("99", "policy@98", "nothing"):
             with pytest.raises(NotFound):
                 await side.learner.rollback(wrong)
-        assert len(side.trained) == 8
+        assert len(side.trained) == 12
         ids = side.learner._learner.ledger.buffer.seen
     async with running(config(tmp_path)) as side:
-        assert (side.version, side.trained) == (3, (100, 101, 200, 201, 300, 301, 400, 401))
+        assert (side.version, len(side.trained)) == (4, 12)
         await side.learner.add(group(7), 2)
         assert side.learner.status().dropped_duplicate == 2, "learned once, on a course that was left"
         assert set(side.learner._learner.ledger.buffer.seen) == set(ids)
+
+
+@on_a_loop
+async def test_going_back_to_a_version_without_a_checkpoint_keeps_its_optimiser(tmp_path: Path) -> None:
+    """The journal's updates since the newest checkpoint, or since the beginning, lead to it."""
+    async with running(config(tmp_path, warmup_steps=4)) as side:
+        for i in range(2):
+            await feed(side, [2 * i + 1, 2 * i + 2], i + 1)
+        assert (await side.learner.rollback("2")).version == 2
+        assert (side.learner.status().step, side.trained) == (1, (100, 101, 200, 201))
+        assert side.learner.status().available_checkpoints == ("guard-1",), "it is durable"
+        for i in range(2, 5):
+            await feed(side, [2 * i + 1, 2 * i + 2], i + 1)
+        before = side.trained
+        assert (await side.learner.rollback()).version == 5, "the one before"
+        assert (side.learner.status().step, side.trained) == (3, before[:-4])
+        await feed(side, [21, 22], 6)
+        assert side.client.rates[-1] == 0.5, "warm-up does not begin again"
+    async with running(config(tmp_path), start=False) as side:
+        assert side.trained == (*before[:-4], 2100, 2101, 2200, 2201)
 
 
 @on_a_loop

@@ -11,9 +11,11 @@ from typing import Any, NoReturn
 import pytest
 
 from mlx_tandem.errors import EngineDied, EngineError, EngineUnavailable, ModelError, NotFound
+from mlx_tandem.files import DISK, StorageError
 from mlx_tandem.training.store.checkpoints import Checkpoints
 from mlx_tandem.training.store.journal import Journal
-from mlx_tandem.training.store.records import Began, Record
+from mlx_tandem.training.store.records import Began, Dropped, Record
+from tests.faulty import FaultFiles
 from tests.unit.learning_fakes import Points, config, died, group
 from tests.unit.online_side import Side, feed, on_a_loop, running
 
@@ -295,3 +297,23 @@ async def test_an_update_that_is_worth_another_attempt_is_made_by_the_next_proce
     async with running(config(tmp_path), start=False) as side:
         await side.learner.update(group(3))
         assert side.trained == (100, 101, 200, 201, 300, 301)
+
+
+@on_a_loop
+async def test_an_engine_that_ends_while_the_drive_is_full_is_made_up_for_by_the_loop_alone(tmp_path: Path) -> None:
+    """Nobody can ask for the trained adapter meanwhile, so that no request reminds the loop."""
+    async with running(config(tmp_path)) as side:
+        await feed(side, [1, 2], 1)
+        trained, loop = side.trained, side.learner._loop
+        await side.until(lambda: bool(loop._wake._waiters))  # type: ignore[attr-defined]
+        journal = side.learner._learner.ledger._journal
+        assert journal is not None
+        journal._ops = FaultFiles(1, repeat=1_000_000)
+        journal.append(Dropped(("x",)))
+        side.client.restart()
+        with pytest.raises(StorageError):
+            await side.learner.bring_up()
+        assert not side.learner._learner.is_up
+        journal._ops = DISK
+        await side.until(lambda: side.learner._learner.is_up)
+        assert (side.version, side.trained) == (2, trained)

@@ -1,0 +1,135 @@
+"""Programs of others, unmodified, where they are installed: each has to run a command or make an edit.
+
+Their instructions are longer than what the built-in model can follow, so the engine says prepared answers here. All
+else is the real server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from mlx_tandem import demo
+from mlx_tandem.engine.messages import Output, Submit
+from mlx_tandem.engine.wire import WireError
+from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.types import Delta
+from tests.api import scripted
+
+LONG = structs.replace(scripted.INFO, max_model_len=200_000, num_blocks=20_000)
+ANSWER = "The command printed tandem-42."
+CALL = '<tool_call>\n{"name": "%s", "arguments": {"%s": "echo tandem-$((40+2))"}}\n</tool_call>'
+EDIT = "sums.py\n```python\n<<<<<<< SEARCH\n    return a - b\n=======\n    return a + b\n>>>>>>> REPLACE\n```\n"
+
+
+def needs(name: str) -> str:
+    """The path of a program; the test is skipped where there is none."""
+    return shutil.which(name) or pytest.skip(f"{name} is not installed")
+
+
+@contextlib.contextmanager
+def saying(answer: Callable[[str], str]) -> Iterator[tuple[str, list[str]]]:
+    """The address of a server whose model answers each prompt as told, and the prompts so far."""
+    tokenizer = Tokenizer.load(demo.MODEL_PATH)
+    prompts: list[str] = []
+
+    def speak(peer: scripted.Peer) -> None:
+        with contextlib.suppress(WireError, OSError):  # the end of the server
+            while True:
+                try:
+                    heard = peer.hear(object)
+                except AssertionError:  # Programs take a while until they ask.
+                    continue
+                if not isinstance(heard, Submit):
+                    continue
+                prompts.append(tokenizer.decode(list(heard.request.prompt), show_special=True))
+                ids = tokenizer.encode(answer(prompts[-1]))
+                for i, token in enumerate(ids):
+                    finish = "stop" if i == len(ids) - 1 else None
+                    peer.say(Output([Delta(heard.request.id, 0, (token,), None, finish)]))
+
+    with scripted.scripted_server(LONG) as (client, peer, _):
+        thread = threading.Thread(target=speak, args=(peer,), daemon=True)
+        thread.start()
+        yield str(client.base_url).rstrip("/"), prompts
+
+
+def calling(name: str, argument: str) -> Callable[[str], str]:
+    """What an agent hears: a call of its tool, and behind the result the answer. Other prompts are about titles."""
+    return lambda prompt: (
+        ANSWER if "<tool_response>" in prompt else CALL % (name, argument) if "<tools>" in prompt else "A title."
+    )
+
+
+def run(command: list[str], home: Path, **environment: str) -> str:
+    """What a program prints, without any setting of the person who runs the tests."""
+    given = {"HOME": str(home), "PATH": os.environ["PATH"]} | environment
+    done = subprocess.run(
+        command, cwd=home, env=given, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=150
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def ran(prompts: list[str]) -> bool:
+    """Whether the last prompt has what the command printed, which nobody but a shell can have computed."""
+    return "tandem-42" in prompts[-1].rpartition("<tool_response>")[2]
+
+
+def test_codex(tmp_path):
+    program = needs("codex")
+    with saying(calling("exec_command", "cmd")) as (url, prompts):
+        provider = f'name = "tandem"\nbase_url = "{url}/v1"\nwire_api = "responses"\n'
+        settings = 'model = "base"\nmodel_provider = "tandem"\nweb_search = "disabled"\n'
+        (tmp_path / ".codex").mkdir()
+        (tmp_path / ".codex" / "config.toml").write_text(f"{settings}\n[model_providers.tandem]\n{provider}")
+        flags = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+        assert ANSWER in run([program, "exec", *flags, "Run the command"], tmp_path)
+        assert ran(prompts)
+
+
+def test_claude_code(tmp_path):
+    program = needs("claude")
+    with saying(calling("Bash", "command")) as (url, prompts):
+        found = run(
+            [program, "-p", "Run the command", "--allowedTools", "Bash"],
+            tmp_path,
+            ANTHROPIC_BASE_URL=url,
+            ANTHROPIC_AUTH_TOKEN="none",
+            ANTHROPIC_MODEL="base",
+            ANTHROPIC_DEFAULT_HAIKU_MODEL="base",
+            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        )
+        assert ANSWER in found
+        assert ran(prompts)
+
+
+def test_continue(tmp_path):
+    program = needs("cn")
+    with saying(calling("Bash", "command")) as (url, prompts):
+        model = f"name: base\n    provider: openai\n    model: base\n    apiBase: {url}/v1\n    apiKey: none"
+        settings = tmp_path / "config.yaml"
+        settings.write_text(
+            f"name: local\nversion: 1.0.0\nschema: v1\nmodels:\n  - {model}\n    capabilities: [tool_use]\n"
+        )
+        command = [program, "-p", "Run the command", "--auto", "--config", str(settings)]
+        assert ANSWER in run(command, tmp_path, CONTINUE_TELEMETRY_ENABLED="0")
+        assert ran(prompts)
+
+
+def test_aider(tmp_path):
+    program = needs("aider")
+    (tmp_path / "sums.py").write_text("def add(a, b):\n    return a - b\n")
+    with saying(lambda prompt: EDIT) as (url, _):
+        flags = ["--model", "openai/base", "--edit-format", "diff", "--no-show-model-warnings", "--no-check-update"]
+        flags += ["--yes-always", "--no-git", "--analytics-disable", "--message", "Mend add", "sums.py"]
+        run([program, *flags], tmp_path, OPENAI_API_BASE=f"{url}/v1", OPENAI_API_KEY="none")
+    assert (tmp_path / "sums.py").read_text() == "def add(a, b):\n    return a + b\n"
