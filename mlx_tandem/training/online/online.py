@@ -91,6 +91,7 @@ class OnlineLearner:
             self._begin(caught_up).add_done_callback(self._after_recovery)
 
     def _after_recovery(self, task: asyncio.Task[None]) -> None:
+        self._loop.wake()  # it tries again what has failed
         error = None if task.cancelled() else task.exception()
         if isinstance(error, EngineDied | EngineUnavailable):  # the next engine is brought up to there, too
             return
