@@ -164,7 +164,7 @@ class Ledger:
         """Count these, which were too old when they came, and take none of them; durable with the next `flush`."""
         ids = tuple(t.id for t in trajectories)
         if ids:
-            self._forget(ids)
+            _forget(self, ids)
             self._opened().append(Dropped(ids))
             self.buffer.remember(ids)
             self.buffer.counts.dropped_stale += len(ids)
@@ -186,15 +186,10 @@ class Ledger:
     def forget(self, ids: Sequence[str]) -> None:
         """Count these, which will have no reward, and keep them no longer; durable with the next `flush`."""
         if ids:
-            self._forget(ids)
+            _forget(self, ids)
             self._opened().append(Forgotten(tuple(ids)))
             self.buffer.counts.dropped_no_reward += len(ids)
             _log_dropped("no_reward", len(ids))
-
-    def _forget(self, ids: Sequence[str]) -> None:
-        groups = recovery.forget(ids, self.buffer, self.waiting)
-        if self._late is not None:
-            self._late += groups
 
     def take(self, count: int, version: int) -> list[list[Trajectory]]:
         """Return groups to learn from, about `count` completions; fewer when there are no more."""
@@ -371,3 +366,9 @@ def _log_dropped(reason: DropReason, count: int) -> None:
     """Say where it happens that so many trajectories are not learned from."""
     if count:
         log.warning("trajectories dropped", extra={"fields": {"reason": reason, "count": count}})
+
+
+def _forget(ledger: Ledger, ids: Sequence[str]) -> None:
+    groups = recovery.forget(ids, ledger.buffer, ledger.waiting)
+    if ledger._late is not None:
+        ledger._late += groups
