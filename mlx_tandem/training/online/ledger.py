@@ -108,7 +108,7 @@ class Ledger:
     async def read(self) -> tuple[Manifest | None, Sequence[Record], int | None]:
         """Return what `open` does and change nothing. Raises StorageError."""
         manifest = await asyncio.to_thread(self.checkpoints.newest)
-        records = await self._opened().replay()
+        records = await _opened(self).replay()
         return manifest, records, recovery.held_already(records, manifest)
 
     def _rebuild(self, manifest: Manifest | None, records: Sequence[Record], keep_counts: bool) -> None:
@@ -146,7 +146,7 @@ class Ledger:
         """
         if self.is_behind:
             await self.flush()
-        journal, overflow = self._opened(), self.buffer.counts.dropped_overflow
+        journal, overflow = _opened(self), self.buffer.counts.dropped_overflow
         for t, size in trajectories:
             if self.buffer.add(t, size):
                 self.waiting.close(t.id)
@@ -167,8 +167,8 @@ class Ledger:
         """Count these, which were too old when they came, and take none of them; durable with the next `flush`."""
         ids = tuple(t.id for t in trajectories)
         if ids:
-            self._forget(ids)
-            self._opened().append(Dropped(ids))
+            _forget(self, ids)
+            _opened(self).append(Dropped(ids))
             self.buffer.remember(ids)
             self.buffer.counts.dropped_stale += len(ids)
             _log_dropped("stale", len(ids))
@@ -179,7 +179,7 @@ class Ledger:
         """
         if self.is_behind:
             await self.flush()
-        journal = self._opened()
+        journal = _opened(self)
         for each in answers:
             if self.waiting.put(each.id, each.begun, each.exchange, each.at):
                 journal.append(each)
@@ -189,21 +189,16 @@ class Ledger:
     def forget(self, ids: Sequence[str]) -> None:
         """Count these, which will have no reward, and keep them no longer; durable with the next `flush`."""
         if ids:
-            self._forget(ids)
-            self._opened().append(Forgotten(tuple(ids)))
+            _forget(self, ids)
+            _opened(self).append(Forgotten(tuple(ids)))
             self.buffer.counts.dropped_no_reward += len(ids)
             _log_dropped("no_reward", len(ids))
-
-    def _forget(self, ids: Sequence[str]) -> None:
-        groups = recovery.forget(ids, self.buffer, self.waiting)
-        if self._late is not None:
-            self._late += groups
 
     def take(self, count: int, version: int) -> list[list[Trajectory]]:
         """Return groups to learn from, about `count` completions; fewer when there are no more."""
         taken = self.buffer.take(count, version, self._config.rl_training.max_staleness, _exempt(self.listed))
         if taken.stale:
-            self._opened().append(Dropped(taken.stale))
+            _opened(self).append(Dropped(taken.stale))
             _log_dropped("stale", len(taken.stale))
         return [list(group) for group in taken.groups]
 
@@ -240,7 +235,7 @@ class Ledger:
 
     def begin(self, pending: Pending) -> None:
         """Note that this update will be done, whatever happens; durable with the next `flush`."""
-        self._opened().append(pending.began)
+        _opened(self).append(pending.began)
         self.buffer.remember(pending.began.trajectories)
         baselines.note(self.counters.baselines, pending.began.rewards)
         self.counters.began += 1
@@ -248,7 +243,7 @@ class Ledger:
 
     def end(self, end: Ended) -> None:
         """Note that the pending update has come to its end."""
-        self._opened().append(end)
+        _opened(self).append(end)
         _note(self._config.rl_training, self.counters, end)
         self.pending = None
 
@@ -256,13 +251,13 @@ class Ledger:
         """Note how much better than by the accepted version a prompt was answered, and by how much it may be worse;
         durable with the next `flush`.
         """
-        self._opened().append(Compared(difference, tolerated))
+        _opened(self).append(Compared(difference, tolerated))
         self.counters.compared += 1
         self.counters.trial.compare(difference, tolerated, self._config.rl_training.guard_false_accept)
 
     async def flush(self) -> None:
         """Bring the journal to the drive. Raises StorageError."""
-        await self._opened().flush()
+        await _opened(self).flush()
 
     async def save(
         self, manifest: Manifest, write: Callable[[str], Awaitable[None]] | None, *, guards: bool = False
@@ -320,7 +315,7 @@ class Ledger:
         self.counters.checkpoint_saves += 1
         self.counters.since_checkpoint = self.counters.since_checkpoint if guards else 0
         self.pending = None
-        await self._opened().rotate(info.label, manifest.step, self.buffer.held, self.buffer.seen, self.waiting)
+        await _opened(self).rotate(info.label, manifest.step, self.buffer.held, self.buffer.seen, self.waiting)
         self.counters.follows, self.counters.began, self.counters.compared = info.label, 0, 0
         return info
 
@@ -331,11 +326,6 @@ class Ledger:
                 await self._journal.close()
         finally:
             self.checkpoints.close()
-
-    def _opened(self) -> Journal:
-        if self._journal is None:
-            raise RuntimeError("the journal is not open")
-        return self._journal
 
 
 def _exempt(listed: Sequence[CheckpointInfo]) -> frozenset[int]:
@@ -379,3 +369,15 @@ def _log_dropped(reason: DropReason, count: int) -> None:
     """Say where it happens that so many trajectories are not learned from."""
     if count:
         log.warning("trajectories dropped", extra={"fields": {"reason": reason, "count": count}})
+
+
+def _forget(ledger: Ledger, ids: Sequence[str]) -> None:
+    groups = recovery.forget(ids, ledger.buffer, ledger.waiting)
+    if ledger._late is not None:
+        ledger._late += groups
+
+
+def _opened(ledger: Ledger) -> Journal:
+    if ledger._journal is None:
+        raise RuntimeError("the journal is not open")
+    return ledger._journal
