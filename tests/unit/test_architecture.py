@@ -146,7 +146,6 @@ LARGE: dict[str, str] = {
     "mlx_tandem/engine/block_manager.py: BlockManager": NOT_YET,
     "mlx_tandem/engine/scheduler.py: Scheduler": NOT_YET,
     "mlx_tandem/engine/kv_offload.py: KVOffload": NOT_YET,
-    "mlx_tandem/training/online/ledger.py: Ledger": "each of its methods is one change that the journal has to know",
 }
 """What may be larger, and why."""
 
