@@ -193,7 +193,8 @@ def test_what_has_no_score_is_not_collected(tmp_path):
 
 @pytest.mark.parametrize("shown", [True, False])
 def test_what_is_too_old_already_says_so(tmp_path, shown):
-    """Here what the base answers, two versions after it; in the reply, the status, the metrics and the journal."""
+    """Here what the first version answers, two versions later; in the reply, the status, the metrics and the journal.
+    The base's answers are never too old: when they are learned from, their logprobs say how far away they are."""
     config = learning_config(tmp_path, max_staleness=1, scoring_function="contains")
     fields = {"scoring_function": "contains" if shown else None}
     with serving(config) as server:
@@ -203,7 +204,8 @@ def test_what_is_too_old_already_says_so(tmp_path, shown):
         before = server.client.get("/v1/training/status").json()
         assert (before["version"], before["dropped_stale"], before["advice"]) == (3, 0, "")
         named = {"answer": "3", "group": "mine"}  # so that they wait, whatever their rewards are
-        fresh, old = collect(server, metadata=named, **fields), collect(server, model="base", **fields)
+        fresh = collect(server, metadata=named, **fields) + collect(server, model="base", metadata=named, **fields)
+        old = collect(server, model="policy@1", **fields)
         streamed = events(
             server.complete(
                 SORT, model="policy@1", collect_trajectory=True, stream=True, metadata={"answer": "3"}, **fields
@@ -216,7 +218,7 @@ def test_what_is_too_old_already_says_so(tmp_path, shown):
         # Without a score in the reply they are collected in the background.
         until(lambda: server.client.get("/v1/training/status").json()["dropped_stale"] == 5)
         status = server.client.get("/v1/training/status").json()
-        assert (status["buffered"], status["dropped_stale"]) == (4, 5)
+        assert (status["buffered"], status["dropped_stale"]) == (8, 5)
         assert "5 trajectories were not learned from" in status["advice"] and "ask for policy" in status["advice"]
         metrics = server.client.get("/metrics").text
         assert 'tandem_training_trajectories_dropped_total{reason="stale"} 5.0' in metrics
