@@ -69,7 +69,7 @@ def explain(error: msgspec.ValidationError, kind: Any, where: str = "") -> Inval
         return InvalidRequest(
             f"{shown} must be of type {want}, not {found.group('got')}", param=path or None, code="invalid_type"
         )
-    if what.startswith("Invalid enum value"):
+    if what.startswith(("Invalid enum value", "Invalid value")):
         return InvalidRequest(f"{shown} must be {_choices(kind, inside)}", param=path or None)
     return InvalidRequest(f"{shown}: {what}"[:300], param=path or None)
 
@@ -81,6 +81,9 @@ def _joined(path: str, name: str) -> str:
 def _choices(kind: Any, path: str) -> str:
     """Return the values that the place at `path` in a `kind` may have, in words."""
     values = {v: None for t in _types_at(kind, path) if isinstance(t, inspect.LiteralType) for v in t.values}
+    parent, _, name = path.rpartition(".")
+    structs = [t for t in _types_at(kind, parent) if isinstance(t, inspect.StructType) and t.tag_field == name]
+    values |= {t.tag: None for t in structs}
     return "one of " + ", ".join(map(repr, values)) if values else "another value"
 
 

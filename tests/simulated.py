@@ -233,10 +233,11 @@ class Engine:
             results.append(BatchResult(batch.trainer, 0.5, 2 * len(own), own, own))
         return tuple(results)
 
-    async def step_trainer(self, trainer: str, adam: AdamParams) -> StepDone:
-        """Do a step of the optimiser, which can be taken back."""
+    async def step_trainer(self, trainer: str, adam: AdamParams, *, more: bool = False) -> StepDone:
+        """Do a step of the optimiser, which can be taken back; with `more`, together with the next one."""
         own = self._trainer(trainer)
-        own.before, own.weights = own.weights, own.weights.moved(own.gradient, adam)
+        own.before = own.before or own.weights
+        own.weights = own.weights.moved(own.gradient, adam)
         norm = math.hypot(*own.gradient)
         own.gradient = [0.0] * KINDS
         return StepDone(trainer, own.weights.step, norm, True)

@@ -136,7 +136,7 @@ def test_pictures_are_refused_clearly(server):
     part = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
     error = refusal(post(server, "chat", messages=[{"role": "user", "content": [part]}]))
     assert error["param"] == "messages[0].content[0].type"
-    assert error["message"] == "messages[0].content[0].type must be one of 'text'"
+    assert error["message"] == "messages[0].content[0].type must be one of 'text', 'refusal'"
 
 
 # --- usage in streams ----------------------------------------------------------------------------------------------

@@ -333,7 +333,8 @@ def test_commands_that_end(line: str, folder: Path, served: Served, ran: set[tup
     if tuple(words) in ran:
         return
     ran.add(tuple(words))
-    assert run(words, folder, BENCHMARK_SERVER_OPTIONS=" ".join(w for pair in SMALL.items() for w in pair))
+    small = {} if "benchmarks/long_prompt.py" in words else SMALL  # whose streams are longer than that
+    assert run(words, folder, BENCHMARK_SERVER_OPTIONS=" ".join(w for pair in small.items() for w in pair))
     if "--json-out" in words:
         assert json.loads((folder / words[words.index("--json-out") + 1]).read_text())["machine"]
 

@@ -99,7 +99,8 @@ def test_too_many_are_refused_and_told_when_to_come_again(served: RunningServer)
                 b"Content-Length: %d\r\n\r\n{" % size
             )
             waiting.append(sock)
-        while (refused := served.client.post("/tokenize", json={"prompt": REFUSED})).status_code == 200:
+        asked = {"prompt": REFUSED, "prompts": 1}  # where there is room for it, it is a 400 and no work
+        while (refused := served.client.post("/tokenize", json=asked)).status_code == 400:
             pass
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
         assert int(refused.headers["retry-after"]) >= 1
@@ -108,7 +109,7 @@ def test_too_many_are_refused_and_told_when_to_come_again(served: RunningServer)
     finally:
         for sock in waiting:
             sock.close()
-    while served.client.post("/tokenize", json={"prompt": REFUSED}).status_code == 429:
+    while served.client.post("/tokenize", json=asked).status_code == 429:
         pass
     metrics = served.client.get("/metrics").text
     found = re.search(r'^tandem_refused_total\{reason="waiting_text"\} (\d+)', metrics, re.MULTILINE)

@@ -56,7 +56,7 @@ def text(sample, options): return "1.0"
 def nothing(sample, options): return None
 def large(sample, options): return 1e30
 def huge(sample, options): return 10 ** 400
-async def later(sample, options): return 1.0
+async def awaited(sample, options): return 1.0
 
 def leaves(sample, options): os._exit(0)
 def crashes(sample, options): ctypes.string_at(0)
@@ -133,7 +133,7 @@ async def scores(pool: RewardPool, *functions: str, **metadata: Any) -> list[flo
     [
         *[(f, "timeout") for f in ("sleeps", "deadlocks", "spins", "stops_the_clock", "stops")],
         *[(f, "raised") for f in ("raises", "exits", "interrupts", "recurses", "deletes", "absent")],
-        *[(f, "invalid") for f in ("nan", "inf", "text", "nothing", "large", "huge", "later")],
+        *[(f, "invalid") for f in ("nan", "inf", "text", "nothing", "large", "huge", "awaited")],
         *[(f, "died") for f in ("leaves", "crashes", "closes", "chatters")],
         pytest.param("allocates", "memory", marks=pytest.mark.skipif(sys.platform != "linux", reason="no such limit")),
         ("hoards", "memory"),

@@ -237,7 +237,7 @@ async def test_versions_that_went_with_the_engine_cannot_be_asked_for(tmp_path: 
 async def test_an_update_that_ends_every_engine_is_given_up(tmp_path: Path) -> None:
     async with running(config(tmp_path)) as side:
 
-        async def step_trainer(*args: Any) -> Any:
+        async def step_trainer(*args: Any, **options: Any) -> Any:
             side.points.broken = True
             raise died()
 
