@@ -58,6 +58,11 @@ def _check(config: Config) -> None:
             f"'rl_training.update_frequency' is {training.update_frequency}, over "
             f"'rl_training.trajectory_buffer_size', {training.trajectory_buffer_size}: no update would ever come"
         )
+    if training.schedule != "constant" and not training.decay_steps:
+        raise InvalidRequest(
+            f"'rl_training.schedule' is '{training.schedule}', which needs 'rl_training.decay_steps': the rate would "
+            "never fall"
+        )
     if name.casefold() in limits.BASE_NAMES or name in {alias for alias, _ in config.aliases}:
         raise InvalidRequest(f"'{name}' is an alias or the base itself; give 'rl_training.adapter' a name of its own")
     if name in adapters and source != name:

@@ -134,6 +134,7 @@ ON = "rl_training: {enabled: true}\n"
         (ON + "lora: {max_loras: 0}", "'lora.max_loras' is 0, which leaves no room on the device for 'policy'"),
         (ON + "lora: {max_lora_rank: 8}", "'rl_training.lora_rank' is 16, over 'lora.max_lora_rank', 8"),
         ("rl_training: {enabled: true, update_frequency: 1001}", "'rl_training.update_frequency' is 1001, over"),
+        ("rl_training: {enabled: true, schedule: cosine}", "'cosine', which needs 'rl_training.decay_steps'"),
         ("rl_training: {enabled: true, adapter: a/b}", "'rl_training.adapter' must be 1 to 64 letters"),
         ("rl_training: {enabled: true, adapter: base}", "'base' is an alias or the base itself"),
         ("rl_training: {enabled: true, adapter: Base}", "'Base' is an alias or the base itself"),
