@@ -75,7 +75,7 @@ SHORT = {
         *("--streams", "2", "--clients", "2", "--bytes", "50000", "--max-tokens", "16", "--repeats", "1")
     ],
     "benchmarks/overload.py": [
-        *("--seconds", "1", "--peak-seconds", "0.5", "--batch", "4", "--queue", "4", "--max-tokens", "4"),
+        *("--seconds", "1", "--peak-seconds", "0.5", "--batch", "4", "--queue", "4", "--max-tokens", "24"),
         *("--promises", "1"),
     ],
     "benchmarks/learn.py": ["--seeds", "1", "--steps", "1", "--runs", "true"],
