@@ -11,22 +11,14 @@ each batch before they are sent.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-import yaml
-from partial import Results, stop_cleanly
-from servers import tandem
+from taught import Teacher, main, run
 
-from mlx_tandem import demo
-from mlx_tandem.cli.demo.learner import MAX_TOKENS, POLICY, POLL_SECONDS, SETTINGS, SKILL, question
-from mlx_tandem.cli.http import once
+from mlx_tandem.cli.demo.learner import MAX_TOKENS, POLICY, SETTINGS, SKILL, question
 
 RUNS = ("true", "shuffled")
 CITIES = ("Oslo", "Paris", "Rome", "Madrid", "Berlin", "Vienna", "Lisbon", "Athens")
@@ -39,27 +31,19 @@ TOOL = {
     },
 }
 GROUPS, ANSWERS = 4, 8
-EVERY = 10  # updates between two evaluations
 EXAM = 32  # episodes of an evaluation
-WANTED = 0.8
 ROOM = ("--max-model-len", "1024", "--num-blocks", "1025", "--stall-seconds", "600")  # on a busy machine
 
 Message = dict[str, Any]
 
 
-class Agent:
+class Agent(Teacher):
     """A client that plays episodes of the task, and collects them or not."""
 
     def __init__(self, url: str, run: str, seed: int):
-        self._url, self._run, self._random = url, run, random.Random(seed)
+        super().__init__(url)
+        self._run, self._random = run, random.Random(seed)
         self.tokens = self.trained = 0
-
-    async def json(self, method: str, path: str, body: object = None) -> Any:
-        """Return the body of a reply. Raises RuntimeError for a refusal."""
-        status, reply = await once(self._url, method, path, body)
-        if status >= 300:
-            raise RuntimeError(f"{method} {path}: {status} {reply}")
-        return reply
 
     async def episodes(self, rng: random.Random, count: int, **fields: Any) -> list[tuple[float, str | None]]:
         """Play a task `count` times, and return the rewards, each with its trajectory."""
@@ -110,26 +94,15 @@ class Agent:
                 for id, reward in zip(ids, rewards, strict=True)
             )
         )
-        while True:
-            status = await self.json("GET", "/v1/training/status")
-            if status["updates"] > done or not status["busy"]:
-                return int(status["updates"])
-            await asyncio.sleep(POLL_SECONDS)
+        return await self.updated(done)
 
 
 async def learned(agent: Agent, updates: int) -> dict[str, Any]:
-    """Return the accuracy after every few updates, and the number of updates after which it was as wanted."""
-    done, accuracy = 0, {0: await agent.accuracy()}
-    while done < updates:
-        goal = min(done + EVERY, updates)
-        while done < goal:
-            done = await agent.batch(done)
-        accuracy[done] = await agent.accuracy()
+    """Return the curve of an agent, and what the server says of its learning."""
+    curve = await agent.curve(updates)
     status = await agent.json("GET", "/v1/training/status")
     debug = await agent.json("GET", "/debug/training")
-    return {
-        "accuracy": {str(at): round(share, 4) for at, share in accuracy.items()},
-        "updates_to_wanted": next((at for at, share in accuracy.items() if share >= WANTED), None),
+    return curve | {
         "tokens_of_a_trajectory": agent.tokens,
         "tokens_of_its_answers": agent.trained,
         "rewards": [round(report["mean_reward"], 4) for report in debug["history"]],
@@ -138,38 +111,10 @@ async def learned(agent: Agent, updates: int) -> dict[str, Any]:
     }
 
 
-def run(name: str, seed: int, updates: int) -> dict[str, Any]:
+def measure(name: str, seed: int, updates: int) -> dict[str, Any]:
     """Return the figures of one run on a fresh server."""
-    with tempfile.TemporaryDirectory(prefix="tandem-agents-") as scratch:
-        settings = Path(scratch) / "learn.yaml"
-        tree = {
-            "rl_training": SETTINGS | {"seed": seed},
-            "checkpointing": {"checkpoint_dir": f"{scratch}/checkpoints"},
-        }
-        settings.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        with tandem("--config", str(settings), *ROOM).started(demo.MODEL_PATH) as server:
-            found = asyncio.run(learned(Agent(server.url, name, seed), updates))
-            return {"run": name, "seed": seed, "device": server.device()} | found
-
-
-def main() -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description="learning a task of two turns with a tool over HTTP")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--runs", default=",".join(RUNS))
-    parser.add_argument("--json-out", type=Path)
-    args = parser.parse_args()
-    stop_cleanly()
-    results = Results(args.json_out, settings=SETTINGS, wanted=WANTED)
-    found: list[dict[str, Any]] = []
-    for seed in map(int, args.seeds.split(",")):
-        for name in args.runs.split(","):
-            found.append(run(name, seed, args.updates))
-            results.add(results=found)
-            print(found[-1], file=sys.stderr, flush=True)
-    results.finish(results=found)
+    return run(SETTINGS | {"seed": seed}, ROOM, lambda url: learned(Agent(url, name, seed), updates))
 
 
 if __name__ == "__main__":
-    main()
+    main("learning a task of two turns with a tool over HTTP", RUNS, SETTINGS, measure)

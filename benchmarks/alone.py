@@ -10,43 +10,28 @@ which nothing must be learned. Every few updates the served version is asked 16 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
-import yaml
-from partial import Results, stop_cleanly
-from servers import tandem
+from taught import Teacher, main, run
 
-from mlx_tandem import demo
-from mlx_tandem.cli.demo.learner import MAX_TOKENS, POLICY, POLL_SECONDS, SETTINGS, SKILL, Learner, question
-from mlx_tandem.cli.http import once
+from mlx_tandem.cli.demo.learner import MAX_TOKENS, POLICY, SETTINGS, SKILL, Learner, question
 
 RUNS = ("scored", "sent", "shuffled")
+TRAINING = SETTINGS | {"siblings": 0}
 BATCH = SETTINGS["update_frequency"]
-EVERY = 10  # updates between two evaluations
-WANTED = 0.8
 QUESTIONS = [question(random.Random(f"asked {i}")) for i in range(16)]
 ROOM = ("--max-model-len", "1024", "--num-blocks", "513", "--stall-seconds", "600")  # on a busy machine
 
 
-class Client:
+class Client(Teacher):
     """A client that asks each question once and sees to the rewards."""
 
     def __init__(self, url: str, run: str, seed: int):
-        self._url, self._run, self._random = url, run, random.Random(seed)
+        super().__init__(url)
+        self._run, self._random = run, random.Random(seed)
         self._exam = Learner(url, seed=seed)
-
-    async def json(self, method: str, path: str, body: object = None) -> Any:
-        """Return the body of a reply. Raises RuntimeError for a refusal."""
-        status, reply = await once(self._url, method, path, body)
-        if status >= 300:
-            raise RuntimeError(f"{method} {path}: {status} {reply}")
-        return reply
 
     async def accuracy(self) -> float:
         """Return the share of right answers of the served version to questions that nothing is learned from."""
@@ -62,11 +47,7 @@ class Client:
                 self._random.shuffle(rewards)
             sent = zip(answers, rewards, strict=True)
             await asyncio.gather(*(self._reward(id, reward) for (_, id), reward in sent if id is not None))
-        while True:
-            status = await self.json("GET", "/v1/training/status")
-            if status["updates"] > done or not status["busy"]:
-                return int(status["updates"])
-            await asyncio.sleep(POLL_SECONDS)
+        return await self.updated(done)
 
     async def _ask(self, digits: str, answer: str) -> tuple[str, str | None]:
         body = {
@@ -87,52 +68,17 @@ class Client:
 
 
 async def learned(client: Client, updates: int) -> dict[str, Any]:
-    """Return the accuracy after every few updates, and the number of updates after which it was as wanted."""
-    done, accuracy = 0, {0: await client.accuracy()}
-    while done < updates:
-        goal = min(done + EVERY, updates)
-        while done < goal:
-            done = await client.batch(done)
-        accuracy[done] = await client.accuracy()
+    """Return the curve of a client, and what the server says of its learning."""
+    curve = await client.curve(updates)
     status = await client.json("GET", "/v1/training/status")
-    reached = next((at for at, share in accuracy.items() if share >= WANTED), None)
-    return {
-        "accuracy": {str(at): round(share, 4) for at, share in accuracy.items()},
-        "updates_to_wanted": reached,
-        **{key: status[key] for key in ("updates", "rollbacks", "trajectories_collected", "skipped_groups")},
-    }
+    kept = ("updates", "rollbacks", "trajectories_collected", "skipped_groups")
+    return curve | {key: status[key] for key in kept}
 
 
-def run(name: str, seed: int, updates: int) -> dict[str, Any]:
+def measure(name: str, seed: int, updates: int) -> dict[str, Any]:
     """Return the figures of one run on a fresh server."""
-    with tempfile.TemporaryDirectory(prefix="tandem-alone-") as scratch:
-        settings = Path(scratch) / "learn.yaml"
-        training = SETTINGS | {"seed": seed, "siblings": 0}
-        tree = {"rl_training": training, "checkpointing": {"checkpoint_dir": f"{scratch}/checkpoints"}}
-        settings.write_text(yaml.safe_dump(tree), encoding="utf-8")
-        with tandem("--config", str(settings), *ROOM).started(demo.MODEL_PATH) as server:
-            found = asyncio.run(learned(Client(server.url, name, seed), updates))
-            return {"run": name, "seed": seed, "device": server.device()} | found
-
-
-def main() -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description="learning from single answers to different prompts")
-    parser.add_argument("--seeds", default="0,1,2")
-    parser.add_argument("--updates", type=int, default=20)
-    parser.add_argument("--runs", default=",".join(RUNS))
-    parser.add_argument("--json-out", type=Path)
-    args = parser.parse_args()
-    stop_cleanly()
-    results = Results(args.json_out, settings=SETTINGS | {"siblings": 0}, wanted=WANTED)
-    found: list[dict[str, Any]] = []
-    for seed in map(int, args.seeds.split(",")):
-        for name in args.runs.split(","):
-            found.append(run(name, seed, args.updates))
-            results.add(results=found)
-            print(found[-1], file=sys.stderr, flush=True)
-    results.finish(results=found)
+    return run(TRAINING | {"seed": seed}, ROOM, lambda url: learned(Client(url, name, seed), updates))
 
 
 if __name__ == "__main__":
-    main()
+    main("learning from single answers to different prompts", RUNS, TRAINING, measure)

@@ -48,7 +48,7 @@ WANTED = 0.85
 BEAT = 0.5  # seconds between two looks at memory
 GAP = 5.0  # seconds without a look from which the machine counts as stopped
 RATIOS = {"answers": 1.0, "seconds": 0.5, "cpu_s": 0.5, "peak_mb": 0.7}
-"""What is compared, and the largest ratio of ours to TRL's that is wanted."""
+"""The figures that are compared, each with the largest ratio of ours to TRL's that is wanted."""
 
 
 def task(seed: int, model: Path) -> dict[str, Any]:

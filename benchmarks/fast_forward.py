@@ -83,7 +83,7 @@ GROWTH = 1.25
 
 
 class Plan:
-    """What happens when, which the seed decides alone."""
+    """The events of a simulated day and their times, which depend on the seed alone."""
 
     def __init__(self, seed: int, hours: float, kills: int) -> None:
         self.hours, self._seed = hours, seed
@@ -131,7 +131,7 @@ class Traffic:
 
 @dataclass
 class Found:
-    """What a run has shown."""
+    """The observations of a run."""
 
     start: float = 0.0
     rewards: list[float] = field(default_factory=list)  # of the served version, at the end of each hour

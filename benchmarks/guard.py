@@ -40,7 +40,7 @@ WITHIN = 30
 
 @dataclass
 class Run:
-    """What became of one run."""
+    """The outcome of one run."""
 
     rollbacks: int = 0
     first: int | None = None  # the update after which the first rollback came

@@ -1,4 +1,4 @@
-"""What the guard does on a real server: nothing to a policy that stays as it is, and much to one that learns too fast.
+"""Measure the guard on a real server, with a policy that stays as it is and with one that learns too fast.
 
     python benchmarks/guard_live.py --json-out benchmarks/results/guard_live.json
 
@@ -54,7 +54,7 @@ class Kind:
 
 @dataclass
 class Course:
-    """What has been seen of a run. A scale is the rate over that of the settings."""
+    """The observations of a run. A scale is the rate divided by that of the settings."""
 
     rewards: list[float] = field(default_factory=list)  # mean of each batch
     status: dict[str, Any] = field(default_factory=dict)

@@ -80,7 +80,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Records:
-    """What is recorded of a run, and where."""
+    """The records of a run and where they go."""
 
     file: Path | None  # None: metrics.jsonl in the adapter's folder
     trackers: tuple[Tracker, ...]

@@ -39,7 +39,9 @@ RANK = 16
 
 
 Text = Literal["free", "repeats", "random"]
-"""What rows say: what the model says by `sampling`; one token each, which drafts foresee; or random tokens."""
+"""The content of rows: the model's own answers by `sampling`, one repeated token, which drafts foresee, or random
+tokens.
+"""
 
 
 @dataclass(frozen=True)
