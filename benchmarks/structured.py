@@ -1,7 +1,7 @@
 """Measure what structured output costs: the same rows with and without a grammar, alone and beside each other, in turn.
 
     python benchmarks/structured.py --json-out benchmarks/results/structured.json
-    python benchmarks/structured.py --shape 8b --rows 16,64 --json-out benchmarks/results/structured-8b.json
+    python benchmarks/structured.py --shape qwen3-8b --rows 16,64 --json-out benchmarks/results/structured-8b.json
 
 The engine's loop runs in this process, without HTTP. Every stream gets the same number of tokens. The grammar is a
 schema of objects in a list that does not end before. Four loads take turns in each round:
@@ -31,7 +31,7 @@ from partial import Results, stop_cleanly
 from mlx_tandem import demo
 from mlx_tandem.cli.bench.script import Script, ScriptChannel, Work
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
-from mlx_tandem.config import EngineConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.config import EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.wire import WireError
 from mlx_tandem.engine_main import serve
@@ -131,7 +131,7 @@ def main() -> None:
             drawn = shape.dtype != "float32"
             folder = write_model(Path(scratch) / args.shape, shape, weights=not drawn)
             model = ModelConfig(path=str(folder), random_weights=drawn)
-        config = EngineConfig(model=model, scheduler=SchedulerConfig(max_num_seqs=most))
+        config = EngineConfig(model=model, scheduler=SchedulerConfig(max_num_seqs=most), lora=LoraConfig(max_loras=0))
         results = Results(args.json_out, model=args.shape or "demo", max_tokens=args.max_tokens, schema=SCHEMA)
         with contextlib.suppress(WireError):
             serve(ScriptChannel(Bench(args, results).script), config, False)

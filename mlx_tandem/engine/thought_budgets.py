@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mlx_tandem.engine.masks import MaskMaker
+from mlx_tandem.engine.masks import MaskMaker, Place
 from mlx_tandem.engine.plan import Mask
 from mlx_tandem.types import Request, ThoughtBudget
 
@@ -74,12 +74,20 @@ class ThoughtBudgets:
         """Return whether the request has a budget or is constrained otherwise."""
         return request.params.thoughts is not None or self._others.constrains(request)
 
-    def mask(self, request: Request, choice: int, tokens: Sequence[int]) -> Mask:
-        """Return which tokens may follow `tokens`: a single one where a thought has to end."""
-        forced = self._forced(request, choice, tokens)
+    def masks(self, places: Sequence[Place]) -> list[Mask]:
+        """Return which tokens may follow at each place: a single one where a thought has to end."""
+        made = [self._of_thought(place) for place in places]
+        others = [at for at, place in enumerate(places) if made[at] is None and self._others.constrains(place.request)]
+        if others:
+            for at, mask in zip(others, self._others.masks([places[at] for at in others]), strict=True):
+                made[at] = mask
+        return [self._everything if mask is None else mask for mask in made]
+
+    def _of_thought(self, place: Place) -> Mask | None:
+        """Return the mask of the only token that may follow; None if the thoughts leave it open."""
+        forced = self._forced(*place)
         if forced is None:
-            others = self._others
-            return others.mask(request, choice, tokens) if others.constrains(request) else self._everything
+            return None
         mask = bytearray(self._size)
         mask[forced // 8] = 1 << forced % 8
         return bytes(mask)

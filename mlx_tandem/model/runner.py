@@ -263,7 +263,7 @@ class MLXRunner:
     def _draw(self, undrawn: Undrawn, masks: dict[int, list[Mask]]) -> Part:
         """Return the part that draws, by masks, for the rows that a forward left undrawn."""
         flags = undrawn.flags
-        words = words_of(undrawn.rows, len(undrawn.logits), masks, undrawn.logits.shape[-1])
+        sent = self.inputs.send([words_of(undrawn.rows, len(undrawn.logits), masks, undrawn.logits.shape[-1])])
         drawn, self._last, seen, moved = self.compiled.drawing(flags)(
             undrawn.logits,
             undrawn.position,
@@ -273,12 +273,12 @@ class MLXRunner:
             self._seats.seen(flags),
             undrawn.drafts,
             [self._places_of_last] if undrawn.drafts else [],
-            mx.array(words),
+            sent.arrays,
         )
         self._seats.remember(seen)
         self._move(moved)
         marker = [*drawn, self._last, *moved]
-        return Part(undrawn.rows, flags, drawn, marker, wanted=undrawn.wanted, verifies=undrawn.verifies)
+        return Part(undrawn.rows, flags, drawn, marker, sent=sent, wanted=undrawn.wanted, verifies=undrawn.verifies)
 
     def _move(self, moved: Sequence[mx.array]) -> None:
         """Take in where each seat's newest token is after a step with drafts."""

@@ -819,14 +819,8 @@ def _never_forget(patch: pytest.MonkeyPatch) -> None:
 def _mask_the_token_before(patch: pytest.MonkeyPatch) -> None:
     """Masks are made without the newest token."""
 
-    def masks_of_row(maker: Any, s: Sequence, row: Row) -> list[Mask]:
-        newest = s.tokens.pop()
-        made = original(maker, s, row)
-        s.tokens.append(newest)
-        return made
-
-    original = masks.masks_of_row
-    patch.setattr(masks, "masks_of_row", masks_of_row)
+    original = masks._behind
+    patch.setattr(masks, "_behind", lambda s, drafts: [*s.tokens[:-1], *original(s, drafts)[len(s.tokens) :]])
 
 
 def _mask_drafts_alike(patch: pytest.MonkeyPatch) -> None:

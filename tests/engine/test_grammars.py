@@ -14,7 +14,8 @@ from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.grammars import masks
 from mlx_tandem.engine.grammars.compiling import compiled
 from mlx_tandem.engine.grammars.masks import Grammars
-from mlx_tandem.engine.plan import StepPlan, StepResult
+from mlx_tandem.engine.masks import Place
+from mlx_tandem.engine.plan import Mask, StepPlan, StepResult
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import Grammar, Request, SamplingParams
 from tests.engine.front import Front
@@ -189,32 +190,31 @@ def _no_rollback(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(masks._State, "advance", advance)
 
 
+def _places(patch: pytest.MonkeyPatch, change: Callable[[Place], Place]) -> None:
+    """Masks are made for other places than were asked for."""
+    original = Grammars.masks
+    patch.setattr(Grammars, "masks", lambda self, places: [original(self, [change(place)])[0] for place in places])
+
+
 def _one_matcher(patch: pytest.MonkeyPatch) -> None:
     """All choices of a request share one state."""
-    original = Grammars.mask
-    patch.setattr(Grammars, "mask", lambda self, request, choice, tokens: original(self, request, 0, tokens))
+    _places(patch, lambda place: place._replace(choice=0))
 
 
 def _one_token_late(patch: pytest.MonkeyPatch) -> None:
     """Masks are those of the token before."""
-    original = Grammars.mask
-    patch.setattr(
-        Grammars,
-        "mask",
-        lambda self, request, choice, tokens: original(
-            self, request, choice, tokens[:-1] if len(tokens) > len(request.prompt) else tokens
-        ),
-    )
+    _places(patch, lambda p: p._replace(tokens=p.tokens[: max(len(p.tokens) - 1, len(p.request.prompt))]))
 
 
 def _prompt_is_matched(patch: pytest.MonkeyPatch) -> None:
     """The prompt is taken for output."""
-    original = Grammars.mask
-    patch.setattr(
-        Grammars,
-        "mask",
-        lambda self, request, choice, tokens: original(self, structs.replace(request, prompt=()), choice, tokens),
-    )
+    _places(patch, lambda place: place._replace(request=structs.replace(place.request, prompt=())))
+
+
+def _masks_of_neighbours(patch: pytest.MonkeyPatch) -> None:
+    """Rows get each other's masks."""
+    original = Grammars.masks
+    patch.setattr(Grammars, "masks", lambda self, places: original(self, places)[::-1])
 
 
 def _forget_all(patch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,16 @@ def _never_forget(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "plant", [_no_rollback, _one_matcher, _one_token_late, _prompt_is_matched, _forget_all, _never_forget]
+    "plant",
+    [
+        _no_rollback,
+        _one_matcher,
+        _one_token_late,
+        _prompt_is_matched,
+        _masks_of_neighbours,
+        _forget_all,
+        _never_forget,
+    ],
 )
 def test_planted_bugs_are_found(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
@@ -299,7 +308,8 @@ def test_a_matcher_that_fails_says_why_once() -> None:
     asked = request("ab")
     admit(grammars, asked)
     assert grammars.failure(0) is None
-    assert not any(grammars.mask(asked, 0, (1, TOKENS.index(b"c")))), "nothing may follow a token that is not allowed"
+    (mask,) = grammars.masks([Place(asked, 0, (1, TOKENS.index(b"c")))])
+    assert not any(mask), "nothing may follow a token that is not allowed"
     error = grammars.failure(0)
     assert error is not None and error.param == "guided_regex"
     assert grammars.failure(0) is None
@@ -362,13 +372,14 @@ def test_a_request_is_refused_by_the_field_that_has_no_grammar(front: Front) -> 
 def test_a_grammar_that_fails_while_the_text_grows_ends_its_request_alone(
     front: Front, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Grammars.mask
+    original = Grammars.masks
 
-    def mask(self: Grammars, asked: Request, choice: int, tokens: Sequence[int]) -> bytes:
-        wrong = asked.id == 1 and len(tokens) > 2
-        return original(self, asked, choice, [*tokens, TOKENS.index(b"x")] if wrong else tokens)
+    def masks_of(self: Grammars, places: Sequence[Place]) -> list[Mask]:
+        wrong = [place.request.id == 1 and len(place.tokens) > 2 for place in places]
+        behind = [place._replace(tokens=[*place.tokens, TOKENS.index(b"x")]) for place in places]
+        return original(self, [after if w else place for w, place, after in zip(wrong, places, behind, strict=True)])
 
-    monkeypatch.setattr(Grammars, "mask", mask)
+    monkeypatch.setattr(Grammars, "masks", masks_of)
     front.send(m.Submit(request("[ab]{4}", 1)), m.Submit(request("[ab]{4}", 2)))
     front.finish()
     (failed,) = front.got(m.Failed)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+from mlx_tandem.engine.masks import Place
 from mlx_tandem.engine.plan import Mask
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
@@ -29,8 +30,11 @@ class Same:
     def constrains(self, request: Request) -> bool:
         return request.id % 2 == 1
 
-    def mask(self, request: Request, choice: int, tokens: Sequence[int]) -> Mask:
-        return mask_of(ALLOWED)
+    def masks(self, places: Sequence[Place]) -> list[Mask]:
+        return [mask_of(self.allowed(place.tokens)) for place in places]
+
+    def allowed(self, tokens: Sequence[int]) -> Sequence[int]:
+        return ALLOWED
 
     def forget(self, request: int, choice: int) -> None:
         pass
@@ -41,9 +45,6 @@ class Turns(Same):
 
     def allowed(self, tokens: Sequence[int]) -> range:
         return range(1 + sum(tokens[-2:]) % 3, tiny_models.VOCAB, 3)
-
-    def mask(self, request: Request, choice: int, tokens: Sequence[int]) -> Mask:
-        return mask_of(self.allowed(tokens))
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +93,8 @@ def test_what_a_mask_forbids_is_never_drawn(engine: Engine, name: str, options: 
 
 def test_a_mask_that_forbids_everything_ends_its_request_alone(engine: Engine) -> None:
     class Nothing(Same):
-        def mask(self, request: Request, choice: int, tokens: Sequence[int]) -> Mask:
-            return mask_of(())
+        def allowed(self, tokens: Sequence[int]) -> Sequence[int]:
+            return ()
 
     asked = [Request(i, prompt, SamplingParams(max_tokens=5, temperature=0.0)) for i, prompt in enumerate(PROMPTS)]
     loop = serve(engine, asked, Nothing())

@@ -22,7 +22,8 @@ from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.kv_offload import Drive, KVOffload
-from mlx_tandem.engine.plan import Runner, StepPlan, StepResult
+from mlx_tandem.engine.masks import Place
+from mlx_tandem.engine.plan import Mask, Runner, StepPlan, StepResult
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.kv.hashing import Namespace
@@ -185,9 +186,9 @@ class Masks:
     def constrains(self, request: Request) -> bool:
         return request.params.seed % self._share == 0
 
-    def mask(self, request: Request, choice: int, tokens: Several[int]) -> bytes:
-        self.open.add((request.id, choice))
-        return self.mask_of(request, choice, tokens)
+    def masks(self, places: Several[Place]) -> list[Mask]:
+        self.open |= {(request.id, choice) for request, choice, _ in places}
+        return [self.mask_of(*place) for place in places]
 
     def forget(self, request: int, choice: int) -> None:
         self.open.discard((request, choice))

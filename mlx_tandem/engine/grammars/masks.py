@@ -9,9 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from hashlib import sha256
 from queue import Empty, SimpleQueue
 
-from llguidance import LLMatcher, LLTokenizer
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask_par
 
 from mlx_tandem.engine.grammars.compiling import compiled, reason
+from mlx_tandem.engine.masks import Place
 from mlx_tandem.engine.plan import Mask
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import Grammar, Request
@@ -65,7 +68,8 @@ class Grammars:
         `open_tokenizer` is called on the thread before the first grammar. It may raise InvalidRequest.
         """
         self._open_tokenizer = open_tokenizer
-        self._mask_bytes = -(-vocab_size // 32) * 4
+        self._mask_words = -(-vocab_size // 32)
+        self._computed_words = 0  # of a mask as llguidance computes it; the thread sets it before the first grammar
         self._wake = wake
         self._cache: OrderedDict[bytes, Compiled] = OrderedDict()
         self._waiting: dict[bytes, list[Request]] = {}
@@ -74,6 +78,7 @@ class Grammars:
         self._jobs: SimpleQueue[tuple[bytes, str] | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[bytes, Compiled]] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._executor: LLExecutor | None = None  # its threads start with the first grammar
 
     # requests, until they are scheduled
 
@@ -145,19 +150,31 @@ class Grammars:
         """Return whether the request has a grammar."""
         return request.grammar is not None
 
-    def mask(self, request: Request, choice: int, tokens: Sequence[int]) -> Mask:
-        """Return which tokens may follow `tokens`, prompt and output; an empty mask if the grammar fails here."""
-        state = self._states[request.id, choice]
-        matcher = state.matcher
-        state.advance(tokens, len(request.prompt))
-        made = matcher.compute_bitmask()
-        if matcher.is_error():
-            param = None if request.grammar is None else request.grammar.param
-            why = reason(matcher.get_error())
-            error = InvalidRequest(f"the text became too complex for its grammar: {why}", param=param)
-            self._failures[request.id] = error
-            return bytes(self._mask_bytes)
-        return made[: self._mask_bytes]
+    def masks(self, places: Sequence[Place]) -> list[Mask]:
+        """Return which tokens may follow at each place; an empty mask where the grammar fails.
+
+        The masks are computed on several threads, which take most cores of the machine.
+        """
+        matchers: list[tuple[LLMatcher, int]] = []
+        for at, (request, choice, tokens) in enumerate(places):
+            state = self._states[request.id, choice]
+            state.advance(tokens, len(request.prompt))
+            matchers.append((state.matcher, at))
+        if self._executor is None:
+            self._executor = LLExecutor()
+        made = np.empty((len(places), self._computed_words), np.int32)
+        fill_next_token_bitmask_par(self._executor, matchers, made)
+        for (matcher, at), place in zip(matchers, places, strict=True):
+            if matcher.is_error():
+                made[at] = 0
+                self._fail(place.request, matcher)
+        return [memoryview(row).cast("B") for row in made[:, : self._mask_words]]
+
+    def _fail(self, request: Request, matcher: LLMatcher) -> None:
+        """Note why a request has an empty mask."""
+        why = reason(matcher.get_error())
+        param = None if request.grammar is None else request.grammar.param
+        self._failures[request.id] = InvalidRequest(f"the text became too complex for its grammar: {why}", param=param)
 
     def forget(self, request: int, choice: int) -> None:
         """Drop the state of a choice that has ended."""
@@ -180,6 +197,7 @@ class Grammars:
             try:
                 if tokenizer is None:
                     tokenizer = self._open_tokenizer()
+                    self._computed_words = -(-tokenizer.vocab_size // 32)
                 made = compiled(tokenizer, text)
             except InvalidRequest as e:
                 made = e

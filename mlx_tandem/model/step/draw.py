@@ -13,15 +13,15 @@ import mlx.core as mx
 import numpy as np
 
 from mlx_tandem.engine.plan import Mask
-from mlx_tandem.model.step.inputs import Numbers
+from mlx_tandem.model.step.inputs import ArraySpec, Numbers, receive
 from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags, TokenCounts, sample
 from mlx_tandem.model.step.verify import Drafts
 
 Drawing = Callable[..., tuple[list[mx.array], mx.array, list[mx.array], list[mx.array]]]
 """A function that draws. It takes logits [rows, vocabulary], the positions [rows] of the tokens to be drawn, the rows'
 seats, the newest token of each seat, the sampling arrays, the token counts of all seats, and optionally drafts with
-the position of each seat's newest token, and masks [rows, words] uint32. It returns the drawn arrays, the newest
-tokens, the token counts afterwards, and with drafts a list of the newest tokens' positions.
+the position of each seat's newest token, and masks [rows, words] uint32 as `Inputs` sends them. It returns the drawn
+arrays, the newest tokens, the token counts afterwards, and with drafts a list of the newest tokens' positions.
 """
 
 
@@ -55,11 +55,13 @@ def drawing(flags: SamplingFlags, greedy: Greedy, nobody: int) -> Drawing:
         seen: list[mx.array],
         drafts: Sequence[mx.array] = (),
         places: Sequence[mx.array] = (),
-        words: mx.array | None = None,
+        sent: Sequence[mx.array] = (),
     ) -> tuple[list[mx.array], mx.array, list[mx.array], list[mx.array]]:
         how, own = SamplingArrays.unflatten(sampling, flags), flags
-        if words is not None:
-            mask = bits_of(words, logits.shape[-1])
+        if sent:
+            rows, vocabulary = logits.shape
+            (words,) = receive(sent, [ArraySpec((rows, words_for(vocabulary)), "uint32")])
+            mask = bits_of(words, vocabulary)
             how = replace(how, allowed=mask if how.allowed is None else how.allowed & mask)
             own = flags._replace(allowed=True)
         counts = TokenCounts.of(seen, seats)
@@ -86,14 +88,18 @@ def bits_of(words: mx.array, vocabulary: int) -> mx.array:
     return ((words[:, token // 32] >> token % 32) & 1).astype(mx.bool_)
 
 
+def words_for(vocabulary: int) -> int:
+    """Return how many words of 32 bits hold the mask of a row."""
+    return -(-vocabulary // 32)
+
+
 def words_of(rows: Sequence[int], count: int, masks: dict[int, list[Mask]], vocabulary: int) -> Numbers:
     """Return the masks of `count` rows of a forward, [count, words] uint32.
 
     rows: the index in the plan of each row of the forward; masks: by that index, one mask for each of its rows. The
     other rows may draw everything.
     """
-    size = -(-vocabulary // 32)
-    words = np.full((count, size), 0xFFFFFFFF, np.uint32)
+    words = np.full((count, words_for(vocabulary)), 0xFFFFFFFF, np.uint32)
     rest = {i: iter(own) for i, own in masks.items()}
     for at, i in enumerate(rows):
         if i in rest:

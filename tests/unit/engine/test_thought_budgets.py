@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.engine.masks import allows
+from mlx_tandem.engine.masks import Place, allows
 from mlx_tandem.engine.plan import Mask
 from mlx_tandem.engine.thought_budgets import ThoughtBudgets
 from mlx_tandem.types import Request, SamplingParams, ThoughtBudget
@@ -21,7 +21,7 @@ class NoGrammars:
     def constrains(self, request: Request) -> bool:
         return False
 
-    def mask(self, request: Request, choice: int, tokens: Sequence[int]) -> Mask:
+    def masks(self, places: Sequence[Place]) -> list[Mask]:
         raise AssertionError
 
     def forget(self, request: int, choice: int) -> None:
@@ -39,7 +39,7 @@ def drawn(budget: int, wanted: list[int], *, is_open: bool) -> list[int]:
     output: list[int] = []
     rest = list(wanted)
     while rest:
-        mask = maker.mask(asked, 0, [*asked.prompt, *output])
+        (mask,) = maker.masks([Place(asked, 0, [*asked.prompt, *output])])
         allowed = [token for token in range(VOCAB) if allows(mask, token)]
         assert len(allowed) in (1, VOCAB)
         output.append(rest.pop(0) if len(allowed) == VOCAB else allowed[0])
@@ -85,5 +85,6 @@ def test_masks_depend_on_the_tokens_alone(output: list[int], data: st.DataObject
     for _ in range(5):
         tokens = [*asked.prompt, *output[: data.draw(st.integers(0, len(output)))]]
         tail = data.draw(st.lists(st.integers(29, END), max_size=3))
-        assert maker.mask(asked, 0, tokens + tail) == ThoughtBudgets(VOCAB, NoGrammars()).mask(asked, 0, tokens + tail)
+        place = Place(asked, 0, tokens + tail)
+        assert maker.masks([place]) == ThoughtBudgets(VOCAB, NoGrammars()).masks([place])
     maker.forget(1, 0)
