@@ -84,8 +84,8 @@ def drawing(flags: SamplingFlags, greedy: Greedy, nobody: int) -> Drawing:
 
 def bits_of(words: mx.array, vocabulary: int) -> mx.array:
     """Return masks [rows, words] uint32 as [rows, vocabulary] bool."""
-    token = mx.arange(vocabulary, dtype=mx.uint32)
-    return ((words[:, token // 32] >> token % 32) & 1).astype(mx.bool_)
+    bits = (words[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    return bits.astype(mx.bool_).reshape(len(words), -1)[:, :vocabulary]
 
 
 def words_for(vocabulary: int) -> int:
