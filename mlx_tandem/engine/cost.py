@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from operator import mul
 
 import numpy as np
 
@@ -55,9 +57,7 @@ class CostModel:
         self._chunk_form = _nonnegative_fit([_features(n, context) for n, context, _ in chunks], [c[2] for c in chunks])
         self._chunk_scale = 1.0
         if decodes:
-            self._decode_form = _nonnegative_fit(
-                [np.array([1.0, rows]) for rows, _ in decodes], [d[1] for d in decodes]
-            )
+            self._decode_form = _nonnegative_fit([(1.0, rows) for rows, _ in decodes], [d[1] for d in decodes])
             self._decode_scale = 1.0
 
     def observe(self, chunks: list[tuple[int, int]], decode_rows: int, milliseconds: float) -> None:
@@ -142,15 +142,15 @@ def prompt_seconds(form: tuple[float, ...], tokens: int, chunk: int) -> float:
     if not form:
         return 0.0
     starts = range(0, tokens, chunk)
-    return 1e-3 * sum(float(np.dot(form, _features(min(chunk, tokens - at), at))) for at in starts)
+    return 1e-3 * sum(sum(map(mul, form, _features(min(chunk, tokens - at), at))) for at in starts)
 
 
-def _features(length: int, context: int) -> np.ndarray:
-    """Return the features [4] of a chunk, scaled to similar sizes for usual chunks: 256 tokens, 4,096 positions."""
-    return np.array([1.0, length / 256, length * (context + length / 2) / (256 * 4096), context / 4096])
+def _features(length: int, context: int) -> tuple[float, float, float, float]:
+    """Return the features of a chunk, scaled to similar sizes for usual chunks: 256 tokens, 4,096 positions."""
+    return 1.0, length / 256, length * (context + length / 2) / (256 * 4096), context / 4096
 
 
-def _nonnegative_fit(features: list[np.ndarray], milliseconds: list[float]) -> np.ndarray:
+def _nonnegative_fit(features: Sequence[tuple[float, ...]], milliseconds: list[float]) -> np.ndarray:
     """Return the non-negative weights of least relative error.
 
     Every choice of weights that may differ from zero is tried, of which there are at most fifteen.
