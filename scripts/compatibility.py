@@ -36,6 +36,7 @@ CLIENTS: Mapping[str, tuple[str, ...]] = {
 PROGRAMS: Mapping[str, tuple[str, str]] = {
     "aider": ("aider", "aider"),
     "claude code": ("Claude Code", "claude"),
+    "cline": ("Cline CLI", "cline"),
     "codex": ("Codex CLI", "codex"),
     "continue": ("Continue CLI", "cn"),
 }

@@ -7,6 +7,7 @@ else is the real server.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import subprocess
@@ -26,7 +27,7 @@ from tests.api import scripted
 
 LONG = structs.replace(scripted.INFO, max_model_len=200_000, num_blocks=20_000)
 ANSWER = "The command printed tandem-42."
-CALL = '<tool_call>\n{"name": "%s", "arguments": {"%s": "echo tandem-$((40+2))"}}\n</tool_call>'
+COMMAND = "echo tandem-$((40+2))"
 EDIT = "sums.py\n```python\n<<<<<<< SEARCH\n    return a - b\n=======\n    return a + b\n>>>>>>> REPLACE\n```\n"
 
 
@@ -62,11 +63,10 @@ def saying(answer: Callable[[str], str]) -> Iterator[tuple[str, list[str]]]:
         yield str(client.base_url).rstrip("/"), prompts
 
 
-def calling(name: str, argument: str) -> Callable[[str], str]:
+def calling(name: str, **arguments: str | list[str]) -> Callable[[str], str]:
     """What an agent hears: a call of its tool, and behind the result the answer. Other prompts are about titles."""
-    return lambda prompt: (
-        ANSWER if "<tool_response>" in prompt else CALL % (name, argument) if "<tools>" in prompt else "A title."
-    )
+    call = f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+    return lambda prompt: ANSWER if "<tool_response>" in prompt else call if "<tools>" in prompt else "A title."
 
 
 def run(command: list[str], home: Path, **environment: str) -> str:
@@ -86,7 +86,7 @@ def ran(prompts: list[str]) -> bool:
 
 def test_codex(tmp_path):
     program = needs("codex")
-    with saying(calling("exec_command", "cmd")) as (url, prompts):
+    with saying(calling("exec_command", cmd=COMMAND)) as (url, prompts):
         provider = f'name = "tandem"\nbase_url = "{url}/v1"\nwire_api = "responses"\n'
         settings = 'model = "base"\nmodel_provider = "tandem"\nweb_search = "disabled"\n'
         (tmp_path / ".codex").mkdir()
@@ -98,7 +98,7 @@ def test_codex(tmp_path):
 
 def test_claude_code(tmp_path):
     program = needs("claude")
-    with saying(calling("Bash", "command")) as (url, prompts):
+    with saying(calling("Bash", command=COMMAND)) as (url, prompts):
         found = run(
             [program, "-p", "Run the command", "--allowedTools", "Bash"],
             tmp_path,
@@ -114,7 +114,7 @@ def test_claude_code(tmp_path):
 
 def test_continue(tmp_path):
     program = needs("cn")
-    with saying(calling("Bash", "command")) as (url, prompts):
+    with saying(calling("Bash", command=COMMAND)) as (url, prompts):
         model = f"name: base\n    provider: openai\n    model: base\n    apiBase: {url}/v1\n    apiKey: none"
         settings = tmp_path / "config.yaml"
         settings.write_text(
@@ -133,3 +133,13 @@ def test_aider(tmp_path):
         flags += ["--yes-always", "--no-git", "--analytics-disable", "--message", "Mend add", "sums.py"]
         run([program, *flags], tmp_path, OPENAI_API_BASE=f"{url}/v1", OPENAI_API_KEY="none")
     assert (tmp_path / "sums.py").read_text() == "def add(a, b):\n    return a + b\n"
+
+
+def test_cline(tmp_path):
+    program = needs("cline")
+    with saying(calling("run_commands", commands=[COMMAND])) as (url, prompts):
+        flags = ["--data-dir", str(tmp_path / "data")]
+        provider = ["--provider", "openai-compatible", "--apikey", "none", "--modelid", "base"]
+        run([program, "auth", *flags, *provider, "--baseurl", f"{url}/v1"], tmp_path)
+        assert ANSWER in run([program, *flags, "--cwd", str(tmp_path), "--json", "Run the command"], tmp_path)
+        assert ran(prompts)

@@ -10,8 +10,8 @@ from hashlib import sha256
 from queue import Empty, SimpleQueue
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
-from llguidance.numpy import fill_next_token_bitmask_par
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask
 
 from mlx_tandem.engine.grammars.compiling import compiled, reason
 from mlx_tandem.engine.masks import Place
@@ -78,7 +78,6 @@ class Grammars:
         self._jobs: SimpleQueue[tuple[bytes, str] | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[bytes, Compiled]] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._executor: LLExecutor | None = None  # its threads start with the first grammar
 
     # requests, until they are scheduled
 
@@ -151,23 +150,15 @@ class Grammars:
         return request.grammar is not None
 
     def masks(self, places: Sequence[Place]) -> list[Mask]:
-        """Return which tokens may follow at each place; an empty mask where the grammar fails.
-
-        The masks are computed on several threads, which take most cores of the machine.
-        """
-        matchers: list[tuple[LLMatcher, int]] = []
+        """Return which tokens may follow at each place; an empty mask where the grammar fails."""
+        made = np.empty((len(places), self._computed_words), np.int32)
         for at, (request, choice, tokens) in enumerate(places):
             state = self._states[request.id, choice]
             state.advance(tokens, len(request.prompt))
-            matchers.append((state.matcher, at))
-        if self._executor is None:
-            self._executor = LLExecutor()
-        made = np.empty((len(places), self._computed_words), np.int32)
-        fill_next_token_bitmask_par(self._executor, matchers, made)
-        for (matcher, at), place in zip(matchers, places, strict=True):
-            if matcher.is_error():
+            fill_next_token_bitmask(state.matcher, made, at)
+            if state.matcher.is_error():
                 made[at] = 0
-                self._fail(place.request, matcher)
+                self._fail(request, state.matcher)
         return [memoryview(row).cast("B") for row in made[:, : self._mask_words]]
 
     def _fail(self, request: Request, matcher: LLMatcher) -> None:
