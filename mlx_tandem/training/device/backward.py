@@ -8,13 +8,11 @@ every layer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_tandem.engine.plan import Wait
-from mlx_tandem.model.step.inputs import Numbers
 from mlx_tandem.training.device.layerwise import Layer, LayerwiseForward
 from mlx_tandem.training.device.logprobs import logprobs
 from mlx_tandem.training.device.slices import Slices, launched
@@ -65,18 +63,19 @@ class MicroBatch:
         where: Positions,
         adapters: Sequence[Weights],
         forward_layers: int,
+        caches: list[Any] | None = None,
     ):
         """Begin with `tokens` [rows, length], padded on the right: causal attention keeps padding out of what counts.
 
         `adapters` cover all rows, one behind the other. `forward_layers` layers go forward in one slice; backward it is
-        one.
+        one. `caches` are those of pages, one for each layer; None: each row is a whole sequence.
         """
         self._tree = tree
         self._forward_layers = forward_layers
         self._where = where
         self._adapters = adapters
         self._rows, self._length = tokens.shape
-        self._entry, self._layers = layerwise.enter(tokens)
+        self._entry, self._layers = layerwise.enter(tokens, caches)
         self._leave = layerwise.leave
         self._paths: list[list[tuple[int, str]]] = [[] for _ in self._layers]  # (adapter, path) in each layer
         self._head_paths: list[tuple[int, str]] = []  # (adapter, path) of those that change the output head
@@ -240,19 +239,3 @@ class MicroBatch:
         if not hasattr(self, "_width"):
             self._width = int(self._leave(self._flat(self._entry)[:1]).shape[-1])  # a shape: never evaluated
         return self._width
-
-
-def positions(prompts: Sequence[int], lengths: Sequence[int], draws: Sequence[Draw], tokens: Numbers) -> list[Numbers]:
-    """Return the fields of `Positions`, row after row.
-
-    The completion of row i of `tokens` begins at prompts[i], which is 1 or more, and ends before lengths[i].
-    """
-    width = tokens.shape[1]
-    rows = [np.arange(p, n) for p, n in zip(prompts, lengths, strict=True)]
-    at = np.concatenate([r * width + own - 1 for r, own in enumerate(rows)])
-    return [
-        at.astype(np.int32),
-        tokens.reshape(-1)[at + 1],
-        np.repeat(np.array([draw[0] for draw in draws], np.float32), [len(own) for own in rows]),
-        np.repeat(np.array([draw[1:] for draw in draws], np.float32), [len(own) for own in rows], axis=0),
-    ]
