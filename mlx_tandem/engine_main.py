@@ -290,7 +290,7 @@ def _adapter_reader(
 def _trainers(config: EngineConfig, built: Built) -> Callable[[], MLXTrainers]:
     """Return a function that makes the trainers of this model when it is first called."""
     from mlx_tandem.model import device
-    from mlx_tandem.model.footprint import FORWARD_LAYERS, MICRO_BATCH_TOKENS
+    from mlx_tandem.model.footprint import FORWARD_LAYERS, KEPT_BYTES, MICRO_BATCH_TOKENS
     from mlx_tandem.training.device.cutting import Cutting
     from mlx_tandem.training.device.trainers import MLXTrainers
 
@@ -311,6 +311,7 @@ def _trainers(config: EngineConfig, built: Built) -> Callable[[], MLXTrainers]:
             cutting=Cutting(
                 forward_layers=FORWARD_LAYERS[device.kind()],
                 few_shapes=device.is_cuda(),
+                kept_bytes=KEPT_BYTES[device.kind()],
                 # Pages have many shapes and masks of their own, for which CUDA has no fused attention.
                 mask_axes=0 if device.is_cuda() else built.mask_axes,
             ),

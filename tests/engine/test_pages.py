@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from mlx_tandem.config import ModelConfig
-from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec
+from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec, Truncation
 from mlx_tandem.model import probe
 from mlx_tandem.model.loader import load
 from mlx_tandem.training.device import pages
@@ -22,6 +23,8 @@ TOLERANCE = 2e-4
 
 EVERY_EXPERT = {"num_experts_per_tok": 4, "moe_k": 4}
 """Rounding changes which experts are chosen, and with them the gradient: so all are."""
+
+EVERYTHING = 1 << 30
 
 
 def groups(seed: int = 0, prompts: tuple[int, ...] = (21, 26), answers: int = 4) -> list[Datum]:
@@ -40,10 +43,12 @@ def groups(seed: int = 0, prompts: tuple[int, ...] = (21, 26), answers: int = 4)
     return data
 
 
-def on_pages(folder: Path, *, micro_batch_tokens: int = 4096) -> MLXTrainers:
+def on_pages(folder: Path, *, micro_batch_tokens: int = 4096, kept_bytes: int = 0) -> MLXTrainers:
     model = load(ModelConfig(path=str(folder), dtype="float32"), lambda stage, fraction: None)
     axes = probe.examine(model).mask_axes
-    return trainers_of(folder, micro_batch_tokens=micro_batch_tokens, cutting=Cutting(mask_axes=axes))
+    return trainers_of(
+        folder, micro_batch_tokens=micro_batch_tokens, cutting=Cutting(mask_axes=axes, kept_bytes=kept_bytes)
+    )
 
 
 def items(data: list[Datum]) -> list[Item]:
@@ -52,9 +57,9 @@ def items(data: list[Datum]) -> list[Item]:
 
 @pytest.mark.parametrize("family", [*tiny_models.FAMILIES, *tiny_models.WINDOWED])
 def test_gradients_are_those_of_each_sequence_by_itself(family: str, tmp_path: Path) -> None:
-    """Also where layers see 16 positions of 40."""
+    """Also where layers see 16 positions of 40, and where activations are kept, which they are here."""
     more = EVERY_EXPERT if family in tiny_models.MIXTURES or family == "gpt_oss" else {}
-    trainers = on_pages(tiny_models.make(tmp_path / family, family, **more))
+    trainers = on_pages(tiny_models.make(tmp_path / family, family, **more), kept_bytes=EVERYTHING)
     trainers.open(TrainerSpec("a", 4, 8.0), "", None)
     strengthen(trainers, "a")
     data, config = groups(), LossConfig("ppo", kl_coef=0.1)
@@ -86,6 +91,25 @@ def test_micro_batches_and_trainers_add_up_to_the_whole(family: str, tokens: int
     for name in ("a", "b"):
         ours, theirs = (trainers._trainers[name]._gradients for trainers in (found, wanted))
         assert largest_difference(ours, theirs) < TOLERANCE
+
+
+@pytest.mark.parametrize("targets", [(), ("lm_head", "q_proj"), ("v_proj",), ("lm_head",)])
+def test_activations_that_are_kept_change_no_bit(targets: tuple[str, ...], tmp_path: Path) -> None:
+    """Also with an adapter of the head, of that alone, and with draws that were truncated."""
+    folder = tiny_models.make(tmp_path / "m", "qwen3", tie_word_embeddings=False)
+    found = []
+    for kept in (0, EVERYTHING):
+        trainers = trainers_of(folder, micro_batch_tokens=100, cutting=Cutting(kept_bytes=kept))
+        trainers.open(TrainerSpec("a", 4, 8.0, targets), "", None)
+        strengthen(trainers, "a")
+        data = tuple(structs.replace(d, truncation=Truncation(top_k=290)) for d in groups())
+        (result,) = finish(trainers.run([Batch("a", data, LossConfig("ppo", kl_coef=0.1))], False, 0))
+        found.append((result, trainers._trainers["a"]._gradients))
+    (first, wanted), (second, gradients) = found
+    assert first == second
+    for path, pair in wanted.items():
+        for x, y in zip(pair, gradients[path], strict=True):
+            assert np.array_equal(np.array(x), np.array(y)), path
 
 
 def test_a_pass_again_has_the_same_bits(tmp_path: Path) -> None:

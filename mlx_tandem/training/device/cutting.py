@@ -21,6 +21,7 @@ class Cutting(NamedTuple):
 
     forward_layers: int = 1  # that go forward in one slice
     few_shapes: bool = False  # micro-batches are padded, so that they have few shapes
+    kept_bytes: int = 0  # activations of a micro-batch up to which they are kept for the backward
     mask_axes: int = 0  # axes of the model's masks between rows and queries; 0: nothing is shared by sequences
 
 

@@ -313,6 +313,12 @@ class MLXTrainers:
             for part in cutter.cut(batches):
                 yield rows.of_sequences(part, cutter.shape(part))
 
+    def _fits(self, tokens: int) -> bool:
+        """Return whether the activations of all layers for so many tokens are few enough to be kept."""
+        shapes = self._tree.linears
+        size = footprint.activation_bytes(shapes, len(self._tree.layers), tokens, self._tree.dtype.size)
+        return size <= self._cutting.kept_bytes
+
     def _micro_batch(
         self,
         batches: Sequence[Batch],
@@ -341,22 +347,32 @@ class MLXTrainers:
         with_base = any(
             batches[part.batch].loss.kl_coef and not all(item.datum.reference for item in part.items) for part in own
         )
-        yield from micro.forward(backward=not forward_only, base=with_base)
-        cotangents: list[tuple[mx.array, ...]] = []
-        made = []
-        for part in own:
-            arrays, rest = rest[: len(part.numbers)], rest[len(part.numbers) :]
-            values, gradients = completions.loss(micro, part, arrays, batches[part.batch].loss, cut)
-            made.append(values)
-            cotangents.append(gradients)
-        found += made
-        # They are computed now, so that the arrays that they are made from need not be kept.
-        if forward_only:
+        made: list[mx.array] = []
+
+        def loss() -> list[mx.array]:
+            """Return the gradients of the loss by the logprobs, and keep what is answered of each part."""
+            left, each = rest, []
+            for part in own:
+                arrays, left = left[: len(part.numbers)], left[len(part.numbers) :]
+                values, gradients = completions.loss(micro, part, arrays, batches[part.batch].loss, cut)
+                made.append(values)
+                each.append(gradients)
+            return [mx.concatenate(list(kind)) for kind in zip(*each, strict=True)]
+
+        if not forward_only and micro.trains_layers and self._fits(tokens.size):
+            yield from micro.at_once(loss, base=with_base)
             yield launched(made)
         else:
-            with device_errors():
-                mx.async_eval(made)
-            yield from micro.backward(*(mx.concatenate(list(kind)) for kind in zip(*cotangents, strict=True)))
+            yield from micro.forward(backward=not forward_only, base=with_base)
+            cotangents = loss()
+            # They are computed now, so that the arrays that they are made from need not be kept.
+            if forward_only:
+                yield launched(made)
+            else:
+                with device_errors():
+                    mx.async_eval(made)
+                yield from micro.backward(*cotangents)
+        found += made
         self._inputs.done(sent)  # the first of several slices has copied it
 
 
