@@ -290,7 +290,8 @@ def _adapter_reader(
 def _trainers(config: EngineConfig, built: Built) -> Callable[[], MLXTrainers]:
     """Return a function that makes the trainers of this model when it is first called."""
     from mlx_tandem.model import device
-    from mlx_tandem.model.footprint import FORWARD_LAYERS, MICRO_BATCH_TOKENS
+    from mlx_tandem.model.footprint import FORWARD_LAYERS, KEPT_BYTES, MICRO_BATCH_TOKENS
+    from mlx_tandem.training.device.cutting import Cutting
     from mlx_tandem.training.device.trainers import MLXTrainers
 
     uploads, room = built.uploads, built.slot_room  # not `built`: publishing threads must not hold the model
@@ -307,8 +308,13 @@ def _trainers(config: EngineConfig, built: Built) -> Callable[[], MLXTrainers]:
             vocab_size=built.info.vocab_size,
             micro_batch_tokens=config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()],
             most_tokens=built.info.max_model_len,
-            forward_layers=FORWARD_LAYERS[device.kind()],
-            few_shapes=device.is_cuda(),
+            cutting=Cutting(
+                forward_layers=FORWARD_LAYERS[device.kind()],
+                few_shapes=device.is_cuda(),
+                kept_bytes=KEPT_BYTES[device.kind()],
+                # Pages have many shapes and masks of their own, for which CUDA has no fused attention.
+                mask_axes=0 if device.is_cuda() else built.mask_axes,
+            ),
             prepare=publish,
         )
 

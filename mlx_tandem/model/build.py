@@ -76,6 +76,9 @@ class Built:
     twin: nn.Module
     """A second tree of the model's modules over the same weights, in which nothing was changed; trainers use it."""
 
+    mask_axes: int
+    """Axes of the model's masks between rows and queries."""
+
     adapter_dtype: mx.Dtype
     uploads: Uploads
     step_limits: StepLimits
@@ -142,6 +145,7 @@ def build(
         ),
         adapter_bytes=lambda: adapters.nbytes,
         twin=twin,
+        mask_axes=found.mask_axes,
         adapter_dtype=adapters.dtype,
         uploads=adapters.uploads,
         step_limits=step_limits,

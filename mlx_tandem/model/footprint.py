@@ -37,6 +37,9 @@ FORWARD_LAYERS = {"cpu": 1, "cuda": 3, "metal": 1}
 gradients, takes as long as three of the forward. On a CPU three layers would make streams wait longer than the
 backward does."""
 
+KEPT_BYTES = {"cpu": 256 << 20, "cuda": 0, "metal": 0}
+"""Activations of a micro-batch up to which they are kept for the backward; more are computed again layer by layer."""
+
 CHUNK_TOKENS: dict[device.Kind, tuple[int, ...]] = {
     "cpu": (1024,),
     "cuda": (4096, 2048, 1024),
@@ -219,20 +222,26 @@ def trainer_bytes(linears: Mapping[str, LinearShape], rank: int) -> int:
     return _TRAINER * slot_bytes(linears, linears, 0, rank, 4)
 
 
+def activation_bytes(linears: Mapping[str, LinearShape], layers: int, tokens: int, size: int) -> int:
+    """Return about how many bytes the activations of so many tokens in all layers take, in numbers of `size` bytes."""
+    return 2 * _flow(linears) * layers * tokens * size
+
+
 def pass_bytes(
     config: EngineConfig, model: LoadedModel, layers: int, vocab_size: int, linears: Mapping[str, LinearShape]
 ) -> int:
     """Return the bytes that one micro-batch needs besides its trainers.
 
-    It keeps the inputs of all layers. Two slices are in flight, as one is launched before the last is read; each is a
-    layer of the backward or a piece of the logits. Its sequences have at most 1,024 tokens, since scores grow with the
-    square of their length.
+    It keeps the inputs of all layers, or all activations if they are few. Two slices are in flight, as one is launched
+    before the last is read; each is a layer of the backward or a piece of the logits. Its sequences have at most 1,024
+    tokens, since scores grow with the square of their length.
     """
     tokens = config.duty.micro_batch_tokens or MICRO_BATCH_TOKENS[device.kind()]
     size = model.dtype.size
     widths = Counter(s.inputs for s in linears.values())
     hidden = widths.most_common(1)[0][0] if widths else 1
     kept = tokens * hidden * layers * size
+    kept += min(activation_bytes(linears, layers, tokens, size), KEPT_BYTES[device.kind()])
     scores = (12 if device.is_cpu() else 3) * tokens * min(tokens, model.max_model_len, 1024) * model.heads * 4
     layer = tokens * 4 * _flow(linears) * size + scores
     head = 4 * min(128 << 20, tokens * vocab_size * 4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.engine.learning import AdamParams, Batch, LossConfig, TrainerSpec
+from mlx_tandem.training.device.cutting import PLAIN, Cutting
 from mlx_tandem.training.device.logprobs import logprobs
 from tests import tiny_models
 from tests.engine.learning import (
@@ -154,14 +154,14 @@ def test_passes_add_up_until_the_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("way", [{"forward_layers": 3}, {"few_shapes": True}])
-def test_what_suits_a_gpu_gives_the_same(family: str, way: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [Cutting(forward_layers=3), Cutting(few_shapes=True)])
+def test_what_suits_a_gpu_gives_the_same(family: str, way: Cutting, tmp_path: Path) -> None:
     """Several layers in a slice; rows and lengths that are padding."""
     folder = tiny_models.make(tmp_path / "m", family, **(EVERY_EXPERT if "moe" in family else {}))
     data = some_data(0, ((33, 10), (34, 1), (17, 12), (19, 8), (35, 4)))
     found = []
-    for more in ({}, way):
-        trainers = trainers_of(folder, micro_batch_tokens=200, **more)
+    for cutting in (PLAIN, way):
+        trainers = trainers_of(folder, micro_batch_tokens=200, cutting=cutting)
         for name, rank in (("a", 4), ("b", 2)):
             trainers.open(TrainerSpec(name, rank, 8.0), "", None)
             strengthen(trainers, name)

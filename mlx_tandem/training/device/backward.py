@@ -2,19 +2,18 @@
 
 The forward keeps each layer's input. The backward goes through the layers from the top, with one vector-Jacobian
 product for each. That gives the gradients of a plain backward to the bit, and needs no more memory than checkpointing
-every layer.
+every layer. Where there is memory for all activations, nothing is computed again: forward and backward are one graph,
+which is evaluated in slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
-import numpy as np
 
 from mlx_tandem.engine.plan import Wait
-from mlx_tandem.model.step.inputs import Numbers
 from mlx_tandem.training.device.layerwise import Layer, LayerwiseForward
 from mlx_tandem.training.device.logprobs import logprobs
 from mlx_tandem.training.device.slices import Slices, launched
@@ -65,18 +64,19 @@ class MicroBatch:
         where: Positions,
         adapters: Sequence[Weights],
         forward_layers: int,
+        caches: list[Any] | None = None,
     ):
         """Begin with `tokens` [rows, length], padded on the right: causal attention keeps padding out of what counts.
 
         `adapters` cover all rows, one behind the other. `forward_layers` layers go forward in one slice; backward it is
-        one.
+        one. `caches` are those of pages, one for each layer; None: each row is a whole sequence.
         """
         self._tree = tree
         self._forward_layers = forward_layers
         self._where = where
         self._adapters = adapters
         self._rows, self._length = tokens.shape
-        self._entry, self._layers = layerwise.enter(tokens)
+        self._entry, self._layers = layerwise.enter(tokens, caches)
         self._leave = layerwise.leave
         self._paths: list[list[tuple[int, str]]] = [[] for _ in self._layers]  # (adapter, path) in each layer
         self._head_paths: list[tuple[int, str]] = []  # (adapter, path) of those that change the output head
@@ -92,20 +92,16 @@ class MicroBatch:
         self.plain: mx.array = mx.zeros((0,))
         self.base: mx.array | None = None
 
+    @property
+    def trains_layers(self) -> bool:
+        """Whether an adapter changes a layer, and not the head alone."""
+        return self._lowest < len(self._layers)
+
     def forward(self, *, backward: bool, base: bool) -> Slices:
         """Run forward, in slices. `backward`: keep what it needs. `base`: run the model without any adapter, too."""
         yield launched(self._entry)  # the host's part so far took as long as a slice
         if base:
-            h = self._entry
-            for i, layer in enumerate(self._layers):
-                h = layer(h)
-                if self._ends_slice(i):
-                    yield launched(h)
-            parts = []
-            for chunk in self._chunks():
-                parts.append(self._head(self._flat(h)[chunk.at], chunk, [])[1])
-                yield launched(parts[-1])
-            self.base = mx.concatenate(parts)
+            yield from self._base()
         h = self._entry
         for i, layer in enumerate(self._layers):
             if backward and i >= self._lowest:
@@ -114,32 +110,89 @@ class MicroBatch:
             if self._ends_slice(i):
                 yield launched(h)
         self._states = h
-        found = []
-        for chunk in self._chunks():
-            found.append(self._head(self._flat(h)[chunk.at], chunk, self._head_arrays()))
-            yield launched(*found[-1])
-        self.logprobs, self.whole, self.plain = (mx.concatenate(list(kind)) for kind in zip(*found, strict=True))
+        for own in self._leave_at(self._flat(h)):
+            yield launched(*own)
 
     def backward(self, *cotangents: mx.array) -> Slices:
-        """Run backward, in slices, after `forward` with `backward`.
+        """Run backward, in slices, after `forward`: each layer is computed again.
 
         `cotangents` are the gradients of the loss by `logprobs` and, if draws were truncated, by `whole`, [n] each.
         """
         assert self._states is not None
         states, self._states = self._states, None
-        flat, gradient = self._flat(states), mx.zeros((self._rows * self._length, states.shape[-1]), states.dtype)
-        done = 0
+        gradient = mx.zeros((self._rows * self._length, states.shape[-1]), states.dtype)
+        for gradient, sums in self._head_gradients(self._flat(states), cotangents):
+            yield launched(gradient, sums)
+        del states
+        gradient = gradient.reshape(self._rows, self._length, -1)
+        for i in reversed(range(self._lowest, len(self._layers))):
+            gradient, wait = self._layer_backward(i, self._inputs.pop(), gradient)
+            yield wait
+
+    def at_once(self, loss: Callable[[], Sequence[mx.array]], *, base: bool) -> Slices:
+        """Run forward and backward as one graph, in slices: all activations are kept, and nothing is computed again.
+
+        `loss` is called when `logprobs` and the like are there, not yet evaluated, and returns the cotangents. An
+        adapter has to change a layer.
+        """
+        yield launched(self._entry)
+        if base:
+            yield from self._base()
+        states: list[mx.array] = []
+        found: list[tuple[mx.array, ...]] = []
+        sums: list[Any] = []
+
+        def value(own: list[list[mx.array]]) -> mx.array:
+            h = self._entry
+            for i, layer in enumerate(self._layers):
+                h = self._run(i, layer, h, own[i])
+                states.append(h)
+            flat = mx.stop_gradient(self._flat(h))
+            found.extend(self._leave_at(flat))
+            gradient = mx.zeros_like(flat)
+            for gradient, head in self._head_gradients(flat, loss()):
+                sums.append((gradient, head))
+            # The gradient of this by the states is `gradient`, so that below them it is the gradient of the loss.
+            return (self._flat(h) * mx.stop_gradient(gradient)).sum()
+
+        gradients = mx.grad(value)([self._arrays(i) for i in range(len(self._layers))])
+        ends = [h for i, h in enumerate(states) if self._ends_slice(i)]
+        for made in (*ends, *found, *sums):
+            yield launched(made)
+        states.clear()
+        for i in reversed(range(self._lowest, len(self._layers))):
+            yield launched(self._add(self._paths[i], gradients.pop()))
+
+    def _base(self) -> Slices:
+        """Run the model without any adapter, in slices."""
+        h = self._entry
+        for i, layer in enumerate(self._layers):
+            h = layer(h)
+            if self._ends_slice(i):
+                yield launched(h)
+        parts = []
+        for chunk in self._chunks():
+            parts.append(self._head(self._flat(h)[chunk.at], chunk, [])[1])
+            yield launched(parts[-1])
+        self.base = mx.concatenate(parts)
+
+    def _leave_at(self, flat: mx.array) -> Iterator[tuple[mx.array, ...]]:
+        """Yield the logprobs of each chunk from the states [n, dim]; when all are there, set those of the whole."""
+        found = []
+        for chunk in self._chunks():
+            found.append(self._head(flat[chunk.at], chunk, self._head_arrays()))
+            yield found[-1]
+        self.logprobs, self.whole, self.plain = (mx.concatenate(list(kind)) for kind in zip(*found, strict=True))
+
+    def _head_gradients(self, flat: mx.array, cotangents: Sequence[mx.array]) -> Iterator[tuple[mx.array, list[Pair]]]:
+        """Yield the gradient by the states [n, dim] so far, and the sums of the head's adapters, chunk by chunk."""
+        gradient, done = mx.zeros_like(flat), 0
         for chunk in self._chunks():
             here = [own[done : done + chunk.at.size] for own in cotangents]
             done += chunk.at.size
             below, sums = self._head_backward(flat[chunk.at], chunk, here)
             gradient = gradient.at[chunk.at].add(below)
-            yield launched(gradient, sums)
-        del flat, states
-        gradient = gradient.reshape(self._rows, self._length, -1)
-        for i in reversed(range(self._lowest, len(self._layers))):
-            gradient, wait = self._layer_backward(i, self._inputs.pop(), gradient)
-            yield wait
+            yield gradient, sums
 
     def _head(self, h: mx.array, chunk: Positions, arrays: list[mx.array]) -> tuple[mx.array, mx.array, mx.array]:
         """Return the logprobs of a chunk from the states there: as drawn, at its temperature and at 1.
@@ -240,19 +293,3 @@ class MicroBatch:
         if not hasattr(self, "_width"):
             self._width = int(self._leave(self._flat(self._entry)[:1]).shape[-1])  # a shape: never evaluated
         return self._width
-
-
-def positions(prompts: Sequence[int], lengths: Sequence[int], draws: Sequence[Draw], tokens: Numbers) -> list[Numbers]:
-    """Return the fields of `Positions`, row after row.
-
-    The completion of row i of `tokens` begins at prompts[i], which is 1 or more, and ends before lengths[i].
-    """
-    width = tokens.shape[1]
-    rows = [np.arange(p, n) for p, n in zip(prompts, lengths, strict=True)]
-    at = np.concatenate([r * width + own - 1 for r, own in enumerate(rows)])
-    return [
-        at.astype(np.int32),
-        tokens.reshape(-1)[at + 1],
-        np.repeat(np.array([draw[0] for draw in draws], np.float32), [len(own) for own in rows]),
-        np.repeat(np.array([draw[1:] for draw in draws], np.float32), [len(own) for own in rows], axis=0),
-    ]

@@ -6,13 +6,27 @@ streams wait. Lengths differ with every pass, so that nearly every micro-batch w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from mlx_tandem.engine.learning import Batch, Datum
 
 _EVEN = 5
 """The sizes of micro-batches differ by at most one part in two to the power of this."""
+
+
+class Cutting(NamedTuple):
+    """The way in which passes are cut on a device, for a model."""
+
+    forward_layers: int = 1  # that go forward in one slice
+    few_shapes: bool = False  # micro-batches are padded, so that they have few shapes
+    kept_bytes: int = 0  # activations of a micro-batch up to which they are kept for the backward
+    mask_axes: int = 0  # axes of the model's masks between rows and queries; 0: nothing is shared by sequences
+
+
+PLAIN = Cutting()
+"""A layer in each slice, no padding but that of rows, nothing shared."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +61,8 @@ class Cutter:
 
         Sequences of about the same length are together, and within a micro-batch the rows of one trainer are.
         """
-        items = [Item(b, i, datum) for b, batch in enumerate(batches) for i, datum in enumerate(batch.data)]
-        items.sort(key=lambda item: (0 if self.mixed else item.batch, -item.length))
-        cut = self._filled(items, self.tokens)
-        low, high = 0, self.tokens
-        while high - low > max(self.tokens >> _EVEN, 1):
-            middle = (low + high) // 2
-            more = self._filled(items, middle)
-            if len(more) > len(cut):
-                low = middle
-            else:
-                cut, high = more, middle
-        return [sorted(part, key=lambda item: (item.batch, item.index)) for part in cut]
+        items = sorted(items_of(batches), key=lambda item: (0 if self.mixed else item.batch, -item.length))
+        return evenly(lambda tokens: self._filled(items, tokens), self.tokens)
 
     def shape(self, items: Sequence[Item]) -> tuple[int, int]:
         """Return rows and length of a micro-batch, with padding."""
@@ -80,6 +84,28 @@ class Cutter:
         if not self.few_shapes or (rows == 1 and rounded(length) > self.tokens):
             return rows, length
         return rounded(rows), min(rounded(length), self.longest)
+
+
+def items_of(batches: Sequence[Batch]) -> list[Item]:
+    """Return all data of a pass."""
+    return [Item(b, i, datum) for b, batch in enumerate(batches) for i, datum in enumerate(batch.data)]
+
+
+def evenly(filled: Callable[[int], list[list[Item]]], tokens: int) -> list[list[Item]]:
+    """Return as few micro-batches as `filled(tokens)`, which fills each before the next, but about equally large.
+
+    Within a micro-batch the rows of one trainer are together.
+    """
+    cut = filled(tokens)
+    low, high = 0, tokens
+    while high - low > max(tokens >> _EVEN, 1):
+        middle = (low + high) // 2
+        more = filled(middle)
+        if len(more) > len(cut):
+            low = middle
+        else:
+            cut, high = more, middle
+    return [sorted(part, key=lambda item: (item.batch, item.index)) for part in cut]
 
 
 def rounded(n: int) -> int:

@@ -31,14 +31,18 @@ class LayerwiseForward:
             layer._forward = self
             mix_in(layer, Cut)
 
-    def enter(self, tokens: mx.array) -> tuple[mx.array, list[Layer]]:
+    def enter(self, tokens: mx.array, caches: list[Any] | None = None) -> tuple[mx.array, list[Layer]]:
         """Return the states [rows, length, dim] that reach the first layer, and the layers as functions of states.
 
-        Raises ValueError for a model that does not call its layers one after the other.
+        `caches`: one for each layer; None: each row is a whole sequence. Raises ValueError for a model that does not
+        call its layers one after the other.
         """
         calls = self._calls = []
         try:
-            self._model(tokens)
+            if caches is None:
+                self._model(tokens)
+            else:
+                self._model(tokens, cache=caches)
             entry, self._entry = self._entry, None
         finally:
             self._calls = None

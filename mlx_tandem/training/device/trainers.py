@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
 
 from mlx_tandem import limits
 from mlx_tandem.adapters import formats
@@ -30,12 +31,14 @@ from mlx_tandem.engine.plan import Wait
 from mlx_tandem.engine.trainers import PAUSE
 from mlx_tandem.errors import InvalidRequest, NotFound
 from mlx_tandem.model import footprint
-from mlx_tandem.model.step.inputs import Inputs, Numbers, receive, specs
-from mlx_tandem.training.device import completions, losses
-from mlx_tandem.training.device.backward import MicroBatch, Positions, Weights, positions
+from mlx_tandem.model.step.inputs import Inputs, receive, specs
+from mlx_tandem.training.device import completions, losses, pages, rows
+from mlx_tandem.training.device.backward import MicroBatch, Positions, Weights
 from mlx_tandem.training.device.completions import Part
-from mlx_tandem.training.device.cutting import Cutter, Item
+from mlx_tandem.training.device.cutting import PLAIN, Cutter, Cutting, evenly, items_of
 from mlx_tandem.training.device.layerwise import LayerwiseForward
+from mlx_tandem.training.device.pages import PageInputs
+from mlx_tandem.training.device.rows import Rows
 from mlx_tandem.training.device.slices import Slices, device_errors, finish, launched
 from mlx_tandem.training.device.trained_adapter import TRAINER, About, TrainedAdapter
 from mlx_tandem.training.device.tree import Dropout, Pair, Tree
@@ -54,8 +57,7 @@ class MLXTrainers:
         vocab_size: int,
         micro_batch_tokens: int,
         most_tokens: int,
-        forward_layers: int = 1,
-        few_shapes: bool = False,
+        cutting: Cutting = PLAIN,
         prepare: Callable[[AdapterWeights, dict[str, Pair]], None] = lambda weights, served: None,
     ):
         """Create a back end without trainers.
@@ -66,8 +68,7 @@ class MLXTrainers:
             vocab_size: Number of token ids.
             micro_batch_tokens: Tokens of one forward and backward, where a pass does not say otherwise.
             most_tokens: Tokens of the longest sequence.
-            forward_layers: Number of layers that go forward in one slice.
-            few_shapes: Pad micro-batches, so that they have few shapes.
+            cutting: The way in which passes are cut.
             prepare: Called on another thread with weights that are about to be published, and the same as a slot has
                 them.
         """
@@ -76,8 +77,8 @@ class MLXTrainers:
         self._vocab_size = vocab_size
         self.micro_batch_tokens = micro_batch_tokens
         self._most_tokens = most_tokens
-        self._forward_layers = forward_layers
-        self._few_shapes = few_shapes
+        self._cutting = cutting
+        self._windows = [getattr(cache, "max_size", None) for cache in make_prompt_cache(self._tree.model)]
         self._prepare = prepare
         self._inputs = Inputs()
         self._trainers: dict[str, TrainedAdapter] = {}
@@ -280,17 +281,13 @@ class MLXTrainers:
         sums = [{} if forward_only else self._get(b.trainer).gradients for b in batches]
         parts: list[Part] = []
         found: list[mx.array] = []
-        cutter = Cutter(tokens, not self._tree.has_experts, self._few_shapes, self._most_tokens)
-        cut = cutter.cut(batches)
-        yield launched()  # empty, since what the host did so far took as long as a slice
-        for i, items in enumerate(cut):
-            if i:
-                yield PAUSE
-            own = completions.split(items, shares)
+        for i, micro in enumerate(self._cut(batches, tokens)):
+            yield PAUSE if i else launched()  # empty, since what the host did so far took as long as a slice
+            own = completions.split(micro.items, shares)
             parts += own
             drop = [None if forward_only else self._get(b.trainer).dropout() for b in batches]
-            adapters = _adapters(own, cutter.shape(items)[0], served, sums, drop)
-            yield from self._micro_batch(batches, items, own, cutter.shape(items), adapters, forward_only, found)
+            adapters = _adapters(own, micro.counts, served, sums, drop)
+            yield from self._micro_batch(batches, micro, own, adapters, forward_only, found)
         # Everything is read as one array: for each array that is read the host waits for the device.
         whole = mx.concatenate(found) if found else mx.zeros((0,))
         yield launched(whole)
@@ -302,74 +299,96 @@ class MLXTrainers:
                 self._get(batch.trainer).gradients = gradients
         return completions.results(batches, parts, read)
 
+    def _cut(self, batches: Sequence[Batch], tokens: int) -> Iterator[Rows]:
+        """Yield the micro-batches of a pass."""
+        mixed = not self._tree.has_experts
+        items = items_of(batches)
+        # With dropout equal tokens are not computed alike.
+        alike = self._cutting.mask_axes and not any(self._get(b.trainer).spec.options.dropout for b in batches)
+        if alike and (width := pages.width_for(items)):
+            for part in evenly(lambda most: pages.filled_up(items, width, most, mixed), tokens):
+                yield rows.of_pages(part, pages.chained(part, width))
+        else:
+            cutter = Cutter(tokens, mixed, self._cutting.few_shapes, self._most_tokens)
+            for part in cutter.cut(batches):
+                yield rows.of_sequences(part, cutter.shape(part))
+
+    def _fits(self, tokens: int) -> bool:
+        """Return whether the activations of all layers for so many tokens are few enough to be kept."""
+        shapes = self._tree.linears
+        size = footprint.activation_bytes(shapes, len(self._tree.layers), tokens, self._tree.dtype.size)
+        return size <= self._cutting.kept_bytes
+
     def _micro_batch(
         self,
         batches: Sequence[Batch],
-        items: Sequence[Item],
+        given: Rows,
         own: Sequence[Part],
-        shape: tuple[int, int],
         adapters: Sequence[Weights],
         forward_only: bool,
         found: list[mx.array],
     ) -> Slices:
-        """Run one micro-batch, padded to `shape`, and append what it found of each of its parts to `found`."""
-        numbers = [*_rows(items, shape, self._vocab_size), *(n for part in own for n in part.numbers)]
+        """Run one micro-batch, and append what it found of each of its parts to `found`."""
+        items = given.items
+        numbers = [
+            *given.numbers,
+            *rows.drawn(items, self._vocab_size),
+            *(n for part in own for n in part.numbers),
+        ]
         sent = self._inputs.send(numbers)
-        rows, at, target, temperature, truncation, *rest = receive(sent.arrays, specs(numbers))
+        received = receive(sent.arrays, specs(numbers))
+        tokens, at, *tables = received[: len(given.numbers)]
+        target, temperature, truncation, *rest = received[len(given.numbers) :]
         warm = any(item.datum.temperature != 1.0 for item in items)
         cut = any(item.datum.truncation != WHOLE for item in items)
         where = Positions(at, target, temperature if warm else None, truncation if cut else None)
-        micro = MicroBatch(self._tree, self._layerwise, rows, where, adapters, self._forward_layers)
+        caches = PageInputs(tables, self._cutting.mask_axes).caches(self._windows) if tables else None
+        micro = MicroBatch(self._tree, self._layerwise, tokens, where, adapters, self._cutting.forward_layers, caches)
         with_base = any(
             batches[part.batch].loss.kl_coef and not all(item.datum.reference for item in part.items) for part in own
         )
-        yield from micro.forward(backward=not forward_only, base=with_base)
-        cotangents: list[tuple[mx.array, ...]] = []
-        made = []
-        for part in own:
-            arrays, rest = rest[: len(part.numbers)], rest[len(part.numbers) :]
-            values, gradients = completions.loss(micro, part, arrays, batches[part.batch].loss, cut)
-            made.append(values)
-            cotangents.append(gradients)
-        found += made
-        # They are computed now, so that the arrays that they are made from need not be kept.
-        if forward_only:
+        made: list[mx.array] = []
+
+        def loss() -> list[mx.array]:
+            """Return the gradients of the loss by the logprobs, and keep what is answered of each part."""
+            left, each = rest, []
+            for part in own:
+                arrays, left = left[: len(part.numbers)], left[len(part.numbers) :]
+                values, gradients = completions.loss(micro, part, arrays, batches[part.batch].loss, cut)
+                made.append(values)
+                each.append(gradients)
+            return [mx.concatenate(list(kind)) for kind in zip(*each, strict=True)]
+
+        if not forward_only and micro.trains_layers and self._fits(tokens.size):
+            yield from micro.at_once(loss, base=with_base)
             yield launched(made)
         else:
-            with device_errors():
-                mx.async_eval(made)
-            yield from micro.backward(*(mx.concatenate(list(kind)) for kind in zip(*cotangents, strict=True)))
+            yield from micro.forward(backward=not forward_only, base=with_base)
+            cotangents = loss()
+            # They are computed now, so that the arrays that they are made from need not be kept.
+            if forward_only:
+                yield launched(made)
+            else:
+                with device_errors():
+                    mx.async_eval(made)
+                yield from micro.backward(*cotangents)
+        found += made
         self._inputs.done(sent)  # the first of several slices has copied it
-
-
-def _rows(items: Sequence[Item], shape: tuple[int, int], vocabulary: int) -> list[Numbers]:
-    """Return a micro-batch's tokens [rows, length], and the fields of its `Positions`."""
-    tokens = np.zeros(shape, np.int32)
-    for row, item in enumerate(items):
-        tokens[row, : item.length] = item.datum.tokens
-    prompts, lengths = [item.datum.prompt_length for item in items], [item.length for item in items]
-    draws = [
-        (d.temperature, d.truncation.top_p, float(d.truncation.top_k or vocabulary), d.truncation.min_p)
-        for d in (item.datum for item in items)
-    ]
-    return [tokens, *positions(prompts, lengths, draws, tokens)]
 
 
 def _adapters(
     own: Sequence[Part],
-    rows: int,
+    counts: Sequence[int],
     served: Sequence[dict[str, Pair]],
     sums: Sequence[dict[str, Pair]],
     drop: Sequence[Dropout | None],
 ) -> list[Weights]:
-    """Return which rows of a micro-batch go through which trainer's adapter."""
+    """Return which rows of a micro-batch go through which trainer's adapter. `counts`: rows of each part."""
     adapters, start = [], 0
-    for part in own:
-        # Rows of padding go with the last trainer's: a part of their own would make a copy of all rows.
-        stop = rows if part is own[-1] else start + len(part.items)
+    for part, count in zip(own, counts, strict=True):
         dropped = drop[part.batch]
-        adapters.append(Weights(start, stop, served[part.batch], sums[part.batch], part.span, dropped))
-        start = stop
+        adapters.append(Weights(start, start + count, served[part.batch], sums[part.batch], part.span, dropped))
+        start += count
     return adapters
 
 
