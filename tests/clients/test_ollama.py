@@ -7,8 +7,9 @@ import json
 import pytest
 
 from mlx_tandem.dialects.ollama.bodies import ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, Options
+from tests.clients import lazily
 
-ollama = pytest.importorskip("ollama", reason="the extra `clients` is not installed")
+ollama = lazily.imported("ollama")
 
 SUM = {"role": "user", "content": "What is 17 + 25?"}
 WEATHER = {"role": "user", "content": "What is the weather in Oslo?"}
