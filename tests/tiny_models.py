@@ -138,6 +138,22 @@ WINDOWED: dict[str, dict[str, Any]] = {
 }
 """Families with layers that see a window of positions; of the last one, all do."""
 
+DISTINCT = {
+    "llama": "plain attention",
+    "qwen3_moe": "experts",
+    "gemma2": "attention of its own, with capped scores",
+    "deepseek_v3": "latent keys",
+    "glm4_moe_lite": "latent keys, which decodes read in another way than prompts",
+    "gpt2": "positions that are added",
+    "gpt_neox": "positions that turn a part of each head",
+    "cohere2": "positions in some layers only",
+    "gemma3_text": "windows in some layers",
+    "gpt_oss": "sinks",
+    "spark2_5": "windows in all layers",
+}
+"""Families for which the runner does something that it does not do for others, and what that is; the others differ in
+what mlx-lm's own modules compute between one call of the runner and the next."""
+
 UNSUPPORTED: dict[str, dict[str, Any]] = {
     "gpt_bigcode": {"n_inner": 96},
     "mamba": {

@@ -8,8 +8,9 @@ import pydantic
 import pytest
 
 from mlx_tandem.dialects.anthropic.bodies import MessagesBody, TokensBody
+from tests.clients import lazily
 
-anthropic = pytest.importorskip("anthropic", reason="the extra `clients` is not installed")
+anthropic = lazily.imported("anthropic")
 
 SUM = {"role": "user", "content": "What is 17 + 25?"}
 WEATHER = {"role": "user", "content": "What is the weather in Oslo?"}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import openai
 import pytest
+
+from tests.clients import lazily
+
+openai = lazily.imported("openai")
 
 QUESTION = "What is 17 + 25?"
 ANSWERS = {"base": "17 + 25 = 42.", "shout": "17 + 25 = 42!", "json": '{"answer": 42}'}

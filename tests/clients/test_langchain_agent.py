@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-import openai
 import pytest
 
+from tests.clients import lazily
 from tests.clients.weather import MANY, RESULT, is_answer, question
+
+openai = lazily.imported("openai")
 
 
 @pytest.fixture(scope="module", params=["chats", "responses"])

@@ -13,7 +13,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 import yaml
-from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 from tokenizers import Tokenizer
 
@@ -118,6 +117,8 @@ def evaluation(request, server, tmp_path_factory) -> Evaluation:
 
 def computed(model: str, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
     """Log-likelihood of each continuation after its context, and whether it is the greedy one: mlx-lm, float32."""
+    from mlx_lm.tuner.utils import load_adapters  # takes seconds, and runs of other tests collect this module too
+
     network, _ = load_model(demo.MODEL_PATH)
     network.set_dtype(mx.float32)
     if model != "base":

@@ -7,8 +7,9 @@ import json
 import pytest
 
 from mlx_tandem.dialects.ollama.bodies import ChatBody, EmbedBody, EmbeddingsBody, GenerateBody, Options
+from tests.clients import lazily
 
-ollama = pytest.importorskip("ollama", reason="the extra `clients` is not installed")
+ollama = lazily.imported("ollama")
 
 SUM = {"role": "user", "content": "What is 17 + 25?"}
 WEATHER = {"role": "user", "content": "What is the weather in Oslo?"}
@@ -227,7 +228,8 @@ def test_curl_without_a_content_type(server):
 
 
 def test_every_field_of_the_published_api_is_known():
-    types = ollama._types
+    from ollama import _types as types
+
     assert set(types.Options.model_fields) <= set(Options.__struct_fields__)
     assert set(types.ChatRequest.model_fields) <= set(ChatBody.__struct_fields__)
     assert set(types.GenerateRequest.model_fields) <= set(GenerateBody.__struct_fields__)

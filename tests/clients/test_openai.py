@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-import openai
 import pytest
-from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageFunctionToolCall
+
+from tests.clients import lazily
+
+openai = lazily.imported("openai")
 
 QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
 
@@ -51,10 +53,10 @@ def test_a_second_turn_with_what_came_back(client, form):
 
 def test_a_turn_of_tools_in_the_history(client):
     """As the package's own helper builds it out of another server's reply."""
-    call = ChatCompletionMessageFunctionToolCall(
+    call = openai.types.chat.ChatCompletionMessageFunctionToolCall(
         id="call_1", type="function", function={"name": "add", "arguments": '{"a": 17, "b": 25}'}
     )
-    said = ChatCompletionMessage(role="assistant", content=None, tool_calls=[call])
+    said = openai.types.chat.ChatCompletionMessage(role="assistant", content=None, tool_calls=[call])
     result = {"role": "tool", "tool_call_id": "call_1", "content": "42"}
     reply = client.chat.completions.create(
         model="base", messages=[*QUESTION, said, result], temperature=0, max_tokens=24

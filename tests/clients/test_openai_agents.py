@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 
-import openai
 import pytest
 
+from tests.clients import lazily
 from tests.clients.weather import MANY, RESULT, is_answer, question
 
-agents = pytest.importorskip("agents", reason="the extra `clients` is not installed")
+openai = lazily.imported("openai")
+agents = lazily.imported("agents")
 
 
 @pytest.fixture(scope="module", params=["chats", "responses"])

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 
-import openai
 import pydantic
 import pytest
 
 from mlx_tandem.dialects.responses.bodies import ResponseBody
+from tests.clients import lazily
+
+openai = lazily.imported("openai")
 
 TOOL = {
     "type": "function",

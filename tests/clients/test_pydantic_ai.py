@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-import openai
 import pydantic
 import pytest
 
+from tests.clients import lazily
 from tests.clients.weather import MANY, RESULT, is_answer, question
 
-pydantic_ai = pytest.importorskip("pydantic_ai", reason="the extra `clients` is not installed")
+openai = lazily.imported("openai")
+pydantic_ai = lazily.imported("pydantic_ai")
 
 GREEDY = {"temperature": 0, "max_tokens": 96}
 

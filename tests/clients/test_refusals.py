@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("anthropic", reason="the extra `clients` is not installed")
-
 from scripts.refusals import PAGE, page, walked
+from tests.clients import lazily
+
+lazily.imported("anthropic")
 
 
 @pytest.fixture(scope="module")

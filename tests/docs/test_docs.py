@@ -7,6 +7,7 @@ commands run.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -116,13 +117,17 @@ class Block:
     text: str
 
 
-def blocks() -> Iterator[Block]:
+@functools.cache
+def blocks() -> list[Block]:
+    found = []
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        for found in re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
-            yield Block(page.name, text.count("\n", 0, found.start()) + 1, found[1], found[2])
+        for match in re.finditer(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            found.append(Block(page.name, text.count("\n", 0, match.start()) + 1, match[1], match[2]))
+    return found
 
 
+@functools.cache
 def commands() -> dict[str, list[str]]:
     """Every distinct command of the sh blocks, as words, in the order of the pages."""
     found: dict[str, list[str]] = {}

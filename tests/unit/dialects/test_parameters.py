@@ -14,8 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm import server as mlx_lm_server
 from msgspec.structs import fields
-from openai.types import completion_create_params
-from openai.types.chat import completion_create_params as chat_create_params
 
 from mlx_tandem.dialects.openai.accept import accepting, rules
 from mlx_tandem.dialects.openai.bodies import ChatBody
@@ -50,6 +48,10 @@ def names(schema: Any) -> set[str]:
 
 
 def test_every_parameter_of_openai_is_there() -> None:
+    # Here and not above: it takes a second, and runs of other tests collect this module too.
+    from openai.types import completion_create_params
+    from openai.types.chat import completion_create_params as chat_create_params
+
     known = {p.name for p in PARAMETERS if "O" in p.schemas}
     for module in (completion_create_params, chat_create_params):
         theirs = names(module.CompletionCreateParamsBase) | names(module.CompletionCreateParamsNonStreaming)
