@@ -199,7 +199,7 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
 
 
 def _scheduler(config: EngineConfig, built: Built, blocks: BlockManager, slots: SlotTable) -> Scheduler:
-    """Return the scheduler, with a proposer of drafts if the settings ask for one."""
+    """Return the scheduler with the proposer of drafts."""
     from mlx_tandem.engine.proposers.speculation import Speculation
     from mlx_tandem.engine.scheduler import Scheduler
 
@@ -212,8 +212,7 @@ def _scheduler(config: EngineConfig, built: Built, blocks: BlockManager, slots: 
         eos_token_ids=built.info.eos_token_ids,
         limits=built.step_limits,
     )
-    if config.speculation.method == "ngram":
-        scheduler.drafting.proposer = Speculation(config.speculation)
+    scheduler.drafting.proposer = Speculation(config.speculation)
     return scheduler
 
 

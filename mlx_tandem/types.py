@@ -100,6 +100,7 @@ class Request(Struct, frozen=True, array_like=True):
     pooling: Pooling | None = None  # the prompt's hidden states are wanted, pooled like this; None: they are not
     grammar: Grammar | None = None  # None: the output may be any text
     speculate: bool = True  # drafts may be verified for it, where the server makes any
+    prediction: tuple[int, ...] = ()  # what the output may contain, from which drafts are copied
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):
@@ -129,6 +130,7 @@ class Delta(Struct, frozen=True, array_like=True):
     version: int = 0  # version of the adapter that made the tokens, if the request follows; 0: the request's
     cached: int = 0  # prompt tokens whose keys and values were reused
     embedding: bytes = b""  # once, with the first token: the pooled hidden states as float32 numbers of this machine
+    predicted: tuple[int, int] | None = None  # drafts from the request's prediction: accepted ones, rejected ones
 
 
 class AdapterSource(Struct, frozen=True, array_like=True):

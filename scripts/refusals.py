@@ -75,7 +75,7 @@ _CLAUDE += ("*tool_use].caller", "*.toolset_name", "tools*.type")
 NO_EFFECT: Mapping[str, tuple[str, ...]] = {
     "Chats": (
         *_CACHES,
-        *("messages*.audio", "messages[[]assistant].refusal", "modalities", "prediction*", "store", "verbosity"),
+        *("messages*.audio", "messages[[]assistant].refusal", "modalities", "store", "verbosity"),
         *("response_format*.description", "response_format*.name", "response_format*.strict"),
         *("stream_options.include_obfuscation",),
     ),

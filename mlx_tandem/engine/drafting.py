@@ -9,7 +9,7 @@ from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.plan import Row, StepPlan, StepResult
 from mlx_tandem.engine.proposers import Proposer
 from mlx_tandem.engine.sequence import Sequence
-from mlx_tandem.types import SpeculationStats
+from mlx_tandem.types import Request, SpeculationStats
 
 
 class Drafting:
@@ -28,7 +28,7 @@ class Drafting:
         """Begin a plan in which these sequences run."""
         self._running, self._proposes = len(running), None
         if self.proposer is not None:
-            may_draft = any(s.request.speculate for s in running)
+            may_draft = any(self._may_draft(s.request, self.proposer) for s in running)
             if self.proposer.is_on(len(running) if may_draft else 0):
                 self._proposes = self.proposer
 
@@ -37,7 +37,7 @@ class Drafting:
         if s.slack and not self._blocks.floats:
             return True
         by = self._proposes
-        return by is not None and s.request.speculate and by.needs_newest(s.request, s.choice)
+        return by is not None and self._may_draft(s.request, by) and by.needs_newest(s.request, s.choice)
 
     def drafts(self, s: Sequence, rows: list[Row]) -> tuple[int, ...]:
         """Return drafts to follow the tokens of `s`, and take blocks for them.
@@ -45,7 +45,7 @@ class Drafting:
         They are as many as `s` may still have, as there are blocks for, and as are a fair part of the tokens that a
         step may draw, of which `rows` have theirs.
         """
-        if self._proposes is None or not s.request.speculate:
+        if self._proposes is None or not self._may_draft(s.request, self._proposes):
             return ()
         room = self.most_tokens - sum(len(row.tokens) for row in rows)
         most = min(s.most_tokens - s.total, room // max(self._running - len(rows), 1)) - 1
@@ -54,6 +54,11 @@ class Drafting:
         proposed = self._proposes.propose(s.request, s.choice, s.tokens, s.pending, most)[:most]
         drafts = tuple(takewhile(lambda token: 0 <= token < self._vocab_size, proposed))
         return drafts[: self._blocks.draft(s, len(drafts), self._running)] if drafts else ()
+
+    def are_predicted(self, s: Sequence) -> bool:
+        """Return whether the drafts that `drafts` returned last for `s` are from its request's prediction."""
+        by = self._proposes
+        return by is not None and bool(s.request.prediction) and by.is_from_prediction(s.request, s.choice)
 
     def settle(self, s: Sequence, row: Row, drawn: int) -> None:
         """Take in how many tokens a VERIFY row of `s` brought, and give back what its rejected drafts had."""
@@ -74,7 +79,21 @@ class Drafting:
         """Return the proposer's counters; None without a proposer."""
         return None if self.proposer is None else self.proposer.stats()
 
+    @staticmethod
+    def _may_draft(request: Request, by: Proposer) -> bool:
+        """Return whether `by` may draft for the sequences of a request."""
+        return request.speculate and (by.for_all or bool(request.prediction))
+
     def forget(self, s: Sequence) -> None:
         """Tell the proposer that `s` has ended."""
         if self.proposer is not None:
             self.proposer.forget(s.request, s.choice)
+
+
+def predicted_of(row: Row, drawn: tuple[int, ...], said: tuple[int, ...]) -> tuple[int, int]:
+    """Return how many drafts of a VERIFY row its sequence says, and how many it does not.
+
+    `drawn` are the accepted drafts and one more token, and `said` their part up to the end of the sequence.
+    """
+    accepted = min(len(said), len(drawn) - 1)
+    return accepted, len(row.tokens) - 1 - accepted

@@ -72,7 +72,8 @@ class Row(Struct, frozen=True, gc=False):
     it begins where that row's last accepted token is, which the device knows: at `start` if all drafts were accepted,
     and up to `slack` positions before `start` if not. The tables have blocks for the former.
 
-    `version` and `background` say for whom the row runs; the runner ignores them.
+    `version` and `background` say for whom the row runs, and `predicted` where its drafts come from; the runner ignores
+    them.
     """
 
     kind: RowKind
@@ -89,6 +90,7 @@ class Row(Struct, frozen=True, gc=False):
     piggybacked: bool = False
     slack: int = 0
     pooling: Pooling | None = None
+    predicted: bool = False  # its drafts are from its request's prediction
 
     @property
     def draws(self) -> int:

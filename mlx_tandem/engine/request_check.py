@@ -23,6 +23,7 @@ def check_request(
         ("allowed_token_ids", params.allowed_token_ids),
         ("xtc_kept", params.xtc_kept),
         ("thoughts", thoughts.closing if thoughts is not None else ()),
+        ("prediction", request.prediction),
     ):
         if ids and (min(ids) < 0 or max(ids) >= vocab_size):
             raise InvalidRequest(f"a token of {param} is not in the vocabulary", param=param)

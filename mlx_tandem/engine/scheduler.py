@@ -29,7 +29,7 @@ from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
-from mlx_tandem.engine.drafting import Drafting
+from mlx_tandem.engine.drafting import Drafting, predicted_of
 from mlx_tandem.engine.kv_offload import KVOffload
 from mlx_tandem.engine.masks import MaskMaker, masks_of_plan
 from mlx_tandem.engine.outcome import StepOutcome
@@ -272,17 +272,20 @@ class Scheduler:
         if sample:
             s.pending += 1
         targets = s.targets(start, s.scheduled) if s.scores is not None else ()
-        request, tables = s.request, s.tables
+        request, tables, predicted = s.request, s.tables, False
         if kind is _VERIFY:
             s.pending += len(tokens) - 1
             s.slack += len(tokens) - 1
             tables = tuple([own + spare for own, spare in zip(tables, s.spare, strict=True)])
+            predicted = self.drafting.are_predicted(s)
         version = s.adapter.version if request.follow and s.adapter is not None else 0
         background = request.background
         row = Row(
             kind, s.id, s.seat, s.slot, start, tokens, tables, sample, targets, version, background, piggybacked, slack
         )
-        return row if request.pooling is None else structs.replace(row, pooling=request.pooling)
+        if request.pooling is None and not predicted:
+            return row
+        return structs.replace(row, pooling=request.pooling, predicted=predicted)
 
     def _start(self, s: Sequence) -> None:
         """Note that the first row of the request of `s` is planned."""
@@ -526,8 +529,10 @@ class Scheduler:
                 self._blocks.publish(s)
             scores = () if s.scores is None else self._hand_out_scores(s)
             hidden = b"" if row.pooling is None else s.embedding
+            predicted = predicted_of(row, result.tokens[i], drawn) if row.predicted else None
+            cached = s.cached or 0
             deltas.append(
-                Delta(s.request.id, s.choice, drawn, known, finish, scores, row.version, s.cached or 0, hidden)
+                Delta(s.request.id, s.choice, drawn, known, finish, scores, row.version, cached, hidden, predicted)
             )
             if finish:
                 self._end(s)

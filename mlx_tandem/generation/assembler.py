@@ -50,7 +50,7 @@ class Assembler:
         self._held = [NO_DETAILS] * count  # details of tokens whose text a parser holds back, by choice
         self._is_plain = make is None and prompted.version is None and not prompted.running_usage
         self._prompt_tokens = prompted.prompt_tokens
-        self._cached = self._reasoning = 0
+        self._cached = self._reasoning = self._accepted = self._rejected = 0
 
     def push(self, deltas: Sequence[Delta]) -> list[Event]:
         """Return the events of these deltas. Without a parser, each delta of a live choice gives at least one."""
@@ -63,6 +63,9 @@ class Assembler:
                 self._read(i // n, delta, events)
             if choice.finish is not None:
                 continue
+            if delta.predicted is not None:
+                self._accepted += delta.predicted[0]
+                self._rejected += delta.predicted[1]
             text = choice.push(delta)
             if is_plain and choice.finish is None:  # Fast path of almost every token.
                 events.append(TextDelta(i, text, choice.last_tokens, choice.last_logprobs))
@@ -74,7 +77,7 @@ class Assembler:
         """Return the token counts so far."""
         choices = self._choices
         completion = choices[0].count if len(choices) == 1 else sum([choice.count for choice in choices])
-        return Usage(self._prompt_tokens, self._cached, completion, self._reasoning)
+        return Usage(self._prompt_tokens, self._cached, completion, self._reasoning, self._accepted, self._rejected)
 
     @property
     def counts(self) -> list[int]:

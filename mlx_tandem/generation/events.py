@@ -88,7 +88,7 @@ class Usage(Struct, frozen=True, gc=False):
     """The token counts of a request so far.
 
     `cached` counts the prompts' tokens that did not have to be computed. `completion` includes `reasoning`. `accepted`
-    and `rejected` count the tokens of drafts.
+    and `rejected` count the drafts that were copied from the request's prediction.
     """
 
     prompt: int

@@ -30,6 +30,7 @@ class Prompted:
     pooling: Pooling | None = None  # the prompts' hidden states are wanted, pooled like this
     grammar: Grammar | None = None  # what each choice must match; None: any text
     speculate: bool = True  # drafts may be verified for the request
+    prediction: tuple[int, ...] = ()  # tokens that the answers may contain
 
     @property
     def choices(self) -> int:
@@ -56,6 +57,7 @@ class Prompted:
                 pooling=self.pooling,
                 grammar=self.grammar,
                 speculate=self.speculate,
+                prediction=self.prediction,
             )
             for id, prompt, adapter in zip(client.next_ids(len(self.prompts)), self.prompts, self.adapters, strict=True)
         ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -65,3 +66,64 @@ def test_answers_are_those_without_drafts(server: RunningServer) -> None:
 
 def test_a_request_may_do_without_drafts(server: RunningServer) -> None:
     assert server.complete(TEXT, speculation=3).json()["error"]["param"] == "speculation"
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[RunningServer]:
+    with serving(demo_config()) as running:
+        yield running
+
+
+def chat(server: RunningServer, **fields: Any) -> dict[str, Any]:
+    body = {"model": "base", "messages": [{"role": "user", "content": "Count from 1 to 30."}], "temperature": 0}
+    reply = server.client.post("/v1/chat/completions", json=body | {"max_tokens": 60, "ignore_eos": True} | fields)
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def predicted(reply: dict[str, Any]) -> tuple[int, int]:
+    details = reply["usage"]["completion_tokens_details"]
+    return details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]
+
+
+def test_an_answer_is_copied_from_a_prediction_as_far_as_it_says_the_same(plain: RunningServer) -> None:
+    free = chat(plain)
+    text = free["choices"][0]["message"]["content"]
+    middle = len(text) // 2
+    assert predicted(free) == (0, 0)
+    for content in (text, [{"type": "text", "text": text[:middle]}, {"type": "text", "text": "!!" + text[middle:]}]):
+        reply = chat(plain, prediction={"type": "content", "content": content})
+        assert reply["choices"] == free["choices"]
+        assert reply["usage"]["completion_tokens"] == free["usage"]["completion_tokens"]
+        assert predicted(reply)[0] > 20
+    junk = chat(plain, prediction={"type": "content", "content": "nothing of the kind " * 9})
+    assert junk["choices"] == free["choices"] and predicted(junk)[1] > 0
+    off = chat(plain, prediction={"type": "content", "content": text}, speculation=False)
+    assert off["choices"] == free["choices"] and predicted(off) == (0, 0)
+
+
+def test_a_completion_has_a_prediction_too_and_a_stream_counts_it(plain: RunningServer) -> None:
+    fields = {"max_tokens": 48, "temperature": 1.0, "seed": 5, "ignore_eos": True}
+    free = plain.complete(TEXT, **fields).json()["choices"][0]["text"]
+    given = {"prediction": {"type": "content", "content": free}, "stream_options": {"include_usage": True}}
+    lines = plain.complete(TEXT, stream=True, **given, **fields).text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert "".join(e["choices"][0]["text"] for e in events if e["choices"]) == free
+    assert predicted(events[-1])[0] > 10
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ({"type": "content", "content": 3}, "prediction.content"),
+        ({"type": "content", "content": [{"type": "image_url"}]}, "prediction.content[0].type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "diff", "content": "x"}, "prediction.type"),
+        ({"type": "content", "content": "x", "more": 1}, "prediction.more"),
+        ({"type": "content", "content": "1 2 3 4 " * 2000}, "prediction.content"),
+    ],
+)
+def test_a_prediction_that_cannot_be_is_refused_by_its_field(plain: RunningServer, prediction: Any, param: str) -> None:
+    reply = plain.complete(TEXT, prediction=prediction)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == param, reply.text

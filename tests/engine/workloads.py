@@ -251,12 +251,17 @@ class Guesses:
     Some of what it proposes is junk: more than is asked for, tokens behind the end, tokens that do not exist.
     """
 
+    for_all = True
+
     def __init__(self, rng: Random, eos: tuple[int, ...], windows: Windows, masks: Masks | None):
         self._rng, self._eos, self._windows, self._masks = rng, eos, windows, masks
         self._right, self._waits = rng.choice((0.0, 0.5, 0.9, 1.0)), rng.choice((0.0, 0.3, 1.0))
         self._longest = rng.choice((1, 3, 9))
         self._said: dict[Choice, list[int]] = {}
         self.guessed: list[list[int]] = []  # what sequences would have said, had all drafts been accepted
+
+    def is_from_prediction(self, request: Request, choice: int) -> bool:
+        return False
 
     def stats(self) -> None:
         return None
@@ -340,6 +345,7 @@ class Settings:
     spoils: float = 0.03  # how often a step of a workload with faults has a row that is not finite
     masks: float = 0.4  # how often some requests need masks
     drafts: float = 0.5  # how often there is a proposer that knows what will be said
+    predictions: float = 0.4  # how often a request says what its answer may contain
     ngrams: float = 0.5  # how often there is the server's own proposer, if there is no such
     trainers: float = 0.3  # how often two trainers learn beside it
     most_requests: int = 12
@@ -396,6 +402,13 @@ def draw_request(
         background=rng.random() < background,
     )
     return pooled(drawn, rng.choice(("mean", "last"))) if rng.random() < 0.1 else drawn
+
+
+def _changed(rng: Random, said: list[int]) -> tuple[int, ...]:
+    """What a choice will say with some tokens changed, missing or in between."""
+    kept = [t if rng.random() < 0.9 else rng.randrange(VOCAB) for t in said if rng.random() < 0.9]
+    at = rng.randint(0, len(kept))
+    return (*kept[:at], *[rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 3)))], *kept[at:])
 
 
 def pooled(request: Request, pooling: Pooling) -> Request:
@@ -472,7 +485,8 @@ def play(
         scheduler.drafting.proposer = Guesses(rng, eos, windows, masks)
         scheduler.drafting.most_tokens = rng.choice((engine.max_num_seqs, 64, 64))
     elif apart.random() < settings.ngrams:
-        own = SpeculationConfig("ngram", dynamic=apart.random() < 0.7, ngram_min=1, prompt_lookup=apart.random() < 0.7)
+        method = apart.choice(("none", "ngram", "ngram"))
+        own = SpeculationConfig(method, dynamic=apart.random() < 0.7, ngram_min=1, prompt_lookup=apart.random() < 0.7)
         scheduler.drafting.proposer = Speculation(own, clock=apart.random)
     names = ["a", "b", "c", "d", "e"][: rng.randint(0, 5)]
     adapters: list[AdapterRef | None] = [None, *(AdapterRef(name, 1, name) for name in names)]
@@ -487,6 +501,9 @@ def play(
     while True:
         while len(loop.requests) < total and rng.random() < eager:
             request = draw_request(rng, len(loop.requests), engine, prompts, adapters, priorities, background)
+            if apart.random() < settings.predictions:
+                said = expected(request, 0, eos, windows, masks)
+                request = structs.replace(request, prediction=_changed(apart, said))
             loop.add(request)
             work += request.n * (len(request.prompt) + request.params.max_tokens)
         if cancels and rng.random() < 0.1:

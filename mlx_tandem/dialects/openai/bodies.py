@@ -10,6 +10,7 @@ from mlx_tandem import limits
 from mlx_tandem.errors import InvalidRequest, renamed
 from mlx_tandem.generation.chats import ChatRequest, Effort, Thinking
 from mlx_tandem.generation.front import Front
+from mlx_tandem.generation.messages import TextPart
 from mlx_tandem.generation.sampling import Sampling
 from mlx_tandem.generation.tools.offer import Tools, tools_of
 from mlx_tandem.limits import bounds
@@ -23,6 +24,12 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # no effect: events are never padded
 
 
+class Prediction(Struct, tag="content", tag_field="type", forbid_unknown_fields=True):
+    """OpenAI's predicted output: a text that the answer may repeat in part, as a string or as parts of text."""
+
+    content: str | list[TextPart]
+
+
 class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
     """The fields that chats and text completions share."""
 
@@ -33,6 +40,7 @@ class Common(Sampling, kw_only=True, forbid_unknown_fields=True):
     truncate_prompt_tokens: Annotated[int, bounds("truncate_prompt_tokens")] | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    prediction: Prediction | None = None
     user: str | None = None  # keeps a caller on the same arm of an alias
     lora_adapter: str | None = None  # the adapter, for callers who name the base in `model`
     # Fields for learning.
@@ -154,6 +162,19 @@ async def input_prompts(
         else:
             prompts.append(list(limits.check_token_ids(item, vocabulary, place)))
     return prompts
+
+
+async def predicted(front: Front, body: Common) -> tuple[int, ...]:
+    """Return the token ids of the predicted output; none without one. Raises InvalidRequest."""
+    if body.prediction is None:
+        return ()
+    param, content = "prediction.content", body.prediction.content
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    ids = await front.prompts.text(text, param, begins=False)
+    most = front.room(front.client.check_ready())
+    if len(ids) > most:
+        raise InvalidRequest(f"{param} has {len(ids)} tokens; {most} are allowed", param=param)
+    return tuple(ids)
 
 
 def prompt_texts(

@@ -193,7 +193,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("store", "O", no_effect=(bool,)),
     Parameter("safety_identifier", "O", no_effect=(str,)),
     # Caches, speculation and other models
-    Parameter("prediction", "O", no_effect=(dict,)),
+    Parameter("prediction", "O"),
     Parameter("prompt_cache_key", "O", no_effect=(str,)),
     Parameter("prompt_cache_retention", "O", no_effect=(str,)),
     Parameter("prompt_cache_options", "O", no_effect=(dict,)),

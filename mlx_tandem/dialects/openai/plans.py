@@ -15,6 +15,7 @@ from mlx_tandem.dialects.openai.bodies import (
     chat_logprobs,
     chat_request,
     input_prompts,
+    predicted,
     prompt_texts,
     streaming,
 )
@@ -60,8 +61,10 @@ async def plan_chat(front: ServerFront, body: ChatBody) -> Plan:
     params = chat.params(params)
     texts = (front.tokenizer.decode(prompt, show_special=True),) if _learns(body) else ()
     echo = _echoed(asked) if body.echo else None
-    grammar = await _grammar(front, chat_constraint(front, chat, constraint))
-    generates = _Generates([prompt], params, n, chat.text(text), chat.parser, chat.most_calls, grammar, talk)
+    grammar, prediction = await _grammar(front, chat_constraint(front, chat, constraint)), await predicted(front, body)
+    generates = _Generates(
+        [prompt], params, n, chat.text(text), prediction, chat.parser, chat.most_calls, grammar, talk
+    )
     return _plan(front, body, ChatRenderer, model, generates, texts, echo)
 
 
@@ -79,7 +82,8 @@ async def plan_completion(front: ServerFront, body: CompletionBody) -> Plan:
     params = sampling_params(front, body, max(map(len, prompts)), "prompt", logprobs=logprobs, echo=echo)
     texts = prompt_texts(front, body, whole, prompts) if echo or _learns(body) else ()
     talk = await text_prompt(front, body, prompts)
-    generates = _Generates(prompts, params, n, text, grammar=await _grammar(front, constraint), talk=talk)
+    grammar, prediction = await _grammar(front, constraint), await predicted(front, body)
+    generates = _Generates(prompts, params, n, text, prediction, grammar=grammar, talk=talk)
     return _plan(front, body, TextRenderer, model, generates, texts, texts if echo else None)
 
 
@@ -90,6 +94,7 @@ class _Generates(NamedTuple):
     params: SamplingParams
     n: int
     text: TextOptions
+    prediction: tuple[int, ...]
     parser: MakeParser | None = None
     most_calls: int | None = None
     grammar: Grammar | None = None
@@ -110,7 +115,7 @@ def _plan(
     `texts` are the prompts as the reward functions see them. `echo` has the text that the replies to each prompt begin
     with; None means none.
     """
-    prompts, params, n, text, parser, most_calls, grammar, talk = generates
+    prompts, params, n, text, prediction, parser, most_calls, grammar, talk = generates
     stream, with_usage, always_usage = streaming(body)
     follow = follows(front, body, model)
     collect = collect_fields(front, body, model, params, prompts, texts, n=n, silent=text.silent, talk=talk)
@@ -134,6 +139,7 @@ def _plan(
         running_usage=stream and always_usage,
         priority=body.priority or 0,
         speculate=body.speculation is not False,
+        prediction=prediction,
         follow=follow,
         grammar=grammar,
     )

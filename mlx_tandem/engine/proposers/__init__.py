@@ -16,6 +16,9 @@ class Proposer(Protocol):
     drawn.
     """
 
+    for_all: bool
+    """Whether it drafts for all requests, and not only for those that bring a prediction."""
+
     def is_on(self, rows: int) -> bool:
         """Return whether sequences draft in the plan that is being made, in which so many run; 0: none may draft."""
 
@@ -32,6 +35,9 @@ class Proposer(Protocol):
         They follow `tokens` (prompt and output) and `unread` tokens after these that are on the device still: the
         drafts that were proposed last, as if they were accepted, and one more.
         """
+
+    def is_from_prediction(self, request: Request, choice: int) -> bool:
+        """Return whether the drafts that were proposed last for a sequence are from its request's prediction."""
 
     def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
         """Take in how many drafts of a row were accepted."""

@@ -41,24 +41,31 @@ class NgramIndex:
             self._latest[key] = place
         self._next = max(self._next, end)
 
-    def find(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return the place that follows the longest match with the end of `tokens`, and the match's length.
+    def find(self, text: Sequence[int], end: Sequence[int], expected: int = -1) -> tuple[int, int]:
+        """Return the place in `text` that follows the longest match with the end of `end`, and the match's length.
 
-        The length is 0 where nothing matches.
+        `text` is what was indexed. The place `expected` is compared before all others. The length is 0 where nothing
+        matches.
         """
-        place = self._latest.get(tuple(tokens[-self._shortest :]), -1)
-        best, length = -1, 0
+        best, length = -1, self._agreement(text, end, expected) if self._first < expected <= len(text) else 0
+        if length >= self._shortest:
+            best = expected
+        else:
+            length = 0
+        place = self._latest.get(tuple(end[-self._shortest :]), -1)
         for _ in range(CANDIDATES):
             if place < 0 or length >= self._longest:
                 break
-            agrees = self._shortest
-            most = min(self._longest, place - self._first)
-            while agrees < most and tokens[place - 1 - agrees] == tokens[-1 - agrees]:
-                agrees += 1
+            agrees = self._agreement(text, end, place)
             if agrees > length:
                 best, length = place, agrees
             place = self._before[place - self._first - self._shortest]
         return best, length
+
+    def _agreement(self, text: Sequence[int], end: Sequence[int], place: int) -> int:
+        """Return how many tokens before `place` in `text` are those at the end of `end`."""
+        most = min(self._longest, place - self._first, len(end))
+        return next((n for n in range(most) if text[place - 1 - n] != end[-1 - n]), most)
 
     @staticmethod
     def copy(tokens: Sequence[int], place: int, skip: int, most: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""The server's proposer: n-gram drafts, as many for each sequence as it accepts, and none where they do not pay."""
+"""The server's proposer: copied drafts, as many for each sequence as it accepts, and none where they do not pay."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from mlx_tandem.config import SpeculationConfig
 from mlx_tandem.engine.plan import RowKind, StepPlan, StepResult
 from mlx_tandem.engine.proposers.ngram import NgramIndex
 from mlx_tandem.engine.proposers.payoff import Payoff
+from mlx_tandem.engine.proposers.prediction import Prediction
 from mlx_tandem.types import Request, SpeculationStats
 
 MOST_DRAFTS = 63
@@ -29,8 +30,10 @@ LONGEST_PAUSE = 64
 class _Drafter:
     """What is known about one sequence."""
 
-    index: NgramIndex
+    index: NgramIndex | None  # of its own tokens, if drafts are copied from these
+    prediction: Prediction | None
     drafts: int  # to propose next
+    is_predicted: bool = False  # whether the last drafts are from the prediction
     accepted: float = 0.0  # a row, moving average
     is_copying: bool = False  # whether all of the last drafts were accepted
     misses: int = 0  # rows in a row of which no draft was accepted
@@ -54,7 +57,9 @@ class Speculation:
     def __init__(self, config: SpeculationConfig, clock: Callable[[], float] = time.perf_counter):
         self._config = config
         self._clock = clock
+        self._longest = max(config.ngram_min, config.ngram_max)
         self._drafters: dict[tuple[int, int], _Drafter] = {}
+        self.for_all = config.method != "none"
         self.payoff = Payoff()
         self.counts = DraftCounts()
 
@@ -72,14 +77,20 @@ class Speculation:
         return drafter is not None and not drafter.is_copying and drafter.accepted >= WORTH_WAITING
 
     def propose(self, request: Request, choice: int, tokens: Sequence[int], unread: int, most: int) -> Sequence[int]:
-        """Return what followed the newest tokens where they stood before."""
+        """Return what follows the newest tokens in the prediction, or where they stood before if more agree there."""
         drafter = self._drafters.get((request.id, choice)) or self._open(request, choice)
-        drafter.index.extend(tokens)
+        if drafter.index is not None:
+            drafter.index.extend(tokens)
         if drafter.pause:
             drafter.resume, drafter.pause = len(tokens) + drafter.pause, 0
         if len(tokens) < drafter.resume or (unread > 1 and not drafter.is_copying):
             return ()
-        place, length = drafter.index.find(tokens)
+        place, length = (-1, 0) if drafter.prediction is None else drafter.prediction.find(tokens)
+        drafter.is_predicted = length > 0
+        if drafter.index is not None and length < self._longest:
+            earlier, agrees = drafter.index.find(tokens, tokens)
+            if agrees > length:
+                place, length, drafter.is_predicted = earlier, agrees, False
         if not length:
             return ()
         if self._config.dynamic:
@@ -87,7 +98,14 @@ class Speculation:
             most = (1 << (most + 1).bit_length() - 1) - 1  # few numbers of rows, each of which is traced
         else:
             most = min(most, self._config.num_tokens)
-        return drafter.index.copy(tokens, place, unread, most)
+        if drafter.prediction is not None and drafter.is_predicted:
+            return drafter.prediction.copy(place, unread, most)
+        return NgramIndex.copy(tokens, place, unread, most)
+
+    def is_from_prediction(self, request: Request, choice: int) -> bool:
+        """Return whether the drafts that were proposed last for a sequence are from its request's prediction."""
+        drafter = self._drafters.get((request.id, choice))
+        return drafter is not None and drafter.is_predicted
 
     def settle(self, request: Request, choice: int, drafts: int, accepted: int) -> None:
         """Take in how many drafts of a row were accepted."""
@@ -124,11 +142,13 @@ class Speculation:
         """Drop what is known about a sequence that has ended."""
         self._drafters.pop((request.id, choice), None)
 
-    def stats(self) -> SpeculationStats:
-        """Return the counters and the present decision."""
+    def stats(self) -> SpeculationStats | None:
+        """Return the counters and the present decision; None if it does not draft for all and has not yet."""
         counts, size = self.counts, self.payoff.state
+        if not (self.for_all or counts.rows):
+            return None
         return SpeculationStats(
-            self._config.method,
+            self._config.method if self.for_all else "prediction",
             counts.rows,
             counts.drafted,
             counts.accepted,
@@ -141,6 +161,7 @@ class Speculation:
     def _open(self, request: Request, choice: int) -> _Drafter:
         config = self._config
         first = 0 if config.prompt_lookup else len(request.prompt)
-        index = NgramIndex(config.ngram_min, max(config.ngram_min, config.ngram_max), first)
-        drafter = self._drafters[request.id, choice] = _Drafter(index, config.num_tokens)
+        index = NgramIndex(config.ngram_min, self._longest, first) if self.for_all else None
+        prediction = Prediction(request, config.ngram_min, self._longest) if request.prediction else None
+        drafter = self._drafters[request.id, choice] = _Drafter(index, prediction, config.num_tokens)
         return drafter

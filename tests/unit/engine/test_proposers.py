@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -42,7 +43,7 @@ def test_the_longest_match_is_found_however_the_tokens_came(
         known = tokens[:end]
         index.extend(known)
         want = brute(known, shortest, longest) if end >= shortest else (-1, 0)
-        assert index.find(known) == want
+        assert index.find(known, known) == want
 
 
 def test_a_long_prompt_is_indexed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,17 +53,18 @@ def test_a_long_prompt_is_indexed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> 
     found = []
     for _ in range(12):
         index.extend(tokens)
-        found.append(index.find([*tokens[:-2], 7, 8])[0])
-    assert found[0] == 9 and index.find(tokens) == (100, 2)
+        found.append(index.find(tokens, [7, 8])[0])
+    assert found[0] == 9 and index.find(tokens, tokens) == (100, 2)
 
 
 def test_tokens_before_the_first_are_not_looked_at() -> None:
     tokens = [1, 2, 3, 9, 9, 1, 2]
     index = NgramIndex(2, 4, first=3)
     index.extend(tokens)
-    assert index.find(tokens) == (-1, 0)
-    index.extend([*tokens, 3, 1, 2])
-    assert index.find([*tokens, 3, 1, 2]) == (7, 2)
+    assert index.find(tokens, tokens) == (-1, 0)
+    tokens += [3, 1, 2]
+    index.extend(tokens)
+    assert index.find(tokens, tokens) == (7, 2)
 
 
 def test_what_lies_behind_the_end_repeats() -> None:
@@ -71,7 +73,8 @@ def test_what_lies_behind_the_end_repeats() -> None:
 
 
 def speculation(**options: object) -> Speculation:
-    return Speculation(SpeculationConfig(method="ngram", **options), clock=lambda: 0.0)  # type: ignore[arg-type]
+    config = SpeculationConfig(**{"method": "ngram", **options})  # type: ignore[arg-type]
+    return Speculation(config, clock=lambda: 0.0)
 
 
 def test_a_copy_gets_more_drafts_until_one_is_rejected() -> None:
@@ -116,6 +119,65 @@ def test_a_fixed_number_of_drafts_stays() -> None:
         assert len(proposer.propose(request, 0, request.prompt, 0, 100)) == 5
         proposer.settle(request, 0, 5, accepted)
     assert proposer.is_on(1000)
+
+
+PREDICTED = tuple(range(20, 60))
+
+
+def answered(request: Request, said: Sequence[int], *, proposer: Speculation, most: int = 100) -> tuple[int, int]:
+    """Steps until a sequence has said `said`, and drafts that were rejected."""
+    tokens, end, steps, rejected = list(request.prompt), len(request.prompt) + len(said), 0, 0
+    whole = [*request.prompt, *said]
+    while len(tokens) < end:
+        drafts = proposer.propose(request, 0, tokens, 0, min(most, end - len(tokens) - 1))
+        right = next((n for n, d in enumerate(drafts) if d != whole[len(tokens) + n]), len(drafts))
+        if drafts:
+            proposer.settle(request, 0, len(drafts), right)
+        tokens, steps, rejected = whole[: len(tokens) + right + 1], steps + 1, rejected + len(drafts) - right
+    return steps, rejected
+
+
+def test_a_prediction_is_copied_from_the_first_token_on() -> None:
+    request, proposer = Request(0, (1, 2, 3), PARAMS, prediction=PREDICTED), speculation(method="none")
+    assert list(proposer.propose(request, 0, request.prompt, 0, 3)) == [20, 21, 22]
+    assert proposer.is_from_prediction(request, 0)
+    assert list(proposer.propose(request, 0, [1, 2, 3, *PREDICTED[:38]], 0, 9)) == [58, 59]
+    assert not proposer.propose(request, 0, [1, 2, 3, *PREDICTED], 0, 9)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        PREDICTED,
+        (*PREDICTED[:9], 7, *PREDICTED[10:]),  # another token
+        (*PREDICTED[:9], 7, 8, 9, *PREDICTED[9:]),  # more tokens
+        PREDICTED[:9] + PREDICTED[17:],  # fewer
+        (7, 8, 9, *PREDICTED),  # something before
+    ],
+)
+def test_where_the_answer_differs_it_is_found_again(said: tuple[int, ...]) -> None:
+    request = Request(0, (1, 2, 3), PARAMS, prediction=PREDICTED)
+    steps, rejected = answered(request, said, proposer=speculation(method="none"))
+    assert steps <= 14 and rejected <= 24 < len(said)
+
+
+def test_a_text_that_repeats_itself_is_followed_where_it_is() -> None:
+    """The newest tokens stand in more places than are compared, and the answer is at the first of them."""
+    lines = tuple(token for n in range(20) for token in (5, 5, 5, 5, 5, 5, 5, 5, 5, 30 + n))
+    request = Request(0, (1, 2, 3), PARAMS, prediction=lines)
+    assert answered(request, lines, proposer=speculation(method="none")) == (8, 0)
+
+
+def test_a_longer_match_with_its_own_tokens_wins() -> None:
+    request, proposer = Request(0, (1, 2, 3, 4, 5, 1), PARAMS, prediction=(4, 5, 6)), speculation()
+    assert list(proposer.propose(request, 0, [*request.prompt, 3, 4, 5], 0, 1)) == [1]
+    assert not proposer.is_from_prediction(request, 0)
+
+
+def test_without_a_method_only_predictions_are_copied() -> None:
+    request, proposer = Request(0, (1, 2, 3, 4) * 4, PARAMS), speculation(method="none")
+    assert not proposer.for_all and proposer.stats() is None
+    assert not proposer.propose(request, 0, request.prompt, 0, 9)
 
 
 def test_sequences_that_ended_are_forgotten() -> None:
