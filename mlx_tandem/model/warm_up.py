@@ -37,6 +37,9 @@ RUNS = 4
 AGREEMENT = 1.1
 """Ratio of a step's two shortest times at which it is not run again."""
 
+LONG = 100.0
+"""Milliseconds from which one time of a step is enough: what disturbs it takes a few."""
+
 
 def warm_up(
     runner: MLXRunner,
@@ -143,9 +146,13 @@ def _time_decodes(runner: MLXRunner, info: EngineInfo) -> list[tuple[int, float]
 
 
 def _shortest(times: Iterator[float]) -> float:
-    """Return the shortest of a step's times but for the first, and take no more of them once two nearly agree."""
+    """Return the shortest of a step's times but for the first, and take no more of them after a long one, or once two
+    nearly agree.
+    """
     next(times)
     taken = [next(times)]
+    if taken[0] >= LONG:
+        return taken[0]
     for milliseconds in times:
         taken = sorted([*taken, milliseconds])
         if taken[1] <= AGREEMENT * taken[0]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +28,6 @@ def learning_config(folder: Path, mode: Mode = "inference_and_training", **setti
         rl_training=training,
         checkpointing=CheckpointingConfig(checkpoint_dir=str(folder / "checkpoints")),
     )
-
-
-def until(holds: Callable[[], object]) -> None:
-    """Ask until it holds. That it takes a minute means that it never will."""
-    deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.005)  # the server has the core meanwhile
 
 
 def collect(server: RunningServer, prompt: str = SORT, **fields: object) -> list[dict[str, Any]]:

@@ -16,8 +16,8 @@ import pytest
 from msgspec import structs
 
 from mlx_tandem import demo
-from tests.api.learns import until
 from tests.serving import RunningServer, demo_config, serving
+from tests.waiting import until
 
 T = TypeVar("T")
 

@@ -16,6 +16,7 @@ import pytest
 from mlx_tandem import demo
 from mlx_tandem.config import Arm
 from tests.serving import RunningServer, demo_config, serving
+from tests.waiting import until
 
 QUESTION = "What is 12 + 5?"
 ANSWERS = {"base": "12 + 5 = 17.", "shout": "12 + 5 = 17!", "json": '{"answer": 17}'}
@@ -300,9 +301,8 @@ def test_a_pinned_adapter_stays_on_the_device(server: RunningServer) -> None:
     for i in (7, 10, 11, 12, 13, 14, 15, 16):
         answer(server, f"a{i}")
     # Statistics come with the heartbeat after the last answer.
-    while not (entry := server.client.get("/v1/adapters/a7").json())["resident"]:
-        pass
-    assert entry["pinned"]
+    until(lambda: server.client.get("/v1/adapters/a7").json()["resident"])
+    assert server.client.get("/v1/adapters/a7").json()["pinned"]
 
 
 def test_what_changed_on_disk_is_said(server: RunningServer, root: Path) -> None:
@@ -325,10 +325,8 @@ def test_a_fresh_engine_knows_the_versions_of_the_last(server: RunningServer) ->
     answer(server, "a5")
     before = server.client.get("/v1/adapters").json()["registered"]
     os.kill(server.engine_pid(), signal.SIGKILL)
-    while not server.client.get("/health").json()["engine_restarts"]:
-        pass
-    while server.client.get("/readyz").status_code != 200:
-        pass
+    until(lambda: server.client.get("/health").json()["engine_restarts"])
+    until(lambda: server.client.get("/readyz").status_code == 200)
     for model, text in (("a5@1", "shout"), ("a4", "json"), ("base", "base"), ("configured", "json")):
         assert answer(server, model) == ANSWERS[text]
     assert server.client.get("/v1/adapters").json()["registered"] == before

@@ -21,6 +21,7 @@ from mlx_tandem.errors import EngineUnavailable, InvalidRequest, Overloaded
 from mlx_tandem.generation.request_admission import RequestAdmission
 from mlx_tandem.types import Delta
 from tests.api.scripted import INFO, Peer, scripted_server
+from tests.waiting import until
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 SEATS = INFO.max_num_seqs
@@ -208,16 +209,14 @@ def test_a_full_pool_refuses_and_an_emptied_one_does_not():
     with scripted_server(memory_pressure_threshold=0.8) as (client, peer, _):
         running = Asking(client, peer)
         peer.say(Occupancy(1, 0, 52, 12))
-        while client.get("/health").json()["status"] != "overloaded":
-            pass
+        until(lambda: client.get("/health").json()["status"] == "overloaded")
         refused = client.post("/v1/chat/completions", json=BODY)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "memory_pressure")
         assert 1 <= int(refused.headers["retry-after"]) <= 120
         assert list(refusals(client)) == ['tandem_refused_total{reason="memory_pressure_threshold"} 1.0']
         assert client.get("/v1/models").status_code == 200
         peer.say(Occupancy(1, 0, 51, 13))
-        while client.get("/health").json()["status"] == "overloaded":
-            pass
+        until(lambda: client.get("/health").json()["status"] != "overloaded")
         other = Asking(client, peer)
         peer.say(Occupancy(2, 0, 64, 0))
         assert {running.end().status_code, other.end().status_code} == {200}

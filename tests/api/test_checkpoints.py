@@ -10,8 +10,9 @@ from msgspec import structs
 
 from mlx_tandem.config import Config
 from mlx_tandem.training.store.checkpoints import BEST, Checkpoints
-from tests.api.learns import SORT, collect, learning_config, trajectories, until
+from tests.api.learns import SORT, collect, learning_config, trajectories
 from tests.serving import RunningServer, serving
+from tests.waiting import until
 
 
 def config_in(folder: Path, **settings: Any) -> Config:

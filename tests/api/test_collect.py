@@ -15,8 +15,9 @@ from mlx_tandem import limits
 from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.records import Added
 from mlx_tandem.training.trajectories import Trajectory
-from tests.api.learns import SORT, collect, learning_config, trajectories, until
+from tests.api.learns import SORT, collect, learning_config, trajectories
 from tests.serving import ROOT, RunningServer, serving
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")

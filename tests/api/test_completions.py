@@ -12,6 +12,7 @@ from mlx_tandem import demo
 from mlx_tandem.config import SchedulerConfig
 from mlx_tandem.generation.tokenizer import Tokenizer
 from tests.serving import demo_config, serving
+from tests.waiting import until
 
 PROMPT = "<|im_start|>user\nWhat is 12 + 5?<|im_end|>\n<|im_start|>assistant\n"
 TOKENIZER = Tokenizer.load(demo.MODEL_PATH)
@@ -227,8 +228,7 @@ def test_whoever_matters_more_is_served_first():
             next(lines)
             for waiting, priority in enumerate((3, 0, -1), 1):
                 pool.submit(ask, priority)
-                while small.client.get("/health").json()["open_requests"] <= waiting:
-                    pass
+                until(lambda n=waiting: small.client.get("/health").json()["open_requests"] > n)
             for _ in lines:
                 pass
         pool.shutdown()

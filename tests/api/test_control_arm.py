@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.api.learns import collect, learning_config, trajectories, until
+from tests.api.learns import collect, learning_config, trajectories
 from tests.serving import RunningServer, serving
+from tests.waiting import until
 
 
 def status(server: RunningServer) -> dict[str, Any]:

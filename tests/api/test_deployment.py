@@ -21,6 +21,7 @@ from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.server.checks import check
 from mlx_tandem.server.sockets import UnixListener, bind
 from tests.serving import RunningServer, demo_config, serving
+from tests.waiting import until
 
 TLS = Path(__file__).parents[1] / "tls"
 CHAT = {"messages": [{"role": "user", "content": "What is 12 + 5?"}], "temperature": 0, "max_tokens": 16}
@@ -81,10 +82,8 @@ def test_a_client_of_a_unix_socket_that_leaves_is_noticed(tmp_path):
             with socket.socket(socket.AF_UNIX) as sock:
                 sock.connect(str(path))
                 sock.sendall(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-                while client.get("/health").json()["open_requests"] != 1:
-                    pass
-            while client.get("/health").json()["open_requests"]:
-                pass
+                until(lambda: client.get("/health").json()["open_requests"] == 1)
+            until(lambda: not client.get("/health").json()["open_requests"])
         finally:
             os.kill(engine, signal.SIGCONT)
 

@@ -13,6 +13,7 @@ from mlx_tandem.engine.messages import Occupancy, Output, Submit
 from mlx_tandem.types import Delta
 from tests.api.scripted import scripted_server
 from tests.serving import demo_config, serving
+from tests.waiting import until
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 
@@ -54,9 +55,8 @@ def test_a_server_that_drains_says_so():
             lines = stream.iter_lines()  # kept: its end would close the stream
             next(lines)
             server.process.send_signal(signal.SIGTERM)
-            while (health := probe.get("/health")).status_code == 200:
-                pass
-            assert health.json()["status"] == "shutting_down"
+            until(lambda: probe.get("/health").status_code != 200)
+            assert probe.get("/health").json()["status"] == "shutting_down"
             assert probe.get("/readyz").json() == {"status": "shutting_down"}
             assert probe.get("/livez").status_code == 200
             assert "shutdown_clean 1.0" in probe.get("/metrics").text

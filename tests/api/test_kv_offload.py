@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from mlx_tandem.config import Config, DiskCacheConfig
 from tests.api.test_cache import LONG, cached
 from tests.serving import ROOT, RunningServer, demo_config, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.restarts
 
@@ -34,8 +35,7 @@ def stats(server: RunningServer) -> dict[str, Any]:
 
 def opened(server: RunningServer) -> RunningServer:
     """The drive is asked from here on."""
-    while not (now := stats(server))["open"] or now["scanning"]:
-        pass
+    until(lambda: (now := stats(server))["open"] and not now["scanning"])
     return server
 
 
@@ -57,8 +57,8 @@ def test_a_prompt_is_there_after_a_restart(policy: str, tmp_path: Path) -> None:
             again = ask(server, name)
             assert again["choices"][0]["message"] == cold[name]["choices"][0]["message"]
             assert again["usage"]["prompt_tokens"] - 24 < cached(again) < again["usage"]["prompt_tokens"]
-        while not (now := stats(server))["hit_tokens"]:  # it comes with the engine's next sign of life
-            pass
+        until(lambda: stats(server)["hit_tokens"])  # it comes with the engine's next sign of life
+        now = stats(server)
         assert now["hits"] > 0 == now["quarantined"]
         families = text_string_to_metric_families(server.client.get("/metrics").text)
         values = {sample.name: sample.value for family in families for sample in family.samples}
@@ -78,8 +78,7 @@ def test_a_prompt_is_there_after_a_restart(policy: str, tmp_path: Path) -> None:
         assert str(server.engine_pid()) in other.stderr, "who has it"
         shutil.rmtree(folder)
         assert ask(server, "json")["choices"][0]["message"]["content"]
-        while not stats(server)["off"]:
-            pass
+        until(lambda: stats(server)["off"])
         assert ask(server, NAMES[0])["choices"][0]["message"] == cold[NAMES[0]]["choices"][0]["message"]
 
 
@@ -98,5 +97,4 @@ def test_a_damaged_block_is_computed_again(tmp_path: Path) -> None:
         again = ask(server, NAMES[0])
         assert again["choices"][0]["message"] == cold["choices"][0]["message"]
         assert cached(again) < cold["usage"]["prompt_tokens"] - 24
-        while not stats(server)["quarantined"]:
-            pass
+        until(lambda: stats(server)["quarantined"])

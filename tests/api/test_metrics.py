@@ -18,6 +18,7 @@ from mlx_tandem.generation import metrics
 from mlx_tandem.types import Delta, EngineStats, SpeculationStats
 from tests.api.scripted import INFO, Peer, scripted_server
 from tests.serving import RunningServer
+from tests.waiting import until
 
 BOARD = [
     "histogram_quantile(0.99, sum by(le) (rate(vllm:e2e_request_latency_seconds_bucket{M}[I])))",
@@ -240,8 +241,7 @@ def test_a_request_that_does_not_finish_is_in_none_of_them(how: str) -> None:
             peer.say(Started(request.id, time.monotonic()), Output([Delta(request.id, 0, (301,))]))
             thread.join()
             peer.hear(Cancel)
-        while client.get("/v1/engine/metrics").json()["open_requests"]:
-            pass
+        until(lambda: not client.get("/v1/engine/metrics").json()["open_requests"])
         delta = grown(before, read(client), "base")
         assert not any(delta(f"{name}_count") for name in metrics.REQUESTS)
         assert client.get("/v1/engine/metrics").json()["requests_completed"] == 0
@@ -293,8 +293,7 @@ def told() -> Iterator[httpx.Client]:
     """A server whose engine has told of four steps."""
     with scripted_server() as (client, peer, _):
         peer.say(Heartbeat(STATS), Occupancy(2, 3, 10, 54))
-        while not client.get("/v1/engine/metrics").json()["engine"]["steps"]:
-            pass
+        until(lambda: client.get("/v1/engine/metrics").json()["engine"]["steps"])
         yield client
 
 

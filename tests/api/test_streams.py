@@ -14,6 +14,7 @@ from mlx_tandem.engine.messages import Cancel, Failed, Output, Submit
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.types import Delta
 from tests.api.scripted import Peer, scripted_server
+from tests.waiting import until
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 200}
 STREAM = BODY | {"stream": True}
@@ -122,8 +123,7 @@ def test_the_death_of_the_engine_reaches_every_stream():
         assert refused.headers["retry-after"] == "5"
         assert client.get("/livez").status_code == 200
         second = engine.peer().ready()
-        while client.get("/readyz").status_code != 200:
-            pass
+        until(lambda: client.get("/readyz").status_code == 200)
         reply = answered(client, second, BODY, lambda i: Output([Delta(i, 0, (token(1),), None, "length")]))
         assert reply.status_code == 200
 

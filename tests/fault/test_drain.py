@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 from tests.serving import ROOT, RunningServer, demo_config, serving
+from tests.waiting import until
 
 pytestmark = pytest.mark.restarts
 
@@ -53,8 +54,7 @@ def test_sigterm_finishes_what_runs_and_refuses_the_rest():
         os.kill(engine, signal.SIGSTOP)  # what runs is not through before the rest is refused
         try:
             server.process.send_signal(signal.SIGTERM)
-            while server.client.get("/readyz").status_code == 200:
-                pass
+            until(lambda: server.client.get("/readyz").status_code != 200)
             refused = server.chat("hi")
         finally:
             os.kill(engine, signal.SIGCONT)
@@ -76,8 +76,7 @@ def test_new_connections_are_answered_until_the_last_stream_has_ended():
         os.kill(engine, signal.SIGSTOP)
         try:
             server.process.send_signal(signal.SIGTERM)
-            while server.client.get("/readyz").status_code == 200:
-                pass
+            until(lambda: server.client.get("/readyz").status_code != 200)
             for _ in range(3):
                 assert httpx.get(f"{server.url}/livez").status_code == 200
                 for path in ("/readyz", "/health"):

@@ -13,7 +13,7 @@ import pytest
 
 from mlx_tandem.errors import EngineError, Overloaded
 from mlx_tandem.isolation.pool import Bounds, WorkerPool
-from mlx_tandem.isolation.process import Lost, Program
+from mlx_tandem.isolation.process import Lost, Program, WorkerProcess
 from tests.fault.worker_program import Said, decode_answer
 
 Pool = WorkerPool[Said]
@@ -186,6 +186,24 @@ def test_who_leaves_does_not_end_a_worker(tmp_path: Path) -> None:
         assert await pid(pool) == before
 
     with_pool(tmp_path, use)
+
+
+def test_who_leaves_leaves_no_answer_to_the_next(tmp_path: Path) -> None:
+    async def use() -> None:
+        program = Program("tests.fault.worker_program", (str(tmp_path), "60"), decode_answer, 4096)
+        worker = WorkerProcess(program)
+        try:
+            await worker.start()
+            leaving = asyncio.create_task(worker.ask([b"echo x"]))
+            await asyncio.sleep(0)  # until the item is sent
+            leaving.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await leaving
+            assert await worker.ask([b"echo y"]) == [Said("y")]
+        finally:
+            await worker.stop()
+
+    asyncio.run(asyncio.wait_for(use(), 120))
 
 
 def test_a_program_that_does_not_start_is_an_error_of_the_server(tmp_path: Path) -> None:

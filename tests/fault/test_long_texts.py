@@ -26,6 +26,7 @@ from mlx_tandem.generation.text_admission import PLACES
 from mlx_tandem.generation.tokenizer import Tokenizer
 from tests.serving import RunningServer, demo_config, serving
 from tests.unit.text_tools import byte_level, model_folder, sentencepiece
+from tests.waiting import until
 
 MB = 1_000_000
 REFUSED = "7 " * 50_000
@@ -114,8 +115,7 @@ def test_too_many_are_refused_and_told_when_to_come_again(served: RunningServer)
     finally:
         for sock in waiting:
             sock.close()
-    while served.client.post("/tokenize", json=asked).status_code == 429:
-        pass
+    until(lambda: served.client.post("/tokenize", json=asked).status_code != 429)
     metrics = served.client.get("/metrics").text
     found = re.search(r'^tandem_refused_total\{reason="waiting_text"\} (\d+)', metrics, re.MULTILINE)
     assert found and int(found[1]) > 0

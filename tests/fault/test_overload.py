@@ -23,6 +23,7 @@ import pytest
 
 from mlx_tandem.config import SchedulerConfig
 from tests.serving import RunningServer, demo_config, serving
+from tests.waiting import until
 
 SEATS, QUEUE = 4, 4
 CAPACITY = SEATS + QUEUE
@@ -200,8 +201,7 @@ def test_refusals_come_while_the_engine_stands_still(server: RunningServer, alon
         os.kill(engine, signal.SIGSTOP)
         try:
             taken = [pool.submit(ask, i) for i in range(CAPACITY)]
-            while stats(server)["open_choices"] < CAPACITY:
-                pass
+            until(lambda: stats(server)["open_choices"] >= CAPACITY)
             for number in range(5 * CAPACITY):
                 assert_refused_in_good_form(client.ask(number))
             assert not any(asked.done() for asked in taken)
@@ -229,15 +229,12 @@ def test_a_place_that_is_free_again_is_given_without_the_engine(server: RunningS
             os.kill(engine, signal.SIGSTOP)
             try:
                 taken = [pool.submit(ask, i) for i in range(CAPACITY - 1)]
-                while stats(server)["open_choices"] < CAPACITY:
-                    pass
+                until(lambda: stats(server)["open_choices"] >= CAPACITY)
                 assert_refused_in_good_form(client.ask(0))
                 leaving.close()
-                while stats(server)["open_choices"] == CAPACITY:
-                    pass
+                until(lambda: stats(server)["open_choices"] != CAPACITY)
                 taken.append(pool.submit(ask, CAPACITY - 1))
-                while stats(server)["open_choices"] < CAPACITY:
-                    pass
+                until(lambda: stats(server)["open_choices"] >= CAPACITY)
                 assert_refused_in_good_form(client.ask(0))
             finally:
                 os.kill(engine, signal.SIGCONT)

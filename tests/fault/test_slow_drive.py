@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.learns import SORT, learning_config, trajectories, until
+from tests.api.learns import SORT, learning_config, trajectories
 from tests.serving import RunningServer, serving
+from tests.waiting import until
 
 SLOW = """
 import fcntl

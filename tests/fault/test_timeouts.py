@@ -15,9 +15,9 @@ import pytest
 from mlx_tandem.config import Config, SchedulerConfig
 from mlx_tandem.engine.messages import Cancel, Failed, Output, Submit
 from mlx_tandem.types import Delta
-from tests.api.learns import until
 from tests.api.scripted import INFO, scripted_server
 from tests.serving import RunningServer, demo_config, serving
+from tests.waiting import until
 
 BODY = {"prompt": [300], "max_tokens": 200}
 STREAM = BODY | {"stream": True}
@@ -138,8 +138,7 @@ def stream(server: RunningServer, body: dict[str, object]) -> contextlib.Abstrac
 
 def compile_kernels(server: RunningServer) -> None:
     """A machine's first tokens of a kind wait for a compiler: longer than these tests' requests may."""
-    while server.complete([300], max_tokens=2, ignore_eos=True).status_code != 200:
-        pass
+    until(lambda: server.complete([300], max_tokens=2, ignore_eos=True).status_code == 200)
 
 
 def counters(server: RunningServer) -> dict[str, int]:
@@ -174,8 +173,7 @@ def test_sigterm_while_requests_wait():
             with httpx.Client(base_url=server.url) as probe:
                 until(lambda: probe.get("/health").json()["open_requests"] == 4)
                 server.process.send_signal(signal.SIGTERM)
-                while probe.get("/readyz").status_code == 200:
-                    pass
+                until(lambda: probe.get("/readyz").status_code != 200)
         for thread in waiting:
             thread.join()
         assert [r.status_code for r in replies] == [200, 200, 200]

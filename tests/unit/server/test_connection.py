@@ -205,6 +205,25 @@ async def test_an_answer_that_ends_the_connection_is_not_kept_for_who_takes_noth
         assert not client.unsent()
 
 
+@on_clock
+async def test_who_takes_all_but_the_end_of_an_answer_that_ends_the_connection_is_cut(loop):
+    async with connected(loop, Large()) as client:
+        sock = client.connection.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that the answer leaves in small pieces
+        await client.send(b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n")
+        while not client.connection.transport.is_closing():
+            await asyncio.sleep(0)
+        assert client.connection.flow.write_paused
+        while client.connection.flow.write_paused:
+            await client.receive()
+        assert client.unsent()
+        for _ in range(2):  # at the first look at it, the client has received something
+            loop.now += LIMITS.write_timeout_s + 1
+            for _ in range(10):
+                await asyncio.sleep(0)
+        assert not client.unsent()
+
+
 @pytest.mark.parametrize("trailers", [b"a: b\r\n" * 20_000, b"a: " + b"b" * 1_000_000 + b"\r\n"], ids=["many", "long"])
 def test_trailers_without_measure(trailers):
     @on_clock

@@ -157,6 +157,18 @@ def test_the_anchor_of_a_decoupled_loss_bounds_the_update_and_not_what_the_sampl
         assert float(np.array(gradient)[0, 0]) == pytest.approx(wanted, abs=1e-6)
 
 
+def test_the_divergence_of_a_truncated_draw_is_that_of_all_tokens():
+    """The reference is compared with the logprobs without truncation; what could not be drawn counts for nothing."""
+    config = LossConfig("ppo", "token", "token_sum", kl_coef=0.3)
+    drawn, plain, base = [[-0.5, -math.inf]], [[-1.0, -2.0]], [[-1.3, -0.7]]
+    p, batch, reference = arrays(drawn, plain, [[0.0, 0.0]], base, [[True, True]], config)
+    found, gradients = mx.value_and_grad(lambda x: loss(x[0], batch, config, reference, x[1]))([p, mx.array(plain)])
+    assert float(np.array(found)) == pytest.approx(0.3 * k3(-1.3, -1.0), abs=1e-6)
+    by_drawn, by_plain = (np.array(each)[0] for each in gradients)
+    assert not by_drawn.any()
+    assert by_plain == pytest.approx([0.3 * (1.0 - math.exp(-0.3)), 0.0], abs=1e-6)
+
+
 def test_gspo_leaves_out_what_is_not_trained():
     """A tool's answer between two turns, which the policy finds very unlikely, changes nothing."""
     config = LossConfig("ppo", "sequence", "sequence_mean", clip_low=3e-4, clip_high=4e-4)
