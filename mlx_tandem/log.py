@@ -13,6 +13,11 @@ def log(event: str, level: int = logging.INFO, **fields: object) -> None:
     _logger.log(level, event, extra={"fields": fields})
 
 
+def is_logged(level: int) -> bool:
+    """Return whether events of this level are logged, for those whose fields take time."""
+    return _logger.isEnabledFor(level)
+
+
 def log_exception(event: str, error: BaseException, **fields: object) -> None:
     """Log `event` with the places in the code that `error` passed, without its text, which may quote a prompt."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -123,12 +123,11 @@ class Assembler:
         assert self._parsers is not None
         parser, held, choice = self._parsers[i], self._held[i], self._choices[i]
         said: list[Said] = [*parser.push(text)]
-        if held is NO_DETAILS:
-            if len(said) == 1 and type(said[0]) is TextDelta and choice.finish is None:  # Fast path of most tokens.
-                events.append(TextDelta(i, said[0].text, *details))
-                return NO_DETAILS
-        else:
+        if held is not NO_DETAILS:
             details = held[0] + details[0], held[1] + details[1], held[2] + details[2]
+        elif len(said) == 1 and type(said[0]) is TextDelta and choice.finish is None:  # Fast path of most tokens.
+            events.append(TextDelta(i, said[0].text, *details))
+            return NO_DETAILS
         if choice.finish is not None:
             said += parser.flush()
         most = self._most_calls

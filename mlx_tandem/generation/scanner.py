@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
 from mlx_tandem.generation.events import ReasoningDelta, Said, TextDelta, ToolCallArguments
@@ -140,20 +140,20 @@ class RoutineParser(ABC):
         self.choice = choice
         self.scan = Scanner()
         self._steps: Iterator[Said | None] = self.read()
-        self._waits: tuple[frozenset[str], Callable[[str], Iterable[Said]]] | None = None
+        self._waits: tuple[frozenset[str], Callable[[str], Sequence[Said]]] | None = None
         """Where the routine waits for a marker: the characters that begin one, and what text before it becomes."""
 
     @abstractmethod
     def read(self) -> Routine[None]:
         """Read the whole text of the choice."""
 
-    def push(self, text: str) -> list[Said]:
+    def push(self, text: str) -> Sequence[Said]:
         """Return the events that the next piece of text completes."""
         waits = self._waits
         if (
             waits is not None and waits[0].isdisjoint(text) and self.scan.skips(text)
         ):  # Fast path of almost every piece.
-            return [*waits[1](text)] if text else []
+            return waits[1](text) if text else ()
         self.scan.feed(text)
         return self._events()
 
@@ -177,11 +177,11 @@ class RoutineParser(ABC):
 
     # -- parts of routines --------------------------------------------------------------------------------------
 
-    def text(self, text: str) -> Iterable[Said]:
+    def text(self, text: str) -> Sequence[Said]:
         """Return the events of text that belongs to the answer."""
         return (TextDelta(self.choice, text),) if text else ()
 
-    def upto(self, markers: Markers, say: Callable[[str], Iterable[Said]]) -> Routine[str | None]:
+    def upto(self, markers: Markers, say: Callable[[str], Sequence[Said]]) -> Routine[str | None]:
         """Read the text before the next marker and the marker; yield what `say` makes of the text.
 
         Return the marker; None when the text has ended without one.
@@ -224,7 +224,7 @@ class RoutineParser(ABC):
                 raise Malformed
             self.scan.skip()
 
-    def json(self, say: Callable[[str], Iterable[Said]]) -> Routine[None]:
+    def json(self, say: Callable[[str], Sequence[Said]]) -> Routine[None]:
         """Read one JSON value; yield what `say` makes of its text.
 
         Raises Malformed at a character that breaks the value, and when the text ends inside of it.
@@ -244,7 +244,7 @@ class RoutineParser(ABC):
             raise Malformed
 
 
-def nothing(text: str) -> Iterable[Said]:
+def nothing(text: str) -> Sequence[Said]:
     """Return no events, for text that is read and not said."""
     return ()
 

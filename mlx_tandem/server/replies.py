@@ -19,7 +19,7 @@ from mlx_tandem.engine.cost import prompt_seconds
 from mlx_tandem.errors import Timeout
 from mlx_tandem.generation.answers import Answers
 from mlx_tandem.generation.assembler import Assembler
-from mlx_tandem.log import log
+from mlx_tandem.log import is_logged, log
 from mlx_tandem.server.request_id import request_id
 from mlx_tandem.training.live.recorder import Outcome, Recorder
 from mlx_tandem.types import Delta
@@ -82,8 +82,7 @@ class Reply:
             ("request_timeout", server.request_timeout_s, "its end"),
         ):
             if seconds:
-                error = Timeout(f"the request did not come to {what} within {seconds:g} s", code=code)
-                self._deadlines[code] = loop.call_later(seconds, stream.fail, error)
+                self._deadlines[code] = loop.call_later(seconds, _fail_late, stream, code, what, seconds)
 
     def _reading_seconds(self) -> float:
         """Return the seconds that reading the prompts may take: twice the prediction, as others are read meanwhile."""
@@ -135,17 +134,18 @@ class Reply:
         counts, reasons, seconds = assembler.counts, assembler.reasons, time.monotonic() - self._began
         tokens = sum(counts)
         metrics.generation_tokens[name] += tokens
-        log(
-            "request ended",
-            logging.DEBUG,
-            request=self._request_id,
-            id=self._reply_id,
-            model=self._front.models.label(self._plan.model.ref),
-            prompt_tokens=prompted.prompt_tokens,
-            tokens=tokens,
-            seconds=round(seconds, 3),
-            finish=reasons,
-        )
+        if is_logged(logging.DEBUG):
+            log(
+                "request ended",
+                logging.DEBUG,
+                request=self._request_id,
+                id=self._reply_id,
+                model=self._front.models.label(self._plan.model.ref),
+                prompt_tokens=prompted.prompt_tokens,
+                tokens=tokens,
+                seconds=round(seconds, 3),
+                finish=reasons,
+            )
         metrics.end_to_end.observe(seconds)
         for reason in reasons:
             metrics.finished[name, reason or ("abort" if self._gone else "error")] += 1
@@ -168,3 +168,8 @@ class Reply:
         """Return the model's name for counters, without a version."""
         entry = self._plan.model.entry
         return self._front.models.id if entry is None else entry.name
+
+
+def _fail_late(stream: Stream, code: str, what: str, seconds: float) -> None:
+    """End a stream whose time is over."""
+    stream.fail(Timeout(f"the request did not come to {what} within {seconds:g} s", code=code))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from mlx_tandem.generation.events import ReasoningDelta, Said
 from mlx_tandem.generation.scanner import SPACE, Markers, Routine, RoutineParser
@@ -40,6 +41,16 @@ class Thoughts:
         """All texts that end a thought and belong to it."""
         return (self.close, *(last for _, last in self.variants))
 
+    @cached_property
+    def markers_of_answers(self) -> Markers:
+        """The texts before which a piece of an answer ends."""
+        return Markers(*self.opens, *self.dropped)
+
+    @cached_property
+    def markers_of_thoughts(self) -> Markers:
+        """The texts before which a piece of a thought ends."""
+        return Markers(*self.closes, *self.enders)
+
     @property
     def marks(self) -> tuple[str, ...]:
         """All texts that the parser looks for."""
@@ -59,8 +70,6 @@ class ThoughtParser(RoutineParser):
         super().__init__(choice)
         self._form = form
         self._opened = opened
-        self._answer = Markers(*form.opens, *form.dropped)
-        self._closers = Markers(*form.closes, *form.enders)
         self._spaces = ""
 
     def read(self) -> Routine[None]:
@@ -72,7 +81,7 @@ class ThoughtParser(RoutineParser):
         while True:
             yield from self.skip_space()
             self._spaces = ""
-            closer = yield from self.upto(self._closers, self._thought)
+            closer = yield from self.upto(self._form.markers_of_thoughts, self._thought)
             if closer is None:
                 return
             yield from self.skip_space()
@@ -90,7 +99,7 @@ class ThoughtParser(RoutineParser):
     def _until_thought(self) -> Routine[bool]:
         """Read the answer up to the next thought; return whether there is one."""
         while True:
-            marker = yield from self.upto(self._answer, self._said)
+            marker = yield from self.upto(self._form.markers_of_answers, self._said)
             if marker is None:
                 kept, self._spaces = self._spaces, ""
                 yield from self.text(kept)
@@ -99,12 +108,12 @@ class ThoughtParser(RoutineParser):
                 return True
             yield from self.skip_space()
 
-    def _said(self, text: str) -> Iterable[Said]:
+    def _said(self, text: str) -> Sequence[Said]:
         """Return the event for a part of the answer, behind what was kept."""
         kept, self._spaces = self._spaces, ""
         return self.text(kept + text)
 
-    def _thought(self, text: str) -> Iterable[Said]:
+    def _thought(self, text: str) -> Sequence[Said]:
         """Return the event for a part of a thought. Up to MOST_SPACES at its end are kept until more of it follows."""
         text = self._spaces + text
         end = max(len(text.rstrip(" \t\r\n")), len(text) - MOST_SPACES)

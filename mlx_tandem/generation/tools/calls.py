@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -93,7 +93,7 @@ class CallParser(RoutineParser):
         """Return an id for the call that begins."""
         return f"call_{secrets.token_hex(12)}"
 
-    def begin(self, name: str, id: str = "") -> Iterable[Said]:
+    def begin(self, name: str, id: str = "") -> Sequence[Said]:
         """Return the event of a call that begins. What was read for it cannot become text any more."""
         if not NAME.fullmatch(name):
             raise Malformed
@@ -101,7 +101,7 @@ class CallParser(RoutineParser):
         self.scan.release()
         return (ToolCallStart(self.choice, self._call, id or self.new_id(name), name),)
 
-    def arguments(self, text: str) -> Iterable[Said]:
+    def arguments(self, text: str) -> Sequence[Said]:
         """Return the event of a piece of the arguments of the call that has begun."""
         return (ToolCallArguments(self.choice, self._call, text),)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from mlx_tandem.generation.events import ReasoningDelta, Said
 from mlx_tandem.generation.scanner import Malformed, Markers, Routine
@@ -87,6 +87,6 @@ class HarmonyParser(CallParser):
         is_thought = channel is not None and channel.group(1) == "analysis"
         return (yield from self.upto(self._bodies, self._thought if is_thought else self.text))
 
-    def _thought(self, text: str) -> Iterable[Said]:
+    def _thought(self, text: str) -> Sequence[Said]:
         """Return the event for a piece of a thought."""
         return (ReasoningDelta(self.choice, text),)

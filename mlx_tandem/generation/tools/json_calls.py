@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from mlx_tandem.generation.events import Said
 from mlx_tandem.generation.scanner import Malformed, Routine, nothing
@@ -21,7 +21,7 @@ def read_call(parser: CallParser, *, id_key: str = "", offered_only: bool = Fals
     name, id, begun = "", "", False
     kept: list[str] = []
 
-    def keep(text: str) -> Iterable[Said]:
+    def keep(text: str) -> Sequence[Said]:
         kept.append(text)
         return ()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlx_tandem.generation.events import Said
@@ -34,7 +34,7 @@ class Parameters:
         self._is_cut = False  # whether the text has ended inside of a value
         parser.end()
 
-    def close(self) -> Iterable[Said]:
+    def close(self) -> Sequence[Said]:
         """Return the event for the end of the object. An object whose last value is not complete gets no end."""
         return () if self._is_cut else self._parser.arguments("{}" if self._opener == "{" else "}")
 
@@ -59,7 +59,7 @@ class Parameters:
         else:
             pieces: list[str] = []
 
-            def keep(piece: str) -> Iterable[Said]:
+            def keep(piece: str) -> Sequence[Said]:
                 pieces.append(piece)
                 return ()
 
@@ -75,12 +75,12 @@ class Parameters:
 class _Text:
     """A text that is written as a JSON string while it arrives. If it `may_be_null`, the word null is no text."""
 
-    def __init__(self, arguments: Callable[[str], Iterable[Said]], may_be_null: bool):
+    def __init__(self, arguments: Callable[[str], Sequence[Said]], may_be_null: bool):
         self._arguments = arguments
         self._kept: str | None = "" if may_be_null else None  # as long as it may be the word null
         self._is_open = False
 
-    def push(self, text: str) -> Iterable[Said]:
+    def push(self, text: str) -> Sequence[Said]:
         """Return the event for the next piece of the text."""
         if self._kept is not None:
             text = self._kept + text
@@ -92,7 +92,7 @@ class _Text:
         self._is_open = True
         return self._arguments(opening + _quoted(text)[1:-1])
 
-    def close(self) -> Iterable[Said]:
+    def close(self) -> Sequence[Said]:
         """Return the event for the end of the text."""
         if self._kept is not None:
             return self._arguments("null" if self._kept == "null" else _quoted(self._kept))
