@@ -119,8 +119,7 @@ def _plan(
     stream, with_usage, always_usage = streaming(body)
     follow = follows(front, body, model)
     collect = collect_fields(front, body, model, params, prompts, texts, n=n, silent=text.silent, talk=talk)
-    forced = grammar.param if grammar is not None else altered(params)
-    if collect is not None and collect.keep and forced:
+    if collect is not None and collect.keep and (forced := altered(params) if grammar is None else grammar.param):
         # Its tokens were drawn from another distribution than the policy's, which is what is trained.
         raise InvalidRequest(f"trajectories are not collected beside {forced}", param="collect_trajectory")
     if collect is not None and not follow:
