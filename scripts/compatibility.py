@@ -39,6 +39,7 @@ PROGRAMS: Mapping[str, tuple[str, str]] = {
     "cline": ("Cline CLI", "cline"),
     "codex": ("Codex CLI", "codex"),
     "continue": ("Continue CLI", "cn"),
+    "open webui": ("Open WebUI", "open-webui"),
 }
 """The programs that tests/clients/test_programs.py tries where they are installed: their names, and their commands."""
 
@@ -55,7 +56,7 @@ runs them (`tests/clients`) and writes this page from the outcomes. What each cl
 
 
 PROGRAMS_HEAD = """\
-Programs run a command or make an edit as they are told by prepared answers, with the real server between
+Programs chat, run a command or make an edit as they are told by prepared answers, with the real server between
 (`tests/clients/test_programs.py`), on machines where they are installed.
 """
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from msgspec import structs
 
@@ -24,6 +25,8 @@ from mlx_tandem.engine.wire import WireError
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.types import Delta
 from tests.api import scripted
+from tests.commands import free_port
+from tests.waiting import until
 
 LONG = structs.replace(scripted.INFO, max_model_len=200_000, num_blocks=20_000)
 ANSWER = "The command printed tandem-42."
@@ -82,6 +85,14 @@ def run(command: list[str], home: Path, **environment: str) -> str:
 def ran(prompts: list[str]) -> bool:
     """Whether the last prompt has what the command printed, which nobody but a shell can have computed."""
     return "tandem-42" in prompts[-1].rpartition("<tool_response>")[2]
+
+
+def is_up(client: httpx.Client) -> bool:
+    """Whether a program that serves has begun to."""
+    try:
+        return client.get("/health").is_success
+    except httpx.TransportError:
+        return False
 
 
 def test_codex(tmp_path):
@@ -143,3 +154,32 @@ def test_cline(tmp_path):
         run([program, "auth", *flags, *provider, "--baseurl", f"{url}/v1"], tmp_path)
         assert ANSWER in run([program, *flags, "--cwd", str(tmp_path), "--json", "Run the command"], tmp_path)
         assert ran(prompts)
+
+
+@pytest.mark.parametrize("kind", ["openai", "ollama"])
+def test_open_webui(tmp_path, kind):
+    program = needs("open-webui")
+    with saying(lambda prompt: ANSWER) as (url, prompts):
+        port = free_port()
+        given = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "DATA_DIR": str(tmp_path), "WEBUI_AUTH": "False"}
+        given |= {"OFFLINE_MODE": "1", "RAG_EMBEDDING_ENGINE": "openai", "ENABLE_OPENAI_API": str(kind == "openai")}
+        given |= {"OPENAI_API_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": "none"}
+        given |= {"ENABLE_OLLAMA_API": str(kind == "ollama"), "OLLAMA_BASE_URL": url}
+        command = [program, "serve", "--host", "127.0.0.1", "--port", str(port)]
+        with (tmp_path / "log").open("wb") as log:
+            child = subprocess.Popen(command, cwd=tmp_path, env=given, stdout=log, stderr=log)
+        try:
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+                until(lambda: is_up(client) or child.poll() is not None)
+                token = client.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()["token"]
+                client.headers["Authorization"] = f"Bearer {token}"
+                assert "base" in [model["id"] for model in client.get("/api/models").json()["data"]]
+                chat = {"model": "base", "messages": [{"role": "user", "content": "Hello"}], "stream": True}
+                found = client.post("/api/chat/completions", json=chat).text
+        finally:
+            child.terminate()
+            child.wait()
+    pieces = [json.loads(line[6:]) for line in found.splitlines() if line.startswith("data: {")]
+    said = [choice["delta"].get("content") or "" for piece in pieces for choice in piece.get("choices", ())]
+    assert "".join(said) == ANSWER
+    assert "Hello" in prompts[-1]
