@@ -23,9 +23,6 @@ from tests.hazards.rule import Fault, faults
 from tests.hazards.steps import ENGINES, KINDS, Metal, Step
 
 engines = pytest.mark.parametrize("metal", ENGINES, indirect=True, scope="module")
-unlike_engines = pytest.mark.parametrize(
-    "metal", ["short blocks", "own blocks, no common offset", "plain adapters"], indirect=True, scope="module"
-)
 short_blocks = pytest.mark.parametrize("metal", ["short blocks"], indirect=True, scope="module")
 own_blocks = pytest.mark.parametrize("metal", ["own blocks"], indirect=True, scope="module")
 
@@ -34,7 +31,7 @@ def found(metal: Metal, *launched: Step) -> list[Fault]:
     return faults(metal.launch(*launched), metal.kept)
 
 
-@unlike_engines
+@short_blocks
 @pytest.mark.parametrize("first", KINDS)
 def test_every_step_is_safe_behind_every_other(metal: Metal, first: str) -> None:
     for second in KINDS:
@@ -42,10 +39,10 @@ def test_every_step_is_safe_behind_every_other(metal: Metal, first: str) -> None
 
 
 @engines
-@pytest.mark.parametrize("seed", range(2))
-def test_many_steps_are_safe_together(metal: Metal, seed: int) -> None:
+def test_many_steps_are_safe_together(metal: Metal) -> None:
+    """Which finds each of the bugs that test_plants.py plants, on its engine, as the steps there do."""
     kinds = list(KINDS) * 2
-    random.Random(seed).shuffle(kinds)
+    random.Random(0).shuffle(kinds)
     assert not found(metal, *(KINDS[kind](metal) for kind in kinds))
 
 

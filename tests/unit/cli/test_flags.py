@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import typer
+from typer.main import get_command
 
 from mlx_tandem.cli import options
 from mlx_tandem.cli.app import app
@@ -20,8 +21,14 @@ from mlx_tandem.config import Arm, Config
 Run = Callable[[str], Config]
 
 
+@pytest.fixture(scope="module")
+def command() -> Any:
+    """Typer makes all commands anew whenever it is called, which takes longer than the rest."""
+    return get_command(app)
+
+
 @pytest.fixture
-def serve(monkeypatch: pytest.MonkeyPatch) -> Run:
+def serve(command: Any, monkeypatch: pytest.MonkeyPatch) -> Run:
     """The settings that a command line comes to: everything but the serving."""
     seen: list[Config] = []
 
@@ -33,7 +40,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def run(line: str) -> Config:
         with pytest.raises(SystemExit) as end:
-            app(args=["serve", *shlex.split(line)], prog_name="tandem")
+            command(args=["serve", *shlex.split(line)], prog_name="tandem")
         assert end.value.code == 0
         return seen.pop()
 
@@ -226,7 +233,7 @@ def test_every_option_is_among_them() -> None:
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_flag_without_a_setting_warns_or_is_refused(
-    serve: Run, capsys: pytest.CaptureFixture[str], flag: str
+    command: Any, serve: Run, capsys: pytest.CaptureFixture[str], flag: str
 ) -> None:
     row = FLAGS[flag]
     line = f"{flag} 77" if row.value else flag
@@ -239,7 +246,7 @@ def test_a_flag_without_a_setting_warns_or_is_refused(
         assert (refused.value.flag, str(refused.value)) == (flag, f"{flag}=False cannot be kept: {row.text}")
     elif row.refuse:
         with pytest.raises(SystemExit) as end:
-            app(args=["serve", *line.split()], prog_name="tandem")
+            command(args=["serve", *line.split()], prog_name="tandem")
         assert end.value.code == 2
         said = " ".join(capsys.readouterr().err.replace("│", " ").split())
         assert f"{line} cannot be kept: {row.text}" in said
