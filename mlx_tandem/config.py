@@ -65,7 +65,8 @@ class SchedulerConfig(Struct, frozen=True, forbid_unknown_fields=True):
 class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
     """Drafts of tokens, which a step verifies together; they change the speed and nothing of the answers."""
 
-    method: Literal["none", "ngram"] = "none"  # ngram: from the sequence's own prompt and answer
+    method: Literal["none", "ngram", "draft"] = "none"  # ngram: from prompt and answer; draft: by a smaller model
+    draft_model: str = ""  # the smaller model's folder
     num_tokens: int = 5  # drafts of a sequence at first; without `dynamic` always
     dynamic: bool = True  # as many drafts as are accepted, and none where steps without them bring more tokens
     disable_batch_size: int = 0  # no drafts while more sequences run; 0: no such limit

@@ -23,7 +23,7 @@ from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.core import EngineCore, EngineFailure, Gauges
 from mlx_tandem.engine.wire import EngineChannel, WireError
-from mlx_tandem.errors import TandemError
+from mlx_tandem.errors import ModelError, TandemError
 from mlx_tandem.files import StorageError
 from mlx_tandem.printable import printable
 from mlx_tandem.types import AdapterSource, EngineInfo, MemoryBudget
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from mlx_tandem.engine.block_manager import BlockManager
     from mlx_tandem.engine.cost import CostModel
     from mlx_tandem.engine.grammars.masks import Grammars
+    from mlx_tandem.engine.proposers.draft_model import DraftModel
     from mlx_tandem.engine.scheduler import Scheduler
     from mlx_tandem.kv.disk.opening import Opening
     from mlx_tandem.kv.groups import CacheGroup
@@ -153,18 +154,23 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
     from mlx_tandem.engine.adapters import Adapters
     from mlx_tandem.engine.loading import Loader
     from mlx_tandem.engine.pipeline import Pipeline
+    from mlx_tandem.engine.proposers.speculation import Speculation
     from mlx_tandem.engine.time_share import TimeShare
     from mlx_tandem.engine.trainers import TrainerHost
     from mlx_tandem.kv.groups import open_groups
     from mlx_tandem.model.build import build
 
     weights: dict[str, AdapterWeights] = {}
+    if config.speculation.method == "draft":
+        _check_vocabulary(config)
     built = build(config, weights, lambda stage, fraction: channel.send([m.Progress(stage, fraction)]))
     info = built.info
     groups = open_groups(info.memory, info.block_size)
     blocks, opening = _open_blocks(config, info, groups, channel.wake)
     slots = SlotTable(config.lora.max_loras)
     scheduler = _scheduler(config, built, blocks, slots)
+    smaller = _draft_model(channel, config, built) if config.speculation.method == "draft" else None
+    scheduler.drafting.proposer = Speculation(config.speculation, smaller)
     time_share = TimeShare(config.duty)
     trainers = _trainers(config, built)
     if time_share.learns:
@@ -199,11 +205,10 @@ def _build(channel: EngineChannel, config: EngineConfig, own_process: bool) -> E
 
 
 def _scheduler(config: EngineConfig, built: Built, blocks: BlockManager, slots: SlotTable) -> Scheduler:
-    """Return the scheduler with the proposer of drafts."""
-    from mlx_tandem.engine.proposers.speculation import Speculation
+    """Return the scheduler of the engine's only model."""
     from mlx_tandem.engine.scheduler import Scheduler
 
-    scheduler = Scheduler(
+    return Scheduler(
         config.scheduler,
         blocks,
         slots,
@@ -212,8 +217,41 @@ def _scheduler(config: EngineConfig, built: Built, blocks: BlockManager, slots: 
         eos_token_ids=built.info.eos_token_ids,
         limits=built.step_limits,
     )
-    scheduler.drafting.proposer = Speculation(config.speculation)
-    return scheduler
+
+
+def _check_vocabulary(config: EngineConfig) -> None:
+    """Raise ModelError if the draft model has another vocabulary than the model."""
+    from mlx_tandem.generation.tokenizer import Tokenizer
+
+    folder = Path(config.speculation.draft_model)
+    if config.speculation.draft_model and not Tokenizer.load(folder).has_tokens_of(
+        Tokenizer.load(Path(config.model.path))
+    ):
+        raise ModelError(
+            f"{folder} cannot draft for {config.model.path}: its tokenizer has other tokens", param="draft_model"
+        )
+
+
+def _draft_model(channel: EngineChannel, config: EngineConfig, built: Built) -> DraftModel:
+    """Return the draft model beside a model, ready to draft."""
+    from mlx_tandem.engine.cost import CostModel
+    from mlx_tandem.engine.proposers.draft_model import DraftModel
+    from mlx_tandem.kv.groups import open_groups
+    from mlx_tandem.model.build import build_draft
+
+    def report(stage: str, fraction: float) -> None:
+        channel.send([m.Progress(f"draft model: {stage}", fraction)])
+
+    draft = build_draft(config, built.info, report)
+    draft.warm_up(CostModel())
+    info = draft.info
+    return DraftModel(
+        draft.runner,
+        open_groups(info.memory, info.block_size),
+        seats=info.max_num_seqs,
+        vocab_size=info.vocab_size,
+        longest=info.max_model_len,
+    )
 
 
 def _grammars(config: EngineConfig, info: EngineInfo, wake: Callable[[], None]) -> Grammars:

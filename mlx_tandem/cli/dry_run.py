@@ -31,8 +31,7 @@ def show(
 
     try:
         config = build(file, options, {**CALLERS[called_as].defaults(), **(defaults or {})})
-        model = hub.find(config.engine.model.path, "model")
-        engine = replace(config.engine, model=replace(config.engine.model, path=str(model.folder)))
+        engine, _ = hub.find_models(config.engine)
         memory, longest, device = plan(engine)
     except SettingsError as e:
         fail(str(e))

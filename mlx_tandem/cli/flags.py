@@ -33,7 +33,6 @@ class Flag:
 
 _ONE_BATCH = "rows of all adapters and of the base are always decoded in one batch"
 _ADMISSION = "requests join the running batch at the next step; --max-num-seqs bounds it"
-_NO_DRAFT_MODEL = "this version drafts with --spec-decode ngram only; the answers are the same"
 _IN_THE_POOL = "what prompts have in common is kept in the KV pool, which --num-blocks sizes"
 _ONE_DEVICE = "this server runs on one device"
 _CHUNKS = "prompts are always read in chunks, so that streams go on beside them"
@@ -56,9 +55,8 @@ FLAGS: dict[str, Flag] = {
     "--detached-shared-decode-owner": Flag("the engine is always a process of its own, with one decode loop"),
     # mlx-lm-server
     "--completion-batch-size": Flag("--max-num-seqs is the size of the one batch there is", value=True),
-    "--draft-model-path": Flag(_NO_DRAFT_MODEL, value=True),
-    "--draft-model-quantize": Flag(_NO_DRAFT_MODEL, value=True),
-    "--draft-context-len": Flag(_NO_DRAFT_MODEL, value=True),
+    "--draft-model-quantize": Flag("the draft model's weights are used as its folder has them", value=True),
+    "--draft-context-len": Flag("the draft model reads all that the model reads", value=True),
     "--spec-decode-acceptance-threshold": Flag(
         "a draft is accepted exactly where it is what would have been drawn, so there is nothing to weigh", value=True
     ),
@@ -102,7 +100,6 @@ FLAGS: dict[str, Flag] = {
     "--enforce-eager": Flag("there is no other mode to leave"),
     "--tensor-parallel-size": Flag(_ONE_DEVICE, value=True, refuse=True, harmless=("1",)),
     # mlx-lm
-    "--draft-model": Flag(_NO_DRAFT_MODEL, value=True),
     "--trust-remote-code": Flag(_NO_CODE, refuse=True),
 }
 """Flags of other servers that have no setting here."""
@@ -235,20 +232,16 @@ class _Line:
         value = self._value("--mode")
         yield from ("--mode", MODES.get(value, value))
 
-    def spec_decode(self) -> Iterator[str]:
-        """Yield --spec-decode, unless it asks for a draft model."""
-        value = self._value("--spec-decode")
-        if value == "draft":
-            self.warnings.append(f"--spec-decode draft has no effect here: {_NO_DRAFT_MODEL}")
-        else:
-            yield from ("--spec-decode", value)
+    def draft_model(self) -> Iterator[str]:
+        """Yield mlx-lm's flag for a draft model, which is used when it is named."""
+        yield from ("--spec-decode", "draft", "--draft-model-path", self._value("--draft-model"))
 
     def no_adaptive_k(self) -> Iterator[str]:
         """Yield mlx-lm-server's other name of --no-spec-decode-dynamic."""
         yield "--no-spec-decode-dynamic"
 
     def speculative_config(self) -> Iterator[str]:
-        """Yield vLLM's JSON object for n-grams as the options that it stands for."""
+        """Yield vLLM's JSON object for n-grams or a draft model as the options that it stands for."""
         flag = "--speculative-config"
         try:
             given = json.loads(self._value(flag))
@@ -256,17 +249,21 @@ class _Line:
             given = None
         if not isinstance(given, dict):
             raise Refused(flag, "needs a JSON object")
-        method = given.pop("method", None)
+        method = METHODS.get(given.pop("method", "draft_model"), "")
         known = [name for name in given if name in SPECULATIVE]
-        if method != "ngram" or len(known) < len(given):
+        if not method or len(known) < len(given) or (method == "draft") != ("model" in given):
             names = ", ".join(SPECULATIVE)
-            raise Refused(flag, f'cannot be kept: {_NO_DRAFT_MODEL} ({{"method": "ngram"}} with any of {names})')
-        yield from ("--spec-decode", "ngram")
+            raise Refused(flag, f"cannot be kept: the method is ngram, or draft_model with a model; known are {names}")
+        yield from ("--spec-decode", method)
         for name, value in given.items():
             yield from (SPECULATIVE[name], str(value))
 
 
+METHODS = {"ngram": "ngram", "draft_model": "draft", "draft": "draft"}
+"""Methods of vLLM's speculative config, and their names here."""
+
 SPECULATIVE = {
+    "model": "--draft-model-path",
     "num_speculative_tokens": "--num-speculative-tokens",
     "prompt_lookup_min": "--ngram-min",
     "prompt_lookup_max": "--ngram-max",
@@ -283,7 +280,7 @@ SPELLINGS: dict[str, Callable[[_Line], Iterator[str]]] = {
     "--sequence-cache-size": _Line.sequence_cache_size,
     "--dtype": _Line.dtype,
     "--mode": _Line.mode,
-    "--spec-decode": _Line.spec_decode,
+    "--draft-model": _Line.draft_model,
     "--no-adaptive-k": _Line.no_adaptive_k,
     "--speculative-config": _Line.speculative_config,
 }

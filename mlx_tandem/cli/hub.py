@@ -12,6 +12,10 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
+from mlx_tandem.config import EngineConfig
+
 ID = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([\w./-]{1,255}))?", re.ASCII)
 """Pattern of a hub id: `organisation/name`, optionally followed by `@` and a branch, tag or commit."""
 
@@ -45,6 +49,14 @@ def find(text: str, what: str) -> Found:
     if match is None:
         raise HubError(f"there is no {what} folder {text}")
     return Found(_fetch(match[1], match[2], f"there is no {what} folder {text}, and"), match[1])
+
+
+def find_models(engine: EngineConfig) -> tuple[EngineConfig, Found]:
+    """Return the engine's settings with the folders of its models, and what was found as its model. Raise HubError."""
+    model, drafts = find(engine.model.path, "model"), engine.speculation
+    if drafts.method == "draft" and drafts.draft_model:
+        drafts = replace(drafts, draft_model=str(find(drafts.draft_model, "draft model").folder))
+    return replace(engine, model=replace(engine.model, path=str(model.folder)), speculation=drafts), model
 
 
 def close() -> None:

@@ -210,7 +210,14 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option(
             "engine.speculation.method",
             "--spec-decode",
-            "Verify drafts of several tokens in one step: none, or ngram, which copies from prompt and answer.",
+            "Verify drafts of several tokens in one step: none, ngram, which copies from prompt and answer, or draft, "
+            "which asks a smaller model.",
+        ),
+        Option(
+            "engine.speculation.draft_model",
+            "--draft-model-path",
+            "The smaller model for --spec-decode draft: a folder, or an id of the Hugging Face hub.",
+            "MODEL",
         ),
         Option(
             "engine.speculation.num_tokens",

@@ -60,7 +60,7 @@ def prepare(
         _check_files(config)
     sock = _bind(config.server)
     try:
-        model = hub.find(config.engine.model.path, "model")
+        engine, model = hub.find_models(config.engine)
         adapters = tuple((name, str(hub.find(path, f"'{name}' adapter").folder)) for name, path in config.adapters)
     except hub.HubError as e:
         sock.close()
@@ -72,7 +72,7 @@ def prepare(
     replace = msgspec.structs.replace
     config = replace(
         config,
-        engine=replace(config.engine, model=replace(config.engine.model, path=str(model.folder))),
+        engine=engine,
         server=replace(server, served_model_names=names, api_key=key, api_key_file=""),
         adapters=adapters,
     )

@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.plan import Row, StepPlan, StepResult
-from mlx_tandem.engine.proposers import Proposer
+from mlx_tandem.engine.proposers import Asked, Proposer
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.types import Request, SpeculationStats
 
@@ -24,13 +24,24 @@ class Drafting:
         self._proposes: Proposer | None = None
         self.proposer: Proposer | None = None  # the owner sets it before the first request
 
-    def begin(self, running: Collection[Sequence]) -> None:
-        """Begin a plan in which these sequences run."""
+    def begin(self, running: Collection[Sequence], wanted: Collection[Sequence]) -> None:
+        """Begin a plan in which these sequences run, the `wanted` of which may have rows."""
         self._running, self._proposes = len(running), None
         if self.proposer is not None:
             may_draft = any(self._may_draft(s.request, self.proposer) for s in running)
             if self.proposer.is_on(len(running) if may_draft else 0):
                 self._proposes = self.proposer
+                if self.proposer.together:
+                    self.proposer.prepare(self._asked(wanted, self.proposer))
+
+    def _asked(self, wanted: Collection[Sequence], by: Proposer) -> list[Asked]:
+        """Return the sequences that may draft in this plan, each with a fair part of what a step may draw."""
+        able = [s for s in wanted if s.wants_decode and not s.siblings and self._may_draft(s.request, by)]
+        fair = self.most_tokens // max(self._running, 1)
+        return [
+            Asked(s.request, s.choice, s.tokens, s.pending, max(min(s.most_tokens - s.total, fair) - 1, 0))
+            for s in able
+        ]
 
     def waits(self, s: Sequence) -> bool:
         """Return whether `s`, whose newest token is on the device, has no row until the host knows that token."""

@@ -207,8 +207,9 @@ class Scheduler:
         for s in [s for s in self._wanted(left_out) if s.siblings and s.scheduled == s.prompt_length - 1]:
             self._fork(s)
         drafting = self.drafting
-        drafting.begin(self._running)
-        for s in self._wanted(left_out):
+        wanted = self._wanted(left_out)
+        drafting.begin(self._running, wanted)
+        for s in wanted:
             # A row before this one may have taken the sequence's blocks, and then the sequence has lost its seat.
             if s.seat < 0 or not s.wants_decode or s.siblings or (s.pending and self._waits_for_token(s)):
                 continue

@@ -101,6 +101,10 @@ class Tokenizer:
         self._text_bytes = _VisibleBytes(self._bytes, self.special_ids)
         self._parsed_bytes: dict[frozenset[int], _VisibleBytes] = {}  # by the special tokens that are shown
 
+    def has_tokens_of(self, other: Tokenizer) -> bool:
+        """Return whether both have the same tokens, under the same ids."""
+        return self._backend.get_vocab(with_added_tokens=True) == other._backend.get_vocab(with_added_tokens=True)
+
     @classmethod
     def load(cls, folder: Path) -> Tokenizer:
         """Return the tokenizer in `folder`. Raises ModelError naming the file that is missing or broken."""

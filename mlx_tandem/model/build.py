@@ -22,6 +22,7 @@ from mlx_tandem.model import compiler, device, footprint, probe
 from mlx_tandem.model.attention import fused
 from mlx_tandem.model.choices import Choices, Subject
 from mlx_tandem.model.clone import clone
+from mlx_tandem.model.draft import draft_settings, with_draft, without_draft
 from mlx_tandem.model.footprint import SlotRoom
 from mlx_tandem.model.kernel_checks import everything
 from mlx_tandem.model.kernel_checks.everything import Kernels, examine
@@ -156,6 +157,14 @@ def build(
     )
 
 
+def build_draft(config: EngineConfig, served: EngineInfo, report: Report) -> Built:
+    """Load the draft model of an engine that serves `served`, and return a runner for it. Raises ModelError."""
+    built = build(draft_settings(config, served.num_blocks), {}, report)
+    device.wire(served.memory.total)
+    mx.set_cache_limit(served.memory.activations)
+    return built
+
+
 def _runner(
     config: EngineConfig,
     model: LoadedModel,
@@ -233,7 +242,10 @@ def _divide(config: EngineConfig, limit: Limit, needs: Needs) -> MemoryBudget:
     if config.disk.on:  # blocks on their way to and from the drive may lie in the same memory
         size -= MAX_QUEUE_BYTES + READ_BYTES
     cpu = {"most_pool": _CPU_POOL_BYTES, "most_activations": _CPU_ACTIVATION_BYTES} if device.is_cpu() else {}
-    return divide(config, size, needs, reason=limit.reason, shared=limit.shared, **cpu)
+    if config.speculation.method != "draft":
+        return divide(config, size, needs, reason=limit.reason, shared=limit.shared, **cpu)
+    both = with_draft(config, needs)
+    return without_draft(config, divide(config, size, both, reason=limit.reason, shared=limit.shared, **cpu))
 
 
 def _trainer_budget(

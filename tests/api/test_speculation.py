@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from mlx_tandem import demo
 from mlx_tandem.config import SpeculationConfig
 from tests.serving import RunningServer, demo_config, serving
 
@@ -24,10 +25,15 @@ ASKED: dict[str, dict[str, Any]] = {  # few kinds, each of which compiles kernel
 }
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
-    base = demo_config()
-    drafts = SpeculationConfig("ngram", dynamic=False, ngram_min=1)
+METHODS = {
+    "ngram": SpeculationConfig("ngram", dynamic=False, ngram_min=1),
+    "draft": SpeculationConfig("draft", str(demo.DRAFT_PATH), num_tokens=3, dynamic=False),
+}
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def server(request: pytest.FixtureRequest) -> Iterator[RunningServer]:
+    base, drafts = demo_config(), METHODS[request.param]
     with serving(replace(base, engine=replace(base.engine, speculation=drafts))) as running:
         yield running
 
@@ -62,6 +68,13 @@ def test_answers_are_those_without_drafts(server: RunningServer) -> None:
     while drafted(server)["num_accepted_tokens"] == before:  # it comes with the engine's next sign of life
         pass
     assert drafted(server)["enabled"]
+
+
+def test_it_is_said_where_drafts_come_from(server: RunningServer) -> None:
+    answer(server, ASKED["greedy"], True)
+    while not drafted(server)["num_drafts"]:
+        pass
+    assert list(drafted(server)["mode_distribution"]) == [drafted(server)["mode"]]
 
 
 def test_a_request_may_do_without_drafts(server: RunningServer) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from mlx_tandem import demo
 from mlx_tandem.cli.bench.shapes import SHAPES, write_model
-from mlx_tandem.config import DutyConfig, EngineConfig, ModelConfig
+from mlx_tandem.config import DutyConfig, EngineConfig, ModelConfig, SpeculationConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.learning import AdamParams, Batch, Datum, LossConfig, TrainerSpec
 from mlx_tandem.engine.wire import EngineChannel, FrameReader, WireError, decode_outbound
@@ -136,3 +137,26 @@ def test_what_nobody_expected_at_start_is_told(tmp_path: Path, monkeypatch: pyte
         thread.join()
         said = [message for frame in FrameReader().feed(front.recv(1 << 16)) for message in decode_outbound(frame)]
     assert said[-1] == m.Fatal("engine_error", r"the engine could not be started: OSError: the driver\nis \ud800 gone")
+
+
+def fatal(config: EngineConfig) -> m.Fatal:
+    """What an engine dies of at its start."""
+    front, engine = socket.socketpair()
+    with front:
+        thread = Thread(target=run, args=(engine, config))
+        thread.start()
+        thread.join()
+        said = [message for frame in FrameReader().feed(front.recv(1 << 16)) for message in decode_outbound(frame)]
+    assert isinstance(said[-1], m.Fatal)
+    return said[-1]
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", SHAPES["0.13m"])
+    given = EngineConfig(ModelConfig(str(demo.MODEL_PATH)), speculation=SpeculationConfig("draft", str(other)))
+    assert f"{other} cannot draft for {demo.MODEL_PATH}" in fatal(given).message
+
+
+def test_a_draft_model_has_to_be_named() -> None:
+    given = EngineConfig(ModelConfig(str(demo.MODEL_PATH)), speculation=SpeculationConfig("draft"))
+    assert "--draft-model-path" in fatal(given).message

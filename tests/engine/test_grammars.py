@@ -83,10 +83,13 @@ def expected(request: Request, choice: int) -> list[int]:
 class Guesses:
     """A proposer that is right as often as not."""
 
-    for_all = True
+    for_all, together = True, False
 
     def __init__(self, rng: Random):
         self._rng = rng
+
+    def prepare(self, asked: object) -> None:
+        raise AssertionError("drafts are made one by one")
 
     def is_from_prediction(self, request: Request, choice: int) -> bool:
         return False

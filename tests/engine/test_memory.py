@@ -8,16 +8,25 @@ from typing import Literal
 
 import mlx.core as mx
 import pytest
+from msgspec import structs
 
 from mlx_tandem import demo
 from mlx_tandem.adapters import formats
-from mlx_tandem.config import CacheConfig, DutyConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
+from mlx_tandem.config import (
+    CacheConfig,
+    DutyConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.learning import AdamParams, Batch, LossConfig, TrainerSpec
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device, memory
-from mlx_tandem.model.build import Built, build, plan
+from mlx_tandem.model.build import Built, build, build_draft, plan
 from mlx_tandem.model.step import compiled, seats
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.types import SamplingParams
@@ -217,3 +226,14 @@ def test_a_container_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     del files["/proc/meminfo"]
     del files["/sys/fs/cgroup/memory.max"]  # "max": none
     assert memory.available_on_linux() > 2 << 30
+
+
+def test_a_draft_model_is_in_the_budget() -> None:
+    config = EngineConfig(model=ModelConfig(str(demo.MODEL_PATH)), cache=CacheConfig(num_blocks=1025))
+    both = structs.replace(config, speculation=SpeculationConfig("draft", str(demo.DRAFT_PATH)))
+    (alone, _), (memory, _) = plan(config), plan(both)
+    draft = build_draft(both, build(both, {}, lambda stage, fraction: None).info, lambda stage, fraction: None)
+    assert memory.pools == alone.pools, "the model's own blocks are those without a draft model"
+    assert memory.weights - alone.weights == draft.info.memory.weights
+    assert memory.pool - alone.pool == draft.info.memory.pool == draft.runner.pool_bytes
+    assert draft.info.num_blocks == 1025

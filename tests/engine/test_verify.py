@@ -37,10 +37,13 @@ PARAMS: dict[str, dict[str, Any]] = {
 class Oracle:
     """A proposer that knows what each choice will say and errs in one token of `wrong`; 0: in none."""
 
-    for_all = True
+    for_all, together = True, False
 
     def __init__(self, said: Loop, wrong: int):
         self._said, self._rng, self._wrong = said.tokens, Random(5), wrong
+
+    def prepare(self, asked: object) -> None:
+        raise AssertionError("drafts are made one by one")
 
     def is_from_prediction(self, request: Request, choice: int) -> bool:
         return False

@@ -24,6 +24,7 @@ from mlx_tandem.engine.cost import CostModel
 from mlx_tandem.engine.kv_offload import Drive, KVOffload
 from mlx_tandem.engine.masks import Place
 from mlx_tandem.engine.plan import Mask, Runner, StepPlan, StepResult
+from mlx_tandem.engine.proposers.draft_model import DraftModel
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.kv.hashing import Namespace
@@ -251,7 +252,7 @@ class Guesses:
     Some of what it proposes is junk: more than is asked for, tokens behind the end, tokens that do not exist.
     """
 
-    for_all = True
+    for_all, together = True, False
 
     def __init__(self, rng: Random, eos: tuple[int, ...], windows: Windows, masks: Masks | None):
         self._rng, self._eos, self._windows, self._masks = rng, eos, windows, masks
@@ -259,6 +260,9 @@ class Guesses:
         self._longest = rng.choice((1, 3, 9))
         self._said: dict[Choice, list[int]] = {}
         self.guessed: list[list[int]] = []  # what sequences would have said, had all drafts been accepted
+
+    def prepare(self, asked: object) -> None:
+        raise AssertionError("drafts are made one by one")
 
     def is_from_prediction(self, request: Request, choice: int) -> bool:
         return False
@@ -411,6 +415,15 @@ def _changed(rng: Random, said: list[int]) -> tuple[int, ...]:
     return (*kept[:at], *[rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 3)))], *kept[at:])
 
 
+def _draft_model(rng: Random, engine: Engine) -> DraftModel:
+    """A model that draws what the base without windows draws, or from fewer tokens, in a small pool; it may fail."""
+    vocab, size, blocks = rng.choice((VOCAB, VOCAB, VOCAB // 2)), rng.choice((1, 4)), rng.choice((3, 9, 40))
+    seats = rng.choice((1, engine.max_num_seqs))
+    fail = {rng.randrange(30): rng.choice(("launch", "half", "wait"))} if rng.random() < 0.2 else {}
+    runner = ReferenceRunner(blocks, size, seats, 0, vocab, fail=fail)
+    return DraftModel(runner, open_groups(runner, 1), seats=seats, vocab_size=vocab, longest=rng.choice((12, 1000)))
+
+
 def pooled(request: Request, pooling: Pooling) -> Request:
     """The request for the hidden states of the same prompt."""
     params = structs.replace(request.params, max_tokens=1, min_tokens=0, prompt_logprobs=None)
@@ -485,9 +498,10 @@ def play(
         scheduler.drafting.proposer = Guesses(rng, eos, windows, masks)
         scheduler.drafting.most_tokens = rng.choice((engine.max_num_seqs, 64, 64))
     elif apart.random() < settings.ngrams:
-        method = apart.choice(("none", "ngram", "ngram"))
+        method = apart.choice(("none", "ngram", "draft", "draft"))
         own = SpeculationConfig(method, dynamic=apart.random() < 0.7, ngram_min=1, prompt_lookup=apart.random() < 0.7)
-        scheduler.drafting.proposer = Speculation(own, clock=apart.random)
+        smaller = _draft_model(apart, engine) if method == "draft" else None
+        scheduler.drafting.proposer = Speculation(own, smaller, clock=apart.random)
     names = ["a", "b", "c", "d", "e"][: rng.randint(0, 5)]
     adapters: list[AdapterRef | None] = [None, *(AdapterRef(name, 1, name) for name in names)]
     publishes = rng.choice((0.0, 0.1, 0.5)) if names else 0.0

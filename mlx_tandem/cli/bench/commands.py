@@ -226,12 +226,21 @@ def bench_engine(
         typer.Option(help="As for `tandem serve`.", rich_help_panel=_ENGINE),
     ] = "auto",
     spec: Annotated[
-        Literal["none", "ngram"],
+        Literal["none", "ngram", "draft"],
         typer.Option(help="Measure the engine with drafts, too, in turn with itself.", rich_help_panel=_ENGINE),
     ] = "none",
+    draft_model: Annotated[
+        str,
+        typer.Option(
+            "--draft-model-path", metavar="MODEL", help="Folder of the model for --spec draft.", rich_help_panel=_ENGINE
+        ),
+    ] = "",
     text: Annotated[
-        Literal["free", "repeats", "random"],
-        typer.Option(help="What drafts find: one token again and again, or random ones.", rich_help_panel=_LOAD),
+        Literal["free", "chat", "repeats", "random"],
+        typer.Option(
+            help="What drafts find: answers to random tokens or to questions, one repeated token, or random ones.",
+            rich_help_panel=_LOAD,
+        ),
     ] = "free",
     no_peer: Annotated[
         bool, typer.Option("--no-peer", help="Do not measure BatchGenerator.", rich_help_panel=_ENGINE)
@@ -269,6 +278,7 @@ def bench_engine(
             bits=int(bits) if bits else None,
             peer=not no_peer,
             spec=spec,
+            draft_model=draft_model,
             text=text,
         ),
         model=model,

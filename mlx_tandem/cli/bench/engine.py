@@ -6,6 +6,7 @@ requests in, notes when their tokens come out, and gives the device to the peer 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
 import random
@@ -32,16 +33,25 @@ from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig
 from mlx_tandem.engine import messages as m
 from mlx_tandem.engine.wire import WireError
 from mlx_tandem.errors import TandemError
+from mlx_tandem.generation.prompts import Prompts
 from mlx_tandem.types import AdapterRef, AdapterSource, EngineInfo, Request, SamplingParams
 
 RANK = 16
 """Rank of the random adapters, which change every linear."""
 
 
-Text = Literal["free", "repeats", "random"]
-"""The content of rows: the model's own answers by `sampling`, one repeated token, which drafts foresee, or random
-tokens.
+Text = Literal["free", "chat", "repeats", "random"]
+"""The content of rows: the model's own answers by `sampling` to random tokens or to questions, one repeated token,
+which drafts foresee, or random tokens.
 """
+
+QUESTIONS = (
+    "Tell me a short story about a fox.",
+    "Count from 1 to 40.",
+    "Think, then answer: 347 + 285",
+    "Tell me a short story about a bear.",
+)
+"""The prompts of rows with the text "chat", in turn."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +78,8 @@ class EngineLoad:
     adapters: int = 0
     bits: int | None = None  # bits of the weights of a model made by shape; None: not quantised
     peer: bool = True
-    spec: Literal["none", "ngram"] = "none"
+    spec: Literal["none", "ngram", "draft"] = "none"
+    draft_model: str = ""  # folder, for drafts by a smaller model
     text: Text = "free"
 
     @property
@@ -119,7 +130,7 @@ def run(
                 max_num_seqs=most if load.spec == "none" else max(most, 64), max_chunk_tokens=max_chunk_tokens
             ),
             lora=LoraConfig(max_loras=load.adapters, max_cpu_lora_gb=64.0),
-            speculation=SpeculationConfig(load.spec),
+            speculation=SpeculationConfig(load.spec, load.draft_model),
         )
         result = describe() | {"model": shape or model, "load": msgspec.to_builtins(load)}
 
@@ -129,7 +140,8 @@ def run(
                 write(json_out, result)
 
         try:
-            EngineBench(config, load, folders, keep).measure()
+            chats = asyncio.run(_chats(Path(model))) if load.text == "chat" else ()
+            EngineBench(config, load, folders, keep, chats=chats).measure()
         except TandemError as e:
             fail(e.message)
     from mlx_tandem.cli.bench.report import engine_table
@@ -139,6 +151,15 @@ def run(
         from mlx_tandem.cli.bench.plot import plot_engine
 
         plot_engine(result, picture)
+
+
+async def _chats(folder: Path) -> list[tuple[int, ...]]:
+    """Return QUESTIONS as prompts by the chat template of a model. Raise TandemError if it has none."""
+    prompts = Prompts(folder)
+    try:
+        return [tuple(await prompts.chat([{"role": "user", "content": text}])) for text in QUESTIONS]
+    finally:
+        await prompts.close()
 
 
 def _make(folder: Path, name: str, load: EngineLoad) -> tuple[str, bool, list[Path]]:
@@ -162,7 +183,7 @@ class EngineBench:
     """All rounds of one run.
 
     `keep` is given new parts of the results whenever there are some. `before_round` has the device to itself before
-    each round of a batch; the first round, numbered -1, is a warm-up.
+    each round of a batch; the first round, numbered -1, is a warm-up. `chats` are the prompts of the text "chat".
     """
 
     def __init__(
@@ -172,12 +193,14 @@ class EngineBench:
         adapters: Sequence[Path],
         keep: Callable[[dict[str, Any]], None],
         before_round: Callable[[int], None] = lambda repeat: None,
+        chats: Sequence[tuple[int, ...]] = (),
     ):
         self._config = config
         self._load = load
         self._folders = adapters
         self._keep = keep
         self._before_round = before_round
+        self._chats = chats
         self._refs: list[AdapterRef] = []
         self._ids = count(1)
         self._rng = random.Random(0)
@@ -245,7 +268,7 @@ class EngineBench:
                 timeline = answers.timeline
             timelines.append(timeline)
         prefill, decode = timelines
-        return prefill.prefill(batch.rows * batch.prompt_tokens) | decode.decode(self._load.max_tokens)
+        return prefill.prefill(sum(map(len, prompts))) | decode.decode(self._load.max_tokens)
 
     def _loop(
         self, info: EngineInfo, batch: Batch, side: str, num_requests: int
@@ -294,6 +317,8 @@ class EngineBench:
             return None
 
     def _prompts(self, info: EngineInfo, batch: Batch, number: int) -> list[tuple[int, ...]]:
+        if self._chats:
+            return [self._chats[row % len(self._chats)] for row in range(number)]
         tokens = range(min(info.vocab_size, 256))
         return [tuple(self._rng.choices(tokens, k=batch.prompt_tokens)) for _ in range(number)]
 

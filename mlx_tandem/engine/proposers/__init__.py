@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mlx_tandem.engine.plan import StepPlan, StepResult
 from mlx_tandem.types import Request, SpeculationStats
+
+
+class Asked(NamedTuple):
+    """A sequence that may draft in the plan that is being made: what `propose` will be called with."""
+
+    request: Request
+    choice: int
+    tokens: Sequence[int]
+    unread: int
+    most: int
 
 
 class Proposer(Protocol):
@@ -19,6 +29,9 @@ class Proposer(Protocol):
     for_all: bool
     """Whether it drafts for all requests, and not only for those that bring a prediction."""
 
+    together: bool
+    """Whether the drafts of all sequences of a plan are made together, by `prepare`."""
+
     def is_on(self, rows: int) -> bool:
         """Return whether sequences draft in the plan that is being made, in which so many run; 0: none may draft."""
 
@@ -27,6 +40,12 @@ class Proposer(Protocol):
 
         Waiting costs the sequence a turn. It is worthwhile where drafts are likely to be found once the token is
         known, and not before.
+        """
+
+    def prepare(self, asked: Sequence[Asked]) -> None:
+        """Make the drafts of a plan for all sequences that may draft in it. It is called before `propose`, if at all.
+
+        Some of them may not be asked for their drafts, and `most` may be less then.
         """
 
     def propose(self, request: Request, choice: int, tokens: Sequence[int], unread: int, most: int) -> Sequence[int]:

@@ -1,17 +1,25 @@
-"""The server's proposer: copied drafts, as many for each sequence as it accepts, and none where they do not pay."""
+"""The server's proposer: as many drafts for each sequence as it accepts, and none where they do not pay.
+
+They are copied from the sequence's own tokens and from what its request predicts, or a smaller model makes them.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mlx_tandem.config import SpeculationConfig
 from mlx_tandem.engine.plan import RowKind, StepPlan, StepResult
+from mlx_tandem.engine.proposers import Asked
+from mlx_tandem.engine.proposers.draft_model import DraftModel, Key
 from mlx_tandem.engine.proposers.ngram import NgramIndex
 from mlx_tandem.engine.proposers.payoff import Payoff
 from mlx_tandem.engine.proposers.prediction import Prediction
 from mlx_tandem.types import Request, SpeculationStats
+
+log = logging.getLogger(__name__)
 
 MOST_DRAFTS = 63
 """Most drafts of a row, with which it has 64 tokens."""
@@ -21,6 +29,12 @@ SURE, LIKELY = 8, 4
 
 WORTH_WAITING = 1.0
 """Accepted drafts a row, on average, from which on a sequence waits for its newest token before it drafts."""
+
+MOST_OF_MODEL = 7
+"""Most drafts of a row that a draft model makes, each of which is a step of that model."""
+
+WITHOUT_MODEL = 8
+"""Tokens during which a sequence does not wait for a draft model that had nothing for it."""
 
 LONGEST_PAUSE = 64
 """Most tokens during which a sequence does not draft after drafts of which none was accepted."""
@@ -39,6 +53,7 @@ class _Drafter:
     misses: int = 0  # rows in a row of which no draft was accepted
     pause: int = 0  # tokens to let pass
     resume: int = 0  # number of tokens from which on it drafts again
+    awaits_model: bool = False  # whether the draft model is expected to have drafts once its newest token is known
 
 
 @dataclass(slots=True)
@@ -52,10 +67,19 @@ class DraftCounts:
 
 
 class Speculation:
-    """The proposer. `clock` returns seconds."""
+    """The proposer. `model` makes the drafts where the method is "draft"; `clock` returns seconds."""
 
-    def __init__(self, config: SpeculationConfig, clock: Callable[[], float] = time.perf_counter):
+    def __init__(
+        self,
+        config: SpeculationConfig,
+        model: DraftModel | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         self._config = config
+        self._model = model
+        self._drafted: dict[Key, tuple[int, ...]] = {}  # by the model for this plan
+        self.together = model is not None
+        self._most, self._patience = (MOST_DRAFTS, 0) if model is None else (MOST_OF_MODEL, 1)
         self._clock = clock
         self._longest = max(config.ngram_min, config.ngram_max)
         self._drafters: dict[tuple[int, int], _Drafter] = {}
@@ -74,16 +98,35 @@ class Speculation:
     def needs_newest(self, request: Request, choice: int) -> bool:
         """Return whether drafts of a sequence are likely enough to wait for its newest token."""
         drafter = self._drafters.get((request.id, choice))
-        return drafter is not None and not drafter.is_copying and drafter.accepted >= WORTH_WAITING
+        if drafter is None:
+            return False
+        if self._model is not None:
+            return drafter.awaits_model
+        return not drafter.is_copying and drafter.accepted >= WORTH_WAITING
+
+    def prepare(self, asked: Sequence[Asked]) -> None:
+        """Have the draft model make drafts for all sequences whose tokens are known; it reads the others meanwhile."""
+        pairs = [(a, self._drafters.get((a.request.id, a.choice)) or self._open(a.request, a.choice)) for a in asked]
+        wanted = []
+        for a, drafter in pairs:
+            pauses = self._pauses(drafter, len(a.tokens) + max(a.unread - 1, 0))
+            wanted.append(a._replace(most=0 if pauses or a.unread else self._number(drafter, a.most, SURE)))
+            drafter.awaits_model = not pauses
+        self._drafted = self._draft(wanted)
+        for a, drafter in zip(wanted, (drafter for _, drafter in pairs), strict=True):
+            if a.most and not self._drafted.get((a.request.id, a.choice)):
+                drafter.awaits_model = False
+                drafter.resume = len(a.tokens) + WITHOUT_MODEL
 
     def propose(self, request: Request, choice: int, tokens: Sequence[int], unread: int, most: int) -> Sequence[int]:
-        """Return what follows the newest tokens in the prediction, or where they stood before if more agree there."""
+        """Return what follows the newest tokens in the prediction, or where they stood before if more agree there.
+
+        A draft model has what the prediction has not.
+        """
         drafter = self._drafters.get((request.id, choice)) or self._open(request, choice)
         if drafter.index is not None:
             drafter.index.extend(tokens)
-        if drafter.pause:
-            drafter.resume, drafter.pause = len(tokens) + drafter.pause, 0
-        if len(tokens) < drafter.resume or (unread > 1 and not drafter.is_copying):
+        if self._pauses(drafter, len(tokens)) or (unread > 1 and not drafter.is_copying):
             return ()
         place, length = (-1, 0) if drafter.prediction is None else drafter.prediction.find(tokens)
         drafter.is_predicted = length > 0
@@ -92,15 +135,34 @@ class Speculation:
             if agrees > length:
                 place, length, drafter.is_predicted = earlier, agrees, False
         if not length:
-            return ()
-        if self._config.dynamic:
-            most = min(most, drafter.drafts if length >= SURE else 7 if length >= LIKELY else 3)
-            most = (1 << (most + 1).bit_length() - 1) - 1  # few numbers of rows, each of which is traced
-        else:
-            most = min(most, self._config.num_tokens)
+            return self._drafted.pop((request.id, choice), ())[:most] if not unread else ()
+        most = self._number(drafter, most, length)
         if drafter.prediction is not None and drafter.is_predicted:
             return drafter.prediction.copy(place, unread, most)
         return NgramIndex.copy(tokens, place, unread, most)
+
+    def _draft(self, wanted: Sequence[Asked]) -> dict[Key, tuple[int, ...]]:
+        """Return the draft model's drafts. A draft model that fails is given up: answers do not depend on it."""
+        try:
+            return {} if self._model is None else self._model.draft(wanted)
+        except Exception as e:
+            log.warning("drafts are off from here on, since the draft model failed: %r", e)
+            self._model, self.together, self.for_all = None, False, False
+            return {}
+
+    def _number(self, drafter: _Drafter, most: int, length: int) -> int:
+        """Return how many drafts, `most` at most, to propose where so many tokens agree."""
+        if not self._config.dynamic:
+            return min(most, self._config.num_tokens)
+        most = min(most, drafter.drafts if length >= SURE else 7 if length >= LIKELY else 3)
+        return (1 << (most + 1).bit_length() - 1) - 1  # few numbers of rows, each of which is traced
+
+    @staticmethod
+    def _pauses(drafter: _Drafter, tokens: int) -> bool:
+        """Return whether a sequence with so many tokens does not draft after drafts of which none was accepted."""
+        if drafter.pause:
+            drafter.resume, drafter.pause = tokens + drafter.pause, 0
+        return tokens < drafter.resume
 
     def is_from_prediction(self, request: Request, choice: int) -> bool:
         """Return whether the drafts that were proposed last for a sequence are from its request's prediction."""
@@ -122,11 +184,11 @@ class Speculation:
         if not self._config.dynamic:
             return
         if drafter.is_copying:
-            drafter.drafts = min(2 * max(drafter.drafts, drafts) + 1, MOST_DRAFTS)
+            drafter.drafts = min(2 * max(drafter.drafts, drafts) + 1, self._most)
         else:
             drafter.drafts = max(2 * accepted + 1, 1)
         drafter.misses = 0 if accepted else drafter.misses + 1
-        if drafter.misses:
+        if drafter.misses > self._patience:
             drafter.pause = min(1 << drafter.misses, LONGEST_PAUSE)
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
@@ -141,6 +203,8 @@ class Speculation:
     def forget(self, request: Request, choice: int) -> None:
         """Drop what is known about a sequence that has ended."""
         self._drafters.pop((request.id, choice), None)
+        if self._model is not None:
+            self._model.forget((request.id, choice))
 
     def stats(self) -> SpeculationStats | None:
         """Return the counters and the present decision; None if it does not draft for all and has not yet."""
@@ -161,7 +225,7 @@ class Speculation:
     def _open(self, request: Request, choice: int) -> _Drafter:
         config = self._config
         first = 0 if config.prompt_lookup else len(request.prompt)
-        index = NgramIndex(config.ngram_min, self._longest, first) if self.for_all else None
+        index = NgramIndex(config.ngram_min, self._longest, first) if config.method == "ngram" else None
         prediction = Prediction(request, config.ngram_min, self._longest) if request.prediction else None
         drafter = self._drafters[request.id, choice] = _Drafter(index, prediction, config.num_tokens)
         return drafter

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlx_tandem import demo
 from mlx_tandem.cli.bench.batch_generator import BatchGeneratorPeer
 from mlx_tandem.cli.bench.engine import Batch, EngineBench, EngineLoad
 from mlx_tandem.cli.bench.floor import Floor
@@ -106,6 +107,18 @@ class Watched(ScriptChannel):
         super().send(messages)
         outputs = (message for message in messages if isinstance(message, m.Output))
         self._ended += sum(delta.finish is not None for output in outputs for delta in output.deltas)
+
+
+def test_a_draft_model_answers_questions(tmp_path: Path) -> None:
+    out = tmp_path / "engine.json"
+    command = [sys.executable, "-m", "mlx_tandem", "bench", "engine", str(demo.MODEL_PATH), "--batch", "2"]
+    options = ["--text", "chat", "--max-tokens", "12", "--repeats", "1", "--sampling", "greedy", "--no-peer"]
+    drafts = ["--spec", "draft", "--draft-model-path", str(demo.DRAFT_PATH), "--json-out", str(out)]
+    done = subprocess.run([*command, *options, *drafts], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(out.read_text())["results"]
+    tokens = {side: row[side]["decode_tokens_per_s"] * row[side]["step_ms"] / 1e3 for side in ("tandem", "drafts")}
+    assert tokens["tandem"] == pytest.approx(2, abs=0.01) and tokens["drafts"] > 2.5
 
 
 def test_a_request_of_a_closed_loop_follows_one_that_ended(model: ModelConfig) -> None:

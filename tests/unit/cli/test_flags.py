@@ -137,6 +137,12 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--max-chunk-tokens 512", "engine.scheduler.max_chunk_tokens", 512),
     ("--max-inflight-tokens 131072", "engine.scheduler.max_inflight_tokens", 131072),
     ("--prefill-share 0.5", "engine.scheduler.prefill_share", 0.5),
+    ("--spec-decode draft", "engine.speculation.method", "draft"),
+    ("--draft-model-path d", "engine.speculation.draft_model", "d"),
+    ("--draft-model d", "engine.speculation.draft_model", "d"),
+    ("--draft-model d", "engine.speculation.method", "draft"),
+    ("""--speculative-config '{"model": "d", "num_speculative_tokens": 3}'""", "engine.speculation.draft_model", "d"),
+    ("""--speculative-config '{"method": "draft_model", "model": "d"}'""", "engine.speculation.method", "draft"),
     ("--spec-decode ngram", "engine.speculation.method", "ngram"),
     ("--num-speculative-tokens 7", "engine.speculation.num_tokens", 7),
     ("--num-draft-tokens 3", "engine.speculation.num_tokens", 3),
@@ -217,11 +223,9 @@ def test_a_flag_is_a_setting(
     assert capsys.readouterr().err == ""
 
 
-def test_a_draft_model_is_not_there_yet(serve: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_speculation_is_asked_for_by_name(serve: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve("m --spec-decode none").engine.speculation.method == "none"
     assert capsys.readouterr().err == ""
-    assert serve("m --spec-decode=draft --port 5").engine.speculation.method == "none"
-    assert capsys.readouterr().err.startswith("tandem: warning: --spec-decode draft has no effect here: ")
 
 
 def test_every_option_is_among_them() -> None:
@@ -287,10 +291,12 @@ def test_no_row_hides_an_option() -> None:
         (["--lora-modules", "{}"], "--lora-modules"),
         (["--lora-modules", json.dumps({"name": "a", "path": 3})], "--lora-modules"),
         (["--adapter-path"], "--adapter-path"),
-        (["--spec-decode"], "--spec-decode"),
+        (["--draft-model"], "--draft-model"),
         (["--speculative-config", "[]"], "--speculative-config"),
         (["--speculative-config", "{"], "--speculative-config"),
         (["--speculative-config", '{"method": "eagle"}'], "--speculative-config"),
+        (["--speculative-config", '{"method": "draft_model"}'], "--speculative-config"),
+        (["--speculative-config", '{"method": "ngram", "model": "d"}'], "--speculative-config"),
         (["--speculative-config", '{"method": "ngram", "rejection": 1}'], "--speculative-config"),
         (["--served-model-name"], "--served-model-name"),
         (["--adapter"], "--adapter"),

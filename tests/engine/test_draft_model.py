@@ -1,0 +1,141 @@
+"""A draft model on the MLX runner: what is said is what is said without it, and what it drafts is mostly right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from mlx_tandem import demo
+from mlx_tandem.config import SpeculationConfig
+from mlx_tandem.engine.plan import DeviceError
+from mlx_tandem.engine.proposers.draft_model import DraftModel
+from mlx_tandem.engine.proposers.speculation import Speculation
+from mlx_tandem.generation.tokenizer import Tokenizer
+from mlx_tandem.kv.groups import open_groups
+from mlx_tandem.kv.pool import BlockPool
+from mlx_tandem.types import Request, SamplingParams
+from tests import tiny_models
+from tests.engine.harness import Loop
+from tests.engine.mlx_engine import Engine, make_engine
+from tests.engine.test_verify import assert_same
+
+TEXTS = ("Sort down: 3 9 1 7 5", "Tell me a short story about a bear.", "Count from 1 to 30.", "What is 17 + 25?")
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0, "logprobs": 2},
+    "hot": {"temperature": 1.0, "top_p": 0.9, "top_k": 20, "logprobs": 0},
+    "penalties": {"temperature": 0.7, "presence_penalty": 0.5, "repetition_penalty": 1.1},
+    "few tokens": {"temperature": 0.0, "allowed_token_ids": tuple(range(300, 340)), "min_tokens": 5},
+}
+
+
+def requests(name: str, n: int = 1) -> list[Request]:
+    tokenizer = Tokenizer.load(demo.MODEL_PATH)
+    params = SamplingParams(**({"max_tokens": 24, "seed": 7} | PARAMS[name]))
+    asked = [f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n" for text in TEXTS]
+    return [Request(i, tuple(tokenizer.encode(text)), params, n=n) for i, text in enumerate(asked)]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return make_engine(demo.MODEL_PATH, num_blocks=100, max_num_seqs=8, max_loras=0)
+
+
+@pytest.fixture(scope="module")
+def smaller() -> Engine:
+    return make_engine(demo.DRAFT_PATH, num_blocks=100, max_num_seqs=8, max_loras=0)
+
+
+def drafts_of(smaller: Engine, blocks: int = 0, seats: int = 8) -> DraftModel:
+    info = smaller.built.info
+    (group,) = open_groups(info.memory, info.block_size)
+    if blocks:
+        group.pool = BlockPool(blocks, info.block_size)
+    return DraftModel(smaller.built.runner, [group], seats=seats, vocab_size=info.vocab_size, longest=1000)
+
+
+def serve(engine: Engine, asked: list[Request], proposer: Speculation | None, **options: int) -> Loop:
+    loop = engine.loop(**options)
+    loop.scheduler.drafting.proposer = proposer
+    loop.scheduler.drafting.most_tokens = 64
+    for request in asked:
+        loop.add(request)
+    loop.run()
+    loop.assert_idle()
+    return loop
+
+
+def speculation(model: DraftModel, **options: Any) -> Speculation:
+    return Speculation(SpeculationConfig(**{"method": "draft", "dynamic": False, "num_tokens": 3, **options}), model)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_drafts_change_nothing_and_are_drawn_as_the_model_draws(engine: Engine, smaller: Engine, name: str) -> None:
+    asked, proposer = requests(name), speculation(drafts_of(smaller))
+    assert_same(serve(engine, asked, proposer), serve(engine, asked, None))
+    least = {"greedy": 0.7, "hot": 0.5, "penalties": 0.3, "few tokens": 0.0}[name]
+    assert proposer.counts.accepted > least * proposer.counts.drafted, proposer.counts
+
+
+def test_a_model_that_drafts_for_itself_is_always_right(smaller: Engine) -> None:
+    """Its noise is that of the model that it drafts for, at every position and for every choice."""
+    own = make_engine(demo.DRAFT_PATH, num_blocks=100, max_num_seqs=8, max_loras=0)
+    asked, proposer = requests("hot", n=2), speculation(drafts_of(own))
+    assert_same(serve(smaller, asked, proposer), serve(smaller, asked, None))
+    assert proposer.counts.drafted > 100
+    assert proposer.counts.accepted > 0.95 * proposer.counts.drafted, "only what stands behind an end is rejected"
+
+
+@pytest.mark.parametrize(
+    ("options", "room"),
+    [
+        ({"depth": 0}, {}),
+        ({"blocks": 14}, {}),  # preemption
+        ({}, {"blocks": 12}),  # a pool for few sequences
+        ({}, {"seats": 2}),
+    ],
+)
+def test_drafts_change_nothing_with_little_room(
+    engine: Engine, smaller: Engine, options: dict[str, int], room: dict[str, int]
+) -> None:
+    asked, proposer = requests("hot"), speculation(drafts_of(smaller, **room), dynamic=True)
+    assert_same(serve(engine, asked, proposer, **options), serve(engine, asked, None))
+    assert proposer.counts.accepted > 0
+
+
+def test_long_prompts_are_read_in_pieces(engine: Engine, smaller: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mlx_tandem.engine.proposers.draft_model.READ_AT_ONCE", 9)
+    asked, proposer = requests("greedy"), speculation(drafts_of(smaller))
+    assert_same(serve(engine, asked, proposer), serve(engine, asked, None))
+    assert proposer.counts.accepted > 0.7 * proposer.counts.drafted > 0
+
+
+def test_a_draft_model_that_fails_is_given_up(
+    engine: Engine, smaller: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked, model = requests("greedy"), drafts_of(smaller)
+    original, launches = smaller.built.runner.launch, iter(range(100))
+
+    def launch(plan: Any) -> Any:
+        if next(launches) == 5:
+            raise DeviceError("out of memory")
+        return original(plan)
+
+    monkeypatch.setattr(smaller.built.runner, "launch", launch)
+    proposer = speculation(model)
+    assert_same(serve(engine, asked, proposer), serve(engine, asked, None))
+    assert proposer.counts.rows and not proposer.for_all
+    assert "drafts are off from here on" in caplog.text
+
+
+def test_tokens_that_the_draft_model_has_not_are_not_drafted_for(tmp_path: Path, smaller: Engine) -> None:
+    large = make_engine(tiny_models.make(tmp_path / "large", "qwen3", seed=1), max_num_seqs=4)
+    model, info = drafts_of(smaller), large.built.info
+    model._vocab_size = 10
+    asked = [Request(0, (1, 2, 3), SamplingParams(max_tokens=12, temperature=1.0, seed=1))]
+    asked += [structs.replace(asked[0], id=1, params=structs.replace(asked[0].params, logit_bias=((11, 1.0),)))]
+    assert info.vocab_size > 10
+    assert_same(serve(large, asked, speculation(model)), serve(large, asked, None))
