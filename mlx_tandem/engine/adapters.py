@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Container, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from mlx_tandem.adapters.formats import AdapterWeights
 from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.adapters.store import AdapterStore
 from mlx_tandem.engine import messages as m
+from mlx_tandem.engine.adapter_holds import AdapterHolds
 from mlx_tandem.engine.loading import Loader
 from mlx_tandem.errors import InvalidRequest, TandemError
 from mlx_tandem.types import AdapterRef, AdapterSource, Request
@@ -49,13 +50,12 @@ class Adapters:
 
     def __init__(self, store: AdapterStore, loader: Loader[m.LoadAdapter | Reread], slots: SlotTable):
         self.store = store
+        self.holds = AdapterHolds(store, slots)
         self._loader = loader
         self._slots = slots
         self._reading: set[str] = set()  # digests that requests wait for
         self._waiting: deque[Request] = deque()
         self._overtaken = 0  # how many requests have overtaken the first that waits
-        self._users: dict[int, str] = {}  # request -> digest
-        self._left: dict[int, set[str]] = {}  # request -> former digests that it still holds
         self._to_follow: dict[str, AdapterRef] = {}  # by name: versions that are read before anybody follows them
 
     @property
@@ -92,11 +92,11 @@ class Adapters:
     def unload(self, digest: str) -> None:
         """Forget a version; requests that use it keep it until they end."""
         self._slots.pin(digest, False)
-        self._dropped(self.store.forget(digest))
+        self.holds.dropped(self.store.forget(digest))
 
     def publish(self, weights: AdapterWeights) -> None:
         """Take in weights that a trainer of this engine made, so that requests may name them."""
-        self._dropped(self.store.hold(weights))
+        self.holds.dropped(self.store.hold(weights))
 
     def can_follow(self, ref: AdapterRef) -> bool:
         """Return whether `ref` is in memory, so that requests may continue under it.
@@ -114,39 +114,14 @@ class Adapters:
     def follow(self, ref: AdapterRef, running: Iterable[int]) -> None:
         """Let the `running` requests continue under `ref`, and waiting requests that follow its name begin under it.
 
-        The versions that the running requests used before are held until `let_go`.
+        The versions that the running requests used before are held until `AdapterHolds.let_go`.
         """
         for request in running:
-            old, left = self._users[request], self._left.setdefault(request, set())
-            if old == ref.digest:
-                continue
-            if ref.digest in left:
-                left.remove(ref.digest)
-            else:
-                self.store.acquire(ref.digest)
-            left.add(old)
-            self._users[request] = ref.digest
+            self.holds.move(request, ref.digest)
         self._waiting = deque(structs.replace(r, adapter=ref) if _follows(r, ref) else r for r in self._waiting)
 
-    @property
-    def has_left(self) -> bool:
-        """Whether there are former versions for `let_go` to give back."""
-        return bool(self._left)
-
-    def let_go(self, in_use: Callable[[int], Collection[str]]) -> None:
-        """Give back former versions of requests. `in_use` returns the digests that a request's sequences still run
-        under.
-        """
-        for request, left in list(self._left.items()):
-            used = in_use(request)
-            for digest in [d for d in left if d not in used]:
-                left.remove(digest)
-                self._dropped(self.store.release(digest))
-            if not left:
-                del self._left[request]
-
     def hold(self, request: Request) -> bool:
-        """Return whether `request` may run now; it then holds its adapter until `release`.
+        """Return whether `request` may run now; it then holds its adapter until `AdapterHolds.release`.
 
         Otherwise it waits, and `poll` returns it later. Raises InvalidRequest (`model_not_found`) for an adapter that
         the engine does not know.
@@ -158,7 +133,7 @@ class Adapters:
             raise InvalidRequest("this adapter version is not loaded", param="model", code="model_not_found")
         if digest in self.store and (not self._waiting or self._overtaken < OVERTAKEN_FOR_MEMORY):
             self._overtaken += bool(self._waiting)
-            self._use(request.id, digest)
+            self.holds.take(request.id, digest)
             return True
         self._waiting.append(request)
         return False
@@ -166,17 +141,6 @@ class Adapters:
     def cancel(self, request: int) -> None:
         """Remove a request that waits. Unknown ids are ignored."""
         self._keep_waiting(deque(r for r in self._waiting if r.id != request))
-
-    def release(self, request: int) -> None:
-        """Give back the adapter of a request that has ended."""
-        digest = self._users.pop(request, None)
-        if digest is not None:
-            self._dropped(self.store.release(digest))
-
-    def release_ended(self, open_requests: Container[int]) -> None:
-        """Give back the adapters of all requests that are not open any more."""
-        for request in [r for r in self._users if r not in open_requests]:
-            self.release(request)
 
     # results of reading
 
@@ -264,7 +228,7 @@ class Adapters:
             digest = request.adapter.digest
             if digest in self.store and not (blocked and self._overtaken >= OVERTAKEN_FOR_MEMORY):
                 self._overtaken += bool(still)
-                self._use(request.id, digest)
+                self.holds.take(request.id, digest)
                 arrived.requests.append(request)
                 continue
             still.append(request)
@@ -286,16 +250,6 @@ class Adapters:
         if not requests or requests[0] is not self._waiting[0]:
             self._overtaken = 0
         self._waiting = requests
-
-    def _use(self, request: int, digest: str) -> None:
-        self.store.acquire(digest)
-        self._users[request] = digest
-
-    def _dropped(self, digests: list[str]) -> None:
-        """Forget the slots of adapters that have left memory and are not known any more."""
-        for digest in digests:
-            if not self.store.knows(digest):  # a known one may come back into memory
-                self._slots.forget(digest)
 
 
 def _follows(request: Request, ref: AdapterRef) -> bool:

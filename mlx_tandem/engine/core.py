@@ -295,7 +295,7 @@ class EngineCore:
             if self._grammars.hold(request):
                 self._scheduler.add(request)
         except TandemError as e:
-            self._adapters.release(request.id)
+            self._adapters.holds.release(request.id)
             self._grammars.release(request)
             self._refuse(request, e)
 
@@ -311,7 +311,9 @@ class EngineCore:
     def _release_adapters(self) -> None:
         """Give back the adapters of requests that have ended."""
         waiting = {request.id for request in self._grammars.waiting}
-        self._adapters.release_ended(waiting.union(self._scheduler.requests) if waiting else self._scheduler.requests)
+        self._adapters.holds.release_ended(
+            waiting.union(self._scheduler.requests) if waiting else self._scheduler.requests
+        )
 
     # work on the device
 
@@ -333,8 +335,8 @@ class EngineCore:
         # Nothing was in flight, and nothing could be launched.
         idle = was_empty and self._pipeline.is_empty and not self._trainers.has_work
         self._waits = idle and self._offload is not None and self._offload.is_reading
-        if self._adapters.has_left:
-            self._adapters.let_go(self._scheduler.digests)
+        if self._adapters.holds.has_left:
+            self._adapters.holds.let_go(self._scheduler.digests)
 
     def _report(self, outcome: StepOutcome) -> None:
         """Add the outcome of a step to the outbox."""

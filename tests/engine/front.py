@@ -184,7 +184,7 @@ class Front:
         self.slots.check()
         assert self.pool.used_blocks == 0
         assert not any(self.slots.references(d) for d in self.slots.residents())
-        assert not self.core._adapters._users
+        assert not self.core._adapters.holds._held
         store = self.core._adapters.store
         store.check()
         assert not any(store.users(digest) for digest in self.weights), "somebody still counts as a user"

@@ -261,4 +261,4 @@ def test_any_order_of_versions_is_survived(make_front: MakeFront, seed: int, mon
     assert not {f.code for f in front.got(m.Failed)} - {"step_failed", *unloaded}
     assert front.finished() | failed | cancelled == set(range(number))
     front.assert_nothing_is_held()
-    assert not front.core._adapters.has_left
+    assert not front.core._adapters.holds.has_left

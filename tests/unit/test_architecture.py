@@ -142,7 +142,6 @@ LARGE: dict[str, str] = {
     "mlx_tandem/cli/bench/commands.py: bench_engine": OPTIONS,
     "mlx_tandem/cli/bench/commands.py: bench_serve": OPTIONS,
     "mlx_tandem/cli/sft.py: sft": OPTIONS,
-    "mlx_tandem/engine/adapters.py: Adapters": NOT_YET,
     "mlx_tandem/engine/block_manager.py: BlockManager": NOT_YET,
     "mlx_tandem/engine/scheduler.py: Scheduler": NOT_YET,
     "mlx_tandem/engine/kv_offload.py: KVOffload": NOT_YET,
