@@ -268,7 +268,7 @@ def _open_blocks(
 ) -> tuple[BlockManager, Opening | None]:
     """Return the manager of the groups' blocks with their caches, and the KV offload while it is being opened."""
     from mlx_tandem.engine.block_manager import BlockManager
-    from mlx_tandem.engine.kv_offload import STEP_BYTES, KVOffload
+    from mlx_tandem.engine.kv_offload.offload import STEP_BYTES, KVOffload
     from mlx_tandem.kv.hashing import Namespace
     from mlx_tandem.kv.prefix import PrefixCache
     from mlx_tandem.model import device

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import islice
 
-from mlx_tandem.engine.kv_offload import KVOffload
+from mlx_tandem.engine.kv_offload.offload import KVOffload
 from mlx_tandem.engine.plan import Bytes
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.groups import CacheGroup
@@ -63,7 +63,7 @@ class BlockManager:
 
         The running sequences need another block soon, so a sequence that took the last blocks would only be preempted.
         """
-        coming = 0 if self.offload is None else self.offload.coming(s.id, self._chain(s), match.whole)
+        coming = 0 if self.offload is None else self.offload.reads.coming(s.id, self._chain(s), match.whole)
         for group, blocks in zip(self.groups, match.tables, strict=True):
             begin, end = self._own(group, s, match, coming)
             idle = sum(1 for b in blocks if b != SCRATCH and not group.pool.count[b])
@@ -106,12 +106,12 @@ class BlockManager:
         """Return whether a waiting sequence should wait for the drive, and begin to read what the drive has of it."""
         if self.offload is None or s.reads_whole_prompt:
             return False
-        return self.offload.awaits(s.id, self._chain(s), s.tokens, match.whole)
+        return self.offload.reads.awaits(s.id, self._chain(s), s.tokens, match.whole)
 
     def forget(self, s: Sequence) -> None:
         """Drop what is being read from the drive for a sequence that does not wait any more."""
         if self.offload is not None:
-            self.offload.forget(s.id)
+            self.offload.reads.forget(s.id)
 
     def begin(self, s: Sequence) -> None:
         """Give `s` blocks for all of its tokens, or for as many as a window holds at once.
@@ -120,7 +120,7 @@ class BlockManager:
         ones. Call it only when no group is `short` or nobody runs.
         """
         match = self.match(s)
-        payloads = [] if self.offload is None else self.offload.take(s.id, self._chain(s), match.whole)
+        payloads = [] if self.offload is None else self.offload.reads.take(s.id, self._chain(s), match.whole)
         extra = 0 if payloads else match.extra
         tables = []
         for group, blocks, source in zip(self.groups, match.tables, match.sources, strict=True):
@@ -290,7 +290,7 @@ class BlockManager:
         for cache in self._caches:
             cache.drop(blocks)
         if self.offload is not None:
-            self.offload.spoil(blocks)
+            self.offload.saves.spoil(blocks)
         # A block that has a new owner already makes that owner fail too, and is passed here again then.
         self._unclean |= {b for b in blocks if not self._pool_of(b).count[b]}
 
@@ -300,7 +300,7 @@ class BlockManager:
         for cache in self._caches:
             cache.clear()
         if self.offload is not None:
-            self.offload.distrust()
+            self.offload.saves.distrust()
 
     def take_copies(self) -> tuple[tuple[int, int], ...]:
         """Return the copies (from block, to block) for the plan that is being made.
@@ -316,16 +316,16 @@ class BlockManager:
     def poll(self) -> None:
         """Take in what the drive has read."""
         if self.offload is not None:
-            self.offload.poll()
+            self.offload.reads.poll()
 
     def take_saves(self) -> tuple[int, ...]:
         """Return the blocks whose bytes the plan that is being made should return."""
-        return () if self.offload is None else self.offload.take_saves()
+        return () if self.offload is None else self.offload.saves.take()
 
     def saved(self, payloads: Iterable[bytes]) -> None:
         """Take in the bytes of the saved blocks of the oldest plan with saves."""
         assert self.offload is not None
-        self.offload.saved(payloads)
+        self.offload.saves.saved(payloads)
 
     def is_loading(self, s: Sequence) -> bool:
         """Return whether a sequence has blocks whose contents no plan has loaded yet."""
@@ -340,7 +340,7 @@ class BlockManager:
         """Return the loads (block, its bytes) for the plan that is being made."""
         if self.offload is None or not self._loads:
             return ()
-        loads = tuple(islice(self._loads.items(), self.offload.step_blocks))
+        loads = tuple(islice(self._loads.items(), self.offload.link.step_blocks))
         for block, _ in loads:
             del self._loads[block]
         return loads
@@ -361,7 +361,7 @@ class BlockManager:
         for cache in self._caches:
             cache.check()
         if self.offload is not None:
-            self.offload.check(s.id for s in sequences if s.seat < 0)
+            self.offload.reads.check(s.id for s in sequences if s.seat < 0)
         assert all(self._pool_of(b).count[b] for b in self._loads), "what nobody holds is loaded"
         readers = {id(s): s for s in sequences if s.seat >= 0 and not s.has_drawn}
         assert all(id(s) in readers and s.announced == key for key, s in self._readers.items()), "a reader is gone"

@@ -119,8 +119,8 @@ class EngineCore:
             for request in list(self._scheduler.requests):  # nobody waits for them any more
                 self._scheduler.cancel(request)
             self._pipeline.drain()
-            self._offload.save_all()
-            while self._offload.has_unsaved and time.monotonic() < deadline:
+            self._offload.saves.save_all()
+            while self._offload.saves.has_unsaved and time.monotonic() < deadline:
                 self._on_turn()
                 if self._pipeline.turn() is None and self._pipeline.is_empty:
                     time.sleep(_POLL_SECONDS)  # the drive's queue is full
@@ -204,8 +204,8 @@ class EngineCore:
             decode_tokens_per_s=counts.decode_rate,
             speculation=s.drafting.stats(),
             disk=drive.stats() if drive is not None else None,
-            disk_hit_tokens=offload.hit_tokens if offload is not None else 0,
-            disk_unsaved=offload.unsaved if offload is not None else 0,
+            disk_hit_tokens=offload.reads.hit_tokens if offload is not None else 0,
+            disk_unsaved=offload.saves.unsaved if offload is not None else 0,
         )
 
     @property
@@ -222,7 +222,7 @@ class EngineCore:
     @property
     def _is_resting(self) -> bool:
         """Whether there is nothing to do on the device."""
-        saving = self._offload is not None and self._offload.is_saving
+        saving = self._offload is not None and self._offload.saves.is_saving
         return self._pipeline.is_empty and not (self._scheduler.requests or self._trainers.has_work or saving)
 
     # inbox
@@ -334,7 +334,7 @@ class EngineCore:
             self._strike(f"learning: {failure}")
         # Nothing was in flight, and nothing could be launched.
         idle = was_empty and self._pipeline.is_empty and not self._trainers.has_work
-        self._waits = idle and self._offload is not None and self._offload.is_reading
+        self._waits = idle and self._offload is not None and self._offload.reads.is_reading
         if self._adapters.holds.has_left:
             self._adapters.holds.let_go(self._scheduler.digests)
 

@@ -30,7 +30,7 @@ from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED, StepLimits
 from mlx_tandem.engine.cost import padded_length
 from mlx_tandem.engine.drafting import Drafting, predicted_of
-from mlx_tandem.engine.kv_offload import KVOffload
+from mlx_tandem.engine.kv_offload.offload import KVOffload
 from mlx_tandem.engine.masks import MaskMaker, masks_of_plan
 from mlx_tandem.engine.outcome import StepOutcome
 from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Mask, Row, RowKind, StepPlan, StepResult

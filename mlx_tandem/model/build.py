@@ -15,7 +15,7 @@ from mlx_tandem.adapters.formats import AdapterWeights, LinearShape
 from mlx_tandem.config import EngineConfig
 from mlx_tandem.engine.budget import Needs, StepLimits, divide
 from mlx_tandem.engine.cost import CostModel
-from mlx_tandem.engine.kv_offload import READ_BYTES
+from mlx_tandem.engine.kv_offload.reads import READ_BYTES
 from mlx_tandem.kv.disk.cache import MAX_QUEUE_BYTES
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.model import compiler, device, footprint, probe

@@ -114,7 +114,7 @@ class Loop:
             self.admitted.setdefault(s.request.id, len(self.admitted))
         if plan is None and not self._flights:
             offload = self.scheduler.offload
-            waits = offload is not None and (offload.is_reading or offload.is_saving)
+            waits = offload is not None and (offload.reads.is_reading or offload.saves.is_saving)
             assert waits or not self.scheduler.requests, "there is work and no plan for it"
             self.waits += waits
             assert self.waits <= 2000, "the drive is waited for without an end"
@@ -156,7 +156,9 @@ class Loop:
         assert self.preempted.total() == self.scheduler.preemptions, "a preemption is not told, or told twice"
         assert self.started.keys() <= self.requests.keys()
         offload = self.scheduler.offload
-        assert offload is None or not (offload.is_reading or offload._flights), "something waits for the drive"
+        assert offload is None or not (offload.reads.is_reading or offload.saves._flights), (
+            "something waits for the drive"
+        )
         self.scheduler.check()
         assert not any(self.slots.references(d) for d in self.slots.residents()), "an adapter slot leaks"
 

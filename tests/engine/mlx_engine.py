@@ -19,7 +19,8 @@ from mlx_tandem.adapters.slots import SlotTable
 from mlx_tandem.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED
-from mlx_tandem.engine.kv_offload import Drive, KVOffload
+from mlx_tandem.engine.kv_offload.drive import Drive
+from mlx_tandem.engine.kv_offload.offload import KVOffload
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.kv.hashing import Namespace

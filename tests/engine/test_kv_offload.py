@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
-from mlx_tandem.engine import block_manager, kv_offload
+from mlx_tandem.engine import block_manager
 from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.block_manager import BlockManager
-from mlx_tandem.engine.kv_offload import KVOffload
+from mlx_tandem.engine.kv_offload import reads
+from mlx_tandem.engine.kv_offload.reads import KVReads
+from mlx_tandem.engine.kv_offload.saves import KVSaves
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.hashing import Chain
@@ -28,7 +30,7 @@ WHOLE = (len(PROMPT) - 1) // 4  # blocks of it that can be found
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_module, "OVERTAKEN_FOR_SLOT", PATIENCE)
     monkeypatch.setattr(block_manager, "WORTH_WAITING", 1)
-    monkeypatch.setattr(kv_offload, "WORTH_READING", 1)
+    monkeypatch.setattr(reads, "WORTH_READING", 1)
 
 
 def ask(number: int, prompt: tuple[int, ...] = PROMPT, adapter: AdapterRef | None = None, **more: Any) -> Request:
@@ -104,13 +106,13 @@ def _keep_what_was_read(patch: pytest.MonkeyPatch) -> None:
     """A sequence that goes on under another version has what was read for the one before."""
     patch.setattr(BlockManager, "forget", lambda self, s: None)
 
-    def take(self: KVOffload, sequence: int, chain: Chain, known: int) -> list[memoryview]:
+    def take(self: KVReads, sequence: int, chain: Chain, known: int) -> list[memoryview]:
         fetch = self._fetches.get(sequence)
         self.forget(sequence)
         done = fetch is not None and fetch.payloads is not None and fetch.first <= known
         return fetch.payloads[known - fetch.first :] if done and fetch and fetch.payloads else []
 
-    patch.setattr(KVOffload, "take", take)
+    patch.setattr(KVReads, "take", take)
 
 
 def _publish_before_loaded(patch: pytest.MonkeyPatch) -> None:
@@ -144,9 +146,9 @@ def _load_for_nobody(patch: pytest.MonkeyPatch) -> None:
 
 def _load_one_further(patch: pytest.MonkeyPatch) -> None:
     """Where the pool has got more of a prompt meanwhile, what was read goes behind it as it is."""
-    original = KVOffload.take
+    original = KVReads.take
 
-    def take(self: KVOffload, sequence: int, chain: Chain, known: int) -> list[memoryview]:
+    def take(self: KVReads, sequence: int, chain: Chain, known: int) -> list[memoryview]:
         fetch = self._fetches.get(sequence)
         return (
             original(self, sequence, chain, fetch.first)
@@ -154,31 +156,31 @@ def _load_one_further(patch: pytest.MonkeyPatch) -> None:
             else original(self, sequence, chain, known)
         )
 
-    patch.setattr(KVOffload, "take", take)
+    patch.setattr(KVReads, "take", take)
 
 
 def _save_a_step_late(patch: pytest.MonkeyPatch) -> None:
     """What a block held is read when its next owner may have written to it."""
-    original = KVOffload.take_saves
+    original = KVSaves.take
     held: dict[int, dict[bytes, Any]] = {}
 
-    def take_saves(self: KVOffload) -> tuple[int, ...]:
+    def take_saves(self: KVSaves) -> tuple[int, ...]:
         before, held[id(self)] = held.get(id(self), {}), self._evicted
         self._evicted = before
         return original(self)
 
-    patch.setattr(KVOffload, "take_saves", take_saves)
+    patch.setattr(KVSaves, "take", take_saves)
 
 
 def _save_under_the_next_id(patch: pytest.MonkeyPatch) -> None:
     """The bytes of a plan's blocks are taken in another order than they were asked for."""
-    original = KVOffload.saved
-    patch.setattr(KVOffload, "saved", lambda self, payloads: original(self, list(payloads)[::-1]))
+    original = KVSaves.saved
+    patch.setattr(KVSaves, "saved", lambda self, payloads: original(self, list(payloads)[::-1]))
 
 
 def _save_the_lost(patch: pytest.MonkeyPatch) -> None:
     """After a failed step the next plan's bytes are taken for those that were lost with it."""
-    patch.setattr(KVOffload, "distrust", lambda self: None)
+    patch.setattr(KVSaves, "distrust", lambda self: None)
 
 
 def _wait_for_ever(patch: pytest.MonkeyPatch) -> None:
@@ -234,7 +236,7 @@ def test_a_prompt_comes_back_after_a_restart() -> None:
         assert engine.loop.cached[1] >= 4 * WHOLE
         assert drive.read_blocks == (WHOLE if hits else 0)
         assert engine.scheduler.offload is not None
-        assert engine.scheduler.offload.hit_tokens == 4 * drive.read_blocks
+        assert engine.scheduler.offload.reads.hit_tokens == 4 * drive.read_blocks
 
 
 def test_what_is_given_to_others_comes_back() -> None:
@@ -289,7 +291,7 @@ def test_the_blocks_of_one_prompt_are_loaded_in_several_plans() -> None:
     """A stream beside it gets its tokens meanwhile."""
     engine, _ = server(filled(), depth=0)
     assert engine.scheduler.offload is not None
-    engine.scheduler.offload.step_blocks = 2
+    engine.scheduler.offload.link.step_blocks = 2
     loop = engine.loop
     loop.add(Request(1, (9,), SamplingParams(max_tokens=30, seed=1)))
     loop.step()
@@ -309,7 +311,7 @@ def test_what_cannot_be_saved_in_time_is_counted() -> None:
     engine = make_engine(num_blocks=18, drive=drive)
     serve(engine, ask(0), ask(1, tuple(12 - t for t in PROMPT)))
     assert engine.scheduler.offload is not None
-    assert engine.scheduler.offload.unsaved > 0
+    assert engine.scheduler.offload.saves.unsaved > 0
     assert not store.blocks
 
 

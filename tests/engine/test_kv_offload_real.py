@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlx_tandem.config import DiskCacheConfig
-from mlx_tandem.engine import kv_offload
+from mlx_tandem.engine.kv_offload import reads
 from mlx_tandem.kv.disk.cache import DiskCache
 from mlx_tandem.types import Request, SamplingParams
 from tests import tiny_models
@@ -23,7 +23,7 @@ PROMPT = tuple(np.random.default_rng(7).integers(3, tiny_models.VOCAB, 41).tolis
 
 @pytest.fixture(autouse=True)
 def _uncompiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(kv_offload, "WORTH_READING", 1)
+    monkeypatch.setattr(reads, "WORTH_READING", 1)
     mx.disable_compile()
     yield
     mx.enable_compile()
@@ -73,10 +73,10 @@ def test_a_hit_on_the_drive_is_a_hit_in_memory(
         assert second.settle()
         again = engine.loop(drive=second)
         assert again.scheduler.offload is not None
-        again.scheduler.offload.step_blocks = step_blocks
+        again.scheduler.offload.link.step_blocks = step_blocks
         ask(again, 1, second)
         assert again.cached[1] == loop.cached[1] == 40
-        assert again.scheduler.offload.hit_tokens >= 40
+        assert again.scheduler.offload.reads.hit_tokens >= 40
         assert again.tokens[1, 0] == loop.tokens[1, 0]
         np.testing.assert_allclose(
             [p.model for p in again.logprobs[1, 0]], [p.model for p in loop.logprobs[1, 0]], atol=1e-5

@@ -10,9 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.engine import block_manager, kv_offload
+from mlx_tandem.engine import block_manager
 from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.block_manager import BlockManager
+from mlx_tandem.engine.kv_offload import reads
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.groups.window import WindowGroup
 from mlx_tandem.kv.pool import BlockPool, Window
@@ -84,7 +85,7 @@ def test_every_sequence_is_exact_in_random_workloads(part: int) -> None:
 
 def test_every_sequence_is_exact_with_a_drive(monkeypatch: pytest.MonkeyPatch) -> None:
     """On which a block is one of each pool."""
-    monkeypatch.setattr(kv_offload, "WORTH_READING", 1)
+    monkeypatch.setattr(reads, "WORTH_READING", 1)
     outcome = Outcome()
     for seed in range(250):
         try:

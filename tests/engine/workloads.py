@@ -21,7 +21,8 @@ from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.cost import CostModel
-from mlx_tandem.engine.kv_offload import Drive, KVOffload
+from mlx_tandem.engine.kv_offload.drive import Drive
+from mlx_tandem.engine.kv_offload.offload import KVOffload
 from mlx_tandem.engine.masks import Place
 from mlx_tandem.engine.plan import Mask, Runner, StepPlan, StepResult
 from mlx_tandem.engine.proposers.draft_model import DraftModel
@@ -490,7 +491,7 @@ def play(
     apart = Random(str(rng.getstate()))  # what is drawn for learning changes nothing of the rest
     learning = Learning(apart) if apart.random() < settings.trainers else None
     if scheduler.offload is not None:
-        scheduler.offload.step_blocks = rng.choice((1, 2, 50))
+        scheduler.offload.link.step_blocks = rng.choice((1, 2, 50))
     if rng.random() < 0.8:
         scheduler.prefill.cost = OddChunks(rng, rng.choice((1, 3, 7)))
     masks = scheduler.mask_maker = Masks(eos, rng.choice((1, 2, 4))) if rng.random() < settings.masks else None

@@ -144,7 +144,6 @@ LARGE: dict[str, str] = {
     "mlx_tandem/cli/sft.py: sft": OPTIONS,
     "mlx_tandem/engine/block_manager.py: BlockManager": NOT_YET,
     "mlx_tandem/engine/scheduler.py: Scheduler": NOT_YET,
-    "mlx_tandem/engine/kv_offload.py: KVOffload": NOT_YET,
 }
 """What may be larger, and why."""
 

@@ -1,0 +1,1 @@
+"""KV offload: which blocks go to the drive, and which come from it for which sequence."""

@@ -1,0 +1,63 @@
+"""The drive that blocks go to and come from, as the engine sees it, and the ids of blocks on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from typing import Protocol
+
+from mlx_tandem.kv.disk.cache import Read
+from mlx_tandem.kv.disk.records import BlockId, Payload
+from mlx_tandem.kv.hashing import ROOT
+
+MOST_NAMESPACES = 4096
+"""Most namespaces whose ids on the drive are kept."""
+
+
+class Drive(Protocol):
+    """The part of `kv/disk/cache.py` that the offload uses: blocks by their ids, without waiting for the drive."""
+
+    def room(self, size: int) -> int:
+        """Return how many blocks of `size` bytes would be accepted now."""
+
+    def longest(self, keys: Sequence[bytes]) -> int:
+        """Return how many of the first blocks of a chain the drive has."""
+
+    def put(self, block: BlockId, payload: Payload) -> bool:
+        """Queue a block to be written; return False if it was dropped."""
+
+    def read(self, blocks: Sequence[BlockId]) -> int:
+        """Begin to read a chain of blocks; return its ticket."""
+
+    def poll(self) -> list[Read]:
+        """Return the reads that have finished."""
+
+    def forget(self, ticket: int) -> None:
+        """Drop a read that nobody waits for any more."""
+
+
+class Link:
+    """The link to the drive, which saves and reads share; there may be no drive yet.
+
+    A block has `block_bytes` on the drive, over all cache groups. One step saves or loads up to `step_blocks`.
+    """
+
+    def __init__(self, block_bytes: int, step_blocks: int):
+        self.block_bytes = block_bytes
+        self.step_blocks = step_blocks
+        self.drive: Drive | None = None
+        self._base = b""
+        self._namespaces: dict[bytes, bytes] = {}
+
+    def open(self, drive: Drive, base: bytes) -> None:
+        """Begin to use a drive. `base`: the digest of everything that its blocks have in common."""
+        self.drive, self._base = drive, base
+
+    def id(self, namespace: bytes, parent: bytes, key: bytes, tokens: Iterable[int]) -> BlockId:
+        """Return the id of a block on the drive, whose namespace names the model as well."""
+        own = self._namespaces.get(namespace)
+        if own is None:
+            if len(self._namespaces) > MOST_NAMESPACES:
+                self._namespaces.clear()
+            own = self._namespaces[namespace] = sha256(self._base + namespace).digest()
+        return BlockId(own, key, b"" if parent == ROOT else parent, tuple(tokens))
