@@ -67,7 +67,7 @@ class SpeculationConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
     method: Literal["none", "ngram", "draft"] = "none"  # ngram: from prompt and answer; draft: by a smaller model
     draft_model: str = ""  # the smaller model's folder
-    num_tokens: int = 5  # drafts of a sequence at first; without `dynamic` always
+    num_tokens: int = 5  # drafts of a sequence at first, of a draft model at most; without `dynamic` always
     dynamic: bool = True  # as many drafts as are accepted, and none where steps without them bring more tokens
     disable_batch_size: int = 0  # no drafts while more sequences run; 0: no such limit
     ngram_min: int = 2  # fewest tokens that have to stand where drafts come from

@@ -222,7 +222,7 @@ PANELS: dict[str, tuple[Option, ...]] = {
         Option(
             "engine.speculation.num_tokens",
             "--num-speculative-tokens --num-draft-tokens",
-            "Drafts of a sequence at first; with --no-spec-decode-dynamic always (5).",
+            "Drafts of a sequence at first, of a draft model at most; with --no-spec-decode-dynamic always (5).",
         ),
         Option(
             "engine.speculation.dynamic",

@@ -21,6 +21,7 @@ import pytest
 
 from mlx_tandem import demo
 from mlx_tandem.cli import daemon
+from tests.waiting import until
 
 pytestmark = pytest.mark.restarts
 
@@ -51,7 +52,18 @@ class Machine:
 
     def start(self, *args: str, called_as: str = "tandem", **env: str) -> tuple[str, str]:
         """The port, as a word, and what was printed."""
-        done = self.tandem("--called-as", called_as, "serve", "--daemon", "--num-blocks", "512", *args, **env)
+        done = self.tandem(
+            "--called-as",
+            called_as,
+            "serve",
+            "--daemon",
+            "--max-model-len",
+            "1024",
+            "--num-blocks",
+            "512",
+            *args,
+            **env,
+        )
         assert done.returncode == 0, done.stderr
         found = re.search(r"^Ready: http://127.0.0.1:(\d+)$", done.stdout, re.MULTILINE)
         assert found, done.stdout
@@ -157,8 +169,7 @@ def test_a_server_that_ended_with_its_engine_can_be_restarted(machine: Machine) 
     state = machine.state()
     (model / "config.json").rename(model / "elsewhere")
     os.kill(engine_pid(state.pid), signal.SIGKILL)  # the next one cannot be started any more
-    while daemon.born(state.pid):
-        pass
+    until(lambda: not daemon.born(state.pid))
     (model / "elsewhere").rename(model / "config.json")
     done = machine.tandem("restart", "--port", port)
     assert done.returncode == 0, done.stderr
@@ -172,8 +183,7 @@ def test_a_server_by_another_program_s_name(machine: Machine) -> None:
     assert machine.tandem("restart", "--port", port).returncode == 0
     assert models(port)[1] == "model"
     os.kill(machine.state().pid, signal.SIGTERM)
-    while machine.files():
-        pass
+    until(lambda: not machine.files())
 
 
 def test_what_fails_is_said_as_in_the_foreground(machine: Machine) -> None:

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from mlx_tandem import demo
 from mlx_tandem.config import SpeculationConfig
 from tests.serving import RunningServer, demo_config, serving
+from tests.waiting import until
 
 TEXT = "Say this again, word for word: one two three, one two three, one two three, one two three. "
 COMMON = {"max_tokens": 48, "logprobs": 3, "seed": 3, "ignore_eos": True}
@@ -65,8 +66,7 @@ def test_answers_are_those_without_drafts(server: RunningServer) -> None:
         found = dict(zip(ASKED, pool.map(lambda f: answer(server, f, True), ASKED.values()), strict=True))
     for name, own in found.items():
         assert_same(own, plain[name])
-    while drafted(server)["num_accepted_tokens"] == before:  # it comes with the engine's next sign of life
-        pass
+    until(lambda: drafted(server)["num_accepted_tokens"] != before)  # it comes with the engine's next sign of life
     assert drafted(server)["enabled"]
 
 

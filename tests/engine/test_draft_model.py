@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -11,13 +11,13 @@ from msgspec import structs
 from mlx_tandem import demo
 from mlx_tandem.config import SpeculationConfig
 from mlx_tandem.engine.plan import DeviceError
+from mlx_tandem.engine.proposers import Asked
 from mlx_tandem.engine.proposers.draft_model import DraftModel
 from mlx_tandem.engine.proposers.speculation import Speculation
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.types import Request, SamplingParams
-from tests import tiny_models
 from tests.engine.harness import Loop
 from tests.engine.mlx_engine import Engine, make_engine
 from tests.engine.test_verify import assert_same
@@ -131,11 +131,29 @@ def test_a_draft_model_that_fails_is_given_up(
     assert "drafts are off from here on" in caplog.text
 
 
-def test_tokens_that_the_draft_model_has_not_are_not_drafted_for(tmp_path: Path, smaller: Engine) -> None:
-    large = make_engine(tiny_models.make(tmp_path / "large", "qwen3", seed=1), max_num_seqs=4)
-    model, info = drafts_of(smaller), large.built.info
-    model._vocab_size = 10
-    asked = [Request(0, (1, 2, 3), SamplingParams(max_tokens=12, temperature=1.0, seed=1))]
-    asked += [structs.replace(asked[0], id=1, params=structs.replace(asked[0].params, logit_bias=((11, 1.0),)))]
-    assert info.vocab_size > 10
-    assert_same(serve(large, asked, speculation(model)), serve(large, asked, None))
+@pytest.mark.parametrize("name", PARAMS)
+def test_rejected_drafts_leave_nothing_behind(smaller: Engine, name: str) -> None:
+    """Drafts are those of a model that has read nothing but the tokens that count."""
+    twin = make_engine(demo.DRAFT_PATH, num_blocks=100, max_num_seqs=8, max_loras=0)
+    model, rng = drafts_of(smaller), Random(3)
+    asked = [Asked(request, 0, list(request.prompt), 0, 3) for request in requests(name)]
+    for _ in range(6):
+        found = model.draft(asked)
+        assert found == drafts_of(twin).draft(asked) and len(found) == len(asked)
+        for a in asked:
+            drafts = found[a.request.id, 0]
+            assert isinstance(a.tokens, list)
+            others = [rng.randrange(300, 340) for _ in range(rng.choice((1, 3)))]
+            a.tokens.extend([*drafts[: rng.randint(0, 3)], *others])
+
+
+def test_tokens_that_the_draft_model_has_not_are_not_drafted_for(smaller: Engine) -> None:
+    """Neither where they are tokens of the sequence nor where its parameters name them."""
+    info, params = smaller.built.info, SamplingParams(max_tokens=12, temperature=1.0, seed=1)
+    known = Request(0, (1, 2, 3), params)
+    named = structs.replace(known, id=1, params=structs.replace(params, logit_bias=((info.vocab_size, 1.0),)))
+    asked = [Asked(known, 0, [1, 2, 3], 0, 3), Asked(named, 0, [1, 2, 3], 0, 3)]
+    model = drafts_of(smaller)
+    assert list(model.draft(asked)) == [(0, 0)]
+    assert not model.draft([asked[0]._replace(tokens=[1, 2, 3, info.vocab_size])])
+    assert not model.draft([asked[0]._replace(tokens=[1, 2, 3, info.vocab_size, 1])])

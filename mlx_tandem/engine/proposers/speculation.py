@@ -30,9 +30,6 @@ SURE, LIKELY = 8, 4
 WORTH_WAITING = 1.0
 """Accepted drafts a row, on average, from which on a sequence waits for its newest token before it drafts."""
 
-MOST_OF_MODEL = 7
-"""Most drafts of a row that a draft model makes, each of which is a step of that model."""
-
 WITHOUT_MODEL = 8
 """Tokens during which a sequence does not wait for a draft model that had nothing for it."""
 
@@ -79,7 +76,7 @@ class Speculation:
         self._model = model
         self._drafted: dict[Key, tuple[int, ...]] = {}  # by the model for this plan
         self.together = model is not None
-        self._most, self._patience = (MOST_DRAFTS, 0) if model is None else (MOST_OF_MODEL, 1)
+        self._patience = 0 if model is None else 1  # misses in a row that lead to no pause
         self._clock = clock
         self._longest = max(config.ngram_min, config.ngram_max)
         self._drafters: dict[tuple[int, int], _Drafter] = {}
@@ -183,8 +180,10 @@ class Speculation:
         drafter.is_copying = accepted == drafts
         if not self._config.dynamic:
             return
-        if drafter.is_copying:
-            drafter.drafts = min(2 * max(drafter.drafts, drafts) + 1, self._most)
+        if self._model is not None:  # each draft is a step of that model
+            drafter.drafts = self._config.num_tokens if accepted or drafter.accepted >= WORTH_WAITING else 1
+        elif drafter.is_copying:
+            drafter.drafts = min(2 * max(drafter.drafts, drafts) + 1, MOST_DRAFTS)
         else:
             drafter.drafts = max(2 * accepted + 1, 1)
         drafter.misses = 0 if accepted else drafter.misses + 1
