@@ -56,6 +56,8 @@ def lines(config: Config, memory: MemoryBudget, longest: int, device: str) -> It
         shape = f"{pool.num_blocks:,} blocks of {size} tokens, {pool.block_bytes:,} bytes each"
         of = f", for layers that see {pool.window:,} tokens" if pool.window else ""
         yield f"KV pool              {_size(pool.num_blocks * pool.block_bytes)}  {shape}{of}"
+    if drafts := memory.pool - sum(pool.num_blocks * pool.block_bytes for pool in memory.pools):
+        yield f"draft model's KV     {_size(drafts)}  beside its weights, which are among those above"
     yield f"adapter slots        {_size(memory.adapter_slots)}  at most, {_slots(engine, memory)}"
     yield f"all                  {_size(memory.total)}"
     host = int(engine.lora.max_cpu_lora_gb * 1e9)

@@ -21,16 +21,17 @@ class Drafting:
         self._vocab_size = vocab_size
         self.most_tokens = most_tokens
         self._running = 0
-        self._proposes: Proposer | None = None
+        self.proposes: Proposer | None = None  # where sequences draft in the plan that is being made
         self.proposer: Proposer | None = None  # the owner sets it before the first request
 
     def begin(self, running: Collection[Sequence], wanted: Collection[Sequence]) -> None:
         """Begin a plan in which these sequences run, the `wanted` of which may have rows."""
-        self._running, self._proposes = len(running), None
+        self._running, self.proposes = len(running), None
         if self.proposer is not None:
-            may_draft = any(self._may_draft(s.request, self.proposer) for s in running)
+            for_all = self.proposer.for_all
+            may_draft = any(s.request.speculate if for_all else s.request.prediction for s in running)
             if self.proposer.is_on(len(running) if may_draft else 0):
-                self._proposes = self.proposer
+                self.proposes = self.proposer
                 if self.proposer.together:
                     self.proposer.prepare(self._asked(wanted, self.proposer))
 
@@ -47,7 +48,7 @@ class Drafting:
         """Return whether `s`, whose newest token is on the device, has no row until the host knows that token."""
         if s.slack and not self._blocks.floats:
             return True
-        by = self._proposes
+        by = self.proposes
         return by is not None and self._may_draft(s.request, by) and by.needs_newest(s.request, s.choice)
 
     def drafts(self, s: Sequence, rows: list[Row]) -> tuple[int, ...]:
@@ -56,19 +57,19 @@ class Drafting:
         They are as many as `s` may still have, as there are blocks for, and as are a fair part of the tokens that a
         step may draw, of which `rows` have theirs.
         """
-        if self._proposes is None or not self._may_draft(s.request, self._proposes):
+        if self.proposes is None or not self._may_draft(s.request, self.proposes):
             return ()
         room = self.most_tokens - sum(len(row.tokens) for row in rows)
         most = min(s.most_tokens - s.total, room // max(self._running - len(rows), 1)) - 1
         if most < 1:
             return ()
-        proposed = self._proposes.propose(s.request, s.choice, s.tokens, s.pending, most)[:most]
+        proposed = self.proposes.propose(s.request, s.choice, s.tokens, s.pending, most)[:most]
         drafts = tuple(takewhile(lambda token: 0 <= token < self._vocab_size, proposed))
         return drafts[: self._blocks.draft(s, len(drafts), self._running)] if drafts else ()
 
     def are_predicted(self, s: Sequence) -> bool:
         """Return whether the drafts that `drafts` returned last for `s` are from its request's prediction."""
-        by = self._proposes
+        by = self.proposes
         return by is not None and bool(s.request.prediction) and by.is_from_prediction(s.request, s.choice)
 
     def settle(self, s: Sequence, row: Row, drawn: int) -> None:

@@ -216,7 +216,7 @@ class Scheduler:
             if not self._reserve(s, s.scheduled + 1, rows):
                 continue
             newest = _CARRIED if s.pending else (s.tokens[-1],)
-            drafts = () if drafting.proposer is None or (s.pending and s.is_masked) else drafting.drafts(s, rows)
+            drafts = () if drafting.proposes is None or (s.pending and s.is_masked) else drafting.drafts(s, rows)
             rows.append(self._row(s, _VERIFY if drafts else _DECODE, newest + drafts))
         self._plan_prefill(rows, left_out)
         saves = self._blocks.take_saves()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mlx_tandem import demo
 from tests import tiny_models
 
 
@@ -39,6 +40,17 @@ def test_a_shorter_sequence_is_a_setting() -> None:
     done = dry_run("--num-blocks", "1025", "--max-kv-size", "1000")
     fits = re.findall(r"^ *([\d,]+) +([\d,]+)$", done.stdout, re.M)
     assert fits == [("512", "32"), ("1,000", "16")]
+
+
+def test_a_draft_model_is_counted_and_has_to_be_there() -> None:
+    done = dry_run("--num-blocks", "1025", "--draft-model", str(demo.DRAFT_PATH))
+    assert re.search(r"^draft model's KV +33\.6 MB", done.stdout, re.M), done.stdout
+    for options, wrong in (
+        ((), "--draft-model-path"),
+        (("--draft-model-path", "nowhere"), "draft model folder nowhere"),
+    ):
+        done = dry_run("--spec-decode", "draft", *options)
+        assert done.returncode == 1 and wrong in done.stderr
 
 
 def test_what_does_not_fit_is_one_line_and_status_1() -> None:

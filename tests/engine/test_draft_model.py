@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -18,6 +19,7 @@ from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.kv.groups import open_groups
 from mlx_tandem.kv.pool import BlockPool
 from mlx_tandem.types import Request, SamplingParams
+from tests import tiny_models
 from tests.engine.harness import Loop
 from tests.engine.mlx_engine import Engine, make_engine
 from tests.engine.test_verify import assert_same
@@ -145,6 +147,24 @@ def test_rejected_drafts_leave_nothing_behind(smaller: Engine, name: str) -> Non
             assert isinstance(a.tokens, list)
             others = [rng.randrange(300, 340) for _ in range(rng.choice((1, 3)))]
             a.tokens.extend([*drafts[: rng.randint(0, 3)], *others])
+
+
+def test_a_draft_model_with_windows_drafts_for_itself(tmp_path: Path) -> None:
+    """Its layers that see a window give blocks back, and none that a rejected draft needs again."""
+    folder = tiny_models.make(tmp_path / "model", "gemma3_text", seed=1)
+    served, own = [make_engine(folder, num_blocks=60, max_num_seqs=8, max_loras=0) for _ in range(2)]
+    info, rng = own.built.info, Random(2)
+    groups = open_groups(info.memory, info.block_size)
+    model = DraftModel(own.built.runner, groups, seats=8, vocab_size=info.vocab_size, longest=1000)
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
+    asked = [
+        Request(i, tuple(rng.randrange(3, info.vocab_size) for _ in range(n)), params) for i, n in enumerate((5, 40))
+    ]
+    proposer = speculation(model)
+    assert len(groups) == 2
+    assert_same(serve(served, asked, proposer), serve(served, asked, None))
+    assert proposer.counts.accepted > 0.95 * proposer.counts.drafted > 0
+    assert not any(group.pool.used_blocks for group in groups), "blocks leak"
 
 
 def test_tokens_that_the_draft_model_has_not_are_not_drafted_for(smaller: Engine) -> None:

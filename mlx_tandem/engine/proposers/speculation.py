@@ -195,6 +195,8 @@ class Speculation:
 
         Steps of new shapes count, too: drafts that need ever new shapes do not pay.
         """
+        if not (self.for_all or self._drafters):
+            return
         usual = not (plan.saves or plan.loads or plan.masked or plan.slice or plan.background_share)
         usual = usual and bool(plan.rows) and all(row.kind is not RowKind.PROMPT for row in plan.rows)
         self.payoff.note(1e3 * self._clock(), sum(map(len, result.tokens)), usual=usual)
