@@ -96,7 +96,9 @@ def serve(told: dict[str, Any]) -> None:
         tree = {
             "rl_training": training,
             "checkpointing": {"checkpoint_dir": f"{scratch}/checkpoints"},
-            "duty": {"micro_batch_tokens": 2048},  # nobody else is served, who would wait for long slices
+            # As docs/training.md says for a server that nobody else uses.
+            "duty": {"micro_batch_tokens": 2048},
+            "cache": {"num_blocks": 512},
         }
         settings.write_text(yaml.safe_dump(tree), encoding="utf-8")
         with tandem("--config", str(settings), "--dtype", "float32").started(Path(told["model"])) as server:

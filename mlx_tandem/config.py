@@ -98,6 +98,8 @@ class DutyConfig(Struct, frozen=True, forbid_unknown_fields=True):
     inter_token_p95_ms: float = 0.0  # learning waits while streams are slower than this; 0: no such limit
     micro_batch_tokens: int = 0  # tokens of one forward and backward; 0: by the device
     trainer_rank: int = 0  # rank of a trainer for which memory is reserved at start; 0: none
+    trainers: int = 1  # trainers of that rank for which memory is reserved
+    several_steps: bool = False  # whether the state before several steps is kept beside passes, too
 
 
 class EngineConfig(Struct, frozen=True, forbid_unknown_fields=True):
@@ -216,7 +218,10 @@ class RLTrainingConfig(Struct, frozen=True, forbid_unknown_fields=True):
     eps: float = 1e-8
     clip_low: float = 0.0  # ratios are clipped to [1 - clip_low, 1 + clip_high]; 0: the algorithm's own
     clip_high: float = 0.0
-    kl_coef: float = 0.0  # weight of the KL divergence from the base model
+    kl_coef: float = 0.0  # weight of the KL divergence from the reference
+    kl_reference: Literal["base", "init", "accepted"] = (
+        "base"  # the reference: the base, the adapter that learning begins with, or the accepted version
+    )
     max_importance_ratio: float = 2.0  # trainer's probability over the sampler's, truncated here
     decoupled: bool = False  # clip against the policy before the update, and weigh by its ratio to the sampler
     max_divergence: float = 0.5  # nats per token from which nothing is learned from bad answers of others; 0: no limit

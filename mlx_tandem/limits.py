@@ -136,6 +136,9 @@ LEARNING: dict[str, Range] = {  # settings of trainers and of fine-tuning from a
     "example_weight": Range(-1e6, 1e6),
     "example_logprob": Range(-1e4, 1e-3),  # rounding may bring a logprob over 0
     "example_temperature": Range(0.01, 2.0),
+    "example_top_p": Range(1e-6, 1.0),
+    "example_top_k": Range(0, 1_048_576, integer=True),
+    "example_min_p": Range(0.0, 1.0),
     "scale": Range(0.0, 1e6),
     "clip_low": Range(0.0, 1.0),
     "clip_high": Range(0.0, 1e6),
@@ -164,6 +167,7 @@ SETTINGS |= {
     "engine.duty.inter_token_p95_ms": Range(0.0, 60_000.0),
     "engine.duty.micro_batch_tokens": Range(0, 1_048_576, integer=True),
     "engine.duty.trainer_rank": Range(0, 512, integer=True),
+    "engine.duty.trainers": Range(1, 64, integer=True),
     "rl_training.lora_rank": LEARNING["rank"],
     "rl_training.lora_alpha": LEARNING["alpha"],
     "rl_training.lora_plus_ratio": LEARNING["plus_ratio"],

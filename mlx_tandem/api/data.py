@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 
 from mlx_tandem import limits
-from mlx_tandem.engine.learning import Datum, LossConfig, LossKind
+from mlx_tandem.engine.learning import Datum, LossConfig, LossKind, Truncation
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.front import Front
 from mlx_tandem.generation.parts import Part
@@ -23,7 +23,7 @@ Data = Sequence["Datum | Mapping[str, Any]"]
 Render = Callable[["Turns", Mapping[str, Any]], "list[Part]"]
 """A function that renders a conversation with the chat template."""
 
-EXTRAS = ("weights", "advantages", "logprobs", "temperature")
+EXTRAS = ("weights", "advantages", "logprobs", "temperature", "anchor", "reference", "truncation")
 """Keys of an example besides those of its form."""
 
 
@@ -138,8 +138,11 @@ def _datum(value: Mapping[str, Any], codec: ServedCodec) -> Datum:
     for name in ("weights", "advantages"):
         if name in value:
             changes["weights"] = _weights(value[name], datum, name)
-    if "logprobs" in value:
-        changes["logprobs"] = _numbers(value["logprobs"], "logprobs", "example_logprob")
+    for name in ("logprobs", "anchor", "reference"):
+        if name in value:
+            changes[name] = _numbers(value[name], name, "example_logprob")
+    if "truncation" in value:
+        changes["truncation"] = _truncation(value["truncation"])
     if "temperature" in value:
         changes["temperature"] = float(limits.check("example_temperature", value["temperature"], "temperature"))
     return msgspec.structs.replace(datum, **changes)
@@ -168,6 +171,18 @@ def _weights(given: object, datum: Datum, name: str) -> tuple[float, ...]:
     return tuple(weight * w for w in datum.weights)
 
 
+def _truncation(given: object) -> Truncation:
+    """Return which tokens a draw left out: a mapping with some of top_p, top_k and min_p."""
+    if not isinstance(given, Mapping):
+        raise InvalidRequest("truncation must be a mapping", param="truncation", code="invalid_type")
+    found: dict[str, Any] = {}
+    for key, number in given.items():
+        if key not in Truncation.__struct_fields__:
+            raise InvalidRequest(f"truncation.{key} is not known here", param=f"truncation.{key}")
+        found[key] = limits.check(f"example_{key}", number, f"truncation.{key}")
+    return Truncation(**found)
+
+
 def _numbers(given: object, name: str, range_of: str) -> tuple[float, ...]:
     """Return a list of numbers in the range that `limits` has under `range_of`. Raises InvalidRequest."""
     if not isinstance(given, (list, tuple)):
@@ -187,8 +202,10 @@ def _check(datum: Datum, codec: ServedCodec, loss: LossConfig) -> None:
         raise InvalidRequest(f"weights has {len(datum.weights)} entries for {completion} tokens", param="weights")
     if loss.kind != "cross_entropy" and not datum.logprobs:
         raise InvalidRequest(f"{loss.kind} needs the logprobs that the tokens were drawn with", param="logprobs")
-    if datum.logprobs and len(datum.logprobs) != completion:
-        raise InvalidRequest(f"logprobs has {len(datum.logprobs)} entries for {completion} tokens", param="logprobs")
+    for name in ("logprobs", "anchor", "reference"):
+        own = getattr(datum, name)
+        if own and len(own) != completion:
+            raise InvalidRequest(f"{name} has {len(own)} entries for {completion} tokens", param=name)
 
 
 def check_loss(loss: LossKind | LossConfig, switches: Mapping[str, Any]) -> LossConfig:

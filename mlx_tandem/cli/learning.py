@@ -72,6 +72,17 @@ def _check(config: Config) -> None:
         )
     if source and source not in adapters and not config.adapter_root:
         raise InvalidRequest(f"'rl_training.init_from' is '{source}', but no adapter of this name is served")
+    if training.kl_reference == "init" and not source:
+        raise InvalidRequest(
+            "'rl_training.kl_reference' is 'init', which needs 'rl_training.init_from': a fresh adapter is the base"
+        )
+    if training.kl_reference == "accepted" and not (training.guard_prompts or training.validation_prompts):
+        raise InvalidRequest(
+            "'rl_training.kl_reference' is 'accepted', but no version is ever accepted without "
+            "'rl_training.guard_prompts' or 'rl_training.validation_prompts'"
+        )
+    if training.kl_reference != "base" and not training.kl_coef:
+        warn("'rl_training.kl_reference' has no effect without 'rl_training.kl_coef'")
     require(training.report_to)
     _check_checkpoints(config)
 
@@ -98,10 +109,14 @@ def _check_checkpoints(config: Config) -> None:
 
 
 def _with_room(config: Config) -> Config:
-    """Return the settings with memory reserved for the trainer."""
-    replace, duty = msgspec.structs.replace, config.engine.duty
+    """Return the settings with memory reserved for the trainer, and for that of the reference."""
+    replace, duty, training = msgspec.structs.replace, config.engine.duty, config.rl_training
     if not duty.trainer_rank:
-        duty = replace(duty, trainer_rank=config.rl_training.lora_rank)
+        duty = replace(duty, trainer_rank=training.lora_rank)
+    if training.kl_coef and training.kl_reference != "base":
+        duty = replace(duty, trainers=max(duty.trainers, 2))
+    if training.steps_per_update > 1:
+        duty = replace(duty, several_steps=True)
     return replace(config, engine=replace(config.engine, duty=duty))
 
 

@@ -323,7 +323,12 @@ PANELS: dict[str, tuple[Option, ...]] = {
         ),
         Option("rl_training.algorithm", "--algorithm", "How rewards become gradients (grpo)."),
         Option("rl_training.learning_rate", "--learning-rate", "Learning rate of AdamW (1e-5)."),
-        Option("rl_training.kl_coef", "--kl-coef", "Weight of the KL divergence from the base model (0)."),
+        Option("rl_training.kl_coef", "--kl-coef", "Weight of the KL divergence from the reference (0)."),
+        Option(
+            "rl_training.kl_reference",
+            "--kl-reference",
+            "Reference of the divergence: the base, the adapter to begin with, or the accepted version (base).",
+        ),
         Option(
             "rl_training.scoring_function",
             "--scoring-function",

@@ -63,6 +63,9 @@ _SCORED = 4 << 26
 _TRAINER = 13
 """Number of float32 copies of an adapter that a trainer holds: its arrays, two moments, gradients, their sums, the
 state before the last step, the arrays that slices multiply by, and versions being read or waiting for a slot."""
+_STEP_BACK = 4
+"""Number of copies more where the state before several steps is kept beside passes: weights, moments, and what slices
+multiply by."""
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -83,7 +86,9 @@ def needs(
     weight_bytes = sum(p.nbytes for p in weights(model.module))
     learning = 0
     if config.duty.trainer_rank:
-        learning = trainer_bytes(linears, config.duty.trainer_rank)
+        learning = config.duty.trainers * trainer_bytes(linears, config.duty.trainer_rank)
+        if config.duty.several_steps:
+            learning += _STEP_BACK * slot_bytes(linears, linears, 0, config.duty.trainer_rank, 4)
         learning += pass_bytes(config, model, len(layers), vocab_size, linears)
     share = (limit - weight_bytes - learning) // ACTIVATION_SHARE
     asked = config.scheduler.max_chunk_tokens

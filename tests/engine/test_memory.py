@@ -25,9 +25,10 @@ from mlx_tandem.engine.budget import UNLIMITED
 from mlx_tandem.engine.learning import AdamParams, Batch, LossConfig, TrainerSpec
 from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.errors import ModelError
-from mlx_tandem.model import device, memory
+from mlx_tandem.model import device, footprint, memory
 from mlx_tandem.model.build import Built, build, build_draft, plan
 from mlx_tandem.model.step import compiled, seats
+from mlx_tandem.training.device.cutting import Cutting
 from mlx_tandem.training.device.trainers import MLXTrainers
 from mlx_tandem.types import SamplingParams
 from tests import tiny_models
@@ -181,20 +182,27 @@ def test_an_adapter_beyond_the_room_of_the_slots_is_refused(tmp_path: Path) -> N
         built.slot_room.promise(64, read.tensors)
 
 
-def test_an_update_stays_within_what_learning_has(built: Built) -> None:
-    """A trainer of every linear, two passes of full micro-batches, and two steps, the second of which can be undone."""
+@pytest.mark.parametrize("several", [False, True])
+def test_an_update_stays_within_what_learning_has(built: Built, several: bool) -> None:
+    """A trainer of every linear, two passes of full micro-batches, and two steps, the second of which can be undone, or
+    both together. All activations are kept, as the demo model's are.
+    """
     config = EngineConfig(
-        ModelConfig(str(demo.MODEL_PATH)), CacheConfig(num_blocks=16), duty=DutyConfig(trainer_rank=8)
+        ModelConfig(str(demo.MODEL_PATH)),
+        CacheConfig(num_blocks=16),
+        duty=DutyConfig(trainer_rank=8, several_steps=several),
     )
     learning = plan(config)[0].learning
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    trainers = MLXTrainers(built.twin, built.adapter_dtype, vocab_size=1024, micro_batch_tokens=128, most_tokens=8192)
+    cutting = Cutting(kept_bytes=footprint.KEPT_BYTES["cpu"], mask_axes=built.mask_axes)
+    sizes = {"vocab_size": 1024, "micro_batch_tokens": 128, "most_tokens": 8192}
+    trainers = MLXTrainers(built.twin, built.adapter_dtype, cutting=cutting, **sizes)
     trainers.open(TrainerSpec("policy", 8, 16.0), "", None)
     data = some_data(lengths=((125, 20), (125, 20), (60, 20), (60, 20)))
     for _ in range(2):
         finish(trainers.run([Batch("policy", tuple(data), LossConfig("importance_sampling"))], False, 0))
-        finish(trainers.step("policy", AdamParams(1e-4)))
+        finish(trainers.step("policy", AdamParams(1e-4), several))
     needed = int(mx.get_peak_memory() - before)
     assert learning / 5 <= needed <= learning, (needed, learning)
 

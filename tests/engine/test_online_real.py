@@ -7,11 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from mlx_tandem.config import CheckpointingConfig, Config, DutyConfig, EngineConfig, ModelConfig, RLTrainingConfig
 from mlx_tandem.engine.client import EngineClient
 from mlx_tandem.engine.client.process import EngineProcess, process_launch
 from mlx_tandem.training.online.online import OnlineLearner
+from mlx_tandem.training.online.update import Pending
+from mlx_tandem.training.store.records import Began
 from mlx_tandem.training.trajectories import Trajectory
 from tests import tiny_models
 from tests.api.learns import collect, learning_config
@@ -155,3 +158,33 @@ def test_live_completions_are_learned_under_the_distribution_that_drew_them(tmp_
         report = server.client.post("/v1/training/update", json={"wait": True}).json()["report"]
         assert (report["verdict"], report["version"]) == ("ok", 3)
         assert 0 < report["mismatch_k3"] < 1e-8, "measured on tokens of version 2"
+
+
+@pytest.mark.parametrize("kind", ["base", "accepted"])
+def test_the_divergence_is_from_the_reference_that_was_chosen(kind: str, tmp_path: Path) -> None:
+    """An update's record has the logprobs of a reference that is not the base, so that it can be computed again."""
+
+    async def go() -> None:
+        whole = settings(tmp_path, tmp_path / kind)
+        training = replace(whole.rl_training, kl_coef=0.1, kl_reference=kind)
+        process = Process(replace(whole, rl_training=training), 0)
+        began: list[Began] = []
+        learner = process.learner._learner
+        try:
+            begin = learner.ledger.begin
+
+            def note(pending: Pending, *, write: bool = True) -> None:
+                begin(pending, write=write)
+                if pending.written:
+                    began.append(pending.began)
+
+            learner.ledger.begin = note  # type: ignore[method-assign]
+            await process.learn(UPDATES)
+            given = [bool(d.reference) for record in began for b in record.batches for d in b.data]
+            assert given and all(found == (kind == "accepted") for found in given)
+            moved = [report.kl_base for report in learner.history]
+            assert moved[0] < 1e-9 < moved[-1], "the first version is the base, and is accepted"
+        finally:
+            await process.end()
+
+    asyncio.run(go())

@@ -27,6 +27,7 @@ from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.policy import Behind, PolicyTrainer
 from mlx_tandem.training.online.prompts import Scorer
 from mlx_tandem.training.online.recovery import GOOD
+from mlx_tandem.training.online.reference import ReferencePolicy
 from mlx_tandem.training.online.saving import Saver
 from mlx_tandem.training.online.serving import Serving, UpdateReport
 from mlx_tandem.training.online.update import Finding, Pending
@@ -56,6 +57,7 @@ class Learner:
         self.judging = Judging(config.rl_training, self.ledger, self.versions, serving, rewards, clock)
         self._config, self._training = config, config.rl_training
         self.client, self._serving, self._clock = client, serving, clock
+        self.reference = ReferencePolicy(config.rl_training, client, self.trainer, self.ledger)
         self.saver = Saver(config, client, serving, self.ledger, self.versions, self.trainer, self.judging)
         self._was_up = False
         self._epoch = -1  # client.restarts of the engine that the trainer lives in
@@ -144,7 +146,7 @@ class Learner:
             steps=config.steps_per_update,
             rewards=baselines.rewards_across(groups),
         )
-        self.ledger.begin(Pending(began, trajectories, self.ledger.untold()))
+        self.ledger.begin(Pending(began, trajectories, self.ledger.untold()), write=self.reference.is_base)
         return await self.finish()
 
     async def finish(self) -> UpdateReport:
@@ -154,6 +156,9 @@ class Learner:
         pending.attempts += 1
         started = time.monotonic()
         try:
+            if not pending.written:  # the journal gets everything that the result depends on
+                pending.began = await self.reference.filled(pending.began)
+                self.ledger.begin(pending)
             await self.ledger.flush()
             head = self.versions.head
             version = 0 if head is None else head.ref.version

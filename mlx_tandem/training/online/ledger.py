@@ -233,16 +233,25 @@ class Ledger:
         self._told = msgspec.structs.replace(self.buffer.counts)
         return found
 
-    def begin(self, pending: Pending) -> None:
-        """Note that this update will be done, whatever happens; durable with the next `flush`."""
-        _opened(self).append(pending.began)
-        self.buffer.remember(pending.began.trajectories)
-        baselines.note(self.counters.baselines, pending.began.rewards)
-        self.counters.began += 1
-        self.pending = pending
+    def begin(self, pending: Pending, *, write: bool = True) -> None:
+        """Note that this update will be done; with `write`, whatever happens, which is durable with the next `flush`.
+
+        One that was begun before is only written, unless it is already.
+        """
+        if pending is not self.pending:
+            self.buffer.remember(pending.began.trajectories)
+            pending.written = False
+            self.pending = pending
+        if write and not pending.written:
+            _opened(self).append(pending.began)
+            baselines.note(self.counters.baselines, pending.began.rewards)
+            self.counters.began += 1
+            pending.written = True
 
     def end(self, end: Ended) -> None:
         """Note that the pending update has come to its end."""
+        if self.pending is not None:
+            self.begin(self.pending)
         _opened(self).append(end)
         _note(self._config.rl_training, self.counters, end)
         self.pending = None

@@ -50,7 +50,7 @@ class PolicyTrainer:
         """
         ends = [end for _, end in recovery.ended(records, held)]
         self.left = len(ends)
-        await self.open(folder, "" if folder else await self._initial())
+        await self.open(folder, "" if folder else await self.initial())
         info = await self._client.publish_trainer(self.name)
         self._versions.count_from(highest)
         number, digest = (1, "") if manifest is None else (manifest.version, manifest.digest)
@@ -59,16 +59,18 @@ class PolicyTrainer:
 
     async def open(self, folder: str, digest: str) -> None:
         """Open the trainer from a checkpoint, else from an adapter in the engine's memory, else fresh."""
-        config = self._config.rl_training
-        options = LoraOptions(rslora=config.use_rslora, plus_ratio=config.lora_plus_ratio)
-        spec = TrainerSpec(
-            self.name, config.lora_rank, config.lora_alpha, config.lora_target_modules, config.seed, options
-        )
         # What lies in a folder need not be in the engine's memory.
-        opening = self._client.open_trainer(spec, folder=folder, digest="" if folder else digest)
+        opening = self._client.open_trainer(self.spec(self.name), folder=folder, digest="" if folder else digest)
         self.step = (await opening).step
 
-    async def _initial(self) -> str:
+    def spec(self, name: str) -> TrainerSpec:
+        """Return the shape of a trainer of this name that is like the policy's."""
+        config = self._config.rl_training
+        options = LoraOptions(rslora=config.use_rslora, plus_ratio=config.lora_plus_ratio)
+        return TrainerSpec(name, config.lora_rank, config.lora_alpha, config.lora_target_modules, config.seed, options)
+
+    async def initial(self) -> str:
+        """Return the digest of the adapter that learning begins with, loaded; empty: a fresh one."""
         name = self._config.rl_training.init_from
         if not name:
             return ""
@@ -114,7 +116,7 @@ class PolicyTrainer:
         """Take the trainer to where it was after `most` updates since the checkpoint in `folder`, or since the very
         beginning: weights, optimiser and step.
         """
-        await self.open(folder, "" if folder else await self._initial())
+        await self.open(folder, "" if folder else await self.initial())
 
         async def done(end: Ended, step: int | None) -> None:
             self.step = self.step if step is None else step

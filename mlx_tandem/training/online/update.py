@@ -34,6 +34,7 @@ class Pending:
     trajectories: Sequence[Trajectory]  # as far as they are known: after a restart external ones are not
     left_out: Counts = field(default_factory=Counts)  # what was dropped since the update before this one
     attempts: int = 0
+    written: bool = True  # whether the journal has `began`, which waits for what the engine has to compute first
 
 
 class Finding(Struct, frozen=True):

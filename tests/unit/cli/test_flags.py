@@ -201,6 +201,7 @@ SETTINGS = [  # what a user of the other server writes, and what it comes to her
     ("--enable-rl-training --algorithm gspo", "rl_training.algorithm", "gspo"),
     ("--enable-rl-training --learning-rate 1e-4", "rl_training.learning_rate", 1e-4),
     ("--enable-rl-training --kl-coef 0.1", "rl_training.kl_coef", 0.1),
+    ("--enable-rl-training --kl-coef 0.1 --kl-reference accepted", "rl_training.kl_reference", "accepted"),
     ("--enable-rl-training --scoring-function gsm8k", "rl_training.scoring_function", "gsm8k"),
     ("--enable-rl-training --update-frequency 9", "rl_training.update_frequency", 9),
     ("--enable-rl-training --trajectory-buffer-size 900", "rl_training.trajectory_buffer_size", 900),

@@ -140,6 +140,11 @@ ON = "rl_training: {enabled: true}\n"
         ("rl_training: {enabled: true, adapter: Base}", "'Base' is an alias or the base itself"),
         ("rl_training: {enabled: true, adapter: default_model}", "'default_model' is an alias or the base itself"),
         (ON + "aliases: {policy: {base: 1}}", "'policy' is an alias or the base itself"),
+        (
+            "rl_training: {enabled: true, kl_coef: 0.1, kl_reference: init}",
+            "'init', which needs 'rl_training.init_from'",
+        ),
+        ("rl_training: {enabled: true, kl_reference: accepted, guard_prompts: 0}", "no version is ever accepted"),
         (ON + "adapters: {policy: x}", "to train it further set 'rl_training.init_from: policy'"),
         ("rl_training: {enabled: true, init_from: x}", "'rl_training.init_from' is 'x', but no adapter of this name"),
         ("rl_training: {enabled: true, adapter: best-performance}", "'best-performance' in 'rl_training.adapter' is a"),
@@ -279,3 +284,20 @@ def test_files_of_learning_are_looked_for_first(
 def test_settings_can_be_written_down() -> None:
     config = build(None, {"enable_rl_training": True})
     assert msgspec.json.decode(msgspec.json.encode(config), type=Config) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "duty"),
+    [
+        ("kl_coef: 0.1, kl_reference: accepted", DutyConfig(trainer_rank=16, trainers=2)),
+        ("kl_coef: 0.1", DutyConfig(trainer_rank=16)),
+        ("steps_per_update: 2", DutyConfig(trainer_rank=16, several_steps=True)),
+    ],
+)
+def test_memory_is_reserved_for_the_reference_and_for_a_step_back(tmp_path: Path, text: str, duty: DutyConfig) -> None:
+    assert settings(tmp_path, f"rl_training: {{enabled: true, {text}}}").engine.duty == duty
+
+
+def test_a_reference_without_a_weight_has_no_effect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings(tmp_path, "rl_training: {enabled: true, kl_reference: accepted}")
+    assert "'rl_training.kl_reference' has no effect without 'rl_training.kl_coef'" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlx_tandem import demo
 from mlx_tandem.api.data import ServedCodec, check_data, check_loss
-from mlx_tandem.engine.learning import Datum, LossConfig
+from mlx_tandem.engine.learning import Datum, LossConfig, Truncation
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.tokenizer import Tokenizer
 from mlx_tandem.training.examples import conversation, cut, parse
@@ -336,6 +336,9 @@ PLAIN, DRAWN = LossConfig("cross_entropy"), LossConfig("ppo")
 def test_examples_with_numbers_of_their_own():
     given = {"prompt": [5, 6], "completion": [7, 8], "advantages": [1, -0.5], "logprobs": [-1, -2.0], "temperature": 1}
     assert check_data([given], CODEC, DRAWN) == (Datum((5, 6, 7, 8), 2, (1.0, -0.5), (-1.0, -2.0), 1.0),)
+    more = {"anchor": [-1, -3.0], "reference": [-2, -1.0], "truncation": {"top_p": 0.9, "top_k": 5}}
+    (datum,) = check_data([given | more], CODEC, DRAWN)
+    assert (datum.anchor, datum.reference, datum.truncation) == ((-1.0, -3.0), (-2.0, -1.0), Truncation(0.9, 5))
     assert check_data([chat("a", "b", weights=0.5)], CODEC, PLAIN)[0].weights == (0.5, 0.5)
     assert check_data([{"prompt": "Once", "completion": [7]}], CODEC, PLAIN)[0].tokens[-1] == 7
     mine = Datum((1, 2), 1, (1.0,))
@@ -356,6 +359,10 @@ def test_examples_with_numbers_of_their_own():
         ({"text": "a b", "logprobs": -1}, "data[0].logprobs"),
         ({"prompt": [1], "completion": [2], "logprobs": [3.0]}, "data[0].logprobs[0]"),
         ({"prompt": [1], "completion": [2], "temperature": 0}, "data[0].temperature"),
+        ({"prompt": [1], "completion": [2], "anchor": [-1.0, -1.0]}, "data[0].anchor"),
+        ({"prompt": [1], "completion": [2], "reference": [-1.0, -1.0]}, "data[0].reference"),
+        ({"prompt": [1], "completion": [2], "truncation": {"top_p": 0}}, "data[0].truncation.top_p"),
+        ({"prompt": [1], "completion": [2], "truncation": {"speed": 1}}, "data[0].truncation.speed"),
         ({"text": "\ud800"}, "data[0]"),
         (chat("a", "\ud800"), "data[0]"),
         (chat("a", 3), "data[0].messages[1].content"),
