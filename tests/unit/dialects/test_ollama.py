@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,13 @@ from hypothesis import settings as example_settings
 
 from mlx_tandem.dialects.ollama.bodies import GenerateBody, Options, refuse_unsupported
 from mlx_tandem.dialects.ollama.messages import chat_form
+from mlx_tandem.dialects.ollama.plans import _sampling
 from mlx_tandem.dialects.ollama.renderer import ChatRenderer, GenerateRenderer, OllamaRenderer
+from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.errors import EngineDied, InvalidRequest
 from mlx_tandem.generation.answers import Spoken
+from mlx_tandem.generation.events import Finish, PromptRead, ReasoningDelta, TextDelta, Usage
+from mlx_tandem.types import TokenLogprob
 from tests.answers import Said, said
 
 VARYING = ("created_at", "total_duration")
@@ -55,6 +60,23 @@ def test_lines_are_in_the_order_of_the_answer(answer: Said) -> None:
         order += [kind] if order[-1:] != [kind] else []
     (found,) = answer.answers.choices
     assert order == [part.kind if isinstance(part, Spoken) else part.id for part in found.parts]
+
+
+@pytest.mark.parametrize("kind", [ChatRenderer, GenerateRenderer])
+def test_a_stream_has_the_logprobs_of_all_tokens_those_without_text_included(kind: type[OllamaRenderer]) -> None:
+    tokenizer: Any = SimpleNamespace(token_bytes=lambda token: b"%d" % token)
+    own = [((token,), (TokenLogprob(-0.5 * token, -9.0),)) for token in range(5)]
+    events = [
+        PromptRead(0, cached=0),
+        ReasoningDelta(0, "Hm.", *own[0]),
+        ReasoningDelta(0, "", *own[1]),
+        TextDelta(0, "Yes.", *own[2]),
+        TextDelta(0, "", *own[3]),
+        Finish(0, "stop", None, *own[4]),
+    ]
+    lines = Said(events, Usage(7, 0, 5)).stream(kind("base", 0.0, 0.0, ChatLogprobs(tokenizer))).splitlines()
+    told = [[one["token"] for one in json.loads(line).get("logprobs", ())] for line in lines]
+    assert told == [["0"], ["1", "2"], ["3", "4"]]
 
 
 def test_an_error_is_a_line_of_its_own() -> None:
@@ -121,6 +143,15 @@ def test_options_that_are_not_supported_are_refused_by_name(options: dict[str, A
     with pytest.raises(InvalidRequest) as found:
         refuse_unsupported(GenerateBody(model="base", options=Options(**options)))
     assert found.value.param == f"options.{param}"
+
+
+@pytest.mark.parametrize(("last", "penalty", "context"), [(None, 1.3, 64), (8, 1.3, 8), (-1, 1.3, 0), (0, None, 0)])
+def test_a_penalty_counts_the_last_tokens_and_0_of_them_turn_it_off(
+    last: int | None, penalty: float | None, context: int
+) -> None:
+    front: Any = None  # is asked only about the number of tokens
+    sampling = _sampling(front, Options(repeat_penalty=1.3, repeat_last_n=last), 3)
+    assert (sampling.repetition_penalty, sampling.repetition_context_size) == (penalty, context)
 
 
 def test_values_without_effect_are_accepted() -> None:

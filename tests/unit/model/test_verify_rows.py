@@ -6,10 +6,11 @@ import mlx.core as mx
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER, Row, RowKind
 from mlx_tandem.model.step.draw import bits_of, words_of
-from mlx_tandem.model.step.verify import Drafts, accepted, drafts_of, take_verified
+from mlx_tandem.model.step.verify import Drafts, accepted, drafts_of, goes_with_decodes, take_verified
 
 NOBODY = 9
 
@@ -39,6 +40,13 @@ def test_drafts_count_as_far_as_they_are_what_was_drawn(data: st.DataObject) -> 
         assert newest[at : at + len(own)] == [r.seat if n == len(said) - 1 else NOBODY for n in marks]
         assert said[:-1] == r.tokens[1 : len(said)], "what is said before the last token are drafts"
         at += len(own)
+
+
+def test_a_chunk_of_one_token_goes_with_decodes_unless_its_logits_are_wanted() -> None:
+    chunk = replace(row(0, (1,)), kind=RowKind.PROMPT, sample=False)
+    assert goes_with_decodes(chunk)
+    assert not goes_with_decodes(replace(chunk, targets=(2,)))
+    assert not goes_with_decodes(replace(chunk, pooling="mean"))
 
 
 def test_a_position_that_is_not_finite_spoils_its_row_alone() -> None:

@@ -345,6 +345,15 @@ def test_examples_with_numbers_of_their_own():
     assert check_data([mine], CODEC, PLAIN) == (mine,)
 
 
+def test_one_weight_is_that_of_what_is_taught_and_of_nothing_else():
+    talk = chat("a", "b", "c", "d")
+    (plain,) = check_data([talk], CODEC, PLAIN)
+    assert set(plain.weights) == {0.0, 1.0}, "the second question is between the answers"
+    for name in ("weights", "advantages"):
+        (weighed,) = check_data([talk | {name: -0.5}], CODEC, PLAIN)
+        assert weighed.weights == tuple(-0.5 * w for w in plain.weights)
+
+
 @pytest.mark.parametrize(
     ("value", "param"),
     [

@@ -129,6 +129,18 @@ def test_a_group_of_known_size_waits_for_its_last():
     assert len(buffer.take(9, 1, 9).groups[0]) == 3
 
 
+def test_a_group_that_lost_a_member_is_complete_without_it_after_a_restart_too():
+    buffer, again = Buffer(10), Buffer(10)
+    for i in range(2):
+        buffer.add(trajectory(str(i), "g", i), 3)
+    buffer.remove(["0"])
+    for t, size in buffer.held:
+        again.add(t, size)
+    for each in (buffer, again):
+        each.add(trajectory("2", "g", 0), 3)
+        assert [[t.id for t in g] for g in each.take(9, 1, 9).groups] == [["1", "2"]]
+
+
 def test_a_group_without_variance_is_skipped_once_it_is_complete():
     buffer = Buffer(10)
     buffer.add(trajectory("alone", "one", 1.0), 1)
