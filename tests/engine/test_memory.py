@@ -18,6 +18,7 @@ from mlx_tandem.engine.plan import Row, RowKind, Seating, StepPlan
 from mlx_tandem.errors import ModelError
 from mlx_tandem.model import device, footprint, memory
 from mlx_tandem.model.build import Built, build, plan
+from mlx_tandem.model.clone import clone
 from mlx_tandem.model.step import compiled, seats
 from mlx_tandem.training.device.cutting import Cutting
 from mlx_tandem.training.device.trainers import MLXTrainers
@@ -188,7 +189,7 @@ def test_an_update_stays_within_what_learning_has(built: Built, several: bool) -
     before = mx.get_active_memory()
     cutting = Cutting(kept_bytes=footprint.KEPT_BYTES["cpu"], mask_axes=built.mask_axes)
     sizes = {"vocab_size": 1024, "micro_batch_tokens": 128, "most_tokens": 8192}
-    trainers = MLXTrainers(built.twin, built.adapter_dtype, cutting=cutting, **sizes)
+    trainers = MLXTrainers(clone(built.twin), built.adapter_dtype, cutting=cutting, **sizes)
     trainers.open(TrainerSpec("policy", 8, 16.0), "", None)
     data = some_data(lengths=((125, 20), (125, 20), (60, 20), (60, 20)))
     for _ in range(2):
