@@ -105,7 +105,7 @@ ELSEWHERE = {
 SMALL = {"--max-model-len": "1024", "--num-blocks": "512"}
 """Given to every server but those that are started without any option or argument, so that they start quickly."""
 
-SETTINGS = {"command-line.md": "tandem.yaml", "learning.md": "learning.yaml"}
+SETTINGS = {"training.md": "alone.yaml", "command-line.md": "tandem.yaml", "learning.md": "learning.yaml"}
 """What the page calls the file that its yaml block is."""
 
 

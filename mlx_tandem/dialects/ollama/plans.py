@@ -97,7 +97,7 @@ def _sampling(front: Front, options: Options, prompt: int) -> Sampling:
         min_p=options.min_p,
         seed=None if options.seed == -1 else options.seed,
         stop=options.stop,
-        repetition_penalty=None if window == 0 else penalty,
+        repetition_penalty=1.0 if window == 0 else penalty,
         repetition_context_size=max(window, 0),
         presence_penalty=options.presence_penalty,
         frequency_penalty=options.frequency_penalty,

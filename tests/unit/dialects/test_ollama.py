@@ -145,7 +145,7 @@ def test_options_that_are_not_supported_are_refused_by_name(options: dict[str, A
     assert found.value.param == f"options.{param}"
 
 
-@pytest.mark.parametrize(("last", "penalty", "context"), [(None, 1.3, 64), (8, 1.3, 8), (-1, 1.3, 0), (0, None, 0)])
+@pytest.mark.parametrize(("last", "penalty", "context"), [(None, 1.3, 64), (8, 1.3, 8), (-1, 1.3, 0), (0, 1.0, 0)])
 def test_a_penalty_counts_the_last_tokens_and_0_of_them_turn_it_off(
     last: int | None, penalty: float | None, context: int
 ) -> None:
