@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from mlx_tandem.engine.plan import Mask, RowKind, StepPlan
+from mlx_tandem.engine.plan import Mask, RowKind, StepPlan, mask_words
 from mlx_tandem.engine.sequence import Sequence as EngineSequence
 from mlx_tandem.types import Request
 
@@ -45,7 +45,7 @@ def masks_of_plan(
     mask forbids or that ends the text, no draft is accepted, so the maker is not asked for the masks after it. The
     draws of sequences that have ended since the launch are dropped, so every token is allowed for them.
     """
-    everything = b"\xff" * (-(-vocab_size // 32) * 4)
+    everything = b"\xff" * (mask_words(vocab_size) * 4)
     made: list[list[Mask]] = []
     waiting: list[tuple[EngineSequence, tuple[int, ...], list[Mask]]] = []
     for row in (plan.rows[i] for i in plan.masked):

@@ -26,6 +26,12 @@ Mask = bytes | memoryview
 Its length is a multiple of 4 bytes.
 """
 
+
+def mask_words(vocab_size: int) -> int:
+    """Return how many words of 32 bits a mask has."""
+    return -(-vocab_size // 32)
+
+
 Tables = tuple[tuple[int, ...], ...]
 """The blocks of one sequence in each cache group of its model. A changed table is a new object."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlx_tandem.engine.masks import MaskMaker, Place
-from mlx_tandem.engine.plan import Mask
+from mlx_tandem.engine.plan import Mask, mask_words
 from mlx_tandem.types import Request, ThoughtBudget
 
 MOST_DRAFTS = 64
@@ -66,7 +66,7 @@ class ThoughtBudgets:
     def __init__(self, vocab_size: int, others: MaskMaker):
         """Make masks for so many tokens, and ask `others` where no token is forced."""
         self._others = others
-        self._size = -(-vocab_size // 32) * 4
+        self._size = mask_words(vocab_size) * 4
         self._everything = b"\xff" * self._size
         self._choices: dict[tuple[int, int], _Thoughts] = {}
 

@@ -140,7 +140,7 @@ def test_what_nobody_expected_at_start_is_told(tmp_path: Path, monkeypatch: pyte
 
 
 def fatal(config: EngineConfig) -> m.Fatal:
-    """What an engine dies of at its start."""
+    """Return the message with which an engine ends at its start."""
     front, engine = socket.socketpair()
     with front:
         thread = Thread(target=run, args=(engine, config))

@@ -113,7 +113,7 @@ def test_activations_that_are_kept_change_no_bit(targets: tuple[str, ...], tmp_p
 
 
 def test_a_pass_again_has_the_same_bits(tmp_path: Path) -> None:
-    """What is computed again after a crash depends on nothing but the data."""
+    """A pass that is computed again after a crash depends on nothing but the data."""
     folder = tiny_models.make(tmp_path / "m", "qwen3")
     weights = []
     for _ in range(2):

@@ -410,7 +410,7 @@ def draw_request(
 
 
 def _changed(rng: Random, said: list[int]) -> tuple[int, ...]:
-    """What a choice will say with some tokens changed, missing or in between."""
+    """Return the tokens that a choice will say, with some changed, missing or added."""
     kept = [t if rng.random() < 0.9 else rng.randrange(VOCAB) for t in said if rng.random() < 0.9]
     at = rng.randint(0, len(kept))
     return (*kept[:at], *[rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 3)))], *kept[at:])

@@ -40,7 +40,7 @@ def test_every_step_is_safe_behind_every_other(metal: Metal, first: str) -> None
 
 @engines
 def test_many_steps_are_safe_together(metal: Metal) -> None:
-    """Which finds each of the bugs that test_plants.py plants, on its engine, as the steps there do."""
+    """This one launch finds each bug that test_plants.py plants, on the engine on which it is planted."""
     kinds = list(KINDS) * 2
     random.Random(0).shuffle(kinds)
     assert not found(metal, *(KINDS[kind](metal) for kind in kinds))

@@ -15,7 +15,7 @@ from llguidance.numpy import fill_next_token_bitmask
 
 from mlx_tandem.engine.grammars.compiling import compiled, reason
 from mlx_tandem.engine.masks import Place
-from mlx_tandem.engine.plan import Mask
+from mlx_tandem.engine.plan import Mask, mask_words
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import Grammar, Request
 
@@ -68,7 +68,7 @@ class Grammars:
         `open_tokenizer` is called on the thread before the first grammar. It may raise InvalidRequest.
         """
         self._open_tokenizer = open_tokenizer
-        self._mask_words = -(-vocab_size // 32)
+        self._mask_words = mask_words(vocab_size)
         self._computed_words = 0  # of a mask as llguidance computes it; the thread sets it before the first grammar
         self._wake = wake
         self._cache: OrderedDict[bytes, Compiled] = OrderedDict()
@@ -188,7 +188,7 @@ class Grammars:
             try:
                 if tokenizer is None:
                     tokenizer = self._open_tokenizer()
-                    self._computed_words = -(-tokenizer.vocab_size // 32)
+                    self._computed_words = mask_words(tokenizer.vocab_size)
                 made = compiled(tokenizer, text)
             except InvalidRequest as e:
                 made = e

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlx_tandem.engine.plan import Mask
+from mlx_tandem.engine.plan import Mask, mask_words
 from mlx_tandem.model.step.inputs import ArraySpec, Numbers, receive
 from mlx_tandem.model.step.sampler import Greedy, SamplingArrays, SamplingFlags, TokenCounts, sample
 from mlx_tandem.model.step.verify import Drafts
@@ -60,7 +60,7 @@ def drawing(flags: SamplingFlags, greedy: Greedy, nobody: int) -> Drawing:
         how, own = SamplingArrays.unflatten(sampling, flags), flags
         if sent:
             rows, vocabulary = logits.shape
-            (words,) = receive(sent, [ArraySpec((rows, words_for(vocabulary)), "uint32")])
+            (words,) = receive(sent, [ArraySpec((rows, mask_words(vocabulary)), "uint32")])
             mask = bits_of(words, vocabulary)
             how = replace(how, allowed=mask if how.allowed is None else how.allowed & mask)
             own = flags._replace(allowed=True)
@@ -88,18 +88,13 @@ def bits_of(words: mx.array, vocabulary: int) -> mx.array:
     return bits.astype(mx.bool_).reshape(len(words), -1)[:, :vocabulary]
 
 
-def words_for(vocabulary: int) -> int:
-    """Return how many words of 32 bits hold the mask of a row."""
-    return -(-vocabulary // 32)
-
-
 def words_of(rows: Sequence[int], count: int, masks: dict[int, list[Mask]], vocabulary: int) -> Numbers:
     """Return the masks of `count` rows of a forward, [count, words] uint32.
 
     rows: the index in the plan of each row of the forward; masks: by that index, one mask for each of its rows. The
     other rows may draw everything.
     """
-    words = np.full((count, words_for(vocabulary)), 0xFFFFFFFF, np.uint32)
+    words = np.full((count, mask_words(vocabulary)), 0xFFFFFFFF, np.uint32)
     rest = {i: iter(own) for i, own in masks.items()}
     for at, i in enumerate(rows):
         if i in rest:

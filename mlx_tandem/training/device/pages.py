@@ -156,7 +156,7 @@ class PageCache:
 
 
 class PageInputs:
-    """What all layers share of the pages of a micro-batch."""
+    """The offsets, tables and masks of a micro-batch's pages, which all layers share."""
 
     def __init__(self, arrays: Sequence[mx.array], mask_axes: int):
         """Take those of `Chains.arrays` but the tokens. `mask_axes`: axes of a mask between pages and queries."""

@@ -13,7 +13,7 @@ from mlx_tandem.training.device.pages import Chains
 
 
 class Rows(NamedTuple):
-    """What a micro-batch computes, and where the completions of its sequences lie in that."""
+    """The rows of tokens that a micro-batch computes, and the places of its sequences' completions in them."""
 
     items: list[Item]
     counts: list[int]  # rows of each batch that has any

@@ -43,11 +43,11 @@ class ReferencePolicy:
         if self.is_base:
             return began
         await self._bring()
-        # Tokens are compared under the whole vocabulary, however they were drawn.
-        whole = [tuple(replace(d, truncation=WHOLE) for d in batch.data) for batch in began.batches]
         filled = []
-        for batch, data in zip(began.batches, whole, strict=True):
-            asked = Batch(self._name, data, LossConfig("cross_entropy"))
+        for batch in began.batches:
+            # Tokens are compared under the whole vocabulary, however they were drawn.
+            whole = tuple(replace(d, truncation=WHOLE) for d in batch.data)
+            asked = Batch(self._name, whole, LossConfig("cross_entropy"))
             (found,) = await self._client.run_pass(
                 [asked], forward_only=True, micro_batch_tokens=began.micro_batch_tokens
             )
