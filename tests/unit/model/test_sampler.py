@@ -2,175 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from mlx_lm.sample_utils import apply_xtc
-from msgspec import structs
 
-from mlx_tandem.engine.plan import NOT_A_NUMBER, Seating
+from mlx_tandem.engine.plan import NOT_A_NUMBER
 from mlx_tandem.model.step.sampler import (
-    SamplerOutput,
-    SamplingFlags,
-    TokenCounts,
     gumbel_noise,
     row_key,
-    sample,
-    score,
-    xtc_draw,
 )
-from mlx_tandem.model.step.seats import Seats
 from mlx_tandem.types import SamplingParams
-
-Array = np.ndarray[Any, Any]
-VOCAB = 40
-RNG = np.random.default_rng(0)
-LOGITS = RNG.normal(0, 2.0, VOCAB).astype(np.float32)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row: how it samples, what it has met, where it is."""
-
-    params: SamplingParams
-    prompt: tuple[int, ...] = (0,)
-    output: tuple[int, ...] = ()
-    choice: int = 0
-    position: int = 1
-    stop_ids: frozenset[int] = frozenset()
-
-
-def params(**changes: Any) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 1, **changes})
-
-
-def draw(logits: Array, cases: Sequence[Case], vocab: int = VOCAB) -> SamplerOutput:
-    """One batch, through the same seats as in the engine. `logits`: of all rows, or of each."""
-    seats = Seats(len(cases), vocab)
-    for i, c in enumerate(cases):
-        seats.take(Seating(i, c.params, c.choice, len(c.prompt), c.prompt + c.output, c.stop_ids))
-    indices = tuple(range(len(cases)))
-    flags = seats.flags(indices)
-    seen = TokenCounts.of(seats.seen(flags), mx.array(indices))
-    batch = np.broadcast_to(logits, (len(cases), vocab)).astype(np.float32)
-    position = mx.array([c.position for c in cases], mx.int32)
-    return sample(mx.array(batch), position, seats.arrays(indices, flags), flags, seen)
-
-
-def tokens(logits: Array, cases: Sequence[Case], vocab: int = VOCAB) -> list[int]:
-    return list(listed(draw(logits, cases, vocab).tokens))
-
-
-def listed(array: mx.array | None) -> Any:
-    assert array is not None
-    return array.tolist()
-
-
-# --- the oracle --------------------------------------------------------------------------------------------------
-
-
-def distribution(logits: Array, case: Case) -> Array:
-    """What is drawn from, in float64: penalties, allowed tokens and bias, temperature, min-p, top-k, top-p and XTC, in
-    this order."""
-    p = case.params
-    z = logits.astype(np.float64).copy()
-    counts = np.bincount(case.output, minlength=len(z)) if case.output else np.zeros(len(z))
-    history = case.prompt + case.output
-    met = np.bincount(history[-p.repetition_context :], minlength=len(z)) > 0
-    z[met] = np.where(z[met] > 0, z[met] / p.repetition_penalty, z[met] * p.repetition_penalty)
-    z -= p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
-    for token, bias in p.logit_bias:
-        z[token] += bias
-    if p.allowed_token_ids:
-        z[np.setdiff1d(np.arange(len(z)), p.allowed_token_ids)] = -np.inf
-    if p.greedy:
-        return (np.arange(len(z)) == z.argmax()).astype(np.float64)
-    w = np.exp((z - z.max()) / p.temperature)
-    w[w < p.min_p] = 0.0
-    order = np.argsort(-w, kind="stable")
-    if p.top_k:
-        w[order[p.top_k :]] = 0.0
-    w /= w.sum()
-    before = np.cumsum(w[order]) - w[order]
-    w[order[before >= p.top_p]] = 0.0
-    left = np.where(_top_choices(z, w > 0, p), 0.0, w)
-    return (1 - p.xtc_probability) * w / w.sum() + p.xtc_probability * left / left.sum()
-
-
-def _top_choices(z: Array, kept: Array, p: SamplingParams) -> Array:
-    """Return the tokens that XTC leaves out: those over the threshold at temperature 1, but for the least likely."""
-    share = np.where(kept, np.exp(z - z.max()), 0.0)
-    share /= share.sum()
-    above = share > p.xtc_threshold
-    out = above & (share > share[above].min(initial=np.inf))
-    out[list(p.xtc_kept)] = False
-    return out
-
-
-def assert_follows(drawn: Sequence[int], p: Array) -> None:
-    """Pearson's chi-square over the tokens expected often enough; never one that is excluded."""
-    counts = np.bincount(drawn, minlength=len(p))
-    assert counts[p == 0].sum() == 0, "a token outside of the truncation was drawn"
-    expected = p * len(drawn)
-    often = expected >= 5
-    observed = np.append(counts[often], counts[~often].sum())
-    wanted = np.append(expected[often], expected[~often].sum())
-    observed, wanted = observed[wanted > 0], wanted[wanted > 0]
-    degrees = len(wanted) - 1
-    if degrees == 0:
-        return
-    statistic = ((observed - wanted) ** 2 / wanted).sum()
-    # Wilson and Hilferty's approximation of the quantile at 4.5 standard deviations, about 1 in 300,000.
-    bound = degrees * (1 - 2 / (9 * degrees) + 4.5 * (2 / (9 * degrees)) ** 0.5) ** 3
-    assert statistic < bound, f"chi-square {statistic:.1f} with {degrees} degrees of freedom, over {bound:.1f}"
-
-
-TRUNCATIONS = {
-    "plain": params(),
-    "cool": params(temperature=0.5),
-    "hot": params(temperature=2.0),
-    "top_k 1": params(top_k=1),
-    "top_k 5": params(top_k=5),
-    "top_k over the vocabulary": params(top_k=1000),
-    "top_p 0.9": params(top_p=0.9),
-    "top_p 0.5": params(top_p=0.5),
-    "top_p 0.1": params(top_p=0.1),
-    "top_p tiny": params(top_p=1e-6),
-    "min_p 0.1": params(min_p=0.1),
-    "min_p 1": params(min_p=1.0),
-    "all": params(temperature=1.3, top_k=12, top_p=0.85, min_p=0.02),
-    "top_k and top_p": params(temperature=0.8, top_k=6, top_p=0.7),
-    "min_p and top_p, hot": params(temperature=2.0, min_p=0.05, top_p=0.6),
-    "penalties": params(repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.4),
-    "bias": params(logit_bias=((3, 4.0), (7, -100.0))),
-    "repetition in a window": params(repetition_penalty=1.8, repetition_context=4),
-    "a window, and penalties of the output": params(
-        repetition_penalty=0.6, repetition_context=7, presence_penalty=0.7, frequency_penalty=0.4
-    ),
-    "a window longer than all tokens": params(repetition_penalty=1.8, repetition_context=600),
-    "allowed": params(allowed_token_ids=(3, 5, 7, 9, 39), logit_bias=((3, 4.0),)),
-    "allowed and truncated": params(allowed_token_ids=tuple(range(0, 40, 2)), top_k=7, top_p=0.8),
-    "xtc": params(xtc_probability=0.5, xtc_threshold=0.05),
-    "xtc always": params(xtc_probability=1.0, xtc_threshold=0.12),
-    "xtc, cool": params(xtc_probability=0.7, xtc_threshold=0.02, temperature=0.5),
-    "xtc, hot": params(xtc_probability=0.7, xtc_threshold=0.05, temperature=1.7, min_p=0.05),
-    "xtc of a nucleus": params(xtc_probability=0.6, xtc_threshold=0.1, top_p=0.8, top_k=12),
-    "xtc that leaves nothing out": params(xtc_probability=1.0, xtc_threshold=0.6),
-    "xtc with tokens that stay": params(
-        xtc_probability=0.8, xtc_threshold=0.03, xtc_kept=tuple(np.argsort(-LOGITS)[[0, 2]].tolist())
-    ),
-    "everything": params(
-        temperature=1.2, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=0.8, presence_penalty=-0.5,
-        frequency_penalty=0.3, logit_bias=((3, 2.0), (11, -2.0)),
-    ),
-}  # fmt: skip
-PROMPT, OUTPUT = (1, 2, 3, 4, 5, 2), (3, 9, 9, 9, 12)
+from tests.unit.model.draws import (
+    LOGITS,
+    OUTPUT,
+    PROMPT,
+    RNG,
+    TRUNCATIONS,
+    VOCAB,
+    Array,
+    Case,
+    assert_follows,
+    distribution,
+    draw,
+    listed,
+    params,
+    tokens,
+    uniform,
+)
 
 
 @pytest.mark.parametrize("name", TRUNCATIONS)
@@ -278,18 +138,13 @@ def test_keys_of_seeds_and_choices_do_not_meet() -> None:
 # --- the noise ---------------------------------------------------------------------------------------------------
 
 
-def _uniform(keys: Sequence[tuple[int, int]], positions: Sequence[int], vocab: int) -> Array:
-    g = gumbel_noise(mx.array(np.array(keys, np.uint32)), mx.array(list(positions), mx.int32), vocab)
-    return np.exp(-np.exp(-np.array(g).astype(np.float64)))
-
-
 def _noise_along(axis: str, n: int, vocab: int) -> Array:
     """[n, vocab] uniforms whose rows differ in one thing."""
     if axis == "seed":
-        return _uniform([row_key(i, 0) for i in range(n)], [17] * n, vocab)
+        return uniform([row_key(i, 0) for i in range(n)], [17] * n, vocab)
     if axis == "choice":
-        return _uniform([row_key(3, i) for i in range(n)], [17] * n, vocab)
-    return _uniform([row_key(3, 0)] * n, range(n), vocab)
+        return uniform([row_key(3, i) for i in range(n)], [17] * n, vocab)
+    return uniform([row_key(3, 0)] * n, range(n), vocab)
 
 
 @pytest.mark.parametrize("axis", ["seed", "choice", "position"])
@@ -340,7 +195,7 @@ def test_the_noise_has_a_fine_tail() -> None:
 
 
 def test_noise_of_a_token_does_not_depend_on_the_vocabulary_s_size() -> None:
-    small, large = _uniform([row_key(1, 0)], [5], 100), _uniform([row_key(1, 0)], [5], 1000)
+    small, large = uniform([row_key(1, 0)], [5], 100), uniform([row_key(1, 0)], [5], 1000)
     np.testing.assert_array_equal(small[0], large[0, :100])
 
 
@@ -419,200 +274,3 @@ def test_a_token_that_is_ruled_out_is_not_an_error() -> None:
     logits = np.where(np.arange(VOCAB) % 2 == 0, LOGITS, -np.inf)
     drawn = tokens(logits, [Case(params(seed=i, top_p=0.95)) for i in range(500)])
     assert all(t % 2 == 0 for t in drawn)
-
-
-# --- flags -------------------------------------------------------------------------------------------------------
-
-
-def test_a_batch_of_greedy_rows_needs_nothing() -> None:
-    seats = Seats(2, VOCAB)
-    seats.take(Seating(0, params(temperature=0.0, top_p=0.5, top_k=4, min_p=0.1), 0, 1, (0,)))
-    assert seats.flags((0, 2)) == SamplingFlags()
-
-
-def test_a_seat_keeps_nothing_of_who_sat_there_before() -> None:
-    used, fresh = Seats(1, VOCAB), Seats(1, VOCAB)
-    used.take(Seating(0, TRUNCATIONS["everything"], 3, 2, (1, 2, 3, 3)))
-    for p in (params(), params(presence_penalty=1.0)):
-        for seats in (used, fresh):
-            seats.take(Seating(0, p, 0, 1, (5, 6)))
-        assert used.flags((0,)) == fresh.flags((0,))
-        pairs = zip(
-            used.arrays((0,), used.flags((0,))).flatten(), fresh.arrays((0,), fresh.flags((0,))).flatten(), strict=True
-        )
-        assert all(mx.array_equal(a, b) for a, b in pairs)
-    assert used.prompt_seen is not None
-    assert used.output_count is not None
-    assert fresh.prompt_seen is not None
-    assert fresh.output_count is not None
-    assert mx.array_equal(used.prompt_seen[0], fresh.prompt_seen[0])
-    assert mx.array_equal(used.output_count[0], fresh.output_count[0])
-
-
-# --- min_tokens ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", TRUNCATIONS)
-def test_what_stops_is_not_drawn_before_min_tokens(name: str) -> None:
-    """Beside rows that may draw it. Whoever would have drawn something else still draws that."""
-    likely = frozenset(np.argsort(-LOGITS)[:5].tolist())
-    own = TRUNCATIONS[name]
-
-    def case(seed: int, least: int, position: int) -> Case:
-        return Case(structs.replace(own, seed=seed, min_tokens=least), (0, 1), position=position, stop_ids=likely)
-
-    drawn = {
-        where: tokens(LOGITS, [case(seed, least, position) for seed in range(200)])
-        for where, (least, position) in {"free": (0, 3), "before": (2, 3), "after": (2, 4), "later": (0, 4)}.items()
-    }
-    assert likely & set(drawn["free"])
-    assert not likely & set(drawn["before"])
-    assert drawn["after"] == drawn["later"]
-    if not (
-        own.top_k or own.min_p or own.top_p < 1.0 or own.xtc_probability
-    ):  # these look at how likely the others are
-        assert all(b == f for b, f in zip(drawn["before"], drawn["free"], strict=True) if f not in likely)
-    beside = tokens(LOGITS, [case(seed, 2 * (seed % 2), 3) for seed in range(200)])
-    assert beside == [drawn["before" if seed % 2 else "free"][seed] for seed in range(200)]
-
-
-def test_only_rows_that_have_min_tokens_cost_something() -> None:
-    seats = Seats(3, VOCAB)
-    seats.take(Seating(0, params(min_tokens=0), 0, 1, (0,), frozenset({3})))
-    seats.take(Seating(1, params(min_tokens=4), 0, 1, (0,), frozenset()))
-    seats.take(Seating(2, params(min_tokens=4), 0, 1, (0,), frozenset({3})))
-    assert [seats.flags((i,)).min_tokens for i in range(3)] == [False, False, True]
-    seats.take(Seating(2, params(), 0, 1, (0,), frozenset({3})))
-    assert not seats.flags((0, 1, 2)).min_tokens
-
-
-# --- windows of the repetition penalty -----------------------------------------------------------------------------
-
-
-@given(
-    windows=st.lists(st.sampled_from([0, 1, 2, 3, 7, 20, 40]), min_size=1, max_size=4),
-    prompts=st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=9), min_size=4, max_size=4),
-    late=st.sampled_from([0, 30]),
-    seed=st.integers(0, 99),
-)
-@settings(max_examples=60)
-def test_a_window_slides_with_what_is_drawn(windows: list[int], prompts: list[list[int]], late: int, seed: int) -> None:
-    """Step by step as in the engine, rows with other windows or none beside, and one that makes room for more."""
-    rng, vocab = np.random.default_rng(seed), 8
-    seats = Seats(5, vocab)
-    own = [params(temperature=0.0, repetition_penalty=1.5, repetition_context=w) for w in windows]
-    histories = [list(prompts[i]) for i in range(len(windows))]
-    for i, (p, history) in enumerate(zip(own, histories, strict=True)):
-        seats.take(Seating(i, p, 0, len(history), tuple(history)))
-    rows = mx.arange(len(own))
-    for step in range(24):
-        if late and step == 5:
-            last = params(temperature=0.0, repetition_penalty=1.5, repetition_context=late)
-            seats.take(Seating(4, last, 0, 1, (0,)))
-        logits = rng.normal(0, 1, (len(own), vocab)).astype(np.float32)
-        flags = seats.flags(range(len(own)))
-        arrays = seats.seen(flags)
-        seen = TokenCounts.of(arrays, rows)
-        assert seen is not None
-        drawn = sample(mx.array(logits), rows, seats.arrays(range(len(own)), flags), flags, seen).tokens
-        seats.remember(seen.after(arrays, rows, drawn))
-        for i, (p, history) in enumerate(zip(own, histories, strict=True)):
-            want = distribution(logits[i], Case(p, tuple(history))).argmax()
-            assert listed(drawn)[i] == want, (step, i, history)
-            history.append(int(want))
-
-
-def test_only_rows_that_have_a_window_cost_something() -> None:
-    seats = Seats(3, VOCAB)
-    seats.take(Seating(0, params(repetition_penalty=1.2), 0, 1, (0,)))
-    seats.take(Seating(1, params(repetition_context=8), 0, 1, (0,)))  # nothing is penalised
-    assert not seats.flags((0, 1)).window
-    assert len(seats.seen(seats.flags((0, 1)))) == 2
-    seats.take(Seating(2, params(repetition_penalty=1.2, repetition_context=8), 0, 1, (0,)))
-    assert seats.flags((0, 2)).window
-    assert not seats.flags((0, 1)).window
-
-
-# --- XTC -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("special", [(), (0, 3, 11)])
-@pytest.mark.parametrize("threshold", [0.0, 0.02, 0.1, 0.3, 0.5])
-def test_xtc_leaves_out_what_mlx_lm_does(threshold: float, special: tuple[int, ...]) -> None:
-    for scale in (0.1, 1.0, 3.0):
-        logits = RNG.normal(0, scale, (50, VOCAB)).astype(np.float32)
-        theirs = np.isinf(np.array(apply_xtc(mx.array(logits), 1.0, threshold, list(special))))
-        p = params(xtc_probability=1.0, xtc_threshold=threshold, xtc_kept=special)
-        for row, out in zip(logits, theirs, strict=True):
-            assert np.array_equal(_top_choices(row.astype(np.float64), np.ones(VOCAB, bool), p), out)
-        drawn = tokens(logits, [Case(structs.replace(p, seed=i)) for i in range(50)])
-        assert not theirs[np.arange(50), drawn].any()
-
-
-def test_xtc_at_a_low_temperature_draws_from_what_is_left() -> None:
-    """What is left would be 0 beside what is left out, in float32."""
-    p = params(xtc_probability=1.0, xtc_threshold=0.01, temperature=0.01, logprobs=0)
-    logits = np.array([5.0, 4.0, 3.0, 0.0, 0.0], np.float32)
-    for other in (params(seed=1), params(top_k=2), params(min_p=0.9)):
-        drawn = draw(logits, [Case(p), Case(other)], 5)
-        assert listed(drawn.tokens)[0] == 2
-        assert listed(drawn.sampled_logprob)[0] == pytest.approx(0.0, abs=1e-6)
-
-
-def test_whether_xtc_applies_depends_on_seed_choice_and_position_alone() -> None:
-    """Uniform, and not what the noise of any token is."""
-    n = 20_000
-    for keys, positions in (
-        ([row_key(i, 0) for i in range(n)], [5] * n),
-        ([row_key(3, i) for i in range(n)], [5] * n),
-        ([row_key(3, 0)] * n, range(n)),
-    ):
-        key, position = mx.array(np.array(keys, np.uint32)), mx.array(list(positions), mx.int32)
-        u = np.array(xtc_draw(key, position))[:, 0].astype(np.float64)
-        assert u.min() > 0.0 and u.max() <= 1.0
-        counts = np.bincount((u * 50).astype(int).clip(0, 49), minlength=50)
-        assert ((counts - n / 50) ** 2 / (n / 50)).sum() < 49 + 6 * (2 * 49) ** 0.5
-        noise = _uniform(keys, list(positions), 32)
-        assert np.abs(((u - 0.5)[:, None] * (noise - 0.5)).mean(0)).max() * 12 < 5 / n**0.5
-        assert abs(((u[1:] - 0.5) * (u[:-1] - 0.5)).mean()) * 12 < 5 / n**0.5
-
-
-def test_only_rows_that_draw_with_xtc_cost_something() -> None:
-    seats = Seats(3, VOCAB)
-    seats.take(Seating(0, params(xtc_threshold=0.2, xtc_kept=(1,)), 0, 1, (0,)))
-    seats.take(Seating(1, params(temperature=0.0, xtc_probability=1.0), 0, 1, (0,)))
-    seats.take(Seating(2, params(xtc_probability=0.1), 0, 1, (0,)))
-    assert [seats.flags((i,)).xtc for i in range(3)] == [False, False, True]
-
-
-# --- allowed tokens ------------------------------------------------------------------------------------------------
-
-
-def test_no_other_than_allowed_tokens_are_drawn_beside_rows_that_may_draw_all() -> None:
-    allowed = (2, 3, 17)
-    cases = [Case(params(seed=i, allowed_token_ids=allowed if i % 2 else ())) for i in range(400)]
-    drawn = tokens(LOGITS, cases)
-    assert set(drawn[1::2]) == set(allowed)
-    assert drawn[::2] == tokens(LOGITS, cases[::2])
-    assert len(set(drawn[::2])) > 10
-    best = max(allowed, key=lambda t: LOGITS[t])
-    assert tokens(LOGITS, [Case(params(temperature=0.0, allowed_token_ids=allowed))] * 2) == [best] * 2
-
-
-# --- prompts -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("k", [0, 1, 7, VOCAB])
-def test_scores_are_those_of_the_model_s_distribution(k: int) -> None:
-    logits = RNG.normal(0, 3.0, (2, 5, VOCAB)).astype(np.float32)
-    targets = RNG.integers(0, VOCAB, (2, 5))
-    logprob, rank, *top = (np.array(a) for a in score(mx.array(logits), mx.array(targets.astype(np.int32)), k))
-    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
-    own = np.take_along_axis(exact, targets[..., None], -1)
-    assert np.allclose(logprob, own[..., 0], atol=1e-5)
-    assert np.array_equal(rank, (exact > own).sum(-1) + 1)
-    assert len(top) == (2 if k else 0)
-    if k:
-        order = np.argsort(-exact, -1)[..., :k]
-        assert np.array_equal(top[0], order)
-        assert np.allclose(top[1], np.take_along_axis(exact, order, -1), atol=1e-5)
