@@ -90,11 +90,11 @@ def distribution(logits: Array, case: Case) -> Array:
     w /= w.sum()
     before = np.cumsum(w[order]) - w[order]
     w[order[before >= p.top_p]] = 0.0
-    left = np.where(_top_choices(z, w > 0, p), 0.0, w)
+    left = np.where(top_choices(z, w > 0, p), 0.0, w)
     return (1 - p.xtc_probability) * w / w.sum() + p.xtc_probability * left / left.sum()
 
 
-def _top_choices(z: Array, kept: Array, p: SamplingParams) -> Array:
+def top_choices(z: Array, kept: Array, p: SamplingParams) -> Array:
     """Return the tokens that XTC leaves out: those over the threshold at temperature 1, but for the least likely."""
     share = np.where(kept, np.exp(z - z.max()), 0.0)
     share /= share.sum()

@@ -26,12 +26,12 @@ from tests.unit.model.draws import (
     TRUNCATIONS,
     VOCAB,
     Case,
-    _top_choices,
     distribution,
     draw,
     listed,
     params,
     tokens,
+    top_choices,
     uniform,
 )
 
@@ -158,7 +158,7 @@ def test_xtc_leaves_out_what_mlx_lm_does(threshold: float, special: tuple[int, .
         theirs = np.isinf(np.array(apply_xtc(mx.array(logits), 1.0, threshold, list(special))))
         p = params(xtc_probability=1.0, xtc_threshold=threshold, xtc_kept=special)
         for row, out in zip(logits, theirs, strict=True):
-            assert np.array_equal(_top_choices(row.astype(np.float64), np.ones(VOCAB, bool), p), out)
+            assert np.array_equal(top_choices(row.astype(np.float64), np.ones(VOCAB, bool), p), out)
         drawn = tokens(logits, [Case(structs.replace(p, seed=i)) for i in range(50)])
         assert not theirs[np.arange(50), drawn].any()
 
