@@ -6,11 +6,14 @@ The forward of a row may begin before the host knows the row's newest token. The
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
-from mlx_tandem.engine.plan import Mask, RowKind, StepPlan, mask_words
+from mlx_tandem.engine.plan import NOT_A_NUMBER, Mask, RowKind, StepPlan, mask_words
 from mlx_tandem.engine.sequence import Sequence as EngineSequence
 from mlx_tandem.types import Request
+
+Tokens = tuple[int, ...]
 
 
 class Place(NamedTuple):
@@ -37,25 +40,33 @@ class MaskMaker(Protocol):
 
 
 def masks_of_plan(
-    maker: MaskMaker, plan: StepPlan, sequences: Mapping[int, EngineSequence], vocab_size: int
+    maker: MaskMaker,
+    plan: StepPlan,
+    sequences: Mapping[int, EngineSequence],
+    vocab_size: int,
+    drawn: Mapping[int, Tokens] = MappingProxyType({}),
 ) -> list[list[Mask]]:
     """Return the masks of each masked row of a plan, whose sequences are looked up by their id.
 
     A row has one mask for what follows its newest token, and one for each of its drafts. After a draft that its own
-    mask forbids or that ends the text, no draft is accepted, so the maker is not asked for the masks after it. The
-    draws of sequences that have ended since the launch are dropped, so every token is allowed for them.
+    mask forbids or that ends the text, no draft is accepted, so the maker is not asked for the masks after it. `drawn`
+    has, by the sequence, tokens that have been drawn and that the sequence does not have yet. The draws of sequences
+    that have ended since the launch, or end with these tokens, are dropped, so every token is allowed for them.
     """
     everything = b"\xff" * (mask_words(vocab_size) * 4)
     made: list[list[Mask]] = []
     waiting: list[tuple[EngineSequence, tuple[int, ...], list[Mask]]] = []
     for row in (plan.rows[i] for i in plan.masked):
-        s = sequences.get(row.sequence)
-        made.append([everything] * row.draws if s is None else [])
-        if s is not None:
-            waiting.append((s, row.tokens[1:] if row.kind is RowKind.VERIFY else (), made[-1]))
+        s, newest = sequences.get(row.sequence), drawn.get(row.sequence, ())
+        if s is None or NOT_A_NUMBER in newest or not s.stop_ids.isdisjoint(newest):
+            made.append([everything] * row.draws)
+            continue
+        made.append([])
+        waiting.append((s, row.tokens[1:] if row.kind is RowKind.VERIFY else (), made[-1]))
     depth = 0
     while waiting:
-        places = [Place(s.request, s.choice, _behind(s, drafts[:depth])) for s, drafts, _ in waiting]
+        behind = [(*drawn.get(s.id, ()), *drafts[:depth]) for s, drafts, _ in waiting]
+        places = [Place(s.request, s.choice, _behind(s, new)) for (s, _, _), new in zip(waiting, behind, strict=True)]
         following = []
         for (s, drafts, own), mask in zip(waiting, maker.masks(places), strict=True):
             rest = len(drafts) - depth
@@ -75,6 +86,6 @@ def allows(mask: Mask, token: int) -> bool:
     return bool(mask[token // 8] >> token % 8 & 1)
 
 
-def _behind(s: EngineSequence, drafts: Sequence[int]) -> Sequence[int]:
-    """Return the tokens of a sequence with drafts behind them."""
-    return [*s.tokens, *drafts] if drafts else s.tokens
+def _behind(s: EngineSequence, new: Tokens) -> Sequence[int]:
+    """Return the tokens of a sequence with other ones behind them."""
+    return [*s.tokens, *new] if new else s.tokens

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_tandem.engine.histogram import FILL_PARTS, STEP_TOKENS, Histogram
 from mlx_tandem.engine.outcome import StepOutcome
-from mlx_tandem.engine.plan import DeviceError, Runner, Slice, StepPlan, StepResult, Wait
+from mlx_tandem.engine.plan import DeviceError, Mask, Runner, Slice, StepPlan, StepResult, Wait
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.time_share import TimeShare
 from mlx_tandem.engine.trainers import TrainerHost
@@ -46,6 +47,7 @@ class _Flight:
     handle: Any
     launched: float  # seconds of time.perf_counter
     is_undrawn: bool = False  # its masked rows have not drawn yet
+    masks: Future[list[list[Mask]]] | None = None  # made on another thread; None: not made yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,7 @@ class Pipeline:
         self.time_share = time_share
         self.trainers = trainers
         self.counts = StepCounts()
+        self._mask_thread = ThreadPoolExecutor(1, thread_name_prefix="tandem-masks")
         self._flight: _Flight | None = None
         self._slice: _LaunchedSlice | None = None  # before the step in flight, where there is one
         self._last_done = 0.0  # seconds of time.perf_counter
@@ -160,7 +163,8 @@ class Pipeline:
             return
         self._flight = None
         try:
-            self.runner.sample(flight.handle, self.scheduler.masks(flight.plan))
+            masks = self.scheduler.masks(flight.plan) if flight.masks is None else flight.masks.result()
+            self.runner.sample(flight.handle, masks)
         except DeviceError as e:
             raise StepsLost([flight.plan], e) from e
         self._flight = replace(flight, is_undrawn=False)
@@ -187,13 +191,34 @@ class Pipeline:
                 self._slice = None
             if has_step and plan is not None:
                 launched = time.perf_counter()
-                self._flight = _Flight(plan, self.runner.launch(plan), launched, bool(plan.masked))
+                masks = None if early or before is None else self._begin_masks(plan, before)
+                try:
+                    handle = self.runner.launch(plan)
+                finally:
+                    wait([masks] if masks else [])
+                self._flight = _Flight(plan, handle, launched, bool(plan.masked), masks)
             if not early:
                 result = self._read(slice_before, before)
         except DeviceError as e:
             self._flight = None
             raise StepsLost([p for p in (before.plan if before else None, plan) if p is not None], e) from e
         return None if before is None or result is None else self.scheduler.update_from_output(before.plan, result)
+
+    def _begin_masks(self, plan: StepPlan, before: _Flight) -> Future[list[list[Mask]]] | None:
+        """Let another thread make the masks of a plan that is launched meanwhile; None if they are made afterwards.
+
+        To launch a step takes the host several milliseconds on a GPU, without Python's lock. Where steps run one at a
+        time, the tokens of the step before are not known before the launch has ended.
+        """
+        if not plan.masked or self.runner.one_at_a_time:
+            return None
+
+        def make() -> list[list[Mask]]:
+            tokens = self.runner.drawn(before.handle)
+            drawn = {row.sequence: new for row, new in zip(before.plan.rows, tokens, strict=True) if new}
+            return self.scheduler.masks(plan, drawn)
+
+        return self._mask_thread.submit(make)
 
     def _launch_slice(self, slice_: Slice) -> _LaunchedSlice | None:
         """Launch a slice and return it; None when it is done already."""

@@ -220,7 +220,13 @@ class Runner(Protocol):
         """Let the `masked` rows of this handle's plan draw. `masks` has for each of them a mask per drawing position.
 
         It is called once for a plan with such rows, after its launch, after the step before it was read, and before the
-        next launch. The host makes the masks while the device computes the logits. Raises DeviceError.
+        next launch. The host makes the masks while the forward is launched and computed. Raises DeviceError.
+        """
+
+    def drawn(self, handle: Any) -> list[tuple[int, ...]]:
+        """Block until the rows of a step have drawn, and return `StepResult.tokens`. Raises DeviceError.
+
+        Unless `one_at_a_time`, another thread may call it while the next plan is launched, and nothing else.
         """
 
     def launch_waits(self, plan: StepPlan) -> bool:

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, insort_left, insort_right
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from operator import attrgetter
+from types import MappingProxyType
 
 from msgspec import structs
 
@@ -47,6 +48,8 @@ OVERTAKEN_FOR_SLOT = 32
 _PRIORITY = attrgetter("priority")
 
 _CARRIED = (CARRY,)
+
+_NOTHING: Mapping[int, tuple[int, ...]] = MappingProxyType({})
 
 _PROMPT, _DECODE, _VERIFY = RowKind  # looking up a name of the module is faster than a member of an enumeration
 
@@ -235,10 +238,14 @@ class Scheduler:
         self._uploads = []
         return plan
 
-    def masks(self, plan: StepPlan) -> list[list[Mask]]:
-        """Return the masks for the plan in flight, as `Runner.sample` takes them. No other plan is in flight."""
+    def masks(self, plan: StepPlan, drawn: Mapping[int, tuple[int, ...]] = _NOTHING) -> list[list[Mask]]:
+        """Return the masks for the newest plan, as `Runner.sample` takes them.
+
+        drawn: by their sequence, the tokens that the plan before it has drawn, unless these have been taken in. Another
+        thread may call this while nothing else is asked of the scheduler.
+        """
         assert self.mask_maker is not None
-        return masks_of_plan(self.mask_maker, plan, self._sequences, self.vocab_size)
+        return masks_of_plan(self.mask_maker, plan, self._sequences, self.vocab_size, drawn)
 
     def _wanted(self, left_out: Collection[int]) -> list[Sequence]:
         """Return the running sequences whose requests are not left out and whose blocks are loaded."""

@@ -24,11 +24,12 @@ from mlx_tandem.model.loader import LoadedModel
 from mlx_tandem.model.lora.state import LoraState
 from mlx_tandem.model.step.compiled import CompiledSteps
 from mlx_tandem.model.step.dispatch import DispatchQueue
-from mlx_tandem.model.step.draw import Undrawn, words_of
+from mlx_tandem.model.step.draw import Undrawn
 from mlx_tandem.model.step.forward import Forward
 from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
 from mlx_tandem.model.step.inputs import Inputs, Sent
+from mlx_tandem.model.step.mask_table import MaskTable, masks_of_rows
 from mlx_tandem.model.step.parts import Flight, Part, copying, loading, saving
 from mlx_tandem.model.step.rectangles import Rectangles
 from mlx_tandem.model.step.sampler import Greedy, by_argmax
@@ -100,6 +101,7 @@ class MLXRunner:
         )
         self.compiled = CompiledSteps(self._forward)
         self.inputs = Inputs()
+        self._masks = MaskTable(sizes.vocab_size, sizes.max_num_seqs)
         self.queue = DispatchQueue()
         self.pauses = device.is_cuda()
         self._last, self._places_of_last = self._seats.no_tokens(), self._seats.no_tokens()
@@ -168,6 +170,18 @@ class MLXRunner:
         except Exception as e:
             raise compiler.device_error(e) from e
 
+    def drawn(self, handle: Flight) -> list[tuple[int, ...]]:
+        """Wait until the rows of a step have drawn; return their tokens. Raises DeviceError."""
+        tokens: list[tuple[int, ...]] = [()] * len(handle.plan.rows)
+        try:
+            for part in handle.parts:
+                if part.drawn:
+                    mx.eval(part.drawn[0])
+                    part.take_drawn(handle.plan, tokens)
+        except Exception as e:
+            raise compiler.device_error(e) from e
+        return tokens
+
     def wait(self, handle: Flight) -> StepResult:
         """Wait until all parts of a step are done; return its result. Raises DeviceError."""
         plan = handle.plan
@@ -201,6 +215,7 @@ class MLXRunner:
         self.compiled.reset()
         self._index_arrays.clear()
         self._seats.reset()
+        self._masks.clear()
         self.queue.clear()
         self._lora.unbind()
         self._forward.head.keep(None)
@@ -263,8 +278,9 @@ class MLXRunner:
     def _draw(self, undrawn: Undrawn, masks: dict[int, list[Mask]]) -> Part:
         """Return the part that draws, by masks, for the rows that a forward left undrawn."""
         flags = undrawn.flags
-        sent = self.inputs.send([words_of(undrawn.rows, len(undrawn.logits), masks, undrawn.logits.shape[-1])])
-        drawn, self._last, seen, moved = self.compiled.drawing(flags)(
+        placed = self._masks.place(masks_of_rows(undrawn.rows, len(undrawn.logits), masks))
+        sent = self.inputs.send([placed.places, *placed.new])
+        drawn, self._last, seen, moved, table = self.compiled.drawing(flags, placed.num_new)(
             undrawn.logits,
             undrawn.position,
             undrawn.seats,
@@ -273,11 +289,13 @@ class MLXRunner:
             self._seats.seen(flags),
             undrawn.drafts,
             [self._places_of_last] if undrawn.drafts else [],
+            [self._masks.array],
             sent.arrays,
         )
         self._seats.remember(seen)
         self._move(moved)
-        marker = [*drawn, self._last, *moved]
+        self._masks.keep(table)
+        marker = [*drawn, self._last, *moved, *table]
         return Part(undrawn.rows, flags, drawn, marker, sent=sent, wanted=undrawn.wanted, verifies=undrawn.verifies)
 
     def _move(self, moved: Sequence[mx.array]) -> None:

@@ -56,6 +56,9 @@ class Recording:
         self.calls.append(f"sample {handle.number}")
         self.inner.sample(handle, masks)
 
+    def drawn(self, handle: Any) -> list[tuple[int, ...]]:
+        return self.inner.drawn(handle)
+
     def launch_waits(self, plan: StepPlan) -> bool:
         return self.inner.launch_waits(plan)
 

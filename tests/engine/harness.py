@@ -7,7 +7,7 @@ from collections.abc import Sequence as Several
 from typing import Any
 
 from mlx_tandem.adapters.slots import SlotTable
-from mlx_tandem.engine.plan import DeviceError, RowKind, Runner, StepPlan
+from mlx_tandem.engine.plan import DeviceError, Mask, RowKind, Runner, StepPlan
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv.pool import BlockPool
@@ -55,6 +55,8 @@ class Loop:
         self.waits = 0  # turns in which nothing could be done but wait for the drive
         self._flights: deque[tuple[StepPlan, Any]] = deque()
         self._undrawn = False  # whether the newest of them waits for masks
+        self._early: list[list[Mask]] | None = None  # its masks, where they were made before the step before was read
+        self.early = 0  # plans with such masks
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -124,6 +126,7 @@ class Loop:
         try:
             if plan is not None:
                 self._look_at(plan)
+                self._early = self._masks_before_reading(plan)
                 self._flights.append((plan, self.runner.launch(plan)))
                 self._undrawn = bool(plan.masked)
             if len(self._flights) > self.depth or plan is None:
@@ -199,13 +202,22 @@ class Loop:
         most = self.scheduler._config.max_inflight_tokens
         assert not most or tokens <= most or len({x.request.id for x in everyone}) == 1, "too many tokens in flight"
 
+    def _masks_before_reading(self, plan: StepPlan) -> list[list[Mask]] | None:
+        """As the pipeline's other thread makes them, for every second plan; None for masks that are made later."""
+        if not plan.masked or len(self._flights) != 1 or self.runner.one_at_a_time or self.steps % 2:
+            return None
+        before, handle = self._flights[0]
+        drawn = zip(before.rows, self.runner.drawn(handle), strict=True)
+        self.early += 1
+        return self.scheduler.masks(plan, {row.sequence: tokens for row, tokens in drawn if tokens})
+
     def _sample(self) -> bool:
         """Let the newest step draw by masks, as soon as the step before it was read. False: the device failed."""
         if self._undrawn and len(self._flights) == 1:
             self._undrawn = False
             plan, handle = self._flights[-1]
             try:
-                self.runner.sample(handle, self.scheduler.masks(plan))
+                self.runner.sample(handle, self.scheduler.masks(plan) if self._early is None else self._early)
             except DeviceError as e:
                 self._fail([plan], e.again)
                 return False

@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from mlx_tandem.adapters.slots import Assignment, SlotTable
-from mlx_tandem.engine import block_manager, drafting, masks
+from mlx_tandem.engine import block_manager, drafting, masks, scheduler
 from mlx_tandem.engine import scheduler as scheduler_module
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.drafting import Drafting
@@ -47,6 +47,9 @@ class Corrupting:
 
     def sample(self, handle: Any, masks: list[list[Mask]]) -> None:
         self.inner.sample(handle, masks)
+
+    def drawn(self, handle: Any) -> list[tuple[int, ...]]:
+        return self.inner.drawn(handle)
 
     def launch_waits(self, plan: StepPlan) -> bool:
         return self.inner.launch_waits(plan)
@@ -787,7 +790,7 @@ def _count_deltas(patch: pytest.MonkeyPatch) -> None:
 def _masks(change: Callable[[list[Any]], list[Any]]) -> Plant:
     """Rows draw by other masks than were made for them."""
     original = Scheduler.masks
-    return _attribute(Scheduler, "masks", lambda self, plan: change(original(self, plan)))
+    return _attribute(Scheduler, "masks", lambda self, *args: change(original(self, *args)))
 
 
 def _mask_before_the_token_is_known(patch: pytest.MonkeyPatch) -> None:
@@ -802,7 +805,7 @@ def _mask_before_the_token_is_known(patch: pytest.MonkeyPatch) -> None:
     early: dict[int, list[list[Mask]]] = {}
     original, masks_of = Scheduler.plan, Scheduler.masks
     patch.setattr(Scheduler, "plan", plan)
-    patch.setattr(Scheduler, "masks", lambda self, plan: early[id(self)])
+    patch.setattr(Scheduler, "masks", lambda self, plan, *args: early[id(self)])
 
 
 def _never_forget(patch: pytest.MonkeyPatch) -> None:
@@ -821,6 +824,26 @@ def _mask_the_token_before(patch: pytest.MonkeyPatch) -> None:
 
     original = masks._behind
     patch.setattr(masks, "_behind", lambda s, drafts: [*s.tokens[:-1], *original(s, drafts)[len(s.tokens) :]])
+
+
+_masks_of = Scheduler.masks
+
+
+def _mask_behind_the_end(patch: pytest.MonkeyPatch) -> None:
+    """The maker of masks is asked what follows tokens that end their choice."""
+
+    def masks_of_plan(maker: Any, plan: StepPlan, sequences: Any, size: int, drawn: Any) -> list[list[Mask]]:
+        ends = {id: s.stop_ids for id, s in sequences.items()}
+        for s in sequences.values():
+            s.stop_ids = frozenset()
+        try:
+            return original(maker, plan, sequences, size, drawn)
+        finally:
+            for id, s in sequences.items():
+                s.stop_ids = ends[id]
+
+    original = masks.masks_of_plan
+    patch.setattr(scheduler, "masks_of_plan", masks_of_plan)
 
 
 def _mask_drafts_alike(patch: pytest.MonkeyPatch) -> None:
@@ -988,6 +1011,10 @@ PLANTS: dict[str, Plant] = {
     "masks are turned around": _masks(lambda made: [own[::-1] for own in made]),
     "everything may be drawn": _masks(lambda made: [[b"\xff" * 4] * len(own) for own in made]),
     "a mask does not wait for the token before it": _mask_before_the_token_is_known,
+    "a mask made early lacks the tokens that are not taken in": _attribute(
+        Scheduler, "masks", lambda self, plan, drawn=None: _masks_of(self, plan)
+    ),
+    "a mask made early is asked for behind the end": _mask_behind_the_end,
     "the maker of masks keeps what has ended": _never_forget,
     "a mask is one token old": _mask_the_token_before,
     "drafts draw by one mask": _mask_drafts_alike,

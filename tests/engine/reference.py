@@ -315,6 +315,10 @@ class ReferenceRunner:
         handle.sampled = True
         self.masked += len(masks)
 
+    def drawn(self, handle: Handle) -> list[tuple[int, ...]]:
+        assert handle.sampled, "rows wait for their masks"
+        return list(handle.result.tokens)
+
     def launch_waits(self, plan: StepPlan) -> bool:
         """For some plans, by their contents."""
         return self.may_wait and sum(len(row.tokens) for row in plan.rows) % 3 == 0

@@ -190,6 +190,9 @@ class Masks:
 
     def masks(self, places: Several[Place]) -> list[Mask]:
         self.open |= {(request.id, choice) for request, choice, _ in places}
+        for request, choice, tokens in places:
+            output = tokens[len(request.prompt) :]
+            assert stops_of(request, self._eos).isdisjoint(output), f"what follows the end of {request.id}, {choice}?"
         return [self.mask_of(*place) for place in places]
 
     def forget(self, request: int, choice: int) -> None:

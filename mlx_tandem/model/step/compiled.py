@@ -35,7 +35,7 @@ class CompiledSteps:
         self.first_uses = 0
         self._forward = forward
         self._steps: OrderedDict[StepKey, Step] = OrderedDict()
-        self._drawings: dict[SamplingFlags, Drawing] = {}
+        self._drawings: dict[tuple[SamplingFlags, int], Drawing] = {}
         self._met: Counter[StepKey] = Counter()  # kinds of mixed steps
 
     def kept(self) -> list[StepKey]:
@@ -69,11 +69,12 @@ class CompiledSteps:
         self._steps.move_to_end(key)
         return found
 
-    def drawing(self, flags: SamplingFlags) -> Drawing:
-        """Return the compiled function that draws with these flags by masks."""
-        if flags not in self._drawings:
-            self._drawings[flags] = mx.compile(self._forward.drawing(flags))
-        return self._drawings[flags]
+    def drawing(self, flags: SamplingFlags, num_new: int) -> Drawing:
+        """Return the compiled function that draws with these flags by masks, of which the device lacks so many."""
+        key = flags, num_new
+        if key not in self._drawings:
+            self._drawings[key] = mx.compile(self._forward.drawing(flags, num_new))
+        return self._drawings[key]
 
     def _is_usual(self, key: StepKey) -> bool:
         """Count a kind of step; return whether it is traced already or has run often enough to be worth tracing."""

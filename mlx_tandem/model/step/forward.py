@@ -68,9 +68,9 @@ class Forward:
             for own, window in zip(pool.pools, pool.windows, strict=True)
         ]
 
-    def drawing(self, flags: SamplingFlags) -> Drawing:
-        """Return the function that draws with these flags."""
-        return drawing(flags, self._greedy, self._nobody)
+    def drawing(self, flags: SamplingFlags, num_new: int = 0) -> Drawing:
+        """Return the function that draws with these flags, and writes so many new masks into the table of masks."""
+        return drawing(flags, self._greedy, self._nobody, num_new)
 
     def step(self, key: StepKey, expected: Sequence[ArraySpec], in_place: Ranges, *, pauses: bool) -> Step:
         """Return the step as a pure function of arrays and lists of arrays.
@@ -118,7 +118,7 @@ class Forward:
                 undrawn = [logits, position, seats + 0, *(array + 0 for array in given.drafts)]
                 return undrawn, scored, [*undrawn, *scored, *order], last_tokens, [], [], pool, order
             drawn = draw(logits, position, seats, last_tokens, sampling, seen, given.drafts, last_places)
-            outputs, last_tokens, known, moved = drawn
+            outputs, last_tokens, known, moved, _ = drawn
             marker = [*outputs, *scored, last_tokens, *moved, *order]
             return outputs, scored, marker, last_tokens, moved, known, pool, order
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from mlx_tandem.engine.plan import NOT_A_NUMBER, Row, RowKind
-from mlx_tandem.model.step.draw import bits_of, words_of
 from mlx_tandem.model.step.verify import Drafts, accepted, drafts_of, goes_with_decodes, take_verified
 
 NOBODY = 9
@@ -58,20 +56,3 @@ def test_a_position_that_is_not_finite_spoils_its_row_alone() -> None:
     tokens: list[tuple[int, ...]] = [(), ()]
     take_verified(Plan, [0, 0, 0, 1, 1], [7, 8, NOT_A_NUMBER, 5, 6], tokens)  # type: ignore[arg-type]
     assert tokens == [(NOT_A_NUMBER,), (5, 6)]
-
-
-@given(st.data(), st.integers(1, 100))
-@settings(max_examples=50)
-def test_masks_reach_the_device_bit_by_bit(data: st.DataObject, vocabulary: int) -> None:
-    rows = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
-    masked = data.draw(st.sets(st.integers(0, 3)))
-    allowed = [data.draw(st.sets(st.integers(0, vocabulary - 1))) for _ in rows]
-    size = -(-vocabulary // 32) * 4
-    masks = {
-        i: [sum(1 << t for t in own).to_bytes(size, "little") for r, own in zip(rows, allowed, strict=True) if r == i]
-        for i in masked
-    }
-    bits = np.array(bits_of(mx.array(words_of(rows, len(rows) + 1, masks, vocabulary)), vocabulary))
-    for r, own, got in zip(rows, allowed, bits, strict=False):
-        assert set(np.flatnonzero(got)) == (own if r in masked else set(range(vocabulary)))
-    assert bits[-1].all(), "padding"

@@ -1,0 +1,141 @@
+"""The masks that rows draw by, kept on the device.
+
+Most masks of a grammar come again and again: inside a string, after a key, at the end of a number. A mask of 150,000
+tokens has 19 KB, and on CUDA the pages of such numbers move to the device each time that the host has written them. So
+a mask travels once, and afterwards rows name its place.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from mlx_tandem.engine.plan import Mask, mask_words
+from mlx_tandem.model.step.inputs import ArraySpec, Numbers, receive
+
+ROOM = 256
+"""Fewest masks that a table holds."""
+
+EVERYTHING = 0
+"""The place of the mask that allows every token."""
+
+
+class Placed(NamedTuple):
+    """The masks of the rows of a draw, as numbers to send.
+
+    Attributes:
+        places: The place of each row's mask, [rows] int32.
+        new: Places of masks that the device does not have yet, [new] int32, and the masks, [new, words] uint32. Empty
+            when there are none.
+    """
+
+    places: Numbers
+    new: tuple[Numbers, ...]
+
+    @property
+    def num_new(self) -> int:
+        """Number of masks to write, padding included."""
+        return len(self.new[0]) if self.new else 0
+
+
+class MaskTable:
+    """The masks last used, by their content. `array` is [room + 1, words] uint32; its last row takes padding."""
+
+    def __init__(self, vocab_size: int, most_rows: int):
+        """Make a table for draws of at most so many rows."""
+        self._words = mask_words(vocab_size)
+        self._room = max(ROOM, most_rows + 1)
+        # Masks are found by a keyed sum of their words and then compared, so that no two are confused.
+        self._key: Any = np.random.default_rng().integers(1 << 64, size=-(-self._words // 2), dtype=np.uint64)
+        self._known: OrderedDict[int, int] = OrderedDict()  # places by the sum, the last used one at the end
+        self._host: Any = None
+        self.array: mx.array | None = None
+
+    def clear(self) -> None:
+        """Forget all masks."""
+        self._known.clear()
+        self._host = self.array = None
+
+    def keep(self, written: Sequence[mx.array]) -> None:
+        """Take in the table of a draw that has written new masks."""
+        if written:
+            (self.array,) = written
+
+    def place(self, masks: Sequence[Mask | None]) -> Placed:
+        """Return the places of the masks of a draw's rows; None stands for a mask that allows everything."""
+        if self.array is None:
+            self._host = np.full((self._room + 1, self._words), 0xFFFFFFFF, np.uint32)
+            self.array = mx.array(self._host)
+        words = np.zeros((len(masks), 2 * len(self._key)), np.uint32)
+        own = [at for at, mask in enumerate(masks) if mask is not None]
+        for at in own:
+            words[at, : self._words] = np.frombuffer(masks[at] or b"", np.uint32)
+        sums: list[int] = (words.view(np.uint64) * self._key).sum(axis=1).tolist()
+        words = words[:, : self._words]
+        places = np.full(len(masks), EVERYTHING, np.int32)
+        new: list[int] = []
+        for at in own:
+            digest = sums[at]
+            while (place := self._known.get(digest)) is not None and not np.array_equal(self._host[place], words[at]):
+                digest += 1  # another mask has the same sum
+            if place is None:
+                place = self._take(digest)
+                self._host[place] = words[at]
+                new.append(place)
+            self._known.move_to_end(digest)
+            places[at] = place
+        return Placed(places, self._padded(new))
+
+    def _take(self, digest: int) -> int:
+        """Return the place for a new mask: a free one, or that of the mask that was not used for longest."""
+        is_full = len(self._known) == self._room - 1
+        place = self._known.popitem(last=False)[1] if is_full else len(self._known) + 1
+        self._known[digest] = place
+        return place
+
+    def _padded(self, new: list[int]) -> tuple[Numbers, ...]:
+        """Return the places of new masks and their words, padded to a power of four so that few shapes are traced."""
+        if not new:
+            return ()
+        count = 1
+        while count < len(new):
+            count *= 4
+        places = np.full(count, self._room, np.int32)
+        places[: len(new)] = new
+        words = np.zeros((count, self._words), np.uint32)
+        words[: len(new)] = self._host[new]
+        return places, words
+
+
+def masks_at(
+    table: mx.array, sent: Sequence[mx.array], rows: int, num_new: int, vocabulary: int
+) -> tuple[mx.array, list[mx.array]]:
+    """Return the masks [rows, vocabulary] bool that `Placed` names, and the table in a list if it has new masks.
+
+    sent: the numbers of a `Placed`, as `Inputs` sends them.
+    """
+    new = [ArraySpec((num_new,), "int32"), ArraySpec((num_new, table.shape[1]), "uint32")] if num_new else []
+    places, *written = receive(sent, [ArraySpec((rows,), "int32"), *new])
+    if written:
+        table[written[0]] = written[1]
+    return bits_of(table[places], vocabulary), [table] if written else []
+
+
+def bits_of(words: mx.array, vocabulary: int) -> mx.array:
+    """Return masks [rows, words] uint32 as [rows, vocabulary] bool."""
+    bits = (words[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    return bits.astype(mx.bool_).reshape(len(words), -1)[:, :vocabulary]
+
+
+def masks_of_rows(rows: Sequence[int], count: int, masks: dict[int, list[Mask]]) -> list[Mask | None]:
+    """Return the masks of `count` rows of a forward; None for rows that may draw everything.
+
+    rows: the index in the plan of each row of the forward; masks: by that index, one mask for each of its rows.
+    """
+    rest = {i: iter(own) for i, own in masks.items()}
+    found = [next(rest[i]) if i in rest else None for i in rows]
+    return found + [None] * (count - len(found))

@@ -1,0 +1,78 @@
+"""The table of masks on the device: each row draws by its own mask, whatever the table held before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlx_tandem.engine.plan import mask_words
+from mlx_tandem.model.step import mask_table
+from mlx_tandem.model.step.inputs import Inputs
+from mlx_tandem.model.step.mask_table import MaskTable, masks_at, masks_of_rows
+
+
+def mask(allowed: set[int], vocabulary: int) -> bytes:
+    return sum(1 << t for t in allowed).to_bytes(mask_words(vocabulary) * 4, "little")
+
+
+def draw(
+    table: MaskTable, masks: Sequence[bytes | None], vocabulary: int, *, packed: bool
+) -> tuple[list[set[int]], int]:
+    """Return what each row may draw, and how many masks travelled."""
+    placed = table.place(masks)
+    sent = Inputs(packed).send([placed.places, *placed.new])
+    assert table.array is not None
+    bits, written = masks_at(table.array, sent.arrays, len(masks), placed.num_new, vocabulary)
+    mx.eval(bits, written)
+    table.keep(written)
+    return [set(np.flatnonzero(row).tolist()) for row in np.array(bits)], placed.num_new
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@given(data=st.data(), vocabulary=st.integers(1, 100))
+@settings(max_examples=40, deadline=None)
+def test_each_row_draws_by_its_own_mask(packed: bool, data: st.DataObject, vocabulary: int) -> None:
+    """Also where the table has to give up masks, several of a draw at once."""
+    allowed = st.sets(st.integers(0, vocabulary - 1))
+    kinds = data.draw(st.lists(st.none() | allowed, min_size=1, max_size=8))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mask_table, "ROOM", 1)
+        table = MaskTable(vocabulary, 4)
+    for _ in range(data.draw(st.integers(1, 5))):
+        rows = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=4))
+        got, _ = draw(table, [None if r is None else mask(r, vocabulary) for r in rows], vocabulary, packed=packed)
+        assert got == [set(range(vocabulary)) if r is None else r for r in rows]
+
+
+def test_a_mask_travels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = MaskTable(40, 2)
+    one, other = mask({1}, 40), mask({2, 39}, 40)
+    assert [draw(table, masks, 40, packed=True)[1] for masks in ([one, one], [other, one], [one, other], [None])] == [
+        1,
+        1,
+        0,
+        0,
+    ]
+    table.clear()
+    assert draw(table, [other], 40, packed=True) == ([{2, 39}], 1)
+
+
+def test_masks_of_the_same_sum_are_told_apart() -> None:
+    table = MaskTable(64, 4)
+    table._key[:] = 0
+    masks = [mask({1}, 64), mask({2}, 64)]
+    for _ in range(2):
+        assert draw(table, masks[:1], 64, packed=False)[0] == [{1}]
+        assert draw(table, masks[1:], 64, packed=False)[0] == [{2}]
+    assert draw(table, masks, 64, packed=False)[0] == [{1}, {2}]
+
+
+def test_rows_are_given_their_masks_in_order() -> None:
+    """Rows of a forward are named by the plan's row; a row with drafts has a mask for each position."""
+    found = masks_of_rows([3, 0, 0, 1], 6, {0: [b"a", b"b"], 3: [b"c"]})
+    assert found == [b"c", b"a", b"b", None, None, None]
