@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 from mlx_tandem.engine.histogram import FILL_PARTS, STEP_TOKENS, Histogram
 from mlx_tandem.engine.outcome import StepOutcome
-from mlx_tandem.engine.plan import DeviceError, Mask, Runner, Slice, StepPlan, StepResult, Wait
+from mlx_tandem.engine.plan import DeviceError, Runner, Slice, StepPlan, StepResult, Wait
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.time_share import TimeShare
 from mlx_tandem.engine.trainers import TrainerHost
@@ -47,7 +47,7 @@ class _Flight:
     handle: Any
     launched: float  # seconds of time.perf_counter
     is_undrawn: bool = False  # its masked rows have not drawn yet
-    masks: Future[list[list[Mask]]] | None = None  # made on another thread; None: not made yet
+    masks: Future[Any] | None = None  # made on another thread; None: not made yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,8 @@ class Pipeline:
             return
         self._flight = None
         try:
-            masks = self.scheduler.masks(flight.plan) if flight.masks is None else flight.masks.result()
+            early = flight.masks
+            masks = self.runner.place(self.scheduler.masks(flight.plan)) if early is None else early.result()
             self.runner.sample(flight.handle, masks)
         except DeviceError as e:
             raise StepsLost([flight.plan], e) from e
@@ -195,7 +196,8 @@ class Pipeline:
                 try:
                     handle = self.runner.launch(plan)
                 finally:
-                    wait([masks] if masks else [])
+                    if masks is not None:
+                        masks.exception()  # wait for the thread; the error is raised where the masks are used
                 self._flight = _Flight(plan, handle, launched, bool(plan.masked), masks)
             if not early:
                 result = self._read(slice_before, before)
@@ -204,7 +206,7 @@ class Pipeline:
             raise StepsLost([p for p in (before.plan if before else None, plan) if p is not None], e) from e
         return None if before is None or result is None else self.scheduler.update_from_output(before.plan, result)
 
-    def _begin_masks(self, plan: StepPlan, before: _Flight) -> Future[list[list[Mask]]] | None:
+    def _begin_masks(self, plan: StepPlan, before: _Flight) -> Future[Any] | None:
         """Let another thread make the masks of a plan that is launched meanwhile; None if they are made afterwards.
 
         To launch a step takes the host several milliseconds on a GPU, without Python's lock. Where steps run one at a
@@ -213,10 +215,10 @@ class Pipeline:
         if not plan.masked or self.runner.one_at_a_time:
             return None
 
-        def make() -> list[list[Mask]]:
+        def make() -> Any:
             tokens = self.runner.drawn(before.handle)
             drawn = {row.sequence: new for row, new in zip(before.plan.rows, tokens, strict=True) if new}
-            return self.scheduler.masks(plan, drawn)
+            return self.runner.place(self.scheduler.masks(plan, drawn))
 
         return self._mask_thread.submit(make)
 

@@ -216,8 +216,14 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> Any:
         """Start the step and return a handle at once. Raises DeviceError."""
 
-    def sample(self, handle: Any, masks: list[list[Mask]]) -> None:
-        """Let the `masked` rows of this handle's plan draw. `masks` has for each of them a mask per drawing position.
+    def place(self, masks: list[list[Mask]]) -> Any:
+        """Return masks as `sample` takes them: for each masked row of the newest plan, a mask per drawing position.
+
+        Another thread may call it while that plan is launched.
+        """
+
+    def sample(self, handle: Any, masks: Any) -> None:
+        """Let the `masked` rows of this handle's plan draw by masks that were placed.
 
         It is called once for a plan with such rows, after its launch, after the step before it was read, and before the
         next launch. The host makes the masks while the forward is launched and computed. Raises DeviceError.

@@ -28,8 +28,8 @@ from mlx_tandem.model.step.draw import Undrawn
 from mlx_tandem.model.step.forward import Forward
 from mlx_tandem.model.step.forward_inputs import ForwardInputs, InputBuilder
 from mlx_tandem.model.step.index_arrays import IndexArrays
-from mlx_tandem.model.step.inputs import Inputs, Sent
-from mlx_tandem.model.step.mask_table import MaskTable, masks_of_rows
+from mlx_tandem.model.step.inputs import Inputs, Numbers, Sent
+from mlx_tandem.model.step.mask_table import MaskTable, Placed, places_of_rows
 from mlx_tandem.model.step.parts import Flight, Part, copying, loading, saving
 from mlx_tandem.model.step.rectangles import Rectangles
 from mlx_tandem.model.step.sampler import Greedy, by_argmax
@@ -159,12 +159,17 @@ class MLXRunner:
         prompts = sum(len(r.tokens) for r in plan.rows if r.kind is RowKind.PROMPT and not r.piggybacked)
         return self._may_pause and 4 * prompts >= LONG_TOKENS  # a chunk may be padded to more tokens
 
-    def sample(self, handle: Flight, masks: list[list[Mask]]) -> None:
+    def place(self, masks: list[list[Mask]]) -> Placed:
+        """Return masks of a plan's rows as `sample` takes them."""
+        return self._masks.place(masks)
+
+    def sample(self, handle: Flight, masks: Placed) -> None:
         """Let the masked rows of a launched plan draw. Raises DeviceError."""
         try:
-            own = dict(zip(handle.plan.masked, masks, strict=True))
+            places, new = dict(zip(handle.plan.masked, masks.places, strict=True)), masks.new
             for undrawn in [part.undrawn for part in handle.parts if part.undrawn is not None]:
-                part = self._draw(undrawn, own)
+                part = self._draw(undrawn, places, new)
+                new = ()
                 handle.parts.append(part)
                 self.queue.follow(part)
         except Exception as e:
@@ -275,12 +280,14 @@ class MLXRunner:
             key.pooled,
         )
 
-    def _draw(self, undrawn: Undrawn, masks: dict[int, list[Mask]]) -> Part:
-        """Return the part that draws, by masks, for the rows that a forward left undrawn."""
+    def _draw(self, undrawn: Undrawn, places: dict[int, list[int]], new: Sequence[Numbers]) -> Part:
+        """Return the part that draws, by masks, for the rows that a forward left undrawn.
+
+        places: the places of the masks by the plan's row; new: the masks to write first, as in `Placed`.
+        """
         flags = undrawn.flags
-        placed = self._masks.place(masks_of_rows(undrawn.rows, len(undrawn.logits), masks))
-        sent = self.inputs.send([placed.places, *placed.new])
-        drawn, self._last, seen, moved, table = self.compiled.drawing(flags, placed.num_new)(
+        sent = self.inputs.send([places_of_rows(undrawn.rows, len(undrawn.logits), places), *new])
+        drawn, self._last, seen, moved, table = self.compiled.drawing(flags, len(new[0]) if new else 0)(
             undrawn.logits,
             undrawn.position,
             undrawn.seats,

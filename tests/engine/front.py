@@ -52,7 +52,10 @@ class Recording:
     def one_at_a_time(self) -> bool:
         return self.inner.one_at_a_time
 
-    def sample(self, handle: Any, masks: list[list[Mask]]) -> None:
+    def place(self, masks: list[list[Mask]]) -> Any:
+        return self.inner.place(masks)
+
+    def sample(self, handle: Any, masks: Any) -> None:
         self.calls.append(f"sample {handle.number}")
         self.inner.sample(handle, masks)
 

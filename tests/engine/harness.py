@@ -217,7 +217,8 @@ class Loop:
             self._undrawn = False
             plan, handle = self._flights[-1]
             try:
-                self.runner.sample(handle, self.scheduler.masks(plan) if self._early is None else self._early)
+                masks = self.scheduler.masks(plan) if self._early is None else self._early
+                self.runner.sample(handle, self.runner.place(masks))
             except DeviceError as e:
                 self._fail([plan], e.again)
                 return False

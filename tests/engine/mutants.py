@@ -45,7 +45,10 @@ class Corrupting:
     def one_at_a_time(self) -> bool:
         return self.inner.one_at_a_time
 
-    def sample(self, handle: Any, masks: list[list[Mask]]) -> None:
+    def place(self, masks: list[list[Mask]]) -> Any:
+        return self.inner.place(masks)
+
+    def sample(self, handle: Any, masks: Any) -> None:
         self.inner.sample(handle, masks)
 
     def drawn(self, handle: Any) -> list[tuple[int, ...]]:

@@ -306,6 +306,9 @@ class ReferenceRunner:
         assert set(plan.masked) <= set(samplers), "a mask for a row that draws nothing"
         return Handle(result, failure == "wait", number, contexts, plan, bad, not plan.masked, every)
 
+    def place(self, masks: list[list[Mask]]) -> list[list[Mask]]:
+        return masks
+
     def sample(self, handle: Handle, masks: list[list[Mask]]) -> None:
         assert not self.broken, "sampled after a failure without a reset"
         assert handle.number == self.launches - 1 and not handle.sampled, "masks come once, before the next launch"

@@ -25,70 +25,71 @@ EVERYTHING = 0
 
 
 class Placed(NamedTuple):
-    """The masks of the rows of a draw, as numbers to send.
+    """Masks that have a place in a table.
 
     Attributes:
-        places: The place of each row's mask, [rows] int32.
+        places: For each masked row of a plan, the places of its masks.
         new: Places of masks that the device does not have yet, [new] int32, and the masks, [new, words] uint32. Empty
             when there are none.
     """
 
-    places: Numbers
+    places: list[list[int]]
     new: tuple[Numbers, ...]
-
-    @property
-    def num_new(self) -> int:
-        """Number of masks to write, padding included."""
-        return len(self.new[0]) if self.new else 0
 
 
 class MaskTable:
-    """The masks last used, by their content. `array` is [room + 1, words] uint32; its last row takes padding."""
+    """The masks last used, by their content.
 
-    def __init__(self, vocab_size: int, most_rows: int):
-        """Make a table for draws of at most so many rows."""
+    Attributes:
+        array: The masks on the device, [room + 1, words] uint32; the last row takes padding.
+    """
+
+    def __init__(self, vocab_size: int, most_masks: int):
+        """Make a table for plans of at most so many masks."""
         self._words = mask_words(vocab_size)
-        self._room = max(ROOM, most_rows + 1)
+        self._room = max(ROOM, most_masks + 1)
         # Masks are found by a keyed sum of their words and then compared, so that no two are confused.
-        self._key: Any = np.random.default_rng().integers(1 << 64, size=-(-self._words // 2), dtype=np.uint64)
+        self._key: Any = np.random.default_rng().integers(1 << 64, size=self._words // 2, dtype=np.uint64)
         self._known: OrderedDict[int, int] = OrderedDict()  # places by the sum, the last used one at the end
-        self._host: Any = None
-        self.array: mx.array | None = None
+        self._host: Any = np.empty((0, 0), np.uint32)
+        self._array: mx.array | None = None
+
+    @property
+    def array(self) -> mx.array:
+        """The table on the device."""
+        if self._array is None:
+            self._array = mx.full((self._room + 1, self._words), 0xFFFFFFFF, dtype=mx.uint32)
+        return self._array
 
     def clear(self) -> None:
         """Forget all masks."""
         self._known.clear()
-        self._host = self.array = None
+        self._array = None
 
     def keep(self, written: Sequence[mx.array]) -> None:
         """Take in the table of a draw that has written new masks."""
         if written:
-            (self.array,) = written
+            (self._array,) = written
 
-    def place(self, masks: Sequence[Mask | None]) -> Placed:
-        """Return the places of the masks of a draw's rows; None stands for a mask that allows everything."""
-        if self.array is None:
+    def place(self, masks: Sequence[Sequence[Mask]]) -> Placed:
+        """Find places for the masks of each masked row of a plan. It touches no array of the device."""
+        if not self._host.size:
             self._host = np.full((self._room + 1, self._words), 0xFFFFFFFF, np.uint32)
-            self.array = mx.array(self._host)
-        words = np.zeros((len(masks), 2 * len(self._key)), np.uint32)
-        own = [at for at, mask in enumerate(masks) if mask is not None]
-        for at in own:
-            words[at, : self._words] = np.frombuffer(masks[at] or b"", np.uint32)
-        sums: list[int] = (words.view(np.uint64) * self._key).sum(axis=1).tolist()
-        words = words[:, : self._words]
-        places = np.full(len(masks), EVERYTHING, np.int32)
-        new: list[int] = []
-        for at in own:
-            digest = sums[at]
-            while (place := self._known.get(digest)) is not None and not np.array_equal(self._host[place], words[at]):
+        every = b"".join([mask for own in masks for mask in own])
+        words = np.frombuffer(every, np.uint32).reshape(-1, self._words)
+        sums: list[int] = (words[:, : 2 * len(self._key)].copy().view(np.uint64) @ self._key).tolist()
+        places, new = [], []
+        for digest, mask in zip(sums, words, strict=True):
+            while (place := self._known.get(digest)) is not None and not np.array_equal(self._host[place], mask):
                 digest += 1  # another mask has the same sum
             if place is None:
                 place = self._take(digest)
-                self._host[place] = words[at]
+                self._host[place] = mask
                 new.append(place)
             self._known.move_to_end(digest)
-            places[at] = place
-        return Placed(places, self._padded(new))
+            places.append(place)
+        each = iter(places)
+        return Placed([[next(each) for _ in own] for own in masks], self._padded(new))
 
     def _take(self, digest: int) -> int:
         """Return the place for a new mask: a free one, or that of the mask that was not used for longest."""
@@ -114,9 +115,9 @@ class MaskTable:
 def masks_at(
     table: mx.array, sent: Sequence[mx.array], rows: int, num_new: int, vocabulary: int
 ) -> tuple[mx.array, list[mx.array]]:
-    """Return the masks [rows, vocabulary] bool that `Placed` names, and the table in a list if it has new masks.
+    """Return the masks [rows, vocabulary] bool at these places, and the table in a list if it has new masks.
 
-    sent: the numbers of a `Placed`, as `Inputs` sends them.
+    sent: the places [rows] int32 and `Placed.new`, as `Inputs` sends them.
     """
     new = [ArraySpec((num_new,), "int32"), ArraySpec((num_new, table.shape[1]), "uint32")] if num_new else []
     places, *written = receive(sent, [ArraySpec((rows,), "int32"), *new])
@@ -131,11 +132,15 @@ def bits_of(words: mx.array, vocabulary: int) -> mx.array:
     return bits.astype(mx.bool_).reshape(len(words), -1)[:, :vocabulary]
 
 
-def masks_of_rows(rows: Sequence[int], count: int, masks: dict[int, list[Mask]]) -> list[Mask | None]:
-    """Return the masks of `count` rows of a forward; None for rows that may draw everything.
+def places_of_rows(rows: Sequence[int], count: int, places: dict[int, list[int]]) -> Numbers:
+    """Return the places of the masks of `count` rows of a forward, [count] int32.
 
-    rows: the index in the plan of each row of the forward; masks: by that index, one mask for each of its rows.
+    rows: the index in the plan of each row of the forward; places: by that index, one for each of its rows. The other
+    rows may draw everything.
     """
-    rest = {i: iter(own) for i, own in masks.items()}
-    found = [next(rest[i]) if i in rest else None for i in rows]
-    return found + [None] * (count - len(found))
+    found = np.full(count, EVERYTHING, np.int32)
+    rest = {i: iter(own) for i, own in places.items()}
+    for at, i in enumerate(rows):
+        if i in rest:
+            found[at] = next(rest[i])
+    return found

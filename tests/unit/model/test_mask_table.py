@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mlx_tandem.engine.plan import mask_words
 from mlx_tandem.model.step import mask_table
 from mlx_tandem.model.step.inputs import Inputs
-from mlx_tandem.model.step.mask_table import MaskTable, masks_at, masks_of_rows
+from mlx_tandem.model.step.mask_table import EVERYTHING, MaskTable, masks_at, places_of_rows
 
 
 def mask(allowed: set[int], vocabulary: int) -> bytes:
@@ -23,14 +23,16 @@ def mask(allowed: set[int], vocabulary: int) -> bytes:
 def draw(
     table: MaskTable, masks: Sequence[bytes | None], vocabulary: int, *, packed: bool
 ) -> tuple[list[set[int]], int]:
-    """Return what each row may draw, and how many masks travelled."""
-    placed = table.place(masks)
-    sent = Inputs(packed).send([placed.places, *placed.new])
-    assert table.array is not None
-    bits, written = masks_at(table.array, sent.arrays, len(masks), placed.num_new, vocabulary)
+    """Return what each row may draw, and how many masks travelled. Rows with None have no mask."""
+    own = {i: mask for i, mask in enumerate(masks) if mask is not None}
+    placed = table.place([[mask] for mask in own.values()])
+    places = places_of_rows(range(len(masks)), len(masks), dict(zip(own, placed.places, strict=True)))
+    sent = Inputs(packed).send([places, *placed.new])
+    num_new = len(placed.new[0]) if placed.new else 0
+    bits, written = masks_at(table.array, sent.arrays, len(masks), num_new, vocabulary)
     mx.eval(bits, written)
     table.keep(written)
-    return [set(np.flatnonzero(row).tolist()) for row in np.array(bits)], placed.num_new
+    return [set(np.flatnonzero(row).tolist()) for row in np.array(bits)], num_new
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -74,5 +76,9 @@ def test_masks_of_the_same_sum_are_told_apart() -> None:
 
 def test_rows_are_given_their_masks_in_order() -> None:
     """Rows of a forward are named by the plan's row; a row with drafts has a mask for each position."""
-    found = masks_of_rows([3, 0, 0, 1], 6, {0: [b"a", b"b"], 3: [b"c"]})
-    assert found == [b"c", b"a", b"b", None, None, None]
+    table = MaskTable(40, 4)
+    a, b, c = (mask({n}, 40) for n in (1, 2, 3))
+    (first, other), (third,) = table.place([[a, b], [c]]).places
+    assert len({first, other, third, EVERYTHING}) == 4
+    found = places_of_rows([3, 0, 0, 1], 6, {0: [first, other], 3: [third]})
+    assert found.tolist() == [third, first, other, EVERYTHING, EVERYTHING, EVERYTHING]
