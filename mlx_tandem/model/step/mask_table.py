@@ -51,7 +51,7 @@ class MaskTable:
         # Masks are found by a keyed sum of their words and then compared, so that no two are confused.
         self._key: Any = np.random.default_rng().integers(1 << 64, size=self._words // 2, dtype=np.uint64)
         self._known: OrderedDict[int, int] = OrderedDict()  # places by the sum, the last used one at the end
-        self._host: Any = np.empty((0, 0), np.uint32)
+        self._contents: list[bytes] = [b""] * (self._room + 1)  # the masks by their place
         self._array: mx.array | None = None
 
     @property
@@ -73,18 +73,17 @@ class MaskTable:
 
     def place(self, masks: Sequence[Sequence[Mask]]) -> Placed:
         """Find places for the masks of each masked row of a plan. It touches no array of the device."""
-        if not self._host.size:
-            self._host = np.full((self._room + 1, self._words), 0xFFFFFFFF, np.uint32)
-        every = b"".join([mask for own in masks for mask in own])
-        words = np.frombuffer(every, np.uint32).reshape(-1, self._words)
-        sums: list[int] = (words[:, : 2 * len(self._key)].copy().view(np.uint64) @ self._key).tolist()
+        every, size = b"".join([mask for own in masks for mask in own]), 4 * self._words
+        words = np.frombuffer(every, np.uint32).reshape(-1, self._words)[:, : 2 * len(self._key)]
+        sums: list[int] = (np.ascontiguousarray(words).view(np.uint64) @ self._key).tolist()
         places, new = [], []
-        for digest, mask in zip(sums, words, strict=True):
-            while (place := self._known.get(digest)) is not None and not np.array_equal(self._host[place], mask):
+        for at, digest in enumerate(sums):
+            mask = every[at * size : (at + 1) * size]
+            while (place := self._known.get(digest)) is not None and self._contents[place] != mask:
                 digest += 1  # another mask has the same sum
             if place is None:
                 place = self._take(digest)
-                self._host[place] = mask
+                self._contents[place] = mask
                 new.append(place)
             self._known.move_to_end(digest)
             places.append(place)
@@ -108,7 +107,7 @@ class MaskTable:
         places = np.full(count, self._room, np.int32)
         places[: len(new)] = new
         words = np.zeros((count, self._words), np.uint32)
-        words[: len(new)] = self._host[new]
+        words[: len(new)] = [np.frombuffer(self._contents[place], np.uint32) for place in new]
         return places, words
 
 
