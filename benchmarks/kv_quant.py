@@ -88,7 +88,7 @@ def admitted(budget: int, bytes_per_token: int, prompt: int) -> int:
     for i in range(4096):
         scheduler.add(Request(i, (1 + i % 1000, 1 + i // 1000) + (5,) * (prompt - 2), SamplingParams(max_tokens=16)))
     scheduler.plan()
-    return scheduler.num_running
+    return scheduler.queue.num_running
 
 
 # --- perplexity -----------------------------------------------------------------------------------------------------

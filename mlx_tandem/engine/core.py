@@ -156,7 +156,9 @@ class EngineCore:
         """Add the occupancy to the outbox if it has changed since it was last sent."""
         s, pool = self._scheduler, self._gauges.pool
         deferred = self._num_deferred
-        occupancy = m.Occupancy(s.num_running, s.num_waiting + deferred, pool.used_blocks, pool.free_blocks, deferred)
+        occupancy = m.Occupancy(
+            s.queue.num_running, s.queue.num_waiting + deferred, pool.used_blocks, pool.free_blocks, deferred
+        )
         if occupancy != self._occupancy:
             self._occupancy = occupancy
             self._outbox.append(occupancy)
@@ -169,8 +171,8 @@ class EngineCore:
         prefixes, offload = s.prefix_counts, self._offload
         drive = self._opening.cache if self._opening is not None else None
         return EngineStats(
-            running=s.num_running,
-            waiting=s.num_waiting + self._num_deferred,
+            running=s.queue.num_running,
+            waiting=s.queue.num_waiting + self._num_deferred,
             used_blocks=gauges.pool.used_blocks,
             free_blocks=gauges.pool.free_blocks,
             cached_blocks=prefixes.blocks,
@@ -179,7 +181,7 @@ class EngineCore:
             prefix_evictions=prefixes.evictions,
             prompt_tokens=s.prompt_tokens,
             generated_tokens=s.generated_tokens,
-            preemptions=s.preemptions,
+            preemptions=s.queue.preemptions,
             steps=counts.steps,
             step_failures=self._step_failures,
             step_ms=counts.step_ms,

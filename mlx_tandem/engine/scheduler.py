@@ -18,9 +18,7 @@ where the next row of their sequence begins. A plan's masks are made when the pl
 from __future__ import annotations
 
 import time
-from bisect import bisect_left, insort_left, insort_right
 from collections.abc import Collection, Iterable, Mapping
-from operator import attrgetter
 from types import MappingProxyType
 
 from msgspec import structs
@@ -37,15 +35,11 @@ from mlx_tandem.engine.outcome import StepOutcome
 from mlx_tandem.engine.plan import CARRY, NOT_A_NUMBER, Mask, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Chunk, Prefill
 from mlx_tandem.engine.request_check import check_request
+from mlx_tandem.engine.run_queue import RunQueue
 from mlx_tandem.engine.sequence import Sequence, sequences_of
 from mlx_tandem.errors import InvalidRequest
-from mlx_tandem.kv.prefix import Match, PrefixCounts
+from mlx_tandem.kv.prefix import PrefixCounts
 from mlx_tandem.types import AdapterRef, Delta, Request, TokenLogprob
-
-OVERTAKEN_FOR_SLOT = 32
-"""Most requests that may overtake a request that waits for an adapter slot."""
-
-_PRIORITY = attrgetter("priority")
 
 _CARRIED = (CARRY,)
 
@@ -77,19 +71,12 @@ class Scheduler:
         self.prefill = Prefill(config, limits, vocab_size)
         self.drafting = Drafting(blocks, vocab_size, config.max_num_seqs)
         self.mask_maker: MaskMaker | None = None  # the owner sets it before the first request
-        # Both by priority, then first come first.
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
+        self.queue = RunQueue(config, blocks, slots)
         self._sequences: dict[int, Sequence] = {}
         self._choices: dict[int, dict[int, Sequence]] = {}  # by request id
         self._background: set[int] = set()  # requests made for training
-        self._moving: dict[int, Sequence] = {}  # by id: running ones that wait to continue under another version
-        self._seats = list(range(config.max_num_seqs - 1, -1, -1))
-        self._uploads: list[tuple[int, str]] = []  # for the next plan
         self._started: list[tuple[int, float]] = []  # for the next `take_events`
-        self._preempted: list[int] = []
         self._next_id = self._num_masked = 0  # the latter counts open choices
-        self.preemptions = 0
         self.prompt_tokens = 0
         self.generated_tokens = 0
 
@@ -111,7 +98,7 @@ class Scheduler:
         self._choices[request.id] = {s.choice: s for s in choices}
         if request.background:
             self._background.add(request.id)
-        insort_right(self._waiting, choices[0], key=_PRIORITY)
+        self.queue.add(choices[0])
         self._blocks.read_ahead(choices[0])
         self.prompt_tokens += len(request.prompt)
 
@@ -135,7 +122,7 @@ class Scheduler:
                 s.go_under(ref)
             else:
                 s.next_adapter = ref
-                self._moving[s.id] = s
+                self.queue.follow(s)
         return list(dict.fromkeys(s.request.id for s in followers))
 
     def digests(self, request: int) -> set[str]:
@@ -159,16 +146,6 @@ class Scheduler:
         return self._choices.keys()
 
     @property
-    def num_running(self) -> int:
-        """Number of sequences that have a seat."""
-        return self.max_num_seqs - len(self._seats)
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of choices that wait for a seat."""
-        return sum(1 + len(s.siblings) for s in self._waiting)
-
-    @property
     def offload(self) -> KVOffload | None:
         """The KV offload, if there is one."""
         return self._blocks.offload
@@ -188,12 +165,10 @@ class Scheduler:
 
         The former come once each, with the time in seconds of the monotonic clock, the latter once for each preemption.
         """
-        events = self._started, self._preempted
-        if self._started:
+        started = self._started
+        if started:
             self._started = []
-        if self._preempted:
-            self._preempted = []
-        return events
+        return started, self.queue.take_preempted()
 
     def plan(self, background: bool = True) -> StepPlan | None:
         """Return the next unit of device work, None when there is none now.
@@ -203,20 +178,19 @@ class Scheduler:
         left_out = set() if background or not self.has_users else self._background
         rows: list[Row] = []
         self._blocks.poll()
-        for s in list(self._moving.values()):
-            self._move(s)
-        self._begin_waiting(left_out)
+        self.queue.move()
+        self.queue.begin_waiting(left_out)
         loads = self._blocks.take_loads()
         for s in [s for s in self._wanted(left_out) if s.siblings and s.scheduled == s.prompt_length - 1]:
-            self._fork(s)
+            self.queue.fork(s)
         drafting = self.drafting
         wanted = self._wanted(left_out)
-        drafting.begin(self._running, wanted)
+        drafting.begin(self.queue.running, wanted)
         for s in wanted:
             # A row before this one may have taken the sequence's blocks, and then the sequence has lost its seat.
             if s.seat < 0 or not s.wants_decode or s.siblings or (s.pending and self._waits_for_token(s)):
                 continue
-            if not self._reserve(s, s.scheduled + 1, rows):
+            if not self.queue.reserve(s, s.scheduled + 1, rows):
                 continue
             newest = _CARRIED if s.pending else (s.tokens[-1],)
             drafts = () if drafting.proposes is None or (s.pending and s.is_masked) else drafting.drafts(s, rows)
@@ -225,18 +199,13 @@ class Scheduler:
         saves = self._blocks.take_saves()
         if not (rows or loads or saves):
             return None
-        new = [s for s in self._running if not s.is_seated]
+        new = [s for s in self.queue.running if not s.is_seated]
         planned = {row.sequence for row in rows} if new else ()
         seatings = [s.take_seat() for s in new if s.id in planned]
-        # The sequence of an upload may have ended: an adapter that nobody uses is not written, so it is not resident.
-        uploads = [(slot, digest) for slot, digest in self._uploads if self._slots.references(digest)]
-        for _, digest in set(self._uploads) - set(uploads):
-            self._slots.lost(digest)
+        uploads = self.queue.take_uploads()
         constrained = enumerate(rows) if self._num_masked else ()
         masked = tuple([i for i, row in constrained if row.sample and self._sequences[row.sequence].is_masked])
-        plan = StepPlan(tuple(rows), tuple(uploads), self._blocks.take_copies(), tuple(seatings), saves, loads, masked)
-        self._uploads = []
-        return plan
+        return StepPlan(tuple(rows), uploads, self._blocks.take_copies(), tuple(seatings), saves, loads, masked)
 
     def masks(self, plan: StepPlan, drawn: Mapping[int, tuple[int, ...]] = _NOTHING) -> list[list[Mask]]:
         """Return the masks for the newest plan, as `Runner.sample` takes them.
@@ -249,7 +218,8 @@ class Scheduler:
 
     def _wanted(self, left_out: Collection[int]) -> list[Sequence]:
         """Return the running sequences whose requests are not left out and whose blocks are loaded."""
-        wanted = [s for s in self._running if s.request.id not in left_out] if left_out else self._running
+        running = self.queue.running
+        wanted = [s for s in running if s.request.id not in left_out] if left_out else running
         return [s for s in wanted if not self._blocks.is_loading(s)] if self._blocks.has_loads else list(wanted)
 
     def _waits_for_token(self, s: Sequence) -> bool:
@@ -260,7 +230,7 @@ class Scheduler:
         """Add the chunks of prompts for this plan to its rows."""
 
         def take(s: Sequence, tokens: int, *, piggybacked: bool = False) -> Chunk | None:
-            if s.seat < 0 or not self._reserve(s, s.scheduled + tokens, rows):
+            if s.seat < 0 or not self.queue.reserve(s, s.scheduled + tokens, rows):
                 return None
             chunk = tuple(s.tokens[s.scheduled : s.scheduled + tokens])
             rows.append(self._row(s, _PROMPT, chunk, piggybacked))
@@ -302,172 +272,6 @@ class Scheduler:
             x.cached = s.cached
         self._started.append((s.request.id, time.monotonic()))
 
-    def _begin_waiting(self, left_out: Collection[int]) -> None:
-        """Let waiting sequences run while there are seats, blocks for all of their tokens, and adapter slots.
-
-        A sequence waits while another reads a prompt with the same beginning, or the drive returns more of its blocks.
-        """
-        blocked: list[Sequence] = []
-        patience = OVERTAKEN_FOR_SLOT  # the least that is left among the blocked
-        while self._waiting and patience > 0:
-            s = self._waiting[0]
-            if s.pending or len(blocked) > OVERTAKEN_FOR_SLOT or s.request.id in left_out:
-                break
-            group = [s, *s.siblings]
-            waits = not self._may_have_slot(s)
-            if not waits:
-                match = self._find_room(s, group)
-                if match is None:
-                    break
-                waits = self._blocks.leader(s, match) is not None or self._blocks.awaits(s, match)
-            del self._waiting[0]
-            if waits or not self._take_slot(group):
-                blocked.append(s)
-                patience = min(patience, OVERTAKEN_FOR_SLOT - s.overtaken)
-                continue
-            for b in blocked:
-                b.overtaken += 1
-            patience -= bool(blocked)
-            self._blocks.begin(s)
-            for x in group:
-                x.seat = self._seats.pop()
-            insort_right(self._running, s, key=_PRIORITY)
-        self._waiting[:0] = blocked
-
-    def _find_room(self, s: Sequence, group: list[Sequence]) -> Match | None:
-        """Return the cached prefix of `s` if there are seats for `group` and blocks for the rest; else None."""
-        while True:
-            if len(group) <= len(self._seats):
-                match = self._blocks.match(s)
-                running = self._running
-                short = self._blocks.short(s, match, len(running)) if running else None
-                if not running or (short is None and self._has_tokens_for(s)):
-                    return match
-                if short is not None and not short.keeps_all and any(self._blocks.slide(x) for x in running):
-                    continue
-            if not self._displace_for(s):
-                return None
-
-    def _has_tokens_for(self, s: Sequence) -> bool:
-        """Return whether `s` fits into `max_inflight_tokens` besides the running sequences."""
-        most = self._config.max_inflight_tokens
-        return not most or sum(x.most_tokens * (1 + len(x.siblings)) for x in (*self._running, s)) <= most
-
-    def _displace_for(self, s: Sequence) -> bool:
-        """Preempt the last sequence made for training in favour of a user's sequence; return whether there was one."""
-        if s.request.background or not self._running or not self._running[-1].request.background:
-            return False
-        self._preempt(self._running[-1])
-        return True
-
-    def _may_have_slot(self, s: Sequence) -> bool:
-        """Return whether `_take_slot` may succeed.
-
-        It is asked in every plan before the prompt is looked up, which takes milliseconds for long prompts.
-        """
-        digest = s.adapter_digest
-        if digest is None or self._slots.slot(digest) is not None or self._slots.available():
-            return True
-        return not s.request.background and self._users_slots() < self._slots.n
-
-    def _take_slot(self, group: list[Sequence]) -> bool:
-        """Give each of `group` its adapter's slot. Return False, and take nothing, when there is no slot."""
-        first = group[0]
-        if first.adapter_digest is None:
-            for s in group:
-                s.slot = 0
-            return True
-        assignment = self._slots.acquire(first.adapter_digest)
-        if assignment is None and self._users_slots() < self._slots.n:
-            while assignment is None and self._displace_for(first):
-                assignment = self._slots.acquire(first.adapter_digest)
-        if assignment is None:
-            return False
-        if assignment.upload:
-            self._uploads.append((assignment.slot, first.adapter_digest))
-        for s in group:
-            s.slot = assignment.slot
-            if s is not first:
-                self._slots.acquire(first.adapter_digest)
-        return True
-
-    def _users_slots(self) -> int:
-        """Return how many slots users' running sequences hold."""
-        return len({s.adapter_digest for s in self._running if not s.request.background} - {None})
-
-    def _move(self, s: Sequence) -> None:
-        """Let `s` continue under the version that it follows, if that has a slot."""
-        ref = s.next_adapter
-        assert ref is not None and s.adapter is not None
-        if ref.digest != s.adapter.digest:
-            assignment = self._slots.acquire(ref.digest)
-            if assignment is None:
-                return
-            if assignment.upload:
-                self._uploads.append((assignment.slot, ref.digest))
-            self._slots.release(s.adapter.digest)
-            s.slot = assignment.slot
-            self._blocks.mix(s)
-        s.go_under(ref)
-        del self._moving[s.id]
-
-    def _fork(self, s: Sequence) -> None:
-        """Let the siblings of `s` run: all of the prompt but its last token is computed and shared.
-
-        Each then computes the last prompt token itself, which draws its own first token.
-        """
-        siblings, s.siblings = s.siblings, []
-        at = self._running.index(s) + 1
-        for f in siblings:
-            if self._blocks.fork(s, f):
-                self._running.insert(at, f)
-                at += 1
-            else:
-                self._leave(f)
-                insort_left(self._waiting, f, key=_PRIORITY)
-
-    def _reserve(self, s: Sequence, positions: int, rows: list[Row]) -> bool:
-        """Take blocks for `positions` of `s`; return False when `s` itself had to be preempted.
-
-        If blocks are missing, sequences without a row in this plan give back blocks outside their windows, and then the
-        last of them are preempted.
-        """
-        if positions <= s.room or self._blocks.reserve(s, positions):
-            return True
-        planned = {row.sequence for row in rows}
-        for x in self._running:
-            if x.id not in planned:
-                self._blocks.slide(x)
-        while not self._blocks.reserve(s, positions):
-            victim = next(v for v in reversed(self._running) if v.id not in planned)
-            self._preempt(victim)
-            if victim is s:
-                return False
-        return True
-
-    def _preempt(self, s: Sequence) -> None:
-        """Let a running sequence give everything back and wait again."""
-        self.preemptions += 1
-        self._preempted.append(s.request.id)
-        self._running.remove(s)
-        for x in (s, *s.siblings):
-            self._leave(x)
-        # A sequence that was admitted and had no row yet comes after those that had one.
-        insort_left(self._waiting, s, key=lambda x: (x.priority, x.cached is None))
-
-    def _leave(self, s: Sequence) -> None:
-        """Give back the blocks, the seat and the slot of a sequence, if it has any."""
-        if s.seat < 0:
-            return
-        self._blocks.leave(s)
-        self._seats.append(s.seat)
-        if s.adapter_digest is not None:
-            self._slots.release(s.adapter_digest)
-        if s.next_adapter is not None:
-            s.go_under(s.next_adapter)
-            del self._moving[s.id]
-        s.seat, s.slot, s.is_seated = -1, -1, False
-
     def _end(self, s: Sequence) -> None:
         """End a sequence, whether it waits or runs."""
         self._blocks.forget(s)
@@ -480,24 +284,7 @@ class Scheduler:
         if not choices:
             del self._choices[s.request.id]
             self._background.discard(s.request.id)
-        for leader in choices.values():
-            if s in leader.siblings:
-                leader.siblings.remove(s)
-                self._leave(s)
-                return
-        place = bisect_left(self._waiting, s.priority, key=_PRIORITY)  # for the sibling that takes its place
-        if s in self._running:
-            self._running.remove(s)
-        elif s in self._waiting:
-            place = self._waiting.index(s)
-            del self._waiting[place]
-        self._leave(s)
-        if s.siblings:  # nobody computes their prompt any more, so the next of them starts over
-            heir, *others = s.siblings
-            for f in s.siblings:
-                self._leave(f)
-            heir.siblings, heir.overtaken, heir.cached = others, s.overtaken, s.cached
-            self._waiting.insert(place, heir)
+        self.queue.remove(s, choices.values())
 
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutcome:
         """Take in the result of a step and return its outcome. Sequences that ended meanwhile are skipped."""
@@ -575,26 +362,11 @@ class Scheduler:
             self.cancel(request)
         for s in self._sequences.values():
             s.pending = s.slack = 0  # tokens that were drawn in these steps are drawn again
-        for s in list(reversed(self._running)):
-            self._preempt(s)
-        # Nobody holds a slot now, and these uploads may not have been written, so their adapters are not resident.
-        for _, digest in [u for plan in plans for u in plan.uploads] + self._uploads:
-            self._slots.lost(digest)
-        self._uploads = []
+        self.queue.fail([upload for plan in plans for upload in plan.uploads])
         return failed
 
     def check(self) -> None:
         """Assert the invariants; for tests, between steps."""
         self._blocks.check(self._sequences.values())
-        held = [s.seat for s in self._sequences.values() if s.seat >= 0]
-        assert sorted(held + self._seats) == list(range(self._config.max_num_seqs)), "a seat is lost or shared"
-        siblings = [f for s in (*self._running, *self._waiting) for f in s.siblings]
-        everyone = [*self._running, *self._waiting, *siblings]
-        assert sorted(s.id for s in everyone) == sorted(self._sequences), "a sequence is lost or doubled"
-        assert all(s.seat >= 0 for s in self._running)
-        assert all(s.seat < 0 for s in self._waiting)
-        assert all(s.seat >= 0 and s.next_adapter is not None for s in self._moving.values())
-        assert self._moving.keys() == {s.id for s in self._sequences.values() if s.next_adapter is not None}
+        self.queue.check(self._sequences.values())
         assert self._background == {s.request.id for s in self._sequences.values() if s.request.background}
-        for queue in (self._waiting, self._running):
-            assert queue == sorted(queue, key=_PRIORITY), "the order of priorities is lost"

@@ -103,7 +103,7 @@ class Loop:
 
     def step(self, background: bool = True) -> bool:
         """One turn; False when there was nothing to do."""
-        before = list(self.scheduler._running)
+        before = list(self.scheduler.queue.running)
         users = {s.request.id for s in self.scheduler._sequences.values() if not s.request.background}
         if not self._sample():
             return True
@@ -112,7 +112,7 @@ class Loop:
             assert not any(row.background for row in plan.rows), "rows made for training run that were left out"
         self._look_at_events(plan)
         self._look_at_running(before)
-        for s in self.scheduler._running:
+        for s in self.scheduler.queue.running:
             self.admitted.setdefault(s.request.id, len(self.admitted))
         if plan is None and not self._flights:
             offload = self.scheduler.offload
@@ -136,7 +136,7 @@ class Loop:
         self.steps += 1
         self.scheduler.check()
         self.slots.check()
-        waiting = [(s.priority, s.request.id not in self.admitted) for s in self.scheduler._waiting]
+        waiting = [(s.priority, s.request.id not in self.admitted) for s in self.scheduler.queue.waiting]
         assert waiting == sorted(waiting), "whoever has run before comes first among equals"
         return True
 
@@ -149,14 +149,14 @@ class Loop:
         """Everything has ended, once, and nothing is held."""
         assert not self.open_choices(), f"never ended: {self.open_choices()}"
         assert not list(self.scheduler.requests)
-        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert self.scheduler.queue.num_running == self.scheduler.queue.num_waiting == 0
         for group in self.scheduler._blocks.groups:
             assert group.pool.used_blocks == 0, "blocks leak"
             group.pool.check([])
         self._look_at_events(None)
         said = sum(map(len, self.tokens.values()))
         assert self.scheduler.generated_tokens == said, "another number of tokens is counted than was said"
-        assert self.preempted.total() == self.scheduler.preemptions, "a preemption is not told, or told twice"
+        assert self.preempted.total() == self.scheduler.queue.preemptions, "a preemption is not told, or told twice"
         assert self.started.keys() <= self.requests.keys()
         offload = self.scheduler.offload
         assert offload is None or not (offload.reads.is_reading or offload.saves._flights), (
@@ -193,7 +193,7 @@ class Loop:
             assert request in self.started, "a request has a row and was not said to start"
 
     def _look_at_running(self, before: list[Sequence]) -> None:
-        running = self.scheduler._running
+        running = self.scheduler.queue.running
         preempted = [s.priority for s in before if s not in running and s.seat < 0]
         kept = [s.priority for s in before if s in running]
         assert not preempted or not kept or max(kept) <= min(preempted), "one that mattered more was preempted"

@@ -11,13 +11,13 @@ import pytest
 from msgspec import structs
 
 from mlx_tandem.adapters.slots import Assignment, SlotTable
-from mlx_tandem.engine import block_manager, drafting, masks, scheduler
-from mlx_tandem.engine import scheduler as scheduler_module
+from mlx_tandem.engine import block_manager, drafting, masks, run_queue, scheduler
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.drafting import Drafting
 from mlx_tandem.engine.outcome import StepOutcome
 from mlx_tandem.engine.plan import CARRY, Mask, Row, RowKind, StepPlan, StepResult
 from mlx_tandem.engine.prefill import Prefill
+from mlx_tandem.engine.run_queue import RunQueue
 from mlx_tandem.engine.scheduler import Scheduler
 from mlx_tandem.engine.sequence import Sequence
 from mlx_tandem.kv import prefix
@@ -163,13 +163,13 @@ def _replace(s: Sequence, at: int, block: int) -> None:
 
 
 def _keep_seated(patch: pytest.MonkeyPatch) -> None:
-    def leave(self: Scheduler, s: Sequence) -> None:
+    def leave(self: RunQueue, s: Sequence) -> None:
         seated = s.is_seated
         original(self, s)
         s.is_seated = seated
 
-    original = Scheduler._leave
-    patch.setattr(Scheduler, "_leave", leave)
+    original = RunQueue._leave
+    patch.setattr(RunQueue, "_leave", leave)
 
 
 def _fork(share: bool, copy: bool, whole: bool = False) -> Plant:
@@ -303,7 +303,7 @@ def _early_release(patch: pytest.MonkeyPatch) -> None:
 
     def plan(self: Scheduler, *args: Any) -> StepPlan | None:
         made = original(self, *args)
-        for s in self._running:
+        for s in self.queue.running:
             if made and s.is_complete and s.table:
                 self._blocks.groups[0].pool.release(s.table[-1:])
                 s.tables = (s.table[:-1], *s.tables[1:])
@@ -339,12 +339,12 @@ def _speak_of_the_dead(patch: pytest.MonkeyPatch) -> None:
 def _never_mind_pending(patch: pytest.MonkeyPatch) -> None:
     """A preempted sequence comes back although a token of it is still on the device."""
 
-    def preempt(self: Scheduler, s: Sequence) -> None:
+    def preempt(self: RunQueue, s: Sequence) -> None:
         original(self, s)
         s.pending = 0
 
-    original = Scheduler._preempt
-    patch.setattr(Scheduler, "_preempt", preempt)
+    original = RunQueue.preempt
+    patch.setattr(RunQueue, "preempt", preempt)
 
 
 def _lose_heirs(patch: pytest.MonkeyPatch) -> None:
@@ -352,7 +352,7 @@ def _lose_heirs(patch: pytest.MonkeyPatch) -> None:
 
     def end(self: Scheduler, s: Sequence) -> None:
         for f in s.siblings:
-            self._leave(f)
+            self.queue._leave(f)
         s.siblings = []
         original(self, s)
 
@@ -363,15 +363,15 @@ def _lose_heirs(patch: pytest.MonkeyPatch) -> None:
 def _preempt_oldest(patch: pytest.MonkeyPatch) -> None:
     """Blocks are taken from the oldest sequence, whose row may be in the plan already."""
 
-    def reserve(self: Scheduler, s: Sequence, positions: int, rows: list[Row]) -> bool:
+    def reserve(self: RunQueue, s: Sequence, positions: int, rows: list[Row]) -> bool:
         while not self._blocks.reserve(s, positions):
-            victim = self._running[0]
-            self._preempt(victim)
+            victim = self.running[0]
+            self.preempt(victim)
             if victim is s:
                 return False
         return True
 
-    patch.setattr(Scheduler, "_reserve", reserve)
+    patch.setattr(RunQueue, "reserve", reserve)
 
 
 def _forget_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -502,19 +502,19 @@ def _leave_unclean(patch: pytest.MonkeyPatch) -> None:
 
 def _first_come_first_served(patch: pytest.MonkeyPatch) -> None:
     """What a request says of its priority is not heard; nor is the check that would notice."""
-    patch.setattr(scheduler_module, "_PRIORITY", lambda s: (False, 0))
+    patch.setattr(run_queue, "_PRIORITY", lambda s: (False, 0))
 
 
 def _lose_the_place(patch: pytest.MonkeyPatch) -> None:
     """Whoever was preempted waits behind its equals."""
 
-    def preempt(self: Scheduler, s: Sequence) -> None:
+    def preempt(self: RunQueue, s: Sequence) -> None:
         original(self, s)
-        self._waiting.remove(s)
-        insort_right(self._waiting, s, key=lambda x: x.priority)
+        self.waiting.remove(s)
+        insort_right(self.waiting, s, key=lambda x: x.priority)
 
-    original = Scheduler._preempt
-    patch.setattr(Scheduler, "_preempt", preempt)
+    original = RunQueue.preempt
+    patch.setattr(RunQueue, "preempt", preempt)
 
 
 def _score_twice(patch: pytest.MonkeyPatch) -> None:
@@ -549,13 +549,13 @@ def _read_everything(patch: pytest.MonkeyPatch) -> None:
 def _follow_in_name_only(patch: pytest.MonkeyPatch) -> None:
     """A follower says the new version and stays in the old one's slot."""
 
-    def move(self: Scheduler, s: Sequence) -> None:
+    def move(self: RunQueue, s: Sequence) -> None:
         slot = s.slot
         original(self, s)
         s.slot = slot
 
-    original = Scheduler._move
-    patch.setattr(Scheduler, "_move", move)
+    original = RunQueue._move
+    patch.setattr(RunQueue, "_move", move)
 
 
 def _name_the_newest(patch: pytest.MonkeyPatch) -> None:
@@ -982,7 +982,7 @@ PLANTS: dict[str, Plant] = {
     "what is known of a prompt is taken in twice": _score_twice,
     "a prompt's logprobs are handed out twice": _hand_out_again,
     "any number of prompts is read at once": _read_everything,
-    "any number of tokens is in flight": _attribute(Scheduler, "_has_tokens_for", lambda self, s: True),
+    "any number of tokens is in flight": _attribute(RunQueue, "_has_tokens_for", lambda self, s: True),
     "a follower stays in its slot": _follow_in_name_only,
     "a token names the newest version": _name_the_newest,
     "everybody follows": _follow_without_being_asked,
@@ -1034,7 +1034,7 @@ PLANTS: dict[str, Plant] = {
         StateGroup, "first_needed", lambda self, position: position // self.pool.block_size
     ),
     "each group is asked once what it knows": _ask_each_group_once,
-    "whoever waits for a slot waits for ever": _attribute(scheduler_module, "OVERTAKEN_FOR_SLOT", 1000),
+    "whoever waits for a slot waits for ever": _attribute(run_queue, "OVERTAKEN_FOR_SLOT", 1000),
 }
 
 OF_SPOILS = {"blocks are published before their step is read"}

@@ -108,7 +108,7 @@ def test_adapters_in_one_batch_say_what_each_says_merged(
     crowded = engine.run(
         [ask(i, d, max_tokens=24, prompt=p) for i, (d, p) in enumerate([(a, 0), (b, 2), (None, 3)])], blocks=7
     )
-    assert crowded.scheduler.preemptions > 0
+    assert crowded.scheduler.queue.preemptions > 0
     ties += assert_agrees(crowded, oracles, "mixed and preempted")
     again = engine.loop()
     for turn in range(2):  # each adapter finds its own keys and values of one prompt, and no other's
@@ -207,7 +207,7 @@ def test_seeded_draws_do_not_depend_on_what_runs_beside_them(
         assert choices(beside) == alone
     short = [r for r in requests if len(r.prompt) < 10]
     crowded = engine.run(short, blocks=7)
-    assert crowded.scheduler.preemptions > 0
+    assert crowded.scheduler.queue.preemptions > 0
     assert choices(crowded) == {key: alone[key] for key in crowded.tokens}
 
 
@@ -275,7 +275,7 @@ def test_a_penalty_remembers_what_was_said_before_a_preemption(
     requests = [Request(i, (20 + i, 9), penalised) for i in range(3)]
     alone = choices(*(sampling_engine.run([r]) for r in requests))
     crowded = sampling_engine.run(requests, blocks=7)
-    assert crowded.scheduler.preemptions > 0
+    assert crowded.scheduler.queue.preemptions > 0
     assert choices(crowded) == alone
 
 
@@ -320,7 +320,7 @@ def test_nothing_that_stops_is_drawn_before_min_tokens(sampling_engine: Engine) 
         assert tokens[20 + 2 * number :] in ([7], []), "the bias forces it then"
         assert not set(banned) & set(tokens[: 20 + 2 * number])
     crowded = sampling_engine.run(requests, blocks=7)
-    assert crowded.scheduler.preemptions > 0
+    assert crowded.scheduler.queue.preemptions > 0
     assert choices(crowded) == alone
     unmasked = sampling_engine.run([asking(0, 0), asking(1, 10)])
     assert unmasked.tokens[0, 0] == [7]

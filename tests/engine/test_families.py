@@ -63,7 +63,7 @@ def check_every_way(engine: Engine, oracle: Oracle, record: Callable[[str, objec
     ties += assert_agrees(engine.run(everyone, chunks=7, stagger=2), oracle, "chunked")
 
     crowded = engine.run([ask(i, PROMPTS[i], max_tokens=24) for i in (0, 2, 3)], blocks=7)
-    assert crowded.scheduler.preemptions > 0
+    assert crowded.scheduler.queue.preemptions > 0
     ties += assert_agrees(crowded, oracle, "preempted")
 
     # Positions of 13 tokens that end within a block, which each choice needs its own copy of; 32 end with one.
@@ -76,7 +76,7 @@ def check_at_once(engine: Engine, oracle: Oracle, record: Callable[[str, object]
     """Batched, chunked, preempted, forked, one request after the other joining: all in one run; and a pair."""
     crowd = [ask(1, PROMPTS[1], n=2), *(ask(i, PROMPTS[i], max_tokens=24) for i in (0, 2, 3))]
     crowded = engine.run(crowd, blocks=12, chunks=7, stagger=2)
-    assert crowded.scheduler.preemptions > 0
+    assert crowded.scheduler.queue.preemptions > 0
     assert len(set(crowded.tokens[1, 0])) > 1, "a model that repeats one token shows little"
     ties = assert_agrees(crowded, oracle, "all at once")
     pair = [ask(i, p) for i, p in enumerate(PROMPTS)][: tiny_models.KV_HEADS]

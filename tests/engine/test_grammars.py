@@ -159,7 +159,7 @@ def play(rng: Random) -> tuple[int, int, int, int]:
             assert pattern.startswith("start") or re.fullmatch(pattern, text), text
             matched += 1
     grammars.close()
-    return len(loop.finished), matched, engine.scheduler.preemptions, engine.runner.drafted
+    return len(loop.finished), matched, engine.scheduler.queue.preemptions, engine.runner.drafted
 
 
 def draw(rng: Random, number: int, prompts: list[tuple[int, ...]], seats: int, room: int) -> Request:

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from mlx_tandem.engine import block_manager
-from mlx_tandem.engine import scheduler as scheduler_module
+from mlx_tandem.engine import block_manager, run_queue
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.kv_offload import reads
 from mlx_tandem.engine.kv_offload.reads import KVReads
@@ -28,7 +27,7 @@ WHOLE = (len(PROMPT) - 1) // 4  # blocks of it that can be found
 
 @pytest.fixture(autouse=True)
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler_module, "OVERTAKEN_FOR_SLOT", PATIENCE)
+    monkeypatch.setattr(run_queue, "OVERTAKEN_FOR_SLOT", PATIENCE)
     monkeypatch.setattr(block_manager, "WORTH_WAITING", 1)
     monkeypatch.setattr(reads, "WORTH_READING", 1)
 

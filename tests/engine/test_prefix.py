@@ -78,7 +78,7 @@ def test_what_is_not_worth_it_is_not_waited_for() -> None:
     engine.loop.add(ask(0, PROMPT * 4))
     engine.loop.add(ask(1, (*PROMPT[:12], 5, 5, 5)))
     engine.loop.step()
-    assert engine.scheduler.num_running == 2
+    assert engine.scheduler.queue.num_running == 2
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -98,13 +98,13 @@ def test_whoever_waits_for_another_s_prompt_goes_on_without_it(
         for i in range(3):
             loop.add(ask(i))
         loop.step()
-        assert scheduler.num_running == 1, "two wait"
+        assert scheduler.queue.num_running == 1, "two wait"
         while loop.steps < moment:
             loop.step()
         if end == "cancel":
             loop.cancel(0)
-        elif end == "preempt" and scheduler._running:
-            scheduler._preempt(scheduler._running[0])
+        elif end == "preempt" and scheduler.queue.running:
+            scheduler.queue.preempt(scheduler.queue.running[0])
         loop.run()
         loop.assert_idle()
         assert_exact(loop)
@@ -131,7 +131,7 @@ def test_what_two_versions_have_computed_is_for_nobody(moves: str) -> None:
     loop.add(ask(0, adapter=old, max_tokens=12, follow=True))
     steps_until(engine, lambda: len(loop.tokens[0, 0]) == 3)
     if moves == "while it waits":
-        scheduler._preempt(scheduler._running[0])
+        scheduler.queue.preempt(scheduler.queue.running[0])
     loop.follow(new)
     loop.run()
     said = (*PROMPT, *loop.tokens[0, 0])

@@ -66,7 +66,7 @@ def test_a_family_says_in_a_crowd_what_it_says_alone(family: str, tmp_path: Path
     engine, oracle = make_engine(folder, kv_bits=8), {None: Oracle.load(folder, kv_bits=8)}
     assert engine.built.info.kv_bits == 8
     crowded = engine.run(crowd(), blocks=12, chunks=7, stagger=2)
-    assert crowded.scheduler.preemptions > 0
+    assert crowded.scheduler.queue.preemptions > 0
     assert_says_the_same(crowded, oracle, 8, "crowded")
 
 

@@ -12,8 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlx_tandem.engine import block_manager, prefill
-from mlx_tandem.engine import scheduler as scheduler_module
+from mlx_tandem.engine import block_manager, prefill, run_queue
 from mlx_tandem.engine.plan import Runner, StepPlan
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import Request, SamplingParams
@@ -27,7 +26,7 @@ PATIENCE = 2
 @pytest.fixture(autouse=True)
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few that random workloads reach it; and they wait for one another's prompts for little."""
-    monkeypatch.setattr(scheduler_module, "OVERTAKEN_FOR_SLOT", PATIENCE)
+    monkeypatch.setattr(run_queue, "OVERTAKEN_FOR_SLOT", PATIENCE)
     monkeypatch.setattr(block_manager, "WORTH_WAITING", 1)
 
 
@@ -231,7 +230,7 @@ def test_a_cancel_gives_everything_back_at_once() -> None:
     loop.cancel(0)
     assert loop.pool.used_blocks == 0
     assert loop.slots.references("a") == 0
-    assert loop.scheduler.num_running == loop.scheduler.num_waiting == 0
+    assert loop.scheduler.queue.num_running == loop.scheduler.queue.num_waiting == 0
     loop.run()
     loop.assert_idle()
 
@@ -281,7 +280,7 @@ def test_a_request_runs_with_all_its_choices_or_waits() -> None:
     loop.add(request(0, n=2))
     loop.add(request(1, n=2))
     loop.step()
-    assert (loop.scheduler.num_running, loop.scheduler.num_waiting) == (2, 2)
+    assert (loop.scheduler.queue.num_running, loop.scheduler.queue.num_waiting) == (2, 2)
     loop.run()
     loop.assert_idle()
     assert_exact(loop)
@@ -349,7 +348,7 @@ def test_a_request_that_fills_the_pool_alone_runs_beside_others() -> None:
     for i in range(4):
         loop.add(request(i, (1, 2, 3, 4), max_tokens=8, temperature=0.0, penalty=1.0))
     loop.run()
-    assert loop.scheduler.preemptions > 0
+    assert loop.scheduler.queue.preemptions > 0
     loop.assert_idle()
     assert_exact(loop)
 
@@ -362,7 +361,7 @@ def test_what_is_over_does_not_come_back_after_preemption() -> None:
         for i in range(3):
             engine.loop.add(request(i, (i + 1,), max_tokens=4, penalty=1.0))
         engine.loop.run()
-        preempted += engine.scheduler.preemptions
+        preempted += engine.scheduler.queue.preemptions
         assert_exact(engine.loop)
         engine.loop.assert_idle()
     assert preempted > 3
@@ -409,7 +408,7 @@ def test_what_matters_more_runs_first_and_keeps_its_blocks() -> None:
     for i, priority in enumerate((7, -7, 0)):
         engine.loop.add(request(i, (1, 2), max_tokens=10, priority=priority))
     engine.loop.run()
-    assert engine.scheduler.preemptions > 0
+    assert engine.scheduler.queue.preemptions > 0
     assert list(engine.loop.finished) == [(1, 0), (2, 0), (0, 0)]
     assert_exact(engine.loop)
 
@@ -434,7 +433,7 @@ def test_tokens_in_flight_are_limited_and_one_request_always_runs() -> None:
         loop.add(request(i, max_tokens=7))  # two fit
     most = 0
     while loop.step():
-        most = max(most, loop.scheduler.num_running)
+        most = max(most, loop.scheduler.queue.num_running)
     assert most == 2
     loop.assert_idle()
     assert_exact(loop)
@@ -474,7 +473,7 @@ def test_what_is_known_of_a_prompt_is_not_scored_again_after_a_preemption(monkey
     scored = []
     for _ in range(2):
         loop.step()
-    scheduler._preempt(scheduler._running[0])
+    scheduler.queue.preempt(scheduler.queue.running[0])
     while plan := scheduler.plan():
         scored.append(len(plan.rows[0].targets))
         loop.take(plan, engine.runner.launch(plan))

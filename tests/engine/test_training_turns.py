@@ -378,7 +378,7 @@ def test_rows_made_for_training_take_no_seat_before_their_share(front: Front) ->
     front.duty.note_training(1e6)
     front.send(m.Submit(request(0, max_tokens=8)), m.Submit(background(request(1))))
     front.turn(3)
-    assert (front.scheduler.num_running, front.scheduler.num_waiting) == (1, 1)
+    assert (front.scheduler.queue.num_running, front.scheduler.queue.num_waiting) == (1, 1)
     front.finish()
     assert front.tokens(1) == expected(request(1), 0)
 
@@ -407,7 +407,7 @@ def test_nothing_gives_way_that_would_not_help(make_front: MakeFront) -> None:
         front.send(m.Submit(r))
         front.turn()
     front.finish()
-    assert front.scheduler.preemptions == 0
+    assert front.scheduler.queue.preemptions == 0
     assert [front.tokens(r.id) for r in asked] == [expected(r, 0) for r in asked]
 
 

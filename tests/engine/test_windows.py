@@ -10,8 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_tandem.engine import block_manager
-from mlx_tandem.engine import scheduler as scheduler_module
+from mlx_tandem.engine import block_manager, run_queue
 from mlx_tandem.engine.block_manager import BlockManager
 from mlx_tandem.engine.kv_offload import reads
 from mlx_tandem.engine.sequence import Sequence
@@ -33,7 +32,7 @@ LONG = [tuple(_rng.integers(3, tiny_models.VOCAB, n).tolist()) for n in (70, 5, 
 @pytest.fixture(autouse=True)
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """And steps that are traced anew, which spares a compiler per family."""
-    monkeypatch.setattr(scheduler_module, "OVERTAKEN_FOR_SLOT", 2)
+    monkeypatch.setattr(run_queue, "OVERTAKEN_FOR_SLOT", 2)
     monkeypatch.setattr(block_manager, "WORTH_WAITING", 1)
     mx.disable_compile()
     yield
@@ -210,7 +209,7 @@ def test_a_long_prompt_is_read_in_a_pool_for_one_window(depth: int) -> None:
     """With others beside it, who decode; nobody is computed again."""
     engine = server(window_blocks=1 + 6 + 3 * 4, depth=depth, max_num_seqs=4)
     serve(engine, *(ask(i, (i, 1, 2), max_tokens=40) for i in range(3)), ask(3, PROMPT * 4))
-    assert engine.scheduler.preemptions == 0
+    assert engine.scheduler.queue.preemptions == 0
 
 
 def test_a_request_that_can_never_run_is_refused() -> None:
@@ -266,7 +265,7 @@ def test_contexts_of_several_windows_are_as_mlx_lm_has_them(family: str, tmp_pat
     assert_agrees(engine.run(everyone, chunks=13, window_blocks=21), oracle, "in a pool of few windows")
     longer = [greedy(i, p, 48) for i, p in enumerate(LONG)]
     crowded = engine.run(longer, blocks=36 if family != "spark2_5" else 15, window_blocks=21, chunks=9)
-    assert crowded.scheduler.preemptions > 0 or family == "spark2_5"
+    assert crowded.scheduler.queue.preemptions > 0 or family == "spark2_5"
     assert_agrees(crowded, oracle, "preempted")
     turns = engine.loop(chunks=9, window_blocks=30)
     for i, (prompt, n) in enumerate([(LONG[0], 1), ((*LONG[0], *LONG[1]), 3), ((*LONG[0][:64], 9, 9), 1)]):

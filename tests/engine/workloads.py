@@ -554,7 +554,7 @@ def play(
     return Outcome(
         requests=total,
         finished=len(loop.finished),
-        preemptions=scheduler.preemptions,
+        preemptions=scheduler.queue.preemptions,
         failures=loop.failures,
         failed=len(loop.failed),
         cancelled=len(loop.cancelled),

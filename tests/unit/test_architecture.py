@@ -143,7 +143,6 @@ LARGE: dict[str, str] = {
     "mlx_tandem/cli/bench/commands.py: bench_serve": OPTIONS,
     "mlx_tandem/cli/sft.py: sft": OPTIONS,
     "mlx_tandem/engine/block_manager.py: BlockManager": NOT_YET,
-    "mlx_tandem/engine/scheduler.py: Scheduler": NOT_YET,
 }
 """What may be larger, and why."""
 
