@@ -283,6 +283,15 @@ def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
+def test_responses_that_fill_the_store_exactly_are_kept() -> None:
+    store = ResponseStore(2, 104)
+    for id in "ab":
+        store.put(id, b"x" * 50, [], [])  # and two bytes of an empty conversation
+    assert store.body("a") == store.body("b") == b"x" * 50
+    store.put("c", b"x" * 102, [], [])
+    assert store.body("c") == b"x" * 102
+
+
 def test_a_response_over_the_limit_is_not_kept() -> None:
     store = ResponseStore(5, 100)
     store.put("a", b"x", [], [])
@@ -290,3 +299,6 @@ def test_a_response_over_the_limit_is_not_kept() -> None:
     assert store.body("a") == b"x"
     with pytest.raises(NotFound, match="does not exist here, or no longer"):
         store.body("b")
+    with pytest.raises(NotFound) as unknown:
+        store.delete("b")
+    assert unknown.value.param == "response_id"

@@ -120,6 +120,28 @@ def test_the_oldest_go_for_lack_of_room_and_for_their_age() -> None:
     assert small.bytes == 0 and len(small) == 0
 
 
+def test_an_answer_makes_a_trajectory_young_again() -> None:
+    held = OpenTrajectories(9, 10.0)
+    held.put("t", Beginning("g", 0, 1.0), exchange(1), 0.0)
+    held.put("t", None, exchange(2), 8.0)
+    assert held.superfluous(18.0) == [] and held.superfluous(18.1) == ["t"]
+
+
+def test_an_answer_to_what_is_no_longer_there_is_not_kept() -> None:
+    held = OpenTrajectories(9, 10.0)
+    assert not held.put("t", None, exchange(1), 0.0)
+    assert (len(held), held.bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(("size", "told", "left"), [(3, "g", 2), (0, None, 0)])
+def test_only_groups_of_known_size_are_told_that_one_will_never_come(size: int, told: str | None, left: int) -> None:
+    held = OpenTrajectories(9, 10.0)
+    for id, group in (("a", "g"), ("b", "g"), ("c", "other")):
+        held.put(id, Beginning(group, size, 1.0), exchange(1), 0.0)
+    assert held.forget("a") == told and held.forget("a") is None
+    assert {id: begun.size for id, _, begun, _ in held.held} == {"b": left, "c": size}
+
+
 async def begin(side: Side, count: int = 4, group: str = "g", size: int = 0) -> None:
     """Trajectories of one answer each, whose tokens no other has."""
     await side.learner.later.keep(
