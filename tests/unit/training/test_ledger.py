@@ -18,9 +18,10 @@ from mlx_tandem.files import StorageError
 from mlx_tandem.training import trajectories
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.update import Pending
+from mlx_tandem.training.open_trajectories import Beginning, Exchange
 from mlx_tandem.training.store.journal import Journal
 from mlx_tandem.training.store.manifests import Manifest
-from mlx_tandem.training.store.records import Began, Ended
+from mlx_tandem.training.store.records import Began, Ended, Kept
 from mlx_tandem.training.trajectories import Trajectory
 from tests.unit.learning_fakes import config, group
 from tests.unit.online_side import on_a_loop, running
@@ -120,11 +121,13 @@ def test_what_comes_while_the_journal_is_read_is_learned_from(tmp_path: Path, mo
         async def slow_replay(journal: Journal) -> Any:
             records = await replay(journal)
             await ledger.add([(trajectory(2, "a", 1.0, 1), 2)])
+            await ledger.keep([Kept("late", 0.0, Exchange((1,), (2,), (-1.0,), (-1.0,), (1,)), Beginning("b", 0, 1.0))])
             return records
 
         monkeypatch.setattr(Journal, "replay", slow_replay)
         await ledger.open()
         assert [t.id for g in ledger.take(2, 1) for t in g] == ["t1", "t2"]
+        assert "late" in ledger.waiting, "nor is an answer forgotten whose reward comes later"
         await ledger.close()
 
     asyncio.run(test())
