@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from mlx_tandem.generation.prompted import Prompted
 from mlx_tandem.generation.sampling import Sampling, choices, sampling_params, text_options
 from mlx_tandem.generation.tools.offer import tools_of
 from mlx_tandem.strict_json import convert
-from mlx_tandem.types import FinishReason, Pooling, TokenLogprob
+from mlx_tandem.types import FinishReason, Pooling, SamplingParams, TokenLogprob
 
 Tokens = Sequence[int]
 """A prompt as token ids."""
@@ -140,16 +140,19 @@ class Generation:
         options: dict[str, Any],
         sampling: dict[str, Any],
         kept: Kept | None,
-    ) -> tuple[list[int], list[int], Completion]:
-        """Return a conversation as the template writes it, its prompt after the tokens that are kept, and the answer.
+        check: Callable[[SamplingParams], None],
+    ) -> tuple[list[int], Prompted, Completion]:
+        """Return a conversation as the template writes it, the request after the tokens that are kept, and the answer.
 
-        Raises InvalidRequest and NotFound, and Conflict for a conversation that does not go on after its last answer.
+        `check` raises InvalidRequest for parameters that the answer may not be drawn with. Raises InvalidRequest and
+        NotFound, and Conflict for a conversation that does not go on after its last answer.
         """
         asked = _chat_request(messages, options)
         chat = await asked.chat(self._front)
         prompt = chat.prompt if kept is None else await continued(self._front, asked, chat.prompt, kept)
-        (completion,) = await self._complete([prompt], await self._select(adapter), sampling, chat)
-        return chat.prompt, prompt, completion
+        prompted = await _prompted(self._front, [prompt], await self._select(adapter), sampling, chat)
+        check(prompted.params)
+        return chat.prompt, prompted, _completion(prompted, await self._front.answers(prompted), 0)
 
     async def embed(
         self,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from msgspec.structs import asdict
+
 from mlx_tandem.engine.learning import WHOLE, Truncation
+from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.types import SamplingParams
 
 _PLAIN = SamplingParams(max_tokens=1)
@@ -33,3 +36,14 @@ def truncation(params: SamplingParams) -> Truncation:
     if params.greedy:
         return WHOLE  # a greedy choice counts as a draw from the model's own distribution
     return Truncation(params.top_p, params.top_k, params.min_p)
+
+
+def check_same(params: SamplingParams, temperature: float, before: Truncation) -> None:
+    """Check that a draw has the temperature and the truncation of the draws `before` it in its trajectory.
+
+    A trajectory is trained on at one temperature and with one truncation. Raises InvalidRequest naming the parameter.
+    """
+    own = {"temperature": params.temperature, **asdict(truncation(params))}
+    for name, value in {"temperature": temperature, **asdict(before)}.items():
+        if own[name] != value:
+            raise InvalidRequest(f"{name} must be {value:g}, as in the trajectory so far", param=name)

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from mlx_tandem.engine.learning import WHOLE, Truncation
 from mlx_tandem.limits import MAX_OPEN_TRAJECTORY_BYTES
 from mlx_tandem.training.trajectories import Trajectory
 
@@ -24,6 +25,7 @@ class Exchange(Struct, frozen=True, array_like=True):
     versions: tuple[int, ...]
     messages: int = 0  # of the conversation before the answer; 0: the prompt was no conversation
     rendered: bytes = b""  # digest of this conversation as the chat template writes it
+    finish_reason: str = ""  # why the answer ended; empty: unknown
 
 
 class Beginning(Struct, frozen=True, array_like=True):
@@ -33,6 +35,7 @@ class Beginning(Struct, frozen=True, array_like=True):
     size: int  # trajectories of its group; 0: nobody knows
     temperature: float
     metadata: dict[str, Any] = {}
+    truncation: Truncation = WHOLE  # of the draw
 
 
 @dataclass
@@ -73,6 +76,8 @@ class OpenTrajectory:
             created=created,
             metadata=self.begun.metadata,
             turn_rewards=tuple(turn_rewards),
+            truncation=self.begun.truncation,
+            finish_reason=[first, *later][-1].finish_reason,
         )
         if not later:
             return made

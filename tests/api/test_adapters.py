@@ -218,7 +218,8 @@ def test_an_alias_keeps_a_user_whatever_the_route(server: RunningServer) -> None
     """Each way is asked several times, since an arm that is drawn anew may be the user's own by chance."""
 
     def model(user: str, path: str, **body: object) -> str:
-        reply = server.client.post(path, json={"user": user, **body})
+        own = {"metadata": {"user_id": user}} if path == "/v1/messages" else {"user": user}
+        reply = server.client.post(path, json=own | body)
         assert reply.status_code == 200, reply.text
         return str(reply.json()["model"])
 
@@ -227,12 +228,15 @@ def test_an_alias_keeps_a_user_whatever_the_route(server: RunningServer) -> None
     for user in ("ann", "bob", "eve", "joe", "kim", "lea"):
         asked = model(user, "/v1/completions", model="both", prompt="2 +", max_tokens=1)
         seen.add(asked)
-        for _ in range(4):
+        for _ in range(2):
             assert model(user, "/v1/perplexity", model="both", text="two words") == asked
             assert model(user, "/v1/chat/completions", model="both", messages=chat, max_tokens=1) == asked
             text = {"prompt": "2 +", "max_tokens": 1}
             assert model(user, "/v1/completions", lora_adapter="both", **text) == asked
             assert model(user, "/v1/completions", model="both", lora_adapter=asked, **text) == asked
+            assert model(user, "/v1/messages", model="both", messages=chat, max_tokens=1) == asked
+            assert model(user, "/v1/responses", model="both", input="2 +", max_output_tokens=16) == asked
+            assert model(user, "/v1/embeddings", model="both", input="2 +") == asked
     assert len(seen) == 2, "both arms have somebody"
 
 

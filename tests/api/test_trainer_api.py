@@ -11,7 +11,7 @@ import pytest
 
 from mlx_tandem import Engine, demo
 from mlx_tandem.adapters.convert import inspect
-from mlx_tandem.engine.learning import Datum
+from mlx_tandem.engine.learning import Datum, Truncation
 from mlx_tandem.errors import Conflict, InvalidRequest, ModelError, NotFound
 
 QUESTION = [{"role": "user", "content": "Sort down: 5 3 9 1"}]
@@ -51,14 +51,16 @@ def test_a_conversation_is_trained_on_as_it_was_drawn(engine):
     trainer = engine.trainer("agent", rank=4)
     trainer.publish()
     talk = engine.conversation(adapter="agent", tools=[{"type": "function", "function": function}])
-    call = talk.ask("What is the score in Oslo?", temperature=0.9, seed=1, max_tokens=40)
+    call = talk.ask("What is the score in Oslo?", temperature=0.9, top_p=0.95, seed=1, max_tokens=40)
     result = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "3 to 1"}
     with pytest.raises(InvalidRequest, match="temperature must be"):
         talk.ask(result, temperature=1)
+    with pytest.raises(InvalidRequest, match="top_p must be"):
+        talk.ask(result, top_p=0.9)
     answer = talk.ask(result, seed=2, max_tokens=20)
     assert [m["role"] for m in talk.messages] == ["user", "assistant", "tool", "assistant"]
     datum = talk.datum([1.0, -0.5])
-    assert datum.tokens == talk.tokens and datum.temperature == 0.9
+    assert datum.tokens == talk.tokens and datum.temperature == 0.9 and datum.truncation == Truncation(0.95)
     own = [t for t, m in zip(datum.tokens[datum.prompt_length :], datum.mask, strict=True) if m]
     assert own == [*call.token_ids, *answer.token_ids]
     assert {w for w, m in zip(datum.weights, datum.mask, strict=True) if not m} == {0.0}
@@ -70,6 +72,9 @@ def test_a_conversation_is_trained_on_as_it_was_drawn(engine):
     with pytest.raises(InvalidRequest) as e:
         talk.datum([1.0, 2.0, 3.0])
     assert e.value.param == "advantages"
+    talk.ask("Again", repetition_penalty=1.5, max_tokens=2)
+    with pytest.raises(InvalidRequest, match="repetition_penalty"):
+        talk.datum(1.0)
     with pytest.raises(InvalidRequest, match="no option"):
         engine.conversation(colour="red")
     trainer.close()

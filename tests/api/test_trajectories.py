@@ -98,15 +98,16 @@ def test_turns_are_one_trajectory_and_what_tools_say_has_no_weight(learner):
 
 def test_kept_tokens_stay_where_rendering_would_change_them(learner):
     """An answer that was cut off has no end, and a template that is given its text would write one."""
-    (choice,) = begun(learner, max_tokens=3, tools=None)
+    (choice,) = begun(learner, max_tokens=3, tools=None, top_p=0.95)
     assert choice["finish_reason"] == "length"
     id = choice["trajectory_id"]
     messages = [*ASKED, choice["message"], {"role": "user", "content": SORT}]
-    reply = ask(learner, messages, trajectory_id=id, tools=None)
+    reply = ask(learner, messages, trajectory_id=id, tools=None, top_p=0.95)
     assert reply.status_code == 200, reply.text
     learner.client.post(f"/v1/trajectories/{id}/reward", json={"reward": 1})
     t = collected(id)
     assert list(t.tokens[:3]) == choice["token_ids"]
+    assert (t.truncation.top_p, t.finish_reason) == (0.95, reply.json()["choices"][0]["finish_reason"])
     given = learner.client.post("/detokenize", json={"tokens": list(t.tokens[3 : t.turns[1].start])}).json()["prompt"]
     assert given == f"<|im_end|>\n<|im_start|>user\n{SORT}<|im_end|>\n<|im_start|>assistant\n"
 
@@ -175,6 +176,9 @@ def test_a_conversation_that_was_changed_is_refused_and_nothing_is_lost(learner)
     ("fields", "param"),
     [
         ({"temperature": 0.5}, "temperature"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"top_k": 5}, "top_k"),
+        ({"min_p": 0.1}, "min_p"),
         ({"n": 2}, "n"),
         ({"collect_trajectory": False}, "collect_trajectory"),
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),

@@ -8,6 +8,7 @@ import resource
 import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -154,6 +155,27 @@ def test_what_is_answered_or_refused_leaves_its_room_to_others(tmp_path: Path) -
             waits = asyncio.create_task(pool.ask(b"echo " + b"x" * (BOUNDS.bytes // 3)))
             await asyncio.to_thread(fifo.read_bytes)
             assert all(isinstance(answer, Said) for answer in await asyncio.gather(task, waits))
+
+    with_pool(tmp_path, use)
+
+
+def test_who_was_answered_leaves_no_timer_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer would keep the item in memory until the longest wait is over."""
+
+    async def use(pool: Pool) -> None:
+        timers: list[asyncio.TimerHandle] = []
+        loop = asyncio.get_running_loop()
+        later = loop.call_later
+
+        def noted(seconds: float, *call: Any) -> asyncio.TimerHandle:
+            timers.append(later(seconds, *call))
+            return timers[-1]
+
+        monkeypatch.setattr(loop, "call_later", noted)
+        await asyncio.gather(*(pool.ask(b"pid") for _ in range(3)))
+        monkeypatch.undo()
+        assert len([t for t in timers if t.when() > loop.time() + BOUNDS.seconds / 2]) >= 3
+        assert all(t.cancelled() for t in timers if t.when() > loop.time() + BOUNDS.seconds / 2)
 
     with_pool(tmp_path, use)
 

@@ -15,6 +15,7 @@ from mlx_tandem.dialects.openai.bodies import Common
 from mlx_tandem.errors import InvalidRequest
 from mlx_tandem.generation.adapters.model_names import Selection
 from mlx_tandem.strict_json import check_nested, dumps
+from mlx_tandem.training.draws import check_same
 from mlx_tandem.training.live.recorder import Collect, Talk
 from mlx_tandem.training.trajectories import ACROSS, check_label, new_id, same_prompt
 from mlx_tandem.types import SamplingParams
@@ -73,10 +74,8 @@ def collect_fields(
         limits.check("example_temperature", params.temperature, "temperature")  # Greedy choices have no logprobs.
         if params.greedy:
             raise InvalidRequest("top_p must be over 0 where trajectories are collected", param="top_p")
-        if going is not None and params.temperature != going.temperature:
-            raise InvalidRequest(
-                f"temperature must be {going.temperature:g}, as in the trajectory so far", param="temperature"
-            )
+        if going is not None:
+            check_same(params, going.temperature, going.truncation)
         if learning.version_of(model.ref) is None:
             raise InvalidRequest(
                 f"trajectories are collected of {front.config.rl_training.adapter} and of the base", param=field

@@ -59,5 +59,5 @@ def _kept(front: ServerFront, body: Common) -> tuple[Kept, Continued]:
             raise InvalidRequest(f"{field} cannot be {getattr(body, field)!r} with trajectory_id", param=field)
     exchanges = found.exchanges
     last, tokens = exchanges[-1], [t for e in exchanges for part in (e.given, e.tokens) for t in part]
-    going = Continued(body.trajectory_id, len(exchanges), len(tokens), found.begun.temperature)
+    going = Continued(body.trajectory_id, len(exchanges), len(tokens), found.begun.temperature, found.begun.truncation)
     return Kept(tokens, last.tokens, last.messages, last.rendered), going

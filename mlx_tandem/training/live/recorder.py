@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from mlx_tandem.engine.learning import Truncation
 from mlx_tandem.errors import TandemError
 from mlx_tandem.generation.answers import Answer
 from mlx_tandem.log import log
@@ -42,6 +43,7 @@ class Continued(NamedTuple):
     exchanges: int
     tokens: int
     temperature: float
+    truncation: Truncation
 
 
 class Talk(NamedTuple):
@@ -155,7 +157,7 @@ class Recorder:
         known = self._n > 1 and not collect.shared
         sizes = [sum(i // self._n == k for i in kept) if known else 0 for k in range(len(collect.groups))]
         return [
-            Beginning(group, size, collect.params.temperature, collect.metadata)
+            Beginning(group, size, collect.params.temperature, collect.metadata, truncation(collect.params))
             for group, size in zip(collect.groups, sizes, strict=True)
         ]
 
@@ -182,6 +184,7 @@ class Recorder:
             versions=tuple(own.versions),
             messages=0 if talk is None else talk.messages,
             rendered=b"" if talk is None else talk.rendered,
+            finish_reason=own.reason,
         )
 
     async def _settle(self, ids: Sequence[str], said: Sequence[Answer]) -> tuple[list[float | None], dict[str, Reason]]:

@@ -30,6 +30,40 @@ def test_versions_count_up_and_the_name_follows(registry: Registry) -> None:
     assert [(e.name, e.source.path, e.created) for e in registry.entries()] == [("math", "/b", 1.0)]
 
 
+def test_only_the_current_version_is_pinned(registry: Registry) -> None:
+    def pinned() -> list[bool]:
+        return [e.pinned for e in registry.versions("math")]
+
+    for digest, pin, expected in (("d1", True, [True]), ("d2", True, [False, True]), ("d3", False, [False] * 3)):
+        registry.publish("math", AdapterSource("/a"), info(digest), pin)
+        assert pinned() == expected
+    registry.publish("math", AdapterSource("/a"), info("d1"), True)
+    assert pinned() == [True, False, False]
+
+
+def test_numbers_of_a_name_that_is_away_only_grow(registry: Registry) -> None:
+    registry.count_from("math", 9)
+    registry.count_from("math", 5)
+    assert registry.publish("math", None, info("d1")).version == 10
+    registry.count_from("math", 3)
+    assert registry.publish("math", None, info("d2")).version == 11
+    registry.remove("math")
+    registry.count_from("math", 4)
+    assert registry.publish("math", None, info("d1")).version == 12
+
+
+def test_a_version_that_was_retired_is_told_from_one_that_never_was(registry: Registry) -> None:
+    registry.publish("math", None, info("d1"))
+    ref = registry.reserve("math", info("d2"))
+    registry.retire(ref)
+    with pytest.raises(NotFound, match="no longer there"):
+        registry.entry("math@2")
+    with pytest.raises(NotFound, match="does not exist"):
+        registry.entry("math@3")
+    assert registry.reserve("math", info("d2")).version == 3, "and its content is new again"
+    assert [e.ref.version for e in registry.holders("d2")] == [3]
+
+
 def test_the_same_content_is_the_same_version(registry: Registry) -> None:
     a = registry.publish("math", AdapterSource("/a"), info("d1"))
     registry.publish("math", AdapterSource("/b"), info("d2"))

@@ -39,6 +39,21 @@ def test_the_least_recently_used_goes_first() -> None:
     assert store.source("b") == AdapterSource("/b")
 
 
+def test_what_is_forgotten_and_comes_back_stays_and_is_pinned_no_more() -> None:
+    """While a request still uses it."""
+    for comes_back in (lambda s: loaded(s, "a"), lambda s: s.hold(weights("a"))):
+        store = AdapterStore(held := {}, most_bytes=LIMIT)
+        store.know("a", AdapterSource("/a"), SIZES["a"], pinned=True)
+        store.put(weights("a"))
+        store.acquire("a")
+        assert store.forget("a") == [] and not store.knows("a")
+        comes_back(store)
+        assert store.knows("a") and store.release("a") == [] and list(held) == ["a"]
+        loaded(store, "b", "d")
+        assert list(held) == ["b", "d"], "the least recently used has gone"
+        store.check()
+
+
 def test_the_number_can_be_limited_too() -> None:
     store = AdapterStore(held := {}, most_bytes=1000, most=2)
     loaded(store, "a", "b", "c")

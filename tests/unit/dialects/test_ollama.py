@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import settings as example_settings
+from msgspec import structs
 
 from mlx_tandem.dialects.ollama.bodies import GenerateBody, Options, refuse_unsupported
 from mlx_tandem.dialects.ollama.messages import chat_form
@@ -18,6 +19,7 @@ from mlx_tandem.dialects.openai.logprobs import ChatLogprobs
 from mlx_tandem.errors import EngineDied, InvalidRequest
 from mlx_tandem.generation.answers import Spoken
 from mlx_tandem.generation.events import Finish, PromptRead, ReasoningDelta, TextDelta, Usage
+from mlx_tandem.generation.sampling import Sampling
 from mlx_tandem.types import TokenLogprob
 from tests.answers import Said, said
 
@@ -152,6 +154,45 @@ def test_a_penalty_counts_the_last_tokens_and_0_of_them_turn_it_off(
     front: Any = None  # is asked only about the number of tokens
     sampling = _sampling(front, Options(repeat_penalty=1.3, repeat_last_n=last), 3)
     assert (sampling.repetition_penalty, sampling.repetition_context_size) == (penalty, context)
+
+
+PLAIN = Sampling(repetition_context_size=64)
+"""What comes of no options."""
+
+
+@pytest.mark.parametrize(
+    ("options", "made"),
+    [
+        ({}, {}),
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        ({"top_k": 3}, {"top_k": 3}),
+        ({"top_p": 0.3}, {"top_p": 0.3}),
+        ({"min_p": 0.2}, {"min_p": 0.2}),
+        ({"seed": 3}, {"seed": 3}),
+        ({"seed": -1}, {}),
+        ({"stop": ["a"]}, {"stop": ["a"]}),
+        ({"repeat_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"presence_penalty": 0.5}, {"presence_penalty": 0.5}),
+        ({"frequency_penalty": 0.25}, {"frequency_penalty": 0.25}),
+    ],
+)
+def test_each_option_is_one_parameter(options: dict[str, Any], made: dict[str, Any]) -> None:
+    front: Any = None  # is asked only about the number of tokens
+    assert _sampling(front, Options(**options), 3) == structs.replace(PLAIN, **made)
+
+
+@pytest.mark.parametrize(
+    ("asked", "prompt", "longest", "most"),
+    [
+        *((7, 10, 0, 7), (40, 10, 0, 40), (41, 10, 0, 40), (-1, 10, 0, 40), (-2, 10, 0, 40), (0, 10, 0, 40)),
+        *((1, 10, 0, 1), (-1, 10, 20, 20), (30, 10, 20, 20), (-1, 30, 25, 20), (5, 50, 0, 1), (-1, 60, 0, 1)),
+    ],
+)
+def test_an_answer_ends_where_the_context_ends(asked: int, prompt: int, longest: int, most: int) -> None:
+    server = SimpleNamespace(max_generation_tokens=longest)
+    client = SimpleNamespace(check_ready=lambda: None)
+    front: Any = SimpleNamespace(room=lambda _: 50, client=client, config=SimpleNamespace(server=server))
+    assert _sampling(front, Options(num_predict=asked), prompt).max_tokens == most
 
 
 def test_values_without_effect_are_accepted() -> None:

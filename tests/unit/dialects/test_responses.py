@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from mlx_tandem.dialects.response_store import ResponseStore
 from mlx_tandem.dialects.responses.bodies import ResponseBody
 from mlx_tandem.dialects.responses.items import chat_form, input_items
+from mlx_tandem.dialects.responses.plans import _settings
 from mlx_tandem.dialects.responses.renderer import ResponseRenderer
 from mlx_tandem.dialects.responses.tools import function_tools
 from mlx_tandem.errors import EngineDied, InvalidRequest, NotFound
 from mlx_tandem.strict_json import decode
+from mlx_tandem.types import SamplingParams
 from tests.answers import Said, said
 
 # --- streams and whole responses -----------------------------------------------------------------------------------
@@ -105,6 +107,44 @@ def test_a_failure_ends_the_stream_with_the_failed_response() -> None:
     *_, last = events(renderer.open() + renderer.error(EngineDied("it died")))
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"] == {"code": "server_error", "message": "it died"}
+
+
+SETTINGS: dict[str, Any] = {
+    "model": "m", "instructions": None, "previous_response_id": None, "max_output_tokens": None,
+    "max_tool_calls": None, "temperature": 0.5, "top_p": 0.75, "top_logprobs": 0, "tools": [], "tool_choice": "auto",
+    "parallel_tool_calls": True, "reasoning": {"effort": None, "summary": None},
+    "text": {"format": {"type": "text"}, "verbosity": "medium"}, "truncation": "disabled", "background": False,
+    "store": True, "metadata": {}, "service_tier": "default", "safety_identifier": None, "prompt_cache_key": None,
+    "user": None,
+}  # fmt: skip
+"""What a response repeats of a request that says nothing."""
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"),
+    [
+        ({}, {}),
+        ({"temperature": 1.5, "top_p": 0.1}, {}),  # the engine's values are told
+        ({"max_output_tokens": 16}, {"max_output_tokens": 16}),
+        ({"text": {"verbosity": "low"}}, {"text": {"format": {"type": "text"}, "verbosity": "low"}}),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}},
+            {"text": {"format": {"type": "json_schema", "name": "n", "schema": {}}, "verbosity": "medium"}},
+        ),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, {"reasoning": {"effort": "low", "summary": None}}),
+        *(
+            ({name: value}, {name: value})
+            for name, value in {
+                "instructions": "i", "previous_response_id": "p", "max_tool_calls": 3, "top_logprobs": 2, "tools": [1],
+                "tool_choice": "none", "parallel_tool_calls": False, "store": False, "metadata": {"a": 1},
+                "safety_identifier": "s", "prompt_cache_key": "k", "user": "u",
+            }.items()
+        ),
+    ],
+)  # fmt: skip
+def test_a_response_repeats_its_request(asked: dict[str, Any], told: dict[str, Any]) -> None:
+    body = decode(json.dumps(asked).encode(), ResponseBody)
+    assert _settings(body, "m", SamplingParams(max_tokens=9, temperature=0.5, top_p=0.75)) == SETTINGS | told
 
 
 # --- items ---------------------------------------------------------------------------------------------------------
@@ -283,6 +323,15 @@ def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
+def test_responses_that_fill_the_store_exactly_are_kept() -> None:
+    store = ResponseStore(2, 104)
+    for id in "ab":
+        store.put(id, b"x" * 50, [], [])  # and two bytes of an empty conversation
+    assert store.body("a") == store.body("b") == b"x" * 50
+    store.put("c", b"x" * 102, [], [])
+    assert store.body("c") == b"x" * 102
+
+
 def test_a_response_over_the_limit_is_not_kept() -> None:
     store = ResponseStore(5, 100)
     store.put("a", b"x", [], [])
@@ -290,3 +339,6 @@ def test_a_response_over_the_limit_is_not_kept() -> None:
     assert store.body("a") == b"x"
     with pytest.raises(NotFound, match="does not exist here, or no longer"):
         store.body("b")
+    with pytest.raises(NotFound) as unknown:
+        store.delete("b")
+    assert unknown.value.param == "response_id"

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from mlx_tandem.config import RLTrainingConfig
+from mlx_tandem.engine.learning import Truncation
 from mlx_tandem.errors import Conflict, InvalidRequest, NotFound
 from mlx_tandem.training.online import guard
 from mlx_tandem.training.online.advantages import batches
@@ -21,6 +23,20 @@ from tests.unit.online_side import Side, on_a_loop, running
 def exchange(*given: int, said: Sequence[int] = (7, 8), version: int = 1) -> Exchange:
     n = len(said)
     return Exchange(given, tuple(said), (-0.5,) * n, (-0.7,) * n, (version,) * n)
+
+
+def test_a_later_reward_changes_nothing_about_how_tokens_were_drawn() -> None:
+    """Their truncation and the reason of the last end are learned from as with a reward that comes at once."""
+    held = OpenTrajectories(10, 100.0)
+    for begun, reason in ((Beginning("g", 0, 0.8, {"a": 1}, Truncation(0.9, 5, 0.1)), "stop"), (None, "length")):
+        held.put("t", begun, structs.replace(exchange(1, 2), finish_reason=reason), 0.0)
+        found = held.get("t")
+        assert found is not None
+        made = found.rewarded("t", 1.0, (), 5.0)
+        assert (made.truncation, made.finish_reason, made.metadata) == (Truncation(0.9, 5, 0.1), reason, {"a": 1})
+        (batch,) = batches([[made, turns("b", [0.0])]], RLTrainingConfig(update_frequency=9, mask_truncated=True))
+        assert batch.data[0].truncation == Truncation(0.9, 5, 0.1)
+        assert any(batch.data[0].mask or batch.data[0].weights) == (reason == "stop")
 
 
 def two_turns(begun: Beginning = Beginning("g", 0, 0.8)) -> OpenTrajectories:  # noqa: B008
@@ -102,6 +118,28 @@ def test_the_oldest_go_for_lack_of_room_and_for_their_age() -> None:
     for id in list("t1 t2 t3 t4 t0".split()):
         small.close(id)
     assert small.bytes == 0 and len(small) == 0
+
+
+def test_an_answer_makes_a_trajectory_young_again() -> None:
+    held = OpenTrajectories(9, 10.0)
+    held.put("t", Beginning("g", 0, 1.0), exchange(1), 0.0)
+    held.put("t", None, exchange(2), 8.0)
+    assert held.superfluous(18.0) == [] and held.superfluous(18.1) == ["t"]
+
+
+def test_an_answer_to_what_is_no_longer_there_is_not_kept() -> None:
+    held = OpenTrajectories(9, 10.0)
+    assert not held.put("t", None, exchange(1), 0.0)
+    assert (len(held), held.bytes) == (0, 0)
+
+
+@pytest.mark.parametrize(("size", "told", "left"), [(3, "g", 2), (0, None, 0)])
+def test_only_groups_of_known_size_are_told_that_one_will_never_come(size: int, told: str | None, left: int) -> None:
+    held = OpenTrajectories(9, 10.0)
+    for id, group in (("a", "g"), ("b", "g"), ("c", "other")):
+        held.put(id, Beginning(group, size, 1.0), exchange(1), 0.0)
+    assert held.forget("a") == told and held.forget("a") is None
+    assert {id: begun.size for id, _, begun, _ in held.held} == {"b": left, "c": size}
 
 
 async def begin(side: Side, count: int = 4, group: str = "g", size: int = 0) -> None:

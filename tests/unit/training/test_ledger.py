@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import tempfile
 from pathlib import Path
@@ -13,11 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlx_tandem.engine.learning import AdamParams
+from mlx_tandem.files import StorageError
 from mlx_tandem.training import trajectories
 from mlx_tandem.training.online.ledger import Ledger
 from mlx_tandem.training.online.update import Pending
+from mlx_tandem.training.open_trajectories import Beginning, Exchange
 from mlx_tandem.training.store.journal import Journal
-from mlx_tandem.training.store.records import Began, Ended
+from mlx_tandem.training.store.manifests import Manifest
+from mlx_tandem.training.store.records import Began, Ended, Kept
 from mlx_tandem.training.trajectories import Trajectory
 from tests.unit.learning_fakes import config, group
 from tests.unit.online_side import on_a_loop, running
@@ -117,11 +121,13 @@ def test_what_comes_while_the_journal_is_read_is_learned_from(tmp_path: Path, mo
         async def slow_replay(journal: Journal) -> Any:
             records = await replay(journal)
             await ledger.add([(trajectory(2, "a", 1.0, 1), 2)])
+            await ledger.keep([Kept("late", 0.0, Exchange((1,), (2,), (-1.0,), (-1.0,), (1,)), Beginning("b", 0, 1.0))])
             return records
 
         monkeypatch.setattr(Journal, "replay", slow_replay)
         await ledger.open()
         assert [t.id for g in ledger.take(2, 1) for t in g] == ["t1", "t2"]
+        assert "late" in ledger.waiting, "nor is an answer forgotten whose reward comes later"
         await ledger.close()
 
     asyncio.run(test())
@@ -191,8 +197,50 @@ async def test_of_what_is_posted_every_trajectory_is_learned_from_or_told_why_no
         assert report.outcome == "published" and report.trajectories == 2
         assert report.dropped_at == {"duplicate": (2, 3), "stale": (6, 7), "equal_rewards": (4, 5, 8)}
         assert (report.dropped, report.skipped_groups) == ({"stale": 2, "duplicate": 2}, 2)
+        assert side.learner.status().trajectories_collected == 6 + 5, "what is new, and not too old"
         assert side.learner.history[-1].dropped_at == {}, "thousands of positions are for who asked"
         again = await update(posted[4:6])
         assert (again.outcome, again.dropped_at) == ("skipped", {"equal_rewards": (0, 1)}), "it may be brought again"
         twin = Trajectory("t5-1", "g5", (1,), (9,), (), (), (4,), 1.0, 0.0, external=True)
         assert (await update([posted[4], twin])).outcome == "published", "with other rewards"
+
+
+@pytest.mark.parametrize("rotates", [False, True], ids=["the process ends before the journal begins again", "later"])
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_comparison_counts_once_whenever_the_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restarts: int, *, rotates: bool
+) -> None:
+    """The journal and the checkpoint that was made of it both have it."""
+
+    async def opened() -> Ledger:
+        ledger = Ledger(config(tmp_path))
+        await ledger.open()
+        return ledger
+
+    async def write(folder: str) -> None:
+        (Path(folder) / "adapter").write_bytes(b"x")
+
+    async def fails(*_: Any) -> None:
+        raise StorageError("the process ends")
+
+    async def test() -> None:
+        ledger = await opened()
+        for number in range(2 + restarts):
+            if number == 2:
+                await ledger.close()
+                ledger = await opened()
+            ledger.compared(1.0, 0.0)
+            await ledger.flush()
+        assert ledger.counters.compared == ledger.counters.trial.comparison.count == 2 + restarts
+        with monkeypatch.context() as patch:
+            if not rotates:
+                patch.setattr(Journal, "rotate", fails)
+            with contextlib.nullcontext() if rotates else pytest.raises(StorageError):
+                await ledger.save(Manifest(name="c", step=0, version=0, digest="d"), write)
+        await ledger.close()
+        for _ in range(2):
+            ledger = await opened()
+            assert ledger.counters.trial.comparison.count == 2 + restarts
+            await ledger.close()
+
+    asyncio.run(test())

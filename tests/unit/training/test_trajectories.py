@@ -57,10 +57,16 @@ class BufferMachine(RuleBasedStateMachine):
 
     @rule()
     def arrive_again(self) -> None:
-        before = self.buffer.held
-        for id in [t.id for t, _ in before] + list(self.taken):
+        before, counted = self.buffer.held, self.buffer.counts.dropped_duplicate
+        again = [t.id for t, _ in before] + list(self.taken)
+        for id in again:
             assert not self.buffer.add(trajectory(id, "a", 0.5, self.version))
         assert self.buffer.held == before
+        assert self.buffer.counts.dropped_duplicate == counted + len(again)
+
+    @rule(group=st.sampled_from("abc"))
+    def lose(self, group: str) -> None:
+        self.buffer.shrink(group)
 
     @rule()
     def publish(self) -> None:
@@ -88,6 +94,7 @@ class BufferMachine(RuleBasedStateMachine):
         assert again.held == self.buffer.held
         assert again.seen == self.buffer.seen
         assert again.usable == self.buffer.usable
+        again.counts = self.buffer.counts
         self.buffer = again
 
     @invariant()
@@ -104,6 +111,14 @@ class BufferMachine(RuleBasedStateMachine):
             g for n, g in groups.items() if len({t.reward for t in g}) > 1 and (not sizes[n] or len(g) >= sizes[n])
         ]
         assert self.buffer.usable == sum(map(len, ready))
+        assert not any(len(g) >= sizes[n] > 0 and g not in ready for n, g in groups.items()), "it will never vary"
+
+    @invariant()
+    def every_one_is_counted(self) -> None:
+        counts = self.buffer.counts
+        skipped = counts.collected - counts.taken - counts.dropped_stale - counts.dropped_overflow - len(self.buffer)
+        assert counts.taken == len(self.taken) and counts.dropped_stale == len(self.gone)
+        assert counts.skipped_groups <= skipped <= CAPACITY * counts.skipped_groups
 
 
 BufferMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30)
@@ -150,6 +165,29 @@ def test_a_group_without_variance_is_skipped_once_it_is_complete():
     assert not buffer.take(9, 1, 9).groups and len(buffer) == 2, "it may still vary"
     buffer.add(trajectory("2", "filling", 0.0))
     assert len(buffer.take(9, 1, 9).groups[0]) == 3
+
+
+@pytest.mark.parametrize(("size", "other"), [(3, 1.0), (2, 0.0)])
+def test_a_group_that_loses_what_made_it_vary_is_skipped(size: int, other: float):
+    """Its last member will never come, or one of two goes."""
+    buffer = Buffer(10)
+    buffer.add(trajectory("0", "g", 1.0), size)
+    buffer.add(trajectory("1", "g", other), size)
+    assert (len(buffer), buffer.counts.skipped_groups) == (2, 0)
+    if size == 3:
+        buffer.shrink("g")
+    else:
+        buffer.remove(["1"])
+    assert (len(buffer), buffer.usable, buffer.counts.skipped_groups) == (0, 0, 1)
+
+
+def test_a_group_of_unknown_size_loses_nobody_who_was_to_come():
+    buffer = Buffer(10)
+    buffer.add(trajectory("0", "g", 1.0))
+    buffer.shrink("g")
+    buffer.shrink("nobody's")
+    buffer.add(trajectory("1", "g", 0.0))
+    assert [len(g) for g in buffer.take(9, 1, 9).groups] == [2]
 
 
 def test_the_stale_are_dropped_and_their_fresh_siblings_stay():

@@ -1,0 +1,130 @@
+"""The bodies of /health and of the endpoints with counters: what each state tells, and each counter under its name."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from msgspec import structs, to_builtins
+
+from mlx_tandem import demo
+from mlx_tandem.config import Config, EngineConfig, ModelConfig
+from mlx_tandem.engine.messages import Occupancy, Progress
+from mlx_tandem.errors import EngineDied
+from mlx_tandem.generation.metrics import Metrics
+from mlx_tandem.server.health import cache_stats, engine_metrics, health, speculation_stats
+from mlx_tandem.types import DiskStats, EngineStats, SpeculationStats
+from tests.api.scripted import INFO
+
+DISK = DiskStats(51, 52, 53, 54, 55, 56, 57, 58, 59, 60, 61, 62, 63_000_000_000, 6.5, False, False, "")
+STATS = EngineStats(
+    cached_blocks=11, prefix_queries=20, prefix_hits=5, prefix_evictions=12, active_memory=17, peak_memory=16,
+    disk_hit_tokens=24, disk_unsaved=25,
+)  # fmt: skip
+
+
+def front(state: str = "ready", used: int = 0, **changes: Any) -> Any:
+    """A front whose parts have numbers that no other has. `used` is the share of the pool in use, in percent."""
+    client = SimpleNamespace(
+        state=state,
+        info=INFO if state == "ready" else None,
+        stats=STATS,
+        occupancy=Occupancy(31, 32, 30, 10),
+        restarts=2,
+        progress=Progress("weights", 0.25),
+        failure=None,
+        check_ready=lambda: INFO,
+    )
+    admission = SimpleNamespace(open_requests=7, open_choices=8, utilization=used / 100, refused={"max_queue_size": 3})
+    found = SimpleNamespace(
+        client=client,
+        request_admission=admission,
+        config=Config(EngineConfig(ModelConfig(str(demo.MODEL_PATH)))),
+        models=SimpleNamespace(id="base", registry=[1, 2, 3]),
+    )
+    for name, value in changes.items():
+        setattr(client, name, value)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("state", "told", "members"),
+    [
+        ("starting", "starting", {"progress"}),
+        ("restarting", "restarting", {"progress"}),
+        ("ready", "ok", {"engine", "memory"}),
+        ("draining", "shutting_down", set()),
+        ("dead", "dead", set()),
+    ],
+)
+def test_what_each_state_tells(state: str, told: str, members: set[str]) -> None:
+    status, body = health(front(state))
+    assert (status, body["status"]) == (200 if state == "ready" else 503, told)
+    assert {"progress", "engine", "memory", "error"} & body.keys() == members
+    assert (body["model"], body["adapters_loaded"], body["open_requests"], body["engine_restarts"]) == ("base", 3, 7, 2)
+    if "progress" in members:
+        assert body["progress"] == {"stage": "weights", "fraction": 0.25}
+    failed = health(front(state, failure=EngineDied("it died")))[1]
+    assert failed == body | {"error": "it died"}, "also while the next engine starts"
+
+
+def test_memory_is_the_budget_and_what_the_device_has_told() -> None:
+    info = structs.replace(INFO, memory=structs.replace(INFO.memory, weights=90, pool=9))
+    assert health(front(info=info))[1]["memory"] == {"budget": 99, "active": 17, "peak": 16}
+
+
+def test_nothing_is_told_of_an_engine_that_is_not_ready() -> None:
+    assert not {"engine", "memory"} & health(front("draining", info=INFO))[1].keys()
+
+
+def test_counters_of_the_pool() -> None:
+    found = cache_stats(front())
+    assert found.pop("disk") == {"enabled": False, "open": False}
+    assert found == {
+        "enabled": True, "block_size": 16, "blocks": 64, "used_blocks": 30, "cached_blocks": 11,
+        "queried_tokens": 20, "hit_tokens": 5, "hit_rate": 0.25, "evicted_blocks": 12,
+    }  # fmt: skip
+
+
+def test_counters_of_the_drive() -> None:
+    found = cache_stats(front(stats=structs.replace(STATS, disk=DISK)))["disk"]
+    own = {"policy": "evict_only", "hit_tokens": 24, "unsaved_blocks": 25, "reload_gb_per_s": 9.692}
+    assert found == {"enabled": False, "open": True} | own | to_builtins(DISK)
+    unread = front(stats=structs.replace(STATS, disk=structs.replace(DISK, reload_seconds=0.0)))
+    assert cache_stats(unread)["disk"]["reload_gb_per_s"] == 0.0
+
+
+def test_counters_of_drafts() -> None:
+    drafts = SpeculationStats("ngram", 4, 20, 11, (4, 4, 3), True, 90.04, 60.06)
+    found = speculation_stats(front(stats=structs.replace(STATS, speculation=drafts)))
+    controller = found.pop("controller")
+    assert found == {
+        "enabled": False, "mode": "none", "num_drafts": 4, "num_draft_tokens": 20, "num_accepted_tokens": 11,
+        "acceptance_rate": 0.55, "avg_accepted_tokens": 2.75, "mode_distribution": {"ngram": 4},
+    }  # fmt: skip
+    assert (controller["uses_drafts"], controller["tokens_per_s_with"]) == (True, 90.0)
+    assert controller["tokens_per_s_without"] == 60.1
+    none = speculation_stats(
+        front(stats=structs.replace(STATS, speculation=structs.replace(drafts, rows=0, drafted=0)))
+    )
+    assert (none["acceptance_rate"], none["avg_accepted_tokens"], none["mode_distribution"]) == (0.0, 0.0, {})
+
+
+def test_counters_of_the_front() -> None:
+    asked = front()
+    asked.metrics = metrics = Metrics()
+    asked.models.registry = SimpleNamespace(entries=list, versions=None)
+    metrics.completed = 9
+    for name, tokens in (("base", 1), ("shout", 2)):
+        metrics.prompt_tokens[name], metrics.generation_tokens[name] = 10 * tokens, 100 * tokens
+        for reason, count in (("stop", 3), ("length", 4), ("abort", 5), ("error", 6)):
+            metrics.finished[name, reason] = count
+    found = engine_metrics(asked)
+    assert found.pop("engine") == to_builtins(STATS)
+    assert found == {
+        "state": "ready", "restarts": 2, "open_requests": 7, "open_choices": 8, "refused": {"max_queue_size": 3},
+        "max_queue_size": asked.config.server.max_queue_size, "prompt_tokens": 30, "generated_tokens": 300,
+        "total_tokens_generated": 300, "requests_completed": 9, "adapters": {},
+        "finished": {"stop": 6, "length": 8, "abort": 10, "error": 12},
+    }  # fmt: skip
